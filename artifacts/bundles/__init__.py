@@ -1,0 +1,1 @@
+"""The bundles that ship in the wheel."""

@@ -1,0 +1,76 @@
+"""Config: every knob of a kernel in one frozen dataclass, and the one statement of what is valid."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Config:
+    """The knobs of one variant.
+
+    A tile is ``block_m`` rows of one expert by ``block_n`` columns; the reduction goes in steps of
+    ``block_k``. (For dW a tile is ``block_n`` x ``block_k`` of one expert, reduced ``block_m`` rows
+    at a time.) ``group_m`` row tiles share their weight columns before the next columns are begun,
+    so that both stay in L2. ``tma`` loads through TMA descriptors encoded by the host.
+    A ``persistent`` kernel runs as many programs as fit the GPU, each over many tiles; any other
+    runs one program a tile.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    tma: bool = False
+    persistent: bool = True
+
+    def __str__(self) -> str:
+        text = f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages} g{self.group_m}"
+        return text + (" tma" if self.tma else "") + (" persistent" if self.persistent else "")
+
+    def pairs(self) -> tuple[tuple[str, int], ...]:
+        """The config as a bundle stores it: (name, value), sorted by name."""
+        return tuple((name, int(getattr(self, name))) for name in sorted(FIELDS))
+
+    @classmethod
+    def from_pairs(cls, pairs: tuple[tuple[str, int], ...]) -> Config:
+        """Back from ``pairs``.
+
+        Raises
+        ------
+        ValueError
+            if a name is unknown or missing, or the values are not a valid config.
+        """
+        given = dict(pairs)
+        if set(given) != set(FIELDS):
+            raise ValueError(f"config has the fields {sorted(given)}, wanted {sorted(FIELDS)}")
+        config = cls(**{name: bool(value) if FIELDS[name] == "bool" else value for name, value in given.items()})
+        problem = invalid(config)
+        if problem:
+            raise ValueError(problem)
+        return config
+
+
+FIELDS = {field.name: field.type for field in dataclasses.fields(Config)}
+
+
+def _power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+def invalid(config: Config) -> str | None:
+    """Why no kernel can have this config, or None. What fits a GPU is read from the compiled cubin."""
+    for name, low, high in (("block_m", 16, 256), ("block_n", 16, 256), ("block_k", 16, 256)):
+        value = getattr(config, name)
+        if not _power_of_two(value) or not low <= value <= high:
+            return f"{name} is {value}, wanted a power of two from {low} to {high}"
+    if config.num_warps not in (1, 2, 4, 8, 16):
+        return f"num_warps is {config.num_warps}, wanted 1, 2, 4, 8 or 16"
+    if not 1 <= config.num_stages <= 8:
+        return f"num_stages is {config.num_stages}, wanted 1 to 8"
+    if not 1 <= config.group_m <= 1024:
+        return f"group_m is {config.group_m}, wanted 1 to 1024"
+    return None
