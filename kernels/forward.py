@@ -57,7 +57,7 @@ def rows_pointer(
     x, w, y, m_sizes, M, N, K, E, stride_x_m, stride_w_e, stride_w_row, stride_y_m, m_sizes_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     MAX_EXPERTS: tl.constexpr, PERSISTENT: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
-   
+
 ):  # fmt: skip
     """y[m, n] = sum_k x[m, k] * w[expert of m, n, k], by pointers (cp.async): for every capability.
 
@@ -112,7 +112,7 @@ def rows_tma(
     x_desc, w_desc, y, m_sizes, M, N, K, E, stride_y_m, m_sizes_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     MAX_EXPERTS: tl.constexpr, PERSISTENT: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
-   
+
 ):  # fmt: skip
     """As ``rows_pointer``, with x [M, K] and w [E, N, K] loaded through TMA: sm_90 and later."""
     tiles_n = tl.cdiv(N, BLOCK_N)
