@@ -27,7 +27,6 @@ READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
 MAX_EXPERTS = 512  # every shape up to this many experts is served by one cubin
 MAX_EXPERTS_FALLBACK = 4096  # what the unaligned variants take
 
-KERNELS = {"rows_pointer": 1, "rows_tma": 1}  # name -> revision: raise it when the source changes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,200 @@
+"""One variant to one cubin, with real Triton and no GPU. ``compile_variant`` runs in a worker process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..artifacts.errors import CompileError
+from ..artifacts.types import DType, TensorMap, Variant
+from ..kernels import abi
+from ..kernels.abi import Spec
+from ..kernels.revisions import REVISIONS, source_sha256
+
+# Same code for everyone: no line info (it embeds paths and triples the size), fused multiply-add stated
+# because its default changes between Triton versions.
+OPTIONS = ("enable_fp_fusion=True", "line_info=off")
+_ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF32: "fp32"}
+# CUtensorMapDataType (cuda.h); 11 rounds fp32 to tf32 on load, where the tensor core would cut it off.
+_MAP_ELEMENT = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
+_OUTPUT_LIMIT_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A variant and its cubin."""
+
+    variant: Variant
+    cubin: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """The versions that decide a cubin's bytes."""
+
+    triton: str
+    ptxas: str  # below sm_100
+    ptxas_blackwell: str
+
+    def ptxas_for(self, sm: int) -> str:
+        """The assembler's toolkit version for a capability, such as 12.8."""
+        return self.ptxas_blackwell if sm >= 100 else self.ptxas
+
+
+@cache
+def toolchain() -> Toolchain:
+    """The Triton and ptxas that are installed."""
+    import triton
+    from triton import knobs
+
+    blackwell = getattr(knobs.nvidia, "ptxas_blackwell", knobs.nvidia.ptxas)
+    return Toolchain(triton.__version__, knobs.nvidia.ptxas.version, blackwell.version)
+
+
+def min_driver(sm: int, ptxas: str) -> int:
+    """The least CUDA driver version that loads a cubin, as cuDriverGetVersion counts.
+
+    Within a major version any driver loads the code (CUDA compatibility guide, minor version
+    compatibility), but for a capability that the driver must know by name: sm_100 and later.
+    """
+    major, minor = (int(part) for part in ptxas.split(".")[:2])
+    return major * 1000 + (minor * 10 if sm >= 100 and major == 12 else 0)
+
+
+def job_key(spec: Spec, sm: int) -> str:
+    """What decides a cubin's bytes, as one digest: the name of a compile-cache entry."""
+    tools = toolchain()
+    parts = (repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(spec.kernel),
+             str(REVISIONS[spec.kernel].revision), str(abi.LAUNCH_ABI), *OPTIONS)  # fmt: skip
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def compile_variant(spec: Spec, sm: int) -> Compiled:
+    """Compile one variant for one capability.
+
+    Raises
+    ------
+    CompileError
+        with the compiler's reason. A few configs make LLVM abort the process: run it in a worker.
+    """
+    with tempfile.TemporaryDirectory(prefix="pretuned-") as scratch:
+        with _captured(Path(scratch) / "output") as output:
+            try:
+                kernel = _triton_compile(spec, sm, scratch)
+            except Exception as error:  # whatever Triton, MLIR or ptxas raises is the reason
+                raise CompileError(f"{spec} for sm_{sm}: {_reason(error, output)}") from None
+        cubin = bytes(kernel.asm["cubin"])
+        registers, stack_bytes, local_bytes = _resources(Path(scratch), cubin, spec.kernel)
+    threads = re.search(r"^\.reqntid (\d+)", kernel.asm["ptx"], re.MULTILINE)
+    maps = kernel.metadata.tensordesc_meta or ()
+    names = [name for name, kind in abi.arguments(spec) if kind.startswith("desc")]
+    variant = Variant(
+        kernel=spec.kernel,
+        revision=REVISIONS[spec.kernel].revision,
+        abi=abi.LAUNCH_ABI,
+        op=spec.op,
+        dtype=spec.dtype,
+        layout=spec.layout,
+        fusion=spec.fusion,
+        alignment=spec.alignment,
+        max_experts=spec.max_experts,
+        config=spec.config.pairs(),
+        entry=kernel.metadata.name,
+        arguments=abi.arguments(spec),
+        tensor_maps=tuple(
+            TensorMap(name, _MAP_ELEMENT[spec.dtype], tuple(meta["block_size"]), meta["swizzle"])
+            for name, meta in zip(names, maps, strict=True)
+        ),
+        threads=int(threads[1]) if threads else 32 * kernel.metadata.num_warps,
+        shared_bytes=kernel.metadata.shared,
+        registers=registers,
+        spill_bytes=max(stack_bytes, local_bytes),
+        scratch_bytes=kernel.metadata.global_scratch_size,
+        cubin_bytes=len(cubin),
+        cubin_sha256=hashlib.sha256(cubin).digest(),
+    )
+    return Compiled(variant, cubin)
+
+
+def _triton_compile(spec: Spec, sm: int, scratch: str) -> Any:
+    os.environ.update(TRITON_DISABLE_LINE_INFO="1", TRITON_ALWAYS_COMPILE="1", TRITON_CACHE_DIR=scratch)
+    os.environ.pop("TRITON_INTERPRET", None)
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ..kernels import forward
+
+    function = getattr(forward, spec.kernel)
+    names = list(function.arg_names)
+    boxes = abi.boxes(spec)
+    kinds = {name: _triton_type(name, kind, spec, boxes) for name, kind in abi.arguments(spec)}
+    source = ASTSource(
+        function,
+        {name: kinds.get(name, "constexpr") for name in names},
+        abi.constants(spec),
+        {(names.index(name),): [["tt.divisibility", by]] for name, by in abi.divisibility(spec).items()},
+    )
+    config = spec.config
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+def _triton_type(name: str, kind: str, spec: Spec, boxes: dict[str, tuple[int, ...]]) -> str:
+    element = _ELEMENT[spec.dtype]
+    if kind == "ptr":
+        return "*i32" if name == "m_sizes" else f"*{element}"
+    if kind.startswith("desc"):
+        return f"tensordesc<{element}[{','.join(map(str, boxes[name]))}]>"
+    return kind
+
+
+def _resources(scratch: Path, cubin: bytes, entry: str) -> tuple[int, int, int]:
+    """Registers a thread, stack bytes and local bytes, as cuobjdump reads them from the cubin."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    path = scratch / "variant.cubin"
+    path.write_bytes(cubin)
+    dump = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=False)
+    found = re.search(rf"Function {re.escape(entry)}:\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump.stdout)
+    if not found:
+        raise CompileError(f"cuobjdump says nothing of {entry}: {dump.stdout}{dump.stderr}"[:_OUTPUT_LIMIT_CHARS])
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+@contextmanager
+def _captured(path: Path) -> Iterator[Path]:
+    """Sends file descriptors 1 and 2 to a file: ptxas and MLIR print whole modules there."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with path.open("wb") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    try:
+        yield path
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in enumerate(saved, start=1):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _reason(error: Exception, output: Path) -> str:
+    """The error's own first words, or the compiler's ``error:`` lines, which say more."""
+    lines = output.read_text(errors="replace").splitlines()
+    told = [line.strip() for line in lines if "error:" in line or "fatal" in line.lower()]
+    text = "; ".join(dict.fromkeys(told[:3])) or str(error).strip() or type(error).__name__
+    return " ".join(text.split())[:_OUTPUT_LIMIT_CHARS]
