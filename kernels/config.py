@@ -47,14 +47,15 @@ class Config:
         given = dict(pairs)
         if set(given) != set(FIELDS):
             raise ValueError(f"config has the fields {sorted(given)}, wanted {sorted(FIELDS)}")
-        config = cls(**{name: bool(value) if FIELDS[name] == "bool" else value for name, value in given.items()})
+        flags = {name: bool(given.pop(name)) for name in ("tma", "persistent")}
+        config = cls(**given, **flags)  # type: ignore[arg-type]  # mypy can't see that the names are disjoint
         problem = invalid(config)
         if problem:
             raise ValueError(problem)
         return config
 
 
-FIELDS = {field.name: field.type for field in dataclasses.fields(Config)}
+FIELDS = tuple(field.name for field in dataclasses.fields(Config))
 
 
 def _power_of_two(value: int) -> bool:

@@ -1,0 +1,168 @@
+"""The only code that talks to CUDA: ctypes on libcuda.so.1, nothing compiled.
+
+Every call is from the CUDA driver API reference manual. PyTorch owns the context: code is loaded
+into the device's primary context, and launches go to the stream that the caller names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+
+from ..artifacts.errors import CudaError
+
+INVALID_CONTEXT = 201
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
+_STREAM_CAPTURE_MODE_RELAXED = 2
+_SHARED_WITHOUT_ASKING_BYTES = 48 * 1024
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig, without attributes."""
+
+    _fields_ = [
+        ("grid_x", c_uint), ("grid_y", c_uint), ("grid_z", c_uint),
+        ("block_x", c_uint), ("block_y", c_uint), ("block_z", c_uint),
+        ("shared_bytes", c_uint), ("stream", c_void_p), ("attributes", c_void_p), ("attribute_count", c_uint),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A loaded kernel. ``per_sm`` is how many of its blocks one SM holds at once."""
+
+    handle: int
+    module: int
+    device: int
+    threads: int
+    shared_bytes: int
+    per_sm: int
+
+
+_PROTOTYPES: dict[str, tuple[object, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
+    "cuModuleUnload": (c_void_p,),
+    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
+    "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint, c_void_p, POINTER(c_uint64), POINTER(c_uint64),
+                               POINTER(c_uint), POINTER(c_uint), c_int, c_int, c_int, c_int),
+    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+}  # fmt: skip
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """libcuda, with the types of every function that is used.
+
+    Raises
+    ------
+    CudaError
+        where there is no driver, or one older than CUDA 12.
+    """
+    try:
+        lib = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"no CUDA driver: {error}. In a container, start it with the GPU passed through") from None
+    for name, types in _PROTOTYPES.items():
+        function = getattr(lib, name, None)
+        if function is None:
+            raise CudaError(f"the CUDA driver has no {name}: pretuned needs a driver for CUDA 12 or later")
+        function.argtypes = types
+        function.restype = c_int
+    if hasattr(lib, "cuFuncLoad"):
+        lib.cuFuncLoad.argtypes = (c_void_p,)
+    return lib
+
+
+def check(code: int, call: str) -> None:
+    """Raise CudaError, with the driver's own words, unless ``code`` is success."""
+    if code:
+        text = c_char_p()
+        library().cuGetErrorString(code, byref(text))
+        raise CudaError(f"{call}: CUDA error {code}, {(text.value or b'unknown').decode()}")
+
+
+@cache
+def driver_version() -> int:
+    """The CUDA version that the driver supports, as 12080 for 12.8. Needs no GPU and no context."""
+    version = c_int()
+    check(library().cuDriverGetVersion(byref(version)), "cuDriverGetVersion")
+    return version.value
+
+
+@cache
+def primary_context(device: int) -> int:
+    """The context that PyTorch uses on this device, kept for the life of the process."""
+    lib, handle, context = library(), c_int(), c_void_p()
+    check(lib.cuInit(0), "cuInit")
+    check(lib.cuDeviceGet(byref(handle), device), f"cuDeviceGet({device})")
+    check(lib.cuDevicePrimaryCtxRetain(byref(context), handle), "cuDevicePrimaryCtxRetain")
+    return context.value or 0
+
+
+def make_current(device: int) -> None:
+    """Bind the device's primary context to this thread, where nothing has bound one yet."""
+    check(library().cuCtxSetCurrent(primary_context(device)), "cuCtxSetCurrent")
+
+
+@contextmanager
+def _loading(device: int) -> Iterator[None]:
+    """In the device's context, and in relaxed capture mode: loading code is then legal inside a graph capture."""
+    lib, mode, context = library(), c_int(_STREAM_CAPTURE_MODE_RELAXED), c_void_p()
+    check(lib.cuCtxPushCurrent_v2(primary_context(device)), "cuCtxPushCurrent")
+    try:
+        check(lib.cuThreadExchangeStreamCaptureMode(byref(mode)), "cuThreadExchangeStreamCaptureMode")
+        try:
+            yield
+        finally:
+            lib.cuThreadExchangeStreamCaptureMode(byref(mode))
+    finally:
+        lib.cuCtxPopCurrent_v2(byref(context))
+
+
+def load(cubin: bytes, entry: str, *, threads: int, shared_bytes: int, device: int) -> Function:
+    """Load a cubin and make its kernel ready to launch: about 0.1 ms.
+
+    Raises
+    ------
+    CudaError
+        where the driver refuses the code.
+    """
+    lib, module, handle, per_sm = library(), c_void_p(), c_void_p(), c_int()
+    with _loading(device):
+        check(lib.cuModuleLoadData(byref(module), cubin), f"cuModuleLoadData({entry}, {len(cubin)} bytes)")
+        check(lib.cuModuleGetFunction(byref(handle), module, entry.encode()), f"cuModuleGetFunction({entry})")
+        if shared_bytes > _SHARED_WITHOUT_ASKING_BYTES:
+            code = lib.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            check(code, f"cuFuncSetAttribute({entry}, {shared_bytes} bytes of shared memory)")
+        if hasattr(lib, "cuFuncLoad"):  # CUDA 12.4: under lazy loading the first launch would load it
+            check(lib.cuFuncLoad(handle), f"cuFuncLoad({entry})")
+        code = lib.cuOccupancyMaxActiveBlocksPerMultiprocessor(byref(per_sm), handle, threads, shared_bytes)
+        check(code, f"cuOccupancyMaxActiveBlocksPerMultiprocessor({entry})")
+    if not per_sm.value:
+        raise CudaError(f"{entry}: no SM of this GPU holds a block of {threads} threads and {shared_bytes} bytes")
+    return Function(handle.value or 0, module.value or 0, device, threads, shared_bytes, per_sm.value)
+
+
+def unload(function: Function) -> None:
+    """Give a kernel's code back. Nothing may launch it afterwards."""
+    lib, context = library(), c_void_p()
+    check(lib.cuCtxPushCurrent_v2(primary_context(function.device)), "cuCtxPushCurrent")
+    try:
+        check(lib.cuModuleUnload(function.module), "cuModuleUnload")
+    finally:
+        lib.cuCtxPopCurrent_v2(byref(context))

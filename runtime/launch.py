@@ -1,0 +1,211 @@
+"""From a loaded variant to a launch: arguments packed in place, TMA descriptors cached, one driver call.
+
+The hot path. Arguments live in a buffer of each thread (ctypes gives up the GIL in the call), laid
+out so that what changes from call to call is one ``struct.pack_into``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable
+from ctypes import addressof, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from ..artifacts.errors import BundleCorrupt, InputError
+from ..artifacts.types import Variant
+from ..kernels.config import Config
+from . import driver
+
+RowLauncher = Callable[[int, int, int, int, int, int, int, int], None]
+
+# What changes from call to call, in the order of the call: x w y m_sizes (pointers), two strides, M.
+_DYNAMIC = struct.Struct("=QQQQqqi")
+_DYNAMIC_AT = {"x": 0, "w": 8, "y": 16, "m_sizes": 24, "stride_x_m": 32, "stride_y_m": 40, "M": 48}
+# What the launcher fixes: N K E m_sizes_step, two strides, a stride of one, and the two scratch pointers (null).
+_STATIC = struct.Struct("=iiiiqqqQ")
+_STATIC_AT = {
+    "N": 56,
+    "K": 60,
+    "E": 64,
+    "m_sizes_step": 68,
+    "stride_w_e": 72,
+    "stride_w_row": 80,
+    "one": 88,
+    "null": 96,
+}
+_ARGUMENT_BYTES = 104
+_MAP_BYTES = 128
+_MAP_ALIGNMENT_BYTES = 64
+_CACHED_MAPS = 256
+_MOST_TILES = 2**31 - 1
+
+# What the sizes and strides behind a descriptor are called, by argument and whether w's columns are contiguous.
+_SIZES = {("x_desc", False): ("M", "K"), ("w_desc", False): ("E", "N", "K"), ("w_desc", True): ("E", "K", "N")}
+_STRIDES = {"x_desc": ("stride_x_m", "one"), "w_desc": ("stride_w_e", "stride_w_row", "one")}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A variant on a device: its code is loaded and its persistent grid is known."""
+
+    variant: Variant
+    function: driver.Function
+    config: Config
+    sm_count: int
+
+
+def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int) -> LoadedKernel:
+    """Load a variant's verified cubin on a device.
+
+    Raises
+    ------
+    CudaError
+        where the driver refuses the code.
+    BundleCorrupt
+        where the variant's record is not one that this launcher knows.
+    """
+    try:
+        config = Config.from_pairs(variant.config)
+    except ValueError as error:
+        raise BundleCorrupt(f"variant {variant.entry}: {error}") from None
+    if variant.scratch_bytes:
+        raise BundleCorrupt(f"variant {variant.entry} wants {variant.scratch_bytes} bytes of scratch: ABI 1 has none")
+    function = driver.load(
+        cubin, variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=device
+    )
+    return LoadedKernel(variant, function, config, sm_count)
+
+
+class _Arguments(threading.local):
+    """One thread's argument block: the values, the array of pointers to them, and the launch configuration."""
+
+    def __init__(self, kernel: LoadedKernel, w_kn: bool, static: tuple[int, ...]) -> None:
+        self.values = ctypes.create_string_buffer(_ARGUMENT_BYTES)
+        base = addressof(self.values)
+        _STATIC.pack_into(self.values, _STATIC_AT["N"], *static)
+        at = {name: base + offset for name, offset in (_DYNAMIC_AT | _STATIC_AT).items()}
+        pointers: list[int] = []
+        self.map_slots: dict[str, int] = {}
+        for name, kind in kernel.variant.arguments:
+            if kind.startswith("desc"):
+                self.map_slots[name] = len(pointers)
+                pointers.append(0)
+                kn = w_kn and name == "w_desc"
+                pointers += [at[size] for size in _SIZES[name, kn]]
+                pointers += [at[stride] for stride in _STRIDES[name]]
+            else:
+                pointers.append(at[name])
+        pointers += [at["null"], at["null"]]
+        self.pointers = (c_void_p * len(pointers))(*pointers)
+        function = kernel.function
+        self.config = driver.LaunchConfig(1, 1, 1, function.threads, 1, 1, function.shared_bytes, None, None, 0)
+        self.config_address = addressof(self.config)
+        self.pointers_address = addressof(self.pointers)
+
+
+class _TensorMaps:
+    """TMA descriptors of one argument, encoded once for each (address, rows, stride)."""
+
+    def __init__(self, kernel: LoadedKernel, argument: str) -> None:
+        self.plan = next(m for m in kernel.variant.tensor_maps if m.argument == argument)
+        rank = len(self.plan.box)
+        self.box = (c_uint * rank)(*reversed(self.plan.box))
+        self.ones = (c_uint * rank)(*[1] * rank)
+        self.itemsize = kernel.variant.dtype.itemsize
+        self.cached: dict[Any, tuple[int, Any]] = {}
+
+    def encode(self, key: Any, address: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, Any]:
+        """(address of the 128 bytes, their owner). ``strides`` in elements, all but the last dimension's."""
+        rank = len(sizes)
+        owner = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT_BYTES)
+        at = -(-addressof(owner) // _MAP_ALIGNMENT_BYTES) * _MAP_ALIGNMENT_BYTES
+        # cuTensorMapEncodeTiled counts dimensions from the innermost; L2 promotion 128 bytes (2), out of bounds zero.
+        code = driver.library().cuTensorMapEncodeTiled(
+            at, self.plan.element, rank, address, (c_uint64 * rank)(*reversed(sizes)),
+            (c_uint64 * max(1, rank - 1))(*(s * self.itemsize for s in reversed(strides))),
+            self.box, self.ones, 0, self.plan.swizzle, 2, 0,
+        )  # fmt: skip
+        driver.check(code, f"cuTensorMapEncodeTiled({self.plan.argument}, sizes {sizes}, strides {strides})")
+        if len(self.cached) >= _CACHED_MAPS:
+            self.cached.clear()
+        self.cached[key] = at, owner
+        return at, owner
+
+
+def row_launcher(
+    kernel: LoadedKernel,
+    *,
+    columns: int,
+    reduction: int,
+    E: int,
+    w_kn: bool,
+    stride_w_e: int,
+    stride_w_row: int,
+    m_sizes_step: int,
+) -> RowLauncher:
+    """A function (x, w, y, m_sizes, stride_x_m, stride_y_m, M, stream) that launches y[g] = x[g] @ w[g].T.
+
+    The four operands are device addresses, strides are in elements, M > 0. It does not synchronise,
+    and any thread may call it. In the kernel's words: ``columns`` of y, ``reduction``, and ``w_kn``
+    where w's columns are the contiguous ones.
+
+    Raises
+    ------
+    InputError
+        where the tiles of M rows pass 2^31.
+    CudaError
+        where the driver refuses the launch.
+    """
+    config, function = kernel.config, kernel.function
+    static = (columns, reduction, E, m_sizes_step, stride_w_e, stride_w_row, 1, 0)
+    local = _Arguments(kernel, w_kn, static)
+    launch = driver.library().cuLaunchKernelEx
+    pack, handle, device = _DYNAMIC.pack_into, function.handle, function.device
+    tiles_n, block_m = -(-columns // config.block_n), config.block_m
+    most = kernel.sm_count * function.per_sm if config.persistent else _MOST_TILES
+
+    def start(mine: _Arguments, M: int, stream: int) -> None:
+        active = E if E < M else M
+        tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, without a call
+        if tiles > _MOST_TILES:
+            raise InputError(f"M={M} rows and N={columns} columns make {tiles} tiles of {config}, the most is 2^31 - 1")
+        launch_config = mine.config
+        launch_config.grid_x = tiles if tiles < most else most
+        launch_config.stream = stream
+        code = launch(mine.config_address, handle, mine.pointers_address, None)
+        if code:
+            if code == driver.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
+                driver.make_current(device)
+                code = launch(mine.config_address, handle, mine.pointers_address, None)
+            driver.check(code, f"cuLaunchKernelEx({kernel.variant.entry}, {config}, grid {launch_config.grid_x})")
+
+    if not config.tma:
+
+        def launch_pointers(
+            x: int, w: int, y: int, m_sizes: int, stride_x_m: int, stride_y_m: int, M: int, stream: int
+        ) -> None:
+            pack(local.values, 0, x, w, y, m_sizes, stride_x_m, stride_y_m, M)
+            start(local, M, stream)
+
+        return launch_pointers
+
+    x_maps, w_maps = _TensorMaps(kernel, "x_desc"), _TensorMaps(kernel, "w_desc")
+    w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)
+    x_slot, w_slot = local.map_slots["x_desc"], local.map_slots["w_desc"]
+
+    def launch_tma(x: int, w: int, y: int, m_sizes: int, stride_x_m: int, stride_y_m: int, M: int, stream: int) -> None:
+        # The maps are kept alive by these names until the driver has copied them.
+        x_map = x_maps.cached.get((x, M, stride_x_m)) or x_maps.encode(
+            (x, M, stride_x_m), x, (M, reduction), (stride_x_m,)
+        )
+        w_map = w_maps.cached.get(w) or w_maps.encode(w, w, w_sizes, (stride_w_e, stride_w_row))
+        pointers = local.pointers
+        pointers[x_slot] = x_map[0]
+        pointers[w_slot] = w_map[0]
+        pack(local.values, 0, x, w, y, m_sizes, stride_x_m, stride_y_m, M)
+        start(local, M, stream)
+
+    return launch_tma
