@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..artifacts.types import DType, TensorMap, Variant
 from ..kernels import abi
 from ..kernels.abi import Spec
 from ..kernels.revisions import REVISIONS, source_sha256
+from .toolchain import toolchain
 
 # Same code for everyone: no line info (it embeds paths and triples the size), fused multiply-add stated
 # because its default changes between Triton versions.
@@ -36,29 +36,6 @@ class Compiled:
 
     variant: Variant
     cubin: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Toolchain:
-    """The versions that decide a cubin's bytes."""
-
-    triton: str
-    ptxas: str  # below sm_100
-    ptxas_blackwell: str
-
-    def ptxas_for(self, sm: int) -> str:
-        """The assembler's toolkit version for a capability, such as 12.8."""
-        return self.ptxas_blackwell if sm >= 100 else self.ptxas
-
-
-@cache
-def toolchain() -> Toolchain:
-    """The Triton and ptxas that are installed."""
-    import triton
-    from triton import knobs
-
-    blackwell = getattr(knobs.nvidia, "ptxas_blackwell", knobs.nvidia.ptxas)
-    return Toolchain(triton.__version__, knobs.nvidia.ptxas.version, blackwell.version)
 
 
 def min_driver(sm: int, ptxas: str) -> int:
@@ -91,6 +68,8 @@ def compile_variant(spec: Spec, sm: int) -> Compiled:
         with _captured(Path(scratch) / "output") as output:
             try:
                 kernel = _triton_compile(spec, sm, scratch)
+            except (OSError, MemoryError):
+                raise  # the machine's fault, not the variant's
             except Exception as error:  # whatever Triton, MLIR or ptxas raises is the reason
                 raise CompileError(f"{spec} for sm_{sm}: {_reason(error, output)}") from None
         cubin = bytes(kernel.asm["cubin"])

@@ -1,0 +1,26 @@
+"""This machine's GPU, asked of the CUDA driver: no torch, no CUDA context."""
+
+from __future__ import annotations
+
+import ctypes
+
+# CUdevice_attribute, cuda.h
+_MAJOR = 75
+_MINOR = 76
+
+
+def native_sm() -> int | None:
+    """The capability (10 * major + minor) of the first visible GPU, or None without one or without a driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    if cuda.cuInit(0) != 0:
+        return None
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if cuda.cuDeviceGet(ctypes.byref(device), 0) != 0:
+        return None
+    for value, attribute in ((major, _MAJOR), (minor, _MINOR)):
+        if cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) != 0:
+            return None
+    return 10 * major.value + minor.value
