@@ -1,0 +1,68 @@
+"""What a bundle is: its types, its bytes, its files. Needs no torch, no Triton, no GPU."""
+
+from .blob import read_checked, write_checked
+from .codec import decode, encode
+from .errors import (
+    BundleCorrupt,
+    BundleError,
+    BundleTooNew,
+    BundleTooOld,
+    BundleUnreadable,
+    BundleUntrusted,
+    HostError,
+    PretunedError,
+)
+from .store import BundleFile, lock, open_bundle, publish
+from .types import (
+    Bundle,
+    Choice,
+    DType,
+    Fusion,
+    Gpu,
+    Kernel,
+    Layout,
+    Model,
+    Op,
+    Problem,
+    Producer,
+    Source,
+    Target,
+    TensorMap,
+    Variant,
+    bucket_of,
+)
+
+__all__ = [
+    "Bundle",
+    "BundleCorrupt",
+    "BundleError",
+    "BundleFile",
+    "BundleTooNew",
+    "BundleTooOld",
+    "BundleUnreadable",
+    "BundleUntrusted",
+    "Choice",
+    "DType",
+    "Fusion",
+    "Gpu",
+    "HostError",
+    "Kernel",
+    "Layout",
+    "Model",
+    "Op",
+    "PretunedError",
+    "Problem",
+    "Producer",
+    "Source",
+    "Target",
+    "TensorMap",
+    "Variant",
+    "bucket_of",
+    "decode",
+    "encode",
+    "lock",
+    "open_bundle",
+    "publish",
+    "read_checked",
+    "write_checked",
+]

@@ -1,0 +1,43 @@
+"""One digest-checked file of bytes, for caches: damaged, untrusted or missing are all just 'not there'."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+
+from . import trust
+from .errors import BundleError
+from .limits import MAX_BLOB_BYTES
+from .publication import publish
+
+_MAGIC = b"pretuned blob 1\n"
+_HEAD_BYTES = len(_MAGIC) + 32
+
+
+def write_checked(path: str | os.PathLike[str], payload: bytes) -> None:
+    """Publish ``payload`` with its digest.
+
+    Raises
+    ------
+    HostError
+        where the system refuses; the old file stays.
+    """
+    publish(path, _MAGIC + hashlib.sha256(payload).digest() + payload)
+
+
+def read_checked(path: str | os.PathLike[str]) -> bytes | None:
+    """The payload of ``path``, or None if it is missing, damaged, too large, or in a place that others can write."""
+    try:
+        real = trust.resolve(os.fspath(path))
+        fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            trust.check_file(real, status, real)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BLOB_BYTES + _HEAD_BYTES:
+                return None
+            data = file.read(status.st_size + 1)
+    except (OSError, BundleError):
+        return None
+    payload = data[_HEAD_BYTES:]
+    return payload if data[:_HEAD_BYTES] == _MAGIC + hashlib.sha256(payload).digest() else None

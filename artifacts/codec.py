@@ -1,0 +1,123 @@
+"""Bundle to bytes and back: pure, canonical, and strict. FORMAT.md states the format."""
+
+from __future__ import annotations
+
+import hashlib
+
+from .index import FIELDS, MODEL, Index
+from .schema import (
+    gpu_value,
+    kernel_value,
+    pack_choices,
+    pack_problem,
+    pack_variant,
+    producer_value,
+    target_value,
+)
+from .types import Bundle
+from .wire import (
+    BLOB_HEADER_BYTES,
+    PREAMBLE_BYTES,
+    blob_header,
+    check_index,
+    corrupt,
+    pack,
+    pack_preamble,
+    read_preamble,
+)
+
+
+def encode(bundle: Bundle, where: str = "<new>") -> bytes:
+    """The one sequence of bytes for ``bundle``.
+
+    Raises
+    ------
+    BundleCorrupt
+        where ``bundle`` is not valid; the message names the part.
+    """
+    try:
+        data = _encode(bundle)
+    except (ValueError, TypeError, OverflowError, KeyError) as error:
+        raise corrupt(where, f"the bundle to be written can't be: {type(error).__name__}: {error}") from error
+    if decode(data, where) != bundle:
+        raise corrupt(where, "the bundle to be written can't be: a field has a value that the format rounds")
+    return data
+
+
+def decode(data: bytes, where: str) -> Bundle:
+    """The bundle in ``data``, every part and every digest checked: ``encode(decode(x)) == x``.
+
+    Raises
+    ------
+    BundleCorrupt, BundleTooNew, BundleTooOld
+        ``where`` names the file in the message.
+    """
+    preamble = read_preamble(data[:PREAMBLE_BYTES], len(data), where)
+    index_end = PREAMBLE_BYTES + preamble.index_bytes
+    index_data = data[PREAMBLE_BYTES:index_end]
+    check_index(data[:PREAMBLE_BYTES], preamble, index_data, where)
+    index = Index(index_data, preamble, where)
+    if data[index_end : preamble.cubins_at] != blob_header(len(data) - preamble.cubins_at):
+        raise corrupt(where, f"the cubins' header at byte {index_end} is not that of {len(data)} bytes in all")
+    variants = tuple(index.variant(i) for i in range(index.variant_count))
+    cubins = []
+    for i, variant in enumerate(variants):
+        offset, size = index.place(i)
+        cubins.append(check_cubin(data[offset : offset + size], i, variant.cubin_sha256, where))
+    bundle = Bundle(
+        index.target,
+        index.min_driver,
+        index.producer,
+        index.kernels,
+        index.gpus,
+        variants,
+        tuple(cubins),
+        {problem: index.choices(row, problem) for row, problem in enumerate(index.problems())},
+        index.models(),
+    )
+    if _encode(bundle) != data:
+        raise corrupt(where, "the bytes are not in canonical form")
+    return bundle
+
+
+def check_cubin(cubin: bytes, i: int, sha256: bytes, where: str) -> bytes:
+    """``cubin``, if its digest is ``sha256``.
+
+    Raises
+    ------
+    BundleCorrupt
+    """
+    got = hashlib.sha256(cubin).digest()
+    if got != sha256:
+        raise corrupt(where, f"cubin {i} has sha256 {got.hex()}, its variant says {sha256.hex()}")
+    return cubin
+
+
+def _encode(bundle: Bundle) -> bytes:
+    if len(bundle.variants) != len(bundle.cubins):
+        raise ValueError(f"{len(bundle.variants)} variants and {len(bundle.cubins)} cubins")
+    for i, (variant, cubin) in enumerate(zip(bundle.variants, bundle.cubins, strict=True)):
+        if variant.cubin_bytes != len(cubin):
+            raise ValueError(f"cubin {i} is {len(cubin)} bytes, its variant says {variant.cubin_bytes}")
+    keyed = sorted((pack_problem(problem), problem) for problem in bundle.choices)
+    rows = {problem: row for row, (_, problem) in enumerate(keyed)}
+    models = [
+        dict(zip(MODEL, (m.name, m.tp, m.ep, m.dtype.value, [rows[p] for p in m.problems]), strict=True))
+        for m in bundle.models
+    ]
+    values = (
+        target_value(bundle.target),
+        bundle.min_driver,
+        producer_value(bundle.producer),
+        [kernel_value(kernel) for kernel in bundle.kernels],
+        [gpu_value(gpu) for gpu in bundle.gpus],
+        [pack_variant(variant) for variant in bundle.variants],
+        [len(cubin) for cubin in bundle.cubins],
+        [key for key, _ in keyed],
+        [pack_choices(bundle.choices[problem]) for _, problem in keyed],
+        pack(models),
+    )
+    index = pack(dict(zip(FIELDS, values, strict=True)))
+    cubins_bytes = sum(map(len, bundle.cubins))
+    file_bytes = PREAMBLE_BYTES + len(index) + BLOB_HEADER_BYTES + cubins_bytes
+    return b"".join((pack_preamble(file_bytes, index), index, blob_header(cubins_bytes), *bundle.cubins))

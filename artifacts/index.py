@@ -1,0 +1,186 @@
+"""The index of a bundle: its top level is read at once, each variant and each problem when it is touched."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from . import limits as lim
+from .errors import BundleCorrupt
+from .names import is_label
+from .schema import (
+    DTYPES,
+    fields,
+    integer,
+    items,
+    name,
+    pack_problem,
+    pick,
+    read_choices,
+    read_gpu,
+    read_kernel,
+    read_problem,
+    read_producer,
+    read_target,
+    read_variant,
+)
+from .types import Choice, Model, Problem, Variant
+from .wire import Malformed, Preamble, corrupt, unpack
+
+FIELDS = (
+    "target", "min_driver", "producer", "kernels", "gpus", "variants", "cubin_bytes", "problems", "choices", "models",
+)  # fmt: skip
+MODEL = ("name", "tp", "ep", "dtype", "problems")
+
+
+class Index:
+    """The decoded top level, and the rest on demand. Nothing here reads a file.
+
+    Every method raises BundleCorrupt for a record that breaks the format.
+    """
+
+    __slots__ = (
+        "_choices", "_keys", "_models", "_offsets", "_rows", "_variant_records", "_variants",
+        "cubin_bytes", "gpus", "kernels", "min_driver", "producer", "target", "where",
+    )  # fmt: skip
+
+    def __init__(self, data: bytes, preamble: Preamble, where: str) -> None:
+        self.where = where
+        try:
+            self._read(data, preamble)
+        except Malformed as error:
+            raise self._corrupt("index", error) from None
+
+    def _read(self, data: bytes, preamble: Preamble) -> None:
+        top = unpack(data, max_items=lim.MAX_PROBLEMS, max_bin_bytes=lim.MAX_MODELS_BYTES)
+        target, min_driver, producer, kernels, gpus, variants, sizes, problems, choices, models = fields(
+            top, "index", FIELDS
+        )
+        self.target = read_target(target)
+        self.min_driver = integer(min_driver, "min_driver", 0, lim.MAX_DIM)
+        self.producer = read_producer(producer)
+        self.kernels = tuple(read_kernel(kernel) for kernel in items(kernels, "kernels", 0, lim.MAX_KERNELS))
+        if len({(k.name, k.revision) for k in self.kernels}) != len(self.kernels):
+            raise Malformed("kernels has one name and revision twice")
+        self.gpus = tuple(read_gpu(gpu) for gpu in items(gpus, "gpus", 0, lim.MAX_GPUS))
+        if len(set(self.gpus)) != len(self.gpus):
+            raise Malformed("gpus has one GPU twice")
+        self._variant_records = _records(variants, "variants", lim.MAX_VARIANTS, lim.MAX_RECORD_BYTES)
+        count = len(self._variant_records)
+        self._variants: list[Variant | None] = [None] * count
+        self.cubin_bytes = tuple(
+            integer(size, "cubin_bytes", 1, lim.MAX_CUBIN_BYTES)
+            for size in items(sizes, "cubin_bytes", count, count)
+        )  # fmt: skip
+        self._offsets = tuple(itertools.accumulate(self.cubin_bytes, initial=preamble.cubins_at))
+        if self._offsets[-1] != preamble.file_bytes:
+            raise Malformed(f"the cubins end at byte {self._offsets[-1]}, the file at {preamble.file_bytes}")
+        self._keys = _records(problems, "problems", lim.MAX_PROBLEMS, lim.MAX_RECORD_BYTES)
+        self._choices = _records(choices, "choices", lim.MAX_PROBLEMS, lim.MAX_RECORD_BYTES)
+        if len(self._choices) != len(self._keys):
+            raise Malformed(
+                f"choices has {len(self._choices)} items, wanted one for each of {len(self._keys)} problems"
+            )
+        self._rows = {key: row for row, key in enumerate(self._keys)}
+        if len(self._rows) != len(self._keys) or sorted(self._keys) != self._keys:
+            raise Malformed("problems are not sorted by their bytes, each once")
+        if type(models) is not bytes:
+            raise Malformed("models is no bin")
+        self._models = models
+
+    @property
+    def variant_count(self) -> int:
+        """How many variants, and cubins, there are."""
+        return len(self._variant_records)
+
+    def place(self, i: int) -> tuple[int, int]:
+        """Offset in the file and length of cubin ``i``, in bytes."""
+        return self._offsets[i], self.cubin_bytes[i]
+
+    def variant(self, i: int) -> Variant:
+        """Variant ``i``."""
+        if not 0 <= i < len(self._variants):
+            raise IndexError(f"bundle {self.where!r} has {len(self._variants)} variants, none of index {i}")
+        variant = self._variants[i]
+        if variant is None:
+            try:
+                variant = read_variant(self._variant_records[i], self.cubin_bytes[i])
+                if not any(k.name == variant.kernel and k.revision == variant.revision for k in self.kernels):
+                    raise Malformed(f"kernel {variant.kernel} of revision {variant.revision} is not in kernels")
+            except Malformed as error:
+                raise self._corrupt(f"variant {i}", error) from None
+            self._variants[i] = variant
+        return variant
+
+    def find(self, problem: Problem) -> tuple[Choice, ...]:
+        """The choices for ``problem``, ascending by bucket; () if it is not in the bundle."""
+        try:
+            row = self._rows.get(pack_problem(problem))
+        except (ValueError, OverflowError):  # a number that msgpack can't hold is in no bundle
+            return ()
+        return () if row is None else self.choices(row, problem)
+
+    def problem(self, row: int) -> Problem:
+        """Problem ``row``."""
+        try:
+            return read_problem(self._keys[row])
+        except Malformed as error:
+            raise self._corrupt(f"problem {row}", error) from None
+
+    def problems(self) -> Iterator[Problem]:
+        """All problems, in the bundle's order."""
+        return map(self.problem, range(len(self._keys)))
+
+    def choices(self, row: int, problem: Problem) -> tuple[Choice, ...]:
+        """The choices of problem ``row``, which is ``problem``."""
+        try:
+            choices = read_choices(self._choices[row], len(self._variants), len(self.gpus))
+            for i in {c.variant for c in choices}.union(c.runner_up for c in choices if c.runner_up is not None):
+                _check_fits(self.variant(i), i, problem)
+        except Malformed as error:
+            raise self._corrupt(f"choices for {problem}", error) from None
+        return choices
+
+    def models(self) -> tuple[Model, ...]:
+        """All models."""
+        try:
+            known: dict[int, Problem] = {}
+            top = unpack(self._models, max_items=lim.MAX_MODELS)
+            return tuple(self._model(value, known) for value in items(top, "models", 0, lim.MAX_MODELS))
+        except Malformed as error:
+            raise self._corrupt("models", error) from None
+
+    def _model(self, value: object, known: dict[int, Problem]) -> Model:
+        model, tp, ep, dtype, rows = fields(value, "model", MODEL)
+        problems = []
+        for item in items(rows, "model.problems", 0, lim.MAX_MODEL_PROBLEMS):
+            row = integer(item, "model.problems", 0, len(self._keys) - 1)
+            if row not in known:
+                known[row] = self.problem(row)
+            problems.append(known[row])
+        return Model(
+            name(model, "model.name", is_label),
+            integer(tp, "model.tp", 1, lim.MAX_DIM),
+            integer(ep, "model.ep", 1, lim.MAX_DIM),
+            pick(dtype, "model.dtype", DTYPES),
+            tuple(problems),
+        )
+
+    def _corrupt(self, part: str, error: Malformed) -> BundleCorrupt:
+        return corrupt(self.where, f"{part}: {error}")
+
+
+def _records(value: object, what: str, most: int, most_bytes: int) -> list[bytes]:
+    records = items(value, what, 0, most)
+    if set(map(type, records)) - {bytes} or max(map(len, records), default=0) > most_bytes:  # type: ignore[arg-type]
+        raise Malformed(f"{what} has an item that is no bin of at most {most_bytes} bytes")
+    return records  # type: ignore[return-value]
+
+
+def _check_fits(variant: Variant, i: int, problem: Problem) -> None:
+    have = (variant.op, variant.dtype, variant.layout, variant.fusion)
+    if have != (problem.op, problem.dtype, problem.layout, problem.fusion) or variant.max_experts < problem.E:
+        raise Malformed(
+            f"variant {i} is for {variant.op.value} {variant.dtype.value} w={variant.layout.value} "
+            f"fusion={variant.fusion.value} E<={variant.max_experts}"
+        )

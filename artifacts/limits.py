@@ -1,0 +1,35 @@
+"""The ceilings of a bundle, with units. A reader refuses what passes one before it allocates for it."""
+
+from __future__ import annotations
+
+FORMAT = 1  # the format that this version writes
+OLDEST_FORMAT = 1  # the oldest that it reads
+
+MAX_FILE_BYTES = 256 << 20
+MAX_INDEX_BYTES = 16 << 20
+MAX_CUBIN_BYTES = 8 << 20
+MAX_RECORD_BYTES = 64 << 10  # one nested record: a variant, a problem's choices
+MAX_MODELS_BYTES = 8 << 20  # the one nested record of all models
+MAX_BLOB_BYTES = 256 << 20  # one digest-checked file of the compile cache
+
+MAX_VARIANTS = 4096
+MAX_PROBLEMS = 65536
+MAX_MODELS = 65536
+MAX_KERNELS = 256
+MAX_GPUS = 256
+MAX_OPTIONS = 64
+MAX_ARGUMENTS = 64
+MAX_KNOBS = 64
+MAX_MODEL_PROBLEMS = 4096
+
+MAX_NAME_CHARS = 200
+MAX_EXPERTS = 65536
+MAX_DIM = 2**31 - 1  # N, K and every other int32
+MAX_BUCKET_LOG2 = 31  # bucket_of(2**31 - 1) is 2**31
+MAX_TIME_NS = 2**53 - 1  # what every JSON reader still reads exactly
+MAX_BOX = 256  # elements along one dimension of a TMA box (CUDA driver API, cuTensorMapEncodeTiled)
+MAX_THREADS = 1024
+MAX_SHARED_BYTES = 1 << 20
+MAX_REGISTERS = 1024
+
+MAX_LINKS = 40  # symbolic links followed for one path, as Linux does

@@ -1,0 +1,29 @@
+"""What a name may be. Names are looked up, never joined to a path; this holds all the same if someone does."""
+
+from __future__ import annotations
+
+import re
+
+from .limits import MAX_NAME_CHARS
+
+_IDENTIFIER = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]*", re.ASCII)
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+@,:=()-]*(?:/[A-Za-z0-9][A-Za-z0-9 ._+@,:=()-]*)*", re.ASCII)
+_TEXT = re.compile(r"[ -~]*", re.ASCII)
+
+
+def is_identifier(name: str) -> bool:
+    """Whether ``name`` may name a kernel, an entry, an argument or a knob: letters, digits, ``_`` and ``$``."""
+    return len(name) <= MAX_NAME_CHARS and _IDENTIFIER.fullmatch(name) is not None
+
+
+def is_label(name: str) -> bool:
+    """Whether ``name`` may name a model or a GPU: ``Qwen/Qwen3-30B-A3B``, ``NVIDIA H200``.
+
+    Parts between slashes begin with a letter or digit, so it is never absolute and never climbs with ``..``.
+    """
+    return len(name) <= MAX_NAME_CHARS and _LABEL.fullmatch(name) is not None
+
+
+def is_text(text: str) -> bool:
+    """Whether ``text`` may be a version or a compile option: printable ASCII."""
+    return len(text) <= MAX_NAME_CHARS and _TEXT.fullmatch(text) is not None

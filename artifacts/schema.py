@@ -1,0 +1,314 @@
+"""Records: each noun of ``types`` to and from the plain values that msgpack holds, every field checked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from . import limits as lim
+from .names import is_identifier, is_label, is_text
+from .types import (
+    Choice,
+    DType,
+    Fusion,
+    Gpu,
+    Kernel,
+    Layout,
+    Op,
+    Problem,
+    Producer,
+    Source,
+    Target,
+    TensorMap,
+    Variant,
+)
+from .wire import Malformed, pack, unpack
+
+V = TypeVar("V")
+
+OPS = {op.value: op for op in Op}
+DTYPES = {dtype.value: dtype for dtype in DType}
+LAYOUTS = {layout.value: layout for layout in Layout}
+FUSIONS = tuple(Fusion(bits) for bits in range(2 * max(f.value for f in Fusion)))
+KINDS = {kind: kind for kind in ("ptr", "i32", "i64", "desc2", "desc3", "desc4", "desc5")}
+SOURCES = (Source.MODELLED, Source.MEASURED)  # 0 and 1 on the wire
+INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT  # the fusions that may need top_k
+
+_TARGET = ("sm", "arch_specific")
+_PRODUCER = ("pretuned", "triton", "ptxas", "options")
+_KERNEL = ("name", "revision", "source_sha256")
+_GPU = ("name", "sm_count", "memory_mib", "driver")
+_TENSOR_MAP = ("argument", "element", "box", "swizzle")
+_VARIANT = (
+    "kernel", "revision", "abi", "op", "dtype", "layout", "fusion", "alignment", "max_experts", "config", "entry",
+    "arguments", "tensor_maps", "threads", "shared_bytes", "registers", "spill_bytes", "scratch_bytes", "cubin_sha256",
+)  # fmt: skip
+
+
+def integer(value: object, what: str, low: int, high: int) -> int:
+    """``value``, if it is an int (never a bool) from ``low`` to ``high``."""
+    if type(value) is not int:
+        raise Malformed(f"{what} is {_shown(value)}, wanted an integer")
+    if not low <= value <= high:
+        raise Malformed(f"{what} is {value}, wanted {low} to {high}")
+    return value
+
+
+def items(value: object, what: str, low: int, high: int) -> list[object]:
+    """``value``, if it is a list of ``low`` to ``high`` items."""
+    if type(value) is not list:
+        raise Malformed(f"{what} is {_shown(value)}, wanted an array")
+    if not low <= len(value) <= high:
+        raise Malformed(f"{what} has {len(value)} items, wanted {low} to {high}")
+    return value
+
+
+def fields(value: object, what: str, names: tuple[str, ...]) -> tuple[object, ...]:
+    """The values of a map that has exactly these keys in this order."""
+    if type(value) is not dict:
+        raise Malformed(f"{what} is {_shown(value)}, wanted a map")
+    if tuple(value) != names:
+        raise Malformed(f"{what} has the keys {_shown(list(value))}, wanted {', '.join(names)}")
+    return tuple(value.values())
+
+
+def name(value: object, what: str, allowed: Callable[[str], bool] = is_identifier) -> str:
+    """``value``, if it is a str that ``allowed`` allows."""
+    if type(value) is not str or not allowed(value):
+        raise Malformed(f"{what} is {_shown(value)}, which is no allowed name")
+    return value
+
+
+def digest(value: object, what: str) -> bytes:
+    """``value``, if it is 32 bytes."""
+    if type(value) is not bytes or len(value) != 32:
+        raise Malformed(f"{what} is {_shown(value)}, wanted the 32 bytes of a sha256")
+    return value
+
+
+def pick(value: object, what: str, table: Mapping[str, V]) -> V:
+    """What ``table`` has for ``value``."""
+    if type(value) is not str or value not in table:
+        raise Malformed(f"{what} is {_shown(value)}, wanted one of {', '.join(table)}")
+    return table[value]
+
+
+def target_value(target: Target) -> object:
+    return {"sm": target.sm, "arch_specific": target.arch_specific}
+
+
+def read_target(value: object) -> Target:
+    sm, arch_specific = fields(value, "target", _TARGET)
+    if type(arch_specific) is not bool:
+        raise Malformed(f"target.arch_specific is {_shown(arch_specific)}, wanted true or false")
+    return Target(integer(sm, "target.sm", 10, 9999), arch_specific)
+
+
+def producer_value(producer: Producer) -> object:
+    return dict(
+        zip(_PRODUCER, (producer.pretuned, producer.triton, producer.ptxas, list(producer.options)), strict=True)
+    )
+
+
+def read_producer(value: object) -> Producer:
+    pretuned, triton, ptxas, options = fields(value, "producer", _PRODUCER)
+    return Producer(
+        name(pretuned, "producer.pretuned", is_text),
+        name(triton, "producer.triton", is_text),
+        name(ptxas, "producer.ptxas", is_text),
+        tuple(name(o, "producer.options", is_text) for o in items(options, "producer.options", 0, lim.MAX_OPTIONS)),
+    )
+
+
+def kernel_value(kernel: Kernel) -> object:
+    return dict(zip(_KERNEL, (kernel.name, kernel.revision, kernel.source_sha256), strict=True))
+
+
+def read_kernel(value: object) -> Kernel:
+    kernel, revision, source = fields(value, "kernel", _KERNEL)
+    return Kernel(
+        name(kernel, "kernel.name"),
+        integer(revision, "kernel.revision", 0, lim.MAX_DIM),
+        digest(source, "kernel.source_sha256"),
+    )
+
+
+def gpu_value(gpu: Gpu) -> object:
+    return dict(zip(_GPU, (gpu.name, gpu.sm_count, gpu.memory_mib, gpu.driver), strict=True))
+
+
+def read_gpu(value: object) -> Gpu:
+    gpu, sm_count, memory_mib, driver = fields(value, "gpu", _GPU)
+    return Gpu(
+        name(gpu, "gpu.name", is_label),
+        integer(sm_count, "gpu.sm_count", 1, lim.MAX_DIM),
+        integer(memory_mib, "gpu.memory_mib", 1, lim.MAX_DIM),
+        integer(driver, "gpu.driver", 0, lim.MAX_DIM),
+    )
+
+
+def pack_problem(problem: Problem) -> bytes:
+    """The canonical key of a problem: what a bundle sorts by and looks up."""
+    return pack(
+        [problem.op.value, problem.dtype.value, problem.E, problem.N, problem.K,
+         problem.layout.value, problem.fusion.value, problem.top_k]
+    )  # fmt: skip
+
+
+def read_problem(record: bytes) -> Problem:
+    """Back from ``pack_problem``."""
+    op, dtype, E, N, K, layout, fusion, top_k = items(unpack(record, max_items=8), "problem", 8, 8)
+    problem = Problem(
+        pick(op, "problem.op", OPS),
+        pick(dtype, "problem.dtype", DTYPES),
+        integer(E, "problem.E", 1, lim.MAX_EXPERTS),
+        integer(N, "problem.N", 1, lim.MAX_DIM),
+        integer(K, "problem.K", 1, lim.MAX_DIM),
+        pick(layout, "problem.layout", LAYOUTS),
+        FUSIONS[integer(fusion, "problem.fusion", 0, len(FUSIONS) - 1)],
+        integer(top_k, "problem.top_k", 0, lim.MAX_EXPERTS),
+    )
+    if problem.top_k and not problem.fusion & INDEXED:
+        raise Malformed(f"problem.top_k is {problem.top_k}, wanted 0: no fusion here needs it")
+    return problem
+
+
+def pack_choices(choices: tuple[Choice, ...]) -> bytes:
+    """One array a bucket: [log2 bucket, variant, source, time_ns, runner_up, runner_up_ns, gpu]."""
+    return pack(
+        [
+            [_log2(c.bucket), c.variant, SOURCES.index(c.source), c.time_ns, c.runner_up, c.runner_up_ns, c.gpu]
+            for c in choices
+        ]
+    )
+
+
+def _log2(bucket: int) -> int:
+    return bucket.bit_length() - 1
+
+
+def read_choices(record: bytes, variants: int, gpus: int) -> tuple[Choice, ...]:
+    """Back from ``pack_choices``, for a bundle of so many variants and GPUs."""
+    rows = items(unpack(record, max_items=lim.MAX_BUCKET_LOG2 + 1), "choices", 1, lim.MAX_BUCKET_LOG2 + 1)
+    choices = tuple(_choice(row, variants, gpus) for row in rows)
+    for before, after in itertools.pairwise(choices):
+        if before.bucket >= after.bucket:
+            raise Malformed(f"bucket {after.bucket} comes after bucket {before.bucket}, wanted them ascending")
+    return choices
+
+
+def _choice(row: object, variants: int, gpus: int) -> Choice:
+    log2, variant, source, time_ns, runner_up, runner_up_ns, gpu = items(row, "choice", 7, 7)
+    where = SOURCES[integer(source, "choice.source", 0, 1)]
+    if (runner_up is None) != (runner_up_ns is None):
+        raise Malformed("choice.runner_up and its time must both be there, or neither")
+    if (gpu is None) != (where is Source.MODELLED):
+        raise Malformed(f"choice.gpu is {_shown(gpu)}: a measured choice names its GPU, a modelled one has none")
+    if variant == runner_up:
+        raise Malformed(f"choice.runner_up is {runner_up}, the chosen variant itself")
+    return Choice(
+        1 << integer(log2, "log2 of choice.bucket", 0, lim.MAX_BUCKET_LOG2),
+        integer(variant, "choice.variant", 0, variants - 1),
+        where,
+        integer(time_ns, "choice.time_ns", 1, lim.MAX_TIME_NS),
+        None if runner_up is None else integer(runner_up, "choice.runner_up", 0, variants - 1),
+        None if runner_up_ns is None else integer(runner_up_ns, "choice.runner_up_ns", 1, lim.MAX_TIME_NS),
+        None if gpu is None else integer(gpu, "choice.gpu", 0, gpus - 1),
+    )
+
+
+def pack_variant(variant: Variant) -> bytes:
+    """A variant's record: all but ``cubin_bytes``, which stands in the index itself."""
+    maps = [
+        dict(zip(_TENSOR_MAP, (item.argument, item.element, list(item.box), item.swizzle), strict=True))
+        for item in variant.tensor_maps
+    ]
+    values = (
+        variant.kernel, variant.revision, variant.abi, variant.op.value, variant.dtype.value, variant.layout.value,
+        variant.fusion.value, variant.alignment, variant.max_experts, [list(pair) for pair in variant.config],
+        variant.entry, [list(pair) for pair in variant.arguments], maps, variant.threads, variant.shared_bytes,
+        variant.registers, variant.spill_bytes, variant.scratch_bytes, variant.cubin_sha256,
+    )  # fmt: skip
+    return pack(dict(zip(_VARIANT, values, strict=True)))
+
+
+def read_variant(record: bytes, cubin_bytes: int) -> Variant:
+    """Back from ``pack_variant``."""
+    (
+        kernel, revision, abi, op, dtype, layout, fusion, alignment, max_experts, config, entry,
+        arguments, tensor_maps, threads, shared_bytes, registers, spill_bytes, scratch_bytes, sha256,
+    ) = fields(unpack(record, max_items=lim.MAX_ARGUMENTS), "variant", _VARIANT)  # fmt: skip
+    if type(alignment) is not int or alignment not in (1, 16):
+        raise Malformed(f"variant.alignment is {_shown(alignment)}, wanted 1 or 16")
+    read_arguments = _arguments(arguments)
+    return Variant(
+        name(kernel, "variant.kernel"),
+        integer(revision, "variant.revision", 0, lim.MAX_DIM),
+        integer(abi, "variant.abi", 1, lim.MAX_DIM),
+        pick(op, "variant.op", OPS),
+        pick(dtype, "variant.dtype", DTYPES),
+        pick(layout, "variant.layout", LAYOUTS),
+        FUSIONS[integer(fusion, "variant.fusion", 0, len(FUSIONS) - 1)],
+        alignment,
+        integer(max_experts, "variant.max_experts", 1, lim.MAX_EXPERTS),
+        _config(config),
+        name(entry, "variant.entry"),
+        read_arguments,
+        _tensor_maps(tensor_maps, read_arguments),
+        integer(threads, "variant.threads", 1, lim.MAX_THREADS),
+        integer(shared_bytes, "variant.shared_bytes", 0, lim.MAX_SHARED_BYTES),
+        integer(registers, "variant.registers", 0, lim.MAX_REGISTERS),
+        integer(spill_bytes, "variant.spill_bytes", 0, lim.MAX_DIM),
+        integer(scratch_bytes, "variant.scratch_bytes", 0, lim.MAX_DIM),
+        cubin_bytes,
+        digest(sha256, "variant.cubin_sha256"),
+    )
+
+
+def _config(value: object) -> tuple[tuple[str, int], ...]:
+    pairs = []
+    for pair in items(value, "variant.config", 0, lim.MAX_KNOBS):
+        knob, setting = items(pair, "variant.config", 2, 2)
+        pairs.append((name(knob, "variant.config"), integer(setting, "variant.config", 0, lim.MAX_DIM)))
+    for before, after in itertools.pairwise(pairs):
+        if before[0] >= after[0]:
+            raise Malformed(f"variant.config has {after[0]} after {before[0]}, wanted them sorted and each once")
+    return tuple(pairs)
+
+
+def _arguments(value: object) -> tuple[tuple[str, str], ...]:
+    pairs = []
+    for pair in items(value, "variant.arguments", 0, lim.MAX_ARGUMENTS):
+        argument, kind = items(pair, "variant.arguments", 2, 2)
+        pairs.append((name(argument, "variant.arguments"), pick(kind, "an argument's kind", KINDS)))
+    if len({argument for argument, _ in pairs}) != len(pairs):
+        raise Malformed("variant.arguments has one name twice")
+    return tuple(pairs)
+
+
+def _tensor_maps(value: object, arguments: tuple[tuple[str, str], ...]) -> tuple[TensorMap, ...]:
+    ranks = {argument: int(kind[4:]) for argument, kind in arguments if kind.startswith("desc")}
+    maps = []
+    for item in items(value, "variant.tensor_maps", 0, lim.MAX_ARGUMENTS):
+        argument, element, box, swizzle = fields(item, "tensor_map", _TENSOR_MAP)
+        rank = ranks.pop(argument, None) if type(argument) is str else None
+        if type(argument) is not str or rank is None:
+            raise Malformed(f"tensor_map.argument is {_shown(argument)}, wanted a desc argument, each once")
+        sizes = tuple(integer(n, "tensor_map.box", 1, lim.MAX_BOX) for n in items(box, "tensor_map.box", rank, rank))
+        maps.append(
+            TensorMap(
+                argument,
+                integer(element, "tensor_map.element", 0, 255),
+                sizes,
+                integer(swizzle, "tensor_map.swizzle", 0, 255),
+            )
+        )
+    if ranks:
+        raise Malformed(f"variant.tensor_maps has none for {', '.join(ranks)}")
+    return tuple(maps)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

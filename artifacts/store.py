@@ -1,0 +1,236 @@
+"""Bundle files: open one and read it lazily, publish one, lock a place that pretuned itself writes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import filelock
+
+from . import codec, trust
+from .errors import BundleUnreadable, BundleUntrusted, HostError
+from .index import Index
+from .limits import MAX_FILE_BYTES
+from .publication import publish
+from .types import Bundle, Choice, Gpu, Kernel, Model, Problem, Producer, Target, Variant
+from .wire import BLOB_HEADER_BYTES, PREAMBLE_BYTES, blob_header, check_index, corrupt, read_preamble
+
+__all__ = ["BundleFile", "lock", "open_bundle", "publish"]
+
+_CHUNK_BYTES = 1 << 20
+
+
+def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None) -> BundleFile:
+    """Open a bundle. Its place, size, header and index are checked now, the rest when it is read.
+
+    ``sha256``, 64 hex digits as ``sha256sum`` prints them, pins the whole file: it replaces the check of the place.
+
+    Raises
+    ------
+    BundleUnreadable, BundleUntrusted, BundleCorrupt, BundleTooNew, BundleTooOld
+    """
+    where = os.fspath(path)
+    if sha256 is None:
+        real = trust.resolve(where)
+        flags = os.O_NOFOLLOW
+    else:
+        sha256 = sha256.lower()
+        if len(sha256) != 64 or set(sha256) - set("0123456789abcdef"):
+            raise BundleUntrusted(
+                f"bundle {where!r}: the pin {sha256[:80]!r} is not 64 hex digits, as sha256sum prints"
+            )
+        real = where
+        flags = 0
+    try:
+        fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    except (OSError, ValueError) as error:
+        raise trust.unreadable(where, error if isinstance(error, OSError) else OSError(str(error))) from error
+    try:
+        if sha256 is None:
+            trust.check_file(real, os.fstat(fd), where)
+        return BundleFile(fd, where, sha256)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+class BundleFile:
+    """An open bundle, read lazily: ``open_bundle`` makes it.
+
+    Safe to use from several threads and after a fork: no call moves a file position, nothing is locked. Every
+    record is checked when it is first touched, and a cubin each time it is read; BundleCorrupt says what is wrong.
+    """
+
+    def __init__(self, fd: int, where: str, sha256: str | None) -> None:
+        self._fd = -1
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise BundleUnreadable(f"bundle {where!r}: it is no regular file (mode {status.st_mode:o})")
+        if status.st_size > MAX_FILE_BYTES:
+            raise corrupt(where, f"file is {status.st_size} bytes, the limit is {MAX_FILE_BYTES}")
+        head = _read(fd, 0, PREAMBLE_BYTES, where)
+        preamble = read_preamble(head, status.st_size, where)
+        index = _read(fd, PREAMBLE_BYTES, preamble.index_bytes + BLOB_HEADER_BYTES, where)
+        if sha256 is not None:
+            _check_pin(fd, head + index, status.st_size, sha256, where)
+        index, cubins_header = index[: preamble.index_bytes], index[preamble.index_bytes :]
+        check_index(head, preamble, index, where)
+        if cubins_header != blob_header(status.st_size - preamble.cubins_at):
+            raise corrupt(where, f"the cubins' header before byte {preamble.cubins_at} is not that of the file's size")
+        self.path = where
+        self._file_bytes = status.st_size
+        self._head = head
+        self._preamble = preamble
+        self._index = Index(index, preamble, where)
+        self._fd = fd
+
+    @property
+    def digest(self) -> bytes:
+        """The 32 bytes that stand for the whole content: sha256 of header and index, which holds each cubin's."""
+        return self._preamble.digest
+
+    @property
+    def target(self) -> Target:
+        """The capability of every cubin."""
+        return self._index.target
+
+    @property
+    def min_driver(self) -> int:
+        """The least CUDA driver version, as cuDriverGetVersion counts (12080 is 12.8)."""
+        return self._index.min_driver
+
+    @property
+    def producer(self) -> Producer:
+        """What made the bundle."""
+        return self._index.producer
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels of its variants."""
+        return self._index.kernels
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs that its times were measured on."""
+        return self._index.gpus
+
+    @property
+    def variant_count(self) -> int:
+        """How many variants, and cubins, there are."""
+        return self._index.variant_count
+
+    def variant(self, i: int) -> Variant:
+        """Variant ``i``; IndexError if there is none."""
+        return self._index.variant(i)
+
+    def variants(self) -> tuple[Variant, ...]:
+        """All variants."""
+        return tuple(map(self._index.variant, range(self._index.variant_count)))
+
+    def find(self, problem: Problem) -> tuple[Choice, ...]:
+        """The choices for ``problem``, ascending by bucket; () if it is not in the bundle."""
+        return self._index.find(problem)
+
+    def problems(self) -> tuple[Problem, ...]:
+        """All problems, in the bundle's order."""
+        return tuple(self._index.problems())
+
+    def models(self) -> tuple[Model, ...]:
+        """The models that it was built for."""
+        return self._index.models()
+
+    def cubin(self, i: int) -> bytes:
+        """The code of variant ``i``: the very bytes whose digest was checked. IndexError if there is none."""
+        sha256 = self._index.variant(i).cubin_sha256
+        offset, size = self._index.place(i)
+        return codec.check_cubin(_read(self._fd, offset, size, self.path), i, sha256, self.path)
+
+    def load(self) -> Bundle:
+        """The whole bundle, every part and digest checked."""
+        data = _read(self._fd, 0, self._file_bytes, self.path)
+        bundle = codec.decode(data, self.path)
+        if data[:PREAMBLE_BYTES] != self._head:
+            raise corrupt(self.path, "the file was changed after it was opened")
+        return bundle
+
+    def close(self) -> None:
+        """Close the file. What was decoded stays usable; ``cubin`` and ``load`` then raise BundleUnreadable."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> BundleFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self.close()
+
+
+@contextlib.contextmanager
+def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool = False) -> Iterator[bool]:
+    """Hold the lock of a directory that pretuned itself writes; yields whether it is held.
+
+    Waits ``timeout_s`` seconds at most (0: not at all), then goes on without it, as it does on a read-only file
+    system: readers need no lock, files are immutable and renamed into place.
+
+    Raises
+    ------
+    HostError
+        where it is not got and ``required`` is true.
+    """
+    path = Path(directory) / ".pretuned.lock"
+    held = filelock.FileLock(path, timeout=timeout_s)
+    why = ""
+    try:
+        held.acquire()
+    except filelock.Timeout:
+        why = f"another process held it for {timeout_s} s"
+    except (OSError, NotImplementedError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    if why and required:
+        raise HostError(f"can't lock {str(path)!r}: {why}. The directory must exist and be writable.")
+    try:
+        yield not why
+    finally:
+        held.release()
+
+
+def _read(fd: int, offset: int, size: int, where: str) -> bytes:
+    """``size`` bytes at ``offset``; fewer at the end of the file, which the digests then tell."""
+    if fd < 0:
+        raise BundleUnreadable(f"bundle {where!r}: it was closed")
+    parts = []
+    while size:
+        try:
+            part = os.pread(fd, size, offset)
+        except OSError as error:
+            raise trust.unreadable(where, error) from error
+        if not part:
+            break
+        parts.append(part)
+        offset += len(part)
+        size -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _check_pin(fd: int, begin: bytes, file_bytes: int, sha256: str, where: str) -> None:
+    """Hash the file; ``begin``, its first bytes, are the ones that will be parsed."""
+    digest = hashlib.sha256(begin)
+    for offset in range(len(begin), file_bytes, _CHUNK_BYTES):
+        digest.update(_read(fd, offset, min(_CHUNK_BYTES, file_bytes - offset), where))
+    if digest.hexdigest() != sha256:
+        raise BundleUntrusted(
+            f"bundle {where!r}: its sha256 is {digest.hexdigest()}, the pin says {sha256}. "
+            "Get the file again, or pin the new one if it was rebuilt."
+        )

@@ -1,0 +1,125 @@
+"""Is this place safe to load code from? Whoever can write a bundle, or a directory above it, can run code here.
+
+Trusted are those who could do that anyway: root, the effective user, and whoever can write the installed package.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import stat
+from collections import deque
+from pathlib import Path
+
+from .errors import BundleUnreadable, BundleUntrusted
+from .limits import MAX_LINKS
+
+
+def resolve(path: str) -> str:
+    """The absolute path of ``path`` with every symbolic link followed, if each component can be trusted.
+
+    Raises
+    ------
+    BundleUntrusted
+        names the component, its owner and its mode.
+    BundleUnreadable
+        where a component is missing or can't be read.
+    """
+    if "\0" in path:
+        raise BundleUnreadable(f"bundle {path!r}: the path holds a NUL byte")
+    todo = deque(os.path.abspath(path).split("/"))  # noqa: PTH100 - Path.absolute would keep '..'
+    here, links = "/", 0
+    try:
+        _check(here, os.lstat(here), path)
+        while todo:
+            part = todo.popleft()
+            if part in ("", "."):
+                continue
+            if part == "..":  # from a link's target: `here` holds no link any more
+                here = os.path.dirname(here)  # noqa: PTH120
+                continue
+            component = os.path.join(here, part)  # noqa: PTH118
+            status = os.lstat(component)
+            _check(component, status, path)
+            if not stat.S_ISLNK(status.st_mode):
+                here = component
+                continue
+            links += 1
+            if links > MAX_LINKS:
+                raise BundleUnreadable(f"bundle {path!r}: more than {MAX_LINKS} symbolic links, at {component!r}")
+            target = os.readlink(component)  # noqa: PTH115 - a path would lose what '..' means here
+            here = "/" if target.startswith("/") else here
+            todo.extendleft(reversed(target.split("/")))
+    except OSError as error:
+        if isinstance(error, (BundleUntrusted, BundleUnreadable)):
+            raise
+        raise unreadable(path, error) from error
+    return here
+
+
+def check_file(real: str, status: os.stat_result, path: str) -> None:
+    """Raise BundleUntrusted unless the owner and mode of the opened file, ``real``, can be trusted."""
+    _check(real, status, path)
+
+
+def unreadable(path: str, error: OSError) -> BundleUnreadable:
+    """The error for a bundle that the system won't let us read."""
+    return BundleUnreadable(f"bundle {path!r}: can't be read: {error.strerror or error}")
+
+
+def _check(component: str, status: os.stat_result, path: str) -> None:
+    owners, groups, package = _package()
+    mode = stat.S_IMODE(status.st_mode)
+    fault = ""
+    if status.st_uid not in (0, os.geteuid()) and status.st_uid not in owners:
+        fault = "its owner is neither root, nor you, nor the owner of the installed pretuned"
+    elif stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX):
+        pass  # a link has no mode of its own; in a sticky directory others can't replace what is not theirs
+    elif mode & stat.S_IWOTH and not _on_read_only_mount(component, status):
+        fault = "everybody can write it"
+    elif mode & stat.S_IWGRP and status.st_gid not in groups and not _inside(component, package):
+        fault = "" if _own_group(status.st_uid, status.st_gid) else f"group {status.st_gid} can write it"
+    if fault:
+        raise BundleUntrusted(
+            f"bundle {path!r}: {component!r} (uid {status.st_uid}, gid {status.st_gid}, mode {mode:04o}) "
+            f"is no safe place to load code from: {fault}. Move the bundle, chmod or chown that, or pin its sha256."
+        )
+
+
+@functools.cache
+def _package() -> tuple[frozenset[int], frozenset[int], str]:
+    """Owners and groups who can write the installed package itself, and its directory."""
+    package = Path(__file__).resolve().parent
+    chain = [(folder, folder.stat()) for folder in (package, *package.parents)]
+    groups = {0, *(status.st_gid for _, status in chain if status.st_mode & stat.S_IWGRP)}
+    return frozenset({chain[0][1].st_uid}), frozenset(groups), str(package)
+
+
+def _inside(component: str, package: str) -> bool:
+    return component == package or component.startswith(package + "/")
+
+
+def _on_read_only_mount(component: str, status: os.stat_result) -> bool:
+    """Kubernetes mounts a config map as a directory of root's, mode 0777, on a read-only mount."""
+    return status.st_uid == 0 and stat.S_ISDIR(status.st_mode) and bool(os.statvfs(component).f_flag & os.ST_RDONLY)
+
+
+def _own_group(uid: int, gid: int) -> bool:
+    """Whether the group is the user's private one (umask 002 goes with those)."""
+    import grp
+    import pwd
+
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:  # a container's arbitrary uid
+        user = None
+    try:
+        group = grp.getgrgid(gid)
+    except KeyError:
+        return uid == gid
+    return (
+        user is not None
+        and user.pw_gid == gid
+        and group.gr_name == user.pw_name
+        and set(group.gr_mem) <= {user.pw_name}
+    )

@@ -1,0 +1,134 @@
+"""The outermost layer of the format: the preamble, and msgpack packed and unpacked under limits."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import msgpack
+
+from .errors import BundleCorrupt, BundleTooNew, BundleTooOld
+from .limits import FORMAT, MAX_FILE_BYTES, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
+
+# fixarray 5 | fixstr "pretuned" | uint32 format | uint64 file bytes | uint32 index bytes | bin8 sha256
+_PREAMBLE = struct.Struct(">10sBIBQBI2s32s")
+_MAGIC = b"\x95\xa8pretuned"
+PREAMBLE_BYTES = _PREAMBLE.size
+DIGESTED_BYTES = PREAMBLE_BYTES - 32  # the digest covers the preamble up to itself, then the index
+BLOB_HEADER_BYTES = 5  # bin32: 0xc6 and a uint32
+
+
+class Malformed(ValueError):
+    """A part of a bundle breaks the format. The caller adds the file's name and raises BundleCorrupt."""
+
+
+def corrupt(where: str, what: str) -> BundleCorrupt:
+    """The error for a bundle that can't be read."""
+    return BundleCorrupt(f"bundle {where!r}: {what}. Copy it again, or rebuild it with `aot build`.")
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """The first 63 bytes of a bundle, checked against the file's size."""
+
+    file_bytes: int
+    index_bytes: int
+    digest: bytes
+
+    @property
+    def cubins_at(self) -> int:
+        """Offset of the first cubin in the file, in bytes."""
+        return PREAMBLE_BYTES + self.index_bytes + BLOB_HEADER_BYTES
+
+
+def pack_preamble(file_bytes: int, index: bytes) -> bytes:
+    """The preamble of a file of ``file_bytes`` bytes with this index."""
+    head = _PREAMBLE.pack(_MAGIC, 0xCE, FORMAT, 0xCF, file_bytes, 0xCE, len(index), b"\xc4\x20", b"")[:DIGESTED_BYTES]
+    return head + hashlib.sha256(head + index).digest()
+
+
+def read_preamble(head: bytes, file_bytes: int, where: str) -> Preamble:
+    """Check the preamble of a file that is ``file_bytes`` bytes long. The digest needs the index: ``check_index``.
+
+    Raises
+    ------
+    BundleCorrupt, BundleTooNew, BundleTooOld
+    """
+    if len(head) < PREAMBLE_BYTES:
+        raise corrupt(where, f"file is {file_bytes} bytes, the preamble alone says {PREAMBLE_BYTES}")
+    magic, t1, version, t2, said_bytes, t3, index_bytes, t4, digest = _PREAMBLE.unpack_from(head)
+    if magic != _MAGIC or t1 != 0xCE:
+        raise corrupt(where, f"it is no bundle: it begins with {head[:11]!r}, wanted {_MAGIC!r} and a format")
+    if version > FORMAT:
+        raise BundleTooNew(
+            f"bundle {where!r}: format {version}, this version reads {_formats()}. "
+            "Upgrade pretuned, or rebuild with `aot build`."
+        )
+    if version == 0:
+        raise corrupt(where, f"format 0, which never was; this version reads {_formats()}")
+    if version < OLDEST_FORMAT:
+        raise BundleTooOld(
+            f"bundle {where!r}: format {version}, this version reads {_formats()}. Rebuild with `aot build`."
+        )
+    if (t2, t3, t4) != (0xCF, 0xCE, b"\xc4\x20"):
+        raise corrupt(where, "the preamble's msgpack headers are not those of format 1")
+    if said_bytes != file_bytes:
+        raise corrupt(where, f"file is {file_bytes} bytes, header says {said_bytes}")
+    if file_bytes > MAX_FILE_BYTES:
+        raise corrupt(where, f"file is {file_bytes} bytes, the limit is {MAX_FILE_BYTES}")
+    if index_bytes > MAX_INDEX_BYTES:
+        raise corrupt(where, f"index is {index_bytes} bytes, the limit is {MAX_INDEX_BYTES}")
+    if PREAMBLE_BYTES + index_bytes + BLOB_HEADER_BYTES > file_bytes:
+        raise corrupt(where, f"file is {file_bytes} bytes, header says an index of {index_bytes}")
+    return Preamble(file_bytes, index_bytes, digest)
+
+
+def check_index(head: bytes, preamble: Preamble, index: bytes, where: str) -> None:
+    """Raise BundleCorrupt unless the preamble's digest is that of the preamble and ``index``."""
+    got = hashlib.sha256(head[:DIGESTED_BYTES] + index).digest()
+    if got != preamble.digest:
+        raise corrupt(where, f"header and index have sha256 {got.hex()}, header says {preamble.digest.hex()}")
+
+
+def blob_header(cubins_bytes: int) -> bytes:
+    """The msgpack header of the cubins: bin32, whatever their size."""
+    return struct.pack(">BI", 0xC6, cubins_bytes)
+
+
+def pack(value: object) -> bytes:
+    """Canonical msgpack: shortest integers and lengths, maps in the order given, str and bin apart."""
+    packed: bytes = msgpack.Packer(use_bin_type=True, strict_types=True, buf_size=4096).pack(value)
+    return packed
+
+
+def unpack(data: bytes, *, max_items: int, max_bin_bytes: int = 64) -> object:
+    """The value of one canonical msgpack object: lists, dicts, str, bytes, int, bool, None, float.
+
+    Raises
+    ------
+    Malformed
+        for anything that ``pack`` would not have written: duplicate keys, long forms, extension types, excess bytes.
+    """
+    try:
+        value = msgpack.unpackb(
+            data,
+            raw=False,
+            use_list=True,
+            strict_map_key=True,
+            max_array_len=max_items,
+            max_map_len=64,
+            max_str_len=MAX_NAME_CHARS,
+            max_bin_len=max_bin_bytes,
+            max_ext_len=0,
+        )
+        again = pack(value)
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise Malformed(f"not canonical msgpack: {type(error).__name__}: {str(error)[:120]}") from None
+    if again != data:
+        raise Malformed("not canonical msgpack: it packs to other bytes")
+    return value
+
+
+def _formats() -> str:
+    return str(FORMAT) if OLDEST_FORMAT == FORMAT else f"{OLDEST_FORMAT}-{FORMAT}"

@@ -1,0 +1,132 @@
+"""Synthetic but valid bundles, the same on every call: what the golden files were written from."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+from pretuned.artifacts.types import (
+    Bundle,
+    Choice,
+    DType,
+    Fusion,
+    Gpu,
+    Kernel,
+    Layout,
+    Model,
+    Op,
+    Problem,
+    Producer,
+    Source,
+    Target,
+    TensorMap,
+    Variant,
+)
+
+ELF = bytes.fromhex("7f454c46020133070000000000000000")  # 64-bit, little-endian, NVIDIA's OS ABI
+
+
+def variant(cubin: bytes, op: Op = Op.FORWARD, dtype: DType = DType.BF16, **fields: object) -> Variant:
+    """A plausible variant of this cubin."""
+    values: dict[str, object] = {
+        "kernel": "grouped_" + op.name.lower(),
+        "revision": 1,
+        "abi": 1,
+        "op": op,
+        "dtype": dtype,
+        "layout": Layout.NK,
+        "fusion": Fusion.NONE,
+        "alignment": 16,
+        "max_experts": 512,
+        "config": (("block_k", 64), ("block_m", 128), ("block_n", 128), ("num_warps", 8), ("persistent", 1)),
+        "entry": "grouped_" + op.name.lower() + "_kernel",
+        "arguments": (("x", "desc2"), ("w", "desc3"), ("y", "ptr"), ("m_sizes", "ptr"), ("M", "i32"), ("s", "i64")),
+        "tensor_maps": (TensorMap("x", 9, (128, 64), 3), TensorMap("w", 9, (1, 128, 64), 3)),
+        "threads": 256,
+        "shared_bytes": 196608,
+        "registers": 168,
+        "spill_bytes": 0,
+        "scratch_bytes": 0,
+        "cubin_bytes": len(cubin),
+        "cubin_sha256": hashlib.sha256(cubin).digest(),
+    }
+    return Variant(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def kernel(op: Op) -> Kernel:
+    """The kernel of ``variant``."""
+    return Kernel("grouped_" + op.name.lower(), 1, hashlib.sha256(op.value.encode()).digest())
+
+
+def small() -> Bundle:
+    """One kernel, one variant, one problem, one modelled choice: the worked example of FORMAT.md."""
+    cubin = ELF
+    problem = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
+    return Bundle(
+        Target(80, False),
+        12080,
+        Producer("0.1.0", "3.7.1", "12.9.86", ()),
+        (kernel(Op.FORWARD),),
+        (),
+        (variant(cubin, arguments=(("x", "ptr"), ("M", "i32")), tensor_maps=(), config=(("block_m", 16),)),),
+        (cubin,),
+        {problem: (Choice(1, 0, Source.MODELLED, 5000),)},
+        (Model("Qwen/Qwen3-30B-A3B", 1, 1, DType.BF16, (problem,)),),
+    )
+
+
+def medium(problems: int = 12, variants: int = 6, buckets: int = 8, seed: int = 0, cubin_bytes: int = 100) -> Bundle:
+    """All ops, measured and modelled choices, fusions, two GPUs."""
+    rng = random.Random(seed)
+    keys = [
+        (op, dtype, fusion)
+        for op in Op
+        for dtype in (DType.BF16, DType.FP16)
+        for fusion in (Fusion.NONE, Fusion.GATHER | Fusion.WEIGHT)
+    ]
+    keys = keys[: max(1, variants // 2)]
+    cubins = tuple(ELF + rng.randbytes(rng.randrange(cubin_bytes // 2, cubin_bytes)) for _ in range(variants))
+    made = tuple(
+        variant(cubin, keys[i % len(keys)][0], keys[i % len(keys)][1], fusion=keys[i % len(keys)][2])
+        for i, cubin in enumerate(cubins)
+    )
+    choices: dict[Problem, tuple[Choice, ...]] = {}
+    while len(choices) < problems:
+        op, dtype, fusion = keys[len(choices) % len(keys)]
+        N, K, E = (64 * rng.randrange(1, 200), 64 * rng.randrange(1, 200), rng.choice((8, 64, 128, 512)))
+        fits = [i for i in range(variants) if keys[i % len(keys)] == (op, dtype, fusion)]
+        rows = []
+        for log2 in range(buckets):
+            measured = rng.random() < 0.5
+            first, *rest = rng.sample(fits, k=len(fits))
+            second = rest[0] if rest else None
+            rows.append(
+                Choice(
+                    1 << log2,
+                    first,
+                    Source.MEASURED if measured else Source.MODELLED,
+                    rng.randrange(1000, 10**7),
+                    second,
+                    None if second is None else rng.randrange(1000, 10**7),
+                    rng.randrange(2) if measured else None,
+                )
+            )
+        problem = Problem(op, dtype, E, N, K, Layout.NK, fusion, 8 if fusion else 0)
+        choices[problem] = tuple(rows)
+    listed = tuple(choices)
+    return Bundle(
+        Target(90, True),
+        12080,
+        Producer("0.1.0", "3.7.1", "12.9.86", ("enable_fp_fusion=True",)),
+        tuple(kernel(op) for op in Op),
+        (Gpu("NVIDIA H200", 132, 143771, 12080), Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 12080)),
+        made,
+        cubins,
+        choices,
+        tuple(Model(f"org/model-{i}", 1 << i % 3, 1, DType.BF16, listed[i::4]) for i in range(4)),
+    )
+
+
+def full() -> Bundle:
+    """The size of a real catalogue: 700 problems x 17 buckets, 160 variants."""
+    return medium(700, 160, 17, seed=1, cubin_bytes=12000)
