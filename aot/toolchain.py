@@ -61,7 +61,9 @@ def _release(triton: Path, tool: str) -> str | None:
     named = os.environ.get(f"TRITON_{tool.upper().replace('-', '_')}_PATH")
     for path in filter(None, (named, str(triton / "backends" / "nvidia" / "bin" / tool))):
         try:
-            told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True)
+            told = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True
+            )
         except (OSError, subprocess.SubprocessError):
             continue
         found = re.search(r"release (\d+\.\d+)", told.stdout)

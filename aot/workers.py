@@ -1,25 +1,28 @@
-"""Many variants, N at a time, in worker processes that may abort, with a cache of what is compiled."""
+"""Many variants, N at a time, in worker processes that may abort or hang."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
+import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 
-import msgpack
-
-from ..artifacts.blob import read_checked, write_checked
 from ..artifacts.errors import CompileError, HostError
-from ..artifacts.types import DType, Fusion, Layout, Op, TensorMap, Variant
 from ..kernels.abi import Spec
-from .compile import Compiled, compile_variant, job_key
+from .compile import Compiled, compile_variant
+from .compilecache import CompileCache
+from .scratch import remove_tree, scratch_folder
 
 TIMEOUT_S = 300.0  # a variant takes 0.2 to 5 s; a compiler that hangs is killed
+
+Compile = Callable[[Spec, int], Compiled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +52,21 @@ def compile_all(
     jobs: Iterable[Job],
     *,
     workers: int | None = None,
-    cache_dir: Path | None = None,
+    cache: CompileCache | None = None,
     on_result: Callable[[Result], None] = lambda result: None,
     timeout_s: float = TIMEOUT_S,
+    compile_one: Compile = compile_variant,
 ) -> list[Result]:
     """Compile every job; the results come in the order of the jobs.
 
     A variant that fails, hangs or takes its process down is a Result with a reason, never an
-    exception. Finished variants are in ``cache_dir`` at once, so an interrupted run loses only what
-    is in flight. ``on_result`` hears of each as it finishes.
+    exception. Finished variants are in ``cache`` at once, so an interrupted run loses only what is
+    in flight. ``on_result`` hears of each as it finishes, the cached ones first.
+
+    Raises
+    ------
+    HostError
+        where the machine stops the compiler: a full disk, no memory, workers that can't start.
     """
     jobs = list(jobs)
     results: dict[Job, Result] = {}
@@ -68,102 +77,91 @@ def compile_all(
 
     waiting = []
     for job in dict.fromkeys(jobs):
-        compiled = _from_cache(cache_dir, job)
+        compiled = cache.get(job.spec, job.sm) if cache else None
         if compiled is not None:
             done(Result(job, compiled, cached=True))
         else:
             waiting.append(job)
     if waiting:
-        _run(waiting, min(workers or default_workers(), len(waiting)), cache_dir, done, timeout_s)
+        _run(waiting, min(workers or default_workers(), len(waiting)), cache, done, timeout_s, compile_one)
     return [results[job] for job in jobs]
 
 
 def _run(
-    jobs: list[Job], workers: int, cache_dir: Path | None, done: Callable[[Result], None], timeout_s: float
+    jobs: list[Job],
+    workers: int,
+    cache: CompileCache | None,
+    done: Callable[[Result], None],
+    timeout_s: float,
+    compile_one: Compile,
 ) -> None:
     from pebble import ProcessPool
 
-    pool = ProcessPool(max_workers=workers, context=get_context("spawn"), initializer=_start_worker)
-    try:
-        running: dict[Future[Compiled], Job] = {
-            pool.schedule(compile_variant, (job.spec, job.sm), timeout=timeout_s): job for job in jobs
-        }
-        while running:
-            finished, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                job = running.pop(future)
-                result = _result(job, future)
-                if result.compiled is not None:
-                    _to_cache(cache_dir, job, result.compiled)
-                done(result)
-        pool.close()
-    finally:
-        pool.stop()  # after close() and the last result there is nothing left to stop
-        pool.join()
+    with scratch_folder() as scratch:
+        pool = ProcessPool(
+            max_workers=workers, context=get_context("spawn"), initializer=_start_worker, initargs=(str(scratch),)
+        )
+        try:
+            running: dict[Future[Compiled], Job] = {
+                pool.schedule(compile_one, (job.spec, job.sm), timeout=timeout_s): job for job in jobs
+            }
+            while running:
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    job = running.pop(future)
+                    result = _result(job, future, timeout_s)
+                    if result.compiled is not None and cache:
+                        cache.put(job.spec, job.sm, result.compiled)
+                    done(result)
+            pool.close()
+        finally:
+            pool.stop()  # after close() and the last result there is nothing left to stop
+            pool.join()
 
 
-def _start_worker() -> None:
-    # Ctrl-C goes to the whole process group; the parent stops its workers itself.
+def _start_worker(scratch: str) -> None:
+    """A worker is a process group of its own: when it ends before its time, so does the assembler it runs."""
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
+    tempfile.tempdir = scratch
+    threading.Thread(target=_end_with_parent, args=(scratch,), daemon=True).start()
 
 
-def _result(job: Job, future: Future[Compiled]) -> Result:
+def _end_with_parent(scratch: str) -> None:
+    """A parent that was killed stops nobody and tidies nothing: its workers do."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        remove_tree(Path(scratch))
+        os.killpg(0, signal.SIGKILL)
+
+
+def _result(job: Job, future: Future[Compiled], timeout_s: float) -> Result:
     from pebble import ProcessExpired
 
+    what = f"{job.spec} for sm_{job.sm}"
     try:
         return Result(job, future.result())
     except CompileError as error:
         return Result(job, None, str(error))
-    except TimeoutError:
-        return Result(job, None, f"{job.spec} for sm_{job.sm}: the compiler did not end in time")
+    except FutureTimeout:
+        return Result(job, None, f"{what}: the compiler did not end within {timeout_s:g} s")
     except ProcessExpired as error:
-        return Result(job, None, f"{job.spec} for sm_{job.sm}: the compiler's process died (exit {error.exitcode})")
+        return Result(job, None, f"{what}: the compiler's process died ({_ended(error.exitcode)})")
+    except BrokenProcessPool as error:
+        raise HostError(f"the compile workers can't start: {error}. Is there memory enough? Try --workers 1") from None
+    except MemoryError:
+        raise HostError(f"{what}: out of memory. Try --workers 1") from None
+    except OSError as error:
+        raise HostError(f"{what}: the compiler can't work: {error}") from error
 
 
-def _cache_path(cache_dir: Path, job: Job) -> Path:
-    key = job_key(job.spec, job.sm)
-    return cache_dir / key[:2] / f"{key}.bin"
-
-
-def _from_cache(cache_dir: Path | None, job: Job) -> Compiled | None:
-    if cache_dir is None:
-        return None
-    payload = read_checked(_cache_path(cache_dir, job))
-    return None if payload is None else _unpack(payload)
-
-
-def _to_cache(cache_dir: Path | None, job: Job, compiled: Compiled) -> None:
-    if cache_dir is None:
-        return
-    path = _cache_path(cache_dir, job)
+def _ended(exitcode: int | None) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"exit {exitcode}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_checked(path, _pack(compiled))
-    except (HostError, OSError):
-        return  # a cache that can't be written costs the next run time, not this one its result
-
-
-def _pack(compiled: Compiled) -> bytes:
-    v = compiled.variant
-    maps = [(m.argument, m.element, m.box, m.swizzle) for m in v.tensor_maps]
-    fields = (v.kernel, v.revision, v.abi, v.op.value, v.dtype.value, v.layout.value, v.fusion.value, v.alignment,
-              v.max_experts, v.config, v.entry, v.arguments, maps, v.threads, v.shared_bytes, v.registers,
-              v.spill_bytes, v.scratch_bytes)  # fmt: skip
-    packed: bytes = msgpack.packb((fields, compiled.cubin))
-    return packed
-
-
-def _unpack(payload: bytes) -> Compiled | None:
-    """The entry, or None where another version wrote it in another form: it is then compiled again."""
-    try:
-        fields, cubin = msgpack.unpackb(payload, use_list=False, max_bin_len=1 << 24)
-        (kernel, revision, abi, op, dtype, layout, fusion, alignment, max_experts, config, entry, arguments, maps,
-         threads, shared, registers, spill, scratch) = fields  # fmt: skip
-        variant = Variant(
-            kernel, revision, abi, Op(op), DType(dtype), Layout(layout), Fusion(fusion), alignment, max_experts,
-            config, entry, arguments, tuple(TensorMap(*m) for m in maps), threads, shared, registers, spill, scratch,
-            len(cubin), hashlib.sha256(cubin).digest(),
-        )  # fmt: skip
-    except (ValueError, TypeError, msgpack.UnpackException):
-        return None
-    return Compiled(variant, cubin)
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    return name + (", perhaps out of memory: try --workers 1" if exitcode == -signal.SIGKILL else "")

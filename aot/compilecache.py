@@ -1,0 +1,87 @@
+"""The compile cache: every variant that was ever compiled here, by what decides its bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+
+from ..artifacts.blob import read_checked, write_checked
+from ..artifacts.types import DType, Fusion, Layout, Op, TensorMap, Variant
+from ..kernels.abi import Spec
+from .compile import Compiled, job_key
+
+
+def default_dir() -> Path | None:
+    """The user's cache (``$XDG_CACHE_HOME/pretuned/compiled``), or None where there is no home."""
+    from platformdirs import user_cache_path
+
+    path = user_cache_path("pretuned") / "compiled"
+    return path if path.is_absolute() else None
+
+
+class CompileCache:
+    """Compiled variants in a directory. Entries are published by rename: any number of builds may share it.
+
+    Nothing is ever removed: delete the directory to clear it. ``trouble`` says, once something could
+    not be written, why; the cache is then only read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.trouble = ""
+
+    def get(self, spec: Spec, sm: int) -> Compiled | None:
+        """The variant; None if it is missing, damaged, or in a place that others can write."""
+        payload = read_checked(self._path(spec, sm))
+        return None if payload is None else _unpack(payload, spec)
+
+    def put(self, spec: Spec, sm: int, compiled: Compiled) -> None:
+        """Keep the variant. A cache that can't be written costs the next run time, not this one its result."""
+        if self.trouble:
+            return
+        path = self._path(spec, sm)
+        try:
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            write_checked(path, _pack(compiled))
+        except OSError as error:
+            self.trouble = f"the compile cache {self.directory} can't be written: {error}"
+
+    def _path(self, spec: Spec, sm: int) -> Path:
+        key = job_key(spec, sm)
+        return self.directory / key[:2] / f"{key}.bin"
+
+
+def _pack(compiled: Compiled) -> bytes:
+    v = compiled.variant
+    maps = [(m.argument, m.element, m.box, m.swizzle) for m in v.tensor_maps]
+    fields = (v.kernel, v.revision, v.abi, v.op.value, v.dtype.value, v.layout.value, v.fusion.value, v.alignment,
+              v.max_experts, v.config, v.entry, v.arguments, maps, v.threads, v.shared_bytes, v.registers,
+              v.spill_bytes, v.scratch_bytes)  # fmt: skip
+    packed: bytes = msgpack.packb((fields, compiled.cubin))
+    return packed
+
+
+def _unpack(payload: bytes, spec: Spec) -> Compiled | None:
+    """The entry, or None where another version wrote it in another form: it is then compiled again."""
+    try:
+        fields, cubin = msgpack.unpackb(payload, use_list=False, max_bin_len=1 << 24)
+        (kernel, revision, abi, op, dtype, layout, fusion, alignment, max_experts, config, entry, arguments, maps,
+         threads, shared, registers, spill, scratch) = fields  # fmt: skip
+        variant = Variant(
+            kernel, revision, abi, Op(op), DType(dtype), Layout(layout), Fusion(fusion), alignment, max_experts,
+            config, entry, arguments, tuple(TensorMap(*m) for m in maps), threads, shared, registers, spill, scratch,
+            len(cubin), hashlib.sha256(cubin).digest(),
+        )  # fmt: skip
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return None
+    return Compiled(variant, cubin) if variant.config == spec.config.pairs() else None
+
+
+def entries(directory: Path) -> Iterator[Path]:
+    """The files of a cache."""
+    with contextlib.suppress(OSError):
+        yield from sorted(directory.glob("??/*.bin"))
