@@ -1,0 +1,62 @@
+"""Shards -> the problems and buckets of one bundle: pure, the same for every capability."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..artifacts.types import DType, Model, Problem, bucket_of
+from .modelshape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to choose variants for.
+
+    ``buckets`` is problem -> its buckets of M, ascending; the problems are in ``sort_key`` order and
+    each is there once, whatever number of models share it. ``models`` has one entry a shard and dtype.
+    """
+
+    buckets: Mapping[Problem, tuple[int, ...]]
+    models: tuple[Model, ...]
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The distinct problems, in their order."""
+        return tuple(self.buckets)
+
+    @property
+    def choices(self) -> int:
+        """The number of (problem, bucket) pairs: the choices that a finished bundle holds."""
+        return sum(len(buckets) for buckets in self.buckets.values())
+
+
+def plan(shapes: Iterable[ModelShape]) -> Plan:
+    """The distinct problems of ``shapes``, their buckets, and the models they serve.
+
+    A shard has, for each of its dtypes and ops, a problem for each of its two GEMMs. Its buckets are
+    the powers of two that its M = tokens * k / ep falls in, from the least to the most tokens.
+    """
+    buckets: dict[Problem, set[int]] = {}
+    models: dict[tuple[str, int, int, DType], set[Problem]] = {}
+    for shape in shapes:
+        wanted = buckets_between(*shape.rows)
+        for dtype in shape.dtypes:
+            problems = {Problem(op, dtype, gemm.E, gemm.N, gemm.K) for op in shape.ops for gemm in shape.gemms()}
+            for problem in problems:
+                buckets.setdefault(problem, set()).update(wanted)
+            models.setdefault((shape.name, shape.tp, shape.ep, dtype), set()).update(problems)
+    return Plan(
+        MappingProxyType({one: tuple(sorted(buckets[one])) for one in sorted(buckets, key=lambda one: one.sort_key)}),
+        tuple(
+            Model(*key, problems=tuple(sorted(models[key], key=lambda one: one.sort_key)))
+            for key in sorted(models, key=lambda key: (*key[:3], key[3].value))
+        ),
+    )
+
+
+def buckets_between(least: int, most: int) -> tuple[int, ...]:
+    """Every bucket from that of ``least`` rows to that of ``most``, ascending."""
+    first, last = bucket_of(least), bucket_of(most)
+    return tuple(1 << power for power in range(first.bit_length() - 1, last.bit_length()))

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+from pretuned.aot.capabilities import SUPPORTED, parse_sm, target_of
+from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.types import Target
+
+
+def no_gpu() -> None:
+    return None
+
+
+def must_not_be_asked() -> int:
+    raise AssertionError("asked for the GPU, and nobody said native")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("80,90", (80, 90)),
+        ("90,80,90", (80, 90)),
+        ("sm_90", (90,)),
+        ("sm90", (90,)),
+        ("SM_90a", (90,)),
+        ("9.0", (90,)),
+        ("9.0a", (90,)),
+        ("12.1, 10.0", (100, 121)),
+        ("compute_103", (103,)),
+        (",".join(str(sm) for sm in SUPPORTED), SUPPORTED),
+    ],
+)
+def test_forms(text: str, wanted: tuple[int, ...]) -> None:
+    assert parse_sm(text, must_not_be_asked) == wanted
+
+
+def test_native() -> None:
+    assert parse_sm("native", lambda: 90) == (90,)
+    assert parse_sm("80,Native", lambda: 90) == (80, 90)
+    with pytest.raises(HostError, match="no NVIDIA GPU found here; name the capabilities"):
+        parse_sm("native", no_gpu)
+    with pytest.raises(InputError, match=r"'native' is not supported; did you mean 80\?"):
+        parse_sm("native", lambda: 75)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("75x", r"'75x' is no capability; did you mean 80\?"),
+        ("75", r"'75' is not supported; did you mean 80\?"),
+        ("9.5", r"'9\.5' is not supported; did you mean 90\?"),
+        ("9", r"'9' is not supported; did you mean 90\?"),
+        ("110", r"'110' is not supported; did you mean 103\?"),
+        ("100f", r"'100f' is no capability; did you mean 100\?"),
+        ("nativ", r"did you mean native\?"),
+        ("h100", r"'h100' is no capability; did you mean 100\?"),
+        ("", "an empty part"),
+        ("80,,90", "an empty part"),
+        ("sm_101", "'sm_101': Triton's compiler aborts"),
+        ("107", "'107': Triton's compiler aborts"),
+        ("sm_80a", r"begins at sm_90a; did you mean 80\?"),
+        ("9.00", "is no capability"),
+        ("٩٠", "is no capability"),
+    ],
+)
+def test_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        parse_sm(text, must_not_be_asked)
+    assert "Supported: 80, 86, 87, 89, 90, 100, 103, 120, 121, native" in str(caught.value)
+
+
+def test_every_mistake_is_told() -> None:
+    with pytest.raises(InputError, match=r"'75'.*'x'.*'101'"):
+        parse_sm("75,x,80,101", must_not_be_asked)
+
+
+def test_target() -> None:
+    assert target_of(89) == Target(89, arch_specific=False)
+    assert [str(target_of(sm)) for sm in (80, 90, 121)] == ["sm_80", "sm_90a", "sm_121a"]
+    with pytest.raises(InputError, match="sm_75 is not supported"):
+        target_of(75)

@@ -1,0 +1,277 @@
+"""Each family's config.json as its models publish it, cut to the fields that matter and the traps beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pretuned.aot import hfconfig
+from pretuned.aot.hfconfig import layer_of, read_model
+from pretuned.aot.modelshape import ExpertLayer
+from pretuned.artifacts.errors import InputError
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+}
+QWEN3 = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "torch_dtype": "bfloat16",
+}
+LLAMA4_TEXT = {
+    "model_type": "llama4_text",
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+}
+
+
+def mixtral_like(model_type: str, **more: object) -> dict[str, object]:
+    return {
+        "model_type": model_type,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        **more,
+    }
+
+
+def with_types(config: Mapping[str, object], *model_types: str) -> list[dict[str, object]]:
+    return [{**config, "model_type": model_type} for model_type in model_types]
+
+
+MIXTRAL = ExpertLayer(8, 2, 4096, 14336)
+QWEN3_LAYER = ExpertLayer(128, 8, 2048, 768)
+DEEPSEEK_LAYER = ExpertLayer(256, 8, 7168, 2048, 2048)
+
+FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
+    *((mixtral_like(one), MIXTRAL) for one in ("mixtral", "phimoe", "granitemoe", "minimax", "minimax_m2")),
+    (mixtral_like("granitemoeshared", shared_intermediate_size=1024), ExpertLayer(8, 2, 4096, 14336, 1024)),
+    (
+        {
+            "model_type": "gpt_oss",
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "experts_per_token": 4,
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        },
+        ExpertLayer(32, 4, 2880, 2880, quantised="mxfp4"),
+    ),
+    (QWEN3, QWEN3_LAYER),
+    *((one, ExpertLayer(128, 8, 2048, 768, 512)) for one in with_types(
+        {**QWEN3, "shared_expert_intermediate_size": 512}, "qwen2_moe", "qwen3_next")),
+    ({"model_type": "qwen3_vl_moe", "text_config": {**QWEN3, "model_type": "qwen3_vl_moe_text"},
+      "vision_config": {"hidden_size": 1152, "intermediate_size": 4304}}, QWEN3_LAYER),
+    ({"model_type": "qwen3_5_moe", "hidden_size": 1, "text_config": {
+        "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "moe_intermediate_size": 512, "num_experts": 256,
+        "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512}}, ExpertLayer(256, 8, 2048, 512, 512)),
+    ({"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": QWEN3}}, QWEN3_LAYER),
+    *((one, DEEPSEEK_LAYER) for one in with_types(
+        DEEPSEEK, "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe", "glm_moe_dsa", "kimi_k2",
+        "dots1", "mimo_v2_flash")),
+    ({"model_type": "kimi_vl", "text_config": DEEPSEEK}, DEEPSEEK_LAYER),
+    *(({"model_type": one, "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64,
+        "num_experts_per_tok": 8}, ExpertLayer(64, 8, 2048, 1024)) for one in ("olmoe", "flex_olmo", "jamba")),
+    ({"model_type": "llama4", "text_config": LLAMA4_TEXT, "vision_config": {"hidden_size": 1408}},
+     ExpertLayer(16, 1, 5120, 8192, 8192)),
+    ({"model_type": "ernie4_5_moe", "hidden_size": 2560, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+      "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2}, ExpertLayer(64, 6, 2560, 1536, 3072)),
+    ({"model_type": "hunyuan_v1_moe", "hidden_size": 4096, "intermediate_size": 3072, "num_experts": 64,
+      "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32, "num_shared_expert": [1] * 32},
+     ExpertLayer(64, 8, 4096, 3072, 3072)),
+    ({"model_type": "hunyuan", "hidden_size": 6400, "intermediate_size": 18304, "num_experts": 16, "moe_topk": 1,
+      "moe_intermediate_size": None, "num_shared_expert": 1}, ExpertLayer(16, 1, 6400, 18304, 18304)),
+    ({"model_type": "dbrx", "d_model": 6144, "ffn_config": {
+        "moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 10752, "ffn_act_fn": {"name": "silu"}}},
+     ExpertLayer(16, 4, 6144, 10752)),
+    ({"model_type": "longcat_flash", "hidden_size": 6144, "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048,
+      "n_routed_experts": 512, "zero_expert_num": 256, "moe_topk": 12}, ExpertLayer(512, 12, 6144, 2048)),
+    ({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "hidden_size": 2816,
+      "intermediate_size": 2112, "moe_intermediate_size": 704, "num_experts": 128, "top_k_experts": 8,
+      "enable_moe_block": True}}, ExpertLayer(128, 8, 2816, 704)),
+    ({"model_type": "nemotron_h", "hidden_size": 2688, "intermediate_size": 1856, "moe_intermediate_size": 1856,
+      "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1,
+      "moe_shared_expert_intermediate_size": 3712, "moe_latent_size": None},
+     ExpertLayer(128, 6, 2688, 1856, 3712, gated=False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "layer"), FAMILIES, ids=[str(config["model_type"]) for config, layer in FAMILIES])
+def test_family(config: Mapping[str, object], layer: ExpertLayer) -> None:
+    assert layer_of(config, "config.json") == (layer, ())
+
+
+def test_latent_width_replaces_hidden() -> None:
+    layer, remarks = layer_of(
+        {
+            "model_type": "nemotron_h",
+            "hidden_size": 4096,
+            "moe_intermediate_size": 2688,
+            "n_routed_experts": 512,
+            "num_experts_per_tok": 22,
+            "moe_latent_size": 1024,
+            "moe_shared_expert_intermediate_size": 5376,
+        },
+        "c",
+    )
+    assert (layer.H, layer.I, layer.gated, layer.shared_width) == (1024, 2688, False, 0)
+    assert "full hidden width" in layer.note
+    assert remarks == ()
+
+
+def test_unknown_family_is_read_by_field_names() -> None:
+    assert layer_of({**QWEN3, "model_type": "new"}, "c") == (QWEN3_LAYER, ())
+    layer, (remark,) = layer_of(mixtral_like("new"), "c")
+    assert layer == MIXTRAL
+    assert "unknown model_type 'new': the expert width is taken from intermediate_size" in remark
+
+
+def test_fp16_checkpoint_is_told() -> None:
+    layer, (remark,) = layer_of({**QWEN3, "torch_dtype": "float16"}, "c")
+    assert layer == QWEN3_LAYER
+    assert "dtype=fp16" in remark
+
+
+def test_quantised_at_the_top_of_a_nested_config() -> None:
+    config = {"model_type": "x_vl", "text_config": QWEN3, "quantization_config": {"quant_method": "fp8"}}
+    assert layer_of(config, "c")[0].quantised == "fp8"
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LLAMA, "no experts: found hidden_size, intermediate_size but none of num_experts, num_local_experts"),
+        ({"model_type": "llava", "text_config": LLAMA}, "no experts"),
+        ({**QWEN3, "num_experts": 0}, "no experts: num_experts is 0"),
+        ({**QWEN3, "num_experts": None}, "none of num_experts"),
+        (mixtral_like("granitemoehybrid", num_local_experts=0), "no experts: num_local_experts is 0"),
+        ({}, "none of the fields of a language model"),
+        ({**QWEN3, "num_experts": "128"}, 'num_experts is "128", wanted a whole number'),
+        ({**QWEN3, "num_experts": True}, "num_experts is true"),
+        ({**QWEN3, "num_experts": 128.0}, "num_experts is 128.0"),
+        ({**QWEN3, "num_experts": {"a": 1}}, "wanted a whole number"),
+        ({**QWEN3, "num_experts": 4}, "k=8 is more than E=4"),
+        ({**QWEN3, "hidden_size": -1}, "H=-1: wanted 1 to"),
+        ({**QWEN3, "hidden_size": 10**30}, "wanted 1 to"),
+        ({**QWEN3, "num_local_experts": 64}, "num_experts=128, num_local_experts=64 mean the same and disagree"),
+        ({**QWEN3, "moe_intermediate_size": None}, "'qwen3_moe' with 128 experts lacks moe_intermediate_size"),
+        ({"num_experts": 4}, "lacks num_experts_per_tok or .*, and hidden_size or d_model, and moe_intermediate_size"),
+        ({**QWEN3, "quantization_config": "fp8"}, 'quantization_config is "fp8", wanted an object'),
+        (
+            {"model_type": "ernie4_5_moe_vl", "hidden_size": 2560, "moe_num_experts": [64, 64], "moe_k": 6,
+             "moe_intermediate_size": [1536, 512]},
+            r"moe_intermediate_size differs between layers \(512, 1536\); give each as a spec of its own",
+        ),
+    ],
+)  # fmt: skip
+def test_refused(config: Mapping[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        layer_of(config, "dir/config.json")
+    assert str(caught.value).startswith("dir/config.json: ")
+
+
+NAMES = st.sampled_from(
+    (*hfconfig.EXPERTS[:4], "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "intermediate_size",
+     "ffn_config", "text_config", "model_type", "n_shared_experts", "quantization_config", "torch_dtype")
+)  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers(-2, 9) | st.just("qwen3_moe") | st.floats(allow_nan=False)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=8), max_leaves=20
+)
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(NAMES, VALUES, max_size=10))
+def test_any_object_is_a_sound_layer_or_an_input_error(config: dict[str, object]) -> None:
+    try:
+        layer, _ = layer_of(config, "c")
+    except InputError:
+        return
+    assert layer.contradictions() == []
+
+
+def test_read_directory_and_file(tmp_path: Path) -> None:
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    file = folder / "config.json"
+    file.write_text(json.dumps(QWEN3))
+    (folder / "model.safetensors").touch()
+    for path in (folder, file):
+        model = read_model(path)
+        assert (model.name, model.layer) == ("my-model", QWEN3_LAYER)
+    other = tmp_path / "qwen.json"
+    other.write_text(json.dumps(QWEN3))
+    assert read_model(other).name == "qwen"
+
+
+def test_name_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen3-30B-A3B" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "blob").write_text(json.dumps(QWEN3))
+    (snapshot / "config.json").symlink_to(tmp_path / "blob")
+    assert read_model(snapshot).name == "Qwen/Qwen3-30B-A3B"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "damaged JSON"),
+        (b'{"num_experts": 12', "damaged JSON: .*line 1 column"),
+        (b"\xff\xfe\x00", "damaged JSON"),
+        (b"[1, 2]", r"holds \[1, 2\], wanted a JSON object"),
+        (b"[" * 200_000, "damaged JSON"),
+        (b'{"num_experts": ' + b"9" * 5000 + b"}", "damaged JSON"),
+    ],
+)
+def test_damaged_file(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(InputError, match=message):
+        read_model(tmp_path)
+
+
+def test_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no config\.json in this directory"):
+        read_model(tmp_path)
+    with pytest.raises(InputError, match="x: no such file"):
+        read_model(tmp_path / "x")
+    with pytest.raises(InputError, match="File name too long"):
+        read_model(tmp_path / ("x" * 300))
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(InputError, match="no regular file"):
+        read_model(tmp_path)
+
+
+def test_huge_file(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises(InputError, match="larger than 8 MiB"):
+        read_model(tmp_path)
