@@ -254,7 +254,8 @@ def _name(file: Path) -> str:
             break
     else:
         name = file.parent.name if file.name == "config.json" else file.stem
-    return re.sub(r"[^A-Za-z0-9._+/-]", "-", name).strip("-./")[:96] or "model"
+    parts = (re.sub(r"[^A-Za-z0-9._+-]", "-", part).lstrip("._+-") for part in name.split("/"))
+    return "/".join(filter(None, parts))[:96].rstrip("/") or "model"
 
 
 def _short(value: object) -> str:

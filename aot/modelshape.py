@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..artifacts.limits import MAX_EXPERTS
 from ..artifacts.types import DType, Op
 
-MAX_EXPERTS = 65_536
 MAX_WIDTH = 1 << 20  # of H and I, in elements
 MAX_TOKENS = 1 << 24
 MAX_ROWS = 1 << 30  # of M: a bucket is a power of two and fits int32
@@ -116,6 +116,10 @@ class ModelShape:
             found.append(f"tp={self.tp} does not divide I={self.I}; tp can be {_divisors(self.I)}")
         if self.E % self.ep:
             found.append(f"ep={self.ep} does not divide E={self.E}; ep can be {_divisors(self.E)}")
+        if self.experts_per_rank > MAX_EXPERTS:
+            found.append(
+                f"{self.experts_per_rank} experts on a rank, shared ones included, wanted at most {MAX_EXPERTS}"
+            )
         if self.rows[1] > MAX_ROWS:
             found.append(
                 f"tokens=..{self.tokens[1]} with {self.experts_per_token} experts a token makes {self.rows[1]} rows, "

@@ -14,6 +14,7 @@ from pretuned.aot import hfconfig
 from pretuned.aot.hfconfig import layer_of, read_model
 from pretuned.aot.modelshape import ExpertLayer
 from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.names import is_label
 
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -239,6 +240,25 @@ def test_name_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
     (tmp_path / "blob").write_text(json.dumps(QWEN3))
     (snapshot / "config.json").symlink_to(tmp_path / "blob")
     assert read_model(snapshot).name == "Qwen/Qwen3-30B-A3B"
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("_hidden/config.json", "hidden"),
+        ("a/...json", "model"),
+        ("modèle (2)/config.json", "mod-le--2-"),
+        ("models--org--a--b/snapshots/1/config.json", "org/a--b"),
+        ("models--gpt2/config.json", "gpt2"),
+        ("x" * 120 + "/config.json", "x" * 96),
+    ],
+)
+def test_a_name_is_one_that_a_bundle_takes(tmp_path: Path, path: str, wanted: str) -> None:
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text(json.dumps(QWEN3))
+    name = read_model(tmp_path / path).name
+    assert name == wanted
+    assert is_label(name)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_every_m_between_has_its_bucket(least: int, extra: int, at: float) -> No
     [
         ({"tp": 5}, "tp=5 does not divide I=768; tp can be 1, 2, 3, 4"),
         ({"ep": 3}, "ep=3 does not divide E=128; ep can be 1, 2, 4"),
+        ({"E": 65536, "shared_experts": 1, "tokens": (1, 1)}, "65537 experts on a rank, shared ones included"),
         ({"E": 1024, "k": 1024, "tokens": (1, 1 << 24)}, "makes 17179869184 rows, wanted at most 1073741824"),
     ],
 )
