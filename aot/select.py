@@ -1,0 +1,141 @@
+"""Which variants a bundle ships: the smallest set that loses next to nothing against every candidate.
+
+A few configs serve all shapes: a shared set of 16 lost 0-0.1 % against each shape's own best on an
+H200. Greedy growth, then swaps, then dropping what hardly helps; the same table gives the same set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..artifacts.types import DType, Fusion, Layout, Op, Problem
+
+MAX_LOSS = 0.02  # a shape may lose this much against its own best before a larger set is worth it
+MIN_GAIN = 0.0005  # what one more variant must save of the mean loss
+MISSING = 2.0  # a variant without a time for a shape counts as this many times the slowest one there
+
+Family = tuple[Op, DType, Layout, Fusion]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What one family pays for its set: ``mean_loss`` (geometric) and ``max_loss`` are fractions over the best.
+
+    ``worst`` is the (problem, bucket) of ``max_loss``.
+    """
+
+    family: Family
+    variants: tuple[int, ...]
+    cells: int
+    mean_loss: float
+    max_loss: float
+    worst: tuple[Problem, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The chosen variants of all families, ascending, and one report per family."""
+
+    variants: tuple[int, ...]
+    losses: tuple[Loss, ...]
+
+
+class _Costs:
+    """log(time / best time) of every variant in every cell, and sets of variants judged by it."""
+
+    def __init__(self, cells: Sequence[Sequence[tuple[int, float]]], max_loss: float) -> None:
+        self.variants = sorted({variant for cell in cells for variant, _ in cell})
+        self._allowed = math.log1p(max_loss)
+        columns: dict[int, list[float]] = {variant: [] for variant in self.variants}
+        for cell in cells:
+            best = min(time for _, time in cell)
+            absent = math.log(max(time for _, time in cell) / best * MISSING)
+            times = dict(cell)
+            for variant, column in columns.items():
+                column.append(math.log(times[variant] / best) if variant in times else absent)
+        self.columns = columns
+        self.count = len(cells)
+
+    def floor(self, chosen: Sequence[int]) -> list[float]:
+        """The least cost of each cell over ``chosen``."""
+        if not chosen:
+            return [math.inf] * self.count
+        return [min(costs) for costs in zip(*(self.columns[variant] for variant in chosen), strict=True)]
+
+    def score(self, floor: Sequence[float], extra: int | None = None) -> float:
+        """Mean cost, plus what the worst cell is over the allowance; ``extra`` joins the set."""
+        if extra is not None:
+            floor = list(map(min, floor, self.columns[extra]))
+        return sum(floor) / self.count + max(0.0, max(floor) - self._allowed)
+
+    def add(self, chosen: list[int]) -> tuple[float, int] | None:
+        """The best (score, variant) to join ``chosen``, the least variant on a tie."""
+        floor = self.floor(chosen)
+        return min(((self.score(floor, v), v) for v in self.variants if v not in chosen), default=None)
+
+
+def _choose(costs: _Costs, limit: int) -> list[int]:
+    chosen: list[int] = []
+    score = math.inf
+    while len(chosen) < limit:
+        step = costs.add(chosen)
+        if step is None or score - step[0] < MIN_GAIN:
+            break
+        score = step[0]
+        chosen.append(step[1])
+    improved = True
+    while improved:  # ends: each swap lowers the score
+        improved = False
+        for old in list(chosen):
+            rest = [variant for variant in chosen if variant != old]
+            step = costs.add(rest)
+            if step is not None and step[0] < score - 1e-9:
+                score, chosen, improved = step[0], [*rest, step[1]], True
+    while len(chosen) > 1:
+        rests = [[variant for variant in chosen if variant != old] for old in sorted(chosen)]
+        cheapest = min(rests, key=lambda rest: costs.score(costs.floor(rest)))
+        if costs.score(costs.floor(cheapest)) - score >= MIN_GAIN:
+            break
+        score, chosen = costs.score(costs.floor(cheapest)), cheapest
+    return sorted(chosen)
+
+
+def select(
+    table: Mapping[tuple[Problem, int], Sequence[tuple[int, float]]], limit: int = 16, max_loss: float = MAX_LOSS
+) -> Selection:
+    """The variants to ship, at most ``limit`` for each (op, dtype, layout, fusion).
+
+    ``table`` maps (problem, bucket) to (variant, time) pairs in any one unit; only ratios within a
+    cell count. Minimises mean(log(time / best)) plus what the worst cell is over log(1 + max_loss).
+    A variant with no time, or an infinite one, is taken as twice the slowest of that cell.
+
+    Raises
+    ------
+    ValueError
+        if ``limit`` is below 1, or a cell has no finite time, or a time is not positive.
+    """
+    if limit < 1:
+        raise ValueError(f"limit is {limit}, wanted at least 1 variant")
+    families: dict[Family, list[tuple[Problem, int]]] = {}
+    for key in sorted(table, key=lambda key: (key[0].sort_key, key[1])):
+        problem = key[0]
+        families.setdefault((problem.op, problem.dtype, problem.layout, problem.fusion), []).append(key)
+    losses = []
+    for family, keys in families.items():
+        costs = _Costs([_finite(key, table[key]) for key in keys], max_loss)
+        chosen = _choose(costs, limit)
+        floor = costs.floor(chosen)
+        worst = max(range(len(keys)), key=floor.__getitem__)
+        mean, most = math.expm1(sum(floor) / len(floor)), math.expm1(floor[worst])
+        losses.append(Loss(family, tuple(chosen), len(keys), mean, most, keys[worst]))
+    return Selection(tuple(sorted({variant for loss in losses for variant in loss.variants})), tuple(losses))
+
+
+def _finite(key: tuple[Problem, int], cell: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The variants of a cell that have a time, by variant: the input's order must not matter."""
+    finite = sorted((variant, time) for variant, time in cell if not math.isinf(time))
+    if not finite or not all(time > 0 for _, time in finite):
+        raise ValueError(f"{key[0]}, bucket {key[1]}: times {[time for _, time in cell]}, wanted one above 0 or more")
+    return finite
