@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import operator
 from collections.abc import Iterator
 
 from . import limits as lim
+from .checks import fields, integer, items, name, pick
 from .errors import BundleCorrupt
 from .names import is_label
 from .schema import (
     DTYPES,
-    fields,
-    integer,
-    items,
-    name,
+    check_fits,
     pack_problem,
-    pick,
     read_choices,
     read_gpu,
     read_kernel,
@@ -25,7 +24,7 @@ from .schema import (
     read_variant,
 )
 from .types import Choice, Model, Problem, Variant
-from .wire import Malformed, Preamble, corrupt, unpack
+from .wire import Malformed, Preamble, corrupt, pack, parse, unpack
 
 FIELDS = (
     "target", "min_driver", "producer", "kernels", "gpus", "variants", "cubin_bytes", "problems", "choices", "models",
@@ -40,7 +39,7 @@ class Index:
     """
 
     __slots__ = (
-        "_choices", "_keys", "_models", "_offsets", "_rows", "_variant_records", "_variants",
+        "_choices", "_keys", "_models", "_offsets", "_variant_records", "_variants",
         "cubin_bytes", "gpus", "kernels", "min_driver", "producer", "target", "where",
     )  # fmt: skip
 
@@ -52,7 +51,7 @@ class Index:
             raise self._corrupt("index", error) from None
 
     def _read(self, data: bytes, preamble: Preamble) -> None:
-        top = unpack(data, max_items=lim.MAX_PROBLEMS, max_bin_bytes=lim.MAX_MODELS_BYTES)
+        top = parse(data, max_items=lim.MAX_PROBLEMS, max_bin_bytes=lim.MAX_MODELS_BYTES)
         target, min_driver, producer, kernels, gpus, variants, sizes, problems, choices, models = fields(
             top, "index", FIELDS
         )
@@ -65,28 +64,30 @@ class Index:
         self.gpus = tuple(read_gpu(gpu) for gpu in items(gpus, "gpus", 0, lim.MAX_GPUS))
         if len(set(self.gpus)) != len(self.gpus):
             raise Malformed("gpus has one GPU twice")
-        self._variant_records = _records(variants, "variants", lim.MAX_VARIANTS, lim.MAX_RECORD_BYTES)
+        self._variant_records, variants_bytes = _records(variants, "variants", lim.MAX_VARIANTS)
         count = len(self._variant_records)
         self._variants: list[Variant | None] = [None] * count
         self.cubin_bytes = tuple(
-            integer(size, "cubin_bytes", 1, lim.MAX_CUBIN_BYTES)
-            for size in items(sizes, "cubin_bytes", count, count)
-        )  # fmt: skip
+            integer(size, "cubin_bytes", 1, lim.MAX_CUBIN_BYTES) for size in items(sizes, "cubin_bytes", count, count)
+        )
         self._offsets = tuple(itertools.accumulate(self.cubin_bytes, initial=preamble.cubins_at))
         if self._offsets[-1] != preamble.file_bytes:
             raise Malformed(f"the cubins end at byte {self._offsets[-1]}, the file at {preamble.file_bytes}")
-        self._keys = _records(problems, "problems", lim.MAX_PROBLEMS, lim.MAX_RECORD_BYTES)
-        self._choices = _records(choices, "choices", lim.MAX_PROBLEMS, lim.MAX_RECORD_BYTES)
+        self._keys, keys_bytes = _records(problems, "problems", lim.MAX_PROBLEMS)
+        self._choices, choices_bytes = _records(choices, "choices", lim.MAX_PROBLEMS)
         if len(self._choices) != len(self._keys):
-            raise Malformed(
-                f"choices has {len(self._choices)} items, wanted one for each of {len(self._keys)} problems"
-            )
-        self._rows = {key: row for row, key in enumerate(self._keys)}
-        if len(self._rows) != len(self._keys) or sorted(self._keys) != self._keys:
+            raise Malformed(f"choices has {len(self._choices)} items, problems {len(self._keys)}: wanted as many")
+        if not all(map(operator.lt, self._keys, self._keys[1:])):
             raise Malformed("problems are not sorted by their bytes, each once")
         if type(models) is not bytes:
             raise Malformed("models is no bin")
         self._models = models
+        # Every other form of the same values is longer. (To pack it all again costs more than the rest of opening.)
+        empty: tuple[object, ...] = ([], sizes, [], [], b"")
+        least = len(pack(dict(zip(FIELDS, (target, min_driver, producer, kernels, gpus, *empty), strict=True))))
+        least += variants_bytes + keys_bytes + choices_bytes - 3 + _bin_bytes(len(models)) - _bin_bytes(0)
+        if least != len(data):
+            raise Malformed(f"not canonical msgpack: {len(data)} bytes, wanted {least}")
 
     @property
     def variant_count(self) -> int:
@@ -115,10 +116,11 @@ class Index:
     def find(self, problem: Problem) -> tuple[Choice, ...]:
         """The choices for ``problem``, ascending by bucket; () if it is not in the bundle."""
         try:
-            row = self._rows.get(pack_problem(problem))
+            key = pack_problem(problem)
         except (ValueError, OverflowError):  # a number that msgpack can't hold is in no bundle
             return ()
-        return () if row is None else self.choices(row, problem)
+        row = bisect.bisect_left(self._keys, key)
+        return self.choices(row, problem) if row < len(self._keys) and self._keys[row] == key else ()
 
     def problem(self, row: int) -> Problem:
         """Problem ``row``."""
@@ -136,7 +138,7 @@ class Index:
         try:
             choices = read_choices(self._choices[row], len(self._variants), len(self.gpus))
             for i in {c.variant for c in choices}.union(c.runner_up for c in choices if c.runner_up is not None):
-                _check_fits(self.variant(i), i, problem)
+                check_fits(self._variant_records[i], f"variant {i}", problem)
         except Malformed as error:
             raise self._corrupt(f"choices for {problem}", error) from None
         return choices
@@ -170,17 +172,19 @@ class Index:
         return corrupt(self.where, f"{part}: {error}")
 
 
-def _records(value: object, what: str, most: int, most_bytes: int) -> list[bytes]:
+def _records(value: object, what: str, most: int) -> tuple[list[bytes], int]:
+    """An array of bins, and the least size of that array as msgpack."""
     records = items(value, what, 0, most)
-    if set(map(type, records)) - {bytes} or max(map(len, records), default=0) > most_bytes:  # type: ignore[arg-type]
-        raise Malformed(f"{what} has an item that is no bin of at most {most_bytes} bytes")
-    return records  # type: ignore[return-value]
+    if set(map(type, records)) - {bytes}:
+        raise Malformed(f"{what} has an item that is no bin")
+    sizes = list(map(len, records))  # type: ignore[arg-type]
+    count = len(sizes)
+    if max(sizes, default=0) > lim.MAX_RECORD_BYTES:
+        raise Malformed(f"{what} has an item of {max(sizes)} bytes, the limit is {lim.MAX_RECORD_BYTES}")
+    header = 1 if count < 16 else 3 if count < 65536 else 5
+    least = header + sum(sizes) + 2 * count + len([size for size in sizes if size > 255])  # bin8 or bin16 each
+    return records, least  # type: ignore[return-value]
 
 
-def _check_fits(variant: Variant, i: int, problem: Problem) -> None:
-    have = (variant.op, variant.dtype, variant.layout, variant.fusion)
-    if have != (problem.op, problem.dtype, problem.layout, problem.fusion) or variant.max_experts < problem.E:
-        raise Malformed(
-            f"variant {i} is for {variant.op.value} {variant.dtype.value} w={variant.layout.value} "
-            f"fusion={variant.fusion.value} E<={variant.max_experts}"
-        )
+def _bin_bytes(size: int) -> int:
+    return size + (2 if size < 256 else 3 if size < 65536 else 5)

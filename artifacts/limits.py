@@ -8,7 +8,7 @@ OLDEST_FORMAT = 1  # the oldest that it reads
 MAX_FILE_BYTES = 256 << 20
 MAX_INDEX_BYTES = 16 << 20
 MAX_CUBIN_BYTES = 8 << 20
-MAX_RECORD_BYTES = 64 << 10  # one nested record: a variant, a problem's choices
+MAX_RECORD_BYTES = 65535  # one nested record: a variant, a problem's choices
 MAX_MODELS_BYTES = 8 << 20  # the one nested record of all models
 MAX_BLOB_BYTES = 256 << 20  # one digest-checked file of the compile cache
 

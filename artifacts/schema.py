@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 from . import limits as lim
-from .names import is_identifier, is_label, is_text
+from .checks import digest, fields, integer, items, name, pick, shown
+from .names import is_label, is_text
 from .types import (
     Choice,
     DType,
@@ -23,9 +22,7 @@ from .types import (
     TensorMap,
     Variant,
 )
-from .wire import Malformed, pack, unpack
-
-V = TypeVar("V")
+from .wire import Malformed, pack, parse, unpack
 
 OPS = {op.value: op for op in Op}
 DTYPES = {dtype.value: dtype for dtype in DType}
@@ -46,54 +43,6 @@ _VARIANT = (
 )  # fmt: skip
 
 
-def integer(value: object, what: str, low: int, high: int) -> int:
-    """``value``, if it is an int (never a bool) from ``low`` to ``high``."""
-    if type(value) is not int:
-        raise Malformed(f"{what} is {_shown(value)}, wanted an integer")
-    if not low <= value <= high:
-        raise Malformed(f"{what} is {value}, wanted {low} to {high}")
-    return value
-
-
-def items(value: object, what: str, low: int, high: int) -> list[object]:
-    """``value``, if it is a list of ``low`` to ``high`` items."""
-    if type(value) is not list:
-        raise Malformed(f"{what} is {_shown(value)}, wanted an array")
-    if not low <= len(value) <= high:
-        raise Malformed(f"{what} has {len(value)} items, wanted {low} to {high}")
-    return value
-
-
-def fields(value: object, what: str, names: tuple[str, ...]) -> tuple[object, ...]:
-    """The values of a map that has exactly these keys in this order."""
-    if type(value) is not dict:
-        raise Malformed(f"{what} is {_shown(value)}, wanted a map")
-    if tuple(value) != names:
-        raise Malformed(f"{what} has the keys {_shown(list(value))}, wanted {', '.join(names)}")
-    return tuple(value.values())
-
-
-def name(value: object, what: str, allowed: Callable[[str], bool] = is_identifier) -> str:
-    """``value``, if it is a str that ``allowed`` allows."""
-    if type(value) is not str or not allowed(value):
-        raise Malformed(f"{what} is {_shown(value)}, which is no allowed name")
-    return value
-
-
-def digest(value: object, what: str) -> bytes:
-    """``value``, if it is 32 bytes."""
-    if type(value) is not bytes or len(value) != 32:
-        raise Malformed(f"{what} is {_shown(value)}, wanted the 32 bytes of a sha256")
-    return value
-
-
-def pick(value: object, what: str, table: Mapping[str, V]) -> V:
-    """What ``table`` has for ``value``."""
-    if type(value) is not str or value not in table:
-        raise Malformed(f"{what} is {_shown(value)}, wanted one of {', '.join(table)}")
-    return table[value]
-
-
 def target_value(target: Target) -> object:
     return {"sm": target.sm, "arch_specific": target.arch_specific}
 
@@ -101,7 +50,7 @@ def target_value(target: Target) -> object:
 def read_target(value: object) -> Target:
     sm, arch_specific = fields(value, "target", _TARGET)
     if type(arch_specific) is not bool:
-        raise Malformed(f"target.arch_specific is {_shown(arch_specific)}, wanted true or false")
+        raise Malformed(f"target.arch_specific is {shown(arch_specific)}, wanted true or false")
     return Target(integer(sm, "target.sm", 10, 9999), arch_specific)
 
 
@@ -204,7 +153,7 @@ def _choice(row: object, variants: int, gpus: int) -> Choice:
     if (runner_up is None) != (runner_up_ns is None):
         raise Malformed("choice.runner_up and its time must both be there, or neither")
     if (gpu is None) != (where is Source.MODELLED):
-        raise Malformed(f"choice.gpu is {_shown(gpu)}: a measured choice names its GPU, a modelled one has none")
+        raise Malformed(f"choice.gpu is {shown(gpu)}: a measured choice names its GPU, a modelled one has none")
     if variant == runner_up:
         raise Malformed(f"choice.runner_up is {runner_up}, the chosen variant itself")
     return Choice(
@@ -240,7 +189,7 @@ def read_variant(record: bytes, cubin_bytes: int) -> Variant:
         arguments, tensor_maps, threads, shared_bytes, registers, spill_bytes, scratch_bytes, sha256,
     ) = fields(unpack(record, max_items=lim.MAX_ARGUMENTS), "variant", _VARIANT)  # fmt: skip
     if type(alignment) is not int or alignment not in (1, 16):
-        raise Malformed(f"variant.alignment is {_shown(alignment)}, wanted 1 or 16")
+        raise Malformed(f"variant.alignment is {shown(alignment)}, wanted 1 or 16")
     read_arguments = _arguments(arguments)
     return Variant(
         name(kernel, "variant.kernel"),
@@ -264,6 +213,16 @@ def read_variant(record: bytes, cubin_bytes: int) -> Variant:
         cubin_bytes,
         digest(sha256, "variant.cubin_sha256"),
     )
+
+
+def check_fits(record: bytes, what: str, problem: Problem) -> None:
+    """Raise Malformed unless the variant of this record can compute ``problem``. Reads no more than that needs."""
+    known = dict(zip(_VARIANT, fields(parse(record, max_items=lim.MAX_ARGUMENTS), "variant", _VARIANT), strict=True))
+    have = [known[key] for key in ("op", "dtype", "layout", "fusion")]
+    if have != [problem.op.value, problem.dtype.value, problem.layout.value, problem.fusion.value]:
+        raise Malformed(f"{what} is for {shown(have)}")
+    if integer(known["max_experts"], "variant.max_experts", 1, lim.MAX_EXPERTS) < problem.E:
+        raise Malformed(f"{what} is for at most {known['max_experts']} experts")
 
 
 def _config(value: object) -> tuple[tuple[str, int], ...]:
@@ -294,7 +253,7 @@ def _tensor_maps(value: object, arguments: tuple[tuple[str, str], ...]) -> tuple
         argument, element, box, swizzle = fields(item, "tensor_map", _TENSOR_MAP)
         rank = ranks.pop(argument, None) if type(argument) is str else None
         if type(argument) is not str or rank is None:
-            raise Malformed(f"tensor_map.argument is {_shown(argument)}, wanted a desc argument, each once")
+            raise Malformed(f"tensor_map.argument is {shown(argument)}, wanted a desc argument, each once")
         sizes = tuple(integer(n, "tensor_map.box", 1, lim.MAX_BOX) for n in items(box, "tensor_map.box", rank, rank))
         maps.append(
             TensorMap(
@@ -307,8 +266,3 @@ def _tensor_maps(value: object, arguments: tuple[tuple[str, str], ...]) -> tuple
     if ranks:
         raise Malformed(f"variant.tensor_maps has none for {', '.join(ranks)}")
     return tuple(maps)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

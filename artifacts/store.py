@@ -75,10 +75,10 @@ class BundleFile:
             raise corrupt(where, f"file is {status.st_size} bytes, the limit is {MAX_FILE_BYTES}")
         head = _read(fd, 0, PREAMBLE_BYTES, where)
         preamble = read_preamble(head, status.st_size, where)
-        index = _read(fd, PREAMBLE_BYTES, preamble.index_bytes + BLOB_HEADER_BYTES, where)
+        index = _read(fd, PREAMBLE_BYTES, preamble.index_bytes, where)
+        cubins_header = _read(fd, PREAMBLE_BYTES + preamble.index_bytes, BLOB_HEADER_BYTES, where)
         if sha256 is not None:
-            _check_pin(fd, head + index, status.st_size, sha256, where)
-        index, cubins_header = index[: preamble.index_bytes], index[preamble.index_bytes :]
+            _check_pin(fd, head + index + cubins_header, status.st_size, sha256, where)
         check_index(head, preamble, index, where)
         if cubins_header != blob_header(status.st_size - preamble.cubins_at):
             raise corrupt(where, f"the cubins' header before byte {preamble.cubins_at} is not that of the file's size")

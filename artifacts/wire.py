@@ -45,7 +45,7 @@ class Preamble:
 def pack_preamble(file_bytes: int, index: bytes) -> bytes:
     """The preamble of a file of ``file_bytes`` bytes with this index."""
     head = _PREAMBLE.pack(_MAGIC, 0xCE, FORMAT, 0xCF, file_bytes, 0xCE, len(index), b"\xc4\x20", b"")[:DIGESTED_BYTES]
-    return head + hashlib.sha256(head + index).digest()
+    return head + _digest(head, index)
 
 
 def read_preamble(head: bytes, file_bytes: int, where: str) -> Preamble:
@@ -86,7 +86,7 @@ def read_preamble(head: bytes, file_bytes: int, where: str) -> Preamble:
 
 def check_index(head: bytes, preamble: Preamble, index: bytes, where: str) -> None:
     """Raise BundleCorrupt unless the preamble's digest is that of the preamble and ``index``."""
-    got = hashlib.sha256(head[:DIGESTED_BYTES] + index).digest()
+    got = _digest(head[:DIGESTED_BYTES], index)
     if got != preamble.digest:
         raise corrupt(where, f"header and index have sha256 {got.hex()}, header says {preamble.digest.hex()}")
 
@@ -96,22 +96,22 @@ def blob_header(cubins_bytes: int) -> bytes:
     return struct.pack(">BI", 0xC6, cubins_bytes)
 
 
-def pack(value: object) -> bytes:
+def pack(value: object, size_bytes: int = 4096) -> bytes:
     """Canonical msgpack: shortest integers and lengths, maps in the order given, str and bin apart."""
-    packed: bytes = msgpack.Packer(use_bin_type=True, strict_types=True, buf_size=4096).pack(value)
+    # the packer's own default, a buffer of 1 MiB, costs more than packing a small record
+    packed: bytes = msgpack.Packer(use_bin_type=True, strict_types=True, buf_size=size_bytes + 64).pack(value)
     return packed
 
 
-def unpack(data: bytes, *, max_items: int, max_bin_bytes: int = 64) -> object:
-    """The value of one canonical msgpack object: lists, dicts, str, bytes, int, bool, None, float.
+def parse(data: bytes, *, max_items: int, max_bin_bytes: int = 64) -> object:
+    """The value of one msgpack object: lists, dicts, str, bytes, int, bool, None or float, within limits.
 
     Raises
     ------
     Malformed
-        for anything that ``pack`` would not have written: duplicate keys, long forms, extension types, excess bytes.
     """
     try:
-        value = msgpack.unpackb(
+        return msgpack.unpackb(
             data,
             raw=False,
             use_list=True,
@@ -122,12 +122,36 @@ def unpack(data: bytes, *, max_items: int, max_bin_bytes: int = 64) -> object:
             max_bin_len=max_bin_bytes,
             max_ext_len=0,
         )
-        again = pack(value)
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise Malformed(f"not canonical msgpack: {type(error).__name__}: {str(error)[:120]}") from None
+        raise _not_msgpack(error) from None
+
+
+def unpack(data: bytes, *, max_items: int, max_bin_bytes: int = 64) -> object:
+    """As ``parse``, for canonical msgpack only: no duplicate keys, no long forms.
+
+    Raises
+    ------
+    Malformed
+        for anything that ``pack`` would not have written.
+    """
+    value = parse(data, max_items=max_items, max_bin_bytes=max_bin_bytes)
+    try:
+        again = pack(value, len(data))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise _not_msgpack(error) from None
     if again != data:
         raise Malformed("not canonical msgpack: it packs to other bytes")
     return value
+
+
+def _not_msgpack(error: Exception) -> Malformed:
+    return Malformed(f"not canonical msgpack: {type(error).__name__}: {str(error)[:120]}")
+
+
+def _digest(head: bytes, index: bytes) -> bytes:
+    digest = hashlib.sha256(head)
+    digest.update(index)
+    return digest.digest()
 
 
 def _formats() -> str:
