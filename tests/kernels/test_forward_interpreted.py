@@ -1,0 +1,94 @@
+"""The kernels themselves, run by Triton's interpreter on small ragged problems against plain numpy in fp64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("interpret.py")
+
+
+def run(cases: list[dict[str, object]]) -> list[dict[str, object]]:
+    """The interpreter is switched on by an environment variable before triton is imported: a process of its own."""
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, WORKER], input=json.dumps(cases), env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: list[dict[str, object]] = json.loads(done.stdout)
+    return results
+
+
+def case(**changes: object) -> dict[str, object]:
+    base: dict[str, object] = {
+        "m_sizes": [5, 0, 17, 1], "M": 23, "N": 40, "K": 48, "dtype": "fp32", "op": "forward", "layout": "nk",
+        "tma": False, "persistent": True, "programs": 3, "wide": False, "poison": [], "group_m": 2,
+        "block": [16, 16, 32], "seed": 0,
+    }  # fmt: skip
+    return base | changes
+
+
+CASES = {
+    "plain": case(),
+    "one program a tile": case(persistent=False),
+    "tma": case(tma=True),
+    "tma, one program a tile": case(tma=True, persistent=False),
+    "w as [E, K, N]": case(layout="kn"),
+    "w as [E, K, N], tma": case(layout="kn", tma=True),
+    "dX": case(op="dX"),
+    "dX, tma": case(op="dX", tma=True),
+    "fp16": case(dtype="fp16", tma=True),
+    "int64 counts": case(wide=True),
+    "counts beyond M are cut off": case(m_sizes=[5, 3, 900, 7], wide=True),
+    "int64 counts beyond 2^32": case(m_sizes=[4, 2**40, 3, 1], wide=True),
+    "negative counts are none": case(m_sizes=[5, -7, 9, -1]),
+    "negative int64 counts are none": case(m_sizes=[5, -(2**40), 9, -1], wide=True),
+    "rows past the sum are left": case(m_sizes=[2, 0, 3, 1], M=23),
+    "no rows at all": case(m_sizes=[0, 0, 0, 0]),
+    "every row on one expert": case(m_sizes=[0, 0, 23, 0]),
+    "odd N and K": case(N=37, K=33),
+    "odd N and K, w as [E, K, N]": case(N=37, K=33, layout="kn"),
+    "many experts, few rows": case(m_sizes=[int(i % 7 == 0) for i in range(100)], M=15, programs=4),
+    "many row tiles": case(m_sizes=[90, 0, 33, 5], M=128, N=70, programs=5, group_m=3),
+    "NaN and inf of one expert stay there": case(poison=[2]),
+    "NaN and inf of one expert stay there, tma": case(poison=[2], tma=True, K=40),
+    "NaN and inf of one expert stay there, dX": case(poison=[0], op="dX", tma=True, N=40),
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, object]]:
+    return dict(zip(CASES, run(list(CASES.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_matches_the_equation(results: dict[str, dict[str, object]], name: str) -> None:
+    result = results[name]
+    assert result["wrong"] == [], result
+    assert result["untouched"], "rows past the sum, or a guard around y, were written"
+
+
+def test_random_shapes() -> None:
+    import random
+
+    rng = random.Random(7)
+    cases = []
+    for seed in range(24):
+        E = rng.choice([1, 2, 3, 8, 33])
+        sizes = [rng.choice([0, 0, 1, 3, 16, 17, 40]) for _ in range(E)]
+        cases.append(
+            case(
+                m_sizes=sizes, M=max(1, sum(sizes) + rng.choice([0, 0, 5])), N=rng.choice([1, 8, 16, 41, 64]),
+                K=rng.choice([1, 8, 31, 32, 72]), dtype=rng.choice(["fp32", "fp16"]), op=rng.choice(["forward", "dX"]),
+                layout=rng.choice(["nk", "kn"]), tma=False, persistent=rng.random() < 0.5,
+                programs=rng.choice([1, 2, 7]), wide=rng.random() < 0.5, group_m=rng.choice([1, 2, 8]), seed=seed,
+            )
+        )  # fmt: skip
+    for given, result in zip(cases, run(cases), strict=True):
+        assert result["wrong"] == [], (given, result)
+        assert result["untouched"], given
