@@ -14,6 +14,7 @@ from ..artifacts.types import DType, Fusion, Layout, Op, Problem
 
 MAX_LOSS = 0.02  # a shape may lose this much against its own best before a larger set is worth it
 MIN_GAIN = 0.0005  # what one more variant must save of the mean loss
+SMALL_TABLE = 5000  # times; above that the set grows from one start only
 MISSING = 2.0  # a variant without a time for a shape counts as this many times the slowest one there
 
 Family = tuple[Op, DType, Layout, Fusion]
@@ -65,10 +66,11 @@ class _Costs:
         return [min(costs) for costs in zip(*(self.columns[variant] for variant in chosen), strict=True)]
 
     def score(self, floor: Sequence[float], extra: int | None = None) -> float:
-        """Mean cost, plus what the worst cell is over the allowance; ``extra`` joins the set."""
+        """Mean cost, plus all that cells are over the allowance; ``extra`` joins the set."""
         if extra is not None:
             floor = list(map(min, floor, self.columns[extra]))
-        return sum(floor) / self.count + max(0.0, max(floor) - self._allowed)
+        allowed = self._allowed
+        return sum(floor) / self.count + sum([cost - allowed for cost in floor if cost > allowed])
 
     def add(self, chosen: list[int]) -> tuple[float, int] | None:
         """The best (score, variant) to join ``chosen``, the least variant on a tie."""
@@ -76,9 +78,10 @@ class _Costs:
         return min(((self.score(floor, v), v) for v in self.variants if v not in chosen), default=None)
 
 
-def _choose(costs: _Costs, limit: int) -> list[int]:
-    chosen: list[int] = []
-    score = math.inf
+def _grow(costs: _Costs, limit: int, first: int | None) -> tuple[float, list[int]]:
+    """Greedy growth, then swaps while one lowers the score: (score, chosen)."""
+    chosen = [] if first is None else [first]
+    score = costs.score(costs.floor(chosen)) if chosen else math.inf
     while len(chosen) < limit:
         step = costs.add(chosen)
         if step is None or score - step[0] < MIN_GAIN:
@@ -86,20 +89,28 @@ def _choose(costs: _Costs, limit: int) -> list[int]:
         score = step[0]
         chosen.append(step[1])
     improved = True
-    while improved:  # ends: each swap lowers the score
+    while improved:
         improved = False
         for old in list(chosen):
             rest = [variant for variant in chosen if variant != old]
             step = costs.add(rest)
             if step is not None and step[0] < score - 1e-9:
                 score, chosen, improved = step[0], [*rest, step[1]], True
+    return score, sorted(chosen)
+
+
+def _choose(costs: _Costs, limit: int) -> list[int]:
+    # A small table is cheap enough to grow from every variant: swaps of one alone stop at local optima.
+    small = costs.count * len(costs.variants) <= SMALL_TABLE
+    starts: list[int | None] = [None, *costs.variants] if small else [None]
+    score, chosen = min(_grow(costs, limit, first) for first in starts)
     while len(chosen) > 1:
-        rests = [[variant for variant in chosen if variant != old] for old in sorted(chosen)]
-        cheapest = min(rests, key=lambda rest: costs.score(costs.floor(rest)))
-        if costs.score(costs.floor(cheapest)) - score >= MIN_GAIN:
+        rests = [[variant for variant in chosen if variant != old] for old in chosen]
+        cheapest_score, cheapest = min((costs.score(costs.floor(rest)), rest) for rest in rests)
+        if cheapest_score - score >= MIN_GAIN:
             break
-        score, chosen = costs.score(costs.floor(cheapest)), cheapest
-    return sorted(chosen)
+        score, chosen = cheapest_score, cheapest
+    return chosen
 
 
 def select(
@@ -108,7 +119,8 @@ def select(
     """The variants to ship, at most ``limit`` for each (op, dtype, layout, fusion).
 
     ``table`` maps (problem, bucket) to (variant, time) pairs in any one unit; only ratios within a
-    cell count. Minimises mean(log(time / best)) plus what the worst cell is over log(1 + max_loss).
+    cell count. Minimises mean(log(time / best)) plus the sum of what cells are over
+    log(1 + max_loss): first every shape within the bound, then the mean.
     A variant with no time, or an infinite one, is taken as twice the slowest of that cell.
 
     Raises

@@ -102,12 +102,11 @@ def _profile(resources: Resources, op: Op, dtype: DType, chip: Chip, constants: 
         share *= c.crowded_registers
     flops_per_ns = peak * 1e3 * sustained * share / chip.sm_count
     load_per_ns = family.l2_bytes_per_clock * chip.clock_ghz
-    stages, stage_bytes = config.num_stages, (rows + columns) * depth * dtype.itemsize
+    under_way = float(max(1, config.num_stages - 1))  # steps loading while one is multiplied
     if resources.alignment < 16:
-        load_per_ns, stages = load_per_ns / c.unaligned_load, 1
+        load_per_ns, under_way = load_per_ns / c.unaligned_load, 0.5
     math_ns = 2.0 * rows * columns * depth / flops_per_ns
-    load_ns = stage_bytes / load_per_ns
-    under_way = max(1, stages - 1)
+    load_ns = (rows + columns) * depth * dtype.itemsize / load_per_ns
     alone = family.one_cta[config.num_warps]
     overhead = c.tma_step_ns if config.tma else c.pointer_step_ns
     start_end = c.latency_ns + c.epilogue_ns + c.search_ns + rows * columns * dtype.itemsize / load_per_ns
@@ -119,8 +118,8 @@ def _profile(resources: Resources, op: Op, dtype: DType, chip: Chip, constants: 
         max(math_ns / alone, load_ns, c.latency_ns / under_way) + overhead,
         start_end * exposed,
         c.search_expert_ns * exposed,
-        float(under_way * columns * depth * dtype.itemsize),
-        float(under_way * depth * dtype.itemsize),
+        under_way * columns * depth * dtype.itemsize,
+        under_way * depth * dtype.itemsize,
         c.tail_static if config.persistent else c.tail_dynamic,
     )
 

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from pretuned.aot.select import MAX_LOSS, Selection, select
+from pretuned.artifacts.types import DType, Op, Problem
+
+Table = dict[tuple[Problem, int], list[tuple[int, float]]]
+
+
+def _problem(index: int, op: Op = Op.FORWARD) -> Problem:
+    return Problem(op, DType.BF16, 8, 64 * (index + 1), 128)
+
+
+def _random_table(seed: int, cells: int, variants: int) -> Table:
+    draw = random.Random(seed)
+    return {
+        (_problem(cell), 1 << (cell % 5)): [(variant, draw.uniform(1.0, 1.5)) for variant in range(variants)]
+        for cell in range(cells)
+    }
+
+
+def _score(table: Table, chosen: tuple[int, ...]) -> float:
+    logs = []
+    for times in table.values():
+        best = min(time for _, time in times)
+        logs.append(math.log(min(time for variant, time in times if variant in chosen) / best))
+    return sum(logs) / len(logs) + sum(max(0.0, log - math.log1p(MAX_LOSS)) for log in logs)
+
+
+def test_one_variant_that_wins_everywhere_is_enough() -> None:
+    table: Table = {(_problem(i), 16): [(0, 2.0), (1, 1.0), (2, 1.5)] for i in range(10)}
+    selection = select(table)
+    assert selection.variants == (1,)
+    assert selection.losses[0].mean_loss == selection.losses[0].max_loss == 0.0
+
+
+def test_each_variant_that_a_shape_needs_is_kept() -> None:
+    table: Table = {(_problem(i), 16): [(v, 1.0 if v == i else 1.2) for v in range(6)] for i in range(6)}
+    assert select(table).variants == (0, 1, 2, 3, 4, 5)
+
+
+def test_a_variant_that_hardly_helps_is_left_out() -> None:
+    table: Table = {(_problem(i), 16): [(0, 1.0), (1, 1.001 if i else 0.999)] for i in range(20)}
+    selection = select(table)
+    assert selection.variants == (0,)
+    assert 0.0 < selection.losses[0].max_loss < 0.0011
+
+
+def test_the_worst_shape_is_bounded_though_the_mean_is_small() -> None:
+    table: Table = {(_problem(i), 16): [(0, 1.0), (1, 1.3)] for i in range(200)}
+    table[_problem(200), 16] = [(0, 1.05), (1, 1.0)]
+    selection = select(table)
+    assert selection.variants == (0, 1)
+    assert selection.losses[0].max_loss == 0.0
+    alone = select(table, limit=1).losses[0]
+    assert alone.variants == (0,)
+    assert alone.max_loss == pytest.approx(0.05)
+    assert alone.worst == (_problem(200), 16)
+
+
+def test_two_bad_shapes_that_need_two_variants_get_both() -> None:
+    table: Table = {(_problem(i), 16): [(0, 1.0), (1, 1.3), (2, 1.3)] for i in range(2000)}
+    for i in (1, 2):  # either alone leaves the worst loss where it was
+        table[_problem(2000 + i), 16] = [(0, 1.05), (i, 1.0)]
+    assert select(table).variants == (0, 1, 2)
+
+
+def test_the_limit_holds_and_is_by_family() -> None:
+    table = _random_table(1, 30, 20)
+    table |= {(_problem(i, Op.DX), 8): [(20 + v, 1.0 if v == i else 2.0) for v in range(3)] for i in range(3)}
+    selection = select(table, limit=3)
+    by_op = {loss.family[0]: loss for loss in selection.losses}
+    assert len(by_op[Op.FORWARD].variants) == 3
+    assert by_op[Op.DX].variants == (20, 21, 22)
+    assert by_op[Op.DX].cells == 3
+    assert selection.variants == tuple(sorted(by_op[Op.FORWARD].variants + by_op[Op.DX].variants))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_near_the_best_set_there_is(seed: int) -> None:
+    table = _random_table(seed, 25, 9)
+    chosen = select(table, limit=3).variants
+    best = min(_score(table, subset) for subset in itertools.combinations(range(9), 3))
+    assert _score(table, chosen) <= best * 1.02
+
+
+def test_swaps_repair_a_greedy_start() -> None:
+    # 0 is the best alone, and useless once 1 and 2 are there.
+    table: Table = {}
+    for i in range(10):
+        table[_problem(i), 1] = [(0, 1.05), (1, 1.0), (2, 1.2)]
+        table[_problem(i), 2] = [(0, 1.05), (1, 1.2), (2, 1.0)]
+    assert select(table, limit=2).variants == (1, 2)
+    assert select(table, limit=16).variants == (1, 2)
+
+
+def test_the_order_of_the_input_does_not_matter() -> None:
+    table = _random_table(7, 40, 12)
+    shuffled = {key: list(reversed(times)) for key, times in reversed(table.items())}
+    assert select(table, 5) == select(shuffled, 5)
+
+
+def test_the_unit_does_not_matter() -> None:
+    table = _random_table(3, 20, 8)
+    scaled = {key: [(v, 1024 * time) for v, time in times] for key, times in table.items()}
+    assert select(table, 4) == select(scaled, 4)
+
+
+def test_a_variant_without_a_time_is_no_good_there() -> None:
+    table: Table = {(_problem(0), 16): [(0, 1.0), (1, 1.1)], (_problem(1), 16): [(1, 1.0), (0, math.inf)]}
+    selection = select(table, limit=1)
+    assert selection.variants == (1,)
+    assert selection.losses[0].max_loss == pytest.approx(0.1)
+
+
+def test_an_empty_table_chooses_nothing() -> None:
+    assert select({}) == Selection((), ())
+
+
+def test_bad_input_is_an_error() -> None:
+    with pytest.raises(ValueError, match="limit is 0, wanted at least 1"):
+        select({}, limit=0)
+    for times in ([], [(0, math.inf)], [(0, 0.0)], [(0, math.nan)]):
+        with pytest.raises(ValueError, match="forward bf16 E=8 N=64 K=128, bucket 16"):
+            select({(_problem(0), 16): times})

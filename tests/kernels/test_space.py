@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from pretuned.artifacts.types import DType, Op
+from pretuned.kernels.chips import limits, supported
+from pretuned.kernels.config import Config, invalid
+from pretuned.kernels.space import FP32_LIMIT, LIMIT, candidates, fallbacks, shared_bytes_at_least
+
+EVERY = list(itertools.product(Op, DType, supported()))
+
+
+@pytest.mark.parametrize(("op", "dtype", "sm"), EVERY)
+def test_candidates_are_valid_unique_and_fit(op: Op, dtype: DType, sm: int) -> None:
+    configs = candidates(op, dtype, sm)
+    assert len(set(configs)) == len(configs)
+    assert [invalid(config) for config in configs] == [None] * len(configs)
+    limit = limits(sm).shared_per_block_bytes
+    assert max(shared_bytes_at_least(op, dtype, config, sm) for config in configs) <= limit
+    assert candidates(op, dtype, sm) == configs
+
+
+@pytest.mark.parametrize(("op", "dtype", "sm"), EVERY)
+def test_the_number_of_candidates(op: Op, dtype: DType, sm: int) -> None:
+    count = len(candidates(op, dtype, sm))
+    if dtype is DType.FP32:
+        assert 4 <= count <= FP32_LIMIT
+    else:
+        assert 16 <= count <= LIMIT
+
+
+@pytest.mark.parametrize(("op", "dtype", "sm"), EVERY)
+def test_tma_only_where_the_hardware_has_it(op: Op, dtype: DType, sm: int) -> None:
+    kinds = {config.tma for config in candidates(op, dtype, sm)}
+    assert kinds == ({False} if sm < 90 or dtype is DType.FP32 else {False, True})
+
+
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+def test_what_won_on_hopper_is_there(op: Op) -> None:
+    configs = candidates(op, DType.BF16, 90)
+    assert Config(128, 256, 64, 8, 3, tma=True) in configs
+    assert Config(128, 256, 64, 8, 4, tma=True) in configs
+    assert Config(64, 128, 128, 4, 4, tma=True) in configs
+    assert Config(16, 64, 256, 4, 3, persistent=False) in configs
+    assert Config(16, 64, 128, 4, 4, tma=True, persistent=False) in configs
+
+
+def test_both_kinds_of_grid_on_ampere() -> None:
+    assert {config.persistent for config in candidates(Op.FORWARD, DType.BF16, 80)} == {False, True}
+
+
+def test_a_small_shared_memory_leaves_the_large_tiles_out() -> None:
+    large = Config(128, 256, 64, 8, 4, tma=True)
+    assert large not in candidates(Op.FORWARD, DType.BF16, 120)
+    assert shared_bytes_at_least(Op.FORWARD, DType.BF16, large, 90) == 4 * (128 + 256) * 64 * 2
+
+
+def test_dw_counts_its_own_tile() -> None:
+    config = Config(32, 128, 256, 8, 4)  # 128 x 256 of w, 32 rows a step
+    assert shared_bytes_at_least(Op.DW, DType.BF16, config, 80) == 3 * (128 + 256) * 32 * 2
+
+
+@pytest.mark.parametrize(("op", "dtype", "sm"), EVERY)
+def test_fallbacks_use_pointers_and_fit_everywhere(op: Op, dtype: DType, sm: int) -> None:
+    configs = fallbacks(op, dtype, sm)
+    assert 1 <= len(configs) <= 2
+    for config in configs:
+        assert invalid(config) is None
+        assert not config.tma
+        assert shared_bytes_at_least(op, dtype, config, sm) <= 48 * 1024
+
+
+@pytest.mark.parametrize("listing", [candidates, fallbacks])
+def test_an_unsupported_capability_is_an_error(listing: object) -> None:
+    with pytest.raises(LookupError, match="sm_75 is not known; supported: 80"):
+        listing(Op.FORWARD, DType.BF16, 75)  # type: ignore[operator]
