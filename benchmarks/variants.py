@@ -1,7 +1,7 @@
 """Times every variant of a bundle on a grid of problems: which variant wins where, with nothing chosen for us.
 
     python benchmarks/variants.py candidates.msgpack --out sweep.json
-    python benchmarks/variants.py candidates.msgpack --models qwen3-30b,mixtral-8x7b --tokens 1,128,8192 --out sweep.json
+    python benchmarks/variants.py candidates.msgpack --models qwen3-30b,olmoe --tokens 1,128 --out sweep.json
 
 Forward only, through the runtime's own launcher; the first launch of each (variant, problem) is
 checked against fp32. The method is benchmarks/method.py.
@@ -17,7 +17,6 @@ from pathlib import Path
 
 import method
 import torch
-
 from pretuned.artifacts.store import open_bundle
 from pretuned.artifacts.types import DType, Layout, Op, Variant
 from pretuned.runtime import launch
@@ -87,8 +86,9 @@ def main() -> None:
                 inputs = method.Inputs(method.activations(M, K, w.dtype), w, m_sizes.cuda())
                 y = torch.empty(M, N, dtype=w.dtype, device="cuda")
                 active = int((m_sizes > 0).sum())
+                floor_us = round(method.floor_us(M, N, K, active, w.itemsize), 2)
                 cell = {"model": name, "gemm": gemm, "E": E, "N": N, "K": K, "top_k": top_k, "tokens": T, "M": M,
-                        "active": active, "floor_us": round(method.floor_us(M, N, K, active, w.itemsize), 2)}  # fmt: skip
+                        "active": active, "floor_us": floor_us}  # fmt: skip
                 times, errors = {}, {}
                 for number, kernel in kernels.items():
                     if not fits(kernel.variant, M, E):
@@ -109,7 +109,8 @@ def main() -> None:
             torch.cuda.empty_cache()
     result = {
         "command": " ".join(sys.argv), "seconds": round(time.time() - begun, 1), "gpu": properties.name,
-        "sm_count": properties.multi_processor_count, "torch": torch.__version__, "triton_imported": "triton" in sys.modules,
+        "sm_count": properties.multi_processor_count, "torch": torch.__version__,
+        "triton_imported": "triton" in sys.modules,
         "variants": {n: {"config": dict(k.variant.config), "threads": k.variant.threads, "shared_bytes":
                          k.variant.shared_bytes, "registers": k.variant.registers, "alignment": k.variant.alignment,
                          "per_sm": k.function.per_sm} for n, k in kernels.items()},

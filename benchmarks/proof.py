@@ -1,0 +1,322 @@
+"""Proof on a GPU that a bundle built elsewhere runs here, right, at once, with no Triton and no compiler.
+
+    aot build --models models.txt --models catalogue --sm 90 --out bundles        (any machine)
+    PRETUNED_BUNDLES=bundles python benchmarks/proof.py --out results/proof.json   (the GPU machine)
+
+Every step runs in a process of its own, as a user's would:
+
+- ``correct``: every catalogue model's two GEMMs at T = 1, 16, 128, 1024, 8192, skewed routing, against fp32;
+- ``forms``: other dtypes, unaligned sizes, int64 counts, strides, empty experts, NaN in one expert;
+- ``cold``: context up and inputs ready: the first call, with finding, opening and loading; and from process start;
+- ``host``: host time of one call, beside torch's;
+- ``capture``: first use of all inside a CUDA graph capture, replayed with other counts;
+- ``bare``: no compiler on PATH, a read-only file system, no HOME, an arbitrary user id.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TOKENS = (1, 16, 128, 1024, 8192)
+SHAPE = (128, 1536, 2048, 8)  # Qwen3-30B-A3B, gate and up: E, N, K, top_k
+
+
+def read_catalogue() -> list[tuple[str, int, int, int, int]]:
+    """(name, E, N, K, top_k) of every catalogue model's two GEMMs, read without the builder's packages."""
+    from pretuned.aot.catalogue import catalogue
+    from pretuned.aot.modelshape import ModelShape
+    from pretuned.artifacts.types import DType, Op
+
+    cells = []
+    for entry in catalogue().values():
+        layer = entry.layer
+        shape = ModelShape(entry.id, layer.E, layer.k, layer.H, layer.I, 0, layer.gated, (DType.BF16,), 1, 1,
+                           (1, 65536), (Op.FORWARD,), "")  # fmt: skip
+        cells += [(f"{entry.id} {gemm.role}", gemm.E, gemm.N, gemm.K, layer.k) for gemm in shape.gemms()]
+    return cells
+
+
+def correct() -> dict[str, Any]:
+    import method
+    import torch
+    from pretuned.runtime import explain, grouped_gemm
+
+    cells, worst = [], 0.0
+    for name, E, N, K, top_k in read_catalogue():
+        w = method.weights(E, N, K, torch.bfloat16)
+        for T in TOKENS:
+            m_sizes = method.routed_rows(E, top_k, T).cuda()
+            M = T * top_k
+            inputs = method.Inputs(method.activations(M, K, w.dtype), w, m_sizes)
+            y = torch.full((M, N), float("nan"), dtype=w.dtype, device="cuda")
+            grouped_gemm(inputs.x, w, m_sizes, out=y)
+            error = method.relative_error(y, inputs)
+            told = explain(inputs.x, w, m_sizes).to_dict()
+            cells.append({"problem": name, "E": E, "N": N, "K": K, "T": T, "M": M, "error": error,
+                          "chosen": told})  # fmt: skip
+            worst = max(worst, error) if error == error else float("nan")
+        del w
+        torch.cuda.empty_cache()
+        print(f"{name:55} worst so far {worst:.2e}", file=sys.stderr, flush=True)
+    bad = [cell for cell in cells if not cell["error"] < method.MAX_ERROR]
+    return {"cells": cells, "worst_error": worst, "wrong": len(bad), "count": len(cells),
+            "triton_imported": "triton" in sys.modules}  # fmt: skip
+
+
+def forms() -> dict[str, Any]:
+    import method
+    import torch
+    from pretuned.runtime import grouped_gemm
+
+    results = {}
+
+    def check(name: str, E: int, N: int, K: int, sizes: Any, dtype: torch.dtype, **how: Any) -> None:
+        m_sizes = torch.tensor(sizes, dtype=how.get("counts", torch.int32), device="cuda")
+        M = how.get("M", int(m_sizes.clamp(min=0).sum()))
+        x = method.activations(M, K + how.get("pad", 0), dtype)[:, :K]
+        w = method.weights(E, N, K, dtype)
+        poison = how.get("poison")
+        start = 0 if poison is None else int(m_sizes[:poison].sum())
+        if poison is not None:
+            clean = grouped_gemm(x, w, m_sizes)
+            x[start : start + int(m_sizes[poison])] = float("nan")
+        y = torch.full((M, N), 3.0, dtype=dtype, device="cuda")
+        grouped_gemm(x, w, m_sizes, out=y)
+        if poison is not None:
+            rest = torch.ones(M, dtype=torch.bool, device="cuda")
+            rest[start : start + int(m_sizes[poison])] = False
+            results[name] = {"same_bits": bool(torch.equal(y[rest], clean[rest]))}
+            return
+        rows = m_sizes.clamp(min=0).to(torch.int32)
+        used = min(int(rows.sum()), M)
+        error = method.relative_error(y, method.Inputs(x, w, rows))
+        again = torch.full_like(y, 3.0)
+        grouped_gemm(x, w, m_sizes, out=again)
+        results[name] = {"error": error, "rest_untouched": bool((y[used:] == 3.0).all()),
+                         "repeats": bool(torch.equal(y, again))}  # fmt: skip
+
+    bf16 = torch.bfloat16
+    ragged = [0, 5, 130, 1, 0, 64, 17, 300]
+    check("bf16", 8, 768, 512, ragged, bf16)
+    check("fp16", 8, 768, 512, ragged, torch.float16)
+    check("fp32 (ieee)", 8, 768, 512, ragged, torch.float32)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    check("fp32 (tf32 allowed)", 8, 768, 512, ragged, torch.float32)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    check("int64 counts", 8, 768, 512, ragged, bf16, counts=torch.int64)
+    check("negative counts", 8, 768, 512, [0, 5, -3, 1, 0, 64, -1, 3], bf16)
+    check("rows past the sum", 8, 768, 512, ragged, bf16, M=1000)
+    check("padded rows of x", 8, 768, 512, ragged, bf16, pad=64)
+    check("odd N and K", 8, 777, 513, ragged, bf16)
+    check("tiny N and K", 3, 1, 1, [2, 0, 3], bf16)
+    check("width 360", 32, 720, 2880, [1] * 32, bf16)
+    check("one expert has all rows", 128, 1536, 2048, [0] * 77 + [4096] + [0] * 50, bf16)
+    check("1000 experts", 1000, 64, 64, [1] * 1000, bf16)
+    check("NaN stays in its expert", 8, 768, 512, ragged, bf16, poison=2)
+
+    def good(r: dict[str, Any]) -> bool:
+        if "same_bits" in r:
+            return bool(r["same_bits"])
+        return r["error"] < method.MAX_ERROR and r["rest_untouched"] and r["repeats"]
+
+    bad = [name for name, r in results.items() if not good(r)]
+    return {"cases": results, "wrong": bad}
+
+
+def cold() -> dict[str, Any]:
+    """One process: the times of its parts, in milliseconds. The parent runs it several times."""
+    begun = float(os.environ["BEGUN"])
+    import torch
+
+    imported = time.time()
+    E, N, K, top_k = SHAPE
+    x = torch.randn(128 * top_k, K, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(E, N, K, device="cuda", dtype=torch.bfloat16)
+    m_sizes = torch.full((E,), 8, dtype=torch.int32, device="cuda")
+    torch.empty(128 * top_k, N, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    ready = time.time()
+    from pretuned.runtime import grouped_gemm
+
+    runtime = time.time()
+    start = time.perf_counter()
+    grouped_gemm(x, w, m_sizes)
+    returned = time.perf_counter()
+    torch.cuda.synchronize()
+    end = time.perf_counter()
+    second = time.perf_counter()
+    grouped_gemm(x, w, m_sizes)
+    torch.cuda.synchronize()
+    return {
+        "torch_import_ms": 1000 * (imported - begun), "context_and_inputs_ms": 1000 * (ready - imported),
+        "pretuned_import_ms": 1000 * (runtime - ready), "first_call_returns_ms": 1000 * (returned - start),
+        "first_result_ms": 1000 * (end - start), "second_result_ms": 1000 * (time.perf_counter() - second),
+        "process_start_to_first_result_ms": 1000 * (time.time() - begun), "triton_imported": "triton" in sys.modules,
+    }  # fmt: skip
+
+
+def host() -> dict[str, Any]:
+    import torch
+    from pretuned.runtime import grouped_gemm
+
+    E, N, K = 8, 256, 256
+    x = torch.randn(16, K, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(E, N, K, device="cuda", dtype=torch.bfloat16)
+    m_sizes = torch.full((E,), 2, dtype=torch.int32, device="cuda")
+    out = torch.empty(16, N, device="cuda", dtype=torch.bfloat16)
+    offsets = m_sizes.cumsum(0).to(torch.int32)
+    wt = w.transpose(1, 2)
+    dense = torch.randn(N, K, device="cuda", dtype=torch.bfloat16).T
+
+    def us(call: Callable[[], object]) -> float:
+        """Host time of one call: batches small enough that the launch queue never fills."""
+        for _ in range(20):
+            call()
+        batches = []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                call()
+            batches.append((time.perf_counter() - start) / 200 * 1e6)
+        torch.cuda.synchronize()
+        return round(statistics.median(batches), 2)
+
+    moving = [torch.randn(16, K, device="cuda", dtype=torch.bfloat16) for _ in range(300)]
+    turn = iter(range(10**9))
+    return {
+        "grouped_gemm_us": us(lambda: grouped_gemm(x, w, m_sizes)),
+        "grouped_gemm_out_given_us": us(lambda: grouped_gemm(x, w, m_sizes, out=out)),
+        "grouped_gemm_new_x_each_call_us": us(lambda: grouped_gemm(moving[next(turn) % 300], w, m_sizes)),
+        "torch_grouped_mm_us": us(lambda: torch._grouped_mm(x, wt, offs=offsets)),
+        "torch_mm_us": us(lambda: torch.mm(x, dense)),
+        "torch_empty_us": us(lambda: torch.empty((16, N), device="cuda", dtype=torch.bfloat16)),
+        "note": "TMA descriptors are encoded in the call, cached by address; 'new_x_each_call' encodes x's each time",
+    }
+
+
+def capture() -> dict[str, Any]:
+    import torch
+    from pretuned.runtime import grouped_gemm
+
+    E, N, K, _ = SHAPE
+    x = torch.randn(512, K, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(E, N, K, device="cuda", dtype=torch.bfloat16) * 0.05
+    m_sizes = torch.full((E,), 4, dtype=torch.int32, device="cuda")
+    y = torch.zeros(512, N, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm(x, w, m_sizes, out=y)
+    import method
+
+    errors = []
+    for sizes in ([4] * 128, [0] * 100 + [16] * 28, [512] + [0] * 127):
+        m_sizes.copy_(torch.tensor(sizes, dtype=torch.int32))
+        y.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        errors.append(method.relative_error(y, method.Inputs(x, w, m_sizes)))
+    return {"errors": errors, "wrong": [e for e in errors if not e < method.MAX_ERROR]}
+
+
+def bare() -> dict[str, Any]:
+    """What a stripped container has; the parent took the rest away before this process began."""
+    import torch
+    from pretuned.runtime import grouped_gemm
+
+    writable = []
+    for place in ("/", "/tmp", "/var/tmp", "/dev/shm", str(Path.cwd())):
+        try:
+            (Path(place) / "probe").write_text("x")
+            writable.append(place)
+        except OSError:
+            pass
+    import method
+
+    inputs = method.Inputs(
+        torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16),
+        torch.randn(128, 1536, 2048, device="cuda", dtype=torch.bfloat16) * 0.05,
+        torch.tensor([0] * 64 + [1] * 64, dtype=torch.int32, device="cuda"),
+    )
+    y = grouped_gemm(inputs.x, inputs.w, inputs.m_sizes)
+    error = method.relative_error(y, inputs)
+    return {"error": error, "wrong": not error < method.MAX_ERROR, "uid": os.getuid(), "home": os.environ.get("HOME"),
+            "compilers": [c for c in ("cc", "gcc", "clang", "nvcc", "ptxas") if shutil.which(c)],
+            "writable": writable, "triton_imported": "triton" in sys.modules}  # fmt: skip
+
+
+STEPS = {f.__name__: f for f in (correct, forms, cold, host, capture, bare)}
+
+
+def run_step(name: str, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None) -> dict[str, Any]:
+    env = dict(os.environ if env is None else env) | {"BEGUN": repr(time.time())}
+    done = subprocess.run([*prefix, sys.executable, __file__, "--step", name], env=env, stdout=subprocess.PIPE,
+                          text=True, check=False)  # fmt: skip
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"failed": f"exit {done.returncode}", "output": done.stdout[-2000:]}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def run_bare() -> dict[str, Any]:
+    """``bare`` in a mount namespace of its own where every file system is read-only, as an unknown user. Needs root."""
+    script = (
+        "for m in $(awk '{print $2}' /proc/mounts | sort -r); do "
+        'case $m in /proc*|/sys*) ;; *) mount -o remount,bind,ro "$m" 2>/dev/null;; esac; done; '
+        f'exec {shutil.which("setpriv")} --reuid 54321 --regid 54321 --clear-groups env PATH=/nonexistent "$@"'
+    )
+    keep = ("PRETUNED_BUNDLES", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+    env = {key: os.environ[key] for key in keep if key in os.environ}
+    env["PATH"] = "/usr/sbin:/usr/bin:/sbin:/bin"  # for the script's own tools
+    return run_step("bare", ("unshare", "-m", "sh", "-c", script, "sh"), env)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default=",".join(STEPS))
+    parser.add_argument("--step", choices=STEPS)
+    args = parser.parse_args()
+    if args.step:
+        print(json.dumps(STEPS[args.step]()))
+        return
+    report: dict[str, Any] = {"command": " ".join(sys.argv), "bundles": os.environ.get("PRETUNED_BUNDLES")}
+    for name in args.only.split(","):
+        if name == "cold":
+            runs = [run_step("cold") for _ in range(6)][1:]
+            report["cold"] = {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0]}
+            report["cold"]["runs"] = runs
+        elif name == "bare":
+            report["bare"] = run_bare()
+        else:
+            report[name] = run_step(name)
+        shown = {k: v for k, v in report[name].items() if k not in ("cells", "runs")}
+        print(f"{name}: {json.dumps(shown)}", flush=True)
+    import pretuned.runtime.driver as driver
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    report["environment"] = {
+        "gpu": properties.name, "sm_count": properties.multi_processor_count, "driver": driver.driver_version(),
+        "python": sys.version.split()[0], "torch": torch.__version__,
+    }  # fmt: skip
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    failed = [n for n in args.only.split(",") if report[n].get("failed") or report[n].get("wrong")]
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
