@@ -1,0 +1,73 @@
+"""The directory that bundles are written to: made, checked before any work, and one build's at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..artifacts.errors import HostError, InputError
+from ..artifacts.store import lock
+
+DEFAULT_NAME = "pretuned"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_LONGEST_WAIT_S = 24 * 3600.0
+
+
+def file_name(name: str, sm: int) -> str:
+    """``<name>-sm<NN>.msgpack``.
+
+    Raises
+    ------
+    InputError
+        if ``name`` could mean another directory, or is no name.
+    """
+    if not _NAME.fullmatch(name):
+        raise InputError(
+            f"--name {name!r} can't be part of a file's name: wanted 1 to 100 of A-Z a-z 0-9 . _ -, "
+            "a letter or digit first"
+        )
+    return f"{name}-sm{sm}.msgpack"
+
+
+@contextlib.contextmanager
+def held(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Hold the directory, made if it is missing; where another build has it, say so and wait.
+
+    Raises
+    ------
+    HostError
+        if it can't be made or written, before anything is compiled.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HostError(
+            f"can't make the directory '{directory}': {error.strerror}. Name one that can be written with --out DIR"
+        ) from error
+    # access(2) knows read-only file systems too, and that root may write anywhere else.
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise HostError(f"can't write into '{directory}'. Make it writable, or name another one with --out DIR")
+    with lock(directory, 0.0) as got:
+        if got:
+            yield
+            return
+    note(f"another build ({_holder(directory)}) works in '{directory}': waiting for it")
+    with lock(directory, _LONGEST_WAIT_S, required=True):
+        yield
+
+
+def _holder(directory: Path) -> str:
+    """The process that holds the directory's lock, as /proc/locks tells."""
+    try:
+        status = (directory / ".pretuned.lock").stat()
+        wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if wanted in fields and "->" not in fields:
+                return f"process {fields[fields.index(wanted) - 1]}"
+    except OSError:
+        pass
+    return "process unknown"

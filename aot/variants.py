@@ -1,0 +1,105 @@
+"""Which variants a plan asks to compile for a capability, and which of the compiled ones can ship."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..artifacts.types import DType, Fusion, Layout, Op, Problem, Variant
+from ..kernels import space
+from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ..kernels.chips import SmLimits
+from ..kernels.config import Config
+from ..kernels.cost import Resources, occupancy
+
+ALIGNMENT_BYTES = 16
+# A few registers spilled outside the loop cost next to nothing; more than this many bytes a thread
+# means that the loop itself goes through memory.
+MAX_SPILL_BYTES = 64
+
+Candidates = Callable[[Op, DType, int], tuple[Config, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What variants can stand in for each other; at most 16 configs of each ship."""
+
+    op: Op
+    dtype: DType
+    layout: Layout
+    fusion: Fusion
+
+    @classmethod
+    def of(cls, one: Problem | Variant | Spec) -> Family:
+        """The family of a problem, or of a variant."""
+        return cls(one.op, one.dtype, one.layout, one.fusion)
+
+    def __str__(self) -> str:
+        text = f"{self.op.value} {self.dtype.value}"
+        text += f" w={self.layout.value}" if self.layout is not Layout.NK else ""
+        return text + (f" fused={self.fusion.value}" if self.fusion else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Where the candidates come from: ``aligned`` to choose among, ``fallbacks`` so that any N and K run."""
+
+    aligned: Candidates = space.candidates
+    fallbacks: Candidates = space.fallbacks
+
+
+def families(problems: Iterable[Problem]) -> dict[Family, list[Problem]]:
+    """The problems by family, both in the problems' order."""
+    found: dict[Family, list[Problem]] = {}
+    for problem in problems:
+        found.setdefault(Family.of(problem), []).append(problem)
+    return found
+
+
+def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]:
+    """Every variant to compile: the aligned candidates of each family, then its unaligned fallbacks.
+
+    One cubin serves every E up to 512; where a family has a larger one, its variants are of the next class up.
+    """
+    found: list[Spec] = []
+    for family, members in families(problems).items():
+        most = 1 << (max(problem.E for problem in members) - 1).bit_length()
+        where = (family.op, family.dtype, sm)
+        for configs, alignment, experts in (
+            (pool.aligned(*where), ALIGNMENT_BYTES, max(MAX_EXPERTS, most)),
+            (pool.fallbacks(*where), 1, max(MAX_EXPERTS_FALLBACK, most)),
+        ):
+            found += [
+                Spec(family.op, family.dtype, config, family.layout, family.fusion, alignment, experts)
+                for config in configs
+            ]
+    return tuple(dict.fromkeys(found))
+
+
+def is_aligned(problem: Problem) -> bool:
+    """Whether both row lengths of the weight, N and K, are multiples of 16 bytes."""
+    size = problem.dtype.itemsize
+    return problem.N * size % ALIGNMENT_BYTES == 0 and problem.K * size % ALIGNMENT_BYTES == 0
+
+
+def serves(variant: Variant, problem: Problem) -> bool:
+    """Whether ``problem`` is one that ``variant`` is chosen for: its family, its class of E, its alignment."""
+    alignment = ALIGNMENT_BYTES if is_aligned(problem) else 1
+    same = Family.of(variant) == Family.of(problem)
+    return same and variant.alignment == alignment and variant.max_experts >= problem.E
+
+
+def rejection(variant: Variant, limits: SmLimits) -> str | None:
+    """Why a compiled variant does not ship for a capability, or None. All figures are the cubin's own.
+
+    A fallback goes only where it can't run at all.
+    """
+    if variant.shared_bytes > limits.shared_per_block_bytes:
+        return f"{variant.shared_bytes} bytes of shared memory, sm_{limits.sm} has {limits.shared_per_block_bytes}"
+    resources = Resources.of(variant)
+    if occupancy(resources, limits) == 0:
+        return (f"{variant.registers} registers x {variant.threads} threads, "
+                f"sm_{limits.sm} has {limits.registers_per_sm} registers")  # fmt: skip
+    if variant.spill_bytes > MAX_SPILL_BYTES and variant.alignment != 1:
+        return f"{variant.spill_bytes} bytes a thread are spilled, at most {MAX_SPILL_BYTES} are accepted"
+    return None
