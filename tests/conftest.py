@@ -7,3 +7,4 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+sys.path.append(str(ROOT / "tests" / "golden"))  # the synthetic bundles, shared by tests of every layer

@@ -130,3 +130,45 @@ def medium(problems: int = 12, variants: int = 6, buckets: int = 8, seed: int = 
 def full() -> Bundle:
     """The size of a real catalogue: 700 problems x 17 buckets, 160 variants."""
     return medium(700, 160, 17, seed=1, cubin_bytes=12000)
+
+
+def edges() -> Bundle:
+    """Every number at one of its ends, every enum's last value, names of the greatest length; and nothing optional."""
+    cubin = ELF + bytes(300)
+    long = "a" * 200
+    made = variant(
+        cubin,
+        Op.DW,
+        DType.TF32,
+        kernel=long,
+        revision=2**31 - 1,
+        abi=2**31 - 1,
+        layout=Layout.KN,
+        fusion=Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS,
+        alignment=1,
+        max_experts=65536,
+        config=(("zero", 0), ("zz", 2**31 - 1)),
+        entry="$" * 200,
+        arguments=tuple((f"a{i}", "i64") for i in range(63)) + (("d", "desc5"),),
+        tensor_maps=(TensorMap("d", 255, (256, 1, 1, 1, 256), 255),),
+        threads=1024,
+        shared_bytes=1 << 20,
+        registers=1024,
+        spill_bytes=2**31 - 1,
+        scratch_bytes=2**31 - 1,
+    )
+    problem = Problem(Op.DW, DType.TF32, 65536, 2**31 - 1, 2**31 - 1, Layout.KN, made.fusion, 65536)
+    return Bundle(
+        Target(9999, True),
+        2**31 - 1,
+        Producer("", " ~" * 100, "", ("",) * 64),
+        (Kernel(long, 2**31 - 1, bytes(32)),),
+        (Gpu("N" * 200, 2**31 - 1, 2**31 - 1, 2**31 - 1),),
+        (made,),
+        (cubin,),
+        {problem: tuple(Choice(1 << i, 0, Source.MEASURED, 2**53 - 1, None, None, 0) for i in range(32))},
+        (Model("a/b/c", 2**31 - 1, 2**31 - 1, DType.TF32, (problem, problem)),),
+    )
+
+
+GOLDEN = {"small": small, "medium": medium, "edges": edges}  # tests/golden/format<n>-<name>.msgpack
