@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
@@ -38,6 +36,10 @@ class CompileCache:
         """The variant; None if it is missing, damaged, or in a place that others can write."""
         payload = read_checked(self._path(spec, sm))
         return None if payload is None else _unpack(payload, spec)
+
+    def has(self, spec: Spec, sm: int) -> bool:
+        """Whether there is an entry; ``get`` also checks it."""
+        return self._path(spec, sm).is_file()
 
     def put(self, spec: Spec, sm: int, compiled: Compiled) -> None:
         """Keep the variant. A cache that can't be written costs the next run time, not this one its result."""
@@ -79,9 +81,3 @@ def _unpack(payload: bytes, spec: Spec) -> Compiled | None:
     except (ValueError, TypeError, msgpack.UnpackException):
         return None
     return Compiled(variant, cubin) if variant.config == spec.config.pairs() else None
-
-
-def entries(directory: Path) -> Iterator[Path]:
-    """The files of a cache."""
-    with contextlib.suppress(OSError):
-        yield from sorted(directory.glob("??/*.bin"))

@@ -12,6 +12,7 @@ from ..kernels.chips import SmLimits
 from ..kernels.config import Config
 from ..kernels.cost import Resources, occupancy
 
+BUILDS_OPS = (Op.FORWARD,)  # the ops that there are kernels for
 ALIGNMENT_BYTES = 16
 # A few registers spilled outside the loop cost next to nothing; more than this many bytes a thread
 # means that the loop itself goes through memory.

@@ -1,0 +1,1 @@
+"""The command line: a file a verb, no logic. Exceptions become exit codes in ``exits`` only."""

@@ -1,0 +1,29 @@
+"""``aot`` and ``python -m pretuned.aot``: finds what is missing, then hands over to the command line."""
+
+from __future__ import annotations
+
+import sys
+
+_NEEDED = ("click", "rich")  # without these not even --help works; the others are asked for where they are used
+
+
+def main() -> int:
+    """The command line's entry point; returns the exit code."""
+    if not (__package__ or "").startswith("pretuned."):
+        print('this folder is no program by itself: run pip install ".[aot]" in the repository, then aot --help',
+              file=sys.stderr)  # fmt: skip
+        return 1
+    from importlib.util import find_spec
+
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        print(f'aot needs the builder\'s packages ({", ".join(missing)} missing): pip install "pretuned[aot]"',
+              file=sys.stderr)  # fmt: skip
+        return 1
+    from .cli.main import run
+
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

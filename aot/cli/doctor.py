@@ -1,0 +1,34 @@
+"""aot doctor."""
+
+from __future__ import annotations
+
+import click
+
+from ..versions import versions
+from .exits import ENVIRONMENT, OK
+from .options import as_json, print_json
+
+
+@click.command()
+@as_json
+def doctor(as_json: bool) -> int:
+    """Show what this machine would use, and why not: GPUs, drivers, bundles, and the builder's tools.
+
+    Exit code 0 where a bundle would be used, or the machine has no GPU; 1 otherwise.
+
+    \b
+    Examples:
+      aot doctor
+      aot doctor --json
+    """
+    from ...runtime.doctor import examine  # imports torch, which takes seconds
+
+    report = examine()
+    if as_json:
+        print_json({"builder": versions(), "runtime": report.to_dict()})
+    else:
+        click.echo(str(report))
+        click.echo("\nbuilder")
+        for name, value in versions().items():
+            click.echo(f"  {name}: {value}")
+    return OK if report.ok else ENVIRONMENT

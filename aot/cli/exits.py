@@ -1,0 +1,64 @@
+"""The one place where an exception becomes a message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import click
+
+from ...artifacts.errors import BundleError, InputError, PretunedError, ProblemNotInBundle
+
+OK = 0
+ENVIRONMENT = 1  # the machine: no GPU, a full disk, a missing package, a compiler that fails
+INPUT = 2  # what was asked for or given: an option, a spec, a bundle
+INTERRUPTED = 130
+
+_EXTRA = {"click", "rich", "pebble", "platformdirs", "triton"}  # the packages of pretuned[aot]
+
+
+def guarded(command: Callable[[], int], debug: bool) -> int:
+    """Run ``command``; print an error in one message on stderr, with a traceback only for ``debug``."""
+    try:
+        return command()
+    except BaseException as error:
+        if debug and not isinstance(error, SystemExit):
+            traceback.print_exc()
+        code, message = told(error)
+        if message:
+            click.echo(message, err=True)
+        return code
+
+
+def told(error: BaseException) -> tuple[int, str]:
+    """(exit code, message) of an exception; what nobody foresaw is raised again."""
+    match error:
+        case click.exceptions.Exit():
+            return error.exit_code, ""
+        case click.UsageError():
+            usage = f"\nTry '{error.ctx.command_path} --help'." if error.ctx else ""
+            return INPUT, f"error: {error.format_message()}{usage}"
+        case click.ClickException():
+            return INPUT, f"error: {error.format_message()}"
+        case KeyboardInterrupt() | click.Abort():
+            return INTERRUPTED, str(error) or "interrupted"
+        case InputError() | BundleError() | ProblemNotInBundle():
+            return INPUT, f"error: {error}"
+        case BrokenPipeError():
+            # The reader (head, less) has left; else the interpreter's own last flush would complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ENVIRONMENT, ""
+        case ModuleNotFoundError() if (error.name or "").partition(".")[0] in _EXTRA:
+            return ENVIRONMENT, f'error: {error.name} is not installed: pip install "pretuned[aot]"'
+        case PretunedError() | OSError() | MemoryError():
+            return ENVIRONMENT, f"error: {error or type(error).__name__}"
+        case Exception():
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{os.path.basename(where.filename)}:{where.lineno}"  # noqa: PTH119 - no Path to be had here
+            return ENVIRONMENT, (
+                f"internal error: {type(error).__name__}: {error} ({place}). Please report it, with the output of the "
+                "same command and --debug"
+            )
+    raise error

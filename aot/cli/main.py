@@ -1,0 +1,79 @@
+"""The group of verbs, and how a command line is run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import click
+
+from .exits import OK, guarded
+
+_VERBS = ("build", "plan", "models", "inspect", "verify", "doctor")  # as --help lists them
+_DEBUG = "--debug"
+
+
+class _Verbs(click.Group):
+    """Each verb is imported when it is used: ``aot --version`` needs none of them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _VERBS:
+            return None
+        module = importlib.import_module(f".{cmd_name}", __package__)
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _VERBS and not args[0].startswith("-"):
+            raise click.UsageError(f"no verb '{args[0]}'; there are {', '.join(_VERBS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def _show_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from ..versions import versions
+
+        facts = versions()
+        width = max(map(len, facts))
+        click.echo("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
+        ctx.exit()
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=False,
+             invoke_without_command=True)  # fmt: skip
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+              help="Show the versions that matter, and the compile cache's place.")  # fmt: skip
+@click.option(_DEBUG, is_flag=True, expose_value=False, help="Show tracebacks. May stand after the verb too.")
+@click.pass_context
+def aot(ctx: click.Context) -> None:
+    """Compile MoE grouped-GEMM kernels ahead of time, into bundles that start instantly.
+
+    \b
+    Examples:
+      aot build --models models.txt --sm 80,90
+      aot build --models "Qwen/Qwen3-30B-A3B tp=1,2" --sm 90
+      aot plan --models models.txt --sm 90
+      aot verify bundles/*.msgpack
+
+    \b
+    Exit codes: 0 ok, 1 the environment (disk, GPU, packages), 2 the input
+    (options, models, bundles), 130 interrupted.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line; returns its exit code."""
+    given = [argument for argument in arguments if argument != _DEBUG]
+
+    def command() -> int:
+        code = aot.main(given, prog_name="aot", standalone_mode=False)
+        return code if isinstance(code, int) else OK
+
+    return guarded(command, debug=len(given) < len(arguments))

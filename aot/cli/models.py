@@ -1,0 +1,44 @@
+"""aot models."""
+
+from __future__ import annotations
+
+import click
+
+from ..catalogue import catalogue
+from .options import as_json, print_json
+from .table import table
+
+
+@click.command()
+@click.argument("text", required=False)
+@as_json
+def models(text: str | None, as_json: bool) -> None:
+    """List the models that are known by name; with TEXT only those whose name has it.
+
+    Any other model can be given by its config.json, its folder, or shape:E=..,H=..,I=..,k=..
+
+    \b
+    Examples:
+      aot models
+      aot models qwen3
+      aot models --json
+    """
+    wanted = (text or "").lower()
+    found = [one for one in catalogue().values() if any(wanted in name.lower() for name in (one.id, *one.aliases))]
+    if as_json:
+        print_json([
+            {"id": one.id, "E": one.layer.E, "k": one.layer.k, "H": one.layer.H, "I": one.layer.I,
+             "shared_width": one.layer.shared_width, "gated": one.layer.gated, "quantised": one.layer.quantised,
+             "aliases": list(one.aliases), "note": one.layer.note}
+            for one in found
+        ])  # fmt: skip
+        return
+    if not found:
+        raise click.UsageError(f"no known model has '{text}' in its name; aot models lists them all")
+    rows = []
+    for one in found:
+        layer = one.layer
+        gated = "gated" if layer.gated else "plain"
+        rows.append((one.id, layer.E, layer.k, layer.H, layer.I, layer.shared_width or "-", gated,
+                     layer.quantised or "-", layer.note))  # fmt: skip
+    click.echo(table(("model", "E", "k", "H", "I", "shared", "experts", "published in", "note"), rows, "<>>>>>"))

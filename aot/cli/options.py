@@ -1,0 +1,109 @@
+"""The options that several verbs share, and what they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ...artifacts.errors import HostError, InputError
+from ...artifacts.types import Op
+from ..capabilities import parse_sm
+from ..compilecache import CompileCache, default_dir
+from ..models import load_models
+from ..native import native_sm
+from ..plan import Plan, plan
+from ..variants import BUILDS_OPS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
+
+
+def what_to_build(function: F) -> F:
+    """--models, --sm, --ops, and the compile cache's options."""
+    for option in reversed(
+        (
+            click.option("--models", "-m", "models", multiple=True, metavar="FILE|SPEC",
+                         help="A models.txt, or one spec with its options in quotes. May be given several times."),
+            click.option("--sm", default="native", metavar="LIST",
+                         help="GPU capabilities: 80,90 or sm_90 or 9.0 or native.  [default: this machine's GPU]"),
+            click.option("--ops", default=None, metavar="LIST", help="Only these: forward, dX, dW.  [default: all]"),
+            click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+                         help="Where compiled variants are kept.  [default: as aot --version shows]"),
+            click.option("--no-cache", is_flag=True, help="Compile all anew, keep nothing for the next run."),
+            click.argument("rest", nargs=-1, callback=_refuse_rest, expose_value=False),
+        )
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def _refuse_rest(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> None:
+    if values:
+        models = ctx.params.get("models") or ["Qwen/Qwen3-30B-A3B"]
+        raise click.UsageError(
+            f"'{values[0]}' belongs to no option; a spec and its options are one value in quotes, "
+            f'e.g. --models "{models[-1]} {" ".join(values)}"',
+            ctx,
+        )
+
+
+def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[Plan, tuple[int, ...], tuple[str, ...]]:
+    """The plan, the capabilities, and what the user should be told.
+
+    Raises
+    ------
+    InputError, HostError
+    """
+    if not models:
+        raise InputError("nothing to build for: give --models FILE or --models SPEC (aot models lists known ones)")
+    mistakes: list[InputError | HostError] = []
+    sms: tuple[int, ...] = ()
+    try:
+        sms = parse_sm(sm, native_sm)
+    except (InputError, HostError) as error:
+        mistakes.append(error)
+    try:
+        loaded = load_models(models, wanted_ops(ops))
+    except InputError as error:
+        mistakes.append(error)
+    if len(mistakes) == 1:
+        raise mistakes[0]
+    if mistakes:
+        raise InputError("\n".join(map(str, mistakes)))
+    return plan(loaded.shapes), sms, loaded.notes
+
+
+def wanted_ops(text: str | None) -> tuple[Op, ...]:
+    """--ops -> the ops to build, in their usual order."""
+    if text is None:
+        return BUILDS_OPS
+    by_name = {op.value.lower(): op for op in Op}
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name.lower() not in by_name]
+    if unknown or not names:
+        got = f"'{unknown[0]}' is no op" if unknown else "it names none"
+        raise InputError(f"--ops {text}: {got}; wanted some of {', '.join(op.value for op in Op)}")
+    wanted = {by_name[name.lower()] for name in names}
+    later = [op.value for op in Op if op in wanted and op not in BUILDS_OPS]
+    if later:
+        can = ", ".join(op.value for op in BUILDS_OPS)
+        raise InputError(f"--ops {text}: {', '.join(later)} can't be built yet; this version builds {can}")
+    return tuple(op for op in Op if op in wanted)
+
+
+def cache_of(cache_dir: Path | None, no_cache: bool) -> CompileCache | None:
+    """The compile cache that the options mean, or None."""
+    if no_cache:
+        return None
+    directory = cache_dir or default_dir()
+    return CompileCache(directory) if directory else None
+
+
+def print_json(value: object) -> None:
+    """``value`` on stdout."""
+    click.echo(json.dumps(value, indent=2))

@@ -1,0 +1,66 @@
+"""aot plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ...artifacts.types import Problem
+from ..estimate import estimate
+from ..plan import Plan
+from .options import as_json, cache_of, load, print_json, what_to_build
+from .table import duration, size, table
+
+
+@click.command()
+@what_to_build
+@as_json
+def plan(
+    models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool, as_json: bool
+) -> None:
+    """Show what aot build would do, without doing it: problems, variants, expected time and size.
+
+    \b
+    Examples:
+      aot plan --models models.txt --sm 80,90
+      aot plan --models "Qwen/Qwen3-30B-A3B tp=1,2,4 ep=1,8" --sm 90 --json
+    """
+    planned, sms, notes = load(models, sm, ops)
+    estimates = estimate(planned, sms, cache_of(cache_dir, no_cache))
+    if as_json:
+        print_json({"problems": _problems(planned), "capabilities": [one.to_dict() for one in estimates],
+                    "notes": list(notes)})  # fmt: skip
+        return
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    users = _users(planned)
+    rows = [
+        (one.op.value, one.dtype.value, one.E, one.N, one.K, f"{buckets[0]}..{buckets[-1]}", ", ".join(users[one]))
+        for one, buckets in planned.buckets.items()
+    ]
+    click.echo(table(("op", "dtype", "E", "N", "K", "buckets of M", "for"), rows, "<<>>>>"))
+    click.echo()
+    capabilities = [
+        (f"sm_{one.sm}", one.problems, one.choices, one.variants, "?" if one.cached is None else one.cached,
+         duration(one.seconds), size(one.size_bytes)) for one in estimates
+    ]  # fmt: skip
+    head = ("for", "problems", "choices", "variants to compile", "of these cached", "expected time", "expected size")
+    click.echo(table(head, capabilities, "<" + ">" * 6))
+    click.echo("\nTime and size are estimates. Nothing was built; aot build with the same options does it.")
+
+
+def _users(planned: Plan) -> dict[Problem, list[str]]:
+    users: dict[Problem, list[str]] = {problem: [] for problem in planned.problems}
+    for model in planned.models:
+        for problem in model.problems:
+            users[problem].append(f"{model.name} tp={model.tp} ep={model.ep}")
+    return users
+
+
+def _problems(planned: Plan) -> list[dict[str, object]]:
+    users = _users(planned)
+    return [
+        {"op": one.op.value, "dtype": one.dtype.value, "E": one.E, "N": one.N, "K": one.K,
+         "buckets": list(buckets), "models": users[one]} for one, buckets in planned.buckets.items()
+    ]  # fmt: skip

@@ -1,0 +1,41 @@
+"""aot verify."""
+
+from __future__ import annotations
+
+import click
+
+from ...artifacts.errors import BundleError
+from ..verify import verify as verify_bundle
+from .exits import INPUT, OK
+from .options import as_json, print_json
+
+
+@click.command()
+@click.argument("bundles", nargs=-1, required=True, type=click.Path())
+@click.option("--sha256", metavar="HEX", help="What sha256sum must print for the file; for one bundle only.")
+@as_json
+def verify(bundles: tuple[str, ...], sha256: str | None, as_json: bool) -> int:
+    """Check bundles whole: place, digests, every record, and that each cubin is code for its GPU.
+
+    \b
+    Examples:
+      aot verify bundles/*.msgpack
+      aot verify bundles/pretuned-sm90.msgpack --sha256 $(cat pinned.txt)
+    """
+    if sha256 and len(bundles) > 1:
+        raise click.UsageError(f"--sha256 pins one file, {len(bundles)} are given")
+    found: list[dict[str, object]] = []
+    for path in bundles:
+        try:
+            found.append(verify_bundle(path, sha256).to_dict())
+        except BundleError as error:
+            found.append({"path": path, "ok": False, "error": str(error), "kind": type(error).__name__})
+    if as_json:
+        print_json(found)
+    else:
+        for one in found:
+            if one["ok"]:
+                click.echo(f"ok  {one['path']}  {one['target']}, {one['variants']} variants, {one['choices']} choices")
+            else:
+                click.echo(f"error: {one['error']}", err=True)
+    return OK if all(one["ok"] for one in found) else INPUT

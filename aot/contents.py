@@ -1,0 +1,81 @@
+"""A bundle's contents as plain data, for a table or for JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..artifacts.store import BundleFile
+from ..artifacts.types import Choice, Problem, Variant
+from ..kernels.config import Config
+
+
+def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
+    """Everything that the index of a bundle says; the choices only where they are asked for.
+
+    Raises
+    ------
+    BundleCorrupt
+        if a record is damaged. Cubins are not read: ``verify`` does that.
+    """
+    problems = bundle.problems()
+    by_problem = {problem: bundle.find(problem) for problem in problems}
+    producer = bundle.producer
+    found: dict[str, object] = {
+        "path": bundle.path,
+        "size_bytes": Path(bundle.path).stat().st_size,
+        "digest": bundle.digest.hex(),
+        "target": str(bundle.target),
+        "min_driver": f"CUDA {bundle.min_driver // 1000}.{bundle.min_driver % 1000 // 10}",
+        "pretuned": producer.pretuned,
+        "triton": producer.triton,
+        "ptxas": producer.ptxas,
+        "options": " ".join(producer.options),
+        "problems": len(problems),
+        "choice_count": sum(map(len, by_problem.values())),
+        "kernels": [
+            {"name": one.name, "revision": one.revision, "source_sha256": one.source_sha256.hex()}
+            for one in bundle.kernels
+        ],
+        "gpus": [
+            {"name": one.name, "sm_count": one.sm_count, "memory_mib": one.memory_mib, "driver": one.driver}
+            for one in bundle.gpus
+        ],
+        "models": [
+            {"name": one.name, "tp": one.tp, "ep": one.ep, "dtype": one.dtype.value, "problems": len(one.problems)}
+            for one in bundle.models()
+        ],
+        "variants": [_variant(i, one) for i, one in enumerate(bundle.variants())],
+    }
+    if choices:
+        found["choices"] = [_choice(problem, one) for problem, row in by_problem.items() for one in row]
+    return found
+
+
+def _variant(i: int, one: Variant) -> dict[str, object]:
+    return {
+        "variant": i,
+        "kernel": one.kernel,
+        "op": one.op.value,
+        "dtype": one.dtype.value,
+        "config": str(Config.from_pairs(one.config)),
+        "alignment": one.alignment,
+        "max_experts": one.max_experts,
+        "threads": one.threads,
+        "shared_bytes": one.shared_bytes,
+        "registers": one.registers,
+        "spill_bytes": one.spill_bytes,
+        "cubin_bytes": one.cubin_bytes,
+    }
+
+
+def _choice(problem: Problem, one: Choice) -> dict[str, object]:
+    return {
+        "problem": str(problem),
+        "M_up_to": one.bucket,
+        "variant": one.variant,
+        "source": one.source.value,
+        "time_us": round(one.time_ns / 1000, 3),
+        "runner_up": one.runner_up,
+        "runner_up_us": None if one.runner_up_ns is None else round(one.runner_up_ns / 1000, 3),
+        "gpu": one.gpu,
+    }
