@@ -1,0 +1,98 @@
+"""The three grouped GEMMs in plain torch: the equations that every kernel is judged by.
+
+Slow and exact: 16-bit types are multiplied and summed in fp32 and rounded once. Works on any device and
+is differentiable, but reads ``m_sizes`` on the host (a synchronisation on a GPU).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..artifacts.types import Layout
+
+
+def expert_bounds(m_sizes: torch.Tensor, M: int) -> list[tuple[int, int]]:
+    """First row and end row of every expert: a count below zero is zero, and no expert's rows pass M."""
+    counts = m_sizes.detach().to(device="cpu", dtype=torch.int64).clamp(0, M)
+    bounds = []
+    start = 0
+    for count in counts.tolist():
+        end = min(start + count, M)
+        bounds.append((start, end))
+        start = end
+    return bounds
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _columns_last(w: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """w as E matrices of [N, K], whatever its layout (a view)."""
+    return w if layout is Layout.NK else w.transpose(1, 2)
+
+
+def _stack(parts: list[torch.Tensor], tail: torch.Tensor) -> torch.Tensor:
+    return torch.cat([*parts, tail])
+
+
+def forward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    m_sizes: torch.Tensor,
+    *,
+    layout: Layout = Layout.NK,
+    zero_tail: bool = False,
+) -> torch.Tensor:
+    """y[m] = x[m] @ w[g].T for every row m of expert g.
+
+    Parameters
+    ----------
+    x
+        [M, K]: the rows of expert 0, then those of expert 1, and so on.
+    w
+        [E, N, K], or [E, K, N] with ``Layout.KN``; x's dtype.
+    m_sizes
+        [E] int32 or int64: rows of each expert. Below zero counts as zero; rows past M don't exist.
+    zero_tail
+        Whether rows of y past the sum of ``m_sizes`` are zero; otherwise their content is arbitrary.
+
+    Returns
+    -------
+    torch.Tensor
+        y [M, N] in x's dtype.
+    """
+    M = x.shape[0]
+    w = _columns_last(w, layout)
+    bounds = expert_bounds(m_sizes, M)
+    parts = [(_wide(x[a:b]) @ _wide(w[g]).T).to(x.dtype) for g, (a, b) in enumerate(bounds) if b > a]
+    rows = M - (bounds[-1][1] if bounds else 0)
+    fresh = x.new_zeros if zero_tail else x.new_empty
+    return _stack(parts, fresh((rows, w.shape[1])))
+
+
+def grad_input(dy: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, *, layout: Layout = Layout.NK) -> torch.Tensor:
+    """dx[m] = dy[m] @ w[g] for every row m of expert g; rows past the sum of ``m_sizes`` are zero.
+
+    dy [M, N], w [E, N, K] (or [E, K, N]), m_sizes [E]; returns dx [M, K] in dy's dtype.
+    """
+    M = dy.shape[0]
+    w = _columns_last(w, layout)
+    bounds = expert_bounds(m_sizes, M)
+    parts = [(_wide(dy[a:b]) @ _wide(w[g])).to(dy.dtype) for g, (a, b) in enumerate(bounds) if b > a]
+    rows = M - (bounds[-1][1] if bounds else 0)
+    return _stack(parts, dy.new_zeros((rows, w.shape[2])))
+
+
+def grad_weight(
+    dy: torch.Tensor, x: torch.Tensor, m_sizes: torch.Tensor, *, layout: Layout = Layout.NK
+) -> torch.Tensor:
+    """dw[g] = dy[rows of g].T @ x[rows of g]; an expert with no rows gets zeros.
+
+    dy [M, N], x [M, K], m_sizes [E]; returns dw [E, N, K] (or [E, K, N] with ``Layout.KN``) in x's dtype.
+    """
+    N, K = dy.shape[1], x.shape[1]
+    bounds = expert_bounds(m_sizes, x.shape[0])
+    parts = [(_wide(dy[a:b]).T @ _wide(x[a:b])).to(x.dtype) for a, b in bounds]
+    dw = torch.stack(parts) if parts else x.new_zeros((0, N, K))
+    return dw if layout is Layout.NK else dw.transpose(1, 2).contiguous()

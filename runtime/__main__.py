@@ -1,0 +1,29 @@
+"""``python -m pretuned.runtime [--json]``: print what this machine would use; exit 0 if that is a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ..artifacts.errors import PretunedError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 0 where each GPU has a usable bundle or there is no GPU, 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m pretuned.runtime", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    given = parser.parse_args(arguments)
+    from .doctor import examine  # imports torch
+
+    try:
+        report = examine()
+    except PretunedError as error:
+        print(f"pretuned: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(report.to_dict(), indent=2) if given.json else report)
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The variants that could run a call, ranked. The ranking of the whole product is stated here, once.
+
+A candidate ranks by, in this order:
+
+1. ``Origin``: measured on this very GPU, measured on its capability, modelled for its capability,
+   built for a binary-compatible one;
+2. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
+   variants that are there;
+3. the place of its bundle, in the order in which places are asked.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..artifacts.types import Choice, Gpu, Problem, Source, Variant
+from ..kernels import abi, chips
+from ..kernels.config import Config
+from ..kernels.cost import Resources, rank
+from .device import LocalGpu
+from .discover import Snapshot, Usable, View
+
+
+class Origin(enum.IntEnum):
+    """Where a candidate's claim comes from, best first."""
+
+    THIS_GPU = 0
+    THIS_CAPABILITY = 1
+    MODELLED = 2
+    COMPATIBLE = 3
+
+
+class Match(enum.IntEnum):
+    """How near a candidate is to what was asked, best first."""
+
+    EXACT = 0
+    NEAREST_BUCKET = 1
+    COST_MODEL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A variant that can run the call. ``time_us`` was measured or modelled, as ``source`` says, at ``bucket``.
+
+    ``gpu`` is the one that it was measured on.
+    """
+
+    usable: Usable
+    index: int
+    variant: Variant
+    origin: Origin
+    match: Match
+    source: Source
+    bucket: int
+    time_us: float
+    gpu: Gpu | None
+
+    @property
+    def config(self) -> Config:
+        """The variant's config."""
+        return Config.from_pairs(self.variant.config)
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """What candidates are sorted by."""
+        order = self.usable.order
+        if self.match is Match.COST_MODEL:  # all variants of one origin compete: the place only breaks ties
+            return (self.origin, self.match, self.time_us, order, self.index)
+        return (self.origin, self.match, order, self.time_us, self.index)
+
+
+def chosen(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View, *, aligned: bool, most: int
+) -> list[Candidate]:
+    """The best ``most`` candidates that the bundles' own choices name, runners-up included, best first."""
+    claims: list[tuple[tuple[float, ...], Usable, Choice, int]] = []
+    for usable in view.usable:
+        for choice in snapshot.find(usable.bundle, problem):
+            origin = _origin(choice, usable, local)
+            distance = abs(math.log2(choice.bucket / bucket))
+            # Of two equally near buckets the larger: its tiles lose less on few rows than small ones on many.
+            key: tuple[float, ...] = (origin, distance > 0, distance, -choice.bucket, usable.order)
+            claims.append(((*key, choice.time_ns), usable, choice, choice.variant))
+            if choice.runner_up is not None:
+                claims.append(((*key, choice.runner_up_ns or 0), usable, choice, choice.runner_up))
+    claims.sort(key=lambda claim: (claim[0], claim[3]))
+    found: list[Candidate] = []
+    for claim, usable, choice, index in claims:
+        if len(found) == most:
+            break
+        variant = usable.bundle.variant(index)
+        if why_not(variant, problem, local, aligned=aligned) is None:
+            match = Match.NEAREST_BUCKET if claim[1] else Match.EXACT
+            gpu = None if choice.gpu is None else usable.bundle.gpus[choice.gpu]
+            origin, time_us = Origin(int(claim[0])), claim[-1] / 1e3
+            found.append(Candidate(usable, index, variant, origin, match, choice.source, choice.bucket, time_us, gpu))
+    return found
+
+
+def modelled(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View, *, aligned: bool
+) -> list[Candidate]:
+    """What the cost model says of every variant that fits, whatever it was chosen for, best first."""
+    if local.sm not in chips.LIMITS:
+        return []
+    fitting = list(_fitting(snapshot, problem, local, view, aligned))
+    found = []
+    for time_us, at in rank(problem, bucket, [resources for *_, resources in fitting], chip_of(local)):
+        usable, index, variant, _ = fitting[at]
+        origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
+        if math.isfinite(time_us):
+            found.append(
+                Candidate(usable, index, variant, origin, Match.COST_MODEL, Source.MODELLED, bucket, time_us, None)
+            )
+    return sorted(found, key=lambda candidate: candidate.rank)
+
+
+def chip_of(local: LocalGpu) -> chips.Chip:
+    """The published figures of this GPU, or of its capability's representative with this one's SMs."""
+    named = chips.chip_named(local.gpu.name)
+    chip = named if named is not None and named.sm == local.sm else chips.chip_for(local.sm)
+    return chip.with_sm_count(local.gpu.sm_count)
+
+
+def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: bool) -> str | None:
+    """Why this variant can't run the call, or None."""
+    first, last = abi.READS_ABI
+    if not first <= variant.abi <= last:
+        return f"its launch ABI is {variant.abi}, this version launches {first}-{last}"
+    if variant.alignment > 1 and not aligned:
+        return f"it needs {variant.alignment}-byte alignment"
+    if variant.max_experts < problem.E:
+        return f"it takes {variant.max_experts} experts at most"
+    limits = chips.LIMITS.get(local.sm)
+    if limits is not None and variant.shared_bytes > limits.shared_per_block_bytes:
+        return (
+            f"it needs {variant.shared_bytes} bytes of shared memory, sm_{local.sm} has {limits.shared_per_block_bytes}"
+        )
+    return None
+
+
+def same_gpu(measured: Gpu, here: Gpu) -> bool:
+    """Whether times of one hold for the other: name, SM count, memory (to 2 %: drivers reserve differently)."""
+    near = abs(measured.memory_mib - here.memory_mib) * 50 <= max(measured.memory_mib, here.memory_mib)
+    return measured.name == here.name and measured.sm_count == here.sm_count and near
+
+
+def _fitting(
+    snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, aligned: bool
+) -> Iterator[tuple[Usable, int, Variant, Resources]]:
+    for usable in view.usable:
+        for index, variant in snapshot.variants(usable.bundle, problem):
+            if why_not(variant, problem, local, aligned=aligned) is None:
+                try:
+                    yield usable, index, variant, Resources.of(variant)
+                except ValueError:  # a config that this version does not know
+                    continue
+
+
+def _origin(choice: Choice, usable: Usable, local: LocalGpu) -> Origin:
+    measured = choice.source is Source.MEASURED and choice.gpu is not None
+    if measured and choice.gpu is not None and same_gpu(usable.bundle.gpus[choice.gpu], local.gpu):
+        return Origin.THIS_GPU
+    if usable.bundle.target.sm != local.sm:
+        return Origin.COMPATIBLE
+    return Origin.THIS_CAPABILITY if measured else Origin.MODELLED

@@ -1,0 +1,69 @@
+"""The GPU a tensor is on: its capability and its identity, asked of torch once per device."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from ..artifacts.errors import HostError
+from ..artifacts.types import Gpu
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGpu:
+    """A GPU that code is to run on. ``sm`` is 10 * major + minor.
+
+    A made-up one stands for a capability where there is no GPU (``explain(..., sm=90)``): its name is
+    empty, so nothing counts as measured on it, and driver 0 means unknown.
+    """
+
+    sm: int
+    gpu: Gpu
+
+    def __str__(self) -> str:
+        if not self.gpu.name:
+            return f"any GPU of capability {self.sm // 10}.{self.sm % 10}"
+        return f"{self.gpu.name} ({self.sm // 10}.{self.sm % 10}, {self.gpu.sm_count} SMs, {self.gpu.memory_mib} MiB)"
+
+
+@functools.cache
+def local_gpu(index: int) -> LocalGpu:
+    """The GPU that torch calls ``cuda:index``. Initialises CUDA in this process.
+
+    Raises
+    ------
+    CudaError
+        if there is no CUDA driver.
+    """
+    from .driver import driver_version
+
+    found = torch.cuda.get_device_properties(index)
+    gpu = Gpu(found.name, found.multi_processor_count, found.total_memory >> 20, driver_version())
+    return LocalGpu(10 * found.major + found.minor, gpu)
+
+
+def current_device() -> int:
+    """torch's current CUDA device.
+
+    Raises
+    ------
+    HostError
+        if there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise HostError("no CUDA GPU here (torch.cuda.is_available() is False); python -m pretuned.runtime says more")
+    return torch.cuda.current_device()
+
+
+def platform_supported() -> bool:
+    """Whether the launcher works here at all: Linux on x86-64."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+
+
+def platform_name() -> str:
+    """The platform as a message names it, e.g. ``linux x86_64``."""
+    return f"{sys.platform} {platform.machine()}"

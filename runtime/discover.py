@@ -1,0 +1,257 @@
+"""The bundles that this process knows: one snapshot of all places, and which of them a GPU can use."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..artifacts.errors import BundleError, DriverTooOld, TargetMismatch
+from ..artifacts.store import BundleFile, lock, open_bundle
+from ..artifacts.types import Choice, DType, Fusion, Layout, Op, Problem, Variant
+from .device import LocalGpu
+from .places import Kind, Place, installed_places, places
+from .settings import Settings, settings
+
+_OVERLAY_LOCK_TIMEOUT_S = 0.2
+
+_Groups: TypeAlias = "dict[tuple[Op, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
+
+_log = logging.getLogger(__name__)
+_snapshot_lock = threading.Lock()
+_snapshot: Snapshot | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A bundle file in a place: open, or the error that keeps it closed."""
+
+    place: Place
+    path: Path
+    bundle: BundleFile | None
+    error: BundleError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """A bundle that a GPU can use; ``order`` is its rank among all of them."""
+
+    order: int
+    place: Place
+    bundle: BundleFile
+
+    @property
+    def path(self) -> Path:
+        """The bundle's file."""
+        return Path(self.bundle.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A bundle that was found and is not used, and why."""
+
+    place: Place
+    path: Path
+    error: BundleError | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a snapshot holds for one GPU."""
+
+    usable: tuple[Usable, ...]
+    skipped: tuple[Skipped, ...]
+
+    def demand_named_files(self) -> None:
+        """Raise the error of a file that PRETUNED_BUNDLES names and that can't be used."""
+        for skipped in self.skipped:
+            if skipped.error is not None and skipped.place.is_named_file:
+                raise skipped.error
+
+
+class Rejected(Exception):
+    """A bundle was found damaged and dropped while it was being read: no error, decide again without it."""
+
+
+class Snapshot:
+    """The places as they were when they were first read. Bundles are immutable, so it never goes stale.
+
+    ``deciding``, ``decisions`` and ``told`` are dispatch's: its table and what it has logged live and die with
+    the snapshot that they were made from.
+    """
+
+    def __init__(
+        self,
+        asked: Sequence[Place],
+        installed: Callable[[], Sequence[Place]] = tuple,
+    ) -> None:
+        self._installed = installed
+        self._lock = threading.RLock()
+        self._named = _scan(asked)
+        self._packaged: tuple[Found, ...] | None = None
+        self._views: dict[tuple[int, int, bool], View] = {}
+        self._variants: dict[bytes, _Groups] = {}
+        self._rejected: dict[bytes, BundleError] = {}
+        self.places = tuple(asked)
+        self.deciding = threading.RLock()
+        self.decisions: dict[Any, Any] = {}
+        self.told: set[Hashable] = set()
+
+    def found(self, *, installed: bool) -> tuple[Found, ...]:
+        """Every bundle file, in the order of the places; with those of installed packages if asked."""
+        if not installed:
+            return self._named
+        with self._lock:
+            if self._packaged is None:
+                self._packaged = _scan(self._installed())
+            return self._named + self._packaged
+
+    def view(self, local: LocalGpu, *, installed: bool) -> View:
+        """The bundles that ``local`` can use and those that it can't. Nothing is raised."""
+        key = (local.sm, local.gpu.driver, installed)
+        with self._lock:
+            view = self._views.get(key)
+            if view is None:
+                view = self._views[key] = _view(self.found(installed=installed), local, self._rejected)
+                self._tell(view.skipped)
+        return view
+
+    def find(self, bundle: BundleFile, problem: Problem) -> tuple[Choice, ...]:
+        """The bundle's choices for ``problem``; Rejected where their records are damaged."""
+        try:
+            return bundle.find(problem)
+        except BundleError as error:
+            self.reject(bundle, error)
+            raise Rejected from error
+
+    def variants(self, bundle: BundleFile, problem: Problem) -> tuple[tuple[int, Variant], ...]:
+        """The bundle's variants of ``problem``'s kind, with their indices; Rejected where records are damaged."""
+        with self._lock:
+            groups = self._variants.get(bundle.digest)
+            if groups is None:
+                try:
+                    groups = self._variants[bundle.digest] = _grouped(bundle)
+                except BundleError as error:
+                    self.reject(bundle, error)
+                    raise Rejected from error
+        return groups.get((problem.op, problem.dtype, problem.layout, problem.fusion), ())
+
+    def reject(self, bundle: BundleFile, error: BundleError) -> None:
+        """Drop a bundle whose damage showed only when it was read: every view and decision is made anew."""
+        with self._lock:
+            self._rejected[bundle.digest] = error
+            self._views.clear()
+            self.decisions.clear()
+
+    def fingerprint(self, local: LocalGpu) -> str:
+        """Digest (hex) of the usable bundles, in order, and the GPU's identity: equal on ranks that choose alike."""
+        gpu = local.gpu
+        digest = hashlib.sha256(f"{gpu.name}\n{local.sm}\n{gpu.sm_count}\n{gpu.memory_mib}\n".encode())
+        for usable in self.view(local, installed=True).usable:
+            digest.update(usable.bundle.digest)
+        return digest.hexdigest()
+
+    def _tell(self, skipped: Iterable[Skipped]) -> None:
+        for one in skipped:
+            if one not in self.told:
+                self.told.add(one)
+                # A directory for several capabilities is ordinary; everything else wants a look.
+                ordinary = one.error is None or isinstance(one.error, TargetMismatch)
+                level = logging.INFO if ordinary else logging.WARNING
+                _log.log(level, "pretuned: skipping %s: %s", one.path, one.reason)
+
+
+def snapshot() -> Snapshot:
+    """The process's snapshot, taken at first use."""
+    global _snapshot
+    found = _snapshot
+    if found is None:
+        with _snapshot_lock:
+            found = _snapshot = _snapshot or take(settings())
+    return found
+
+
+def take(read: Settings) -> Snapshot:
+    """A new snapshot of the places that ``read`` names."""
+    return Snapshot(places(read), installed_places)
+
+
+def forget() -> None:
+    """Makes the next ``snapshot()`` read the places again. Bundles that are in use stay open."""
+    global _snapshot
+    with _snapshot_lock:
+        _snapshot = None
+
+
+def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
+    """Why ``local`` can't run this bundle's code, or None. Checked before the driver sees a byte."""
+    name = Path(bundle.path).name
+    if not bundle.target.runs_on(local.sm):
+        return TargetMismatch(
+            f"bundle {name!r} holds code for {bundle.target}, this GPU is sm_{local.sm} ({local}). "
+            f"Build one with: aot build --sm {local.sm}"
+        )
+    if 0 < local.gpu.driver < bundle.min_driver:
+        return DriverTooOld(
+            f"bundle {name!r} needs a driver for CUDA {_version(bundle.min_driver)} or later, this one is for CUDA "
+            f"{_version(local.gpu.driver)}. Update the driver, or rebuild with a Triton whose ptxas is older"
+        )
+    return None
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _scan(asked: Iterable[Place]) -> tuple[Found, ...]:
+    found: list[Found] = []
+    for place in asked:
+        with _reading(place):
+            found += [_open(place, path) for path in place.files()]
+    return tuple(found)
+
+
+def _reading(place: Place) -> contextlib.AbstractContextManager[object]:
+    # Files are immutable and renamed into place: past the timeout, or where nothing can be written, reading goes on.
+    if place.kind is Kind.OVERLAY and place.path.is_dir():
+        return lock(place.path, timeout_s=_OVERLAY_LOCK_TIMEOUT_S)
+    return contextlib.nullcontext()
+
+
+def _open(place: Place, path: Path) -> Found:
+    try:
+        return Found(place, path, open_bundle(path), None)
+    except BundleError as error:
+        return Found(place, path, None, error)
+
+
+def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[bytes, BundleError]) -> View:
+    usable: list[Usable] = []
+    skipped: list[Skipped] = []
+    seen: dict[bytes, Path] = {}
+    for one in found:
+        error = one.error
+        if one.bundle is not None:
+            error = rejected.get(one.bundle.digest) or unusable(one.bundle, local)
+            if error is None and one.bundle.digest in seen:
+                skipped.append(Skipped(one.place, one.path, None, f"the same as {seen[one.bundle.digest]}"))
+                continue
+        if error is not None:
+            skipped.append(Skipped(one.place, one.path, error, str(error)))
+        elif one.bundle is not None:
+            seen[one.bundle.digest] = one.path
+            usable.append(Usable(len(usable), one.place, one.bundle))
+    return View(tuple(usable), tuple(skipped))
+
+
+def _grouped(bundle: BundleFile) -> _Groups:
+    gathered: dict[tuple[Op, DType, Layout, Fusion], list[tuple[int, Variant]]] = {}
+    for i, variant in enumerate(bundle.variants()):
+        gathered.setdefault((variant.op, variant.dtype, variant.layout, variant.fusion), []).append((i, variant))
+    return {key: tuple(found) for key, found in gathered.items()}

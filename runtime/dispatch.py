@@ -1,0 +1,172 @@
+"""Which variant runs: a problem, its rows and a GPU in, one decision out.
+
+The same bundles and the same GPU give the same decision in every process; the ranking is in
+``candidates.py``. Nothing here synchronises with the GPU, compiles or tunes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from ..artifacts.errors import ProblemNotInBundle
+from ..artifacts.types import Problem, bucket_of
+from .candidates import Candidate, Match, Origin, chosen, modelled
+from .device import LocalGpu
+from .discover import Rejected, Snapshot, View
+from .hint import build_line, nearest_shapes
+
+_RUNNERS_UP = 3
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The variant that runs a problem at a bucket of rows, the next best, and why it."""
+
+    problem: Problem
+    bucket: int
+    aligned: bool
+    chosen: Candidate
+    runners_up: tuple[Candidate, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """No bundle can run the problem here: torch does. ``reason`` says why and what to do."""
+
+    problem: Problem
+    bucket: int
+    aligned: bool
+    reason: str
+
+
+def decide(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool = True, strict: bool = False
+) -> Decision | Miss:
+    """The variant for M rows of ``problem`` on ``local``; remembered for M's bucket in the snapshot.
+
+    ``aligned`` says whether every pointer, row stride and row length is a multiple of 16 bytes.
+
+    Raises
+    ------
+    ProblemNotInBundle
+        if ``strict`` and there is no choice for this problem and bucket on this capability.
+    TargetMismatch, DriverTooOld, BundleError
+        for a file that PRETUNED_BUNDLES names and that can't be used.
+    """
+    bucket = bucket_of(M)
+    key = (problem, bucket, aligned, local, strict)
+    known: Decision | Miss | None = snapshot.decisions.get(key)
+    if known is None:
+        with snapshot.deciding:
+            known = snapshot.decisions.get(key)
+            if known is None:
+                known = _settle(snapshot, problem, bucket, local, aligned, strict)
+                snapshot.decisions[key] = known
+                _tell(snapshot, known, local)
+    return known
+
+
+def naturally_aligned(problem: Problem) -> bool:
+    """Whether dense, freshly allocated tensors of this problem keep to 16 bytes."""
+    size = problem.dtype.itemsize
+    return not (problem.N * size | problem.K * size) % 16
+
+
+def _settle(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
+) -> Decision | Miss:
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            return _decide(snapshot, problem, bucket, local, aligned, strict)
+
+
+def _decide(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
+) -> Decision | Miss:
+    most = 1 + _RUNNERS_UP
+    view = snapshot.view(local, installed=False)
+    view.demand_named_files()
+    found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=most)
+    if not found or found[0].match is not Match.EXACT or found[0].origin is Origin.COMPATIBLE:
+        view = snapshot.view(local, installed=True)
+        found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=most)
+        if strict and not _has_choice(snapshot, problem, bucket, local, view):
+            raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
+        if not found or found[0].origin is Origin.COMPATIBLE:
+            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned)
+            found.sort(key=lambda candidate: (candidate.origin, candidate.match))  # stable: each list is ranked
+    if not found:
+        return Miss(problem, bucket, aligned, miss_text(problem, bucket, local, view))
+    return Decision(problem, bucket, aligned, found[0], tuple(found[1:most]), reason(found[0], bucket, local))
+
+
+def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:
+    """Whether a bundle for this capability has a choice for this very problem and bucket."""
+    return any(
+        choice.bucket == bucket
+        for usable in view.usable
+        if usable.bundle.target.sm == local.sm
+        for choice in snapshot.find(usable.bundle, problem)
+    )
+
+
+def reason(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
+    """Why a candidate stands where it does, in words."""
+    target = candidate.usable.bundle.target
+    if candidate.match is Match.COST_MODEL:
+        what = "the cost model's choice among the variants that are there: no bundle has this problem for this call"
+        compatible = candidate.origin is Origin.COMPATIBLE
+        return f"{what} (code for {target}, which sm_{local.sm} runs)" if compatible else what
+    what = {
+        Origin.THIS_GPU: "measured on this GPU",
+        Origin.THIS_CAPABILITY: f"measured on {candidate.gpu.name if candidate.gpu else '?'}, of this capability",
+        Origin.MODELLED: "modelled for this capability, measured nowhere",
+        Origin.COMPATIBLE: f"built for {target}, which sm_{local.sm} runs",
+    }[candidate.origin]
+    if candidate.match is Match.EXACT:
+        return f"{what}, for this problem and M <= {bucket}"
+    return f"{what}, for this problem at M <= {candidate.bucket}, the nearest to {bucket} that there is"
+
+
+def miss_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
+    """Why no bundle can run it, and what to do."""
+    line = build_line(problem, bucket, local.sm)
+    if not view.usable:
+        skipped = f" ({len(view.skipped)} found and skipped, see python -m pretuned.runtime)" if view.skipped else ""
+        return f"no usable bundle for {local}{skipped}. Build one with: {line}"
+    return f"no variant in {len(view.usable)} bundle(s) can run {problem} on {local}. Build one with: {line}"
+
+
+def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
+    near = nearest_shapes(problem, local, view)
+    have = f"The nearest there are: {'; '.join(near)}" if near else "No usable bundle has a problem of this kind"
+    return (
+        f"PRETUNED_STRICT: no choice for {problem} at M <= {bucket} on {local}. {have}. "
+        f"Build it with: {build_line(problem, bucket, local.sm)}"
+    )
+
+
+def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
+    """Log an outcome once: the better the choice, the quieter."""
+    if isinstance(known, Miss):
+        nothing = not snapshot.view(local, installed=True).usable
+        topic: Hashable = (local, None if nothing else known.problem)
+        if topic not in snapshot.told:
+            snapshot.told.add(topic)
+            _log.warning("pretuned: grouped GEMM runs on torch: %s", known.reason)
+        return
+    best = known.chosen
+    level, advice = logging.DEBUG, ""
+    if best.origin is not Origin.THIS_GPU or best.match is not Match.EXACT:
+        level = logging.INFO
+        advice = f"; build one with: {build_line(known.problem, known.bucket, local.sm)}"
+    _log.log(
+        level, "pretuned: %s at M <= %d on %s: %s of %s, %s%s",
+        known.problem, known.bucket, local.gpu.name, best.config, best.usable.path.name, known.reason, advice,
+    )  # fmt: skip

@@ -1,0 +1,207 @@
+"""``explain``: which variant a call would run, why, what the next best was, and what was skipped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..artifacts.errors import InputError
+from ..artifacts.types import DType, Gpu, Layout, Op, Problem, bucket_of
+from ..kernels import chips
+from . import discover
+from .candidates import Candidate, Match, Origin, chosen, modelled
+from .device import LocalGpu, current_device, local_gpu
+from .discover import Rejected, Skipped, Snapshot
+from .dispatch import miss_text, naturally_aligned, reason
+
+if TYPE_CHECKING:
+    import torch
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a call would run. ``str()`` is a table, ``to_dict()`` is for JSON.
+
+    ``candidates`` are ranked, the first is what runs; there are none where torch would run it.
+    """
+
+    problem: Problem
+    M: int
+    aligned: bool
+    local: LocalGpu
+    reason: str
+    candidates: tuple[Candidate, ...]
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The variant that runs, or None for torch."""
+        return self.candidates[0] if self.candidates else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values."""
+        p = self.problem
+        return {
+            "problem": {"op": p.op.value, "dtype": p.dtype.value, "E": p.E, "N": p.N, "K": p.K, "w": p.layout.value},
+            "M": self.M,
+            "bucket": bucket_of(self.M),
+            "aligned": self.aligned,
+            "gpu": {"sm": self.local.sm, "name": self.local.gpu.name or None, "sm_count": self.local.gpu.sm_count},
+            "runs": "bundle" if self.candidates else "torch",
+            "reason": self.reason,
+            "candidates": [_row(candidate) for candidate in self.candidates],
+            "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem} M={self.M} (bucket {bucket_of(self.M)}) on {self.local}"]
+        lines += [] if self.aligned else ["  tensors are not aligned to 16 bytes: only unaligned variants can run"]
+        best = self.chosen
+        lines.append(f"  runs: {best.config if best else 'torch'}")
+        if best is not None:
+            lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
+        lines.append(f"  why:  {self.reason}")
+        if self.candidates:
+            lines.append(f"  {'rank':>4}  {'time':>10}  {'':8}  {'config':34}  {'for':32}  bundle")
+        for place, one in enumerate(self.candidates[:_SHOWN], 1):
+            lines.append(
+                f"  {place:>4}  {one.time_us:>7.1f} us  {one.source.value:8}  {one.config!s:34}  {_basis(one):32}  "
+                f"{one.usable.path.name}"
+            )
+        lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped]
+        return "\n".join(lines)
+
+
+def explain(
+    x: torch.Tensor | Problem | None = None,
+    w: torch.Tensor | None = None,
+    m_sizes: torch.Tensor | None = None,
+    *,
+    w_layout: str = "nk",
+    E: int | None = None,
+    N: int | None = None,
+    K: int | None = None,
+    M: int | None = None,
+    dtype: str = "bf16",
+    sm: int | None = None,
+    device: int | None = None,
+    aligned: bool | None = None,
+) -> Explanation:
+    """What ``grouped_gemm`` would run, without running it.
+
+    Parameters
+    ----------
+    x, w, m_sizes
+        The tensors of a call, on CUDA or (with ``sm``) anywhere; or a Problem in place of x, with ``M``.
+    E, N, K, M, dtype
+        The call in numbers: w is [E, N, K], x is [M, K]; dtype is bf16, fp16, fp32 or tf32.
+    sm
+        A capability to explain for (90 for 9.0), in place of a GPU. Nothing counts as measured on it.
+    device
+        Which GPU, if neither x nor ``sm`` says; torch's current one.
+    aligned
+        Whether pointers, rows and strides are multiples of 16 bytes; what x, w and the sizes say, if None.
+
+    Raises
+    ------
+    InputError
+        if that is no call, or there is neither a GPU nor ``sm``.
+    """
+    if isinstance(x, Problem):
+        problem, natural = x, naturally_aligned(x)
+    elif x is not None:
+        problem, M, natural, device = _of_tensors(x, w, m_sizes, w_layout, device)
+    else:
+        problem = _of_numbers(E, N, K, dtype, w_layout)
+        natural = naturally_aligned(problem)
+    if M is None or M < 1:
+        raise InputError(f"explain: M is {M}, wanted the number of rows, at least 1")
+    local = made_up_gpu(sm) if sm is not None else local_gpu(current_device() if device is None else device)
+    return examine(discover.snapshot(), problem, M, local, aligned=natural if aligned is None else aligned)
+
+
+def examine(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool) -> Explanation:
+    """Explain a problem over the bundles of ``snapshot``, with every candidate ranked."""
+    bucket = bucket_of(M)
+    while True:
+        with contextlib.suppress(Rejected):
+            view = snapshot.view(local, installed=True)
+            found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=_SHOWN)
+            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned)
+            found.sort(key=lambda candidate: (candidate.origin, candidate.match))
+            why = reason(found[0], bucket, local) if found else miss_text(problem, bucket, local, view)
+            return Explanation(problem, M, aligned, local, why, tuple(found), view.skipped)
+
+
+def fingerprint(device: int | None = None) -> str:
+    """Digest (hex) of the usable bundles, in order, and the GPU's identity: ranks with equal ones choose alike.
+
+    ``device`` is an index of torch's; its current device if None.
+    """
+    return discover.snapshot().fingerprint(local_gpu(current_device() if device is None else device))
+
+
+def made_up_gpu(sm: int) -> LocalGpu:
+    """A GPU of capability ``sm`` with the figures of its representative, and nobody's name.
+
+    Raises
+    ------
+    InputError
+        for a capability that there are no kernels for.
+    """
+    if sm not in chips.LIMITS:
+        raise InputError(f"sm={sm} is not supported, wanted one of {', '.join(map(str, chips.supported()))}")
+    chip = chips.chip_for(sm)
+    return LocalGpu(sm, Gpu("", chip.sm_count, chip.memory_gib << 10, 0))
+
+
+def _of_numbers(E: int | None, N: int | None, K: int | None, dtype: str, w_layout: str) -> Problem:
+    for letter, value in (("E", E), ("N", N), ("K", K)):
+        if value is None or value < 1:
+            raise InputError(f"explain: {letter} is {value}, wanted at least 1 (or tensors: x, w, m_sizes)")
+    try:
+        return Problem(Op.FORWARD, DType(dtype), E or 0, N or 0, K or 0, Layout(w_layout))
+    except ValueError as error:
+        dtypes, layouts = (", ".join(one.value for one in kind) for kind in (DType, Layout))
+        raise InputError(f"explain: {error}, wanted a dtype of {dtypes} and a w_layout of {layouts}") from None
+
+
+def _of_tensors(
+    x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor | None, w_layout: str, device: int | None
+) -> tuple[Problem, int, bool, int | None]:
+    from . import inputs, ops
+
+    if w is None or m_sizes is None:
+        raise InputError("explain: wanted x, w and m_sizes, got x alone (or a Problem and M)")
+    call = inputs.check(x, w, m_sizes, w_layout)
+    if call.x.is_cuda:
+        device = call.x.get_device()
+        return ops.problem_of(call, device), call.M, call.aligned(None), device
+    dtype = inputs.check_cuda_dtype(call.x)
+    return Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout), call.M, call.aligned(None), device
+
+
+def _basis(candidate: Candidate) -> str:
+    what = "cost model" if candidate.match is Match.COST_MODEL else f"M <= {candidate.bucket}"
+    if candidate.origin is Origin.COMPATIBLE:
+        return f"{what}, {candidate.usable.bundle.target} code"
+    return f"{what}, {candidate.gpu.name}" if candidate.gpu is not None else what
+
+
+def _row(candidate: Candidate) -> Mapping[str, Any]:
+    return {
+        "bundle": str(candidate.usable.path),
+        "place": candidate.usable.place.kind.value,
+        "variant": candidate.index,
+        "config": dict(candidate.variant.config),
+        "origin": candidate.origin.name.lower(),
+        "match": candidate.match.name.lower(),
+        "source": candidate.source.value,
+        "bucket": candidate.bucket,
+        "time_us": candidate.time_us,
+        "measured_on": candidate.gpu.name if candidate.gpu is not None else None,
+    }

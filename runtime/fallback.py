@@ -1,0 +1,55 @@
+"""The grouped GEMM in torch: what runs where no bundle can, and the reference where there is no CUDA."""
+
+from __future__ import annotations
+
+import torch
+
+from ..artifacts.errors import ProblemNotInBundle
+from ..artifacts.types import Layout
+from ..kernels import reference
+
+
+def on_host(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, layout: Layout, out: torch.Tensor | None, zero_tail: bool
+) -> torch.Tensor:
+    """The reference, on tensors that are not CUDA's: differentiable. x [M, K], w [E, N, K] or [E, K, N]."""
+    y = reference.forward(x, w, m_sizes, layout=layout, zero_tail=zero_tail)
+    if out is None:
+        return y
+    bounds = reference.expert_bounds(m_sizes, x.shape[0])
+    written = x.shape[0] if zero_tail else (bounds[-1][1] if bounds else 0)
+    out[:written] = y[:written]
+    return out
+
+
+def on_cuda(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, y: torch.Tensor, layout: Layout, *, sm: int, aligned: bool
+) -> None:
+    """Fills y [M, N] through torch, rows past the sum of m_sizes untouched.
+
+    Without a synchronisation where torch has a kernel for it (bf16 on 9.x and 10.x); elsewhere a loop
+    over the experts, which reads m_sizes on the host.
+
+    Raises
+    ------
+    ProblemNotInBundle
+        in a graph capture, where the loop can't read m_sizes.
+    """
+    grouped = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    if grouped is not None and x.dtype is torch.bfloat16 and sm // 10 in (9, 10) and aligned:
+        M = x.shape[0]
+        ends = m_sizes.clamp(0, M).cumsum(0, dtype=torch.int64).clamp_(max=M)
+        columns_last = w.transpose(1, 2) if layout is Layout.NK else w
+        product = grouped(x, columns_last, offs=ends.to(torch.int32))
+        written = torch.arange(M, device=x.device) < ends[-1]
+        torch.where(written[:, None], product, y, out=y)
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise ProblemNotInBundle(
+            f"no bundle has a kernel for x {tuple(x.shape)} {x.dtype}, w {tuple(w.shape)}, and torch's loop over the "
+            "experts has to read m_sizes on the host, which a CUDA graph capture forbids. Build a bundle with "
+            "`aot build` (pretuned.runtime.explain(x, w, m_sizes) prints the line), or capture without this call"
+        )
+    for g, (start, end) in enumerate(reference.expert_bounds(m_sizes, x.shape[0])):
+        if end > start:
+            torch.mm(x[start:end], w[g].T if layout is Layout.NK else w[g], out=y[start:end])

@@ -1,0 +1,45 @@
+"""What to build, in words: the ``aot build`` line for a problem, and the nearest shapes that are there."""
+
+from __future__ import annotations
+
+import math
+
+from ..artifacts.types import DType, Op, Problem
+from .device import LocalGpu
+from .discover import View
+
+_NEAREST = 3
+_DEFAULT_TOKENS = 65_536  # what a spec builds for when it does not say
+
+
+def build_line(problem: Problem, bucket: int, sm: int) -> str:
+    """The command that builds this very problem, up to ``bucket`` rows and more, for capability ``sm``.
+
+    The problem is written as the second GEMM of a layer, whose weight is [E, H, I]: H = N, I = K. (top_k
+    decides nothing about a plain product, so it is 1.)
+    """
+    options = "" if problem.dtype is DType.BF16 else f" dtype={problem.dtype.value}"
+    options += "" if problem.op is Op.FORWARD else f" ops={problem.op.value}"
+    options += "" if bucket <= _DEFAULT_TOKENS else f" tokens=1..{bucket}"
+    return f'aot build --models "shape:E={problem.E},H={problem.N},I={problem.K},k=1{options}" --sm {sm}'
+
+
+def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
+    """Up to three problems of the bundles that are like this one, nearest first, with their rows."""
+    found: dict[Problem, set[int]] = {}
+    for usable in view.usable:
+        if usable.bundle.target.sm != local.sm:
+            continue
+        for other in usable.bundle.problems():
+            if _kind(other) == _kind(problem):
+                found.setdefault(other, set()).update(choice.bucket for choice in usable.bundle.find(other))
+    near = sorted(found, key=lambda other: (_distance(problem, other), other.sort_key))[:_NEAREST]
+    return [f"E={p.E} N={p.N} K={p.K} (M <= {', '.join(map(str, sorted(found[p])))})" for p in near if found[p]]
+
+
+def _kind(problem: Problem) -> tuple[object, ...]:
+    return problem.op, problem.dtype, problem.layout, problem.fusion
+
+
+def _distance(a: Problem, b: Problem) -> float:
+    return sum(abs(math.log2(p) - math.log2(q)) for p, q in ((a.E, b.E), (a.N, b.N), (a.K, b.K)))

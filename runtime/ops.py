@@ -1,0 +1,202 @@
+"""The calls: ``grouped_gemm`` on tensors.
+
+The first call of a kind checks its tensors, chooses a variant and loads it; the launcher is then kept
+under a key of everything that decided that. Later calls read the key, allocate y and launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TypeAlias
+
+import torch
+
+from ..artifacts.types import DType, Op, Problem
+from ..kernels.abi import gemm_of
+from . import discover, fallback, inputs, settings
+from .device import local_gpu, platform_name, platform_supported
+from .launch import RowLauncher, row_launcher
+from .loading import prepare
+
+_Key: TypeAlias = "tuple[object, ...]"
+_Calls: TypeAlias = "dict[_Key, tuple[RowLauncher, int]]"
+
+_MOST_CALLS = 1 << 16
+
+_log = logging.getLogger(__name__)
+_calls: _Calls = {}  # replaced, never cleared: a call under way keeps the one that it began with
+_FLOAT32 = torch.float32
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    m_sizes: torch.Tensor,
+    *,
+    w_layout: str = "nk",
+    out: torch.Tensor | None = None,
+    zero_tail: bool = False,
+) -> torch.Tensor:
+    """y[m] = x[m] @ w[g].T for every row m of expert g: one GEMM per expert, in one launch.
+
+    The rows of x are sorted by expert: the first ``m_sizes[0]`` belong to expert 0, and so on.
+
+    Parameters
+    ----------
+    x
+        [M, K] bfloat16, float16 or float32. Rows may have any stride; rows that are not contiguous
+        themselves are copied. M = 0 returns an empty y and launches nothing.
+    w
+        [E, N, K] in x's dtype, or [E, K, N] with ``w_layout="kn"``; also flattened, [E*N, K] or
+        [E*K, N]. Its last dimension must be contiguous, the others may have any stride; never copied.
+    m_sizes
+        [E] int32 or int64, contiguous: the rows of each expert, zero for none. Never read on the host:
+        a count below zero counts as zero, and nothing is read or written past row M.
+    out
+        [M, N] to write y to, in x's dtype; its rows must be contiguous.
+    zero_tail
+        Whether rows of y past the sum of ``m_sizes`` are zeroed; otherwise they are left unwritten.
+
+    Returns
+    -------
+    torch.Tensor
+        y [M, N] in x's dtype, summed in fp32. float32 is IEEE, unless torch allows tf32 for CUDA
+        matmuls and a bundle has tf32 kernels. The same inputs give the same bits.
+
+    Raises
+    ------
+    InputError
+        for a tensor that can't be used, or that requires grad on CUDA (there the call has no gradient).
+    ProblemNotInBundle
+        with PRETUNED_STRICT=1, where no bundle has a choice for this shape on this capability.
+    TargetMismatch, DriverTooOld, BundleError
+        for a bundle file named in PRETUNED_BUNDLES that this GPU can't use.
+
+    Notes
+    -----
+    On CUDA the kernel comes from the best bundle found, see ``explain``; without one, torch computes
+    it, with one warning. On other devices it is a torch reference, differentiable and slow.
+    """
+    try:
+        device = x.get_device()
+        M, K = x.shape
+        stride_x_m, unit = x.stride()
+        x_at, w_at, dtype = x.data_ptr(), w.data_ptr(), x.dtype
+        if M == 1:
+            stride_x_m = K
+        key = (
+            device, dtype, K, unit, stride_x_m >= K, stride_x_m & 7, (M - 1).bit_length(), (x_at | w_at) & 15,
+            w.dtype, w.shape, w.stride(), w.get_device(), w_layout,
+            m_sizes.dtype, m_sizes.shape, m_sizes.is_contiguous(), m_sizes.get_device(),
+            dtype is _FLOAT32 and _tf32_allowed(),
+        )  # fmt: skip
+        known = _calls.get(key) if M and out is None and not zero_tail else None
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensors: the checks will say which
+        return _first(x, w, m_sizes, w_layout, out, zero_tail, None)
+    if known is None or ((x.requires_grad or w.requires_grad) and torch.is_grad_enabled()):
+        return _first(x, w, m_sizes, w_layout, out, zero_tail, key)
+    launch, N = known
+    y = torch.empty_strided((M, N), (N, 1), dtype=dtype, device=x.device)
+    if torch._C._cuda_getDevice() != device:
+        with torch.cuda.device(device):
+            launch(x_at, w_at, y.data_ptr(), m_sizes.data_ptr(), stride_x_m, N, M,
+                   torch._C._cuda_getCurrentRawStream(device))  # fmt: skip
+        return y
+    launch(x_at, w_at, y.data_ptr(), m_sizes.data_ptr(), stride_x_m, N, M,
+           torch._C._cuda_getCurrentRawStream(device))  # fmt: skip
+    return y
+
+
+grouped_gemm_forward = grouped_gemm
+
+
+def reload() -> None:
+    """Read the environment and all places again: bundles that were added since are found.
+
+    Calls under way finish with what they began with; code that was loaded stays loaded.
+    """
+    global _calls
+    settings.forget()
+    discover.forget()
+    _calls = {}
+
+
+def problem_of(call: inputs.RowGemm, device: int) -> Problem:
+    """The problem that a checked CUDA call is; fp32 is tf32 where torch allows it and a bundle has it."""
+    dtype = inputs.check_cuda_dtype(call.x)
+    problem = Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout)
+    if dtype is DType.FP32 and _tf32_allowed():
+        tf32 = Problem(Op.FORWARD, DType.TF32, call.E, call.N, call.K, call.layout)
+        snapshot = discover.snapshot()
+        view = snapshot.view(local_gpu(device), installed=True)
+        if any(snapshot.variants(usable.bundle, tf32) for usable in view.usable):
+            return tf32
+    return problem
+
+
+def _first(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str,
+    out: torch.Tensor | None, zero_tail: bool, key: _Key | None,
+) -> torch.Tensor:  # fmt: skip
+    """A call with every check: the first of its kind, and all those that ``grouped_gemm`` has no short way for."""
+    calls = _calls
+    call = inputs.check(x, w, m_sizes, w_layout)
+    if out is not None:
+        inputs.check_out(out, call)
+    if call.x.device.type != "cuda":
+        return fallback.on_host(call.x, call.w, call.m_sizes, call.layout, out, zero_tail)
+    inputs.check_cuda_dtype(call.x)
+    inputs.check_no_gradient(x, w)
+    with torch.cuda.device(call.x.device):
+        y = call.x.new_empty((call.M, call.N)) if out is None else out
+        if zero_tail or not call.K:  # a sum over nothing is zero
+            y.zero_()
+        if not (call.M and call.N and call.K and call.E):
+            return y
+        stride_y_m = y.stride(0) if call.M > 1 else call.N
+        if key is not None and out is not None:
+            key = (*key, stride_y_m & 7, y.data_ptr() & 15)
+        known = calls.get(key) if key is not None and call.x is x else None
+        device, aligned = call.x.get_device(), call.aligned(out)
+        launch = known[0] if known is not None else _launcher(call, device, aligned)
+        if launch is None:
+            sm = local_gpu(device).sm
+            fallback.on_cuda(call.x, call.w, call.m_sizes, y, call.layout, sm=sm, aligned=aligned)
+            return y
+        launch(
+            call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
+            call.stride_x_m, stride_y_m, call.M, torch._C._cuda_getCurrentRawStream(device),
+        )  # fmt: skip
+        if key is not None and call.x is x and len(calls) < _MOST_CALLS:
+            calls[key] = launch, call.N
+    return y
+
+
+def _launcher(call: inputs.RowGemm, device: int, aligned: bool) -> RowLauncher | None:
+    """The launcher of the variant that dispatch decides on, or None where torch has to run the call."""
+    if not platform_supported():
+        _unsupported()
+        return None
+    problem = problem_of(call, device)
+    strict = settings.settings().strict
+    kernel = prepare(discover.snapshot(), problem, call.M, local_gpu(device), device, aligned=aligned, strict=strict)
+    if kernel is None:
+        return None
+    gemm = gemm_of(problem)
+    return row_launcher(
+        kernel, columns=gemm.columns, reduction=gemm.reduction, E=call.E, w_kn=gemm.w_kn,
+        stride_w_e=call.stride_w_e, stride_w_row=call.stride_w_row, m_sizes_step=call.m_sizes_step,
+    )  # fmt: skip
+
+
+@functools.cache
+def _unsupported() -> None:
+    _log.warning("pretuned: bundles run on linux x86_64, this is %s: grouped GEMM runs on torch", platform_name())
+
+
+def _tf32_allowed() -> bool:
+    """Whether the user lets torch multiply float32 matrices in tf32 on CUDA."""
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # the newer setting also answers for the older ones
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"

@@ -1,0 +1,94 @@
+"""Where bundles are looked for, and in which order."""
+
+from __future__ import annotations
+
+import enum
+import importlib.machinery
+import importlib.util
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from .settings import Settings
+
+SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
+ENTRY_POINTS = "pretuned.bundles"
+SUFFIX = ".msgpack"
+
+_log = logging.getLogger(__name__)
+
+
+class Kind(enum.Enum):
+    """The kinds of place, in the order in which they are asked."""
+
+    NAMED = "PRETUNED_BUNDLES"
+    OVERLAY = "the user's overlay"
+    SYSTEM = "the system's directory"
+    INSTALLED = "an installed package"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory of bundles, or one file that PRETUNED_BUNDLES names."""
+
+    kind: Kind
+    path: Path
+
+    @property
+    def is_named_file(self) -> bool:
+        """Whether the user asked for exactly this file: then it has to be usable."""
+        return self.kind is Kind.NAMED and not self.path.is_dir()
+
+    def files(self) -> list[Path]:
+        """The bundle files here, sorted by name; [] where the directory can't be read.
+
+        A named file is listed even if it is not there, so that opening it says so.
+        """
+        if self.is_named_file:
+            return [self.path]
+        try:
+            return sorted(entry for entry in self.path.iterdir() if entry.name.endswith(SUFFIX) and _is_shown(entry))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            _log.warning("pretuned: can't list %s (%s): %s", self.path, self.kind.value, error.strerror or error)
+            return []
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.kind.value})"
+
+
+def _is_shown(entry: Path) -> bool:
+    return not entry.name.startswith(".")  # temporary files of a publisher at work begin with a dot
+
+
+def places(settings: Settings, system: Path = SYSTEM_DIRECTORY) -> tuple[Place, ...]:
+    """Every place but the installed packages, whose scan costs tens of milliseconds."""
+    found = [Place(Kind.NAMED, path) for path in settings.bundles]
+    if settings.overlay is not None:
+        found.append(Place(Kind.OVERLAY, settings.overlay))
+    return (*found, Place(Kind.SYSTEM, system))
+
+
+def installed_places() -> tuple[Place, ...]:
+    """The directories of the modules that installed packages name under the entry points ``pretuned.bundles``."""
+    directories: dict[Path, None] = {}
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: (p.name, p.value)):
+        try:
+            spec = importlib.util.find_spec(point.module)
+        except (ImportError, ValueError) as error:
+            _log.warning("pretuned: entry point %s = %s can't be found: %s", point.name, point.value, error)
+            continue
+        directories.update(dict.fromkeys(_directories(spec)))
+    return tuple(Place(Kind.INSTALLED, directory) for directory in directories)
+
+
+def _directories(spec: importlib.machinery.ModuleSpec | None) -> Iterator[Path]:
+    if spec is None:
+        return
+    if spec.submodule_search_locations:
+        yield from map(Path, spec.submodule_search_locations)
+    elif spec.origin:
+        yield Path(spec.origin).parent

@@ -1,0 +1,77 @@
+"""The environment variables, read once, at first use. No variable switches a check off."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+BUNDLES = "PRETUNED_BUNDLES"
+DISABLE_AUTOTUNE = "PRETUNED_DISABLE_AUTOTUNE"
+STRICT = "PRETUNED_STRICT"
+
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_settings: Settings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment says.
+
+    ``bundles`` are the entries of PRETUNED_BUNDLES in order; ``overlay`` is the user's own directory of
+    bundles, or None where there is no place for one (no HOME).
+    """
+
+    bundles: tuple[Path, ...] = ()
+    disable_autotune: bool = False
+    strict: bool = False
+    overlay: Path | None = None
+
+
+def settings() -> Settings:
+    """The process's settings: the environment as it was at first use, or at the last ``reload()``."""
+    global _settings
+    found = _settings
+    if found is None:
+        with _lock:
+            found = _settings = _settings or read(os.environ)
+    return found
+
+
+def forget() -> None:
+    """Makes the next ``settings()`` read the environment again."""
+    global _settings
+    with _lock:
+        _settings = None
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """Settings from ``environ``."""
+    entries = environ.get(BUNDLES, "").split(":")
+    return Settings(
+        bundles=tuple(Path(entry) for entry in entries if entry),
+        disable_autotune=_switch(environ, DISABLE_AUTOTUNE),
+        strict=_switch(environ, STRICT),
+        overlay=_overlay(environ),
+    )
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    """Both switches make pretuned do less, so a value that nobody defined counts as on."""
+    value = environ.get(name, "")
+    if value.strip().lower() in ("", "0", "false"):
+        return False
+    if value.strip().lower() not in ("1", "true"):
+        _log.warning("%s=%r is neither 1, true, 0, false nor empty: taken as 1. Set it to 1 or 0.", name, value)
+    return True
+
+
+def _overlay(environ: Mapping[str, str]) -> Path | None:
+    cache, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
+    if cache.startswith("/"):  # the XDG specification: a relative path is to be ignored
+        return Path(cache) / "pretuned"
+    return Path(home) / ".cache" / "pretuned" if home.startswith("/") else None
