@@ -17,9 +17,7 @@ from .dispatch import naturally_aligned
 from .loading import prepare
 from .settings import settings
 
-_ROWS = range(
-    1, (1 << 20) + 1
-)  # what is prepared for where nobody says: past it, decisions are those of the last bucket
+_ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those of the last bucket
 _MOST_ROWS = (1 << 31) - 1
 
 
