@@ -181,8 +181,8 @@ class BundleFile:
 def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool = False) -> Iterator[bool]:
     """Hold the lock of a directory that pretuned itself writes; yields whether it is held.
 
-    Makes the directory. Waits ``timeout_s`` seconds at most (0: not at all), then goes on without it, as it does on a read-only file
-    system: readers need no lock, files are immutable and renamed into place.
+    Makes the directory. Waits ``timeout_s`` seconds at most (0: not at all), then goes on without it, as it does on
+    a read-only file system: readers need no lock, files are immutable and renamed into place.
 
     Raises
     ------

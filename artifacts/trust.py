@@ -27,15 +27,15 @@ def resolve(path: str) -> str:
     """
     if "\0" in path:
         raise BundleUnreadable(f"bundle {path!r}: the path holds a NUL byte")
-    todo = deque(os.path.abspath(path).split("/"))  # noqa: PTH100 - Path.absolute would keep '..'
     here, links = "/", 0
     try:
+        todo = deque(os.path.join(os.getcwd(), path).split("/"))  # noqa: PTH109, PTH118 - plain text, '..' kept
         _check(here, os.lstat(here), path)
         while todo:
             part = todo.popleft()
             if part in ("", "."):
                 continue
-            if part == "..":  # from a link's target: `here` holds no link any more
+            if part == "..":  # `here` holds no link any more, so its parent is in its name
                 here = os.path.dirname(here)  # noqa: PTH120
                 continue
             component = os.path.join(here, part)  # noqa: PTH118

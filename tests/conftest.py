@@ -5,6 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 sys.path.append(str(ROOT / "tests" / "golden"))  # the synthetic bundles, shared by tests of every layer
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without-namespaces",
+        action="store_true",
+        help="skip, instead of failing, the tests that need root, mounts or strace",
+    )

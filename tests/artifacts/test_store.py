@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import craft
 import golden_bundles
@@ -75,13 +76,13 @@ def test_closed(path):
 def test_no_file_descriptor_is_left(path, tmp_path):
     broken = tmp_path / "broken.msgpack"
     broken.write_bytes(MEDIUM[:-1])
-    before = os.listdir("/proc/self/fd")
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
         open_bundle(path)  # dropped, not closed
         with pytest.raises(BundleCorrupt):
             open_bundle(broken)
     gc.collect()
-    assert os.listdir("/proc/self/fd") == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_the_lazy_reader_checks_what_it_touches(tmp_path):
     problem = next(iter(golden_bundles.small().choices))
     small = codec.encode(golden_bundles.small())
     path.write_bytes(craft.changed_variant(small, threads=0))
-    with open_bundle(path) as file, pytest.raises(BundleCorrupt, match="variant 0: variant.threads is 0"):
+    with open_bundle(path) as file, pytest.raises(BundleCorrupt, match=r"variant 0: variant.threads is 0"):
         file.variant(0)
     path.write_bytes(craft.changed_variant(small, op="dW"))
     with open_bundle(path) as file, pytest.raises(BundleCorrupt, match="variant 0 is for"):
@@ -289,7 +290,7 @@ def test_publish_where_it_can_not(tmp_path, where):
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "in").write_bytes(b"")
-    with pytest.raises(HostError, match="can't write .* must exist") as caught:
+    with pytest.raises(HostError, match=r"can't write .* must exist") as caught:
         publish(tmp_path / where, b"x")
     assert "\n" not in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]

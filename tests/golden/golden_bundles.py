@@ -149,7 +149,7 @@ def edges() -> Bundle:
         max_experts=65536,
         config=(("zero", 0), ("zz", 2**31 - 1)),
         entry="$" * 200,
-        arguments=tuple((f"a{i}", "i64") for i in range(63)) + (("d", "desc5"),),
+        arguments=(*((f"a{i}", "i64") for i in range(63)), ("d", "desc5")),
         tensor_maps=(TensorMap("d", 255, (256, 1, 1, 1, 256), 255),),
         threads=1024,
         shared_bytes=1 << 20,

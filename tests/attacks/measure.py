@@ -1,0 +1,54 @@
+"""Open each bundle of a directory with both readers; print as JSON the error, seconds and MiB each one took."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pretuned.artifacts import codec
+from pretuned.artifacts.errors import BundleError
+from pretuned.artifacts.store import open_bundle
+
+
+def strict(path: Path) -> None:
+    """Read the file whole."""
+    codec.decode(path.read_bytes(), path.name)
+
+
+def lazy(path: Path) -> None:
+    """Open it, and touch every part."""
+    with open_bundle(path) as file:
+        file.variants()
+        for problem in file.problems():
+            file.find(problem)
+        file.models()
+        for i in range(file.variant_count):
+            file.cubin(i)
+
+
+def resident_mib(peak: bool) -> float:
+    """What the process holds in memory now, or the most it held since the peak was reset."""
+    key = "VmHWM:" if peak else "VmRSS:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
+
+
+def measure(read: Callable[[Path], None], path: Path) -> tuple[str | None, float, float]:
+    """The error's class, the seconds, and by how many MiB the process grew meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before_mib = resident_mib(peak=False)
+    begin = time.perf_counter()
+    error = None
+    try:
+        read(path)
+    except BundleError as caught:
+        error = type(caught).__name__
+    seconds = time.perf_counter() - begin
+    return error, seconds, resident_mib(peak=True) - before_mib
+
+
+paths = sorted(Path(sys.argv[1]).glob("*.msgpack"))
+print(json.dumps({path.name: {f.__name__: measure(f, path) for f in (lazy, strict)} for path in paths}))

@@ -1,0 +1,258 @@
+"""Is the place safe to load code from: each untrusted one is refused, each normal one passes. Real files and uids."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pretuned.artifacts
+import pytest
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "format1-small.msgpack"
+ME, OTHER, THIRD, GROUP = 23456, 34567, 45678, 56789  # nobody has these
+RANDOM_UID = 1000650000  # as OpenShift gives
+
+READ = """
+import grp, os, pwd, sys  # all imports before the rights to read them go
+from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.errors import BundleError
+if len(sys.argv) > 2:
+    os.setgroups([])
+    os.setgid(int(sys.argv[3]))
+    os.setuid(int(sys.argv[2]))
+try:
+    open_bundle(sys.argv[1]).load()
+except BundleError as error:
+    print(type(error).__name__, error)
+else:
+    print("ok")
+"""
+
+
+@pytest.fixture
+def root(request):
+    """A directory of root's, mode 0755, that every uid can reach (tmp_path is the tester's alone)."""
+    if os.geteuid() != 0:
+        if request.config.getoption("--without-namespaces"):
+            pytest.skip("needs root")
+        pytest.fail("these tests make files of other users: run as root, or with --without-namespaces")
+    folder = Path(tempfile.mkdtemp(prefix="pretuned-places-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def put(path: Path, mode: int = 0o644, uid: int = 0, gid: int = 0) -> Path:
+    """A valid bundle."""
+    shutil.copyfile(GOLDEN, path)
+    os.chown(path, uid, gid)
+    path.chmod(mode)
+    return path
+
+
+def folder(path: Path, mode: int = 0o755, uid: int = 0, gid: int = 0) -> Path:
+    """A directory."""
+    path.mkdir()
+    os.chown(path, uid, gid)
+    path.chmod(mode)
+    return path
+
+
+def install(path: Path, mode: int, uid: int, gid: int) -> Path:
+    """The package as another user's pip would install it under ``path``."""
+    shutil.copytree(Path(pretuned.artifacts.__file__).parent, path / "pretuned" / "artifacts")
+    for part in [path, *path.rglob("*")]:
+        os.chown(part, uid, gid)
+        part.chmod(mode if part.is_dir() else mode & 0o666)
+    return path
+
+
+def verdict(path: Path, uid: int = ME, gid: int = GROUP, package: Path | None = None) -> str:
+    """What a process of this user gets: "ok", or the error."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"} | ({"PYTHONPATH": str(package)} if package else {})
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(path), str(uid), str(gid)],
+        capture_output=True, text=True, check=True, env=environment, cwd="/",
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def refused(path: Path, component: Path, mode: str, **who: int) -> None:
+    """The error names the component that is at fault, and its mode."""
+    got = verdict(path, **who)
+    assert got.startswith("BundleUntrusted"), got
+    assert f"{str(component)!r} (uid " in got
+    assert f"mode {mode})" in got
+
+
+def test_roots_files_pass(root):
+    assert verdict(put(root / "b")) == "ok"
+    assert verdict(put(root / "c"), uid=0, gid=0) == "ok"
+
+
+def test_ones_own_files_pass(root):
+    home = folder(root / "home", 0o700, ME, GROUP)
+    assert verdict(put(home / "b", 0o600, ME, GROUP)) == "ok"
+
+
+def test_a_relative_path(root):
+    put(root / "b")
+    code = f"import os; os.chdir({str(root)!r})\n" + READ
+    done = subprocess.run([sys.executable, "-c", code, "x/../b"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("BundleUnreadable")  # x is not there, as for the kernel
+    folder(root / "x")
+    done = subprocess.run([sys.executable, "-c", code, "x/../b"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "ok"
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o646, 0o777])
+def test_a_file_that_everybody_can_write(root, mode):
+    path = put(root / "b", mode)
+    refused(path, path, f"{mode:04o}")
+
+
+def test_a_directory_that_everybody_can_write(root):
+    place = folder(root / "open", 0o777)
+    refused(put(place / "b"), place, "0777")
+    deeper = folder(place / "closed")
+    refused(put(deeper / "b"), place, "0777")
+
+
+def test_a_sticky_directory_passes(root):
+    place = folder(root / "tmp", 0o1777)
+    assert verdict(put(place / "b")) == "ok"
+    assert verdict(put(place / "c", 0o600, ME, GROUP)) == "ok"
+
+
+def test_a_squatted_place_in_tmp(root):
+    place = folder(root / "tmp", 0o1777)
+    path = put(place / "b", uid=OTHER, gid=OTHER)
+    refused(path, path, "0644")
+    refused(path, path, "0644", uid=0, gid=0)
+    squatted = folder(place / "pretuned", uid=OTHER, gid=OTHER)
+    refused(put(squatted / "b", uid=ME), squatted, "0755")
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o660])
+def test_a_file_that_a_strange_group_can_write(root, mode):
+    path = put(root / "b", mode, ME, THIRD)
+    refused(path, path, f"{mode:04o}")
+
+
+def test_a_directory_that_a_strange_group_can_write(root):
+    place = folder(root / "shared", 0o2775, 0, THIRD)
+    refused(put(place / "b"), place, "2775")
+
+
+def test_a_link_in_a_directory_that_everybody_can_write(root):
+    safe, place = put(root / "safe"), folder(root / "open", 0o777)
+    (place / "b").symlink_to(safe)
+    refused(place / "b", place, "0777")
+
+
+def test_a_strangers_link_in_tmp(root):
+    safe, place = put(root / "safe"), folder(root / "tmp", 0o1777)
+    (place / "b").symlink_to(safe)
+    assert verdict(place / "b") == "ok"
+    os.chown(place / "b", OTHER, OTHER, follow_symlinks=False)
+    refused(place / "b", place / "b", "0777")
+
+
+def test_a_link_into_an_untrusted_place(root):
+    place = folder(root / "open", 0o777)
+    put(place / "b")
+    (root / "file").symlink_to(place / "b")
+    (root / "folder").symlink_to("open")
+    refused(root / "file", place, "0777")
+    refused(root / "folder" / "b", place, "0777")
+
+
+def test_a_link_with_dots(root):
+    folder(root / "a")
+    folder(root / "c")
+    put(root / "b")
+    (root / "a" / "up").symlink_to("./../c/../b")
+    (root / "elsewhere").symlink_to("a")
+    assert verdict(root / "elsewhere" / "up") == "ok"
+    assert verdict(root / "elsewhere" / ".." / "b") == "ok"
+
+
+def test_umask_002_inside_a_venv(root):
+    package = install(root / "venv", 0o775, OTHER, THIRD)
+    inside = put(package / "pretuned" / "artifacts" / "b", 0o664, OTHER, THIRD)
+    assert verdict(inside, package=package) == "ok"
+    refused(inside, package, "0775")  # the same file, for a package that is installed elsewhere
+    inside.chmod(0o666)
+    assert verdict(inside, package=package).startswith("BundleUntrusted")
+
+
+def test_the_owner_of_the_package_is_trusted(root):
+    package = install(root / "venv", 0o755, OTHER, OTHER)
+    place = folder(root / "bundles", 0o755, OTHER, OTHER)
+    path = put(place / "b", 0o644, OTHER, OTHER)
+    assert verdict(path, package=package) == "ok"
+    refused(path, place, "0755")
+
+
+def test_an_image_of_group_root_and_a_random_uid(root):
+    package = install(root / "app", 0o775, 1001, 0)
+    place = folder(root / "bundles", 0o775, 1001, 0)
+    assert verdict(put(place / "b", 0o664, 1001, 0), uid=RANDOM_UID, gid=0, package=package) == "ok"
+
+
+def test_a_setgid_project_directory(root):
+    project = folder(root / "project", 0o2775, 0, THIRD)
+    package = install(project / "venv", 0o2775, ME, THIRD)
+    place = folder(project / "bundles", 0o2775, ME, THIRD)
+    path = put(place / "b", 0o664, ME, THIRD)
+    assert verdict(path, package=package) == "ok"
+    refused(path, project, "2775")  # for a package that the group can't write
+
+
+def test_a_users_private_group(root):
+    path = put(root / "b", 0o664, 1, 1)  # daemon, whose group is daemon
+    assert verdict(path, uid=1, gid=1) == "ok"
+    path = put(root / "c", 0o664, ME, ME)  # a uid and a group without names
+    assert verdict(path) == "ok"
+    path = put(root / "d", 0o664, ME, 1)
+    refused(path, path, "0664")
+    path = put(root / "e", 0o664, 1, ME)
+    refused(path, path, "0664", uid=1, gid=1)
+
+
+def kubernetes(place: Path) -> Path:
+    """What the kubelet's atomic writer makes in a volume."""
+    version = folder(place / "..2026_11_20_21_00_00.123", 0o755)
+    put(version / "b.msgpack")
+    (place / "..data").symlink_to(version.name)
+    (place / "b.msgpack").symlink_to("..data/b.msgpack")
+    return place / "b.msgpack"
+
+
+def test_kubernetes_links(root):
+    assert verdict(kubernetes(folder(root / "volume", 0o1777)), uid=RANDOM_UID) == "ok"
+    assert verdict(kubernetes(folder(root / "closed", 0o755)), uid=RANDOM_UID) == "ok"
+
+
+def test_kubernetes_config_map_on_a_read_only_mount(root):
+    place = folder(root / "volume")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", place], check=True)
+    try:
+        place.chmod(0o777)  # as the kubelet leaves it
+        path = kubernetes(place)
+        refused(path, place, "0777")
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        assert verdict(path, uid=RANDOM_UID) == "ok"
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_place_that_can_not_be_searched(root):
+    place = folder(root / "closed", 0o700)
+    got = verdict(put(place / "b"))
+    assert got.startswith("BundleUnreadable")
+    assert "Permission denied" in got

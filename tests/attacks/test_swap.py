@@ -1,0 +1,62 @@
+"""A file swapped or rewritten between check and load: what was verified is what loads."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+
+import golden_bundles
+import pytest
+from pretuned.artifacts import codec
+from pretuned.artifacts.errors import BundleError
+from pretuned.artifacts.store import open_bundle
+
+BUNDLES = [golden_bundles.medium(seed=seed) for seed in (0, 1)]
+DATA = [codec.encode(bundle) for bundle in BUNDLES]
+CUBINS = {data[31:63]: bundle.cubins for data, bundle in zip(DATA, BUNDLES, strict=True)}
+ROUNDS = 400
+PINS = [hashlib.sha256(data).hexdigest() for data in DATA]
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["renamed", "rewritten in place"])
+@pytest.mark.parametrize("pin", [None, PINS[0]], ids=["place", "pin"])
+def test_swapped(tmp_path, in_place, pin):
+    path = tmp_path / "b.msgpack"
+    path.write_bytes(DATA[0])
+    stop = threading.Event()
+
+    def swap() -> None:
+        turn = 0
+        while not stop.is_set():
+            turn ^= 1
+            if in_place:
+                with path.open("r+b") as file:
+                    file.write(DATA[turn])
+                    file.truncate()
+            else:
+                (tmp_path / "new").write_bytes(DATA[turn])
+                (tmp_path / "new").replace(path)
+            time.sleep(0.0002)
+
+    swapper = threading.Thread(target=swap)
+    swapper.start()
+    loaded = refused = 0
+    try:
+        for _ in range(ROUNDS):
+            try:
+                with open_bundle(path, sha256=pin) as file:
+                    cubins = tuple(file.cubin(i) for i in range(file.variant_count))
+            except BundleError:
+                refused += 1
+            else:
+                assert cubins == CUBINS[file.digest]
+                assert pin is None or file.digest == DATA[0][31:63]
+                loaded += 1
+    finally:
+        stop.set()
+        swapper.join()
+    assert loaded + refused == ROUNDS
+    assert loaded > 0
+    if not in_place and pin is None:
+        assert refused == 0
