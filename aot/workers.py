@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
@@ -102,9 +103,10 @@ def _run(
             max_workers=workers, context=get_context("spawn"), initializer=_start_worker, initargs=(str(scratch),)
         )
         try:
-            running: dict[Future[Compiled], Job] = {
-                pool.schedule(compile_one, (job.spec, job.sm), timeout=timeout_s): job for job in jobs
-            }
+            with _interrupts_held():
+                running: dict[Future[Compiled], Job] = {
+                    pool.schedule(compile_one, (job.spec, job.sm), timeout=timeout_s): job for job in jobs
+                }
             while running:
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in finished:
@@ -119,10 +121,19 @@ def _run(
             pool.join()
 
 
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits while the pool starts: its workers inherit that, and are ended by the pool alone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(scratch: str) -> None:
     """A worker is a process group of its own: when it ends before its time, so does the assembler it runs."""
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
     tempfile.tempdir = scratch
     threading.Thread(target=_end_with_parent, args=(scratch,), daemon=True).start()

@@ -1,0 +1,61 @@
+"""One compile cache for all tests here, and builds small enough for two cores."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pretuned.aot.build import Options
+from pretuned.aot.compilecache import CompileCache
+from pretuned.aot.models import load_models
+from pretuned.aot.plan import Plan, plan
+from pretuned.aot.variants import Space
+from pretuned.artifacts.types import DType, Op
+from pretuned.kernels.config import Config
+
+# spawned workers get the parent's sys.path
+sys.path.append(str(Path(__file__).parent / "workerjobs"))
+
+SMALL = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
+ODD = "shape:E=8,H=250,I=125,k=2 tokens=1..64 name=odd"  # no row is a multiple of 16 bytes
+
+
+def _aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
+    tma = sm >= 90
+    return (Config(16, 32, 64, 4, 2, tma=tma), Config(64, 64, 32, 4, 2, tma=tma))
+
+
+def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
+    return (Config(16, 32, 32, 4, 2),)
+
+
+@pytest.fixture(scope="session")
+def small_space() -> Space:
+    """Two aligned candidates and one fallback."""
+    return Space(_aligned, _fallbacks)
+
+
+@pytest.fixture(scope="session")
+def small_plan() -> Plan:
+    """One aligned model and one that isn't."""
+    return plan(load_models([SMALL, ODD]).shapes)
+
+
+@pytest.fixture(scope="session")
+def compiled_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compile cache that the session shares."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture
+def options(compiled_dir: Path, small_space: Space, tmp_path: Path) -> Callable[..., Options]:
+    """Options for a small build; keywords replace them."""
+
+    def make(**changes: object) -> Options:
+        given = {"out": tmp_path / "out", "cache": CompileCache(compiled_dir), "space": small_space, **changes}
+        return Options(**given)  # type: ignore[arg-type]
+
+    return make
