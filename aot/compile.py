@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,8 @@ def _triton_compile(spec: Spec, sm: int, scratch: str) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ..kernels import forward
-
-    function = getattr(forward, spec.kernel)
+    home = REVISIONS[spec.kernel].sources[0].removesuffix(".py")
+    function = getattr(import_module(f"..kernels.{home}", __package__), spec.kernel)
     names = list(function.arg_names)
     boxes = abi.boxes(spec)
     kinds = {name: _triton_type(name, kind, spec, boxes) for name, kind in abi.arguments(spec)}

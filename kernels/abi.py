@@ -3,13 +3,15 @@
 The names in a variant's ``arguments`` are the words of launch ABI 1:
 
 ========================  ====================================================================
-``x w y m_sizes``         device pointers; ``m_sizes`` points at the counts' first 32-bit word
+``x w y dy dw m_sizes``   device pointers; ``m_sizes`` points at the counts' first 32-bit word
 ``x_desc w_desc``         TMA descriptors of x [M, K] and w [E, N, K] (or [E, K, N])
-``M N K E``               int32: rows, the result's columns, the reduction, experts
-``stride_x_m`` ...        int64, in elements: the row strides of x and y; w's expert and row stride
+``dy_desc x_desc``        of dW: TMA descriptors of ragged rows, see ``RAGGED_SIZES``
+``M N K E``               int32: rows, the result's columns, the reduction, experts; of dW: dw's N and K
+``stride_x_m`` ...        int64, in elements: the row strides of x, y, dy; w's and dw's expert and row stride
 ``m_sizes_step``          int32: 1 for int32 counts, 2 for int64 counts
 ========================  ====================================================================
 
+dX runs the forward's kernels: its x is dy, its y is dx (see ``gemm_of``).
 After the named arguments every kernel takes two more pointers, Triton's global and profile scratch.
 A descriptor of rank r is passed as 128 bytes, then r int32 sizes, then r int64 strides.
 """
@@ -27,6 +29,10 @@ READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
 MAX_EXPERTS = 512  # every shape up to this many experts is served by one cubin
 MAX_EXPERTS_FALLBACK = 4096  # what the unaligned variants take
 
+# A descriptor of ragged rows is [.., .., rows, columns] with these sizes and the strides of ``ragged_strides``:
+# the address of (2^30, end, 2^30 - count + row, column) is that of row ``end - count + row``, because 2^30 times
+# the first stride is a multiple of 2^64 but for the row stride. Past the expert's end TMA reads zeros.
+RAGGED_SIZES = (0x7FFF0000, 0x7FFF0000, 1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class Spec:
     @property
     def kernel(self) -> str:
         """The name of the kernel's function."""
-        return "rows_tma" if self.config.tma else "rows_pointer"
+        return f"{'weight' if self.op is Op.DW else 'rows'}_{'tma' if self.config.tma else 'pointer'}"
 
     def __str__(self) -> str:
         text = f"{self.op.value} {self.dtype.value} {self.config}"
@@ -87,6 +93,12 @@ def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
     """(name, kind) of every argument in the kernel's order; kinds: ptr, i32, i64, desc2, desc3."""
     sizes = (("M", "i32"), ("N", "i32"), ("K", "i32"), ("E", "i32"))
     step = ("m_sizes_step", "i32")
+    if spec.op is Op.DW:
+        results = (("stride_dw_e", "i64"), ("stride_dw_row", "i64"), step)
+        ends = (("dw", "ptr"), ("m_sizes", "ptr"), *sizes)
+        if spec.config.tma:
+            return (("dy_desc", "desc4"), ("x_desc", "desc4"), *ends, *results)
+        return (("dy", "ptr"), ("x", "ptr"), *ends, ("stride_dy_m", "i64"), ("stride_x_m", "i64"), *results)
     if spec.config.tma:
         return (("x_desc", "desc2"), ("w_desc", "desc3"), ("y", "ptr"), ("m_sizes", "ptr"), *sizes,
                 ("stride_y_m", "i64"), step)  # fmt: skip
@@ -99,6 +111,8 @@ def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
     if not spec.config.tma:
         return {}
     c = spec.config
+    if spec.op is Op.DW:
+        return {"dy_desc": (1, 1, c.block_m, c.block_n), "x_desc": (1, 1, c.block_m, c.block_k)}
     w = (1, c.block_k, c.block_n) if _w_kn(spec) else (1, c.block_n, c.block_k)
     return {"x_desc": (c.block_m, c.block_k), "w_desc": w}
 
@@ -106,14 +120,14 @@ def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
 def constants(spec: Spec) -> dict[str, int | str | bool]:
     """The kernel's compile-time arguments."""
     c = spec.config
-    return {
+    layout = {} if spec.op is Op.DW else {"W_KN": _w_kn(spec)}
+    return layout | {
         "BLOCK_M": c.block_m,
         "BLOCK_N": c.block_n,
         "BLOCK_K": c.block_k,
         "GROUP_M": c.group_m,
         "MAX_EXPERTS": spec.max_experts,
         "PERSISTENT": c.persistent,
-        "W_KN": _w_kn(spec),
         "PRECISION": "ieee" if spec.dtype is DType.FP32 else "tf32",
     }
 
@@ -123,9 +137,19 @@ def divisibility(spec: Spec) -> dict[str, int]:
     if spec.alignment == 1:
         return {}
     elements = spec.alignment // spec.dtype.itemsize
-    given = {"x": 16, "w": 16, "y": 16, "N": elements, "K": elements}
-    given |= {f"stride_{name}": elements for name in ("x_m", "w_e", "w_row", "y_m")}
-    return {name: given[name] for name, _ in arguments(spec) if name in given}
+    pointers = dict.fromkeys(("x", "w", "y", "dy", "dw"), spec.alignment)
+    lengths = {name: elements for name, kind in arguments(spec) if name in ("N", "K") or kind == "i64"}
+    return {name: given for name, given in (pointers | lengths).items() if name in dict(arguments(spec))}
+
+
+def ragged_strides(row_stride: int) -> tuple[int, int, int]:
+    """The strides, in elements, of a ragged descriptor's first three dimensions."""
+    return (1 << 34) - row_stride, row_stride, row_stride
+
+
+def weight_tiles(N: int, K: int, E: int, config: Config) -> int:
+    """The tiles of dw [E, N, K]: the same for any rows."""
+    return E * -(-N // config.block_n) * -(-K // config.block_k)
 
 
 def most_tiles(rows: int, E: int, columns: int, config: Config) -> int:

@@ -25,6 +25,8 @@ class Revision:
 REVISIONS = {
     "rows_pointer": Revision(1, ("forward.py", "tiles.py"), ""),
     "rows_tma": Revision(1, ("forward.py", "tiles.py"), ""),
+    "weight_pointer": Revision(1, ("grad_weight.py", "tiles.py"), ""),
+    "weight_tma": Revision(1, ("grad_weight.py", "tiles.py"), ""),
 }
 
 

@@ -64,3 +64,15 @@ def place(tile, rows, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
     height = tl.minimum(tiles_m - first, GROUP_M)
     rest = tile - group * per_group
     return first + rest % height, rest // height
+
+
+@triton.jit
+def rows_of(expert, ends, MAX_EXPERTS: tl.constexpr):
+    """First row and end row of one expert, out of every expert's end."""
+    index = tl.arange(0, MAX_EXPERTS)
+    return tl.reduce((tl.where(index < expert, ends, 0), tl.where(index <= expert, ends, 0)), 0, _both_max)
+
+
+@triton.jit
+def _both_max(first_a, second_a, first_b, second_b):
+    return tl.maximum(first_a, first_b), tl.maximum(second_a, second_b)

@@ -9,42 +9,36 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import addressof, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
 from ..artifacts.errors import BundleCorrupt, InputError
 from ..artifacts.types import Variant
+from ..kernels.abi import RAGGED_SIZES, ragged_strides, weight_tiles
 from ..kernels.config import Config
 from . import driver
 
-RowLauncher = Callable[[int, int, int, int, int, int, int, int], None]
+# (first operand, second operand, result, m_sizes, row stride, row stride, M, stream): see the two factories below.
+Launcher = Callable[[int, int, int, int, int, int, int, int], None]
 
-# What changes from call to call, in the order of the call: x w y m_sizes (pointers), two strides, M.
+# What changes from call to call: three operands and m_sizes (pointers), two row strides, M.
 _DYNAMIC = struct.Struct("=QQQQqqi")
-_DYNAMIC_AT = {"x": 0, "w": 8, "y": 16, "m_sizes": 24, "stride_x_m": 32, "stride_y_m": 40, "M": 48}
-# What the launcher fixes: N K E m_sizes_step, two strides, a stride of one, and the two scratch pointers (null).
+# What the launcher fixes: N K E m_sizes_step, two strides, a stride of one, and the null of both scratch pointers.
 _STATIC = struct.Struct("=iiiiqqqQ")
-_STATIC_AT = {
-    "N": 56,
-    "K": 60,
-    "E": 64,
-    "m_sizes_step": 68,
-    "stride_w_e": 72,
-    "stride_w_row": 80,
-    "one": 88,
-    "null": 96,
-}
+_STATIC_OFFSET = 56
+_FIXED = {"M": 48, "N": 56, "K": 60, "E": 64, "m_sizes_step": 68, "one": 88, "null": 96, "m_sizes": 24}
+_ROWS_AT = _FIXED | {"x": 0, "w": 8, "y": 16, "stride_x_m": 32, "stride_y_m": 40, "stride_w_e": 72, "stride_w_row": 80}
+_WEIGHT_AT = _FIXED | {
+    "dy": 0, "x": 8, "dw": 16, "stride_dy_m": 32, "stride_x_m": 40, "stride_dw_e": 72, "stride_dw_row": 80,
+}  # fmt: skip
 _ARGUMENT_BYTES = 104
 _MAP_BYTES = 128
 _MAP_ALIGNMENT_BYTES = 64
 _CACHED_MAPS = 256
 _MOST_TILES = 2**31 - 1
-
-# What the sizes and strides behind a descriptor are called, by argument and whether w's columns are contiguous.
-_SIZES = {("x_desc", False): ("M", "K"), ("w_desc", False): ("E", "N", "K"), ("w_desc", True): ("E", "K", "N")}
-_STRIDES = {"x_desc": ("stride_x_m", "one"), "w_desc": ("stride_w_e", "stride_w_row", "one")}
+_MOST_RAGGED_ROWS = RAGGED_SIZES[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +74,32 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int) -> L
 
 
 class _Arguments(threading.local):
-    """One thread's argument block: the values, the array of pointers to them, and the launch configuration."""
+    """One thread's argument block: the values, the array of pointers to them, and the launch configuration.
 
-    def __init__(self, kernel: LoadedKernel, w_kn: bool, static: tuple[int, ...]) -> None:
+    ``offsets`` says where each named value lies; ``shapes`` names the sizes and strides that follow
+    each descriptor argument.
+    """
+
+    def __init__(
+        self,
+        kernel: LoadedKernel,
+        offsets: dict[str, int],
+        shapes: Mapping[str, tuple[str, ...]],
+        static: tuple[int, ...],
+    ) -> None:
         self.values = ctypes.create_string_buffer(_ARGUMENT_BYTES)
         base = addressof(self.values)
-        _STATIC.pack_into(self.values, _STATIC_AT["N"], *static)
-        at = {name: base + offset for name, offset in (_DYNAMIC_AT | _STATIC_AT).items()}
+        _STATIC.pack_into(self.values, _STATIC_OFFSET, *static)
         pointers: list[int] = []
         self.map_slots: dict[str, int] = {}
         for name, kind in kernel.variant.arguments:
             if kind.startswith("desc"):
                 self.map_slots[name] = len(pointers)
                 pointers.append(0)
-                kn = w_kn and name == "w_desc"
-                pointers += [at[size] for size in _SIZES[name, kn]]
-                pointers += [at[stride] for stride in _STRIDES[name]]
+                pointers += [base + offsets[part] for part in shapes[name]]
             else:
-                pointers.append(at[name])
-        pointers += [at["null"], at["null"]]
+                pointers.append(base + offsets[name])
+        pointers += [base + offsets["null"]] * 2
         self.pointers = (c_void_p * len(pointers))(*pointers)
         function = kernel.function
         self.config = driver.LaunchConfig(1, 1, 1, function.threads, 1, 1, function.shared_bytes, None, None, 0)
@@ -135,6 +136,24 @@ class _TensorMaps:
         return at, owner
 
 
+def _launch(kernel: LoadedKernel) -> Callable[[_Arguments, int, int], None]:
+    """A function (arguments, programs, stream) that makes the driver call."""
+    launch, handle, device = driver.library().cuLaunchKernelEx, kernel.function.handle, kernel.function.device
+
+    def start(mine: _Arguments, programs: int, stream: int) -> None:
+        config = mine.config
+        config.grid_x = programs
+        config.stream = stream
+        code = launch(mine.config_address, handle, mine.pointers_address, None)
+        if code:
+            if code == driver.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
+                driver.make_current(device)
+                code = launch(mine.config_address, handle, mine.pointers_address, None)
+            driver.check(code, f"cuLaunchKernelEx({kernel.variant.entry}, {kernel.config}, grid {programs})")
+
+    return start
+
+
 def row_launcher(
     kernel: LoadedKernel,
     *,
@@ -145,7 +164,7 @@ def row_launcher(
     stride_w_e: int,
     stride_w_row: int,
     m_sizes_step: int,
-) -> RowLauncher:
+) -> Launcher:
     """A function (x, w, y, m_sizes, stride_x_m, stride_y_m, M, stream) that launches y[g] = x[g] @ w[g].T.
 
     The four operands are device addresses, strides are in elements, M > 0. It does not synchronise,
@@ -159,28 +178,23 @@ def row_launcher(
     CudaError
         where the driver refuses the launch.
     """
-    config, function = kernel.config, kernel.function
+    config = kernel.config
+    shapes = {
+        "x_desc": ("M", "K", "stride_x_m", "one"),
+        "w_desc": ("E", *(("K", "N") if w_kn else ("N", "K")), "stride_w_e", "stride_w_row", "one"),
+    }
     static = (columns, reduction, E, m_sizes_step, stride_w_e, stride_w_row, 1, 0)
-    local = _Arguments(kernel, w_kn, static)
-    launch = driver.library().cuLaunchKernelEx
-    pack, handle, device = _DYNAMIC.pack_into, function.handle, function.device
+    local = _Arguments(kernel, _ROWS_AT, shapes, static)
+    pack, start = _DYNAMIC.pack_into, _launch(kernel)
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
-    most = kernel.sm_count * function.per_sm if config.persistent else _MOST_TILES
+    most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_TILES
 
-    def start(mine: _Arguments, M: int, stream: int) -> None:
+    def programs(M: int) -> int:
         active = E if E < M else M
-        tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, without a call
+        tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, inlined
         if tiles > _MOST_TILES:
             raise InputError(f"M={M} rows and N={columns} columns make {tiles} tiles of {config}, the most is 2^31 - 1")
-        launch_config = mine.config
-        launch_config.grid_x = tiles if tiles < most else most
-        launch_config.stream = stream
-        code = launch(mine.config_address, handle, mine.pointers_address, None)
-        if code:
-            if code == driver.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
-                driver.make_current(device)
-                code = launch(mine.config_address, handle, mine.pointers_address, None)
-            driver.check(code, f"cuLaunchKernelEx({kernel.variant.entry}, {config}, grid {launch_config.grid_x})")
+        return tiles if tiles < most else most
 
     if not config.tma:
 
@@ -188,7 +202,7 @@ def row_launcher(
             x: int, w: int, y: int, m_sizes: int, stride_x_m: int, stride_y_m: int, M: int, stream: int
         ) -> None:
             pack(local.values, 0, x, w, y, m_sizes, stride_x_m, stride_y_m, M)
-            start(local, M, stream)
+            start(local, programs(M), stream)
 
         return launch_pointers
 
@@ -198,14 +212,67 @@ def row_launcher(
 
     def launch_tma(x: int, w: int, y: int, m_sizes: int, stride_x_m: int, stride_y_m: int, M: int, stream: int) -> None:
         # The maps are kept alive by these names until the driver has copied them.
-        x_map = x_maps.cached.get((x, M, stride_x_m)) or x_maps.encode(
-            (x, M, stride_x_m), x, (M, reduction), (stride_x_m,)
-        )
+        key = (x, M, stride_x_m)
+        x_map = x_maps.cached.get(key) or x_maps.encode(key, x, (M, reduction), (stride_x_m,))
         w_map = w_maps.cached.get(w) or w_maps.encode(w, w, w_sizes, (stride_w_e, stride_w_row))
         pointers = local.pointers
         pointers[x_slot] = x_map[0]
         pointers[w_slot] = w_map[0]
         pack(local.values, 0, x, w, y, m_sizes, stride_x_m, stride_y_m, M)
-        start(local, M, stream)
+        start(local, programs(M), stream)
+
+    return launch_tma
+
+
+def weight_launcher(
+    kernel: LoadedKernel, *, N: int, K: int, E: int, stride_dw_e: int, stride_dw_row: int, m_sizes_step: int
+) -> Launcher:
+    """A function (dy, x, dw, m_sizes, stride_dy_m, stride_x_m, M, stream) that launches dw[g] = dy[g].T @ x[g].
+
+    As ``row_launcher``.
+
+    Raises
+    ------
+    InputError
+        where dw's tiles pass 2^31, or M passes 2^30 (the most that a ragged descriptor counts).
+    CudaError
+        where the driver refuses the launch.
+    """
+    config = kernel.config
+    shapes = dict.fromkeys(("dy_desc", "x_desc"), ("null",) * 4 + ("one",) * 4)  # no kernel reads them
+    local = _Arguments(kernel, _WEIGHT_AT, shapes, (N, K, E, m_sizes_step, stride_dw_e, stride_dw_row, 1, 0))
+    pack, start = _DYNAMIC.pack_into, _launch(kernel)
+    tiles = weight_tiles(N, K, E, config)
+    if tiles > _MOST_TILES:
+        raise InputError(f"E={E}, N={N}, K={K} make {tiles} tiles of {config}, the most is 2^31 - 1")
+    programs = min(tiles, kernel.sm_count * kernel.function.per_sm) if config.persistent else tiles
+
+    if not config.tma:
+
+        def launch_pointers(
+            dy: int, x: int, dw: int, m_sizes: int, stride_dy_m: int, stride_x_m: int, M: int, stream: int
+        ) -> None:
+            pack(local.values, 0, dy, x, dw, m_sizes, stride_dy_m, stride_x_m, M)
+            start(local, programs, stream)
+
+        return launch_pointers
+
+    dy_maps, x_maps = _TensorMaps(kernel, "dy_desc"), _TensorMaps(kernel, "x_desc")
+    dy_slot, x_slot = local.map_slots["dy_desc"], local.map_slots["x_desc"]
+    dy_sizes, x_sizes = (*RAGGED_SIZES, N), (*RAGGED_SIZES, K)
+
+    def launch_tma(
+        dy: int, x: int, dw: int, m_sizes: int, stride_dy_m: int, stride_x_m: int, M: int, stream: int
+    ) -> None:
+        if M > _MOST_RAGGED_ROWS:
+            raise InputError(f"M={M}, the most rows of dW through TMA is 2^30: split the batch")
+        dy_key, x_key = (dy, stride_dy_m), (x, stride_x_m)
+        dy_map = dy_maps.cached.get(dy_key) or dy_maps.encode(dy_key, dy, dy_sizes, ragged_strides(stride_dy_m))
+        x_map = x_maps.cached.get(x_key) or x_maps.encode(x_key, x, x_sizes, ragged_strides(stride_x_m))
+        pointers = local.pointers
+        pointers[dy_slot] = dy_map[0]
+        pointers[x_slot] = x_map[0]
+        pack(local.values, 0, dy, x, dw, m_sizes, stride_dy_m, stride_x_m, M)
+        start(local, programs, stream)
 
     return launch_tma

@@ -58,6 +58,18 @@ CASES = {
     "NaN and inf of one expert stay there": case(poison=[2]),
     "NaN and inf of one expert stay there, tma": case(poison=[2], tma=True, K=40),
     "NaN and inf of one expert stay there, dX": case(poison=[0], op="dX", tma=True, N=40),
+    "dW": case(op="dW"),
+    "dW, tma": case(op="dW", tma=True),
+    "dW, one program a tile": case(op="dW", persistent=False),
+    "dW, one program a tile, tma": case(op="dW", persistent=False, tma=True),
+    "dW, fp16, tma": case(op="dW", tma=True, dtype="fp16"),
+    "dW, int64 counts": case(op="dW", wide=True),
+    "dW, counts beyond M are cut off": case(op="dW", m_sizes=[5, 3, 900, 7], tma=True),
+    "dW, no rows at all": case(op="dW", m_sizes=[0, 0, 0, 0]),
+    "dW, odd N and K": case(op="dW", N=37, K=33),
+    "dW, many row steps": case(op="dW", m_sizes=[90, 0, 33, 5], M=128, programs=5, tma=True),
+    "dW, NaN and inf of one expert stay there": case(op="dW", poison=[2]),
+    "dW, NaN and inf of one expert stay there, tma": case(op="dW", poison=[2], tma=True),
 }
 
 
@@ -84,7 +96,8 @@ def test_random_shapes() -> None:
         cases.append(
             case(
                 m_sizes=sizes, M=max(1, sum(sizes) + rng.choice([0, 0, 5])), N=rng.choice([1, 8, 16, 41, 64]),
-                K=rng.choice([1, 8, 31, 32, 72]), dtype=rng.choice(["fp32", "fp16"]), op=rng.choice(["forward", "dX"]),
+                K=rng.choice([1, 8, 31, 32, 72]), dtype=rng.choice(["fp32", "fp16"]),
+                op=rng.choice(["forward", "dX", "dW"]),
                 layout=rng.choice(["nk", "kn"]), tma=False, persistent=rng.random() < 0.5,
                 programs=rng.choice([1, 2, 7]), wide=rng.random() < 0.5, group_m=rng.choice([1, 2, 8]), seed=seed,
             )
