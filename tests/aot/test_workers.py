@@ -8,7 +8,6 @@ from pathlib import Path
 
 import misbehaving
 import pytest
-
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.scratch import scratch_folder
 from pretuned.aot.workers import Job, Result, compile_all

@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import misbehaving
+import pytest
+from pretuned.aot.build import Observers, Options, build
+from pretuned.aot.compilecache import CompileCache
+from pretuned.aot.models import load_models
+from pretuned.aot.plan import Plan, plan
+from pretuned.aot.variants import Space, families, is_aligned, rejection, specs
+from pretuned.aot.verify import verify
+from pretuned.aot.workers import Result
+from pretuned.artifacts import codec
+from pretuned.artifacts.errors import CompileError, HostError, InputError
+from pretuned.artifacts.store import lock, open_bundle
+from pretuned.artifacts.types import Bundle, DType, Op, Problem, Source, Variant
+from pretuned.kernels.abi import LAUNCH_ABI
+from pretuned.kernels.chips import limits
+from pretuned.kernels.config import Config
+from pretuned.kernels.revisions import source_sha256
+
+Make = Callable[..., Options]
+
+
+@pytest.fixture(scope="session")
+def bundles(
+    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Space, small_plan: Plan
+) -> dict[int, Bundle]:
+    """A real build for 80 and 90, read back whole."""
+    out = tmp_path_factory.mktemp("built")
+    options = Options(out, cache=CompileCache(compiled_dir), space=small_space, compile_one=misbehaving.without_torch)
+    report = build(small_plan, (80, 90), options)
+    assert [one.failed for one in report.bundles] == [0, 0]
+    return {one.target.sm: codec.decode(one.path.read_bytes(), str(one.path)) for one in report.bundles}
+
+
+def test_the_files_are_sound_bundles(bundles: dict[int, Bundle], options: Make, small_plan: Plan) -> None:
+    report = build(small_plan, (80, 90), options(name="mine"))
+    assert [one.path.name for one in report.bundles] == ["mine-sm80.msgpack", "mine-sm90.msgpack"]
+    assert [str(one.target) for one in report.bundles] == ["sm_80", "sm_90a"]
+    for one in report.bundles:
+        assert verify(str(one.path)).variants == one.variants
+        assert one.size_bytes == one.path.stat().st_size
+        with open_bundle(one.path) as opened:
+            assert codec.encode(opened.load()) == one.path.read_bytes()
+
+
+def test_there_is_a_choice_for_every_problem_and_bucket(bundles: dict[int, Bundle], small_plan: Plan) -> None:
+    for bundle in bundles.values():
+        assert list(bundle.choices) == list(small_plan.problems)
+        assert bundle.models == small_plan.models
+        for problem, choices in bundle.choices.items():
+            assert tuple(choice.bucket for choice in choices) == small_plan.buckets[problem]
+            for choice in choices:
+                assert (choice.source, choice.gpu) == (Source.MODELLED, None)
+                assert choice.time_ns > 0
+                variant = bundle.variants[choice.variant]
+                assert variant.alignment == (16 if is_aligned(problem) else 1)
+                if choice.runner_up is not None:
+                    assert choice.runner_up != choice.variant
+                    assert choice.runner_up_ns is not None
+                    assert choice.runner_up_ns >= choice.time_ns
+
+
+def test_unaligned_problems_run_on_the_fallback(bundles: dict[int, Bundle]) -> None:
+    problem = Problem(Op.FORWARD, DType.BF16, 8, 250, 250)
+    assert problem in bundles[80].choices
+    assert not is_aligned(problem)
+    assert is_aligned(Problem(Op.FORWARD, DType.BF16, 8, 256, 256))
+    assert not is_aligned(Problem(Op.FORWARD, DType.BF16, 8, 250, 256))
+    assert is_aligned(Problem(Op.FORWARD, DType.FP32, 8, 252, 256))
+
+
+def test_what_a_bundle_says_of_its_making(bundles: dict[int, Bundle]) -> None:
+    for sm, bundle in bundles.items():
+        assert (bundle.target.sm, bundle.target.arch_specific) == (sm, sm == 90)
+        assert bundle.producer.options == ("enable_fp_fusion=True", "line_info=off")
+        assert re.fullmatch(r"\d+\.\d+", bundle.producer.ptxas)
+        assert {kernel.name for kernel in bundle.kernels} == {variant.kernel for variant in bundle.variants}
+        for kernel in bundle.kernels:
+            assert kernel.source_sha256.hex() == source_sha256(kernel.name)
+        for variant, cubin in zip(bundle.variants, bundle.cubins, strict=True):
+            assert hashlib.sha256(cubin).digest() == variant.cubin_sha256
+            assert variant.abi == LAUNCH_ABI
+        assert {variant.alignment for variant in bundle.variants} == {1, 16}
+        assert bundle.min_driver == 12000
+
+
+def test_a_second_build_compiles_nothing_and_is_quick(
+    bundles: dict[int, Bundle], options: Make, small_plan: Plan
+) -> None:
+    first = build(small_plan, (80, 90), options())
+    before = [(one.path.stat().st_mtime_ns, one.path.stat().st_ino) for one in first.bundles]
+    begun = time.monotonic()
+    second = build(small_plan, (80, 90), options(compile_one=misbehaving.must_not_run))
+    assert time.monotonic() - begun < 5.0
+    assert [(one.compiled, one.failed, one.unchanged) for one in second.bundles] == [(0, 0, True)] * 2
+    assert [(one.path.stat().st_mtime_ns, one.path.stat().st_ino) for one in second.bundles] == before
+
+
+_BUILD = """
+import sys
+from pathlib import Path
+sys.path.append(sys.argv[4])
+from conftest import ODD, SMALL, _aligned, _fallbacks
+from pretuned.aot.build import Options, build
+from pretuned.aot.models import load_models
+from pretuned.aot.plan import plan
+from pretuned.aot.variants import Space
+if __name__ == "__main__":
+    models = [SMALL, ODD] if sys.argv[3] == "in order" else [ODD, SMALL]
+    options = Options(Path(sys.argv[1]), workers=int(sys.argv[2]), space=Space(_aligned, _fallbacks))
+    build(plan(load_models(models).shapes), (80, 90), options)
+    assert "torch" not in sys.modules, "the builder imported torch"
+    assert "triton" not in sys.modules, "the builder itself imported triton"
+"""
+
+
+def test_the_same_bytes_from_any_number_of_workers_place_zone_seed_and_user(
+    bundles: dict[int, Bundle], tmp_path: Path
+) -> None:
+    script = tmp_path / "build.py"
+    script.write_text(_BUILD)
+    another_user = ["unshare", "--map-user=12345", "--map-group=12345"]
+    for number, (workers, order, zone, user) in enumerate(
+        ((1, "in order", "UTC", []), (8, "reversed", "Pacific/Apia", another_user))
+    ):
+        home = tmp_path / f"place-{number}"
+        home.mkdir()
+        environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "TZ": zone,
+                       "PYTHONHASHSEED": str(number + 7)}  # fmt: skip
+        done = subprocess.run(
+            [*user, sys.executable, script, home / "out", str(workers), order, Path(__file__).parent],
+            env=environment, cwd=home, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        for sm, bundle in bundles.items():
+            assert (home / "out" / f"pretuned-sm{sm}.msgpack").read_bytes() == codec.encode(bundle)
+
+
+def test_failed_variants_are_told_and_not_fatal(options: Make, small_plan: Plan) -> None:
+    def aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
+        return (Config(16, 32, 64, 4, 2), Config(16, 32, 64, 4, 5))
+
+    space = Space(aligned, options().space.fallbacks)
+    (one,) = build(small_plan, (80,), options(space=space, compile_one=misbehaving.refuses)).bundles
+    assert one.failed == 1
+    assert [dropped.reason for dropped in one.dropped] == [
+        "forward bf16 16x32x64 w4 s5 g8 persistent for sm_80: no such instruction"
+    ]
+    assert one.to_dict()["failed"] == 1
+    assert verify(str(one.path)).variants == 2
+
+
+def test_a_variant_that_does_not_fit_is_pruned_with_its_figures(options: Make, small_plan: Plan) -> None:
+    def aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
+        return (Config(16, 32, 64, 4, 2), Config(128, 128, 64, 8, 6))
+
+    (one,) = build(small_plan, (89,), options(space=Space(aligned, options().space.fallbacks))).bundles
+    assert one.pruned == 1
+    assert one.dropped[0].reason == "163840 bytes of shared memory, sm_89 has 101376"
+
+
+def test_nothing_is_written_where_an_op_has_no_variant_left(
+    options: Make, small_plan: Plan, bundles: dict[int, Bundle]
+) -> None:
+    first = build(small_plan, (80, 90), options())
+    before = [one.path.read_bytes() for one in first.bundles]
+    with pytest.raises(CompileError, match=r"(?s)sm_80: not one variant of forward bf16 can be used.*no such inst"):
+        build(small_plan, (80, 90), options(cache=None, compile_one=misbehaving.refuses_all))
+    assert [one.path.read_bytes() for one in first.bundles] == before
+    left = {path.name for path in options().out.iterdir()} - {".pretuned.lock"}
+    assert left == {one.path.name for one in first.bundles}
+
+
+def test_the_reasons_to_reject_a_variant(bundles: dict[int, Bundle]) -> None:
+    def altered(variant: Variant, **figures: int) -> str | None:
+        return rejection(dataclasses.replace(variant, **figures), limits(80))
+
+    aligned = next(one for one in bundles[80].variants if one.alignment == 16)
+    fallback = next(one for one in bundles[80].variants if one.alignment == 1)
+    assert altered(aligned) is None
+    assert altered(aligned, shared_bytes=163 * 1024) is None
+    assert altered(aligned, shared_bytes=163 * 1024 + 1) == "166913 bytes of shared memory, sm_80 has 166912"
+    assert altered(aligned, threads=512, registers=128) is None
+    assert altered(aligned, threads=512, registers=255) == "255 registers x 512 threads, sm_80 has 65536 registers"
+    assert altered(aligned, spill_bytes=64) is None
+    assert altered(aligned, spill_bytes=65) == "65 bytes a thread are spilled, at most 64 are accepted"
+    assert altered(fallback, spill_bytes=4096) is None  # any N and K run, if slowly
+    assert altered(fallback, shared_bytes=1 << 20) is not None
+
+
+def test_one_class_of_experts_serves_512_and_the_next_what_is_above(small_space: Space) -> None:
+    def classes(*experts: int) -> set[tuple[int, int]]:
+        problems = [Problem(Op.FORWARD, DType.BF16, E, 256, 256) for E in experts]
+        return {(spec.alignment, spec.max_experts) for spec in specs(problems, 80, small_space)}
+
+    assert classes(1, 8, 512) == {(16, 512), (1, 4096)}
+    assert classes(8, 513) == {(16, 1024), (1, 4096)}
+    assert classes(5000) == {(16, 8192), (1, 8192)}
+
+
+def test_families_keep_ops_and_dtypes_apart(small_space: Space) -> None:
+    problems = [Problem(op, dtype, 8, 256, 256) for op in Op for dtype in DType]
+    assert [len(members) for members in families(problems).values()] == [1] * 12
+    assert len(specs(problems, 80, small_space)) == 12 * 3
+
+
+def test_at_most_sixteen_configs_a_family_ship(options: Make, bundles: dict[int, Bundle]) -> None:
+    report = build(plan(load_models(["Qwen/Qwen3-30B-A3B"]).shapes), (80,), options())
+    assert report.bundles[0].variants <= 16
+
+
+def test_observers_hear_of_every_variant(bundles: dict[int, Bundle], options: Make, small_plan: Plan) -> None:
+    totals: list[int] = []
+    heard: list[Result] = []
+    build(small_plan, (80, 90), options(), Observers(totals.append, heard.append))
+    assert totals == [6]
+    assert len(heard) == 6
+    assert all(result.cached for result in heard)
+
+
+def test_an_interrupted_build_says_what_is_kept(bundles: dict[int, Bundle], options: Make, small_plan: Plan) -> None:
+    def interrupt(result: Result) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="interrupted: 1 of 3 variants are compiled and kept; run the same"):
+        build(small_plan, (80,), options(), Observers(on_result=interrupt))
+    assert not list(options().out.glob("*.msgpack"))
+
+
+def test_a_second_build_in_the_same_directory_waits_and_says_for_whom(
+    bundles: dict[int, Bundle], options: Make, small_plan: Plan, tmp_path: Path
+) -> None:
+    out = options().out
+    out.mkdir()
+    notes: list[str] = []
+    holder = lock(out, 1.0)
+
+    def waiting(note: str) -> None:
+        notes.append(note)
+        assert not list(out.glob("*.msgpack"))
+        holder.__exit__(None, None, None)
+
+    assert holder.__enter__()
+    build(small_plan, (80,), options(), Observers(on_note=waiting))
+    assert notes == [f"another build (process {os.getpid()}) works in '{out}': waiting for it"]
+    assert (out / "pretuned-sm80.msgpack").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_told_before_any_work(
+    options: Make, small_plan: Plan, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    totals: list[int] = []
+    with pytest.raises(HostError, match=r"can't make the directory .*file/out'.*--out DIR"):
+        build(small_plan, (80,), options(out=tmp_path / "file" / "out"), Observers(totals.append))
+    assert not totals
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 101, "naïve", "a b"])
+def test_a_name_that_is_no_plain_file_name(options: Make, small_plan: Plan, name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="can't be part of a file's name"):
+        build(small_plan, (80,), options(name=name))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_capability_that_is_not_supported(options: Make, small_plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="sm_75 is not supported"):
+        build(small_plan, (75,), options())
+    assert not (tmp_path / "out").exists()
