@@ -35,11 +35,12 @@ def routed_rows(E: int, top_k: int, T: int, seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One problem's tensors on the GPU: x [M, K], w [E, N, K], m_sizes [E]."""
+    """One problem's tensors on the GPU: x [M, K], w [E, N, K], m_sizes [E], and for a gradient dy [M, N]."""
 
     x: torch.Tensor
     w: torch.Tensor
     m_sizes: torch.Tensor
+    dy: torch.Tensor | None = None
 
 
 def weights(E: int, N: int, K: int, dtype: torch.dtype, device: str = "cuda") -> torch.Tensor:
@@ -56,17 +57,27 @@ def activations(M: int, K: int, dtype: torch.dtype, device: str = "cuda") -> tor
     return torch.randn(M, K, generator=torch.Generator(device).manual_seed(2), device=device).to(dtype)
 
 
-def relative_error(y: torch.Tensor, inputs: Inputs) -> float:
-    """||y - ref|| / ||ref|| over all rows, ref in fp32, expert by expert. NaN where anything is not finite."""
+def relative_error(result: torch.Tensor, inputs: Inputs, op: str = "forward") -> float:
+    """||result - ref|| / ||ref||, ref in fp32, expert by expert. NaN where anything is not finite.
+
+    forward: y[g] = x[g] @ w[g].T; dX: dx[g] = dy[g] @ w[g]; dW: dw[g] = dy[g].T @ x[g].
+    """
     wrong = total = 0.0
     start = 0
     for expert, rows in enumerate(inputs.m_sizes.tolist()):
-        if rows:
-            want = inputs.x[start : start + rows].float() @ inputs.w[expert].float().T
-            got = y[start : start + rows].float()
-            wrong += float((got - want).square().sum(dtype=torch.float64))
-            total += float(want.square().sum(dtype=torch.float64))
+        here = slice(start, start + rows)
         start += rows
+        if not rows and op != "dW":
+            continue
+        if op == "forward":
+            want = inputs.x[here].float() @ inputs.w[expert].float().T
+        else:
+            assert inputs.dy is not None
+            dy = inputs.dy[here].float()
+            want = dy @ inputs.w[expert].float() if op == "dX" else dy.T @ inputs.x[here].float()
+        got = result[expert if op == "dW" else here].float()
+        wrong += float((got - want).square().sum(dtype=torch.float64))
+        total += float(want.square().sum(dtype=torch.float64))
     return (wrong / total) ** 0.5 if total else 0.0
 
 
@@ -106,6 +117,9 @@ class Clock:
 
 
 def floor_us(M: int, N: int, K: int, active: int, itemsize: int = 2) -> float:
-    """The least time: arithmetic, or every byte moved once (only the active experts' weights)."""
+    """The least time: arithmetic, or every byte moved once.
+
+    ``active``: the experts whose weights are moved; those with rows, but all of them for dW.
+    """
     moved = itemsize * (active * N * K + M * K + M * N)
     return 1e6 * max(2.0 * M * N * K / FLOPS, moved / BYTES_PER_S)

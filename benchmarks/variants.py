@@ -3,7 +3,7 @@
     python benchmarks/variants.py candidates.msgpack --out sweep.json
     python benchmarks/variants.py candidates.msgpack --models qwen3-30b,olmoe --tokens 1,128 --out sweep.json
 
-Forward only, through the runtime's own launcher; the first launch of each (variant, problem) is
+Through the runtime's own launcher; the first launch of each (variant, problem) is
 checked against fp32. The method is benchmarks/method.py.
 """
 
@@ -13,12 +13,14 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import method
 import torch
 from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import DType, Layout, Op, Variant
+from pretuned.artifacts.types import DType, Layout, Op, Problem, Variant
+from pretuned.kernels import abi
 from pretuned.runtime import launch
 
 # (name, E, H, I, top_k): the grid's models; two GEMMs each.
@@ -33,28 +35,37 @@ MODELS = (
 TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32}
 
 
-def launcher(kernel: launch.LoadedKernel, inputs: method.Inputs, y: torch.Tensor):  # type: ignore[no-untyped-def]
-    E, N, K = inputs.w.shape
-    start = launch.row_launcher(
-        kernel, columns=N, reduction=K, E=E, w_kn=False, stride_w_e=inputs.w.stride(0),
-        stride_w_row=inputs.w.stride(1), m_sizes_step=1,
-    )  # fmt: skip
-    x, w, m = inputs.x, inputs.w, inputs.m_sizes
+def launcher(kernel: launch.LoadedKernel, op: Op, inputs: method.Inputs, result: torch.Tensor) -> Callable[[], None]:
+    x, w, dy, m_sizes = inputs.x, inputs.w, inputs.dy, inputs.m_sizes
+    E, N, K = w.shape
+    if op is Op.DW:
+        start = launch.weight_launcher(
+            kernel, N=N, K=K, E=E, stride_dw_e=result.stride(0), stride_dw_row=result.stride(1), m_sizes_step=1
+        )
+        operands, strides = (dy, x, result), (dy.stride(0), x.stride(0))
+    else:
+        gemm = abi.gemm_of(Problem(op, kernel.variant.dtype, E, N, K))
+        start = launch.row_launcher(
+            kernel, columns=gemm.columns, reduction=gemm.reduction, E=E, w_kn=gemm.w_kn, stride_w_e=w.stride(0),
+            stride_w_row=w.stride(1), m_sizes_step=1,
+        )  # fmt: skip
+        rows = x if op is Op.FORWARD else dy
+        operands, strides = (rows, w, result), (rows.stride(0), result.stride(0))
+    addresses = [tensor.data_ptr() for tensor in operands]
     M = x.shape[0]
 
     def call() -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        start(x.data_ptr(), w.data_ptr(), y.data_ptr(), m.data_ptr(), x.stride(0), y.stride(0), M, stream)
+        start(*addresses, m_sizes.data_ptr(), *strides, M, torch.cuda.current_stream().cuda_stream)
 
     return call
 
 
-def fits(variant: Variant, M: int, E: int) -> bool:
+def fits(variant: Variant, op: Op, M: int, E: int) -> bool:
     """Leaves out what can't win: row tiles far larger than the experts' rows, tiny ones for long runs of rows."""
     rows, block_m = M / E, dict(variant.config)["block_m"]
-    return variant.op is Op.FORWARD and variant.layout is Layout.NK and block_m <= max(16, 16 * rows) and (
-        block_m >= min(64, rows / 8)
-    )  # fmt: skip
+    if variant.op is not op or variant.layout is not Layout.NK:
+        return False
+    return op is Op.DW or min(64, rows / 8) <= block_m <= max(16, 16 * rows)
 
 
 def main() -> None:
@@ -64,13 +75,14 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(m[0] for m in MODELS))
     parser.add_argument("--tokens", default="1,16,128,1024,8192")
     parser.add_argument("--dtype", default="bf16", type=DType)
+    parser.add_argument("--op", default="forward", type=Op, help="forward, dX or dW")
     args = parser.parse_args()
 
     properties = torch.cuda.get_device_properties(0)
     bundle = open_bundle(args.bundle)
     kernels = {}
     for number, variant in enumerate(bundle.variants()):
-        if variant.dtype is args.dtype:
+        if variant.dtype is args.dtype and variant.op is args.op:
             kernels[number] = launch.load_kernel(variant, bundle.cubin(number), 0, properties.multi_processor_count)
     clock = method.Clock()
     cells = []
@@ -83,20 +95,22 @@ def main() -> None:
             for T in map(int, args.tokens.split(",")):
                 m_sizes = method.routed_rows(E, top_k, T)
                 M = T * top_k
-                inputs = method.Inputs(method.activations(M, K, w.dtype), w, m_sizes.cuda())
-                y = torch.empty(M, N, dtype=w.dtype, device="cuda")
-                active = int((m_sizes > 0).sum())
+                dy = None if args.op is Op.FORWARD else method.activations(M, N, w.dtype)
+                inputs = method.Inputs(method.activations(M, K, w.dtype), w, m_sizes.cuda(), dy)
+                sizes = {Op.FORWARD: (M, N), Op.DX: (M, K), Op.DW: (E, N, K)}[args.op]
+                y = torch.empty(sizes, dtype=w.dtype, device="cuda")
+                active = E if args.op is Op.DW else int((m_sizes > 0).sum())
                 floor_us = round(method.floor_us(M, N, K, active, w.itemsize), 2)
                 cell = {"model": name, "gemm": gemm, "E": E, "N": N, "K": K, "top_k": top_k, "tokens": T, "M": M,
                         "active": active, "floor_us": floor_us}  # fmt: skip
                 times, errors = {}, {}
                 for number, kernel in kernels.items():
-                    if not fits(kernel.variant, M, E):
+                    if not fits(kernel.variant, args.op, M, E):
                         continue
                     y.fill_(float("nan"))
-                    call = launcher(kernel, inputs, y)
+                    call = launcher(kernel, args.op, inputs, y)
                     call()
-                    errors[number] = method.relative_error(y, inputs)
+                    errors[number] = method.relative_error(y, inputs, args.op.value)
                     if errors[number] < method.MAX_ERROR:
                         times[number] = round(clock.median_us(call, 20, 30.0), 2)
                 cell |= {"us": times, "worst_error": max(errors.values()),
@@ -108,7 +122,8 @@ def main() -> None:
             del w
             torch.cuda.empty_cache()
     result = {
-        "command": " ".join(sys.argv), "seconds": round(time.time() - begun, 1), "gpu": properties.name,
+        "command": " ".join(sys.argv), "op": args.op.value,
+        "seconds": round(time.time() - begun, 1), "gpu": properties.name,
         "sm_count": properties.multi_processor_count, "torch": torch.__version__,
         "triton_imported": "triton" in sys.modules,
         "variants": {n: {"config": dict(k.variant.config), "threads": k.variant.threads, "shared_bytes":
