@@ -16,11 +16,11 @@ from ..artifacts.types import DType, Op, Problem
 from ..kernels.abi import gemm_of
 from . import discover, fallback, inputs, settings
 from .device import local_gpu, platform_name, platform_supported
-from .launch import RowLauncher, row_launcher
+from .launch import Launcher, row_launcher
 from .loading import prepare
 
 _Key: TypeAlias = "tuple[object, ...]"
-_Calls: TypeAlias = "dict[_Key, tuple[RowLauncher, int]]"
+_Calls: TypeAlias = "dict[_Key, tuple[Launcher, int]]"
 
 _MOST_CALLS = 1 << 16
 
@@ -173,7 +173,7 @@ def _first(
     return y
 
 
-def _launcher(call: inputs.RowGemm, device: int, aligned: bool) -> RowLauncher | None:
+def _launcher(call: inputs.RowGemm, device: int, aligned: bool) -> Launcher | None:
     """The launcher of the variant that dispatch decides on, or None where torch has to run the call."""
     if not platform_supported():
         _unsupported()
