@@ -1,0 +1,207 @@
+"""grouped_gemm on a real GPU. PRETUNED_BUNDLES names a bundle of bf16, fp16, fp32 and tf32 for E=8 H=768 I=512."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+from pretuned.artifacts.errors import InputError
+from pretuned.kernels import reference
+from pretuned.runtime import explain, grouped_gemm, ops, preload, reload
+from pretuned.runtime.loading import loaded_count
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(
+        not os.environ.get("PRETUNED_BUNDLES"), reason="needs PRETUNED_BUNDLES to name bundles for this GPU"
+    ),
+]
+
+E, N, K = 8, 1024, 768
+RAGGED = (0, 5, 130, 1, 0, 64, 17, 300)
+
+
+def inputs(
+    dtype: torch.dtype = torch.bfloat16, sizes: tuple[int, ...] = RAGGED, M: int | None = None, n: int = N, k: int = K
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    rows = sum(max(0, size) for size in sizes) if M is None else M
+    x = torch.randn(rows, k, device="cuda", generator=generator).to(dtype)
+    w = torch.randn(len(sizes), n, k, device="cuda", generator=generator).to(dtype) / k**0.5
+    return x, w, torch.tensor(sizes, dtype=torch.int32, device="cuda")
+
+
+def assert_right(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, most: float = 1e-2) -> None:
+    wanted = reference.forward(x.double(), w.double(), m_sizes)
+    rows = reference.expert_bounds(m_sizes, x.shape[0])[-1][1]
+    error = (y[:rows].double() - wanted[:rows]).norm() / wanted[:rows].norm()
+    assert error < most
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-5)]
+)  # fmt: skip
+def test_every_dtype(dtype: torch.dtype, most: float) -> None:
+    x, w, m_sizes = inputs(dtype)
+    assert explain(x, w, m_sizes).chosen is not None
+    assert_right(grouped_gemm(x, w, m_sizes), x, w, m_sizes, most)
+    assert_right(grouped_gemm(x, w, m_sizes), x, w, m_sizes, most)
+
+
+def test_tf32_only_where_torch_allows_it() -> None:
+    x, w, m_sizes = inputs(torch.float32)
+    ieee = grouped_gemm(x, w, m_sizes)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert "tf32" in str(explain(x, w, m_sizes))
+        fast = grouped_gemm(x, w, m_sizes)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert_right(fast, x, w, m_sizes, 5e-3)
+    assert not torch.equal(ieee, fast)
+    assert torch.equal(grouped_gemm(x, w, m_sizes), ieee)
+
+
+def test_second_call_takes_the_short_way() -> None:
+    x, w, m_sizes = inputs()
+    reload()
+    first = grouped_gemm(x, w, m_sizes)
+    assert len(ops._calls) == 1
+    assert torch.equal(grouped_gemm(x, w, m_sizes), first)
+    assert len(ops._calls) == 1
+
+
+def test_int64_and_negative_counts_and_rows_past_the_sum() -> None:
+    sizes = (0, 5, -3, 1, 0, 64, -1, 3)
+    x, w, m_sizes = inputs(sizes=sizes, M=100)
+    out = torch.full((100, N), 3.0, dtype=x.dtype, device="cuda")
+    assert grouped_gemm(x, w, m_sizes, out=out) is out
+    assert_right(out, x, w, m_sizes)
+    assert (out[73:] == 3).all()
+    assert torch.equal(grouped_gemm(x, w, m_sizes.long(), out=torch.full_like(out, 3.0)), out)
+    zeroed = grouped_gemm(x, w, m_sizes, zero_tail=True)
+    assert (zeroed[73:] == 0).all()
+    assert torch.equal(zeroed[:73], out[:73])
+
+
+def test_counts_past_M_are_cut() -> None:
+    x, w, m_sizes = inputs(sizes=(10, 1000, 2_000_000_000, 2_000_000_000), M=50)
+    assert_right(grouped_gemm(x, w, m_sizes), x, w, m_sizes)
+
+
+@pytest.mark.parametrize(("n", "k"), [(777, 513), (1, 1), (1024, 770), (1026, 768)])
+def test_any_size_runs(n: int, k: int) -> None:
+    x, w, m_sizes = inputs(n=n, k=k)
+    explained = explain(x, w, m_sizes)
+    assert not explained.aligned
+    assert explained.chosen is not None
+    assert_right(grouped_gemm(x, w, m_sizes), x, w, m_sizes, 2e-2)
+
+
+def test_strides_of_x_w_and_out() -> None:
+    x, w, m_sizes = inputs()
+    wanted = grouped_gemm(x, w, m_sizes)
+    padded = torch.empty(x.shape[0], K + 64, dtype=x.dtype, device="cuda")
+    padded[:, :K] = x
+    assert torch.equal(grouped_gemm(padded[:, :K], w, m_sizes), wanted)
+    odd = torch.empty(x.shape[0], K + 3, dtype=x.dtype, device="cuda")
+    odd[:, 3:] = x
+    assert_right(grouped_gemm(odd[:, 3:], w, m_sizes), x, w, m_sizes)
+    assert torch.equal(grouped_gemm(x.t().contiguous().t(), w, m_sizes), wanted)
+    strided = torch.empty(E, N + 8, K + 16, dtype=x.dtype, device="cuda")[:, :N, :K].copy_(w)
+    assert torch.equal(grouped_gemm(x, strided, m_sizes), wanted)
+    assert torch.equal(grouped_gemm(x, w.view(E * N, K), m_sizes), wanted)
+    out = torch.zeros(x.shape[0], N + 24, dtype=x.dtype, device="cuda")
+    grouped_gemm(x, w, m_sizes, out=out[:, 8 : 8 + N])
+    assert torch.equal(out[:, 8 : 8 + N], wanted)
+    assert not out[:, :8].any()
+    assert not out[:, 8 + N :].any()
+    shared = w[:1].expand(E, N, K)
+    assert_right(grouped_gemm(x, shared, m_sizes), x, shared, m_sizes)
+    one_row = x[:1].expand(x.shape[0], K)
+    assert_right(grouped_gemm(one_row, w, m_sizes), one_row, w, m_sizes)
+
+
+def test_one_row_of_any_stride() -> None:
+    x, w, _ = inputs()
+    m_sizes = torch.tensor([0, 0, 0, 1, 0, 0, 0, 0], device="cuda")
+    wanted = grouped_gemm(x[:1].clone(), w, m_sizes)
+    assert torch.equal(grouped_gemm(x[0].as_strided((1, K), (1, 1)), w, m_sizes), wanted)
+
+
+def test_no_rows_and_no_experts_launch_nothing() -> None:
+    x, w, m_sizes = inputs()
+    assert grouped_gemm(x[:0], w, m_sizes).shape == (0, N)
+    assert grouped_gemm(x, w[:0], m_sizes[:0]).shape == (x.shape[0], N)
+    assert not grouped_gemm(x[:, :0], w[:, :, :0], m_sizes).any()
+
+
+def test_kn_layout_runs_somewhere() -> None:
+    x, w, m_sizes = inputs()
+    kn = w.transpose(1, 2).contiguous()
+    assert_right(grouped_gemm(x, kn, m_sizes, w_layout="kn"), x, w, m_sizes)
+    assert_right(grouped_gemm(x, w.transpose(1, 2).contiguous().view(-1, N), m_sizes, w_layout="kn"), x, w, m_sizes)
+
+
+def test_more_experts_than_any_variant_takes() -> None:
+    x, w, m_sizes = inputs(sizes=(1,) * 5000, n=16, k=16)
+    assert explain(x, w, m_sizes).chosen is None
+    assert_right(grouped_gemm(x, w, m_sizes), x, w, m_sizes)
+
+
+def test_gradients_are_refused() -> None:
+    x, w, m_sizes = inputs()
+    grouped_gemm(x, w, m_sizes)
+    w.requires_grad_()
+    with pytest.raises(InputError, match="w is a tensor that requires grad"):
+        grouped_gemm(x, w, m_sizes)
+    with torch.no_grad():
+        assert_right(grouped_gemm(x, w, m_sizes), x, w, m_sizes)
+
+
+def test_capture_and_replay_with_other_counts() -> None:
+    x, w, m_sizes = inputs()
+    reload()
+    y = torch.zeros(x.shape[0], N, dtype=x.dtype, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm(x, w, m_sizes, out=y)
+    m_sizes.copy_(torch.tensor([100, 0, 0, 7, 200, 0, 1, 3], dtype=torch.int32))
+    graph.replay()
+    assert_right(y, x, w, m_sizes)
+
+
+def test_streams_and_threads() -> None:
+    x, w, m_sizes = inputs()
+    wanted = grouped_gemm(x, w, m_sizes)
+    results: list[torch.Tensor] = []
+
+    def work() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                y = grouped_gemm(x, w, m_sizes)
+            torch.cuda.current_stream().synchronize()
+            results.append(y)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert all(torch.equal(y, wanted) for y in results)
+
+
+def test_after_preload_nothing_is_loaded() -> None:
+    reload()
+    done = preload()
+    assert done.count > 0
+    count = loaded_count()
+    for rows in (1, 3, 40, 700, 5000):
+        for n, k in ((1024, 768), (768, 512)):
+            x, w, m_sizes = inputs(sizes=(rows, 0, 0, 0, 0, 0, 0, 0), n=n, k=k)
+            grouped_gemm(x, w, m_sizes)
+    assert loaded_count() == count
+    assert preload(problems=[]).count == 0
