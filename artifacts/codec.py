@@ -72,7 +72,7 @@ def decode(data: bytes, where: str) -> Bundle:
         index.gpus,
         variants,
         tuple(cubins),
-        {problem: index.choices(row, problem) for row, problem in enumerate(index.problems())},
+        {problem: index.find(problem) for problem in index.problems()},
         index.models(),
     )
     if _encode(bundle) != data:
@@ -113,8 +113,7 @@ def _encode(bundle: Bundle) -> bytes:
         [gpu_value(gpu) for gpu in bundle.gpus],
         [pack_variant(variant) for variant in bundle.variants],
         [len(cubin) for cubin in bundle.cubins],
-        [key for key, _ in keyed],
-        [pack_choices(bundle.choices[problem]) for _, problem in keyed],
+        {key: pack_choices(bundle.choices[problem]) for key, problem in keyed},
         pack(models),
     )
     index = pack(dict(zip(FIELDS, values, strict=True)))

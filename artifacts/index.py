@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import operator
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from .types import Choice, Model, Problem, Variant
 from .wire import Malformed, Preamble, corrupt, pack, parse, unpack
 
 FIELDS = (
-    "target", "min_driver", "producer", "kernels", "gpus", "variants", "cubin_bytes", "problems", "choices", "models",
+    "target", "min_driver", "producer", "kernels", "gpus", "variants", "cubin_bytes", "problems", "models",
 )  # fmt: skip
 MODEL = ("name", "tp", "ep", "dtype", "problems")
 
@@ -51,10 +50,8 @@ class Index:
             raise self._corrupt("index", error) from None
 
     def _read(self, data: bytes, preamble: Preamble) -> None:
-        top = parse(data, max_items=lim.MAX_PROBLEMS, max_bin_bytes=lim.MAX_MODELS_BYTES)
-        target, min_driver, producer, kernels, gpus, variants, sizes, problems, choices, models = fields(
-            top, "index", FIELDS
-        )
+        top = parse(data, max_items=lim.MAX_VARIANTS, max_pairs=lim.MAX_PROBLEMS, max_bin_bytes=lim.MAX_MODELS_BYTES)
+        target, min_driver, producer, kernels, gpus, variants, sizes, problems, models = fields(top, "index", FIELDS)
         self.target = read_target(target)
         self.min_driver = integer(min_driver, "min_driver", 0, lim.MAX_DIM)
         self.producer = read_producer(producer)
@@ -64,7 +61,7 @@ class Index:
         self.gpus = tuple(read_gpu(gpu) for gpu in items(gpus, "gpus", 0, lim.MAX_GPUS))
         if len(set(self.gpus)) != len(self.gpus):
             raise Malformed("gpus has one GPU twice")
-        self._variant_records, variants_bytes = _records(variants, "variants", lim.MAX_VARIANTS)
+        self._variant_records, variants_bytes = _records(items(variants, "variants", 0, lim.MAX_VARIANTS), "variants")
         count = len(self._variant_records)
         self._variants: list[Variant | None] = [None] * count
         self.cubin_bytes = tuple(
@@ -73,19 +70,22 @@ class Index:
         self._offsets = tuple(itertools.accumulate(self.cubin_bytes, initial=preamble.cubins_at))
         if self._offsets[-1] != preamble.file_bytes:
             raise Malformed(f"the cubins end at byte {self._offsets[-1]}, the file at {preamble.file_bytes}")
-        self._keys, keys_bytes = _records(problems, "problems", lim.MAX_PROBLEMS)
-        self._choices, choices_bytes = _records(choices, "choices", lim.MAX_PROBLEMS)
-        if len(self._choices) != len(self._keys):
-            raise Malformed(f"choices has {len(self._choices)} items, problems {len(self._keys)}: wanted as many")
+        if type(problems) is not dict:
+            raise Malformed("problems is no map")
+        self._keys, keys_bytes = _records(list(problems), "problems")
+        _, choices_bytes = _records(list(problems.values()), "choices")
+        self._choices: dict[bytes, bytes] = problems
         if not all(map(operator.lt, self._keys, self._keys[1:])):
             raise Malformed("problems are not sorted by their bytes, each once")
         if type(models) is not bytes:
             raise Malformed("models is no bin")
         self._models = models
         # Every other form of the same values is longer. (To pack it all again costs more than the rest of opening.)
-        empty: tuple[object, ...] = ([], sizes, [], [], b"")
+        empty: tuple[object, ...] = ([], sizes, {}, b"")
         least = len(pack(dict(zip(FIELDS, (target, min_driver, producer, kernels, gpus, *empty), strict=True))))
-        least += variants_bytes + keys_bytes + choices_bytes - 3 + _bin_bytes(len(models)) - _bin_bytes(0)
+        least += _count_bytes(len(self._variant_records)) + variants_bytes
+        least += _count_bytes(len(self._keys)) + keys_bytes + choices_bytes
+        least += _bin_bytes(len(models)) - _bin_bytes(0)
         if least != len(data):
             raise Malformed(f"not canonical msgpack: {len(data)} bytes, wanted {least}")
 
@@ -119,8 +119,8 @@ class Index:
             key = pack_problem(problem)
         except (ValueError, OverflowError):  # a number that msgpack can't hold is in no bundle
             return ()
-        row = bisect.bisect_left(self._keys, key)
-        return self.choices(row, problem) if row < len(self._keys) and self._keys[row] == key else ()
+        record = self._choices.get(key)
+        return () if record is None else self._read_choices(record, problem)
 
     def problem(self, row: int) -> Problem:
         """Problem ``row``."""
@@ -133,10 +133,9 @@ class Index:
         """All problems, in the bundle's order."""
         return map(self.problem, range(len(self._keys)))
 
-    def choices(self, row: int, problem: Problem) -> tuple[Choice, ...]:
-        """The choices of problem ``row``, which is ``problem``."""
+    def _read_choices(self, record: bytes, problem: Problem) -> tuple[Choice, ...]:
         try:
-            choices = read_choices(self._choices[row], len(self._variants), len(self.gpus))
+            choices = read_choices(record, len(self._variants), len(self.gpus))
             for i in {c.variant for c in choices}.union(c.runner_up for c in choices if c.runner_up is not None):
                 check_fits(self._variant_records[i], f"variant {i}", problem)
         except Malformed as error:
@@ -172,18 +171,20 @@ class Index:
         return corrupt(self.where, f"{part}: {error}")
 
 
-def _records(value: object, what: str, most: int) -> tuple[list[bytes], int]:
-    """An array of bins, and the least size of that array as msgpack."""
-    records = items(value, what, 0, most)
+def _records(records: list[object], what: str) -> tuple[list[bytes], int]:
+    """The records, if all are bins, and the least size of all of them as msgpack: a bin8 or bin16 each."""
     if set(map(type, records)) - {bytes}:
         raise Malformed(f"{what} has an item that is no bin")
     sizes = list(map(len, records))  # type: ignore[arg-type]
-    count = len(sizes)
     if max(sizes, default=0) > lim.MAX_RECORD_BYTES:
         raise Malformed(f"{what} has an item of {max(sizes)} bytes, the limit is {lim.MAX_RECORD_BYTES}")
-    header = 1 if count < 16 else 3 if count < 65536 else 5
-    least = header + sum(sizes) + 2 * count + len([size for size in sizes if size > 255])  # bin8 or bin16 each
+    least = sum(sizes) + 2 * len(sizes) + len([size for size in sizes if size > 255])
     return records, least  # type: ignore[return-value]
+
+
+def _count_bytes(count: int) -> int:
+    """By how much the header of an array or a map of so many grows over that of an empty one."""
+    return 0 if count < 16 else 2  # neither can have 65536
 
 
 def _bin_bytes(size: int) -> int:

@@ -12,9 +12,9 @@ MAX_RECORD_BYTES = 65535  # one nested record: a variant, a problem's choices
 MAX_MODELS_BYTES = 8 << 20  # the one nested record of all models
 MAX_BLOB_BYTES = 256 << 20  # one digest-checked file of the compile cache
 
-MAX_VARIANTS = 4096
-MAX_PROBLEMS = 16384  # also bounds what nested arrays can claim before they are refused
-MAX_MODELS = 16384
+MAX_VARIANTS = 4096  # no array is longer: msgpack allocates what nested ones claim, 511 deep, before it refuses
+MAX_PROBLEMS = 65535
+MAX_MODELS = 4096
 MAX_KERNELS = 256
 MAX_GPUS = 256
 MAX_OPTIONS = 64

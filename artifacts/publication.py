@@ -79,7 +79,11 @@ def _temp_file(folder: Path) -> Iterator[tuple[int, Path]]:
         temp = folder / f".pretuned-{secrets.token_hex(8)}.tmp"
         fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            if not _lock(fd, temp):  # another publisher took it for stale before it was locked
+            try:
+                mine = _lock(fd, temp)
+            except OSError:  # a file system without flock: no one else can take it for stale either
+                mine = True
+            if not mine:  # another publisher took it for stale before it was locked
                 continue
             try:
                 yield fd, temp

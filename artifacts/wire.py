@@ -103,7 +103,7 @@ def pack(value: object, size_bytes: int = 4096) -> bytes:
     return packed
 
 
-def parse(data: bytes, *, max_items: int, max_bin_bytes: int = 64) -> object:
+def parse(data: bytes, *, max_items: int, max_pairs: int = 64, max_bin_bytes: int = 64) -> object:
     """The value of one msgpack object: lists, dicts, str, bytes, int, bool, None or float, within limits.
 
     Raises
@@ -117,7 +117,7 @@ def parse(data: bytes, *, max_items: int, max_bin_bytes: int = 64) -> object:
             use_list=True,
             strict_map_key=True,
             max_array_len=max_items,
-            max_map_len=64,
+            max_map_len=max_pairs,
             max_str_len=MAX_NAME_CHARS,
             max_bin_len=max_bin_bytes,
             max_ext_len=0,

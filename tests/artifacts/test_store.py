@@ -177,10 +177,10 @@ def test_the_lazy_reader_checks_what_it_touches(tmp_path):
     path.write_bytes(craft.changed_variant(small, op="dW"))
     with open_bundle(path) as file, pytest.raises(BundleCorrupt, match="variant 0 is for"):
         file.find(problem)
-    path.write_bytes(craft.changed(small, choices=[b"\x90"]))
+    path.write_bytes(craft.changed(small, problems=dict.fromkeys(craft.parts(small)[0]["problems"], b"\x90")))
     with open_bundle(path) as file, pytest.raises(BundleCorrupt, match="choices for forward bf16 E=128"):
         file.find(problem)
-    path.write_bytes(craft.changed(small, problems=[b"\x90"]))
+    path.write_bytes(craft.changed(small, problems={b"\x90": b"\x90"}))
     with open_bundle(path) as file, pytest.raises(BundleCorrupt, match="problem 0"):
         file.problems()
     path.write_bytes(craft.changed(small, models=b"\x91\x80"))

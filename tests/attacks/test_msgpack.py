@@ -25,7 +25,7 @@ MEASURE = Path(__file__).with_name("measure.py")
 def field(name: str, raw: bytes) -> bytes:
     """The index with the value of one field replaced by raw bytes."""
     items = [msgpack.packb(key) + (raw if key == name else msgpack.packb(INDEX[key])) for key in FIELDS]
-    return b"\x8a" + b"".join(items)
+    return b"\x89" + b"".join(items)
 
 
 def variant(name: str, raw: bytes) -> bytes:
@@ -38,19 +38,21 @@ def variant(name: str, raw: bytes) -> bytes:
 
 def choice(raw: bytes) -> bytes:
     """The index with the one problem's choices replaced by raw bytes."""
-    return field("choices", b"\x91" + msgpack.packb(raw))
+    (key,) = INDEX["problems"]
+    return field("problems", b"\x81" + msgpack.packb(key) + msgpack.packb(raw))
 
 
 HUGE = b"\xff\xff\xff\xff"
+MANY = b"".join(b"\xc4\x02" + struct.pack(">H", i) + b"\xc4\x00" for i in range(65536))
 ATTACKS = {
     "no index": b"",
     "not a map": b"\xc0",
     "the reserved byte": b"\xc1",
     "arrays 15 MB deep": b"\x91" * (15 << 20),
     "maps 15 MB deep": b"\x81\xa1a" * (5 << 20),
-    "millions of arrays of 16384 each": b"\xdc\x40\x00" * (5 << 20),
-    "a thousand arrays of 16384 each": field("kernels", b"\xdc\x40\x00" * 1000),
-    "arrays of 16384 side by side": b"\x8a" + b"\xa1a\xdc\x40\x00" * (1 << 20),
+    "millions of arrays of 4096 each": b"\xdc\x10\x00" * (5 << 20),
+    "a thousand arrays of 4096 each": field("kernels", b"\xdc\x10\x00" * 1000),
+    "arrays of 4096 side by side": b"\x89" + b"\xa1a\xdc\x40\x00" * (1 << 20),
     "array of 2**32-1": b"\xdd" + HUGE,
     "map of 2**32-1": b"\xdf" + HUGE,
     "str of 2**32-1": b"\xdb" + HUGE,
@@ -60,12 +62,15 @@ ATTACKS = {
     "problems of 2**32-1": field("problems", b"\xdd" + HUGE),
     "a million kernels": field("kernels", b"\xdd\x00\x10\x00\x00" + b"\xc0" * (1 << 20)),
     "a million empty strings": field("problems", b"\xdd\x00\x10\x00\x00" + b"\xa0" * (1 << 20)),
-    "16385 problems": field("problems", b"\xdc\x40\x01" + b"\xc4\x00" * 16385),
+    "a thousand maps of 65535 each": field("problems", b"\xde\xff\xff" * 1000),
+    "maps of 65535 side by side": b"\x89" + b"\xa1a\xde\xff\xff" * (1 << 20),
+    "65536 problems": field("problems", b"\xdf\x00\x01\x00\x00" + MANY),
+    "a problem twice": field("problems", b"\x82" + 2 * msgpack.packb(INDEX["problems"])[1:]),
     "a string of 1 MB": field("models", b"\xdb\x00\x10\x00\x00" + b"a" * (1 << 20)),
     "a record of 15 MB": field("variants", b"\x91\xc6" + struct.pack(">I", 15 << 20) + bytes(15 << 20)),
     "models of 9 MB": field("models", b"\xc6" + struct.pack(">I", 9 << 20) + bytes(9 << 20)),
-    "duplicate key": b"\x8b" + RAW[1:] + msgpack.packb("models") + msgpack.packb(INDEX["models"]),
-    "duplicate key, one missing": b"\x8a" + RAW[1 : RAW.index(b"\xa6models")] + b"\xa6target\xc0",
+    "duplicate key": b"\x8a" + RAW[1:] + msgpack.packb("models") + msgpack.packb(INDEX["models"]),
+    "duplicate key, one missing": b"\x89" + RAW[1 : RAW.index(b"\xa6models")] + b"\xa6target\xc0",
     "nested duplicate key": field("target", b"\x83\xa2sm\x50\xadarch_specific\xc2\xa2sm\x50"),
     "integer key": field("target", b"\x82\x01\x50\xadarch_specific\xc2"),
     "nil key": field("target", b"\x82\xc0\x50\xadarch_specific\xc2"),
@@ -105,7 +110,7 @@ ATTACKS = {
     "choices: a timestamp": choice(b"\x91\x97\x00\x00\x00\xd6\xff\x00\x00\x00\x00\xc0\xc0\xc0"),
     "choices: an empty record": choice(b""),
     "models: deep": field("models", b"\xc6" + struct.pack(">I", 8 << 20) + b"\x91" * (8 << 20)),
-    "models: arrays of 16384 each": field("models", b"\xc5" + struct.pack(">H", 60000) + b"\xdc\x40\x00" * 20000),
+    "models: arrays of 4096 each": field("models", b"\xc5" + struct.pack(">H", 60000) + b"\xdc\x10\x00" * 20000),
     "models: a row that is not there": field("models", msgpack.packb(msgpack.packb(
         [{"name": "m", "tp": 1, "ep": 1, "dtype": "bf16", "problems": [1]}]))),
 }  # fmt: skip

@@ -1,0 +1,62 @@
+"""Random mutation, the digest as it was or made right. Longer: ``python -m tests.faults --long``."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pretuned.artifacts.errors import BundleError
+from pretuned.artifacts.store import open_bundle
+
+sys.path.append(str(Path(__file__).parent))
+import mutate
+
+GOLDEN = {path.stem: path.read_bytes() for path in sorted((Path(__file__).parents[1] / "golden").glob("*.msgpack"))}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_no_mutation_is_accepted(name):
+    data = GOLDEN[name]
+    inputs = mutate.flips(data, random.Random(f"flips {name}"))
+    assert mutate.run(inputs, 10_000, lambda got: got != data and mutate.accepted(got)) == 0
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_mutation_with_the_digest_made_right_is_refused_or_canonical(name):
+    inputs = mutate.sealed(GOLDEN[name], random.Random(f"sealed {name}"))
+    assert mutate.run(inputs, 5_000, mutate.accepted) > 0, "the fuzzer never got past the checks"
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_change_to_the_index(data):
+    golden = GOLDEN[data.draw(st.sampled_from(sorted(GOLDEN)))]
+    at = data.draw(st.integers(0, len(golden) - 1))
+    new = data.draw(st.binary(min_size=0, max_size=12))
+    cut = data.draw(st.integers(0, 12))
+    mutate.accepted(mutate.craft.reseal(golden[:at] + new + golden[at + cut :]))
+
+
+def test_the_lazy_reader_raises_nothing_else(tmp_path):
+    """What it accepts, it reads as the strict reader would, or refuses when it is touched."""
+    path = tmp_path / "b.msgpack"
+    inputs = mutate.sealed(GOLDEN["format1-small"], random.Random(0))
+    opened = 0
+    for _ in range(3000):
+        path.write_bytes(next(inputs))
+        try:
+            with open_bundle(path) as file:
+                opened += 1
+                file.variants()
+                file.models()
+                for problem in file.problems():
+                    file.find(problem)
+                for i in range(file.variant_count):
+                    file.cubin(i)
+        except BundleError:
+            pass
+    assert opened > 100

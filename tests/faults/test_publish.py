@@ -1,0 +1,300 @@
+"""Publishing when the system fails: at every call, with every error, killed, out of space, on a read-only disk."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import golden_bundles
+import pytest
+from pretuned.artifacts import codec
+from pretuned.artifacts.errors import HostError
+from pretuned.artifacts.store import lock, open_bundle, publish
+
+OLD, NEW = (codec.encode(golden_bundles.medium(seed=seed)) for seed in (0, 1))
+PUBLISH = """
+import sys
+from pathlib import Path
+from pretuned.artifacts.store import publish
+from pretuned.artifacts.errors import HostError
+data = Path(sys.argv[2]).read_bytes()
+Path("/dev/null").write_bytes(b"begin")
+try:
+    publish(sys.argv[1], data)
+except HostError as error:
+    print(error)
+    sys.exit(1)
+"""
+LOCK = """
+import sys, time
+from pretuned.artifacts.store import lock
+begin = time.perf_counter()
+with lock(sys.argv[1], 5) as held:
+    print("held", held, time.perf_counter() - begin < 1)
+"""
+HOLD = """
+import sys, time
+from pretuned.artifacts.store import lock
+with lock(sys.argv[1], 0):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+CALLS = {
+    "openat": ["EACCES", "EROFS", "ENOSPC", "EDQUOT", "EMFILE"],
+    "flock": ["ENOLCK"],
+    "write": ["ENOSPC", "EIO", "EDQUOT"],
+    "fchmod": ["EPERM"],
+    "fsync": ["EIO", "ENOSPC", "EDQUOT"],
+    "rename": ["EACCES", "EROFS", "ENOSPC"],
+}
+
+
+@pytest.fixture
+def strace(request, tmp_path):
+    """Runs a publish under strace; gives its exit status, output and trace of calls after the setup."""
+    if shutil.which("strace") is None:
+        if request.config.getoption("--without-namespaces"):
+            pytest.skip("needs strace")
+        pytest.fail("these tests make system calls fail: install strace, or run with --without-namespaces")
+    source = tmp_path / "new"
+    source.write_bytes(NEW)
+
+    def run(path: Path, *options: str) -> tuple[int, str, list[str]]:
+        log = tmp_path / "strace"
+        command = ["strace", "-f", "-y", "-o", log, *options, sys.executable, "-c", PUBLISH, path, source]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        lines = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()]
+        begin = max((i for i, line in enumerate(lines) if '"begin"' in line), default=0)
+        return done.returncode, done.stdout + done.stderr, lines[begin + 1 :]
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A directory that holds the old bundle."""
+    folder = tmp_path / "bundles"
+    folder.mkdir()
+    publish(folder / "b.msgpack", OLD)
+    return folder
+
+
+TRACED = "trace=openat,flock,write,fchmod,fsync,fdatasync,rename,renameat,renameat2,unlink,close"
+
+
+def calls(lines: list[str], folder: Path) -> list[tuple[str, str]]:
+    """(call, its line) for each that touches the folder."""
+    return [(line.split("(")[0], line) for line in lines if str(folder) in line]
+
+
+def test_the_order_of_a_durable_publish(strace, folder):
+    status, _, lines = strace(folder / "b.msgpack", "-e", TRACED)
+    assert status == 0
+    names = [name for name, line in calls(lines, folder) if name in ("write", "fsync", "rename")]
+    assert names == ["write", "fsync", "rename", "fsync"]
+    fsyncs = [line for name, line in calls(lines, folder) if name == "fsync"]
+    assert ".tmp>" in fsyncs[0]
+    assert f"<{folder}>)" in fsyncs[1]
+    assert (folder / "b.msgpack").read_bytes() == NEW
+
+
+def numbered(strace, folder: Path) -> list[tuple[str, int]]:
+    """(call, its number among all of the process's calls of that name) for each call of publish."""
+    log_all = strace(folder / "b.msgpack", "-e", TRACED)
+    assert log_all[0] == 0
+    before = {}
+    whole = (folder.parent / "strace").read_text().splitlines()
+    begin = max(i for i, line in enumerate(whole) if '"begin"' in line)
+    seen: list[tuple[str, int]] = []
+    for i, line in enumerate(whole):
+        match = re.match(r"\d+\s+(\w+)\(", line)
+        if match is None:
+            continue
+        name = match[1]
+        before[name] = before.get(name, 0) + 1
+        if i > begin and str(folder) in line and (name in CALLS or name in ("close", "unlink")):
+            seen.append((name, before[name]))
+    publish(folder / "b.msgpack", OLD)
+    return seen
+
+
+def test_every_error_at_every_call(strace, folder):
+    points = numbered(strace, folder)
+    assert {name for name, _ in points} >= {"openat", "flock", "write", "fchmod", "fsync", "rename"}
+    last_fsync = max(when for name, when in points if name == "fsync")
+    failed = 0
+    for name, when in points:
+        for error in CALLS.get(name, ()):
+            options = ("-e", TRACED, "-e", f"inject={name}:error={error}:when={when}")
+            status, output, _ = strace(folder / "b.msgpack", *options)
+            point = f"{name} {when} {error}"
+            assert "Traceback" not in output, point
+            now = (folder / "b.msgpack").read_bytes()
+            if status == 1:
+                failed += 1
+                assert re.fullmatch(r"can't write '.*b\.msgpack' \(\d+ bytes\): .*\. The directory .*\n", output), point
+                assert now == (NEW if (name, when) == ("fsync", last_fsync) else OLD), point
+            else:  # what it only tidies or compares may fail
+                assert (status, now) == (0, NEW), point
+            assert [path.name for path in folder.iterdir()] == ["b.msgpack"], point
+            publish(folder / "b.msgpack", OLD)
+    assert failed >= 12
+
+
+def test_killed_at_every_call(strace, folder):
+    points = numbered(strace, folder)
+    killed = 0
+    for name, when in points:
+        options = ("-e", TRACED, "-e", f"inject={name}:signal=SIGKILL:when={when}")
+        status, _, _ = strace(folder / "b.msgpack", *options)
+        killed += status != 0
+        with open_bundle(folder / "b.msgpack") as file:
+            assert file.load() in (golden_bundles.medium(seed=0), golden_bundles.medium(seed=1))
+        publish(folder / "b.msgpack", OLD + b"")
+        publish(folder / "other", NEW)  # any next publish tidies
+        (folder / "other").unlink()
+        assert [path.name for path in folder.iterdir()] == ["b.msgpack"], f"{name} {when}"
+    assert killed >= 8
+
+
+def test_short_writes_and_interrupted_ones(strace, folder):
+    write = next(when for name, when in numbered(strace, folder) if name == "write")
+    options = ("-e", TRACED, "-e", f"inject=write:error=EINTR:when={write}")
+    assert strace(folder / "b.msgpack", *options)[0] == 0
+    assert (folder / "b.msgpack").read_bytes() == NEW
+
+
+def test_a_limit_on_the_size_of_files(folder):
+    """The write is short at the limit, and fails behind it."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(NEW) // 2, old[1]))
+    try:
+        with pytest.raises(HostError, match=r"File too large.*bytes free"):
+            publish(folder / "b.msgpack", NEW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, before)
+    assert (folder / "b.msgpack").read_bytes() == OLD
+    assert [path.name for path in folder.iterdir()] == ["b.msgpack"]
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+def test_a_full_and_a_read_only_disk(request, tmp_path, fault):
+    if subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode:
+        if request.config.getoption("--without-namespaces"):
+            pytest.skip("needs namespaces")
+        pytest.fail("this test mounts a small disk: allow user namespaces, or run with --without-namespaces")
+    big = NEW * 4  # no bundle: publish takes any bytes
+    (tmp_path / "old").write_bytes(OLD)
+    (tmp_path / "new").write_bytes(big)
+    (tmp_path / "code.py").write_text(PUBLISH)
+    (tmp_path / "disk").mkdir()
+    run = f"{sys.executable} {tmp_path}/code.py {tmp_path}/disk/b.msgpack {tmp_path}/new || echo exit $?"
+    script = f"""
+        mount -t tmpfs -o size=16k none {tmp_path}/disk
+        cp {tmp_path}/old {tmp_path}/disk/b.msgpack
+        {"mount -o remount,ro " + str(tmp_path / "disk") if fault == "read-only" else ""}
+        {run}
+        {sys.executable} {tmp_path}/lock.py {tmp_path}/disk
+        cmp {tmp_path}/disk/b.msgpack {tmp_path}/old && ls -A {tmp_path}/disk
+    """
+    (tmp_path / "lock.py").write_text(LOCK)
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    reason = "No space left on device" if fault == "full" else "Read-only file system"
+    assert reason in lines[0], done
+    assert f"{len(big)} bytes free" in lines[0]
+    assert lines[1] == "exit 1"
+    if fault == "read-only":
+        assert lines[2] == "held False True"
+    assert "b.msgpack" in lines[3:]
+    assert not [line for line in lines[3:] if line.endswith(".tmp")]
+
+
+def test_the_temp_file_of_a_dead_publisher_is_removed_and_of_a_living_one_is_not(folder):
+    dead, living = folder / ".pretuned-0123456789abcdef.tmp", folder / ".pretuned-fedcba9876543210.tmp"
+    others = [folder / name for name in (".pretuned-0.tmp", "x.tmp", ".pretuned-0123456789abcdef.tmp.gz")]
+    for path in (dead, living, *others):
+        path.write_bytes(b"")
+    with living.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        publish(folder / "b.msgpack", NEW)
+        assert not dead.exists()
+        assert living.exists()
+        assert all(path.exists() for path in others)
+    publish(folder / "b.msgpack", OLD)
+    assert not living.exists()
+
+
+def test_stale_names_that_are_no_files_do_no_harm(folder):
+    (folder / ".pretuned-0000000000000000.tmp").mkdir()
+    (folder / ".pretuned-1111111111111111.tmp").symlink_to(folder / "b.msgpack")
+    os.mkfifo(folder / ".pretuned-2222222222222222.tmp")
+    publish(folder / "b.msgpack", NEW)
+    assert (folder / "b.msgpack").read_bytes() == NEW
+
+
+def republish(path: Path, until: float) -> None:
+    """Publish the two bundles in turn."""
+    turn = 0
+    while time.monotonic() < until:
+        publish(path, (OLD, NEW)[turn % 2])
+        turn += 1
+
+
+def read(path: Path, until: float, loads: multiprocessing.Queue) -> None:
+    """Load all the time; a torn or a missing bundle raises."""
+    count = 0
+    while time.monotonic() < until:
+        with open_bundle(path) as file:
+            file.load()
+        count += 1
+    loads.put(count)
+
+
+def test_republished_under_load(folder):
+    """Two publishers, three readers: nothing torn, nothing missing, and no temp file stays."""
+    context = multiprocessing.get_context("fork")
+    loads = context.Queue()
+    until = time.monotonic() + 3.0
+    workers = [context.Process(target=republish, args=(folder / "b.msgpack", until)) for _ in range(2)]
+    workers += [context.Process(target=read, args=(folder / "b.msgpack", until, loads)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 5
+    assert sum(loads.get() for _ in range(3)) > 100
+    publish(folder / "b.msgpack", OLD)
+    assert [path.name for path in folder.iterdir()] == ["b.msgpack"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_lock_holder_stopped_or_killed(folder, how):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        holder.send_signal(how)
+        if how is signal.SIGKILL:
+            holder.wait()
+        begin = time.monotonic()
+        with lock(folder, 0.3) as held:
+            assert held is (how is signal.SIGKILL)
+        assert time.monotonic() - begin < 1.3
+        publish(folder / "b.msgpack", NEW)
+        with open_bundle(folder / "b.msgpack") as file:
+            assert file.load() == golden_bundles.medium(seed=1)
+    finally:
+        holder.kill()
+        holder.communicate()
