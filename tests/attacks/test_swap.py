@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import threading
 import time
 
@@ -25,6 +26,7 @@ def test_swapped(tmp_path, in_place, pin):
     path = tmp_path / "b.msgpack"
     path.write_bytes(DATA[0])
     stop = threading.Event()
+    pauses = random.Random(0)
 
     def swap() -> None:
         turn = 0
@@ -37,7 +39,7 @@ def test_swapped(tmp_path, in_place, pin):
             else:
                 (tmp_path / "new").write_bytes(DATA[turn])
                 (tmp_path / "new").replace(path)
-            time.sleep(0.0002)
+            time.sleep(pauses.choice((0, 0.0002, 0.005)))  # now and then long enough for a whole read
 
     swapper = threading.Thread(target=swap)
     swapper.start()

@@ -274,7 +274,7 @@ def test_republished_under_load(folder):
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0] * 5
-    assert sum(loads.get() for _ in range(3)) > 100
+    assert sum(loads.get() for _ in range(3)) > 20
     publish(folder / "b.msgpack", OLD)
     assert [path.name for path in folder.iterdir()] == ["b.msgpack"]
 
