@@ -17,7 +17,10 @@ def default_dir() -> Path | None:
     """The user's cache (``$XDG_CACHE_HOME/pretuned/compiled``), or None where there is no home."""
     from platformdirs import user_cache_path
 
-    path = user_cache_path("pretuned") / "compiled"
+    try:
+        path = user_cache_path("pretuned") / "compiled"
+    except RuntimeError:  # a user whom no passwd file knows, and no HOME; older platformdirs leave the ~ in
+        return None
     return path if path.is_absolute() else None
 
 

@@ -42,7 +42,9 @@ def told(error: BaseException) -> tuple[int, str]:
             return INPUT, f"error: {error.format_message()}{usage}"
         case click.ClickException():
             return INPUT, f"error: {error.format_message()}"
-        case KeyboardInterrupt() | click.Abort():
+        case click.Abort():  # what click makes of a KeyboardInterrupt
+            return INTERRUPTED, str(error.__cause__ or "") or "interrupted"
+        case KeyboardInterrupt():
             return INTERRUPTED, str(error) or "interrupted"
         case InputError() | BundleError() | ProblemNotInBundle():
             return INPUT, f"error: {error}"

@@ -1,0 +1,142 @@
+"""Each verb as it should be used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from pretuned.aot.cli.main import _VERBS
+from pretuned.aot.compile import toolchain
+from pretuned.artifacts.store import open_bundle
+
+MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 tokens=1..64 name=mine"  # fp32 has the fewest candidates
+
+
+@pytest.mark.parametrize("verb", _VERBS)
+def test_every_verb_has_help_with_examples(aot, verb):
+    ended = aot(verb, "--help")
+    assert ended.code == 0
+    assert "Examples:" in ended.out
+    assert f"aot {verb}" in ended.out
+
+
+def test_help_lists_every_verb(aot):
+    for arguments in ((), ("--help",), ("-h",)):
+        ended = aot(*arguments)
+        assert ended.code == 0
+        for verb in _VERBS:
+            assert f"\n  {verb}" in ended.out
+
+
+def test_version(aot):
+    ended = aot("--version")
+    assert ended.code == 0
+    lines = dict(line.split(maxsplit=1) for line in ended.out.splitlines() if line.count("  "))
+    assert lines["triton"] == toolchain().triton
+    for word in ("pretuned", "python", "ptxas", "bundle format", "launch ABI", "compile cache"):
+        assert word in ended.out
+
+
+def test_models(aot):
+    every = json.loads(aot("models", "--json").out)
+    assert len(every) > 20
+    some = json.loads(aot("models", "--json", "MIXTRAL").out)
+    assert 0 < len(some) < len(every)
+    assert {"id", "E", "k", "H", "I"} <= set(some[0])
+    assert "Qwen/Qwen3-30B-A3B " in aot("models", "qwen3").out
+    nothing = aot("models", "no-such-model")
+    assert (nothing.code, nothing.out) == (2, "")
+
+
+def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
+    ended = aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90")
+    assert ended.code == 0
+    assert "Qwen/Qwen3-30B-A3B tp=2 ep=1" in ended.out
+    assert "Nothing was built" in ended.out
+    told = json.loads(aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90", "--json").out)
+    assert [one["sm"] for one in told["capabilities"]] == [80, 90]
+    assert len(told["problems"]) == 4
+    assert all(one["cached"] == 0 and one["variants"] > 16 for one in told["capabilities"])
+    assert not list(here.iterdir())
+
+
+def test_the_whole_way_in_processes(aot_process, here):
+    """plan, build, build again, inspect, verify: as pasted from the README."""
+    (here / "models.txt").write_text(f"# mine\n{MODEL}\n")
+    planned = json.loads(aot_process("plan", "--models", "models.txt", "--sm", "sm_80", "--json").out)
+    first = aot_process("build", "--models", "models.txt", "--sm", "8.0")
+    assert first.code == 0, first.err
+    assert "bundles/pretuned-sm80.msgpack" in first.out
+    assert "modelled" in first.out
+    assert "PRETUNED_BUNDLES" in first.out
+    variants = planned["capabilities"][0]["variants"]
+    assert f"{variants} of {variants} variants" in first.err
+    again = json.loads(aot_process("build", "--models", "models.txt", "--sm", "80", "--json").out)
+    (bundle,) = again["bundles"]
+    assert (bundle["compiled"], bundle["cached"], bundle["unchanged"]) == (0, variants, True)
+    assert again["seconds"] < 5.0
+    inspected = json.loads(aot_process("inspect", bundle["path"], "--json", "--choices").out)
+    with open_bundle(here / bundle["path"]) as opened:
+        assert inspected["digest"] == opened.digest.hex()
+        assert len(inspected["variants"]) == opened.variant_count
+        assert inspected["choice_count"] == len(inspected["choices"]) == bundle["choices"]
+    assert inspected["models"] == [{"name": "mine", "tp": 1, "ep": 1, "dtype": "fp32", "problems": 2}]
+    verified = json.loads(aot_process("verify", bundle["path"], "--json").out)
+    assert verified[0]["ok"] is True
+
+
+def test_inspect_as_a_table(aot, small_bundle):
+    ended = aot("inspect", small_bundle, "--choices")
+    assert ended.code == 0
+    for word in ("sm_80", "rows_pointer", "small", "16x32x64 w4 s2", "modelled"):
+        assert word in ended.out
+
+
+def test_verify_tells_each_file(aot, here, small_bundle):
+    data = bytearray(small_bundle.read_bytes())
+    data[-10] ^= 1
+    (here / "flipped.msgpack").write_bytes(data)
+    ended = aot("verify", small_bundle, "flipped.msgpack")
+    assert ended.code == 2
+    assert ended.out.startswith("ok  ")
+    assert ended.err.startswith("error: bundle 'flipped.msgpack'")
+    told = json.loads(aot("verify", small_bundle, "flipped.msgpack", "--json").out)
+    assert [one["ok"] for one in told] == [True, False]
+
+
+def test_verify_with_a_pin(aot, here, small_bundle):
+    digest = hashlib.sha256(small_bundle.read_bytes()).hexdigest()
+    assert aot("verify", small_bundle, "--sha256", digest).code == 0
+    wrong = aot("verify", small_bundle, "--sha256", "0" * 64)
+    assert (wrong.code, "the pin says" in wrong.err) == (2, True)
+    assert aot("verify", small_bundle, small_bundle, "--sha256", digest).code == 2
+
+
+def test_doctor(aot_process):
+    ended = aot_process("doctor", "--json", PRETUNED_BUNDLES="")
+    told = json.loads(ended.out)
+    assert ended.code == (0 if told["runtime"]["ok"] else 1)
+    assert told["builder"]["triton"] == toolchain().triton
+    assert "compile cache" in aot_process("doctor").out
+
+
+def test_a_reader_that_leaves_early_is_told_nothing(here):
+    done = subprocess.run(
+        f"'{sys.executable}' -m pretuned.aot models --json | head -c 1",
+        shell=True, cwd=here, capture_output=True, text=True, env=dict(os.environ), check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("[", "")
+
+
+def test_no_home_directory_is_no_error(here):
+    """As uid 12345, which no passwd file knows."""
+    done = subprocess.run(
+        ["unshare", "--map-user=12345", "--map-group=12345", sys.executable, "-m", "pretuned.aot", "--version"],
+        cwd=here, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "none (no home directory)" in done.stdout
