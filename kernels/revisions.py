@@ -22,11 +22,13 @@ class Revision:
     sha256: str
 
 
+_ROWS = ("forward.py", "tiles.py"), "ee1a0a59cbc40b821c6250aac8bd67b5c3b62d1ca8d72fd8b6b993c4ba4cf1e7"
+_WEIGHT = ("grad_weight.py", "tiles.py"), "2112fa780c43bf28b0916f6b69297adf71aa46d545eca71240792dd61e420032"
 REVISIONS = {
-    "rows_pointer": Revision(1, ("forward.py", "tiles.py"), ""),
-    "rows_tma": Revision(1, ("forward.py", "tiles.py"), ""),
-    "weight_pointer": Revision(1, ("grad_weight.py", "tiles.py"), ""),
-    "weight_tma": Revision(1, ("grad_weight.py", "tiles.py"), ""),
+    "rows_pointer": Revision(1, *_ROWS),
+    "rows_tma": Revision(1, *_ROWS),
+    "weight_pointer": Revision(1, *_WEIGHT),
+    "weight_tma": Revision(1, *_WEIGHT),
 }
 
 

@@ -1,0 +1,51 @@
+"""The wheel holds exactly the package, and the metadata keeps the runtime small."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("artifacts", "kernels", "runtime", "aot")
+DATA = {"artifacts/FORMAT.md", "aot/catalogue.tsv"} | {f"{layer}/py.typed" for layer in LAYERS}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built as a release is, from what git would hold: a copy of the tree without ignored files."""
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, check=True,
+    )  # fmt: skip
+    for name in listed.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, tree],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return zipfile.ZipFile(next(out.glob("*.whl")))
+
+
+def test_the_wheel_holds_the_four_layers_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    sources = {f"pretuned/{path.relative_to(ROOT)}" for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
+    bundles = {f"pretuned/{path.relative_to(ROOT)}" for path in (ROOT / "artifacts" / "bundles").glob("*.msgpack")}
+    assert held == sources | {f"pretuned/{name}" for name in DATA} | bundles
+
+
+def test_the_runtime_needs_three_packages(wheel: zipfile.ZipFile) -> None:
+    metadata = next(wheel.read(name).decode() for name in wheel.namelist() if name.endswith("METADATA"))
+    needs = [line.split(": ", 1)[1] for line in metadata.splitlines() if line.startswith("Requires-Dist")]
+    assert sorted(need.split(">")[0] for need in needs if "extra ==" not in need) == ["filelock", "msgpack", "torch"]
+    assert any(need.startswith("triton") and "aot" in need for need in needs)
+
+
+def test_the_wheel_carries_the_licence(wheel: zipfile.ZipFile) -> None:
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
