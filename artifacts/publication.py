@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -98,6 +97,8 @@ def _temp_file(folder: Path) -> Iterator[tuple[int, Path]]:
 
 def _lock(fd: int, temp: Path) -> bool:
     """Lock ``fd`` without waiting; false if another has it, or ``temp`` is another file by now."""
+    import fcntl  # here, so that reading types needs no POSIX
+
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(fd), os.lstat(temp))
