@@ -9,12 +9,13 @@ from pathlib import Path
 
 from ..artifacts.errors import InputError
 from ..artifacts.types import DType, Op
-from .catalogue import find, nearest_ids
+from .catalogue import catalogue, find, nearest_ids
 from .hfconfig import read_model
 from .modelshape import ExpertLayer, ModelShape
 from .spec import SHAPE, Options, parse_options, parse_shape, words
 
 MAX_FILE_BYTES = 4 << 20
+CATALOGUE = "catalogue"  # the spec that means all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def load_models(values: Sequence[str], supported_ops: Sequence[Op] = (Op.FORWARD
     seen: dict[ModelShape, str] = {}
     layers: dict[str, tuple[tuple[object, ...], str]] = {}
     quantised: dict[str, str] = {}
-    for line in _lines(values, problems):
+    for line in itertools.chain.from_iterable(map(_each_of_catalogue, _lines(values, problems))):
         try:
             found, options = _resolve(line, supported_ops)
             shards = list(_shards(found, options, supported_ops))
@@ -115,6 +116,16 @@ def _lines(values: Sequence[str], problems: list[str]) -> Iterator[_Line]:
             if not lines:
                 problems.append(f"{value}: no models in it; write one a line, e.g. Qwen/Qwen3-30B-A3B tp=1,2")
             yield from lines
+
+
+def _each_of_catalogue(line: _Line) -> Iterator[_Line]:
+    """``catalogue tp=1,2`` stands for every model of the catalogue with these options."""
+    word, _, options = line.text.strip().partition(" ")
+    if word != CATALOGUE:
+        yield line
+        return
+    for model in catalogue():
+        yield _Line(line.where, f"{model} {options}", line.base)
 
 
 def _is_file_of_specs(value: str, path: Path) -> bool:

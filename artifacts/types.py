@@ -146,7 +146,7 @@ class Variant:
     It is agnostic of shape: N, K, E, M and the strides are arguments. ``alignment`` is what the
     kernel assumes, in bytes, of every pointer, row stride and row length (16, or 1 for nothing);
     ``max_experts`` is the largest E. ``arguments`` are (name, kind) in the kernel's order, kind one
-    of ``ptr i32 i64 desc2 desc3``; the launch ABI number ``abi`` fixes what the names mean.
+    of ``ptr i32 i64 desc2 desc3 desc4 desc5``; the launch ABI number ``abi`` fixes what the names mean.
     """
 
     kernel: str

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pretuned.aot.catalogue import catalogue
 from pretuned.aot.models import LoadedModels, load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.spec import words
@@ -215,6 +216,13 @@ def test_the_models_of_this_repository() -> None:
         one.name for one in loaded.shapes
     }
     assert len(plan(loaded.shapes).models) == len({(one, dtype) for one in loaded.shapes for dtype in one.dtypes})
+
+
+def test_the_whole_catalogue_is_one_word() -> None:
+    loaded = load_models(["catalogue dtype=fp16 tokens=1..64"])
+    assert {one.name for one in loaded.shapes} == set(catalogue())
+    assert {(one.dtypes, one.tokens) for one in loaded.shapes} == {((DType.FP16,), (1, 64))}
+    assert "name=" in mistakes("catalogue name=all")[1]
 
 
 def test_words() -> None:
