@@ -19,14 +19,25 @@ def scratch_folder() -> Iterator[Path]:
 
     It is flocked while its owner lives, so that a later run knows a stale one.
     """
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder, fd = _new()
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
         _sweep(folder.parent)
         yield folder
     finally:
         remove_tree(folder)
+        os.close(fd)
+
+
+def _new() -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another run took it for stale before it was locked
+            continue
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder, fd
         os.close(fd)
 
 

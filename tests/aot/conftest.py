@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from pretuned.aot.build import Options
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.models import load_models

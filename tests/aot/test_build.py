@@ -12,6 +12,7 @@ from pathlib import Path
 
 import misbehaving
 import pytest
+
 from pretuned.aot.build import Observers, Options, build
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.models import load_models

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from pretuned.aot.verify import verify
 
 # fp32 has the fewest candidates: 9 variants, about half a second each.

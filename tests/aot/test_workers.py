@@ -4,10 +4,12 @@ import os
 import re
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import misbehaving
 import pytest
+
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.scratch import scratch_folder
 from pretuned.aot.workers import Job, Result, compile_all
@@ -133,6 +135,17 @@ def test_the_scratch_of_a_killed_run_is_swept_and_that_of_a_living_one_stays(scr
         with scratch_folder() as other:
             assert mine.is_dir()
             assert other != mine
+    assert not list(scratch_place.iterdir())
+
+
+def test_runs_that_begin_at_once_never_sweep_each_other(scratch_place: Path) -> None:
+    def run(number: int) -> bool:
+        with scratch_folder() as mine:
+            (mine / "file").write_text("")
+            return (mine / "file").exists()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(run, range(400)))
     assert not list(scratch_place.iterdir())
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from pretuned.aot.build import Options, build
 from pretuned.aot.cli.main import run
 from pretuned.aot.compilecache import CompileCache

@@ -4,6 +4,7 @@ import errno
 
 import click
 import pytest
+
 from pretuned.aot.cli.exits import guarded, told
 from pretuned.artifacts import errors
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from pretuned.aot.native import native_sm
 
 Run = Callable[..., object]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+
 from pretuned.aot.cli.main import _VERBS
 from pretuned.aot.compile import toolchain
 from pretuned.artifacts.store import open_bundle
