@@ -99,27 +99,26 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
 def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers) -> dict[int, list[Result]]:
     """Every variant of every capability, all in one queue."""
     jobs = [Job(spec, sm) for sm in sms for spec in specs(plan.problems, sm, options.space)]
-    ready = 0
-
-    def count(result: Result) -> None:
-        nonlocal ready
-        ready += result.compiled is not None
-        watch.on_result(result)
-
     watch.on_start(len(jobs))
     try:
         results = compile_all(
             jobs,
             workers=options.workers,
             cache=options.cache,
-            on_result=count,
+            on_result=watch.on_result,
             timeout_s=options.timeout_s,
             compile_one=options.compile_one,
         )
     except KeyboardInterrupt:
-        kept = "and kept; run the same command to go on" if options.cache else "; without a cache nothing is kept"
-        raise KeyboardInterrupt(f"interrupted: {ready} of {len(jobs)} variants are compiled {kept}") from None
+        raise KeyboardInterrupt(_interrupted(jobs, options.cache)) from None
     return {sm: [result for result in results if result.job.sm == sm] for sm in sms}
+
+
+def _interrupted(jobs: Sequence[Job], cache: CompileCache | None) -> str:
+    if cache is None:
+        return "interrupted: without a compile cache nothing is kept"
+    kept = sum(cache.has(job.spec, job.sm) for job in jobs)
+    return f"interrupted: {kept} of {len(jobs)} variants are compiled and kept; run the same command to go on"
 
 
 def _choose(plan: Plan, sm: int, results: Sequence[Result]) -> tuple[Chosen, tuple[Dropped, ...]]:

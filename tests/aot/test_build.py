@@ -234,8 +234,10 @@ def test_an_interrupted_build_says_what_is_kept(bundles: dict[int, Bundle], opti
     def interrupt(result: Result) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match="interrupted: 1 of 3 variants are compiled and kept; run the same"):
+    with pytest.raises(KeyboardInterrupt, match="interrupted: 3 of 3 variants are compiled and kept; run the same"):
         build(small_plan, (80,), options(), Observers(on_result=interrupt))
+    with pytest.raises(KeyboardInterrupt, match="without a compile cache nothing is kept"):
+        build(small_plan, (80,), options(cache=None), Observers(on_result=interrupt))
     assert not list(options().out.glob("*.msgpack"))
 
 
