@@ -63,14 +63,6 @@ class Candidate:
         """The variant's config."""
         return Config.from_pairs(self.variant.config)
 
-    @property
-    def rank(self) -> tuple[float, ...]:
-        """What candidates are sorted by."""
-        order = self.usable.order
-        if self.match is Match.COST_MODEL:  # all variants of one origin compete: the place only breaks ties
-            return (self.origin, self.match, self.time_us, order, self.index)
-        return (self.origin, self.match, order, self.time_us, self.index)
-
 
 def chosen(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View, *, aligned: bool, most: int
@@ -88,10 +80,14 @@ def chosen(
                 claims.append(((*key, choice.runner_up_ns or 0), usable, choice, choice.runner_up))
     claims.sort(key=lambda claim: (claim[0], claim[3]))
     found: list[Candidate] = []
+    seen: set[tuple[int, int]] = set()  # a variant counts once, by its best claim
     for claim, usable, choice, index in claims:
         if len(found) == most:
             break
-        variant = usable.bundle.variant(index)
+        if (usable.order, index) in seen:
+            continue
+        seen.add((usable.order, index))
+        variant = snapshot.variant(usable.bundle, index)
         if why_not(variant, problem, local, aligned=aligned) is None:
             match = Match.NEAREST_BUCKET if claim[1] else Match.EXACT
             gpu = None if choice.gpu is None else usable.bundle.gpus[choice.gpu]
@@ -115,7 +111,8 @@ def modelled(
             found.append(
                 Candidate(usable, index, variant, origin, Match.COST_MODEL, Source.MODELLED, bucket, time_us, None)
             )
-    return sorted(found, key=lambda candidate: candidate.rank)
+    # All variants of one origin compete: the place only breaks ties.
+    return sorted(found, key=lambda one: (one.origin, one.time_us, one.usable.order, one.index))
 
 
 def chip_of(local: LocalGpu) -> chips.Chip:

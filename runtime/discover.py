@@ -130,6 +130,14 @@ class Snapshot:
             self.reject(bundle, error)
             raise Rejected from error
 
+    def variant(self, bundle: BundleFile, index: int) -> Variant:
+        """Variant ``index`` of the bundle; Rejected where its record is damaged."""
+        try:
+            return bundle.variant(index)
+        except BundleError as error:
+            self.reject(bundle, error)
+            raise Rejected from error
+
     def variants(self, bundle: BundleFile, problem: Problem) -> tuple[tuple[int, Variant], ...]:
         """The bundle's variants of ``problem``'s kind, with their indices; Rejected where records are damaged."""
         with self._lock:

@@ -131,7 +131,12 @@ def examine(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, al
         with contextlib.suppress(Rejected):
             view = snapshot.view(local, installed=True)
             found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=_SHOWN)
-            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned)
+            known = {(one.usable.order, one.index) for one in found}
+            found += [
+                one
+                for one in modelled(snapshot, problem, bucket, local, view, aligned=aligned)
+                if (one.usable.order, one.index) not in known
+            ]
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
             why = reason(found[0], bucket, local) if found else miss_text(problem, bucket, local, view)
             return Explanation(problem, M, aligned, local, why, tuple(found), view.skipped)

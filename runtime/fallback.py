@@ -8,6 +8,8 @@ from ..artifacts.errors import ProblemNotInBundle
 from ..artifacts.types import Layout
 from ..kernels import reference
 
+_MOST_GROUPS = 1024  # torch's own limit
+
 
 def on_host(
     x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, layout: Layout, out: torch.Tensor | None, zero_tail: bool
@@ -36,8 +38,10 @@ def on_cuda(
         in a graph capture, where the loop can't read m_sizes.
     """
     grouped = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    if grouped is not None and x.dtype is torch.bfloat16 and sm // 10 in (9, 10) and aligned:
-        M = x.shape[0]
+    fast = x.dtype is torch.bfloat16 and sm // 10 in (9, 10) and aligned and w.shape[0] <= _MOST_GROUPS
+    if grouped is not None and fast:
+        M, K = x.shape
+        x = x.as_strided((M, K), (x.stride(0) if M > 1 else K, 1))  # torch minds the stride of a single row
         ends = m_sizes.clamp(0, M).cumsum(0, dtype=torch.int64).clamp_(max=M)
         columns_last = w.transpose(1, 2) if layout is Layout.NK else w
         product = grouped(x, columns_last, offs=ends.to(torch.int32))

@@ -104,5 +104,5 @@ def problems_of(names: Sequence[str], view: View) -> list[Problem]:
 
 def buckets(problem: Problem, tokens: range | None) -> list[int]:
     """The buckets that a step of so many tokens can come to: from one row up to ``tokens`` * E."""
-    most = _ROWS if tokens is None else min(max(tokens, default=0) * problem.E, _MOST_ROWS)
+    most = _ROWS if tokens is None else min(max(*tokens[:1], *tokens[-1:], 0, 0) * problem.E, _MOST_ROWS)
     return [1 << power for power in range(bucket_of(most).bit_length())] if most else []

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+
 from pretuned.artifacts.errors import InputError
 from pretuned.kernels import reference
 from pretuned.runtime import explain, grouped_gemm, ops, preload, reload

@@ -1,0 +1,28 @@
+"""Bundles made for these tests, and no bundle or setting of the machine's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent / "making"))
+
+
+@pytest.fixture
+def clean_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The process's snapshot and settings, read anew from an empty home; returns an empty directory of bundles."""
+    from pretuned.runtime import reload
+
+    bundles = tmp_path / "bundles"
+    bundles.mkdir()
+    for name in ("PRETUNED_STRICT", "PRETUNED_DISABLE_AUTOTUNE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PRETUNED_BUNDLES", str(bundles))
+    reload()
+    yield bundles
+    monkeypatch.undo()
+    reload()

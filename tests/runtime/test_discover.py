@@ -1,0 +1,208 @@
+"""Which bundles are found, in which order, and what becomes of those that can't be used. Real files throughout."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from made import DRIVER, ON_A100, ON_H100, ON_H200, ON_L40S, OTHER, PROBLEM, modelled, places, snapshot, write
+
+from pretuned.artifacts.errors import (
+    BundleCorrupt,
+    BundleTooNew,
+    BundleUnreadable,
+    BundleUntrusted,
+    DriverTooOld,
+    TargetMismatch,
+)
+from pretuned.artifacts.store import lock
+from pretuned.artifacts.types import Gpu
+from pretuned.runtime import discover
+from pretuned.runtime.device import LocalGpu
+from pretuned.runtime.discover import Snapshot, take
+from pretuned.runtime.dispatch import Decision, decide
+from pretuned.runtime.places import Kind, Place, installed_places
+from pretuned.runtime.settings import Settings
+
+CHOICES = {PROBLEM: [modelled(64, 0)]}
+
+
+def names(found: Snapshot, local: LocalGpu = ON_H200, *, installed: bool = False) -> list[str]:
+    return [usable.path.name for usable in found.view(local, installed=installed).usable]
+
+
+def test_the_order_of_the_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Settings(bundles=(tmp_path / "z", tmp_path / "one.msgpack"), overlay=tmp_path / "cache")
+    write(tmp_path / "one.msgpack", CHOICES, tag="named file")
+    write(tmp_path / "z/b.msgpack", CHOICES, tag="second in the directory")
+    write(tmp_path / "z/a.msgpack", CHOICES, tag="first in the directory")
+    write(tmp_path / "cache/o.msgpack", CHOICES, tag="overlay")
+    (tmp_path / "z/notes.txt").write_text("no bundle")
+    (tmp_path / "z/.pretuned-0.msgpack").write_text("a publisher at work")
+    found = take(read)
+    assert names(found) == ["a.msgpack", "b.msgpack", "one.msgpack", "o.msgpack"]
+    assert [place.kind for place in found.places] == [Kind.NAMED, Kind.NAMED, Kind.OVERLAY, Kind.SYSTEM]
+
+
+def test_a_directory_that_is_not_there_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert names(Snapshot([Place(Kind.OVERLAY, tmp_path / "nowhere")])) == []
+    assert not caplog.records
+
+
+def test_one_content_in_two_places_counts_once(tmp_path: Path) -> None:
+    write(tmp_path / "a/a.msgpack", CHOICES)
+    write(tmp_path / "b/b.msgpack", CHOICES)
+    view = snapshot(tmp_path / "a", tmp_path / "b").view(ON_H200, installed=False)
+    assert [usable.path.name for usable in view.usable] == ["a.msgpack"]
+    assert [skipped.reason for skipped in view.skipped] == [f"the same as {tmp_path / 'a/a.msgpack'}"]
+
+
+def test_installed_packages_are_asked_only_without_an_exact_choice(tmp_path: Path) -> None:
+    write(tmp_path / "named/a.msgpack", CHOICES, tag="named")
+    write(tmp_path / "wheel/w.msgpack", {OTHER: [modelled(64, 1)]}, tag="wheel")
+    asked: list[int] = []
+
+    def installed() -> list[Place]:
+        asked.append(1)
+        return [Place(Kind.INSTALLED, tmp_path / "wheel")]
+
+    found = Snapshot(places(tmp_path / "named"), installed)
+    decide(found, PROBLEM, 64, ON_H200)
+    assert not asked
+    decision = decide(found, OTHER, 64, ON_H200)
+    assert isinstance(decision, Decision)
+    assert decision.chosen.usable.path.name == "w.msgpack"
+    assert asked == [1]
+
+
+def test_the_entry_points_of_this_very_installation() -> None:
+    directories = [place.path for place in installed_places()]
+    assert any((directory / "__init__.py").is_file() and directory.name == "bundles" for directory in directories)
+    assert "pretuned.artifacts.bundles" not in sys.modules
+
+
+def damaged(tmp_path: Path, how: str) -> Path:
+    path = write(tmp_path / "bad.msgpack", CHOICES)
+    data = path.read_bytes()
+    if how == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "flipped":
+        path.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    elif how == "writable":
+        path.chmod(0o666)
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "a fifo":
+        path.unlink()
+        os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("cut", BundleCorrupt),
+        ("flipped", BundleCorrupt),
+        ("empty", BundleCorrupt),
+        ("writable", BundleUntrusted),
+        ("a fifo", BundleUnreadable),
+    ],
+)
+def test_a_bad_bundle_is_skipped_once_and_raised_when_it_was_named(
+    how: str, error: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = damaged(tmp_path / "d", how)
+    write(tmp_path / "d/good.msgpack", CHOICES, tag="good")
+    found = snapshot(tmp_path / "d")
+    for _ in range(3):
+        assert names(found) == ["good.msgpack"]
+    assert len(caplog.records) == 1
+    assert caplog.records[0].levelno == logging.WARNING
+    assert "bad.msgpack" in caplog.text
+    (skipped,) = found.view(ON_H200, installed=False).skipped
+    assert isinstance(skipped.error, error)
+    with pytest.raises(error):
+        decide(snapshot(path), PROBLEM, 64, ON_H200)
+
+
+def test_a_named_file_that_is_missing_raises(tmp_path: Path) -> None:
+    with pytest.raises(BundleUnreadable, match=r"gone\.msgpack"):
+        decide(snapshot(tmp_path / "gone.msgpack"), PROBLEM, 64, ON_H200)
+
+
+@pytest.mark.parametrize("local", [ON_A100, ON_L40S, LocalGpu(100, Gpu("NVIDIA B200", 148, 183359, DRIVER))])
+def test_another_capability_is_skipped_quietly_and_raised_by_name(
+    local: LocalGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "d/sm90.msgpack", CHOICES)
+    assert names(snapshot(tmp_path / "d"), local) == []
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    with pytest.raises(TargetMismatch, match=rf"sm_90a.*sm_{local.sm}.*aot build --sm {local.sm}"):
+        decide(snapshot(path), PROBLEM, 64, local)
+
+
+def test_code_without_a_suffix_runs_on_later_minor_revisions_only(tmp_path: Path) -> None:
+    write(tmp_path / "sm89.msgpack", CHOICES, sm=89)
+    assert names(snapshot(tmp_path), ON_L40S) == ["sm89.msgpack"]
+    assert names(snapshot(tmp_path), ON_A100) == []
+
+
+def test_an_old_driver_is_told_both_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "d/new.msgpack", CHOICES, min_driver=13020)
+    assert names(snapshot(tmp_path / "d"), ON_H200) == []
+    assert caplog.records[0].levelno == logging.WARNING
+    with pytest.raises(DriverTooOld, match=r"CUDA 13\.2 or later.*CUDA 12\.8"):
+        decide(snapshot(path), PROBLEM, 64, ON_H200)
+    newer = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13020))
+    assert names(snapshot(tmp_path / "d"), newer) == ["new.msgpack"]
+
+
+def test_the_overlay_is_read_although_another_holds_its_lock(tmp_path: Path) -> None:
+    write(tmp_path / "o.msgpack", CHOICES)
+    with lock(tmp_path, timeout_s=0) as held:
+        assert held
+        began = time.monotonic()
+        found = Snapshot([Place(Kind.OVERLAY, tmp_path)])
+        waited_s = time.monotonic() - began
+    assert names(found) == ["o.msgpack"]
+    assert 0.1 < waited_s < 2
+
+
+def test_a_snapshot_does_not_change_until_reload(clean_places: Path) -> None:
+    before = discover.snapshot()
+    write(clean_places / "new.msgpack", CHOICES)
+    assert discover.snapshot() is before
+    assert names(before) == []
+    discover.forget()
+    assert names(discover.snapshot()) == ["new.msgpack"]
+
+
+def test_the_fingerprint_is_of_bundles_in_order_and_the_gpu(tmp_path: Path) -> None:
+    write(tmp_path / "a/a.msgpack", CHOICES, tag="a")
+    write(tmp_path / "b/b.msgpack", CHOICES, tag="b")
+    a, b = tmp_path / "a", tmp_path / "b"
+    one = snapshot(a, b).fingerprint(ON_H200)
+    assert one == snapshot(a, b).fingerprint(ON_H200)
+    others = {
+        snapshot(b, a).fingerprint(ON_H200),
+        snapshot(a).fingerprint(ON_H200),
+        snapshot(a, b).fingerprint(ON_H100),
+    }
+    assert one not in others
+    assert len(others) == 3
+    newer_driver = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, DRIVER + 10))
+    assert snapshot(a, b).fingerprint(newer_driver) == one
+
+
+def test_a_newer_format_is_skipped_and_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "d/bad.msgpack", CHOICES)
+    data = bytearray(path.read_bytes())
+    data[11:15] = (9).to_bytes(4, "big")  # the preamble's format number
+    path.write_bytes(bytes(data))
+    with pytest.raises(BundleTooNew, match="9"):
+        decide(snapshot(path), PROBLEM, 64, ON_H200)
+    assert names(snapshot(tmp_path / "d")) == []

@@ -1,0 +1,293 @@
+"""The ranking, level by level, over real bundle files and made-up GPUs."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import threading
+from pathlib import Path
+
+import craft
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made import (
+    ANY,
+    H100,
+    H200,
+    NARROW,
+    ON_A100,
+    ON_H100,
+    ON_H200,
+    ON_L40S,
+    OTHER,
+    PROBLEM,
+    SPECS,
+    WIDE,
+    Spec,
+    bundle,
+    measured,
+    modelled,
+    snapshot,
+    write,
+)
+
+from pretuned.aot.capabilities import parse_sm
+from pretuned.aot.models import load_models
+from pretuned.aot.plan import plan
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
+from pretuned.artifacts.store import publish
+from pretuned.artifacts.types import DType, Gpu, Op, Problem, Source, bucket_of
+from pretuned.kernels.config import Config
+from pretuned.runtime.candidates import Match, Origin, same_gpu
+from pretuned.runtime.device import LocalGpu
+from pretuned.runtime.discover import Snapshot
+from pretuned.runtime.dispatch import Decision, Miss, decide
+from pretuned.runtime.hint import build_line
+
+
+def decision(
+    found: Snapshot, M: int = 64, local: LocalGpu = ON_H200, problem: Problem = PROBLEM, **how: bool
+) -> Decision:
+    got = decide(found, problem, M, local, **how)
+    assert isinstance(got, Decision), got
+    return got
+
+
+def came_from(found: Snapshot, M: int = 64, local: LocalGpu = ON_H200) -> tuple[str, Origin, Match, int]:
+    chosen = decision(found, M, local).chosen
+    return chosen.usable.path.stem, chosen.origin, chosen.match, chosen.index
+
+
+def test_measured_on_this_gpu_beats_the_same_capability_whatever_the_place(tmp_path: Path) -> None:
+    write(tmp_path / "1/h100.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H100])
+    write(tmp_path / "2/h200.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, gpus=[H200])
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    assert came_from(found) == ("h200", Origin.THIS_GPU, Match.EXACT, NARROW)
+    assert came_from(found, local=ON_H100) == ("h100", Origin.THIS_GPU, Match.EXACT, WIDE)
+    assert "measured on this GPU" in decision(found).reason
+
+
+def test_measured_on_the_capability_beats_modelled(tmp_path: Path) -> None:
+    write(tmp_path / "1/m.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    write(tmp_path / "2/h100.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, gpus=[H100])
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    assert came_from(found) == ("h100", Origin.THIS_CAPABILITY, Match.EXACT, NARROW)
+    assert "measured on NVIDIA H100 80GB HBM3" in decision(found).reason
+
+
+def test_origin_comes_before_the_bucket(tmp_path: Path) -> None:
+    write(tmp_path / "1/m.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    write(tmp_path / "2/h200.msgpack", {PROBLEM: [measured(1024, NARROW, 9)]}, gpus=[H200])
+    assert came_from(snapshot(tmp_path / "1", tmp_path / "2")) == (
+        "h200", Origin.THIS_GPU, Match.NEAREST_BUCKET, NARROW)  # fmt: skip
+
+
+def test_modelled_for_the_capability_beats_compatible_code(tmp_path: Path) -> None:
+    write(tmp_path / "1/sm80.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, sm=80, gpus=[ON_A100.gpu])
+    write(tmp_path / "2/sm89.msgpack", {PROBLEM: [modelled(64, NARROW)]}, sm=89)
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    assert came_from(found, local=ON_L40S) == ("sm89", Origin.MODELLED, Match.EXACT, NARROW)
+
+
+def test_the_cost_model_on_the_capability_beats_compatible_code(tmp_path: Path) -> None:
+    write(tmp_path / "1/sm80.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
+    write(tmp_path / "2/sm89.msgpack", {OTHER: [modelled(64, NARROW)]}, sm=89)
+    stem, origin, match, _ = came_from(snapshot(tmp_path / "1", tmp_path / "2"), local=ON_L40S)
+    assert (stem, origin, match) == ("sm89", Origin.MODELLED, Match.COST_MODEL)
+
+
+def test_compatible_code_runs_where_its_shared_memory_fits(tmp_path: Path) -> None:
+    big = Spec(Config(128, 256, 64, 8, 3), shared_bytes=150 * 1024)
+    write(tmp_path / "sm80.msgpack", {PROBLEM: [modelled(64, 3, 5, second=NARROW)]}, sm=80, specs=(*SPECS, big))
+    found = snapshot(tmp_path)
+    assert came_from(found, local=ON_A100) == ("sm80", Origin.MODELLED, Match.EXACT, 3)
+    assert came_from(found, local=ON_L40S) == ("sm80", Origin.COMPATIBLE, Match.EXACT, NARROW)
+    assert all(candidate.index != 3 for candidate in decision(found, local=ON_L40S).runners_up)
+
+
+def test_a_choice_measured_here_with_compatible_code_counts_as_measured_here(tmp_path: Path) -> None:
+    write(tmp_path / "sm80.msgpack", {PROBLEM: [measured(64, NARROW, 5)]}, sm=80, gpus=[ON_L40S.gpu])
+    assert came_from(snapshot(tmp_path), local=ON_L40S)[1] is Origin.THIS_GPU
+
+
+def test_the_nearest_bucket_the_larger_of_two(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(16, NARROW), modelled(256, WIDE), modelled(65536, WIDE)]})
+    found = snapshot(tmp_path)
+    buckets = {M: decision(found, M).chosen.bucket for M in (1, 16, 17, 33, 64, 65, 4096, 9000, 2**31 - 1)}
+    assert buckets == {1: 16, 16: 16, 17: 16, 33: 256, 64: 256, 65: 256, 4096: 65536, 9000: 65536, 2**31 - 1: 65536}
+    assert decision(found, 16).chosen.match is Match.EXACT
+    assert decision(found, 17).chosen.match is Match.NEAREST_BUCKET
+    assert "M <= 16, the nearest to 32" in decision(found, 17).reason
+
+
+def test_the_place_breaks_ties(tmp_path: Path) -> None:
+    write(tmp_path / "1/one.msgpack", {PROBLEM: [modelled(64, WIDE, 90)]})
+    write(tmp_path / "2/two.msgpack", {PROBLEM: [modelled(64, NARROW, 1)]})
+    assert came_from(snapshot(tmp_path / "1", tmp_path / "2"))[0] == "one"
+    assert came_from(snapshot(tmp_path / "2", tmp_path / "1"))[0] == "two"
+
+
+def test_an_unknown_shape_runs_by_the_cost_model_over_all_variants(tmp_path: Path) -> None:
+    write(tmp_path / "1/narrow.msgpack", {OTHER: [modelled(64, 0)]}, specs=[SPECS[NARROW]])
+    write(tmp_path / "2/wide.msgpack", {OTHER: [modelled(64, 0)]}, specs=[SPECS[WIDE]])
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    few, many = decision(found, 8).chosen, decision(found, 65536).chosen
+    assert (few.usable.path.stem, many.usable.path.stem) == ("narrow", "wide")
+    assert few.match is many.match is Match.COST_MODEL
+    assert few.source is Source.MODELLED
+    assert [candidate.usable.path.stem for candidate in decision(found, 8).runners_up] == ["wide"]
+
+
+def test_unaligned_calls_take_unaligned_variants(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE, second=NARROW)]})
+    chosen = decision(snapshot(tmp_path), aligned=False).chosen
+    assert (chosen.index, chosen.match) == (ANY, Match.COST_MODEL)
+
+
+def test_an_unaligned_choice_serves_both(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, ANY)]})
+    assert decision(snapshot(tmp_path), aligned=False).chosen.match is Match.EXACT
+    assert decision(snapshot(tmp_path), aligned=True).chosen.match is Match.EXACT
+
+
+def test_variants_that_cannot_run_are_passed_over(tmp_path: Path) -> None:
+    specs = (Spec(SPECS[0].config, abi=2), Spec(SPECS[1].config, max_experts=8), SPECS[2])
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, 0, second=1)]}, specs=specs)
+    found = snapshot(tmp_path)
+    assert decision(found).chosen.index == 1
+    assert decision(found, problem=Problem(Op.FORWARD, DType.BF16, 9, 1024, 768)).chosen.index == ANY
+    many = decide(found, Problem(Op.FORWARD, DType.BF16, 5000, 1024, 768), 64, ON_H200)
+    assert isinstance(many, Miss)
+    assert "no variant in 1 bundle" in many.reason
+
+
+def test_another_dtype_is_a_miss_that_says_what_to_build(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    got = decide(snapshot(tmp_path), Problem(Op.FORWARD, DType.FP16, 8, 1024, 768), 64, ON_H200)
+    assert isinstance(got, Miss)
+    assert 'aot build --models "shape:E=8,H=1024,I=768,k=1 dtype=fp16" --sm 90' in got.reason
+
+
+def test_without_any_bundle_there_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = snapshot(tmp_path)
+    for M in (1, 64, 4096):
+        assert isinstance(decide(found, PROBLEM, M, ON_H200), Miss)
+        assert isinstance(decide(found, OTHER, M, ON_H200), Miss)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "no usable bundle for NVIDIA H200 (9.0, 132 SMs, 143771 MiB)" in caplog.text
+    assert "aot build --models" in caplog.text
+
+
+def test_an_outcome_is_told_once_at_a_fitting_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H200])
+    found = snapshot(tmp_path)
+    for _ in range(2):
+        decide(found, PROBLEM, 64, ON_H200)
+        decide(found, PROBLEM, 64, ON_H100)
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.INFO]
+    assert "build one with" in caplog.records[1].getMessage()
+
+
+def test_strict_wants_a_choice_for_problem_bucket_and_capability(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    found = snapshot(tmp_path)
+    assert decision(found, 64, strict=True).chosen.index == WIDE
+    assert decision(found, 64, strict=True, aligned=False).chosen.index == ANY
+    for problem, M in ((PROBLEM, 65), (OTHER, 64)):
+        with pytest.raises(ProblemNotInBundle) as raised:
+            decide(found, problem, M, ON_H200, strict=True)
+        text = str(raised.value)
+        assert "E=8 N=1024 K=768 (M <= 64)" in text
+        assert build_line(problem, bucket_of(M), 90) in text
+    write(tmp_path / "sm80/b.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
+    with pytest.raises(ProblemNotInBundle, match="No usable bundle has a problem of this kind"):
+        decide(snapshot(tmp_path / "sm80"), PROBLEM, 64, ON_L40S, strict=True)
+
+
+@pytest.mark.parametrize(("M", "dtype"), [(64, DType.BF16), (1 << 20, DType.BF16), (5, DType.TF32)])
+def test_the_line_it_names_builds_that_very_problem_and_bucket(M: int, dtype: DType) -> None:
+    problem = Problem(Op.FORWARD, dtype, 9, 1100, 360)
+    words = shlex.split(build_line(problem, bucket_of(M), 90))
+    assert words[:3] == ["aot", "build", "--models"]
+    assert parse_sm(words[words.index("--sm") + 1], lambda: None) == (90,)
+    wanted = plan(load_models([words[3]]).shapes)
+    assert bucket_of(M) in wanted.buckets[problem]
+
+
+def test_damaged_records_drop_the_bundle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "2/good.msgpack", {PROBLEM: [modelled(64, NARROW)]}, tag="good")
+    publish(tmp_path / "bad.msgpack", with_a_bad_variant())
+    with pytest.raises(BundleCorrupt):
+        decide(snapshot(tmp_path / "bad.msgpack"), PROBLEM, 64, ON_H200)
+    caplog.clear()
+    (tmp_path / "1").mkdir()
+    (tmp_path / "bad.msgpack").rename(tmp_path / "1/bad.msgpack")
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    assert came_from(found)[0] == "good"
+    assert len([record for record in caplog.records if "bad.msgpack" in record.getMessage()]) == 1
+
+
+def with_a_bad_variant() -> bytes:
+    """A bundle whose digests hold and whose first variant, which PROBLEM's choice names, is not valid."""
+    return craft.changed_variant(encode(bundle({PROBLEM: [modelled(64, WIDE)]})), threads=-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    buckets=st.sets(st.integers(0, 20), min_size=1, max_size=6),
+    M=st.integers(1, 2**31 - 1),
+    aligned=st.booleans(),
+    E=st.sampled_from([8, 9, 512, 513, 4096]),
+)
+def test_there_is_always_a_decision_and_it_is_always_the_same(
+    tmp_path_factory: pytest.TempPathFactory, buckets: set[int], M: int, aligned: bool, E: int
+) -> None:
+    path = tmp_path_factory.mktemp("b")
+    rows = [modelled(1 << power, power % 2, second=ANY) for power in sorted(buckets)]
+    write(path / "a.msgpack", {PROBLEM: rows})
+    problem = Problem(Op.FORWARD, DType.BF16, E, PROBLEM.N, PROBLEM.K)
+    first = decision(snapshot(path), M, problem=problem, aligned=aligned)
+    again = decision(snapshot(path), M, problem=problem, aligned=aligned)
+    assert (first.chosen.index, first.reason) == (again.chosen.index, again.reason)
+    assert first.chosen.variant.max_experts >= E
+    assert aligned or first.chosen.variant.alignment == 1
+    ranked = [(one.origin, one.match) for one in (first.chosen, *first.runners_up)]
+    assert ranked == sorted(ranked)
+
+
+def test_threads_agree(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    found = snapshot(tmp_path)
+    got: list[Decision | Miss] = []
+    threads = [threading.Thread(target=lambda: got.append(decide(found, OTHER, 64, ON_H200))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 8
+    assert all(one is got[0] for one in got)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "same"),
+    [
+        (H200, True),
+        (Gpu(H200.name, 132, 143700, 13000), True),
+        (Gpu(H200.name, 132, 71000, 12080), False),
+        (Gpu(H200.name, 60, 143771, 12080), False),
+        (H100, False),
+    ],
+)
+def test_what_counts_as_the_same_gpu(gpu: Gpu, same: bool) -> None:
+    assert same_gpu(gpu, H200) is same
+
+
+def test_an_unheard_of_capability_misses_in_words(tmp_path: Path) -> None:
+    write(tmp_path / "sm70.msgpack", {OTHER: [modelled(64, WIDE)]}, sm=70)
+    got = decide(snapshot(tmp_path), PROBLEM, 64, LocalGpu(75, Gpu("NVIDIA T4", 40, 15360, 12080)))
+    assert isinstance(got, Miss)
+    assert re.search(r"sm_?75|--sm 75", got.reason)

@@ -1,0 +1,102 @@
+"""The report on a machine, and its command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from made import H200, ON_A100, ON_H200, OTHER, PROBLEM, WIDE, measured, modelled, snapshot, write
+
+from pretuned.artifacts.types import Gpu
+from pretuned.runtime.device import LocalGpu
+from pretuned.runtime.doctor import report
+from pretuned.runtime.settings import Settings
+
+READ = Settings(overlay=Path("/home/me/.cache/pretuned"))
+
+
+def test_a_machine_that_would_use_a_bundle(tmp_path: Path) -> None:
+    write(tmp_path / "sm90.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H200])
+    write(tmp_path / "sm80.msgpack", {PROBLEM: [modelled(64, WIDE)], OTHER: [modelled(64, WIDE)]}, sm=80)
+    found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
+    assert found.ok
+    text = str(found)
+    for wanted in ("NVIDIA H200 (9.0, 132 SMs", "sm90.msgpack (sm_90a, 1 problems, 3 variants, measured on",
+                   "used by GPU 0", "sm80.msgpack (sm_80, 2 problems", "aot build --sm 90", "/home/me/.cache/pretuned",
+                   "2 bundles", "ok        yes"):  # fmt: skip
+        assert wanted in text
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["ok"] is True
+    assert [one["used_by"] for one in plain["bundles"]] == [[], [0]]
+
+
+@pytest.mark.parametrize(
+    ("local", "how", "fix"),
+    [
+        (ON_A100, {}, "aot build --models models.txt --sm 80"),
+        (LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 12000)), {}, "Update the driver"),
+        (LocalGpu(75, Gpu("NVIDIA T4", 40, 15360, 12080)), {}, "No kernels are built for sm_75"),
+    ],
+)
+def test_a_machine_that_would_not_and_the_fix(
+    local: LocalGpu, how: dict[str, object], fix: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]}, **how)
+    found = report(snapshot(tmp_path), READ, (local,), "CUDA 12.8")
+    assert not found.ok
+    (problem,) = found.problems
+    assert fix in problem
+    assert f"problem   {problem}" in str(found)
+    assert found.to_dict()["ok"] is False
+
+
+def test_a_damaged_bundle(tmp_path: Path) -> None:
+    (tmp_path / "bad.msgpack").write_bytes(b"nothing")
+    found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
+    assert not found.ok
+    assert "can't be opened" in found.problems[0]
+    assert found.bundles[0].why_not in str(found)
+    assert "bad.msgpack" in found.bundles[0].why_not
+
+
+def test_a_named_file_that_cannot_be_used_is_a_problem_beside_a_good_one(tmp_path: Path) -> None:
+    good = write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    other = write(tmp_path / "sm80.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
+    assert report(snapshot(good), READ, (ON_H200,), "").ok
+    found = report(snapshot(good, other), READ, (ON_H200,), "")
+    assert not found.ok
+    assert "sm80.msgpack" in found.problems[0]
+
+
+def test_one_gpu_of_two_without_a_bundle(tmp_path: Path) -> None:
+    write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    found = report(snapshot(tmp_path), READ, (ON_H200, ON_A100), "")
+    assert found.bundles[0].used_by == (0,)
+    assert len(found.problems) == 1
+    assert found.problems[0].startswith("GPU 1, NVIDIA A100")
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pretuned.runtime", *arguments],
+        env={"PATH": os.environ["PATH"], **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_command_without_a_gpu(tmp_path: Path) -> None:
+    write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    done = run({"PRETUNED_BUNDLES": str(tmp_path), "PRETUNED_STRICT": "1"}, "--json")
+    assert done.returncode == 0, done.stderr
+    plain = json.loads(done.stdout)
+    assert plain["gpus"] == []
+    assert plain["environment"]["PRETUNED_STRICT"] == "1"
+    assert plain["overlay"].startswith("none")
+    assert [Path(one["path"]).name for one in plain["bundles"]] == ["sm90.msgpack"]
+    assert any("no GPU here" in note for note in plain["notes"])
+    assert run({}, "--nonsense").returncode == 2

@@ -1,0 +1,121 @@
+"""explain: what a call would run and why, also where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from made import H200, NARROW, ON_H200, OTHER, PROBLEM, WIDE, measured, modelled, snapshot, write
+
+from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.types import Source
+from pretuned.kernels import chips
+from pretuned.runtime import explain, reload
+from pretuned.runtime.dispatch import Decision, decide
+from pretuned.runtime.explanation import examine, made_up_gpu
+
+NUMBERS = {"E": 8, "N": 1024, "K": 768}
+
+
+def test_it_names_what_dispatch_runs(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, WIDE, 7.5, second=NARROW)]}, gpus=[H200])
+    write(tmp_path / "b.msgpack", {OTHER: [modelled(64, WIDE)]}, sm=80)
+    found = snapshot(tmp_path)
+    told = examine(found, PROBLEM, 50, ON_H200, aligned=True)
+    ran = decide(found, PROBLEM, 50, ON_H200)
+    assert isinstance(ran, Decision)
+    assert told.chosen == ran.chosen
+    assert told.reason == ran.reason
+    text = str(told)
+    for wanted in ("128x128x64 w8 s3", "7.5 us", "measured", "a.msgpack", "PRETUNED_BUNDLES", "NVIDIA H200", "8.2 us",
+                   "skipped", "b.msgpack", "sm_80", "cost model"):  # fmt: skip
+        assert wanted in text
+    told_dict = json.loads(json.dumps(told.to_dict()))
+    assert told_dict["runs"] == "bundle"
+    assert told_dict["bucket"] == 64
+    first, second = told_dict["candidates"][:2]
+    assert (first["variant"], first["source"], first["origin"], first["match"]) == (
+        WIDE,
+        "measured",
+        "this_gpu",
+        "exact",
+    )
+    assert (second["variant"], second["time_us"]) == (NARROW, 8.25)
+    assert first["measured_on"] == "NVIDIA H200"
+    assert first["config"]["block_m"] == 128
+    assert len(told_dict["skipped"]) == 1
+
+
+@pytest.mark.parametrize("M", [1, 64, 5000])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_first_is_what_dispatch_takes_on_every_level(M: int, aligned: bool, tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE, second=NARROW)]})
+    found = snapshot(tmp_path)
+    for problem in (PROBLEM, OTHER):
+        told = examine(found, problem, M, ON_H200, aligned=aligned)
+        ran = decide(found, problem, M, ON_H200, aligned=aligned)
+        assert isinstance(ran, Decision)
+        assert told.chosen == ran.chosen
+
+
+def test_without_a_gpu_a_capability_will_do(clean_places: Path) -> None:
+    write(clean_places / "a.msgpack", {PROBLEM: [measured(64, WIDE, 7.5)]}, gpus=[H200])
+    reload()
+    told = explain(**NUMBERS, M=64, sm=90)
+    assert told.chosen is not None
+    assert told.chosen.source is Source.MEASURED
+    assert "any GPU of capability 9.0" in str(told)
+    assert "measured on NVIDIA H200, of this capability" in told.reason
+    assert explain(PROBLEM, M=64, sm=90).chosen == told.chosen
+
+
+def test_a_miss_says_torch_and_what_to_build(clean_places: Path) -> None:
+    told = explain(**NUMBERS, M=64, sm=90, dtype="fp32")
+    assert told.chosen is None
+    assert "runs: torch" in str(told)
+    assert "aot build --models" in str(told)
+    assert told.to_dict()["runs"] == "torch"
+
+
+def test_tensors_on_the_host(clean_places: Path) -> None:
+    write(clean_places / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    reload()
+    x, w = torch.empty(64, 768, dtype=torch.bfloat16), torch.empty(8, 1024, 768, dtype=torch.bfloat16)
+    told = explain(x, w, torch.zeros(8, dtype=torch.int32), sm=90)
+    assert told.problem == PROBLEM
+    assert told.M == 64
+    assert told.aligned
+    odd = torch.empty(64, 769, dtype=torch.bfloat16)[:, 1:]
+    assert not explain(odd, w, torch.zeros(8, dtype=torch.int32), sm=90).aligned
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({**NUMBERS, "M": 0, "sm": 90}, "M is 0"),
+        ({**NUMBERS, "sm": 90}, "M is None"),
+        ({"E": 8, "N": 8, "M": 4, "sm": 90}, "K is None"),
+        ({**NUMBERS, "M": 4, "sm": 75}, "sm=75 is not supported, wanted one of 80"),
+        ({**NUMBERS, "M": 4, "sm": 90, "dtype": "fp8"}, "bf16, fp16, fp32, tf32"),
+        ({"x": torch.empty(2, 2), "sm": 90}, "wanted x, w and m_sizes"),
+    ],
+)
+def test_what_is_no_call(how: dict[str, object], words: str, clean_places: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        explain(**how)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_or_a_capability(clean_places: Path) -> None:
+    with pytest.raises(HostError, match="no CUDA GPU here"):
+        explain(**NUMBERS, M=4)
+
+
+@pytest.mark.parametrize("sm", chips.supported())
+def test_every_capability_has_a_representative(sm: int) -> None:
+    local = made_up_gpu(sm)
+    assert local.sm == sm
+    assert local.gpu.sm_count > 0
+    assert local.gpu.driver == 0

@@ -1,0 +1,65 @@
+"""What importing the runtime does: nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def modules_after(code: str, **environment: str) -> dict[str, bool]:
+    """In a fresh process, after ``code``: whether each of some modules is imported, and whether CUDA is."""
+    report = """
+import json, sys
+watched = ("torch", "triton", "click", "rich", "pebble", "filelock", "msgpack",
+           "pretuned.aot", "pretuned.kernels.forward")
+found = {name: name in sys.modules for name in watched}
+torch = sys.modules.get("torch")
+print(json.dumps(found | {"cuda": bool(torch and torch.cuda.is_initialized())}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code + report], env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    found: dict[str, bool] = json.loads(done.stdout)
+    return found
+
+
+def test_the_package_alone_imports_nothing() -> None:
+    assert not any(modules_after("import pretuned.runtime").values())
+
+
+@pytest.mark.parametrize("name", ["grouped_gemm", "explain", "preload", "reload", "fingerprint", "Explanation"])
+def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
+    alone = modules_after("import torch")
+    found = modules_after(f"from pretuned.runtime import {name}", PRETUNED_STRICT="maybe")
+    for module in ("triton", "click", "rich", "pebble", "pretuned.aot", "pretuned.kernels.forward", "cuda"):
+        assert found[module] <= alone[module], module
+
+
+def test_a_call_on_the_host_needs_no_home_and_no_triton() -> None:
+    code = """
+import torch
+from pretuned.runtime import grouped_gemm
+y = grouped_gemm(torch.ones(2, 4), torch.ones(1, 3, 4), torch.tensor([2]))
+assert y.tolist() == [[4.0] * 3] * 2
+"""
+    found = modules_after(code)
+    assert not found["triton"]
+    assert not found["cuda"]
+
+
+def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
+    import pretuned.runtime as runtime
+
+    assert sorted(runtime.__all__) == sorted(runtime._PUBLIC)
+    for name in runtime.__all__:
+        assert callable(getattr(runtime, name)), name
+        assert name in dir(runtime)
+    with pytest.raises(AttributeError, match="no attribute 'gruoped_gemm'"):
+        _ = runtime.gruoped_gemm

@@ -1,0 +1,145 @@
+"""grouped_gemm on the host: the reference behind every check that a call on CUDA goes through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pretuned.artifacts.errors import InputError
+from pretuned.kernels import reference
+from pretuned.runtime import grouped_gemm, grouped_gemm_forward
+from pretuned.runtime.inputs import check
+
+E, N, K, M = 3, 10, 8, 12
+BF16 = torch.bfloat16
+
+
+def call(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(M, K, generator=generator).to(dtype)
+    w = torch.randn(E, N, K, generator=generator).to(dtype)
+    return x, w, torch.tensor([5, 0, 4], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("counts", [torch.int32, torch.int64])
+def test_it_is_the_reference(dtype: torch.dtype, counts: torch.dtype) -> None:
+    x, w, m_sizes = call(dtype)
+    wanted = reference.forward(x, w, m_sizes)[:9]
+    assert torch.equal(grouped_gemm(x, w, m_sizes.to(counts))[:9], wanted)
+    assert torch.equal(grouped_gemm_forward(x, w, m_sizes.to(counts))[:9], wanted)
+
+
+def test_every_layout_of_w() -> None:
+    x, w, m_sizes = call()
+    wanted = grouped_gemm(x, w, m_sizes)[:9]
+    kn = w.transpose(1, 2).contiguous()
+    for same, layout in (
+        (w.view(E * N, K), "nk"), (kn, "kn"), (kn.view(E * K, N), "kn"),
+        (torch.cat([w, w], dim=2)[:, :, :K], "nk"), (torch.cat([w, w], dim=1)[:, :N], "nk"),
+        (torch.cat([w.view(E * N, K)] * 2, dim=1)[:, :K], "nk"),
+    ):  # fmt: skip
+        torch.testing.assert_close(grouped_gemm(x, same, m_sizes, w_layout=layout)[:9], wanted)
+
+
+def test_x_of_any_stride() -> None:
+    x, w, m_sizes = call()
+    wanted = grouped_gemm(x, w, m_sizes)[:9]
+    assert torch.equal(grouped_gemm(torch.cat([x, x], dim=1)[:, :K], w, m_sizes)[:9], wanted)
+    assert torch.equal(grouped_gemm(x.t().contiguous().t(), w, m_sizes)[:9], wanted)
+
+
+def test_out_and_the_tail() -> None:
+    x, w, m_sizes = call()
+    out = torch.full((M, N), 7.0)
+    assert grouped_gemm(x, w, m_sizes, out=out) is out
+    assert (out[9:] == 7).all()
+    assert torch.equal(out[:9], reference.forward(x, w, m_sizes)[:9])
+    grouped_gemm(x, w, m_sizes, out=out, zero_tail=True)
+    assert (out[9:] == 0).all()
+    assert (grouped_gemm(x, w, m_sizes, zero_tail=True)[9:] == 0).all()
+
+
+def test_no_rows() -> None:
+    x, w, m_sizes = call()
+    assert grouped_gemm(x[:0], w, m_sizes).shape == (0, N)
+
+
+def test_the_host_has_gradients() -> None:
+    x, w, m_sizes = (tensor.double() if tensor.is_floating_point() else tensor for tensor in call())
+    x.requires_grad_()
+    w.requires_grad_()
+    assert torch.autograd.gradcheck(lambda a, b: grouped_gemm(a, b, m_sizes, zero_tail=True), (x, w))
+
+
+X, W, SIZES = call()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"x": [1.0]}, "x is a list, wanted a torch.Tensor"),
+        ({"w": None}, "w is a NoneType"),
+        ({"m_sizes": 3}, "m_sizes is a int"),
+        ({"x": X[None]}, r"x is of shape \[1, 12, 8\], wanted \[M, K\]"),
+        ({"m_sizes": SIZES[None]}, r"m_sizes is of shape \[1, 3\], wanted \[E\]"),
+        ({"m_sizes": SIZES.float()}, "m_sizes is torch.float32, wanted torch.int32 or torch.int64"),
+        ({"m_sizes": SIZES.repeat_interleave(2)[::2]}, "m_sizes is of stride 2, wanted contiguous"),
+        ({"m_sizes": SIZES[:2]}, r"w is of shape \[3, 10, 8\], wanted \[E, N, K\] with E=2"),
+        ({"w": W[:, :, :7]}, r"w is of shape \[3, 10, 7\], wanted \[E, N, K\] with K=8"),
+        ({"w": W.transpose(1, 2).contiguous()}, "is it w_layout='kn'"),
+        ({"w": W.transpose(1, 2), "w_layout": "kn"}, r"w is with strides \[80, 1, 8\].*w_layout='nk' can be used"),
+        ({"w": W.view(-1, K)[:-1]}, "its rows must divide by the 3 experts"),
+        ({"w": W[0, 0]}, "flattened"),
+        ({"w": W.half()}, "w is torch.float16, wanted x's dtype, torch.float32"),
+        ({"x": X.long(), "w": W.long()}, "x is torch.int64"),
+        ({"w": W.to("meta")}, "w is on meta, wanted x's device, cpu"),
+        ({"m_sizes": SIZES.to("meta")}, "m_sizes is on meta"),
+        ({"w_layout": "NK"}, "w_layout is 'NK', wanted 'nk'"),
+        ({"w_layout": ["nk"]}, r"w_layout is \['nk'\]"),
+        ({"out": torch.zeros(M, N + 1)}, r"out is of shape \[12, 11\], wanted \[M, N\] = \[12, 10\]"),
+        ({"out": torch.zeros(M, N, dtype=BF16)}, "out is torch.bfloat16 on cpu, wanted x's torch.float32"),
+        ({"out": torch.zeros(N, M).t()}, "out is with strides"),
+        ({"out": torch.zeros(1, N).expand(M, N)}, "out is with strides"),
+        ({"out": 1}, "out is a int"),
+    ],
+)
+def test_what_cannot_be_used_is_named(how: dict[str, object], words: str) -> None:
+    given = {"x": X, "w": W, "m_sizes": SIZES, **how}
+    with pytest.raises(InputError, match=f"^grouped_gemm: .*{words}"):
+        grouped_gemm(**given)  # type: ignore[arg-type]
+
+
+def test_rows_beyond_int32_are_refused() -> None:
+    x = torch.empty(1, K).expand(2**31, K)
+    with pytest.raises(InputError, match=r"x is M=2147483648, wanted at most 2147483647"):
+        check(x, W, SIZES, "nk")
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "aligned"),
+    [
+        (torch.empty(4, 64, dtype=BF16), torch.empty(2, 32, 64, dtype=BF16), True),
+        (torch.empty(4, 64, dtype=BF16), torch.empty(2, 33, 64, dtype=BF16), False),
+        (torch.empty(4, 60, dtype=BF16), torch.empty(2, 32, 60, dtype=BF16), False),
+        (torch.empty(4, 60), torch.empty(2, 32, 60), True),
+        (torch.empty(4, 72, dtype=BF16)[:, 8:], torch.empty(2, 32, 64, dtype=BF16), True),
+        (torch.empty(4, 72, dtype=BF16)[:, 4:68], torch.empty(2, 32, 64, dtype=BF16), False),
+        (torch.empty(4, 68, dtype=BF16)[:, :64], torch.empty(2, 32, 64, dtype=BF16), False),
+        (torch.empty(1, 68, dtype=BF16)[:, :64], torch.empty(2, 32, 64, dtype=BF16), True),
+        (torch.empty(4, 64, dtype=BF16), torch.empty(2, 32, 68, dtype=BF16)[:, :, :64], False),
+        (torch.empty(4, 64, dtype=BF16), torch.empty(2, 32, 72, dtype=BF16)[:, :, :64], True),
+        (torch.empty(4, 64, dtype=BF16), torch.empty(1, 32, 64, dtype=BF16).expand(2, 32, 64), False),
+    ],
+)
+def test_what_counts_as_aligned(x: torch.Tensor, w: torch.Tensor, aligned: bool) -> None:
+    assert check(x, w, torch.zeros(2, dtype=torch.int32), "nk").aligned(None) is aligned
+
+
+def test_the_alignment_of_out_counts() -> None:
+    x, w = torch.empty(4, 64, dtype=BF16), torch.empty(2, 32, 64, dtype=BF16)
+    checked = check(x, w, torch.zeros(2, dtype=torch.int32), "nk")
+    wide = torch.empty(4, 40, dtype=BF16)
+    assert checked.aligned(wide[:, 8:])
+    assert not checked.aligned(wide[:, 4:36])
+    assert not checked.aligned(torch.empty(4, 36, dtype=BF16)[:, :32])

@@ -1,0 +1,70 @@
+"""The environment variables."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from pretuned.runtime import settings
+from pretuned.runtime.settings import Settings, read
+
+
+def test_an_empty_environment() -> None:
+    assert read({}) == Settings()
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "False", "FALSE"])
+def test_off(value: str, caplog: pytest.LogCaptureFixture) -> None:
+    found = read({"PRETUNED_STRICT": value, "PRETUNED_DISABLE_AUTOTUNE": value})
+    assert not found.strict
+    assert not found.disable_autotune
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", ["1", "true", "True"])
+def test_on(value: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert read({"PRETUNED_STRICT": value}) == Settings(strict=True)
+    assert read({"PRETUNED_DISABLE_AUTOTUNE": value}) == Settings(disable_autotune=True)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "off", "no"])
+def test_any_other_value_is_on_and_warns(value: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert read({"PRETUNED_STRICT": value}).strict
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert f"PRETUNED_STRICT={value!r}" in caplog.text
+
+
+def test_bundles_are_listed_in_order_without_empty_entries() -> None:
+    assert read({"PRETUNED_BUNDLES": "/b::/a/x.msgpack:"}).bundles == (Path("/b"), Path("/a/x.msgpack"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "overlay"),
+    [
+        ({}, None),
+        ({"HOME": "/home/me"}, "/home/me/.cache/pretuned"),
+        ({"HOME": "/home/me", "XDG_CACHE_HOME": "/cache"}, "/cache/pretuned"),
+        ({"XDG_CACHE_HOME": "/cache"}, "/cache/pretuned"),
+        ({"HOME": "/home/me", "XDG_CACHE_HOME": "relative"}, "/home/me/.cache/pretuned"),
+        ({"HOME": ""}, None),
+        ({"HOME": "nowhere"}, None),
+    ],
+)
+def test_the_overlay(environ: dict[str, str], overlay: str | None) -> None:
+    assert read(environ).overlay == (None if overlay is None else Path(overlay))
+
+
+def test_the_process_reads_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.forget()
+    try:
+        monkeypatch.setenv("PRETUNED_STRICT", "1")
+        assert settings.settings().strict
+        monkeypatch.setenv("PRETUNED_STRICT", "0")
+        assert settings.settings().strict
+        settings.forget()
+        assert not settings.settings().strict
+    finally:
+        settings.forget()
