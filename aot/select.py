@@ -1,7 +1,8 @@
 """Which variants a bundle ships: the smallest set that loses next to nothing against every candidate.
 
-A few configs serve all shapes: a shared set of 16 lost 0-0.1 % against each shape's own best on an
-H200. Greedy growth, then swaps, then dropping what hardly helps; the same table gives the same set.
+A few configs serve all shapes: 8 of them lost 0.4 % against each shape's own best on an H200, 4 lost
+1.3 % (docs/cost-model.md). Greedy growth, then swaps, then dropping what hardly helps; the same table
+gives the same set.
 """
 
 from __future__ import annotations

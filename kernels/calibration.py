@@ -1,6 +1,6 @@
 """Every number of the cost model that is not in the table of GPUs, and where it is from.
 
-Fitted from measurements where there are some (one H200 so far), published elsewhere or reasoned:
+Fitted to measurements where there are some (one H200 so far), published elsewhere or reasoned:
 docs/cost-model.md says what has been checked.
 """
 
@@ -13,72 +13,105 @@ SIZES = (16, 32, 64, 128, 256)  # the tile sizes that ``rows`` and ``columns`` s
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets one generation of SM apart.
+    """What sets one generation of SM apart. The defaults are published figures and reasoning.
 
     ``rows`` and ``columns``: the share of the sustained rate that a tile of 16, 32, 64, 128, 256 rows
     or columns of the product reaches. ``one_cta``: the share of an SM's rate that one program of so
     many warps reaches alone.
     """
 
-    sustained: float
-    l2_bytes_per_clock: float
+    sustained: float  # share of the published rate that a dense product keeps
+    l2_bytes_per_clock: float  # of one SM
     rows: tuple[float, ...]
     columns: tuple[float, ...]
     one_cta: dict[int, float]
+    wgmma_columns: tuple[float, ...] = ()  # as ``columns``, of one wgmma instruction (sm_90)
+    memory_share: float = 0.9  # of the published bandwidth
+    latency_ns: float = 750.0  # one load under load; microbenchmarks of Ampere to Hopper give 500-900
+    tma_latency_ns: float = 750.0  # the same through TMA
+    held_stages: float = 0.0  # stages of a pipeline that asynchronous products (wgmma) still read
+    chain_norm: float = 64.0  # joins what may bound a program's step; large: the longest alone counts
+    pointer_step_ns: float = 40.0  # addresses and masks of a pointer load, each step
+    tma_step_ns: float = 10.0  # barrier of a TMA step
+    pointer_wgmma: float = 0.9  # tensor rate with pointer loads from sm_90 up
+    persistent_exposed: float = 0.35  # share of a tile's start and end left visible between two tiles
+    flight_norm: float = 6.0  # joins the memory's rate and the loads under way
+    tail_static: float = 0.6  # how sharply the last wave starves the memory: a fixed stride over the tiles ...
+    tail_dynamic: float = 0.3  # ... and the hardware's own scheduling
+    lockstep: float = 1.0  # how much of a tile's start leaves the memory idle while all slots start together
+    l2_usable: float = 0.6  # share of L2 that holds what is used again
+    norm: float = 6.0  # memory and compute equal: 12 % over either
 
 
 _MMA_CTA = {1: 0.25, 2: 0.45, 4: 0.8, 8: 1.0, 16: 1.0}
 _MMA_ROWS = (0.30, 0.50, 0.80, 1.0, 0.95)
 _MMA_COLUMNS = (0.40, 0.55, 0.80, 0.97, 1.0)
 
-# sustained: share of the published rate that a dense cuBLAS product keeps. sm_90: 790 of 989 TFLOP/s, measured on an
-#   H200 at its power limit; the others are guesses from public benchmarks.
-# l2_bytes_per_clock of one SM: from published L2 read microbenchmarks (A100 6-7 TB/s, RTX 4090 5.5, RTX PRO 6000 8.7);
-#   sm_90 such that 128x128 tiles reach .91 of 128x256, as measured on an H200; sm_100 is a guess.
-# rows, columns: sm_90 wgmma needs 64 rows, below that mma.sync reaches part of the rate; 256x128 reached .81 of 128x256
-#   and 64-row tiles .925 on an H200. The others follow the same reasoning and no measurement.
+# sustained: guesses from public benchmarks. l2_bytes_per_clock: from published L2 read microbenchmarks
+#   (A100 6-7 TB/s, RTX 4090 5.5, RTX PRO 6000 8.7); sm_100 is a guess. rows, columns: reasoned.
 _AMPERE = Family(0.85, 40.0, _MMA_ROWS, _MMA_COLUMNS, _MMA_CTA)
 _AMPERE_SMALL = Family(0.90, 20.0, _MMA_ROWS, _MMA_COLUMNS, _MMA_CTA)
-_HOPPER = Family(
-    0.80,
-    44.0,
-    (0.40, 0.55, 0.97, 1.0, 0.85),
-    (0.30, 0.50, 0.75, 0.97, 1.0),
-    {1: 0.25, 2: 0.4, 4: 0.75, 8: 1.0, 16: 1.0},
-)
 _BLACKWELL = Family(
     0.75, 56.0, (0.20, 0.28, 0.55, 1.0, 1.0), (0.25, 0.45, 0.70, 0.90, 1.0), {1: 0.25, 2: 0.4, 4: 0.9, 8: 1.0, 16: 1.0}
 )
 
+# fitted: begin
+# Fitted to sweeps with the sha256 bb070e977672b987 by python
+# benchmarks/fit_cost.py benchmarks/results/sweep-h200-forward-bf16.json
+#   --seed 3 --write --out benchmarks/results/fit-h200-forward-bf16.json
+_HOPPER = Family(
+    sustained=0.766,
+    l2_bytes_per_clock=64.0,
+    rows=(0.256, 0.314, 1.06, 1.05, 0.962),
+    columns=(0.301, 0.442, 0.818, 0.779, 1.0),
+    one_cta={1: 0.25, 2: 0.4, 4: 0.961, 8: 1.0, 16: 1.0},
+    wgmma_columns=(0.2, 0.35, 0.686, 0.948, 1.0),
+    memory_share=0.96,
+    latency_ns=1230.0,
+    tma_latency_ns=837.0,
+    held_stages=0.253,
+    chain_norm=6.04,
+    pointer_step_ns=51.2,
+    tma_step_ns=8.59,
+    pointer_wgmma=0.9,
+    persistent_exposed=0.605,
+    flight_norm=2.05,
+    tail_static=0.44,
+    tail_dynamic=0.496,
+    lockstep=0.92,
+    l2_usable=0.357,
+    norm=3.5,
+)
+_COLD_NS = 2870.0
+_START_NS = 1860.0
+_STORE_NS = 399.0
+# fitted: end
+
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Every number of the model that no generation sets apart. Times in ns."""
+    """Every number of the model: what all generations share, and each generation's own. Times in ns."""
 
     launch_ns: float = 4000.0  # an empty kernel in a CUDA graph on an H200: 4.06 us
-    memory_share: float = 0.9  # of the published bandwidth: 4.3 of 4.8 TB/s, the best copies on an H200
-    latency_ns: float = 750.0  # one load from DRAM under load; microbenchmarks of Ampere to Hopper give 500-900
-    epilogue_ns: float = 300.0  # convert and issue the stores, beside their bytes
-    search_ns: float = 300.0  # find the tile's expert ...
-    search_expert_ns: float = 0.4  # ... and scan this much more per expert
-    persistent_exposed: float = 0.35  # share of a tile's start and end left visible: flattening gained 7 % at K = 2048
-    pointer_step_ns: float = 40.0  # addresses and masks of a pointer load, each step
-    tma_step_ns: float = 10.0  # barrier of a TMA step
-    pointer_wgmma: float = 0.9  # tensor rate with pointer loads from sm_90 up
+    cold_ns: float = _COLD_NS  # code, constants and descriptors come from DRAM once
+    start_ns: float = _START_NS  # a program's start: parameters, descriptors, the rows of every expert ...
+    scan_ns: float = 20.0  # ... and this much more per expert that a thread scans
+    search_ns: float = 150.0  # find a tile's expert: one reduction, a quarter of the scans
+    store_ns: float = _STORE_NS  # convert and issue the stores, beside their bytes
     unaligned_load: float = 6.0  # loads of one element each: no 16-byte copies, no pipeline
     crowded_registers: float = 0.5  # rate left when the accumulators alone pass 128 registers a thread
     fma_rows: tuple[float, ...] = (0.3, 0.45, 0.6, 0.65, 0.65)  # IEEE fp32 dots run on the FMA pipes
     empty_program_ns: float = 300.0  # a program that finds no tile
-    tail_static: float = 0.35  # share of the last wave that is lost: a fixed stride over the tiles ...
-    tail_dynamic: float = 0.20  # ... and the hardware's own scheduling
-    l2_usable: float = 0.6  # share of L2 that holds what is used again
-    norm: float = 6.0  # memory and compute equal: 12 % over either
+    ampere: Family = _AMPERE
+    ampere_small: Family = _AMPERE_SMALL
+    hopper: Family = _HOPPER
+    blackwell: Family = _BLACKWELL
 
     def family(self, sm: int) -> Family:
         """The generation of capability ``sm``."""
         if sm in (90, 100, 103):
-            return _HOPPER if sm == 90 else _BLACKWELL
-        return _AMPERE if sm == 80 else _AMPERE_SMALL
+            return self.hopper if sm == 90 else self.blackwell
+        return self.ampere if sm == 80 else self.ampere_small
 
 
 CONSTANTS = Constants()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..artifacts.types import DType, Op, Problem, Variant
+from .abi import MAX_EXPERTS
 from .calibration import CONSTANTS, SIZES, Constants
 from .chips import Chip, SmLimits, limits
 from .config import Config
@@ -27,12 +28,15 @@ class Resources:
     shared_bytes: int
     registers: int
     alignment: int = 16
+    max_experts: int = MAX_EXPERTS
 
     @classmethod
     def of(cls, variant: Variant) -> Resources:
         """The resources of a variant of a bundle."""
         config = Config.from_pairs(variant.config)
-        return cls(config, variant.threads, variant.shared_bytes, variant.registers, variant.alignment)
+        return cls(
+            config, variant.threads, variant.shared_bytes, variant.registers, variant.alignment, variant.max_experts
+        )
 
 
 def occupancy(resources: Resources, sm_limits: SmLimits) -> int:
@@ -59,8 +63,9 @@ class _Profile:
     occupancy: int
     step_ns: float  # one step of one tile, the whole SM's throughput
     chain_ns: float  # one step of one program, its own latency
-    tile_ns: float  # start and end of a tile that its own steps don't hide
-    tile_expert_ns: float
+    once_ns: float  # start of the first tile and end of the last
+    tile_ns: float  # between two tiles of one slot: what their own steps don't hide
+    latency_ns: float
     column_flight_bytes: float  # loads of the columns' operand that one program keeps under way ...
     row_flight_bytes: float  # ... and of one row of the other
     tail: float
@@ -90,37 +95,48 @@ def _profile(resources: Resources, op: Op, dtype: DType, chip: Chip, constants: 
     rows, columns, depth = config.block_m, config.block_n, config.block_k
     if op is Op.DW:
         rows, columns, depth = config.block_n, config.block_k, config.block_m
+    wgmma = chip.sm == 90 and config.tma and rows >= 64 and dtype is not DType.FP32
     if dtype is DType.FP32:
         peak, sustained = chip.fp32_tflops, 1.0
         share = math.sqrt(c.fma_rows[SIZES.index(rows)] * c.fma_rows[SIZES.index(columns)])
     else:
         peak, sustained = (chip.tf32_tflops if dtype is DType.TF32 else chip.bf16_tflops), family.sustained
-        share = family.rows[SIZES.index(rows)] * family.columns[SIZES.index(columns)]
+        share = family.rows[SIZES.index(rows)]
+        if wgmma:  # the columns of one instruction: warpgroups are laid along the rows first, 64 of them each
+            across = max(1, config.num_warps // 4 // (rows // 64))
+            share *= family.wgmma_columns[SIZES.index(max(16, columns // across))]
+        else:
+            share *= family.columns[SIZES.index(columns)]
         if chip.sm in (90, 100, 103) and rows >= 64 and not config.tma:
-            share *= c.pointer_wgmma
+            share *= family.pointer_wgmma
     if rows * columns > 128 * resources.threads:
         share *= c.crowded_registers
     flops_per_ns = peak * 1e3 * sustained * share / chip.sm_count
     load_per_ns = family.l2_bytes_per_clock * chip.clock_ghz
-    under_way = float(max(1, config.num_stages - 1))  # steps loading while one is multiplied
+    under_way = max(0.5, config.num_stages - 1 - (family.held_stages if wgmma else 0.0))  # steps loading at once
     if resources.alignment < 16:
         load_per_ns, under_way = load_per_ns / c.unaligned_load, 0.5
     math_ns = 2.0 * rows * columns * depth / flops_per_ns
     load_ns = (rows + columns) * depth * dtype.itemsize / load_per_ns
     alone = family.one_cta[config.num_warps]
-    overhead = c.tma_step_ns if config.tma else c.pointer_step_ns
-    start_end = c.latency_ns + c.epilogue_ns + c.search_ns + rows * columns * dtype.itemsize / load_per_ns
-    exposed = c.persistent_exposed if config.persistent else 1.0
+    latency_ns, overhead = family.latency_ns, family.pointer_step_ns
+    if config.tma:
+        latency_ns, overhead = family.tma_latency_ns, family.tma_step_ns
+    scanned = resources.max_experts / resources.threads  # experts of one thread
+    search_ns = c.search_ns + 0.25 * c.scan_ns * scanned
+    start_ns = c.start_ns + c.scan_ns * scanned
+    tile_ns = search_ns + latency_ns + math_ns / alone + c.store_ns + rows * columns * dtype.itemsize / load_per_ns
     return _Profile(
         config,
         resident,
-        (math_ns**c.norm + load_ns**c.norm) ** (1.0 / c.norm) + overhead / 2,
-        max(math_ns / alone, load_ns, c.latency_ns / under_way) + overhead,
-        start_end * exposed,
-        c.search_expert_ns * exposed,
+        _join(math_ns, load_ns, family.norm) + overhead / 2,
+        _join(_join(math_ns / alone, load_ns, family.chain_norm), latency_ns / under_way, family.chain_norm) + overhead,
+        start_ns + tile_ns,
+        tile_ns * family.persistent_exposed if config.persistent else start_ns + tile_ns,
+        latency_ns,
         under_way * columns * depth * dtype.itemsize,
         under_way * depth * dtype.itemsize,
-        c.tail_static if config.persistent else c.tail_dynamic,
+        family.tail_static if config.persistent else family.tail_dynamic,
     )
 
 
@@ -136,6 +152,13 @@ def _work(problem: Problem, M: int) -> _Work:
     )  # fmt: skip
 
 
+def _join(one: float, other: float, norm: float) -> float:
+    """The p-norm: near the larger, up to 2^(1/norm) times it where both are equal."""
+    low, high = min(one, other), max(one, other)
+    joined: float = high * (1.0 + (low / high) ** norm) ** (1.0 / norm)
+    return joined
+
+
 def _waves(count: float) -> float:
     """Whole waves that ``count`` waves of work take: between ceil(count) and the mean of a smooth tail."""
     return 1.0 if count <= 1.0 else 0.5 * (math.ceil(count) + count + 0.5)
@@ -144,7 +167,7 @@ def _waves(count: float) -> float:
 def _time_us(profile: _Profile, work: _Work, chip: Chip, c: Constants) -> float:
     if not profile.occupancy:
         return math.inf
-    config = profile.config
+    config, family = profile.config, c.family(chip.sm)
     row_tiles = work.row_tiles[config.block_m]
     sms = chip.sm_count
     total_bytes = work.least_bytes
@@ -165,29 +188,34 @@ def _time_us(profile: _Profile, work: _Work, chip: Chip, c: Constants) -> float:
         if not config.persistent:  # the grid is for the most tiles that M rows can make
             first = min(work.E, work.M)
             empty = ((work.M - first) // config.block_m + first) * column_tiles - tiles
-        l2 = chip.l2_mib * 1048576 * c.l2_usable
+        l2 = chip.l2_mib * 1048576 * family.l2_usable
         groups = row_tiles / (work.active * config.group_m)
         if groups > 1.0 and work.weight_bytes > l2:  # each group of row tiles reads the weights again
             total_bytes += (groups - 1.0) * work.active * (work.weight_bytes - l2)
         slab = config.group_m * config.block_m * work.row_bytes
         if slab > l2:  # each column of tiles reads the group's rows again
             total_bytes += (column_tiles - 1.0) * work.M * work.row_bytes * (1.0 - l2 / slab)
-    slots = sms * profile.occupancy
-    at_once = min(tiles, float(slots))
+    slots = float(sms * profile.occupancy)
     per_sm, per_slot = tiles / sms, tiles / slots
     filled = rows if work.op is Op.DW else min(rows, work.M / work.active)  # rows of a tile that carry data
-    in_flight = at_once * (profile.column_flight_bytes + filled * profile.row_flight_bytes)
-    bandwidth = min(chip.bandwidth_gbs * c.memory_share, in_flight / c.latency_ns)
-    memory_ns = total_bytes / bandwidth * (1.0 + profile.tail * at_once / tiles)
+    flight_bytes = profile.column_flight_bytes + filled * profile.row_flight_bytes
+    tile_bytes = total_bytes / tiles
+    alone_ns = tile_bytes / flight_bytes * profile.latency_ns  # a tile's loads with no other tile about
+    shared_ns = tile_bytes / (chip.bandwidth_gbs * family.memory_share)  # a tile's share of the memory's time
+    full, last = divmod(per_slot, 1.0)
+    memory_ns = per_slot * _join(slots * shared_ns, alone_ns, family.flight_norm) if full else 0.0
+    if last:
+        sharp_ns = _join(last * slots * shared_ns, alone_ns, family.flight_norm)
+        memory_ns += profile.tail * (sharp_ns - last / per_slot * memory_ns) if full else sharp_ns
+    if per_slot > 1.0:  # the slots begin their second tiles together, with nothing under way
+        memory_ns += family.lockstep * profile.tile_ns * min(1.0, per_slot - 1.0) / per_slot
     rate_ns = steps * profile.step_ns / sms * _waves(per_sm) / per_sm
-    tile_ns = profile.tile_ns + profile.tile_expert_ns * work.E
-    chain_ns = max(longest_ns, (steps * profile.chain_ns + tiles * tile_ns) / slots * _waves(per_slot) / per_slot)
+    waves = _waves(per_slot)
+    chain_ns = max(longest_ns, waves * steps / tiles * profile.chain_ns + (waves - 1.0) * profile.tile_ns)
     if empty > 0.0:
         chain_ns += empty * c.empty_program_ns / slots
-    compute_ns = max(rate_ns, chain_ns)
-    low, high = min(memory_ns, compute_ns), max(memory_ns, compute_ns)
-    joined: float = high * (1.0 + (low / high) ** c.norm) ** (1.0 / c.norm)
-    return (c.launch_ns + c.latency_ns + joined) * 1e-3
+    work_ns = _join(memory_ns, max(rate_ns, chain_ns), family.norm)
+    return (c.launch_ns + c.cold_ns + profile.once_ns + work_ns) * 1e-3
 
 
 def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, constants: Constants = CONSTANTS) -> float:

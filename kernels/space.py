@@ -15,7 +15,45 @@ FP32_LIMIT = 8
 
 _Row = tuple[int, int, int, int, int]  # block_m, block_n, block_k, warps, stages
 
-# Large M, TMA: 128x256x64 wins at T = 8192 on sm_90, 64-row tiles where experts have few rows.
+# sm_90, forward and dX: what was within 2 % of the fastest somewhere on an H200 (bf16 forward, docs/cost-model.md).
+_HOPPER_PERSISTENT: tuple[_Row, ...] = (
+    (128, 256, 64, 8, 3),
+    (128, 256, 64, 8, 4),
+    (64, 128, 128, 4, 4),
+    (64, 256, 64, 4, 4),
+    (128, 128, 64, 4, 3),
+    (32, 128, 128, 4, 3),
+    (16, 256, 128, 4, 3),
+    (16, 128, 256, 8, 3),
+    (64, 128, 64, 4, 4),
+    (64, 128, 64, 4, 6),
+    (64, 128, 128, 8, 3),
+    (64, 256, 64, 8, 4),
+    (64, 256, 64, 8, 3),
+    (64, 256, 64, 4, 3),
+    (32, 64, 256, 4, 3),
+    (128, 128, 64, 4, 4),
+)
+_HOPPER_TILE: tuple[_Row, ...] = (
+    (16, 64, 128, 4, 4),
+    (16, 64, 256, 4, 3),
+    (16, 128, 128, 4, 3),
+    (16, 64, 128, 4, 3),
+    (16, 256, 128, 4, 3),
+    (32, 128, 128, 4, 3),
+    (64, 256, 64, 4, 4),
+    (64, 128, 64, 4, 6),
+    (64, 128, 128, 4, 3),
+    (32, 64, 128, 4, 4),
+    (16, 32, 256, 4, 4),
+)
+_HOPPER_POINTER: tuple[_Row, ...] = (
+    (16, 64, 128, 4, 4),
+    (16, 64, 128, 4, 3),
+    (16, 128, 128, 4, 3),
+    (16, 64, 256, 4, 3),
+)
+# Blackwell, TMA, nothing measured: 128 rows for large M, 64-row tiles where experts have few rows.
 _TMA_PERSISTENT: tuple[_Row, ...] = (
     (128, 256, 64, 8, 3),
     (128, 256, 64, 8, 4),
@@ -50,14 +88,13 @@ _DECODE: tuple[_Row, ...] = (
     (64, 64, 128, 4, 3),
     (64, 128, 128, 4, 3),
 )
-# Large M, pointers (cp.async).
+# Large M, pointers (cp.async). 128x128x64 with 4 warps spills 120 bytes a thread on sm_80.
 _POINTER_PERSISTENT: tuple[_Row, ...] = (
     (128, 256, 64, 8, 3),
     (128, 256, 32, 8, 4),
     (128, 256, 32, 8, 3),
     (256, 128, 32, 8, 3),
     (128, 128, 64, 8, 3),
-    (128, 128, 64, 4, 3),
     (128, 128, 32, 4, 4),
     (128, 128, 32, 8, 4),
     (64, 256, 32, 4, 4),
@@ -181,6 +218,11 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
             pool = _configs(rows, tma=tma, persistent=True)
             pool += _configs(rows[:4], tma=tma, persistent=True, group_m=1)
             pool += _configs(double(_DW_POINTER[6:7], op), tma=False, persistent=True)
+        elif sm == 90:
+            pool = _configs(double(_HOPPER_PERSISTENT, op), tma=True, persistent=True)
+            pool += _configs(double(_HOPPER_PERSISTENT[:1], op), tma=True, persistent=True, group_m=32)
+            pool += _configs(double(_HOPPER_TILE, op), tma=True, persistent=False)
+            pool += _configs(double(_HOPPER_POINTER, op), tma=False, persistent=False)
         elif tma:
             pool = _configs(double(_TMA_PERSISTENT[:15], op), tma=True, persistent=True)
             pool += _configs(double(_DECODE, op), tma=True, persistent=False)
@@ -210,9 +252,10 @@ def fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
     limits(sm)
     rows: tuple[_Row, ...]
     if dtype is DType.FP32:
-        rows = ((32, 32, 32, 4, 2),) if op is Op.DW else ((16, 32, 32, 2, 2), (64, 64, 16, 4, 2))
+        rows = ((32, 32, 32, 4, 2),) if op is Op.DW else ((16, 32, 32, 4, 2), (64, 64, 16, 8, 2))
     elif op is Op.DW:
         rows = ((32, 64, 64, 4, 2),)
     else:
-        rows = ((16, 64, 64, 4, 2), (64, 128, 32, 4, 2))
+        # 8 warps: each thread's share of the 4096 experts and of the loads one by one must stay in registers.
+        rows = ((16, 64, 64, 8, 2), (64, 128, 32, 8, 2))
     return tuple(_configs(rows, tma=False, persistent=True))

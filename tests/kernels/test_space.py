@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
+
 from pretuned.artifacts.types import DType, Op
 from pretuned.kernels.chips import limits, supported
 from pretuned.kernels.config import Config, invalid
@@ -42,8 +45,20 @@ def test_what_won_on_hopper_is_there(op: Op) -> None:
     assert Config(128, 256, 64, 8, 3, tma=True) in configs
     assert Config(128, 256, 64, 8, 4, tma=True) in configs
     assert Config(64, 128, 128, 4, 4, tma=True) in configs
+    assert Config(128, 128, 64, 4, 3, tma=True) in configs
+    assert Config(16, 256, 128, 4, 3, tma=True) in configs
     assert Config(16, 64, 256, 4, 3, persistent=False) in configs
     assert Config(16, 64, 128, 4, 4, tma=True, persistent=False) in configs
+
+
+def test_the_hopper_list_holds_the_fastest_of_every_cell_measured() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "sweep-h200-forward-bf16.json"
+    sweep = json.loads(path.read_text())
+    listed = set(candidates(Op.FORWARD, DType.BF16, 90))
+    found = {n for n, row in sweep["variants"].items() if Config.from_pairs(tuple(row["config"].items())) in listed}
+    for cell in sweep["cells"]:
+        times = cell["us"]
+        assert min(us for n, us in times.items() if n in found) <= 1.01 * min(times.values()), cell
 
 
 def test_both_kinds_of_grid_on_ampere() -> None:
