@@ -70,9 +70,11 @@ def chosen(
     """The best ``most`` candidates that the bundles' own choices name, runners-up included, best first."""
     claims: list[tuple[tuple[float, ...], Usable, Choice, int]] = []
     for usable in view.usable:
+        here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if same_gpu(one, local.gpu)}
+        native = usable.bundle.target.sm == local.sm
         for choice in snapshot.find(usable.bundle, problem):
-            origin = _origin(choice, usable, local)
-            distance = abs(math.log2(choice.bucket / bucket))
+            origin = _origin(choice, here, native)
+            distance = abs(choice.bucket.bit_length() - bucket.bit_length())
             # Of two equally near buckets the larger: its tiles lose less on few rows than small ones on many.
             key: tuple[float, ...] = (origin, distance > 0, distance, -choice.bucket, usable.order)
             claims.append(((*key, choice.time_ns), usable, choice, choice.variant))
@@ -157,10 +159,9 @@ def _fitting(
                     continue
 
 
-def _origin(choice: Choice, usable: Usable, local: LocalGpu) -> Origin:
-    measured = choice.source is Source.MEASURED and choice.gpu is not None
-    if measured and choice.gpu is not None and same_gpu(usable.bundle.gpus[choice.gpu], local.gpu):
+def _origin(choice: Choice, here: set[int], native: bool) -> Origin:
+    if choice.source is Source.MEASURED and choice.gpu in here:
         return Origin.THIS_GPU
-    if usable.bundle.target.sm != local.sm:
+    if not native:
         return Origin.COMPATIBLE
-    return Origin.THIS_CAPABILITY if measured else Origin.MODELLED
+    return Origin.THIS_CAPABILITY if choice.source is Source.MEASURED else Origin.MODELLED

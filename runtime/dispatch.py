@@ -18,20 +18,17 @@ from .device import LocalGpu
 from .discover import Rejected, Snapshot, View
 from .hint import build_line, nearest_shapes
 
-_RUNNERS_UP = 3
-
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The variant that runs a problem at a bucket of rows, the next best, and why it."""
+    """The variant that runs a problem at a bucket of rows, and why it. (``explain`` also tells the next best.)"""
 
     problem: Problem
     bucket: int
     aligned: bool
     chosen: Candidate
-    runners_up: tuple[Candidate, ...]
     reason: str
 
 
@@ -89,21 +86,20 @@ def _settle(
 def _decide(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
 ) -> Decision | Miss:
-    most = 1 + _RUNNERS_UP
     view = snapshot.view(local, installed=False)
     view.demand_named_files()
-    found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=most)
+    found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
     if not found or found[0].match is not Match.EXACT or found[0].origin is Origin.COMPATIBLE:
         view = snapshot.view(local, installed=True)
-        found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=most)
+        found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
         if strict and not _has_choice(snapshot, problem, bucket, local, view):
             raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
         if not found or found[0].origin is Origin.COMPATIBLE:
-            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned)
-            found.sort(key=lambda candidate: (candidate.origin, candidate.match))  # stable: each list is ranked
+            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned)[:1]
+            found.sort(key=lambda candidate: (candidate.origin, candidate.match))
     if not found:
         return Miss(problem, bucket, aligned, miss_text(problem, bucket, local, view))
-    return Decision(problem, bucket, aligned, found[0], tuple(found[1:most]), reason(found[0], bucket, local))
+    return Decision(problem, bucket, aligned, found[0], reason(found[0], bucket, local))
 
 
 def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:

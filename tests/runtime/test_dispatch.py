@@ -45,6 +45,7 @@ from pretuned.runtime.candidates import Match, Origin, same_gpu
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot
 from pretuned.runtime.dispatch import Decision, Miss, decide
+from pretuned.runtime.explanation import examine
 from pretuned.runtime.hint import build_line
 
 
@@ -105,7 +106,7 @@ def test_compatible_code_runs_where_its_shared_memory_fits(tmp_path: Path) -> No
     found = snapshot(tmp_path)
     assert came_from(found, local=ON_A100) == ("sm80", Origin.MODELLED, Match.EXACT, 3)
     assert came_from(found, local=ON_L40S) == ("sm80", Origin.COMPATIBLE, Match.EXACT, NARROW)
-    assert all(candidate.index != 3 for candidate in decision(found, local=ON_L40S).runners_up)
+    assert all(one.index != 3 for one in examine(found, PROBLEM, 64, ON_L40S, aligned=True).candidates)
 
 
 def test_a_choice_measured_here_with_compatible_code_counts_as_measured_here(tmp_path: Path) -> None:
@@ -138,7 +139,8 @@ def test_an_unknown_shape_runs_by_the_cost_model_over_all_variants(tmp_path: Pat
     assert (few.usable.path.stem, many.usable.path.stem) == ("narrow", "wide")
     assert few.match is many.match is Match.COST_MODEL
     assert few.source is Source.MODELLED
-    assert [candidate.usable.path.stem for candidate in decision(found, 8).runners_up] == ["wide"]
+    told = examine(found, PROBLEM, 8, ON_H200, aligned=True)
+    assert [one.usable.path.stem for one in told.candidates] == ["narrow", "wide"]
 
 
 def test_unaligned_calls_take_unaligned_variants(tmp_path: Path) -> None:
@@ -255,8 +257,11 @@ def test_there_is_always_a_decision_and_it_is_always_the_same(
     assert (first.chosen.index, first.reason) == (again.chosen.index, again.reason)
     assert first.chosen.variant.max_experts >= E
     assert aligned or first.chosen.variant.alignment == 1
-    ranked = [(one.origin, one.match) for one in (first.chosen, *first.runners_up)]
+    told = examine(snapshot(path), problem, M, ON_H200, aligned=aligned)
+    assert (told.candidates[0].index, told.candidates[0].match) == (first.chosen.index, first.chosen.match)
+    ranked = [(one.origin, one.match) for one in told.candidates]
     assert ranked == sorted(ranked)
+    assert len({one.index for one in told.candidates}) == len(ranked)
 
 
 def test_threads_agree(tmp_path: Path) -> None:
