@@ -60,15 +60,15 @@ def families(problems: Iterable[Problem]) -> dict[Family, list[Problem]]:
 def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]:
     """Every variant to compile: the aligned candidates of each family, then its unaligned fallbacks.
 
-    One cubin serves every E up to 512; where a family has a larger one, its variants are of the next class up.
+    One cubin serves every E up to 512; where a family has a larger one, its variants take any number.
     """
     found: list[Spec] = []
     for family, members in families(problems).items():
-        most = 1 << (max(problem.E for problem in members) - 1).bit_length()
+        few = all(problem.E <= MAX_EXPERTS for problem in members)
         where = (family.op, family.dtype, sm)
         for configs, alignment, experts in (
-            (pool.aligned(*where), ALIGNMENT_BYTES, max(MAX_EXPERTS, most)),
-            (pool.fallbacks(*where), 1, max(MAX_EXPERTS_FALLBACK, most)),
+            (pool.aligned(*where), ALIGNMENT_BYTES, MAX_EXPERTS if few else MAX_EXPERTS_FALLBACK),
+            (pool.fallbacks(*where), 1, MAX_EXPERTS_FALLBACK),
         ):
             found += [
                 Spec(family.op, family.dtype, config, family.layout, family.fusion, alignment, experts)

@@ -26,8 +26,8 @@ from .config import Config
 LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
 
-MAX_EXPERTS = 512  # every shape up to this many experts is served by one cubin
-MAX_EXPERTS_FALLBACK = 4096  # what the unaligned variants take
+MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
+MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
 
 # A descriptor of ragged rows is [.., .., rows, columns] with these sizes and the strides of ``ragged_strides``:
 # the address of (2^30, end, 2^30 - count + row, column) is that of row ``end - count + row``, because 2^30 times
@@ -126,7 +126,8 @@ def constants(spec: Spec) -> dict[str, int | str | bool]:
         "BLOCK_N": c.block_n,
         "BLOCK_K": c.block_k,
         "GROUP_M": c.group_m,
-        "MAX_EXPERTS": spec.max_experts,
+        "EXPERTS": min(spec.max_experts, MAX_EXPERTS),
+        "SCAN": spec.max_experts > MAX_EXPERTS,
         "PERSISTENT": c.persistent,
         "PRECISION": "ieee" if spec.dtype is DType.FP32 else "tf32",
     }

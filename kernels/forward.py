@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import expert_rows, expert_tiles, locate, place
+from .tiles import count_tiles, expert_rows, expert_tiles, locate, place, search
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _pointer_tile(
 def rows_pointer(
     x, w, y, m_sizes, M, N, K, E, stride_x_m, stride_w_e, stride_w_row, stride_y_m, m_sizes_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    MAX_EXPERTS: tl.constexpr, PERSISTENT: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
 
 ):  # fmt: skip
     """y[m, n] = sum_k x[m, k] * w[expert of m, n, k], by pointers (cp.async): for every capability.
@@ -64,12 +64,18 @@ def rows_pointer(
     x [M, K], w [E, N, K] (or [E, K, N]), y [M, N], m_sizes [E]; accumulates in fp32.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
-    starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, MAX_EXPERTS)
-    tile_ends = expert_tiles(starts, ends, tiles_n, BLOCK_M)
-    total = tl.max(tile_ends, 0)
+    if SCAN:
+        total = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+    else:
+        starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
+        tile_ends = expert_tiles(starts, ends, tiles_n, BLOCK_M)
+        total = tl.max(tile_ends, 0)
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-            expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
+            if SCAN:
+                expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+            else:
+                expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
             tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
             _pointer_tile(
                 x, w, y, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end, N, K,
@@ -79,7 +85,10 @@ def rows_pointer(
     else:
         tile = tl.program_id(0)
         if tile < total:
-            expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
+            if SCAN:
+                expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+            else:
+                expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
             tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
             _pointer_tile(
                 x, w, y, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end, N, K,
@@ -111,17 +120,23 @@ def _tma_tile(
 def rows_tma(
     x_desc, w_desc, y, m_sizes, M, N, K, E, stride_y_m, m_sizes_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    MAX_EXPERTS: tl.constexpr, PERSISTENT: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
 
 ):  # fmt: skip
     """As ``rows_pointer``, with x [M, K] and w [E, N, K] loaded through TMA: sm_90 and later."""
     tiles_n = tl.cdiv(N, BLOCK_N)
-    starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, MAX_EXPERTS)
-    tile_ends = expert_tiles(starts, ends, tiles_n, BLOCK_M)
-    total = tl.max(tile_ends, 0)
+    if SCAN:
+        total = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+    else:
+        starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
+        tile_ends = expert_tiles(starts, ends, tiles_n, BLOCK_M)
+        total = tl.max(tile_ends, 0)
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
-            expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
+            if SCAN:
+                expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+            else:
+                expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
             tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
             _tma_tile(
                 x_desc, w_desc, y, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end, N, K,
@@ -130,7 +145,10 @@ def rows_tma(
     else:
         tile = tl.program_id(0)
         if tile < total:
-            expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
+            if SCAN:
+                expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+            else:
+                expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
             tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
             _tma_tile(
                 x_desc, w_desc, y, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end, N, K,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import expert_rows, rows_of
+from .tiles import expert_rows, rows_of, search_rows
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _store_weight(
 def weight_pointer(
     dy, x, dw, m_sizes, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row, m_sizes_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    MAX_EXPERTS: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k], by pointers (cp.async).
 
@@ -46,11 +46,15 @@ def weight_pointer(
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
-    _starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, MAX_EXPERTS)
+    if not SCAN:
+        _starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
     step = tl.num_programs(0) if PERSISTENT else E * tiles_n * tiles_k
     for tile in tl.range(tl.program_id(0), E * tiles_n * tiles_k, step):
         expert, first_n, first_k = _corner(tile, tiles_n, tiles_k, BLOCK_N, BLOCK_K, GROUP_M)
-        row_start, row_end = rows_of(expert, ends, MAX_EXPERTS)
+        if SCAN:
+            row_start, row_end = search_rows(expert, m_sizes, m_sizes_step, M, E, EXPERTS)
+        else:
+            row_start, row_end = rows_of(expert, ends, 0, 0, EXPERTS)
         n = first_n + tl.arange(0, BLOCK_N)
         k = first_k + tl.arange(0, BLOCK_K)
         row = row_start.to(tl.int64) + tl.arange(0, BLOCK_M)
@@ -84,16 +88,20 @@ def _load_rows(rows_desc, row_start, row_end, row, col, BLOCK_M: tl.constexpr, B
 def weight_tma(
     dy_desc, x_desc, dw, m_sizes, M, N, K, E, stride_dw_e, stride_dw_row, m_sizes_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    MAX_EXPERTS: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As ``weight_pointer``, dy and x loaded through TMA descriptors that end with each expert: sm_90 and later."""
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
-    _starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, MAX_EXPERTS)
+    if not SCAN:
+        _starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
     step = tl.num_programs(0) if PERSISTENT else E * tiles_n * tiles_k
     for tile in tl.range(tl.program_id(0), E * tiles_n * tiles_k, step, flatten=True):
         expert, first_n, first_k = _corner(tile, tiles_n, tiles_k, BLOCK_N, BLOCK_K, GROUP_M)
-        row_start, row_end = rows_of(expert, ends, MAX_EXPERTS)
+        if SCAN:
+            row_start, row_end = search_rows(expert, m_sizes, m_sizes_step, M, E, EXPERTS)
+        else:
+            row_start, row_end = rows_of(expert, ends, 0, 0, EXPERTS)
         acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         for row in tl.range(0, row_end - row_start, BLOCK_M):
             dy_tile = _load_rows(dy_desc, row_start, row_end, row, first_n, BLOCK_M, BLOCK_N)

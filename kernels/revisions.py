@@ -22,8 +22,8 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "tiles.py"), "ee1a0a59cbc40b821c6250aac8bd67b5c3b62d1ca8d72fd8b6b993c4ba4cf1e7"
-_WEIGHT = ("grad_weight.py", "tiles.py"), "2112fa780c43bf28b0916f6b69297adf71aa46d545eca71240792dd61e420032"
+_ROWS = ("forward.py", "tiles.py"), "d343fc1e807e7673098c7c94f981801b9804837a59048aaaec3fb24e2f4203a7"
+_WEIGHT = ("grad_weight.py", "tiles.py"), "5289352e9e120bbaafdb116e771d058157a41831f743331cf53de08daa524c66"
 REVISIONS = {
     "rows_pointer": Revision(1, *_ROWS),
     "rows_tma": Revision(1, *_ROWS),

@@ -7,13 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
-def expert_rows(m_sizes, m_sizes_step, M, E, MAX_EXPERTS: tl.constexpr):
-    """First row and end row of every expert, each [MAX_EXPERTS] int32.
+def expert_rows(m_sizes, m_sizes_step, M, E, first, row, EXPERTS: tl.constexpr):
+    """First row and end row of the experts from ``first`` on, whose rows begin at ``row``: each [EXPERTS] int32.
 
     ``m_sizes`` points at int32 words; a step of 2 means int64 counts (little endian). A count below
     zero is zero, and no expert's rows pass M, whatever the counts say.
     """
-    expert = tl.arange(0, MAX_EXPERTS)
+    expert = first + tl.arange(0, EXPERTS)
     word = m_sizes + expert * m_sizes_step
     low = tl.load(word, mask=expert < E, other=0).to(tl.int64)
     high = tl.load(word + (m_sizes_step - 1), mask=expert < E, other=0).to(tl.int64)
@@ -21,7 +21,7 @@ def expert_rows(m_sizes, m_sizes_step, M, E, MAX_EXPERTS: tl.constexpr):
     count = tl.where(m_sizes_step == 1, low, wide)
     limit = tl.cast(M, tl.int64)
     count = tl.minimum(tl.maximum(count, 0), limit)
-    end = tl.cumsum(count, 0)
+    end = row + tl.cumsum(count, 0)
     start = tl.minimum(end - count, limit)
     return start.to(tl.int32), tl.minimum(end, limit).to(tl.int32)
 
@@ -55,6 +55,42 @@ def locate(tile, tile_ends, ends, M):
 
 
 @triton.jit
+def count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """All tiles of any number of experts, EXPERTS of them at a time."""
+    row = 0
+    total = 0
+    for first in tl.range(0, E, EXPERTS):
+        start, end = expert_rows(m_sizes, m_sizes_step, M, E, first, row, EXPERTS)
+        total += tl.max(expert_tiles(start, end, tiles_n, BLOCK_M), 0)
+        row = tl.max(end, 0)
+    return total
+
+
+@triton.jit
+def search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """``locate`` among any number of experts: the counts are read again for every tile."""
+    row = 0
+    before = 0
+    expert = 0
+    inner = 0
+    row_start = 0
+    row_end = 0
+    for first in tl.range(0, E, EXPERTS):
+        start, end = expert_rows(m_sizes, m_sizes_step, M, E, first, row, EXPERTS)
+        tile_ends = expert_tiles(start, end, tiles_n, BLOCK_M)
+        held = tl.max(tile_ends, 0)
+        here = (tile >= before) & (tile < before + held)
+        skipped, inner_here, start_here, end_here = locate(tile - before, tile_ends, end, M)
+        expert = tl.where(here, first + skipped, expert)
+        inner = tl.where(here, inner_here, inner)
+        row_start = tl.where(here, tl.maximum(start_here, row), row_start)
+        row_end = tl.where(here, end_here, row_end)
+        before += held
+        row = tl.max(end, 0)
+    return expert, inner, row_start, row_end
+
+
+@triton.jit
 def place(tile, rows, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
     """(row tile, column tile) of an expert's ``tile``: GROUP_M row tiles share a column before the next."""
     tiles_m = rows // BLOCK_M + (rows % BLOCK_M != 0).to(tl.int32)
@@ -67,12 +103,29 @@ def place(tile, rows, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def rows_of(expert, ends, MAX_EXPERTS: tl.constexpr):
-    """First row and end row of one expert, out of every expert's end."""
-    index = tl.arange(0, MAX_EXPERTS)
-    return tl.reduce((tl.where(index < expert, ends, 0), tl.where(index <= expert, ends, 0)), 0, _both_max)
+def _both_max(first_a, second_a, first_b, second_b):
+    return tl.maximum(first_a, first_b), tl.maximum(second_a, second_b)
 
 
 @triton.jit
-def _both_max(first_a, second_a, first_b, second_b):
-    return tl.maximum(first_a, first_b), tl.maximum(second_a, second_b)
+def rows_of(expert, ends, first, row, EXPERTS: tl.constexpr):
+    """First row and end row of one expert, out of the ends of the experts from ``first`` on."""
+    index = first + tl.arange(0, EXPERTS)
+    start, end = tl.reduce((tl.where(index < expert, ends, 0), tl.where(index <= expert, ends, 0)), 0, _both_max)
+    return tl.maximum(start, row), tl.maximum(end, row)
+
+
+@triton.jit
+def search_rows(expert, m_sizes, m_sizes_step, M, E, EXPERTS: tl.constexpr):
+    """``rows_of`` among any number of experts."""
+    row = 0
+    row_start = 0
+    row_end = 0
+    for first in tl.range(0, E, EXPERTS):
+        _start, end = expert_rows(m_sizes, m_sizes_step, M, E, first, row, EXPERTS)
+        start_here, end_here = rows_of(expert, end, first, row, EXPERTS)
+        here = (expert >= first) & (expert < first + EXPERTS)
+        row_start = tl.where(here, start_here, row_start)
+        row_end = tl.where(here, end_here, row_end)
+        row = tl.max(end, 0)
+    return row_start, row_end

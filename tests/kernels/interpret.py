@@ -25,6 +25,11 @@ def rows_of_experts(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([[0], ends[:-1]]), ends
 
 
+def experts(case: dict[str, Any]) -> int:
+    """What the variant is compiled for; ``scan`` is for any number, counts read a few experts at a time."""
+    return abi.MAX_EXPERTS_FALLBACK if case["scan"] else triton.next_power_of_2(max(len(case["m_sizes"]), 2))
+
+
 def poisoned(rows: torch.Tensor, case: dict[str, Any]) -> torch.Tensor:
     starts, ends = rows_of_experts(case)
     for expert in case["poison"]:
@@ -49,7 +54,7 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
     y = torch.full((M + 2, gemm.columns + 3), GUARD, dtype=dtype)  # a row stride of its own, and guards
 
     config = Config(*case["block"], 4, 2, case["group_m"], case["tma"], case["persistent"])
-    spec = abi.Spec(op, problem.dtype, config, layout, alignment=1, max_experts=triton.next_power_of_2(max(E, 2)))
+    spec = abi.Spec(op, problem.dtype, config, layout, alignment=1, max_experts=experts(case))
     tiles = abi.most_tiles(M, E, gemm.columns, config)
     values = {"x": x, "w": w, "y": y, "N": gemm.columns, "K": gemm.reduction, "stride_x_m": x.stride(0),
               "stride_w_e": w.stride(0), "stride_w_row": w.stride(1), "stride_y_m": y.stride(0)}  # fmt: skip
@@ -82,7 +87,7 @@ def run_weight(case: dict[str, Any]) -> dict[str, Any]:
     dw = torch.full((E, N, K + 3), GUARD, dtype=dtype)
 
     config = Config(*case["block"], 4, 2, case["group_m"], case["tma"], case["persistent"])
-    spec = abi.Spec(Op.DW, DType(case["dtype"]), config, alignment=1, max_experts=triton.next_power_of_2(max(E, 2)))
+    spec = abi.Spec(Op.DW, DType(case["dtype"]), config, alignment=1, max_experts=experts(case))
     values = {"dy": dy, "x": x, "dw": dw, "N": N, "K": K, "stride_dy_m": dy.stride(0), "stride_x_m": x.stride(0),
               "stride_dw_e": dw.stride(0), "stride_dw_row": dw.stride(1)}  # fmt: skip
     for name, box in abi.boxes(spec).items():
@@ -108,7 +113,8 @@ def launch(kernel: Any, spec: abi.Spec, case: dict[str, Any], tiles: int, values
     values |= {"m_sizes": counts.view(torch.int32), "m_sizes_step": 2 if case["wide"] else 1}
     values |= {"M": case["M"], "E": len(case["m_sizes"])}
     grid = min(tiles, case["programs"]) if case["persistent"] else tiles
-    kernel[(grid,)](*(values[name] for name, _ in abi.arguments(spec)), **abi.constants(spec))
+    constants = abi.constants(spec) | ({"EXPERTS": case["scan"]} if case["scan"] else {})
+    kernel[(grid,)](*(values[name] for name, _ in abi.arguments(spec)), **constants)
 
 
 def descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:

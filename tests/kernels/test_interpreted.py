@@ -27,7 +27,7 @@ def run(cases: list[dict[str, object]]) -> list[dict[str, object]]:
 def case(**changes: object) -> dict[str, object]:
     base: dict[str, object] = {
         "m_sizes": [5, 0, 17, 1], "M": 23, "N": 40, "K": 48, "dtype": "fp32", "op": "forward", "layout": "nk",
-        "tma": False, "persistent": True, "programs": 3, "wide": False, "poison": [], "group_m": 2,
+        "tma": False, "persistent": True, "programs": 3, "wide": False, "poison": [], "group_m": 2, "scan": 0,
         "block": [16, 16, 32], "seed": 0,
     }  # fmt: skip
     return base | changes
@@ -54,6 +54,11 @@ CASES = {
     "odd N and K": case(N=37, K=33),
     "odd N and K, w as [E, K, N]": case(N=37, K=33, layout="kn"),
     "many experts, few rows": case(m_sizes=[int(i % 7 == 0) for i in range(100)], M=15, programs=4),
+    "any number of experts": case(m_sizes=[5, 0, 17, 1, 0, 0, 0, 0, 3, 20, 2], M=50, scan=4),
+    "any number of experts, tma": case(m_sizes=[5, 0, 17, 1, 0, 0, 0, 0, 3, 20, 2], M=50, scan=4, tma=True),
+    "any number of experts, cut off": case(m_sizes=[5, -2, 17, 1, 0, 900, 4, 3], M=30, scan=2, persistent=False),
+    "dW, any number of experts": case(op="dW", m_sizes=[5, 0, 17, 1, 0, 3, 20], M=50, N=16, K=16, scan=2),
+    "dW, any number of experts, tma": case(op="dW", m_sizes=[5, 0, 17, 1, 0, 0, 9], M=32, K=16, scan=4, tma=True),
     "many row tiles": case(m_sizes=[90, 0, 33, 5], M=128, N=70, programs=5, group_m=3),
     "NaN and inf of one expert stay there": case(poison=[2]),
     "NaN and inf of one expert stay there, tma": case(poison=[2], tma=True, K=40),
