@@ -150,6 +150,12 @@ class Snapshot:
                     raise Rejected from error
         return groups.get((problem.op, problem.dtype, problem.layout, problem.fusion), ())
 
+    def serves(self, problem: Problem, local: LocalGpu) -> bool:
+        """Whether any usable bundle has a variant of ``problem``'s kind."""
+        while True:  # each turn drops a bundle
+            with contextlib.suppress(Rejected):
+                return any(self.variants(one.bundle, problem) for one in self.view(local, installed=True).usable)
+
     def reject(self, bundle: BundleFile, error: BundleError) -> None:
         """Drop a bundle whose damage showed only when it was read: every view and decision is made anew."""
         with self._lock:

@@ -104,6 +104,8 @@ def check_out(out: torch.Tensor, call: RowGemm) -> None:
         _bad("out", f"of shape {list(out.shape)}", f"[M, N] = [{call.M}, {call.N}]")
     if out.dtype is not call.x.dtype or out.device != call.x.device:
         _bad("out", f"{out.dtype} on {out.device}", f"x's {call.x.dtype} on {call.x.device}")
+    if out.requires_grad and torch.is_grad_enabled():
+        _bad("out", "a tensor that requires grad", "one that does not: out.detach(), or torch.no_grad()")
     if not _rows_usable(out):
         _bad("out", f"with strides {list(out.stride())}", "rows that are contiguous and don't overlap")
 

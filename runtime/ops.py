@@ -97,23 +97,36 @@ def grouped_gemm(
         x_at, w_at, dtype = x.data_ptr(), w.data_ptr(), x.dtype
         if M == 1:
             stride_x_m = K
-        key = (
+        key: _Key = (
             device, dtype, K, unit, stride_x_m >= K, stride_x_m & 7, (M - 1).bit_length(), (x_at | w_at) & 15,
             w.dtype, w.shape, w.stride(), w.get_device(), w_layout,
             m_sizes.dtype, m_sizes.shape, m_sizes.is_contiguous(), m_sizes.get_device(),
             dtype is _FLOAT32 and _tf32_allowed(),
         )  # fmt: skip
-        known = _calls.get(key) if M and out is None and not zero_tail else None
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensors: the checks will say which
+        if out is not None:
+            stride_y_m = out.stride(0)
+            key += (out.dtype, out.shape, out.stride(), out.get_device(), out.data_ptr() & 15, out.requires_grad)
+        known = _calls.get(key) if M and not zero_tail else None
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+    ):  # no usable tensors: the checks will say which
         return _first(x, w, m_sizes, w_layout, out, zero_tail, None)
     if known is None or ((x.requires_grad or w.requires_grad) and torch.is_grad_enabled()):
         return _first(x, w, m_sizes, w_layout, out, zero_tail, key)
     if _C._cuda_getDevice() != device:
         return _first(x, w, m_sizes, w_layout, out, zero_tail, key)
     launch, N = known
-    y = _empty((M, N), (N, 1), dtype)
-    launch(x_at, w_at, y.data_ptr(), m_sizes.data_ptr(), stride_x_m, N, M, _C._cuda_getCurrentRawStream(device))
-    return y
+    if out is None:
+        out, stride_y_m = _empty((M, N), (N, 1), dtype), N
+    launch(
+        x_at, w_at, out.data_ptr(), m_sizes.data_ptr(),
+        stride_x_m, stride_y_m, M, _C._cuda_getCurrentRawStream(device),
+    )  # fmt: skip
+    return out
 
 
 grouped_gemm_forward = grouped_gemm
@@ -136,9 +149,7 @@ def problem_of(call: inputs.RowGemm, device: int) -> Problem:
     problem = Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout)
     if dtype is DType.FP32 and _tf32_allowed():
         tf32 = Problem(Op.FORWARD, DType.TF32, call.E, call.N, call.K, call.layout)
-        snapshot = discover.snapshot()
-        view = snapshot.view(local_gpu(device), installed=True)
-        if any(snapshot.variants(usable.bundle, tf32) for usable in view.usable):
+        if discover.snapshot().serves(tf32, local_gpu(device)):
             return tf32
     return problem
 
@@ -163,8 +174,6 @@ def _first(
         if not (call.M and call.N and call.K and call.E):
             return y
         stride_y_m = y.stride(0) if call.M > 1 else call.N
-        if key is not None and out is not None:
-            key = (*key, stride_y_m & 7, y.data_ptr() & 15)
         known = calls.get(key) if key is not None and call.x is x else None
         device, aligned = call.x.get_device(), call.aligned(out)
         launch = known[0] if known is not None else _launcher(call, device, aligned)
@@ -176,7 +185,8 @@ def _first(
             call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
             call.stride_x_m, stride_y_m, call.M, _C._cuda_getCurrentRawStream(device),
         )  # fmt: skip
-        if key is not None and call.x is x and len(calls) < _MOST_CALLS:
+        lasting = key is not None and call.x is x and not y.requires_grad
+        if key is not None and lasting and len(calls) < _MOST_CALLS:
             calls[key] = launch, call.N
     return y
 

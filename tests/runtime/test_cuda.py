@@ -125,6 +125,27 @@ def test_strides_of_x_w_and_out() -> None:
     assert_right(grouped_gemm(one_row, w, m_sizes), one_row, w, m_sizes)
 
 
+def test_out_of_every_kind_again_and_again() -> None:
+    x, w, m_sizes = inputs()
+    wanted = grouped_gemm(x, w, m_sizes)
+    rows = x.shape[0]
+    for _ in range(3):
+        for offset, width in ((0, N), (0, N + 8), (8, N + 8), (3, N + 3), (0, N + 1)):
+            held = torch.full((rows, width), 3.0, dtype=x.dtype, device="cuda")
+            out = held[:, offset : offset + N]
+            assert grouped_gemm(x, w, m_sizes, out=out) is out
+            torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+            assert (held[:, :offset] == 3).all()
+            assert (held[:, offset + N :] == 3).all()
+        with pytest.raises(InputError, match="out is of shape"):
+            grouped_gemm(x, w, m_sizes, out=wanted[1:])
+        with pytest.raises(InputError, match=r"out is torch\.float32"):
+            grouped_gemm(x, w, m_sizes, out=wanted.float())
+        single = torch.zeros(1, N, dtype=x.dtype, device="cuda")
+        grouped_gemm(x[:1], w, m_sizes, out=single)
+        torch.testing.assert_close(single, wanted[:1], rtol=2e-2, atol=2e-2)
+
+
 def test_one_row_of_any_stride() -> None:
     x, w, _ = inputs()
     m_sizes = torch.tensor([0, 0, 0, 1, 0, 0, 0, 0], device="cuda")

@@ -226,10 +226,14 @@ def test_damaged_records_drop_the_bundle(tmp_path: Path, caplog: pytest.LogCaptu
     with pytest.raises(BundleCorrupt):
         decide(snapshot(tmp_path / "bad.msgpack"), PROBLEM, 64, ON_H200)
     caplog.clear()
+    assert not snapshot(tmp_path / "bad.msgpack").serves(PROBLEM, ON_H200)
+    caplog.clear()
     (tmp_path / "1").mkdir()
     (tmp_path / "bad.msgpack").rename(tmp_path / "1/bad.msgpack")
     found = snapshot(tmp_path / "1", tmp_path / "2")
     assert came_from(found)[0] == "good"
+    assert found.serves(PROBLEM, ON_H200)
+    assert not found.serves(Problem(Op.FORWARD, DType.TF32, 8, 1024, 768), ON_H200)
     assert len([record for record in caplog.records if "bad.msgpack" in record.getMessage()]) == 1
 
 

@@ -102,6 +102,8 @@ X, W, SIZES = call()
         ({"out": torch.zeros(N, M).t()}, "out is with strides"),
         ({"out": torch.zeros(1, N).expand(M, N)}, "out is with strides"),
         ({"out": 1}, "out is a int"),
+        ({"out": torch.tensor(1.0)}, r"out is of shape \[\]"),
+        ({"out": torch.zeros(M, N, requires_grad=True)}, "out is a tensor that requires grad"),
     ],
 )
 def test_what_cannot_be_used_is_named(how: dict[str, object], words: str) -> None:
