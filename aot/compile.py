@@ -132,7 +132,7 @@ def _triton_compile(spec: Spec, sm: int, scratch: str) -> Any:
 def _triton_type(name: str, kind: str, spec: Spec, boxes: dict[str, tuple[int, ...]]) -> str:
     element = _ELEMENT[spec.dtype]
     if kind == "ptr":
-        return "*i32" if name == "m_sizes" else f"*{element}"
+        return {"m_sizes": "*i32", "index": "*i32", "row_weights": "*fp32"}.get(name, f"*{element}")
     if kind.startswith("desc"):
         return f"tensordesc<{element}[{','.join(map(str, boxes[name]))}]>"
     return kind

@@ -2,18 +2,22 @@
 
 The names in a variant's ``arguments`` are the words of launch ABI 1:
 
-========================  ====================================================================
-``x w y dy dw m_sizes``   device pointers; ``m_sizes`` points at the counts' first 32-bit word
-``x_desc w_desc``         TMA descriptors of x [M, K] and w [E, N, K] (or [E, K, N])
-``dy_desc x_desc``        of dW: TMA descriptors of ragged rows, see ``RAGGED_SIZES``
-``M N K E``               int32: rows, the result's columns, the reduction, experts; of dW: dw's N and K
-``stride_x_m`` ...        int64, in elements: the row strides of x, y, dy; w's and dw's expert and row stride
-``m_sizes_step``          int32: 1 for int32 counts, 2 for int64 counts
-========================  ====================================================================
+=======================  =====================================================================
+``x w y dy dw``          a device pointer, or a TMA descriptor by value (kind ``desc2`` ...)
+``m_sizes index``        device pointers to 32-bit words: counts [E], and one index of each row
+``row_weights bias``     device pointers: float32 weights by index, bias [E, N] in the dtype
+``M N K E``              int32: rows, the result's columns, the reduction, experts; of dW: dw's N and K
+``stride_x_m`` ...       int64, in elements: row strides of x, y, dy; expert and row stride of w, dw
+``m_sizes_step``         int32: 1 for int32 counts, 2 for int64 counts; ``index_step`` likewise
+``index_end``            int32: indices from here on, and below 0, take no part
+``x_divisor``            int32: x's row of an index is ``index // x_divisor``
+``flags``                int32: the fusions of the call, values of artifacts.types.Fusion; 0 for none
+=======================  =====================================================================
 
-dX runs the forward's kernels: its x is dy, its y is dx (see ``gemm_of``).
-After the named arguments every kernel takes two more pointers, Triton's global and profile scratch.
-A descriptor of rank r is passed as 128 bytes, then r int32 sizes, then r int64 strides.
+Pointers that ``flags`` has no use for are null. dX runs the forward's kernel: its x is dy, its y is dx
+(see ``gemm_of``). After the named arguments every kernel takes two more pointers, Triton's global and
+profile scratch. A descriptor of rank r is passed as 128 bytes, then r int32 sizes, then r int64 strides;
+of dW it describes ragged rows, see ``RAGGED_SIZES``.
 """
 
 from __future__ import annotations
@@ -50,7 +54,17 @@ class Spec:
     @property
     def kernel(self) -> str:
         """The name of the kernel's function."""
-        return f"{'weight' if self.op is Op.DW else 'rows'}_{'tma' if self.config.tma else 'pointer'}"
+        return "weight" if self.op is Op.DW else "rows"
+
+    @property
+    def tma(self) -> tuple[str, ...]:
+        """The operands that come through TMA: rows that an index picks can't."""
+        gathered = Fusion.GATHER in self.fusion
+        if not self.config.tma:
+            return ()
+        if self.op is Op.DW:
+            return () if gathered else ("dy", "x")
+        return ("w",) if gathered else ("x", "w")
 
     def __str__(self) -> str:
         text = f"{self.op.value} {self.dtype.value} {self.config}"
@@ -90,38 +104,40 @@ def is_aligned(alignment: int, *values_bytes: int) -> bool:
 
 
 def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
-    """(name, kind) of every argument in the kernel's order; kinds: ptr, i32, i64, desc2, desc3."""
-    sizes = (("M", "i32"), ("N", "i32"), ("K", "i32"), ("E", "i32"))
-    step = ("m_sizes_step", "i32")
+    """(name, kind) of every argument in the kernel's order; kinds: ptr, i32, i64, desc2, desc3, desc4."""
+    ranks = {"w": 3, "x": 4 if spec.op is Op.DW else 2, "dy": 4}
     if spec.op is Op.DW:
-        results = (("stride_dw_e", "i64"), ("stride_dw_row", "i64"), step)
-        ends = (("dw", "ptr"), ("m_sizes", "ptr"), *sizes)
-        if spec.config.tma:
-            return (("dy_desc", "desc4"), ("x_desc", "desc4"), *ends, *results)
-        return (("dy", "ptr"), ("x", "ptr"), *ends, ("stride_dy_m", "i64"), ("stride_x_m", "i64"), *results)
-    if spec.config.tma:
-        return (("x_desc", "desc2"), ("w_desc", "desc3"), ("y", "ptr"), ("m_sizes", "ptr"), *sizes,
-                ("stride_y_m", "i64"), step)  # fmt: skip
-    strides = tuple((f"stride_{name}", "i64") for name in ("x_m", "w_e", "w_row", "y_m"))
-    return (("x", "ptr"), ("w", "ptr"), ("y", "ptr"), ("m_sizes", "ptr"), *sizes, *strides, step)
+        pointers: tuple[str, ...] = ("dy", "x", "dw", "m_sizes", "index")
+        strides = ("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row")
+    else:
+        pointers = ("x", "w", "y", "m_sizes", "index", "row_weights", "bias")
+        strides = ("stride_x_m", "stride_w_e", "stride_w_row", "stride_y_m")
+    return (
+        *((name, f"desc{ranks[name]}" if name in spec.tma else "ptr") for name in pointers),
+        *((name, "i32") for name in ("M", "N", "K", "E")),
+        *((name, "i64") for name in strides),
+        *((name, "i32") for name in ("m_sizes_step", "index_step", "index_end", "x_divisor", "flags")),
+    )
 
 
 def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
     """The block of each descriptor argument, outermost dimension first."""
-    if not spec.config.tma:
-        return {}
     c = spec.config
     if spec.op is Op.DW:
-        return {"dy_desc": (1, 1, c.block_m, c.block_n), "x_desc": (1, 1, c.block_m, c.block_k)}
-    w = (1, c.block_k, c.block_n) if _w_kn(spec) else (1, c.block_n, c.block_k)
-    return {"x_desc": (c.block_m, c.block_k), "w_desc": w}
+        blocks: dict[str, tuple[int, ...]] = {"dy": (1, 1, c.block_m, c.block_n), "x": (1, 1, c.block_m, c.block_k)}
+    else:
+        w = (1, c.block_k, c.block_n) if _w_kn(spec) else (1, c.block_n, c.block_k)
+        blocks = {"x": (c.block_m, c.block_k), "w": w}
+    return {name: blocks[name] for name in spec.tma}
 
 
 def constants(spec: Spec) -> dict[str, int | str | bool]:
     """The kernel's compile-time arguments."""
     c = spec.config
-    layout = {} if spec.op is Op.DW else {"W_KN": _w_kn(spec)}
-    return layout | {
+    loads = {"TMA": bool(spec.tma)} if spec.op is Op.DW else {
+        "X_TMA": "x" in spec.tma, "W_TMA": "w" in spec.tma, "W_KN": _w_kn(spec)
+    }  # fmt: skip
+    return loads | {
         "BLOCK_M": c.block_m,
         "BLOCK_N": c.block_n,
         "BLOCK_K": c.block_k,
@@ -138,9 +154,13 @@ def divisibility(spec: Spec) -> dict[str, int]:
     if spec.alignment == 1:
         return {}
     elements = spec.alignment // spec.dtype.itemsize
-    pointers = dict.fromkeys(("x", "w", "y", "dy", "dw"), spec.alignment)
-    lengths = {name: elements for name, kind in arguments(spec) if name in ("N", "K") or kind == "i64"}
-    return {name: given for name, given in (pointers | lengths).items() if name in dict(arguments(spec))}
+    given = {}
+    for name, kind in arguments(spec):
+        if name in ("x", "w", "y", "dy", "dw") and kind == "ptr":
+            given[name] = spec.alignment
+        elif name in ("N", "K") or kind == "i64":
+            given[name] = elements
+    return given
 
 
 def ragged_strides(row_stride: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The row-grouped GEMM, y[g] = x[g] @ w[g].T, through pointers and through TMA descriptors.
+"""The row-grouped GEMM y[g] = x[g] @ w[g].T, its operands through pointers or TMA, its rows moved on the way.
 
 One source serves the forward and dX (dx[g] = dy[g] @ w[g]): in the kernel's words N is the result's
 columns and K the reduction, and ``W_KN`` says that w's columns are the contiguous ones.
@@ -9,59 +9,92 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import count_tiles, expert_rows, expert_tiles, locate, place, search
+from .tiles import GATHER, SCATTER, count_tiles, expert_rows, expert_tiles, flat_index, locate, place, search
+
+_WEIGHT: tl.constexpr = tl.constexpr(4)
+_BIAS: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
-def _store_rows(y, acc, stride_y_m, row, row_end, col, N):
+def _store_rows(
+    y, acc, index, row_weights, bias, expert, row, row_end, col, N, stride_y_m, index_step, index_end, flags,
+):  # fmt: skip
     """Stores a tile; rows past the expert's end and columns past N are left as they are."""
-    address = y + row[:, None].to(tl.int64) * stride_y_m + col[None, :]
-    tl.store(address, acc.to(y.dtype.element_ty), mask=(row[:, None] < row_end) & (col[None, :] < N))
+    flat, inside = flat_index(index, index_step, index_end, flags, row, row_end)
+    if (flags & (_WEIGHT | _BIAS)) != 0:  # the same for all programs, so the plain form pays nothing
+        has_bias = (flags & _BIAS) != 0
+        has_weight = (flags & _WEIGHT) != 0
+        added = tl.load(bias + expert.to(tl.int64) * N + col, mask=(col < N) & has_bias, other=0.0)
+        scale = tl.load(row_weights + flat, mask=inside & has_weight, other=1.0)
+        acc = (acc + added[None, :].to(tl.float32)) * scale[:, None]
+    target = tl.where((flags & SCATTER) != 0, flat, row)
+    address = y + target[:, None] * stride_y_m + col[None, :]
+    tl.store(address, acc.to(y.dtype.element_ty), mask=inside[:, None] & (col[None, :] < N))
 
 
 @triton.jit
-def _pointer_tile(
-    x, w, y, expert, row_m, col_n, row_end, N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m,
+def _tile(
+    x, w, y, index, row_weights, bias, expert, row_m, col_n, row_end, N, K, stride_x_m, stride_w_e, stride_w_row,
+    stride_y_m, index_step, index_end, x_divisor, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    W_KN: tl.constexpr, PRECISION: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = row_m.to(tl.int64) + tl.arange(0, BLOCK_M)
     col = col_n + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # Rows past the end read the last row again: no mask in the loop, and what they compute is never stored.
-    x_at = x + tl.minimum(row, row_end - 1)[:, None] * stride_x_m + k[None, :]
-    w_at = w + expert.to(tl.int64) * stride_w_e
-    if W_KN:
-        w_at += k[:, None].to(tl.int64) * stride_w_row + col[None, :]
-    else:
-        w_at += k[:, None] + tl.minimum(col, N - 1)[None, :].to(tl.int64) * stride_w_row
+    if not X_TMA:
+        # Rows past the end read the last row again: no mask in the loop, and what they compute is never stored.
+        source = tl.minimum(row, row_end - 1)
+        if (flags & GATHER) != 0:
+            flat, _inside = flat_index(index, index_step, index_end, flags, source, row_end)
+            source = flat // x_divisor
+        x_at = x + source[:, None] * stride_x_m + k[None, :]
+    if not W_TMA:
+        w_at = w + expert.to(tl.int64) * stride_w_e
+        if W_KN:
+            w_at += k[:, None].to(tl.int64) * stride_w_row + col[None, :]
+        else:
+            w_at += k[:, None] + tl.minimum(col, N - 1)[None, :].to(tl.int64) * stride_w_row
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(0, K, BLOCK_K):
+        # Past K both operands are zero; through TMA the rows of the next expert only reach rows that are not stored.
         in_k = start + k < K
-        x_tile = tl.load(x_at, mask=in_k[None, :], other=0.0)
-        if W_KN:
-            w_tile = tl.load(w_at, mask=in_k[:, None] & (col[None, :] < N), other=0.0)
+        if X_TMA:
+            x_tile = x.load([row_m, start])
         else:
-            w_tile = tl.load(w_at, mask=in_k[:, None], other=0.0)
-        acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
-        x_at += BLOCK_K
-        if W_KN:
+            x_tile = tl.load(x_at, mask=in_k[None, :], other=0.0)
+            x_at += BLOCK_K
+        if W_TMA:
+            if W_KN:
+                w_tile = w.load([expert, start, col_n]).reshape(BLOCK_K, BLOCK_N)
+            else:
+                w_tile = w.load([expert, col_n, start]).reshape(BLOCK_N, BLOCK_K).T
+        elif W_KN:
+            w_tile = tl.load(w_at, mask=in_k[:, None] & (col[None, :] < N), other=0.0)
             w_at += BLOCK_K * stride_w_row
         else:
+            w_tile = tl.load(w_at, mask=in_k[:, None], other=0.0)
             w_at += BLOCK_K
-    _store_rows(y, acc, stride_y_m, row, row_end, col, N)
+        acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
+    _store_rows(
+        y, acc, index, row_weights, bias, expert, row, row_end, col, N, stride_y_m, index_step, index_end, flags
+    )
 
 
 @triton.jit
-def rows_pointer(
-    x, w, y, m_sizes, M, N, K, E, stride_x_m, stride_w_e, stride_w_row, stride_y_m, m_sizes_step,
+def rows(
+    x, w, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m, stride_w_e, stride_w_row, stride_y_m,
+    m_sizes_step, index_step, index_end, x_divisor, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
-
+    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y[m, n] = sum_k x[m, k] * w[expert of m, n, k], by pointers (cp.async): for every capability.
+    """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
-    x [M, K], w [E, N, K] (or [E, K, N]), y [M, N], m_sizes [E]; accumulates in fp32.
+    x [M, K], w [E, N, K] (or [E, K, N]), y [M, N], m_sizes [E]; x and w are pointers, or TMA descriptors
+    where X_TMA and W_TMA say so; accumulates in fp32. What moves rows is chosen at run time by ``flags``:
+    from(m) = index[m] // x_divisor (1, pointers only), to(m) = index[m] (2), weight(m) = row_weights[index[m]]
+    (4), bias [E, N] (8); otherwise from and to are m itself, and the weight is one.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     if SCAN:
@@ -71,16 +104,16 @@ def rows_pointer(
         tile_ends = expert_tiles(starts, ends, tiles_n, BLOCK_M)
         total = tl.max(tile_ends, 0)
     if PERSISTENT:
-        for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=X_TMA and W_TMA):
             if SCAN:
                 expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
             else:
                 expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
             tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
-            _pointer_tile(
-                x, w, y, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end, N, K,
-                stride_x_m, stride_w_e, stride_w_row, stride_y_m,
-                BLOCK_M, BLOCK_N, BLOCK_K, W_KN, PRECISION,
+            _tile(
+                x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,
+                N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
+                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, PRECISION,
             )  # fmt: skip
     else:
         tile = tl.program_id(0)
@@ -90,67 +123,8 @@ def rows_pointer(
             else:
                 expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
             tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
-            _pointer_tile(
-                x, w, y, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end, N, K,
-                stride_x_m, stride_w_e, stride_w_row, stride_y_m,
-                BLOCK_M, BLOCK_N, BLOCK_K, W_KN, PRECISION,
-            )  # fmt: skip
-
-
-@triton.jit
-def _tma_tile(
-    x_desc, w_desc, y, expert, row_m, col_n, row_end, N, K, stride_y_m,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    W_KN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(0, K, BLOCK_K):
-        # Past K both operands read zero; rows of the next expert only reach rows that are not stored.
-        x_tile = x_desc.load([row_m, k])
-        if W_KN:
-            w_tile = w_desc.load([expert, k, col_n]).reshape(BLOCK_K, BLOCK_N)
-        else:
-            w_tile = w_desc.load([expert, col_n, k]).reshape(BLOCK_N, BLOCK_K).T
-        acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
-    row = row_m.to(tl.int64) + tl.arange(0, BLOCK_M)
-    _store_rows(y, acc, stride_y_m, row, row_end, col_n + tl.arange(0, BLOCK_N), N)
-
-
-@triton.jit
-def rows_tma(
-    x_desc, w_desc, y, m_sizes, M, N, K, E, stride_y_m, m_sizes_step,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
-
-):  # fmt: skip
-    """As ``rows_pointer``, with x [M, K] and w [E, N, K] loaded through TMA: sm_90 and later."""
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    if SCAN:
-        total = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
-    else:
-        starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
-        tile_ends = expert_tiles(starts, ends, tiles_n, BLOCK_M)
-        total = tl.max(tile_ends, 0)
-    if PERSISTENT:
-        for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
-            if SCAN:
-                expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
-            else:
-                expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
-            tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
-            _tma_tile(
-                x_desc, w_desc, y, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end, N, K,
-                stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, W_KN, PRECISION,
-            )  # fmt: skip
-    else:
-        tile = tl.program_id(0)
-        if tile < total:
-            if SCAN:
-                expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
-            else:
-                expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
-            tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
-            _tma_tile(
-                x_desc, w_desc, y, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end, N, K,
-                stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, W_KN, PRECISION,
+            _tile(
+                x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,
+                N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
+                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, PRECISION,
             )  # fmt: skip

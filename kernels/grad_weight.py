@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import expert_rows, rows_of, search_rows
+from .tiles import GATHER, SCATTER, expert_rows, flat_index, rows_of, search_rows
+
+_INDEX_END: tl.constexpr = tl.constexpr(0x40000000)
 
 
 @triton.jit
@@ -23,33 +25,36 @@ def _corner(tile, tiles_n, tiles_k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 
 
 @triton.jit
-def _store_weight(
-    dw, acc, expert, first_n, first_k, N, K, stride_dw_e, stride_dw_row,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    n = first_n + tl.arange(0, BLOCK_N)
-    k = first_k + tl.arange(0, BLOCK_K)
-    address = dw + expert.to(tl.int64) * stride_dw_e + n[:, None].to(tl.int64) * stride_dw_row + k[None, :]
-    tl.store(address, acc.to(dw.dtype.element_ty), mask=(n[:, None] < N) & (k[None, :] < K))
+def _ragged(rows_desc, row_start, row_end, row, col, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [row, row + BLOCK_M) of an expert, zero past its end: TMA itself cuts them off.
+
+    The descriptor has two dimensions more, whose strides cancel modulo 2^64, so that the expert's
+    end falls on the end of the third one. See kernels/abi.py, RAGGED_SIZES.
+    """
+    tile = rows_desc.load([_INDEX_END, row_end, _INDEX_END - (row_end - row_start) + row, col])
+    return tile.reshape(BLOCK_M, BLOCK)
 
 
 @triton.jit
-def weight_pointer(
-    dy, x, dw, m_sizes, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row, m_sizes_step,
+def weight(
+    dy, x, dw, m_sizes, index, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row,
+    m_sizes_step, index_step, index_end, x_divisor, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k], by pointers (cp.async).
+    """dw[e, n, k] = sum over the expert's rows m of dy[to(m), n] * x[from(m), k].
 
-    dy [M, N], x [M, K], dw [E, N, K], m_sizes [E]; accumulates in fp32. Both operands are masked at
-    the expert's end, so nothing of the next expert enters, NaN included. No rows: zeros are stored.
+    dy [M, N], x [M, K], dw [E, N, K], m_sizes [E]; dy and x are pointers, or TMA descriptors that end
+    with each expert; accumulates in fp32. By pointers, ``flags`` chooses at run time from(m) = index[m] //
+    x_divisor (1) and to(m) = index[m] (2); otherwise both are m itself. Nothing of the next expert enters,
+    NaN included. An expert without rows gets zeros.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
     if not SCAN:
         _starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
     step = tl.num_programs(0) if PERSISTENT else E * tiles_n * tiles_k
-    for tile in tl.range(tl.program_id(0), E * tiles_n * tiles_k, step):
+    for tile in tl.range(tl.program_id(0), E * tiles_n * tiles_k, step, flatten=TMA):
         expert, first_n, first_k = _corner(tile, tiles_n, tiles_k, BLOCK_N, BLOCK_K, GROUP_M)
         if SCAN:
             row_start, row_end = search_rows(expert, m_sizes, m_sizes_step, M, E, EXPERTS)
@@ -57,54 +62,24 @@ def weight_pointer(
             row_start, row_end = rows_of(expert, ends, 0, 0, EXPERTS)
         n = first_n + tl.arange(0, BLOCK_N)
         k = first_k + tl.arange(0, BLOCK_K)
-        row = row_start.to(tl.int64) + tl.arange(0, BLOCK_M)
-        dy_at = dy + row[:, None] * stride_dy_m + n[None, :]
-        x_at = x + row[:, None] * stride_x_m + k[None, :]
         acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for _row in tl.range(row_start, row_end, BLOCK_M):
-            inside = row[:, None] < row_end
-            dy_tile = tl.load(dy_at, mask=inside & (n[None, :] < N), other=0.0)
-            x_tile = tl.load(x_at, mask=inside & (k[None, :] < K), other=0.0)
-            acc = tl.dot(tl.trans(dy_tile), x_tile, acc, input_precision=PRECISION)
-            row += BLOCK_M
-            dy_at += BLOCK_M * stride_dy_m
-            x_at += BLOCK_M * stride_x_m
-        _store_weight(dw, acc, expert, first_n, first_k, N, K, stride_dw_e, stride_dw_row, BLOCK_N, BLOCK_K)
-
-
-@triton.jit
-def _load_rows(rows_desc, row_start, row_end, row, col, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [row, row + BLOCK_M) of an expert, zero past its end: TMA itself cuts them off.
-
-    The descriptor has two dimensions more, whose strides cancel modulo 2^64, so that the expert's
-    end falls on the end of the third one. See kernels/abi.py, RAGGED_ROWS.
-    """
-    limit: tl.constexpr = 0x40000000
-    tile = rows_desc.load([limit, row_end, limit - (row_end - row_start) + row, col])
-    return tile.reshape(BLOCK_M, BLOCK)
-
-
-@triton.jit
-def weight_tma(
-    dy_desc, x_desc, dw, m_sizes, M, N, K, E, stride_dw_e, stride_dw_row, m_sizes_step,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """As ``weight_pointer``, dy and x loaded through TMA descriptors that end with each expert: sm_90 and later."""
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    tiles_k = tl.cdiv(K, BLOCK_K)
-    if not SCAN:
-        _starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
-    step = tl.num_programs(0) if PERSISTENT else E * tiles_n * tiles_k
-    for tile in tl.range(tl.program_id(0), E * tiles_n * tiles_k, step, flatten=True):
-        expert, first_n, first_k = _corner(tile, tiles_n, tiles_k, BLOCK_N, BLOCK_K, GROUP_M)
-        if SCAN:
-            row_start, row_end = search_rows(expert, m_sizes, m_sizes_step, M, E, EXPERTS)
+        if TMA:
+            for row in tl.range(0, row_end - row_start, BLOCK_M):
+                dy_tile = _ragged(dy, row_start, row_end, row, first_n, BLOCK_M, BLOCK_N)
+                x_tile = _ragged(x, row_start, row_end, row, first_k, BLOCK_M, BLOCK_K)
+                acc = tl.dot(tl.trans(dy_tile), x_tile, acc, input_precision=PRECISION)
         else:
-            row_start, row_end = rows_of(expert, ends, 0, 0, EXPERTS)
-        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for row in tl.range(0, row_end - row_start, BLOCK_M):
-            dy_tile = _load_rows(dy_desc, row_start, row_end, row, first_n, BLOCK_M, BLOCK_N)
-            x_tile = _load_rows(x_desc, row_start, row_end, row, first_k, BLOCK_M, BLOCK_K)
-            acc = tl.dot(tl.trans(dy_tile), x_tile, acc, input_precision=PRECISION)
-        _store_weight(dw, acc, expert, first_n, first_k, N, K, stride_dw_e, stride_dw_row, BLOCK_N, BLOCK_K)
+            for done in tl.range(0, row_end - row_start, BLOCK_M):
+                row = row_start.to(tl.int64) + done + tl.arange(0, BLOCK_M)
+                flat, inside = flat_index(index, index_step, index_end, flags, row, row_end)
+                dy_row = tl.where((flags & SCATTER) != 0, flat, row)
+                x_row = tl.where((flags & GATHER) != 0, flat // x_divisor, row)
+                dy_tile = tl.load(
+                    dy + dy_row[:, None] * stride_dy_m + n[None, :], mask=inside[:, None] & (n[None, :] < N), other=0.0
+                )
+                x_tile = tl.load(
+                    x + x_row[:, None] * stride_x_m + k[None, :], mask=inside[:, None] & (k[None, :] < K), other=0.0
+                )
+                acc = tl.dot(tl.trans(dy_tile), x_tile, acc, input_precision=PRECISION)
+        address = dw + expert.to(tl.int64) * stride_dw_e + n[:, None].to(tl.int64) * stride_dw_row + k[None, :]
+        tl.store(address, acc.to(dw.dtype.element_ty), mask=(n[:, None] < N) & (k[None, :] < K))

@@ -22,13 +22,11 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "tiles.py"), "d343fc1e807e7673098c7c94f981801b9804837a59048aaaec3fb24e2f4203a7"
-_WEIGHT = ("grad_weight.py", "tiles.py"), "5289352e9e120bbaafdb116e771d058157a41831f743331cf53de08daa524c66"
+_ROWS = ("forward.py", "tiles.py"), "f273d2b596c10f488725a674cf1ec99e18a73be6fd9b2778edea42e88f96a9f0"
+_WEIGHT = ("grad_weight.py", "tiles.py"), "dfe29b336b57c985dbbea9e755447988234e330daed4047d6bb3ab2242754854"
 REVISIONS = {
-    "rows_pointer": Revision(1, *_ROWS),
-    "rows_tma": Revision(1, *_ROWS),
-    "weight_pointer": Revision(1, *_WEIGHT),
-    "weight_tma": Revision(1, *_WEIGHT),
+    "rows": Revision(1, *_ROWS),
+    "weight": Revision(1, *_WEIGHT),
 }
 
 

@@ -5,6 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# What ``flags`` says of the rows' index; the values of artifacts.types.Fusion.
+GATHER: tl.constexpr = tl.constexpr(1)
+SCATTER: tl.constexpr = tl.constexpr(2)
+_INDEXED: tl.constexpr = tl.constexpr(1 | 2 | 4)
+
+
+@triton.jit
+def flat_index(index, index_step, index_end, flags, row, row_end):
+    """index[row] as int64, and which rows count: those before ``row_end`` whose index is in [0, index_end).
+
+    ``index`` points at int32 words, a step of 2 means int64. Without an index every row counts, and its index is 0.
+    """
+    inside = row < row_end
+    word = index + row * index_step
+    indexed = (flags & _INDEXED) != 0
+    flat = tl.load(word, mask=inside & indexed, other=0)
+    return flat.to(tl.int64), inside & (((flat >= 0) & (flat < index_end)) | (not indexed))
+
 
 @triton.jit
 def expert_rows(m_sizes, m_sizes_step, M, E, first, row, EXPERTS: tl.constexpr):

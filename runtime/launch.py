@@ -15,25 +15,40 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..artifacts.errors import BundleCorrupt, InputError
-from ..artifacts.types import Variant
+from ..artifacts.types import Fusion, TensorMap, Variant
 from ..kernels.abi import RAGGED_SIZES, ragged_strides, weight_tiles
 from ..kernels.config import Config
 from . import driver
 
-# (first operand, second operand, result, m_sizes, row stride, row stride, M, stream): see the two factories below.
-Launcher = Callable[[int, int, int, int, int, int, int, int], None]
+# (first operand, second operand, result, m_sizes, row stride, row stride, M, stream[, index, row_weights, bias,
+# index_end]): see the two factories below.
+Launcher = Callable[..., None]
 
-# What changes from call to call: three operands and m_sizes (pointers), two row strides, M.
+# What changes from call to call: three operands and m_sizes (pointers), two row strides, M ...
 _DYNAMIC = struct.Struct("=QQQQqqi")
-# What the launcher fixes: N K E m_sizes_step, two strides, a stride of one, and the null of both scratch pointers.
-_STATIC = struct.Struct("=iiiiqqqQ")
-_STATIC_OFFSET = 56
-_FIXED = {"M": 48, "N": 56, "K": 60, "E": 64, "m_sizes_step": 68, "one": 88, "null": 96, "m_sizes": 24}
-_ROWS_AT = _FIXED | {"x": 0, "w": 8, "y": 16, "stride_x_m": 32, "stride_y_m": 40, "stride_w_e": 72, "stride_w_row": 80}
-_WEIGHT_AT = _FIXED | {
-    "dy": 0, "x": 8, "dw": 16, "stride_dy_m": 32, "stride_x_m": 40, "stride_dw_e": 72, "stride_dw_row": 80,
+# ... and of a fused call: index, row_weights and bias (pointers), index_end.
+_FUSED = struct.Struct("=QQQi")
+_FUSED_OFFSET = 56
+# What the launcher fixes: N K E m_sizes_step index_step x_divisor flags, two strides, one, the null of both scratches.
+_STATIC = struct.Struct("=iiiiiiiqqqQ")
+_STATIC_OFFSET = 84
+_FIXED = {
+    "m_sizes": 24, "M": 48, "index": 56, "row_weights": 64, "bias": 72, "index_end": 80, "N": 84, "K": 88, "E": 92,
+    "m_sizes_step": 96, "index_step": 100, "x_divisor": 104, "flags": 108, "one": 128, "null": 136,
 }  # fmt: skip
-_ARGUMENT_BYTES = 104
+_ROWS_AT = _FIXED | {
+    "x": 0,
+    "w": 8,
+    "y": 16,
+    "stride_x_m": 32,
+    "stride_y_m": 40,
+    "stride_w_e": 112,
+    "stride_w_row": 120,
+}
+_WEIGHT_AT = _FIXED | {
+    "dy": 0, "x": 8, "dw": 16, "stride_dy_m": 32, "stride_x_m": 40, "stride_dw_e": 112, "stride_dw_row": 120,
+}  # fmt: skip
+_ARGUMENT_BYTES = 144
 _MAP_BYTES = 128
 _MAP_ALIGNMENT_BYTES = 64
 _CACHED_MAPS = 256
@@ -110,8 +125,14 @@ class _Arguments(threading.local):
 class _TensorMaps:
     """TMA descriptors of one argument, encoded once for each (address, rows, stride)."""
 
-    def __init__(self, kernel: LoadedKernel, argument: str) -> None:
-        self.plan = next(m for m in kernel.variant.tensor_maps if m.argument == argument)
+    @classmethod
+    def of(cls, kernel: LoadedKernel, argument: str) -> _TensorMaps | None:
+        """None where the argument is a plain pointer."""
+        plans = [plan for plan in kernel.variant.tensor_maps if plan.argument == argument]
+        return cls(kernel, plans[0]) if plans else None
+
+    def __init__(self, kernel: LoadedKernel, plan: TensorMap) -> None:
+        self.plan = plan
         rank = len(self.plan.box)
         self.box = (c_uint * rank)(*reversed(self.plan.box))
         self.ones = (c_uint * rank)(*[1] * rank)
@@ -154,6 +175,21 @@ def _launch(kernel: LoadedKernel) -> Callable[[_Arguments, int, int], None]:
     return start
 
 
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What a call does beside the product; ``fusion`` is what the kernel's flags say.
+
+    ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``.
+    """
+
+    fusion: Fusion = Fusion.NONE
+    index_step: int = 1
+    x_divisor: int = 1
+
+
+PLAIN = Fused()
+
+
 def row_launcher(
     kernel: LoadedKernel,
     *,
@@ -164,12 +200,14 @@ def row_launcher(
     stride_w_e: int,
     stride_w_row: int,
     m_sizes_step: int,
+    fused: Fused = PLAIN,
 ) -> Launcher:
     """A function (x, w, y, m_sizes, stride_x_m, stride_y_m, M, stream) that launches y[g] = x[g] @ w[g].T.
 
     The four operands are device addresses, strides are in elements, M > 0. It does not synchronise,
     and any thread may call it. In the kernel's words: ``columns`` of y, ``reduction``, and ``w_kn``
-    where w's columns are the contiguous ones.
+    where w's columns are the contiguous ones. A fused call takes four more: the addresses of index,
+    row_weights and bias (0 for none), and index_end.
 
     Raises
     ------
@@ -180,56 +218,57 @@ def row_launcher(
     """
     config = kernel.config
     shapes = {
-        "x_desc": ("M", "K", "stride_x_m", "one"),
-        "w_desc": ("E", *(("K", "N") if w_kn else ("N", "K")), "stride_w_e", "stride_w_row", "one"),
+        "x": ("M", "K", "stride_x_m", "one"),
+        "w": ("E", *(("K", "N") if w_kn else ("N", "K")), "stride_w_e", "stride_w_row", "one"),
     }
-    static = (columns, reduction, E, m_sizes_step, stride_w_e, stride_w_row, 1, 0)
+    static = (columns, reduction, E, m_sizes_step, fused.index_step, fused.x_divisor, fused.fusion.value,
+              stride_w_e, stride_w_row, 1, 0)  # fmt: skip
     local = _Arguments(kernel, _ROWS_AT, shapes, static)
     pack, start = _DYNAMIC.pack_into, _launch(kernel)
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
     most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_TILES
+    w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)
+    x_maps, w_maps = _TensorMaps.of(kernel, "x"), _TensorMaps.of(kernel, "w")
+    x_slot, w_slot = local.map_slots.get("x", 0), local.map_slots.get("w", 0)
 
-    def programs(M: int) -> int:
+    def launch(
+        x: int, w: int, y: int, m_sizes: int, stride_x_m: int, stride_y_m: int, M: int, stream: int,
+        *rows: int,
+    ) -> None:  # fmt: skip
         active = E if E < M else M
         tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, inlined
         if tiles > _MOST_TILES:
             raise InputError(f"M={M} rows and N={columns} columns make {tiles} tiles of {config}, the most is 2^31 - 1")
-        return tiles if tiles < most else most
-
-    if not config.tma:
-
-        def launch_pointers(
-            x: int, w: int, y: int, m_sizes: int, stride_x_m: int, stride_y_m: int, M: int, stream: int
-        ) -> None:
-            pack(local.values, 0, x, w, y, m_sizes, stride_x_m, stride_y_m, M)
-            start(local, programs(M), stream)
-
-        return launch_pointers
-
-    x_maps, w_maps = _TensorMaps(kernel, "x_desc"), _TensorMaps(kernel, "w_desc")
-    w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)
-    x_slot, w_slot = local.map_slots["x_desc"], local.map_slots["w_desc"]
-
-    def launch_tma(x: int, w: int, y: int, m_sizes: int, stride_x_m: int, stride_y_m: int, M: int, stream: int) -> None:
         # The maps are kept alive by these names until the driver has copied them.
-        key = (x, M, stride_x_m)
-        x_map = x_maps.cached.get(key) or x_maps.encode(key, x, (M, reduction), (stride_x_m,))
-        w_map = w_maps.cached.get(w) or w_maps.encode(w, w, w_sizes, (stride_w_e, stride_w_row))
-        pointers = local.pointers
-        pointers[x_slot] = x_map[0]
-        pointers[w_slot] = w_map[0]
+        if x_maps is not None:
+            key = (x, M, stride_x_m)
+            x_map = x_maps.cached.get(key) or x_maps.encode(key, x, (M, reduction), (stride_x_m,))
+            local.pointers[x_slot] = x_map[0]
+        if w_maps is not None:
+            w_map = w_maps.cached.get(w) or w_maps.encode(w, w, w_sizes, (stride_w_e, stride_w_row))
+            local.pointers[w_slot] = w_map[0]
         pack(local.values, 0, x, w, y, m_sizes, stride_x_m, stride_y_m, M)
-        start(local, programs(M), stream)
+        if rows:
+            _FUSED.pack_into(local.values, _FUSED_OFFSET, *rows)
+        start(local, tiles if tiles < most else most, stream)
 
-    return launch_tma
+    return launch
 
 
 def weight_launcher(
-    kernel: LoadedKernel, *, N: int, K: int, E: int, stride_dw_e: int, stride_dw_row: int, m_sizes_step: int
+    kernel: LoadedKernel,
+    *,
+    N: int,
+    K: int,
+    E: int,
+    stride_dw_e: int,
+    stride_dw_row: int,
+    m_sizes_step: int,
+    fused: Fused = PLAIN,
 ) -> Launcher:
     """A function (dy, x, dw, m_sizes, stride_dy_m, stride_x_m, M, stream) that launches dw[g] = dy[g].T @ x[g].
 
-    As ``row_launcher``.
+    As ``row_launcher``; of the four that a fused call adds, only index and index_end count.
 
     Raises
     ------
@@ -239,40 +278,34 @@ def weight_launcher(
         where the driver refuses the launch.
     """
     config = kernel.config
-    shapes = dict.fromkeys(("dy_desc", "x_desc"), ("null",) * 4 + ("one",) * 4)  # no kernel reads them
-    local = _Arguments(kernel, _WEIGHT_AT, shapes, (N, K, E, m_sizes_step, stride_dw_e, stride_dw_row, 1, 0))
+    shapes = dict.fromkeys(("dy", "x"), ("null",) * 4 + ("one",) * 4)  # no kernel reads them
+    static = (N, K, E, m_sizes_step, fused.index_step, fused.x_divisor, fused.fusion.value,
+              stride_dw_e, stride_dw_row, 1, 0)  # fmt: skip
+    local = _Arguments(kernel, _WEIGHT_AT, shapes, static)
     pack, start = _DYNAMIC.pack_into, _launch(kernel)
     tiles = weight_tiles(N, K, E, config)
     if tiles > _MOST_TILES:
         raise InputError(f"E={E}, N={N}, K={K} make {tiles} tiles of {config}, the most is 2^31 - 1")
     programs = min(tiles, kernel.sm_count * kernel.function.per_sm) if config.persistent else tiles
-
-    if not config.tma:
-
-        def launch_pointers(
-            dy: int, x: int, dw: int, m_sizes: int, stride_dy_m: int, stride_x_m: int, M: int, stream: int
-        ) -> None:
-            pack(local.values, 0, dy, x, dw, m_sizes, stride_dy_m, stride_x_m, M)
-            start(local, programs, stream)
-
-        return launch_pointers
-
-    dy_maps, x_maps = _TensorMaps(kernel, "dy_desc"), _TensorMaps(kernel, "x_desc")
-    dy_slot, x_slot = local.map_slots["dy_desc"], local.map_slots["x_desc"]
+    dy_maps, x_maps = _TensorMaps.of(kernel, "dy"), _TensorMaps.of(kernel, "x")
+    dy_slot, x_slot = local.map_slots.get("dy", 0), local.map_slots.get("x", 0)
     dy_sizes, x_sizes = (*RAGGED_SIZES, N), (*RAGGED_SIZES, K)
 
-    def launch_tma(
-        dy: int, x: int, dw: int, m_sizes: int, stride_dy_m: int, stride_x_m: int, M: int, stream: int
-    ) -> None:
-        if M > _MOST_RAGGED_ROWS:
-            raise InputError(f"M={M}, the most rows of dW through TMA is 2^30: split the batch")
-        dy_key, x_key = (dy, stride_dy_m), (x, stride_x_m)
-        dy_map = dy_maps.cached.get(dy_key) or dy_maps.encode(dy_key, dy, dy_sizes, ragged_strides(stride_dy_m))
-        x_map = x_maps.cached.get(x_key) or x_maps.encode(x_key, x, x_sizes, ragged_strides(stride_x_m))
-        pointers = local.pointers
-        pointers[dy_slot] = dy_map[0]
-        pointers[x_slot] = x_map[0]
+    def launch(
+        dy: int, x: int, dw: int, m_sizes: int, stride_dy_m: int, stride_x_m: int, M: int, stream: int,
+        *rows: int,
+    ) -> None:  # fmt: skip
+        if dy_maps is not None and x_maps is not None:
+            if M > _MOST_RAGGED_ROWS:
+                raise InputError(f"M={M}, the most rows of dW through TMA is 2^30: split the batch")
+            dy_key, x_key = (dy, stride_dy_m), (x, stride_x_m)
+            dy_map = dy_maps.cached.get(dy_key) or dy_maps.encode(dy_key, dy, dy_sizes, ragged_strides(stride_dy_m))
+            x_map = x_maps.cached.get(x_key) or x_maps.encode(x_key, x, x_sizes, ragged_strides(stride_x_m))
+            local.pointers[dy_slot] = dy_map[0]
+            local.pointers[x_slot] = x_map[0]
         pack(local.values, 0, dy, x, dw, m_sizes, stride_dy_m, stride_x_m, M)
+        if rows:
+            _FUSED.pack_into(local.values, _FUSED_OFFSET, *rows)
         start(local, programs, stream)
 
-    return launch_tma
+    return launch

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from pretuned.artifacts.types import DType, Layout, Op, Problem
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import abi, forward, grad_weight
 from pretuned.kernels.config import Config
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 GUARD = 3.0  # what y holds where the kernel must not write
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -42,58 +43,94 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     return run_weight(case) if case["op"] == "dW" else run_rows(case)
 
 
+def index_of(case: dict[str, Any], limit: int) -> torch.Tensor:
+    """A shuffled index into [0, limit) for every row, int32 or int64; ``bad_index`` puts two values outside."""
+    rng = np.random.default_rng(case["seed"] + 1)
+    index = rng.permutation(limit)[: case["M"]]
+    if case["bad_index"]:
+        index[0], index[-1] = -1, limit + 5
+    return torch.tensor(index, dtype=torch.int64 if case["wide"] else torch.int32)
+
+
 def run_rows(case: dict[str, Any]) -> dict[str, Any]:
-    E, M, N, K = len(case["m_sizes"]), case["M"], case["N"], case["K"]
+    E, M, N, K, top_k = len(case["m_sizes"]), case["M"], case["N"], case["K"], case["top_k"]
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[case["dtype"]]
-    op, layout = Op(case["op"]), Layout(case["layout"])
+    op, layout, fusion = Op(case["op"]), Layout(case["layout"]), Fusion(case["fusion"])
     problem = Problem(op, DType(case["dtype"]), E, N, K, layout)
     gemm = abi.gemm_of(problem)
     rng = np.random.default_rng(case["seed"])
-    x = poisoned(torch.tensor(rng.standard_normal((M, gemm.reduction)), dtype=dtype), case)
+    limit = -(-M // top_k) * top_k + top_k  # one token more than the rows come from
+    index = index_of(case, limit)
+    gathers = Fusion.GATHER in fusion
+    x = torch.tensor(rng.standard_normal((limit // top_k if gathers else M, gemm.reduction)), dtype=dtype)
+    x = x if gathers else poisoned(x, case)
     w = torch.tensor(rng.standard_normal((E, N, K) if layout is Layout.NK else (E, K, N)) * 0.1, dtype=dtype)
-    y = torch.full((M + 2, gemm.columns + 3), GUARD, dtype=dtype)  # a row stride of its own, and guards
+    bias = torch.tensor(rng.standard_normal((E, gemm.columns)), dtype=dtype)
+    row_weights = torch.tensor(rng.random(limit), dtype=torch.float32)
+    y = torch.full((limit + 2, gemm.columns + 3), GUARD, dtype=dtype)  # a row stride of its own, and guards
 
     config = Config(*case["block"], 4, 2, case["group_m"], case["tma"], case["persistent"])
-    spec = abi.Spec(op, problem.dtype, config, layout, alignment=1, max_experts=experts(case))
+    spec = abi.Spec(op, problem.dtype, config, layout, fusion & Fusion.GATHER, 1, experts(case))
     tiles = abi.most_tiles(M, E, gemm.columns, config)
     values = {"x": x, "w": w, "y": y, "N": gemm.columns, "K": gemm.reduction, "stride_x_m": x.stride(0),
-              "stride_w_e": w.stride(0), "stride_w_row": w.stride(1), "stride_y_m": y.stride(0)}  # fmt: skip
-    boxes = abi.boxes(spec)
-    values |= {f"{name}_desc": descriptor(values[name], boxes[f"{name}_desc"]) for name in "xw" if boxes}
+              "stride_w_e": w.stride(0), "stride_w_row": w.stride(1), "stride_y_m": y.stride(0),
+              "bias": bias, "row_weights": row_weights}  # fmt: skip
+    values |= {name: descriptor(values[name], box) for name, box in abi.boxes(spec).items()}
+    if fusion:
+        values |= {"index": index.view(torch.int32), "index_step": 2 if case["wide"] else 1, "index_end": limit,
+                   "x_divisor": top_k, "flags": fusion.value}  # fmt: skip
     launch(getattr(forward, spec.kernel), spec, case, tiles, values)
 
     wrong = []
     matrices = w.double().numpy() if gemm.w_kn else w.double().numpy().transpose(0, 2, 1)
-    got = y[:M, : gemm.columns].double().numpy()
+    written = torch.zeros_like(y, dtype=torch.bool)
     starts, ends = rows_of_experts(case)
     for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        if expert in case["poison"] or start == end:
+        rows = np.arange(start, end)
+        flat = index[rows].numpy() if fusion else rows
+        rows, flat = rows[(flat >= 0) & (flat < limit)], flat[(flat >= 0) & (flat < limit)]
+        target = torch.tensor(flat if Fusion.SCATTER in fusion else rows, dtype=torch.int64)
+        written[target, : gemm.columns] = True
+        if expert in case["poison"] or not len(rows):
             continue
-        want = x[start:end].double().numpy() @ matrices[expert]
-        error = np.linalg.norm(got[start:end] - want) / np.linalg.norm(want)
+        want = x[flat // top_k if gathers else rows].double().numpy() @ matrices[expert]
+        if Fusion.BIAS in fusion:
+            want += bias[expert].double().numpy()
+        if Fusion.WEIGHT in fusion:
+            want *= row_weights[flat].double().numpy()[:, None]
+        got = y[target, : gemm.columns].double().numpy()
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
         if not error < TOLERANCE[dtype]:
             wrong.append((expert, float(error)))
-    rest = torch.ones_like(y, dtype=torch.bool)
-    rest[: int(ends[-1]), : gemm.columns] = False
-    return {"wrong": wrong, "untouched": bool((y[rest] == GUARD).all())}
+    return {"wrong": wrong, "untouched": bool((y[~written] == GUARD).all())}
 
 
 def run_weight(case: dict[str, Any]) -> dict[str, Any]:
-    E, M, N, K = len(case["m_sizes"]), case["M"], case["N"], case["K"]
+    E, M, N, K, top_k = len(case["m_sizes"]), case["M"], case["N"], case["K"], case["top_k"]
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[case["dtype"]]
+    fusion = Fusion(case["fusion"])
     rng = np.random.default_rng(case["seed"])
-    dy = poisoned(torch.tensor(rng.standard_normal((M, N)), dtype=dtype), case)
-    x = poisoned(torch.tensor(rng.standard_normal((M, K)), dtype=dtype), case)
+    limit = -(-M // top_k) * top_k + top_k
+    index = index_of(case, limit)
+    gathers, scatters = Fusion.GATHER in fusion, Fusion.SCATTER in fusion
+    dy = torch.tensor(rng.standard_normal((limit if scatters else M, N)), dtype=dtype)
+    x = torch.tensor(rng.standard_normal((limit // top_k if gathers else M, K)), dtype=dtype)
+    if not fusion:
+        dy, x = poisoned(dy, case), poisoned(x, case)
     dw = torch.full((E, N, K + 3), GUARD, dtype=dtype)
 
     config = Config(*case["block"], 4, 2, case["group_m"], case["tma"], case["persistent"])
-    spec = abi.Spec(Op.DW, DType(case["dtype"]), config, alignment=1, max_experts=experts(case))
+    moved = Fusion.GATHER if fusion else Fusion.NONE
+    spec = abi.Spec(Op.DW, DType(case["dtype"]), config, Layout.NK, moved, 1, experts(case))
     values = {"dy": dy, "x": x, "dw": dw, "N": N, "K": K, "stride_dy_m": dy.stride(0), "stride_x_m": x.stride(0),
               "stride_dw_e": dw.stride(0), "stride_dw_row": dw.stride(1)}  # fmt: skip
     for name, box in abi.boxes(spec).items():
-        rows: torch.Tensor = values[name.removesuffix("_desc")]
+        rows: torch.Tensor = values[name]
         sizes, strides = [*abi.RAGGED_SIZES, rows.shape[1]], [*abi.ragged_strides(rows.stride(0)), 1]
         values[name] = TensorDescriptor(rows, sizes, strides, list(box))
+    if fusion:
+        values |= {"index": index.view(torch.int32), "index_step": 2 if case["wide"] else 1, "index_end": limit,
+                   "x_divisor": top_k, "flags": fusion.value}  # fmt: skip
     launch(getattr(grad_weight, spec.kernel), spec, case, abi.weight_tiles(N, K, E, config), values)
 
     wrong = []
@@ -101,7 +138,11 @@ def run_weight(case: dict[str, Any]) -> dict[str, Any]:
     for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
         if expert in case["poison"]:
             continue
-        want = dy[start:end].double().numpy().T @ x[start:end].double().numpy()
+        here = np.arange(start, end)
+        flat = index[here].numpy() if fusion else here
+        here, flat = here[(flat >= 0) & (flat < limit)], flat[(flat >= 0) & (flat < limit)]
+        left = dy[flat if scatters else here].double().numpy()
+        want = left.T @ x[flat // top_k if gathers else here].double().numpy()
         error = np.linalg.norm(dw[expert, :, :K].double().numpy() - want) / max(np.linalg.norm(want), 1e-30)
         if not error < TOLERANCE[dtype]:
             wrong.append((expert, float(error)))
@@ -112,6 +153,9 @@ def launch(kernel: Any, spec: abi.Spec, case: dict[str, Any], tiles: int, values
     counts = torch.tensor(case["m_sizes"], dtype=torch.int64 if case["wide"] else torch.int32)
     values |= {"m_sizes": counts.view(torch.int32), "m_sizes_step": 2 if case["wide"] else 1}
     values |= {"M": case["M"], "E": len(case["m_sizes"])}
+    null = torch.zeros(1, dtype=torch.int32)  # the interpreter takes no null pointer
+    plain = {"index": null, "row_weights": null.float(), "bias": null.float(), "index_step": 1, "index_end": 0}
+    values = plain | {"x_divisor": 1, "flags": 0} | values
     grid = min(tiles, case["programs"]) if case["persistent"] else tiles
     constants = abi.constants(spec) | ({"EXPERTS": case["scan"]} if case["scan"] else {})
     kernel[(grid,)](*(values[name] for name, _ in abi.arguments(spec)), **constants)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from pretuned.kernels.chips import CHIPS, LIMITS, chip_for, chip_named, limits, supported
 
 KNOWN = (80, 86, 87, 89, 90, 100, 103, 120, 121)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+GATHER, SCATTER, WEIGHT, BIAS = 1, 2, 4, 8
 WORKER = Path(__file__).with_name("interpret.py")
 
 
@@ -28,6 +29,7 @@ def case(**changes: object) -> dict[str, object]:
     base: dict[str, object] = {
         "m_sizes": [5, 0, 17, 1], "M": 23, "N": 40, "K": 48, "dtype": "fp32", "op": "forward", "layout": "nk",
         "tma": False, "persistent": True, "programs": 3, "wide": False, "poison": [], "group_m": 2, "scan": 0,
+        "fusion": 0, "top_k": 2, "bad_index": False,
         "block": [16, 16, 32], "seed": 0,
     }  # fmt: skip
     return base | changes
@@ -63,6 +65,25 @@ CASES = {
     "NaN and inf of one expert stay there": case(poison=[2]),
     "NaN and inf of one expert stay there, tma": case(poison=[2], tma=True, K=40),
     "NaN and inf of one expert stay there, dX": case(poison=[0], op="dX", tma=True, N=40),
+    "gather": case(fusion=GATHER),
+    "gather, tma": case(fusion=GATHER, tma=True),
+    "gather, one program a tile": case(fusion=GATHER, persistent=False, wide=True),
+    "scatter": case(fusion=SCATTER),
+    "scatter, tma": case(fusion=SCATTER, tma=True),
+    "gather and scatter": case(fusion=GATHER | SCATTER, tma=True, top_k=3),
+    "weight": case(fusion=WEIGHT, tma=True),
+    "bias": case(fusion=BIAS, tma=True),
+    "bias, odd N": case(fusion=BIAS, N=37),
+    "scatter, weight, bias": case(fusion=SCATTER | WEIGHT | BIAS, tma=True, wide=True),
+    "everything": case(fusion=GATHER | SCATTER | WEIGHT | BIAS, dtype="fp16"),
+    "an index out of range takes no part": case(fusion=GATHER | SCATTER | WEIGHT, bad_index=True),
+    "an index out of range takes no part, tma": case(fusion=SCATTER, bad_index=True, tma=True),
+    "dX, gather": case(op="dX", fusion=GATHER, top_k=1),
+    "dX, scatter": case(op="dX", fusion=SCATTER, tma=True),
+    "dW, gather": case(op="dW", fusion=GATHER),
+    "dW, scattered dy": case(op="dW", fusion=SCATTER, wide=True),
+    "dW, gather with a tma config": case(op="dW", fusion=GATHER, tma=True),
+    "dW, an index out of range takes no part": case(op="dW", fusion=GATHER | SCATTER, bad_index=True),
     "dW": case(op="dW"),
     "dW, tma": case(op="dW", tma=True),
     "dW, one program a tile": case(op="dW", persistent=False),
@@ -104,6 +125,7 @@ def test_random_shapes() -> None:
                 K=rng.choice([1, 8, 31, 32, 72]), dtype=rng.choice(["fp32", "fp16"]),
                 op=rng.choice(["forward", "dX", "dW"]),
                 layout=rng.choice(["nk", "kn"]), tma=False, persistent=rng.random() < 0.5,
+                fusion=rng.choice([0, 0, *range(1, 16)]), top_k=rng.choice([1, 2, 4]),
                 programs=rng.choice([1, 2, 7]), wide=rng.random() < 0.5, group_m=rng.choice([1, 2, 8]), seed=seed,
             )
         )  # fmt: skip

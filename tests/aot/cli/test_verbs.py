@@ -93,7 +93,7 @@ def test_the_whole_way_in_processes(aot_process, here):
 def test_inspect_as_a_table(aot, small_bundle):
     ended = aot("inspect", small_bundle, "--choices")
     assert ended.code == 0
-    for word in ("sm_80", "rows_pointer", "small", "16x32x64 w4 s2", "modelled"):
+    for word in ("sm_80", "rows", "small", "16x32x64 w4 s2", "modelled"):
         assert word in ended.out
 
 
