@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from pretuned.aot.capabilities import SUPPORTED, parse_sm, target_of
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.types import Target

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from pretuned.aot.catalogue import COLUMNS, catalogue, find, nearest_ids, parse_table
 from pretuned.aot.modelshape import ExpertLayer
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pretuned.aot import hfconfig
 from pretuned.aot.hfconfig import layer_of, read_model
 from pretuned.aot.modelshape import ExpertLayer

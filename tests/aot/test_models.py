@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pretuned.aot.catalogue import catalogue
 from pretuned.aot.models import LoadedModels, load_models
 from pretuned.aot.plan import plan

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pretuned.aot.modelshape import Gemm, ModelShape
 from pretuned.aot.plan import buckets_between, plan
 from pretuned.artifacts.types import DType, Op, Problem, bucket_of

@@ -5,6 +5,7 @@ import math
 import random
 
 import pytest
+
 from pretuned.aot.select import MAX_LOSS, Selection, select
 from pretuned.artifacts.types import DType, Op, Problem
 

@@ -14,6 +14,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pretuned.artifacts import codec, limits
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.store import open_bundle

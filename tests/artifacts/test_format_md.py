@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import golden_bundles
+
 import pretuned.artifacts
 from pretuned.artifacts import codec, index, limits, schema
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import craft
 import golden_bundles
 import pytest
+
 from pretuned.artifacts import codec
 from pretuned.artifacts.blob import read_checked, write_checked
 from pretuned.artifacts.errors import (

@@ -7,6 +7,7 @@ from pathlib import Path
 import craft
 import msgpack
 import pytest
+
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import BundleCorrupt
 

@@ -9,8 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pretuned.artifacts
 import pytest
+
+import pretuned.artifacts
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format1-small.msgpack"
 ME, OTHER, THIRD, GROUP = 23456, 34567, 45678, 56789  # nobody has these

@@ -9,6 +9,7 @@ import time
 
 import golden_bundles
 import pytest
+
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import BundleError
 from pretuned.artifacts.store import open_bundle

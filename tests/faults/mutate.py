@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import craft
 import msgpack
+
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import BundleError
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pretuned.artifacts.errors import BundleError
 from pretuned.artifacts.store import open_bundle
 

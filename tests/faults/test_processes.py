@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import golden_bundles
+
 from pretuned.artifacts import codec
 from pretuned.artifacts.store import lock, open_bundle, publish
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import golden_bundles
 import pytest
+
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.store import lock, open_bundle, publish

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import BundleCorrupt, BundleError, BundleTooNew
 from pretuned.artifacts.store import open_bundle

@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
+
 from pretuned.artifacts import codec, limits, wire
 from pretuned.artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from pretuned.artifacts.store import open_bundle
