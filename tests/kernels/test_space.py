@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,14 +52,32 @@ def test_what_won_on_hopper_is_there(op: Op) -> None:
     assert Config(16, 64, 128, 4, 4, tma=True, persistent=False) in configs
 
 
-def test_the_hopper_list_holds_the_fastest_of_every_cell_measured() -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "sweep-h200-forward-bf16.json"
+def _sweep(op: Op) -> tuple[dict[str, Config], list[dict[str, Any]]]:
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / f"sweep-h200-{op.value}-bf16.json"
     sweep = json.loads(path.read_text())
-    listed = set(candidates(Op.FORWARD, DType.BF16, 90))
-    found = {n for n, row in sweep["variants"].items() if Config.from_pairs(tuple(row["config"].items())) in listed}
-    for cell in sweep["cells"]:
+    variants = {n: Config.from_pairs(tuple(v["config"].items())) for n, v in sweep["variants"].items()}
+    return variants, sweep["cells"]
+
+
+@pytest.mark.parametrize("op", Op)
+def test_the_hopper_list_holds_the_fastest_of_every_cell_measured(op: Op) -> None:
+    variants, cells = _sweep(op)
+    listed = set(candidates(op, DType.BF16, 90))
+    for cell in cells:
         times = cell["us"]
-        assert min(us for n, us in times.items() if n in found) <= 1.01 * min(times.values()), cell
+        assert min(us for n, us in times.items() if variants[n] in listed) <= 1.01 * min(times.values()), cell
+
+
+@pytest.mark.parametrize("op", [Op.DX, Op.DW])
+def test_what_never_came_near_the_fastest_is_not_listed(op: Op) -> None:
+    variants, cells = _sweep(op)
+    listed = set(candidates(op, DType.BF16, 90))
+    nearest = {
+        config: min(cell["us"][n] / min(cell["us"].values()) for cell in cells if n in cell["us"])
+        for n, config in variants.items()
+    }
+    assert {config: near for config, near in nearest.items() if config in listed and near > 1.021} == {}
+    assert len(listed & set(nearest)) >= 19
 
 
 def test_both_kinds_of_grid_on_ampere() -> None:

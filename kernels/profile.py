@@ -1,0 +1,141 @@
+"""A variant on a chip, as the cost model sees it: all that does not depend on the problem's sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..artifacts.types import DType, Op, Variant
+from .abi import MAX_EXPERTS
+from .calibration import SIZES, Constants
+from .chips import Chip, SmLimits, limits
+from .config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the model needs to know of a variant: the config, and what its cubin takes."""
+
+    config: Config
+    threads: int
+    shared_bytes: int
+    registers: int
+    alignment: int = 16
+    max_experts: int = MAX_EXPERTS
+
+    @classmethod
+    def of(cls, variant: Variant) -> Resources:
+        """The resources of a variant of a bundle."""
+        config = Config.from_pairs(variant.config)
+        return cls(
+            config, variant.threads, variant.shared_bytes, variant.registers, variant.alignment, variant.max_experts
+        )
+
+
+def occupancy(resources: Resources, sm_limits: SmLimits) -> int:
+    """Programs resident on one SM, 0 if not even one fits.
+
+    The least of: shared memory (plus the driver's share), registers (in units of 256 a warp, a
+    quarter of the file per scheduler), threads, and the limit of blocks.
+    """
+    if resources.threads > sm_limits.threads_per_block or resources.shared_bytes > sm_limits.shared_per_block_bytes:
+        return 0
+    warps = max(1, -(-resources.threads // 32))
+    registers_per_warp = max(1, -(-resources.registers * 32 // 256)) * 256
+    by_registers = 4 * (sm_limits.registers_per_sm // 4 // registers_per_warp) // warps
+    shared = -(-resources.shared_bytes // 128) * 128 + sm_limits.shared_reserved_bytes
+    by_shared = sm_limits.shared_per_sm_bytes // shared
+    return min(by_registers, by_shared, sm_limits.threads_per_sm // (warps * 32), sm_limits.blocks_per_sm)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A variant's times on a chip, in ns."""
+
+    config: Config
+    occupancy: int
+    step_ns: float  # one step of one tile, the whole SM's throughput
+    chain_ns: float  # one step of one program, its own latency
+    loaded_ns: float  # the same where what it loads is there already
+    once_ns: float  # start of the first tile and end of the last
+    tile_ns: float  # between two tiles of one slot: what their own steps don't hide
+    latency_ns: float
+    under_way: float  # steps that load at once
+    column_flight_bytes: float  # loads of the columns' operand that one program keeps under way ...
+    row_flight_bytes: float  # ... and of one row of the other
+    tail: float
+    norm: float  # joins memory and compute
+
+
+def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants) -> Profile:
+    """What ``resources`` take on ``chip``; docs/cost-model.md has the equations."""
+    config, family, weight = resources.config, c.family(chip.sm), c.family(chip.sm).weight
+    rows, columns, depth = config.block_m, config.block_n, config.block_k
+    if op is Op.DW:
+        rows, columns, depth = config.block_n, config.block_k, config.block_m
+    wgmma = chip.sm == 90 and config.tma and rows >= 64 and dtype is not DType.FP32
+    math_ns = 2.0 * rows * columns * depth / _flops_per_ns(resources, rows, columns, wgmma, dtype, chip, c)
+    load_per_ns = family.l2_bytes_per_clock * chip.clock_ghz
+    latency_ns, overhead_ns = family.latency_ns, family.pointer_step_ns
+    if config.tma:
+        latency_ns, overhead_ns = family.tma_latency_ns, family.tma_step_ns
+    store_per_ns, issue_ns, exposed, norm = load_per_ns, overhead_ns / 2, family.persistent_exposed, family.norm
+    if op is Op.DW:
+        load_per_ns, store_per_ns = load_per_ns * weight.load_share, weight.store_bytes_per_clock * chip.clock_ghz
+        overhead_ns += weight.step_ns * config.num_warps / 4
+        issue_ns, exposed, norm = weight.issue_ns * config.num_warps / 4, weight.exposed, weight.norm
+    under_way = max(0.5, config.num_stages - 1 - (family.held_stages if wgmma else 0.0))
+    if resources.alignment < 16:
+        load_per_ns, under_way = load_per_ns / c.unaligned_load, 0.5
+    load_ns = (rows + columns) * depth * dtype.itemsize / load_per_ns
+    alone = family.one_cta[config.num_warps]
+    scanned = resources.max_experts / resources.threads  # experts of one thread
+    search_ns = c.search_ns + 0.25 * c.scan_ns * scanned
+    start_ns = c.start_ns + c.scan_ns * scanned
+    tile_ns = search_ns + latency_ns + math_ns / alone + c.store_ns + rows * columns * dtype.itemsize / store_per_ns
+    loaded_ns = join(math_ns / alone, load_ns, family.chain_norm)
+    return Profile(
+        config,
+        occupancy(resources, limits(chip.sm)),
+        join(math_ns, load_ns, family.norm) + issue_ns,
+        join(loaded_ns, latency_ns / under_way, family.chain_norm) + overhead_ns,
+        loaded_ns + overhead_ns,
+        start_ns + tile_ns,
+        tile_ns * exposed if config.persistent else start_ns + tile_ns,
+        latency_ns,
+        under_way,
+        under_way * columns * depth * dtype.itemsize,
+        under_way * depth * dtype.itemsize,
+        family.tail_static if config.persistent else family.tail_dynamic,
+        norm,
+    )
+
+
+def _flops_per_ns(
+    resources: Resources, rows: int, columns: int, wgmma: bool, dtype: DType, chip: Chip, c: Constants
+) -> float:
+    """The rate of one SM on tiles of ``rows`` x ``columns``."""
+    config, family = resources.config, c.family(chip.sm)
+    if dtype is DType.FP32:
+        peak, sustained = chip.fp32_tflops, 1.0
+        share = math.sqrt(c.fma_rows[SIZES.index(rows)] * c.fma_rows[SIZES.index(columns)])
+    else:
+        peak, sustained = (chip.tf32_tflops if dtype is DType.TF32 else chip.bf16_tflops), family.sustained
+        share = family.rows[SIZES.index(rows)]
+        if wgmma:  # the columns of one instruction: warpgroups are laid along the rows first, 64 of them each
+            across = max(1, config.num_warps // 4 // (rows // 64))
+            share *= family.wgmma_columns[SIZES.index(max(16, columns // across))]
+        else:
+            share *= family.columns[SIZES.index(columns)]
+        if chip.sm in (90, 100, 103) and rows >= 64 and not config.tma:
+            share *= family.pointer_wgmma
+    if rows * columns > 128 * resources.threads:
+        share *= c.crowded_registers
+    return peak * 1e3 * sustained * share / chip.sm_count
+
+
+def join(one: float, other: float, norm: float) -> float:
+    """The p-norm: near the larger, up to 2^(1/norm) times it where both are equal."""
+    low, high = min(one, other), max(one, other)
+    joined: float = high * (1.0 + (low / high) ** norm) ** (1.0 / norm)
+    return joined

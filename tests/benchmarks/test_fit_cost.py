@@ -1,0 +1,102 @@
+"""The fit of the cost model: on the committed sweeps, cut down so that it takes a second."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pretuned.artifacts.types import Op
+from pretuned.kernels.calibration import CONSTANTS, Constants, Family, WeightGrad
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The scripts' modules, which import each other as a script's neighbours do."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import fit_cost
+    import fitting
+    import selection
+    import sweeps
+
+    modules = {"fit_cost": fit_cost, "fitting": fitting, "selection": selection, "sweeps": sweeps}
+    yield SimpleNamespace(**modules)
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
+def _cells(tool: SimpleNamespace, *ops: Op) -> list[object]:
+    return [cell for op in ops for cell in tool.sweeps.load(RESULTS / f"sweep-h200-{op.value}-bf16.json")]
+
+
+def test_a_fit_is_deterministic_and_helps(tool: SimpleNamespace) -> None:
+    cells = [cell for cell in _cells(tool, *Op) if cell.model == "olmoe" and cell.tokens in (128, 8192)]
+    first, again = (tool.fitting.fit(cells, tool.fitting.PRIOR, 60) for _ in range(2))
+    assert first == again != tool.fitting.PRIOR
+    assert tool.fitting.objective(cells, first) < tool.fitting.objective(cells, tool.fitting.PRIOR)
+    assert tool.fitting.fit(cells, tool.fitting.PRIOR, 60, seed=1) != first
+
+
+def test_dw_is_fitted_with_the_constants_of_the_others_held(tool: SimpleNamespace) -> None:
+    cells = [cell for cell in _cells(tool, Op.DW) if cell.model == "olmoe"]
+    fitted, begun = tool.fitting.fit(cells, CONSTANTS, 40), CONSTANTS
+    names = {name for name, *_ in tool.fitting.FITTED_DW}
+    assert names == {"write_share", *(f"weight.{name}" for name in WeightGrad.__slots__)}
+    for name in (*Constants.__slots__, *Family.__slots__):
+        owner = Constants if name in Constants.__slots__ else Family
+        held, was = (c if owner is Constants else c.hopper for c in (fitted, begun))
+        if name not in ("hopper", "write_share", "weight"):
+            assert getattr(held, name) == getattr(was, name), name
+    assert fitted.hopper.weight != begun.hopper.weight
+
+
+def test_values_are_read_back_as_they_were_put(tool: SimpleNamespace) -> None:
+    ranges = (*tool.fitting.FITTED, *tool.fitting.FITTED_DW)
+    values = [low for _, low, _, _ in ranges]
+    changed = tool.fitting.with_values(CONSTANTS, 90, ranges, values)
+    assert tool.fitting.values_of(changed, 90, ranges) == values
+    assert changed.blackwell is CONSTANTS.blackwell
+
+
+def test_the_block_written_is_the_one_in_force(tool: SimpleNamespace) -> None:
+    recorded = json.loads((RESULTS / "fit-h200-bf16.json").read_text())
+    text = tool.fit_cost.CALIBRATION.read_text()
+    block = text.split(tool.fit_cost.BEGIN)[1].split(tool.fit_cost.END)[0]
+    told = f"# Fitted to sweeps with the sha256 {recorded['sweeps_sha256']} by python\n"
+    assert block.startswith(told)
+    words = [line.removeprefix("#").strip() for line in block.split("_HOPPER = ")[0].splitlines()[1:]]
+    assert " ".join(words) == recorded["command"]
+    names = {"Family": Family, "WeightGrad": WeightGrad}
+    exec(tool.fit_cost.source(CONSTANTS, 90, "# told"), names)
+    assert names["_HOPPER"] == CONSTANTS.hopper
+    assert block.split("_HOPPER = ")[1] == tool.fit_cost.source(CONSTANTS, 90, told).split("_HOPPER = ")[1]
+
+
+def test_tables_of_disjoint_cells_merge(tool: SimpleNamespace) -> None:
+    cells = _cells(tool, Op.DW)
+    whole = tool.sweeps.judge(cells, CONSTANTS)
+    models = sorted({cell.model for cell in cells})
+    parts = [
+        tool.sweeps.judge([c for c in cells if (c.model in models[:2]) is half], CONSTANTS) for half in (True, False)
+    ]
+    merged = tool.sweeps.merged(parts)
+    assert list(merged) == list(whole)
+    for name, row in whole.items():
+        assert merged[name] == pytest.approx(row, abs=2e-3), name
+
+
+@pytest.mark.parametrize("op", Op)
+def test_how_few_variants_are_enough_is_as_recorded(tool: SimpleNamespace, op: Op) -> None:
+    recorded = json.loads((RESULTS / "select-h200-bf16.json").read_text())["select"][op.value]
+    found = tool.selection.summary(_cells(tool, op), op, CONSTANTS)
+    assert found == recorded
+    losses = [row["mean_loss"] for row in found["sets"]]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[3] < 0.01
