@@ -1,4 +1,4 @@
-"""The GPU a tensor is on: its capability and its identity, asked of torch once per device."""
+"""The GPU a tensor is on: its capability and its identity, asked of the driver once per device."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def local_gpu(index: int) -> LocalGpu:
     Raises
     ------
     CudaError
-        if there is no CUDA driver.
+        if there is no CUDA driver, or no such GPU.
     """
-    from .driver import driver_version
+    from . import driver
 
-    found = torch.cuda.get_device_properties(index)
-    gpu = Gpu(found.name, found.multi_processor_count, found.total_memory >> 20, driver_version())
-    return LocalGpu(10 * found.major + found.minor, gpu)
+    found = driver.device(index)
+    gpu = Gpu(found.name, found.sm_count, found.memory_bytes >> 20, driver.driver_version())
+    return LocalGpu(found.sm, gpu)
 
 
 def current_device() -> int:

@@ -17,6 +17,9 @@ from ..artifacts.errors import CudaError
 
 INVALID_CONTEXT = 201
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
+_MULTIPROCESSOR_COUNT = 16  # CUdevice_attribute
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
+_NAME_BYTES = 256
 _STREAM_CAPTURE_MODE_RELAXED = 2
 _SHARED_WITHOUT_ASKING_BYTES = 48 * 1024
 
@@ -48,6 +51,9 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "cuDriverGetVersion": (POINTER(c_int),),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
     "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetName": (c_char_p, c_int, c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxSetCurrent": (c_void_p,),
     "cuCtxPushCurrent_v2": (c_void_p,),
@@ -104,14 +110,43 @@ def driver_version() -> int:
     return version.value
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the driver says of a GPU; ``sm`` is 10 * major + minor."""
+
+    name: str
+    sm: int
+    sm_count: int
+    memory_bytes: int
+
+
+def device(index: int) -> Device:
+    """The GPU of this ordinal, which is torch's index. Asks the driver alone: torch also asks NVML, for 0.3 ms."""
+    lib, handle, name, memory = library(), _device(index), ctypes.create_string_buffer(_NAME_BYTES), c_size_t()
+    check(lib.cuDeviceGetName(name, _NAME_BYTES, handle), "cuDeviceGetName")
+    check(lib.cuDeviceTotalMem_v2(byref(memory), handle), "cuDeviceTotalMem")
+    numbers = []
+    for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSOR_COUNT):
+        value = c_int()
+        check(lib.cuDeviceGetAttribute(byref(value), attribute, handle), f"cuDeviceGetAttribute({attribute})")
+        numbers.append(value.value)
+    major, minor, sm_count = numbers
+    return Device(name.value.decode(), 10 * major + minor, sm_count, memory.value)
+
+
 @cache
 def primary_context(device: int) -> int:
     """The context that PyTorch uses on this device, kept for the life of the process."""
-    lib, handle, context = library(), c_int(), c_void_p()
-    check(lib.cuInit(0), "cuInit")
-    check(lib.cuDeviceGet(byref(handle), device), f"cuDeviceGet({device})")
+    lib, handle, context = library(), _device(device), c_void_p()
     check(lib.cuDevicePrimaryCtxRetain(byref(context), handle), "cuDevicePrimaryCtxRetain")
     return context.value or 0
+
+
+def _device(index: int) -> c_int:
+    lib, handle = library(), c_int()
+    check(lib.cuInit(0), "cuInit")
+    check(lib.cuDeviceGet(byref(handle), index), f"cuDeviceGet({index})")
+    return handle
 
 
 def make_current(device: int) -> None:

@@ -1,57 +1,22 @@
-"""From a loaded variant to a launch: arguments packed in place, TMA descriptors cached, one driver call.
+"""From a loaded variant to a launch: what a launch needs is packed once, then copied and given to the driver.
 
-The hot path. Arguments live in a buffer of each thread (ctypes gives up the GIL in the call), laid
-out so that what changes from call to call is one ``struct.pack_into``.
+The hot path is ``Launcher.start``. Blocks of arguments are taken from a list and put back, so that threads
+(ctypes gives up the GIL in the call), signal handlers and finalizers never share one.
 """
 
 from __future__ import annotations
 
-import ctypes
-import struct
-import threading
-from collections.abc import Callable, Mapping
-from ctypes import addressof, c_uint, c_uint64, c_void_p
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ..artifacts.errors import BundleCorrupt, InputError
-from ..artifacts.types import Fusion, TensorMap, Variant
+from ..artifacts.types import Fusion, Variant
 from ..kernels.abi import RAGGED_SIZES, ragged_strides, weight_tiles
 from ..kernels.config import Config
-from . import driver
+from . import arguments, driver
+from .arguments import LAUNCH, PREPARED, SIZES, STRIDES, Blocks
+from .tensormaps import NO_MAP, TensorMaps
 
-# (first operand, second operand, result, m_sizes, row stride, row stride, M, stream[, index, row_weights, bias,
-# index_end]): see the two factories below.
-Launcher = Callable[..., None]
-
-# What changes from call to call: three operands and m_sizes (pointers), two row strides, M ...
-_DYNAMIC = struct.Struct("=QQQQqqi")
-# ... and of a fused call: index, row_weights and bias (pointers), index_end.
-_FUSED = struct.Struct("=QQQi")
-_FUSED_OFFSET = 56
-# What the launcher fixes: N K E m_sizes_step index_step x_divisor flags, two strides, one, the null of both scratches.
-_STATIC = struct.Struct("=iiiiiiiqqqQ")
-_STATIC_OFFSET = 84
-_FIXED = {
-    "m_sizes": 24, "M": 48, "index": 56, "row_weights": 64, "bias": 72, "index_end": 80, "N": 84, "K": 88, "E": 92,
-    "m_sizes_step": 96, "index_step": 100, "x_divisor": 104, "flags": 108, "one": 128, "null": 136,
-}  # fmt: skip
-_ROWS_AT = _FIXED | {
-    "x": 0,
-    "w": 8,
-    "y": 16,
-    "stride_x_m": 32,
-    "stride_y_m": 40,
-    "stride_w_e": 112,
-    "stride_w_row": 120,
-}
-_WEIGHT_AT = _FIXED | {
-    "dy": 0, "x": 8, "dw": 16, "stride_dy_m": 32, "stride_x_m": 40, "stride_dw_e": 112, "stride_dw_row": 120,
-}  # fmt: skip
-_ARGUMENT_BYTES = 144
-_MAP_BYTES = 128
-_MAP_ALIGNMENT_BYTES = 64
-_CACHED_MAPS = 256
 _MOST_TILES = 2**31 - 1
 _MOST_RAGGED_ROWS = RAGGED_SIZES[2]
 
@@ -88,89 +53,53 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int) -> L
     return LoadedKernel(variant, function, config, sm_count)
 
 
-class _Arguments(threading.local):
-    """One thread's argument block: the values, the array of pointers to them, and the launch configuration.
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Launches one kernel for one kind of call. It does not synchronise, and any thread may call it.
 
-    ``offsets`` says where each named value lies; ``shapes`` names the sizes and strides that follow
-    each descriptor argument.
+    ``prepare(first, second, stride_a, stride_b, M[, index, row_weights, bias, index_end])`` packs all that
+    hangs on the operands; ``start(prepared, result, m_sizes, stream)`` launches it. Calling it does both.
+    Operands are device addresses, strides are in elements, M > 0. See ``row_launcher`` and ``weight_launcher``.
+
+    Raises
+    ------
+    InputError
+        where M makes more tiles, or takes more rows, than a launch can have.
+    CudaError
+        where the driver refuses the launch.
     """
 
-    def __init__(
-        self,
-        kernel: LoadedKernel,
-        offsets: dict[str, int],
-        shapes: Mapping[str, tuple[str, ...]],
-        static: tuple[int, ...],
-    ) -> None:
-        self.values = ctypes.create_string_buffer(_ARGUMENT_BYTES)
-        base = addressof(self.values)
-        _STATIC.pack_into(self.values, _STATIC_OFFSET, *static)
-        pointers: list[int] = []
-        self.map_slots: dict[str, int] = {}
-        for name, kind in kernel.variant.arguments:
-            if kind.startswith("desc"):
-                self.map_slots[name] = len(pointers)
-                pointers.append(0)
-                pointers += [base + offsets[part] for part in shapes[name]]
-            else:
-                pointers.append(base + offsets[name])
-        pointers += [base + offsets["null"]] * 2
-        self.pointers = (c_void_p * len(pointers))(*pointers)
-        function = kernel.function
-        self.config = driver.LaunchConfig(1, 1, 1, function.threads, 1, 1, function.shared_bytes, None, None, 0)
-        self.config_address = addressof(self.config)
-        self.pointers_address = addressof(self.pointers)
+    prepare: Callable[..., bytes]
+    start: Callable[[bytes, int, int, int], None]
+
+    def __call__(
+        self, first: int, second: int, result: int, m_sizes: int, stride_a: int, stride_b: int, M: int, stream: int,
+        *rows: int,
+    ) -> None:  # fmt: skip
+        self.start(self.prepare(first, second, stride_a, stride_b, M, *rows), result, m_sizes, stream)
 
 
-class _TensorMaps:
-    """TMA descriptors of one argument, encoded once for each (address, rows, stride)."""
-
-    @classmethod
-    def of(cls, kernel: LoadedKernel, argument: str) -> _TensorMaps | None:
-        """None where the argument is a plain pointer."""
-        plans = [plan for plan in kernel.variant.tensor_maps if plan.argument == argument]
-        return cls(kernel, plans[0]) if plans else None
-
-    def __init__(self, kernel: LoadedKernel, plan: TensorMap) -> None:
-        self.plan = plan
-        rank = len(self.plan.box)
-        self.box = (c_uint * rank)(*reversed(self.plan.box))
-        self.ones = (c_uint * rank)(*[1] * rank)
-        self.itemsize = kernel.variant.dtype.itemsize
-        self.cached: dict[Any, tuple[int, Any]] = {}
-
-    def encode(self, key: Any, address: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, Any]:
-        """(address of the 128 bytes, their owner). ``strides`` in elements, all but the last dimension's."""
-        rank = len(sizes)
-        owner = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT_BYTES)
-        at = -(-addressof(owner) // _MAP_ALIGNMENT_BYTES) * _MAP_ALIGNMENT_BYTES
-        # cuTensorMapEncodeTiled counts dimensions from the innermost; L2 promotion 128 bytes (2), out of bounds zero.
-        code = driver.library().cuTensorMapEncodeTiled(
-            at, self.plan.element, rank, address, (c_uint64 * rank)(*reversed(sizes)),
-            (c_uint64 * max(1, rank - 1))(*(s * self.itemsize for s in reversed(strides))),
-            self.box, self.ones, 0, self.plan.swizzle, 2, 0,
-        )  # fmt: skip
-        driver.check(code, f"cuTensorMapEncodeTiled({self.plan.argument}, sizes {sizes}, strides {strides})")
-        if len(self.cached) >= _CACHED_MAPS:
-            self.cached.clear()
-        self.cached[key] = at, owner
-        return at, owner
-
-
-def _launch(kernel: LoadedKernel) -> Callable[[_Arguments, int, int], None]:
-    """A function (arguments, programs, stream) that makes the driver call."""
+def _starter(kernel: LoadedKernel, blocks: Blocks) -> Callable[[bytes, int, int, int], None]:
+    """A function (prepared, result, m_sizes, stream) that makes the driver call."""
     launch, handle, device = driver.library().cuLaunchKernelEx, kernel.function.handle, kernel.function.device
+    pack, new = LAUNCH.pack_into, blocks.new
+    free = [new()]
+    take, give = free.pop, free.append
 
-    def start(mine: _Arguments, programs: int, stream: int) -> None:
-        config = mine.config
-        config.grid_x = programs
-        config.stream = stream
-        code = launch(mine.config_address, handle, mine.pointers_address, None)
+    def start(prepared: bytes, result: int, m_sizes: int, stream: int) -> None:
+        try:
+            block = take()
+        except IndexError:  # each is in use by another thread
+            block = new()
+        memory, offset, config, pointers, _ = block
+        pack(memory, offset, prepared, stream, result, m_sizes)
+        code = launch(config, handle, pointers, None)
+        if code == driver.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
+            driver.make_current(device)
+            code = launch(config, handle, pointers, None)
+        give(block)
         if code:
-            if code == driver.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
-                driver.make_current(device)
-                code = launch(mine.config_address, handle, mine.pointers_address, None)
-            driver.check(code, f"cuLaunchKernelEx({kernel.variant.entry}, {kernel.config}, grid {programs})")
+            driver.check(code, f"cuLaunchKernelEx({kernel.variant.entry}, {kernel.config})")
 
     return start
 
@@ -202,57 +131,48 @@ def row_launcher(
     m_sizes_step: int,
     fused: Fused = PLAIN,
 ) -> Launcher:
-    """A function (x, w, y, m_sizes, stride_x_m, stride_y_m, M, stream) that launches y[g] = x[g] @ w[g].T.
+    """A launcher (x, w, y, m_sizes, stride_x_m, stride_y_m, M, stream) of y[g] = x[g] @ w[g].T.
 
-    The four operands are device addresses, strides are in elements, M > 0. It does not synchronise,
-    and any thread may call it. In the kernel's words: ``columns`` of y, ``reduction``, and ``w_kn``
-    where w's columns are the contiguous ones. A fused call takes four more: the addresses of index,
-    row_weights and bias (0 for none), and index_end.
-
-    Raises
-    ------
-    InputError
-        where the tiles of M rows pass 2^31.
-    CudaError
-        where the driver refuses the launch.
+    In the kernel's words: ``columns`` of y, ``reduction``, and ``w_kn`` where w's columns are the
+    contiguous ones. A fused call takes four more: the addresses of index, row_weights and bias (0 for
+    none), and index_end.
     """
-    config = kernel.config
-    shapes = {
+    config, variant = kernel.config, kernel.variant
+    maps = {
         "x": ("M", "K", "stride_x_m", "one"),
         "w": ("E", *(("K", "N") if w_kn else ("N", "K")), "stride_w_e", "stride_w_row", "one"),
     }
-    static = (columns, reduction, E, m_sizes_step, fused.index_step, fused.x_divisor, fused.fusion.value,
-              stride_w_e, stride_w_row, 1, 0)  # fmt: skip
-    local = _Arguments(kernel, _ROWS_AT, shapes, static)
-    pack, start = _DYNAMIC.pack_into, _launch(kernel)
+    start = _starter(kernel, Blocks(variant.arguments, arguments.ROWS, maps))
+    strides, sizes, tail = _constants(
+        kernel, columns, reduction, E, m_sizes_step, fused, stride_w_e, stride_w_row
+    )  # fmt: skip
+    pack = PREPARED.pack
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
     most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_TILES
     w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)
-    x_maps, w_maps = _TensorMaps.of(kernel, "x"), _TensorMaps.of(kernel, "w")
-    x_slot, w_slot = local.map_slots.get("x", 0), local.map_slots.get("w", 0)
+    x_maps, w_maps = TensorMaps.of(variant, "x"), TensorMaps.of(variant, "w")
 
-    def launch(
-        x: int, w: int, y: int, m_sizes: int, stride_x_m: int, stride_y_m: int, M: int, stream: int,
-        *rows: int,
-    ) -> None:  # fmt: skip
+    def prepare(
+        x: int, w: int, stride_x_m: int, stride_y_m: int, M: int,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
+    ) -> bytes:  # fmt: skip
         active = E if E < M else M
         tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, inlined
         if tiles > _MOST_TILES:
             raise InputError(f"M={M} rows and N={columns} columns make {tiles} tiles of {config}, the most is 2^31 - 1")
-        # The maps are kept alive by these names until the driver has copied them.
+        x_map = w_map = NO_MAP
         if x_maps is not None:
             key = (x, M, stride_x_m)
-            x_map = x_maps.cached.get(key) or x_maps.encode(key, x, (M, reduction), (stride_x_m,))
-            local.pointers[x_slot] = x_map[0]
+            x_map = x_maps.known.get(key) or x_maps.encode(key, (M, reduction), (stride_x_m,))
         if w_maps is not None:
-            w_map = w_maps.cached.get(w) or w_maps.encode(w, w, w_sizes, (stride_w_e, stride_w_row))
-            local.pointers[w_slot] = w_map[0]
-        pack(local.values, 0, x, w, y, m_sizes, stride_x_m, stride_y_m, M)
-        if rows:
-            _FUSED.pack_into(local.values, _FUSED_OFFSET, *rows)
-        start(local, tiles if tiles < most else most, stream)
+            key = (w, 0, 0)
+            w_map = w_maps.known.get(key) or w_maps.encode(key, w_sizes, (stride_w_e, stride_w_row))
+        return pack(
+            x_map, w_map, x, w, stride_x_m, stride_y_m, strides, index, row_weights, bias, M, index_end, sizes,
+            tiles if tiles < most else most, tail,
+        )  # fmt: skip
 
-    return launch
+    return Launcher(prepare, start)
 
 
 def weight_launcher(
@@ -266,46 +186,50 @@ def weight_launcher(
     m_sizes_step: int,
     fused: Fused = PLAIN,
 ) -> Launcher:
-    """A function (dy, x, dw, m_sizes, stride_dy_m, stride_x_m, M, stream) that launches dw[g] = dy[g].T @ x[g].
+    """A launcher (dy, x, dw, m_sizes, stride_dy_m, stride_x_m, M, stream) of dw[g] = dy[g].T @ x[g].
 
     As ``row_launcher``; of the four that a fused call adds, only index and index_end count.
 
     Raises
     ------
     InputError
-        where dw's tiles pass 2^31, or M passes 2^30 (the most that a ragged descriptor counts).
-    CudaError
-        where the driver refuses the launch.
+        where dw's tiles pass 2^31.
     """
-    config = kernel.config
-    shapes = dict.fromkeys(("dy", "x"), ("null",) * 4 + ("one",) * 4)  # no kernel reads them
-    static = (N, K, E, m_sizes_step, fused.index_step, fused.x_divisor, fused.fusion.value,
-              stride_dw_e, stride_dw_row, 1, 0)  # fmt: skip
-    local = _Arguments(kernel, _WEIGHT_AT, shapes, static)
-    pack, start = _DYNAMIC.pack_into, _launch(kernel)
+    config, variant = kernel.config, kernel.variant
+    maps = dict.fromkeys(("dy", "x"), ("null",) * 4 + ("one",) * 4)  # no kernel reads them
+    start = _starter(kernel, Blocks(variant.arguments, arguments.WEIGHT, maps))
+    strides, sizes, tail = _constants(kernel, N, K, E, m_sizes_step, fused, stride_dw_e, stride_dw_row)
+    pack = PREPARED.pack
     tiles = weight_tiles(N, K, E, config)
     if tiles > _MOST_TILES:
         raise InputError(f"E={E}, N={N}, K={K} make {tiles} tiles of {config}, the most is 2^31 - 1")
     programs = min(tiles, kernel.sm_count * kernel.function.per_sm) if config.persistent else tiles
-    dy_maps, x_maps = _TensorMaps.of(kernel, "dy"), _TensorMaps.of(kernel, "x")
-    dy_slot, x_slot = local.map_slots.get("dy", 0), local.map_slots.get("x", 0)
+    dy_maps, x_maps = TensorMaps.of(variant, "dy"), TensorMaps.of(variant, "x")
     dy_sizes, x_sizes = (*RAGGED_SIZES, N), (*RAGGED_SIZES, K)
 
-    def launch(
-        dy: int, x: int, dw: int, m_sizes: int, stride_dy_m: int, stride_x_m: int, M: int, stream: int,
-        *rows: int,
-    ) -> None:  # fmt: skip
+    def prepare(
+        dy: int, x: int, stride_dy_m: int, stride_x_m: int, M: int,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
+    ) -> bytes:  # fmt: skip
+        dy_map = x_map = NO_MAP
         if dy_maps is not None and x_maps is not None:
             if M > _MOST_RAGGED_ROWS:
                 raise InputError(f"M={M}, the most rows of dW through TMA is 2^30: split the batch")
-            dy_key, x_key = (dy, stride_dy_m), (x, stride_x_m)
-            dy_map = dy_maps.cached.get(dy_key) or dy_maps.encode(dy_key, dy, dy_sizes, ragged_strides(stride_dy_m))
-            x_map = x_maps.cached.get(x_key) or x_maps.encode(x_key, x, x_sizes, ragged_strides(stride_x_m))
-            local.pointers[dy_slot] = dy_map[0]
-            local.pointers[x_slot] = x_map[0]
-        pack(local.values, 0, dy, x, dw, m_sizes, stride_dy_m, stride_x_m, M)
-        if rows:
-            _FUSED.pack_into(local.values, _FUSED_OFFSET, *rows)
-        start(local, programs, stream)
+            dy_key, x_key = (dy, 0, stride_dy_m), (x, 0, stride_x_m)
+            dy_map = dy_maps.known.get(dy_key) or dy_maps.encode(dy_key, dy_sizes, ragged_strides(stride_dy_m))
+            x_map = x_maps.known.get(x_key) or x_maps.encode(x_key, x_sizes, ragged_strides(stride_x_m))
+        return pack(
+            dy_map, x_map, dy, x, stride_dy_m, stride_x_m, strides, index, row_weights, bias, M, index_end, sizes,
+            programs, tail,
+        )  # fmt: skip
 
-    return launch
+    return Launcher(prepare, start)
+
+
+def _constants(
+    kernel: LoadedKernel, N: int, K: int, E: int, m_sizes_step: int, fused: Fused, stride_e: int, stride_row: int
+) -> tuple[bytes, bytes, bytes]:
+    """What a launcher fixes, packed."""
+    sizes = SIZES.pack(N, K, E, m_sizes_step, fused.index_step, fused.x_divisor, fused.fusion.value, 0)
+    tail = arguments.config_tail(kernel.function.threads, kernel.function.shared_bytes)
+    return STRIDES.pack(stride_e, stride_row, 1), sizes, tail

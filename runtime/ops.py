@@ -1,7 +1,8 @@
 """The calls: ``grouped_gemm`` on tensors.
 
 The first call of a kind checks its tensors, chooses a variant and loads it; the launcher is then kept
-under a key of everything that decided that. Later calls read the key, allocate y and launch.
+under a key of everything that decided that. Later calls of the kind read the key, allocate y and launch.
+A call on the very operands of an earlier one (``recent.py``) does not even need the key.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import torch
 
 from ..artifacts.types import DType, Op, Problem
 from ..kernels.abi import gemm_of
-from . import discover, fallback, inputs, settings
+from . import discover, fallback, inputs, recent, settings
 from .device import local_gpu, platform_name, platform_supported
 from .launch import Launcher, row_launcher
 from .loading import prepare
 
 _Key: TypeAlias = "tuple[object, ...]"
-_Calls: TypeAlias = "dict[_Key, tuple[Launcher, int]]"
+_Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, recent.Guards]]"
 
 _MOST_CALLS = 1 << 16
 
 _log = logging.getLogger(__name__)
-_calls: _Calls = {}  # replaced, never cleared: a call under way keeps the one that it began with
+# Both are replaced by ``reload``: a call under way keeps those that it began with, and reads _recent first, so that
+# nothing chosen before goes into a table from after.
+_calls: _Calls = {}
+_recent: recent.Table = {}
 _FLOAT32 = torch.float32
 _C: Any = torch._C
 
@@ -39,6 +43,13 @@ def _empty_on_current(size: tuple[int, int], stride: tuple[int, int], dtype: tor
 _empty: Callable[[tuple[int, int], tuple[int, int], torch.dtype], torch.Tensor] = getattr(
     getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda", _empty_on_current
 )
+
+
+def _stream_of(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _stream_of)
 
 
 def grouped_gemm(
@@ -91,6 +102,53 @@ def grouped_gemm(
     it, with one warning. On other devices it is a torch reference, differentiable and slow.
     """
     try:
+        entry = _recent.get((x.data_ptr(), w.data_ptr(), x.shape[0], w_layout))
+        if entry is not None and (out is not None or zero_tail or not entry[0](x, w, m_sizes)):
+            entry = None
+    except (AttributeError, TypeError, IndexError, RuntimeError):  # no usable tensors: the checks will say which
+        entry = None
+    if entry is None:
+        return _known(x, w, m_sizes, w_layout, out, zero_tail)
+    _, still, start, prepared, size, stride, dtype, device = entry
+    if still is not None and not still():
+        return _known(x, w, m_sizes, w_layout, out, zero_tail)
+    y = _empty(size, stride, dtype)
+    start(prepared, y.data_ptr(), m_sizes.data_ptr(), _stream(device))
+    return y
+
+
+grouped_gemm_forward = grouped_gemm
+
+
+def reload() -> None:
+    """Read the environment and all places again: bundles that were added since are found.
+
+    Calls under way finish with what they began with; code that was loaded stays loaded.
+    """
+    global _calls, _recent
+    settings.forget()
+    discover.forget()
+    _calls = {}
+    _recent = {}
+
+
+def problem_of(call: inputs.RowGemm, device: int) -> Problem:
+    """The problem that a checked CUDA call is; fp32 is tf32 where torch allows it and a bundle has it."""
+    dtype = inputs.check_cuda_dtype(call.x)
+    problem = Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout)
+    if dtype is DType.FP32 and _tf32_allowed():
+        tf32 = Problem(Op.FORWARD, DType.TF32, call.E, call.N, call.K, call.layout)
+        if discover.snapshot().serves(tf32, local_gpu(device)):
+            return tf32
+    return problem
+
+
+def _known(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str, out: torch.Tensor | None, zero_tail: bool
+) -> torch.Tensor:  # fmt: skip
+    """A call of a kind that was met before, or else the first."""
+    table = _recent
+    try:
         device = x.get_device()
         M, K = x.shape
         stride_x_m, unit = x.stride()
@@ -107,51 +165,40 @@ def grouped_gemm(
             stride_y_m = out.stride(0)
             key += (out.dtype, out.shape, out.stride(), out.get_device(), out.data_ptr() & 15, out.requires_grad)
         known = _calls.get(key) if M and not zero_tail else None
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-        IndexError,
-        RuntimeError,
-    ):  # no usable tensors: the checks will say which
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
         return _first(x, w, m_sizes, w_layout, out, zero_tail, None)
-    if known is None or ((x.requires_grad or w.requires_grad) and torch.is_grad_enabled()):
+    grad = x.requires_grad or w.requires_grad
+    if known is None or (grad and torch.is_grad_enabled()) or _C._cuda_getDevice() != device:
         return _first(x, w, m_sizes, w_layout, out, zero_tail, key)
-    if _C._cuda_getDevice() != device:
-        return _first(x, w, m_sizes, w_layout, out, zero_tail, key)
-    launch, N = known
-    if out is None:
-        out, stride_y_m = _empty((M, N), (N, 1), dtype), N
-    launch(
-        x_at, w_at, out.data_ptr(), m_sizes.data_ptr(),
-        stride_x_m, stride_y_m, M, _C._cuda_getCurrentRawStream(device),
-    )  # fmt: skip
-    return out
+    launcher, N, guards = known
+    if out is not None:
+        prepared = launcher.prepare(x_at, w_at, stride_x_m, stride_y_m, M)
+        launcher.start(prepared, out.data_ptr(), m_sizes.data_ptr(), _stream(device))
+        return out
+    y = _empty((M, N), (N, 1), dtype)
+    prepared = launcher.prepare(x_at, w_at, stride_x_m, N, M)
+    launcher.start(prepared, y.data_ptr(), m_sizes.data_ptr(), _stream(device))
+    same = guards.of(x, w, m_sizes)
+    if same is not None:
+        still = _condition(device, grad, dtype)
+        entry = same, still, launcher.start, prepared, (M, N), (N, 1), dtype, device
+        recent.remember(table, (x_at, w_at, M, w_layout), entry)
+    return y
 
 
-grouped_gemm_forward = grouped_gemm
+def _condition(device: int, grad: bool, dtype: torch.dtype) -> Callable[[], bool] | None:
+    """What beside its operands must still hold where a call is repeated; None where nothing can change."""
+    alone = torch.cuda.device_count() == 1
+    if alone and not grad and dtype is not _FLOAT32:
+        return None
+    tf32 = _tf32_allowed()
 
+    def still() -> bool:
+        if grad and torch.is_grad_enabled():
+            return False
+        return (alone or _C._cuda_getDevice() == device) and (dtype is not _FLOAT32 or _tf32_allowed() == tf32)
 
-def reload() -> None:
-    """Read the environment and all places again: bundles that were added since are found.
-
-    Calls under way finish with what they began with; code that was loaded stays loaded.
-    """
-    global _calls
-    settings.forget()
-    discover.forget()
-    _calls = {}
-
-
-def problem_of(call: inputs.RowGemm, device: int) -> Problem:
-    """The problem that a checked CUDA call is; fp32 is tf32 where torch allows it and a bundle has it."""
-    dtype = inputs.check_cuda_dtype(call.x)
-    problem = Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout)
-    if dtype is DType.FP32 and _tf32_allowed():
-        tf32 = Problem(Op.FORWARD, DType.TF32, call.E, call.N, call.K, call.layout)
-        if discover.snapshot().serves(tf32, local_gpu(device)):
-            return tf32
-    return problem
+    return still
 
 
 def _first(
@@ -183,11 +230,11 @@ def _first(
             return y
         launch(
             call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
-            call.stride_x_m, stride_y_m, call.M, _C._cuda_getCurrentRawStream(device),
+            call.stride_x_m, stride_y_m, call.M, _stream(device),
         )  # fmt: skip
         lasting = key is not None and call.x is x and not y.requires_grad
         if key is not None and lasting and len(calls) < _MOST_CALLS:
-            calls[key] = launch, call.N
+            calls[key] = launch, call.N, recent.Guards()
     return y
 
 

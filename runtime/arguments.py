@@ -1,0 +1,76 @@
+"""The argument block of a launch: one piece of memory that a launch fills with a single ``struct.pack_into``.
+
+What stays the same from call to call on the same operands is packed once, into ``PREPARED`` bytes; a launch
+copies those and adds its stream, its result and its m_sizes. A block is taken by one launch at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from ctypes import addressof, c_void_p
+
+from .tensormaps import MAP_ALIGNMENT_BYTES, MAP_BYTES
+
+# Two maps; operands; row strides; [expert and row stride of w or dw, one]; index, row_weights, bias; M, index_end;
+# [N K E m_sizes_step index_step x_divisor flags, null]; grid; [the rest of CUlaunchConfig up to its stream].
+PREPARED = struct.Struct(f"={MAP_BYTES}s{MAP_BYTES}sQQqq24sQQQii40sI28s")
+STRIDES = struct.Struct("=qqq")
+SIZES = struct.Struct("=iiiiiii4xQ")
+_TAIL = struct.Struct("=6I4x")
+# The rest of CUlaunchConfig: the stream, no attributes; then the result and m_sizes.
+LAUNCH = struct.Struct(f"={PREPARED.size}sQ16xQQ")
+
+_OFFSETS = {
+    "stride_a": 272, "stride_b": 280, "stride_e": 288, "stride_row": 296, "one": 304,
+    "index": 312, "row_weights": 320, "bias": 328, "M": 336, "index_end": 340,
+    "N": 344, "K": 348, "E": 352, "m_sizes_step": 356, "index_step": 360, "x_divisor": 364, "flags": 368, "null": 376,
+    "m_sizes": 448,
+}  # fmt: skip
+_FIRST, _SECOND, _CONFIG, _RESULT = 256, 264, 384, 440
+ROWS = _OFFSETS | {
+    "x": _FIRST, "w": _SECOND, "y": _RESULT, "stride_x_m": 272, "stride_y_m": 280, "stride_w_e": 288,
+    "stride_w_row": 296,
+}  # fmt: skip
+WEIGHT = _OFFSETS | {
+    "dy": _FIRST, "x": _SECOND, "dw": _RESULT, "stride_dy_m": 272, "stride_x_m": 280, "stride_dw_e": 288,
+    "stride_dw_row": 296,
+}  # fmt: skip
+
+# (memory to pack into, the offset in it, addresses of the launch configuration and of the pointers, their owner)
+Block = tuple[ctypes.Array[ctypes.c_char], int, int, int, object]
+
+
+def config_tail(threads: int, shared_bytes: int) -> bytes:
+    """CUlaunchConfig between its first number, the programs, and its stream."""
+    return _TAIL.pack(1, 1, threads, 1, 1, shared_bytes)
+
+
+class Blocks:
+    """Makes blocks for one variant. ``offsets`` says where each named value lies; ``maps`` are the descriptor
+    arguments in the order of their maps, each with the names of the sizes and strides that follow it."""
+
+    def __init__(
+        self,
+        arguments: tuple[tuple[str, str], ...],
+        offsets: Mapping[str, int],
+        maps: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        places: list[int] = []
+        map_at = {name: i * MAP_BYTES for i, name in enumerate(maps)}
+        for name, kind in arguments:
+            if kind.startswith("desc"):
+                places.append(map_at[name])
+                places += [offsets[part] for part in maps[name]]
+            else:
+                places.append(offsets[name])
+        self._places = [*places, offsets["null"], offsets["null"]]
+
+    def new(self) -> Block:
+        """A block of its own memory."""
+        memory = ctypes.create_string_buffer(LAUNCH.size + MAP_ALIGNMENT_BYTES)
+        offset = -addressof(memory) % MAP_ALIGNMENT_BYTES
+        base = addressof(memory) + offset
+        pointers = (c_void_p * len(self._places))(*(base + place for place in self._places))
+        return memory, offset, base + _CONFIG, addressof(pointers), pointers

@@ -1,0 +1,58 @@
+"""TMA descriptors: encoded by the driver once for each tensor that a launcher meets."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import addressof, c_uint, c_uint64
+
+from ..artifacts.types import TensorMap, Variant
+from . import driver
+
+MAP_BYTES = 128
+MAP_ALIGNMENT_BYTES = 64
+NO_MAP = bytes(MAP_BYTES)
+_CACHED = 256
+
+
+class TensorMaps:
+    """The descriptors of one argument, by (address, rows, row stride)."""
+
+    @classmethod
+    def of(cls, variant: Variant, argument: str) -> TensorMaps | None:
+        """None where the argument is a plain pointer."""
+        plans = [plan for plan in variant.tensor_maps if plan.argument == argument]
+        return cls(plans[0], variant.dtype.itemsize) if plans else None
+
+    def __init__(self, plan: TensorMap, itemsize: int) -> None:
+        rank = len(plan.box)
+        self._plan = plan
+        self._itemsize = itemsize
+        self._box = (c_uint * rank)(*reversed(plan.box))
+        self._ones = (c_uint * rank)(*[1] * rank)
+        self.known: dict[tuple[int, int, int], bytes] = {}
+
+    def encode(self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+        """The descriptor, 128 bytes, kept under ``key``, which begins with the address.
+
+        ``sizes`` and ``strides`` are in elements, outermost dimension first; the last dimension's stride is 1.
+
+        Raises
+        ------
+        CudaError
+            where the driver refuses it.
+        """
+        rank, plan = len(sizes), self._plan
+        owner = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT_BYTES)
+        at = -addressof(owner) % MAP_ALIGNMENT_BYTES
+        # cuTensorMapEncodeTiled counts dimensions from the innermost; L2 promotion 128 bytes (2), out of bounds zero.
+        code = driver.library().cuTensorMapEncodeTiled(
+            addressof(owner) + at, plan.element, rank, key[0], (c_uint64 * rank)(*reversed(sizes)),
+            (c_uint64 * max(1, rank - 1))(*(s * self._itemsize for s in reversed(strides))),
+            self._box, self._ones, 0, plan.swizzle, 2, 0,
+        )  # fmt: skip
+        driver.check(code, f"cuTensorMapEncodeTiled({plan.argument}, sizes {sizes}, strides {strides})")
+        encoded = owner.raw[at : at + MAP_BYTES]
+        if len(self.known) >= _CACHED:
+            self.known = {}
+        self.known[key] = encoded
+        return encoded
