@@ -14,12 +14,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import method
 import torch
+
 from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import DType, Layout, Op, Problem, Variant
+from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem, Variant
 from pretuned.kernels import abi
 from pretuned.runtime import launch
 
@@ -35,27 +37,65 @@ MODELS = (
 TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32}
 
 
-def launcher(kernel: launch.LoadedKernel, op: Op, inputs: method.Inputs, result: torch.Tensor) -> Callable[[], None]:
+@dataclass(frozen=True)
+class Moved:
+    """Rows that an index moves: x's tokens gathered on load, or y's rows scattered on store."""
+
+    fusion: Fusion
+    index: torch.Tensor
+    row_weights: torch.Tensor
+    tokens: torch.Tensor
+    top_k: int
+
+
+def moved(form: str, T: int, top_k: int, x: torch.Tensor) -> Moved | None:
+    """A random order of the T * top_k (token, slot) pairs, as a routing gives one."""
+    if form == "plain":
+        return None
+    index = torch.randperm(T * top_k, generator=torch.Generator().manual_seed(3)).to(torch.int32).cuda()
+    fusion = {"gather": Fusion.GATHER, "scatter": Fusion.SCATTER, "weight": Fusion.SCATTER | Fusion.WEIGHT}[form]
+    row_weights = torch.rand(T * top_k, device="cuda") + 0.5
+    return Moved(fusion, index, row_weights, method.activations(T, x.shape[1], x.dtype), top_k)
+
+
+def put_back(result: torch.Tensor, how: Moved | None) -> torch.Tensor:
+    """The result as the plain form gives it: rows in their sorted order, not weighted."""
+    if how is None or how.fusion is Fusion.GATHER:
+        return result
+    index = how.index.long()
+    rows = result[index]
+    return rows.float() / how.row_weights[index, None] if Fusion.WEIGHT in how.fusion else rows
+
+
+def launcher(
+    kernel: launch.LoadedKernel, op: Op, inputs: method.Inputs, result: torch.Tensor, how: Moved | None
+) -> Callable[[], None]:
     x, w, dy, m_sizes = inputs.x, inputs.w, inputs.dy, inputs.m_sizes
     E, N, K = w.shape
+    M = x.shape[0]
+    fused, extra = launch.PLAIN, ()
+    if how is not None:
+        fused = launch.Fused(how.fusion, 1, how.top_k)
+        extra = (how.index.data_ptr(), how.row_weights.data_ptr(), 0, len(how.index))
+        x = how.tokens if how.fusion is Fusion.GATHER else x
     if op is Op.DW:
         start = launch.weight_launcher(
-            kernel, N=N, K=K, E=E, stride_dw_e=result.stride(0), stride_dw_row=result.stride(1), m_sizes_step=1
-        )
+            kernel, N=N, K=K, E=E, stride_dw_e=result.stride(0), stride_dw_row=result.stride(1), m_sizes_step=1,
+            fused=fused,
+        )  # fmt: skip
         operands, strides = (dy, x, result), (dy.stride(0), x.stride(0))
     else:
         gemm = abi.gemm_of(Problem(op, kernel.variant.dtype, E, N, K))
         start = launch.row_launcher(
             kernel, columns=gemm.columns, reduction=gemm.reduction, E=E, w_kn=gemm.w_kn, stride_w_e=w.stride(0),
-            stride_w_row=w.stride(1), m_sizes_step=1,
+            stride_w_row=w.stride(1), m_sizes_step=1, fused=fused,
         )  # fmt: skip
         rows = x if op is Op.FORWARD else dy
         operands, strides = (rows, w, result), (rows.stride(0), result.stride(0))
     addresses = [tensor.data_ptr() for tensor in operands]
-    M = x.shape[0]
 
     def call() -> None:
-        start(*addresses, m_sizes.data_ptr(), *strides, M, torch.cuda.current_stream().cuda_stream)
+        start(*addresses, m_sizes.data_ptr(), *strides, M, torch.cuda.current_stream().cuda_stream, *extra)
 
     return call
 
@@ -63,7 +103,7 @@ def launcher(kernel: launch.LoadedKernel, op: Op, inputs: method.Inputs, result:
 def fits(variant: Variant, op: Op, M: int, E: int) -> bool:
     """Leaves out what can't win: row tiles far larger than the experts' rows, tiny ones for long runs of rows."""
     rows, block_m = M / E, dict(variant.config)["block_m"]
-    if variant.op is not op or variant.layout is not Layout.NK:
+    if variant.layout is not Layout.NK:
         return False
     return op is Op.DW or min(64, rows / 8) <= block_m <= max(16, 16 * rows)
 
@@ -76,13 +116,17 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,16,128,1024,8192")
     parser.add_argument("--dtype", default="bf16", type=DType)
     parser.add_argument("--op", default="forward", type=Op, help="forward, dX or dW")
+    parser.add_argument(
+        "--form", default="plain", choices=("plain", "gather", "scatter", "weight"), help="how rows move"
+    )
     args = parser.parse_args()
 
     properties = torch.cuda.get_device_properties(0)
     bundle = open_bundle(args.bundle)
     kernels = {}
     for number, variant in enumerate(bundle.variants()):
-        if variant.dtype is args.dtype and variant.op is args.op:
+        wanted = {"plain": Fusion.NONE, "gather": Fusion.GATHER}.get(args.form, Fusion.SCATTER)
+        if variant.dtype is args.dtype and variant.op is args.op and variant.fusion is wanted:
             kernels[number] = launch.load_kernel(variant, bundle.cubin(number), 0, properties.multi_processor_count)
     clock = method.Clock()
     cells = []
@@ -97,6 +141,9 @@ def main() -> None:
                 M = T * top_k
                 dy = None if args.op is Op.FORWARD else method.activations(M, N, w.dtype)
                 inputs = method.Inputs(method.activations(M, K, w.dtype), w, m_sizes.cuda(), dy)
+                how = moved(args.form, T, top_k, inputs.x)
+                if args.form == "gather":  # what the reference sees is gathered beforehand
+                    inputs = replace(inputs, x=how.tokens[how.index.long() // top_k])
                 sizes = {Op.FORWARD: (M, N), Op.DX: (M, K), Op.DW: (E, N, K)}[args.op]
                 y = torch.empty(sizes, dtype=w.dtype, device="cuda")
                 active = E if args.op is Op.DW else int((m_sizes > 0).sum())
@@ -108,9 +155,9 @@ def main() -> None:
                     if not fits(kernel.variant, args.op, M, E):
                         continue
                     y.fill_(float("nan"))
-                    call = launcher(kernel, args.op, inputs, y)
+                    call = launcher(kernel, args.op, inputs, y, how)
                     call()
-                    errors[number] = method.relative_error(y, inputs, args.op.value)
+                    errors[number] = method.relative_error(put_back(y, how), inputs, args.op.value)
                     if errors[number] < method.MAX_ERROR:
                         times[number] = round(clock.median_us(call, 20, 30.0), 2)
                 cell |= {"us": times, "worst_error": max(errors.values()),
@@ -122,7 +169,7 @@ def main() -> None:
             del w
             torch.cuda.empty_cache()
     result = {
-        "command": " ".join(sys.argv), "op": args.op.value,
+        "command": " ".join(sys.argv), "op": args.op.value, "form": args.form,
         "seconds": round(time.time() - begun, 1), "gpu": properties.name,
         "sm_count": properties.multi_processor_count, "torch": torch.__version__,
         "triton_imported": "triton" in sys.modules,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import GATHER, SCATTER, expert_rows, flat_index, rows_of, search_rows
+from .tiles import expert_rows, rows_of, search_rows
 
 _INDEX_END: tl.constexpr = tl.constexpr(0x40000000)
 
@@ -37,17 +37,15 @@ def _ragged(rows_desc, row_start, row_end, row, col, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def weight(
-    dy, x, dw, m_sizes, index, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row,
-    m_sizes_step, index_step, index_end, x_divisor, flags,
+    dy, x, dw, m_sizes, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row, m_sizes_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dw[e, n, k] = sum over the expert's rows m of dy[to(m), n] * x[from(m), k].
+    """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k].
 
     dy [M, N], x [M, K], dw [E, N, K], m_sizes [E]; dy and x are pointers, or TMA descriptors that end
-    with each expert; accumulates in fp32. By pointers, ``flags`` chooses at run time from(m) = index[m] //
-    x_divisor (1) and to(m) = index[m] (2); otherwise both are m itself. Nothing of the next expert enters,
-    NaN included. An expert without rows gets zeros.
+    with each expert; accumulates in fp32. Nothing of the next expert enters, NaN included. An expert
+    without rows gets zeros.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
@@ -71,14 +69,12 @@ def weight(
         else:
             for done in tl.range(0, row_end - row_start, BLOCK_M):
                 row = row_start.to(tl.int64) + done + tl.arange(0, BLOCK_M)
-                flat, inside = flat_index(index, index_step, index_end, flags, row, row_end)
-                dy_row = tl.where((flags & SCATTER) != 0, flat, row)
-                x_row = tl.where((flags & GATHER) != 0, flat // x_divisor, row)
+                inside = row < row_end
                 dy_tile = tl.load(
-                    dy + dy_row[:, None] * stride_dy_m + n[None, :], mask=inside[:, None] & (n[None, :] < N), other=0.0
+                    dy + row[:, None] * stride_dy_m + n[None, :], mask=inside[:, None] & (n[None, :] < N), other=0.0
                 )
                 x_tile = tl.load(
-                    x + x_row[:, None] * stride_x_m + k[None, :], mask=inside[:, None] & (k[None, :] < K), other=0.0
+                    x + row[:, None] * stride_x_m + k[None, :], mask=inside[:, None] & (k[None, :] < K), other=0.0
                 )
                 acc = tl.dot(tl.trans(dy_tile), x_tile, acc, input_precision=PRECISION)
         address = dw + expert.to(tl.int64) * stride_dw_e + n[:, None].to(tl.int64) * stride_dw_row + k[None, :]

@@ -22,8 +22,8 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "tiles.py"), "f273d2b596c10f488725a674cf1ec99e18a73be6fd9b2778edea42e88f96a9f0"
-_WEIGHT = ("grad_weight.py", "tiles.py"), "dfe29b336b57c985dbbea9e755447988234e330daed4047d6bb3ab2242754854"
+_ROWS = ("forward.py", "tiles.py"), "ba293b5ccc6cb42a4a8807d10535c4fc9f1ef2a7f534dfca57ca2c9cc027ce04"
+_WEIGHT = ("grad_weight.py", "tiles.py"), "31f24957c1f52148fb81f3200701fe2678f4d9e6aaf4f700d4936338f543c4dd"
 REVISIONS = {
     "rows": Revision(1, *_ROWS),
     "weight": Revision(1, *_WEIGHT),

@@ -70,7 +70,7 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
     y = torch.full((limit + 2, gemm.columns + 3), GUARD, dtype=dtype)  # a row stride of its own, and guards
 
     config = Config(*case["block"], 4, 2, case["group_m"], case["tma"], case["persistent"])
-    spec = abi.Spec(op, problem.dtype, config, layout, fusion & Fusion.GATHER, 1, experts(case))
+    spec = abi.Spec(op, problem.dtype, config, layout, abi.code_of(op, fusion), 1, experts(case))
     tiles = abi.most_tiles(M, E, gemm.columns, config)
     values = {"x": x, "w": w, "y": y, "N": gemm.columns, "K": gemm.reduction, "stride_x_m": x.stride(0),
               "stride_w_e": w.stride(0), "stride_w_row": w.stride(1), "stride_y_m": y.stride(0),
@@ -106,31 +106,21 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_weight(case: dict[str, Any]) -> dict[str, Any]:
-    E, M, N, K, top_k = len(case["m_sizes"]), case["M"], case["N"], case["K"], case["top_k"]
+    E, M, N, K = len(case["m_sizes"]), case["M"], case["N"], case["K"]
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[case["dtype"]]
-    fusion = Fusion(case["fusion"])
     rng = np.random.default_rng(case["seed"])
-    limit = -(-M // top_k) * top_k + top_k
-    index = index_of(case, limit)
-    gathers, scatters = Fusion.GATHER in fusion, Fusion.SCATTER in fusion
-    dy = torch.tensor(rng.standard_normal((limit if scatters else M, N)), dtype=dtype)
-    x = torch.tensor(rng.standard_normal((limit // top_k if gathers else M, K)), dtype=dtype)
-    if not fusion:
-        dy, x = poisoned(dy, case), poisoned(x, case)
+    dy = poisoned(torch.tensor(rng.standard_normal((M, N)), dtype=dtype), case)
+    x = poisoned(torch.tensor(rng.standard_normal((M, K)), dtype=dtype), case)
     dw = torch.full((E, N, K + 3), GUARD, dtype=dtype)
 
     config = Config(*case["block"], 4, 2, case["group_m"], case["tma"], case["persistent"])
-    moved = Fusion.GATHER if fusion else Fusion.NONE
-    spec = abi.Spec(Op.DW, DType(case["dtype"]), config, Layout.NK, moved, 1, experts(case))
+    spec = abi.Spec(Op.DW, DType(case["dtype"]), config, alignment=1, max_experts=experts(case))
     values = {"dy": dy, "x": x, "dw": dw, "N": N, "K": K, "stride_dy_m": dy.stride(0), "stride_x_m": x.stride(0),
               "stride_dw_e": dw.stride(0), "stride_dw_row": dw.stride(1)}  # fmt: skip
     for name, box in abi.boxes(spec).items():
         rows: torch.Tensor = values[name]
         sizes, strides = [*abi.RAGGED_SIZES, rows.shape[1]], [*abi.ragged_strides(rows.stride(0)), 1]
         values[name] = TensorDescriptor(rows, sizes, strides, list(box))
-    if fusion:
-        values |= {"index": index.view(torch.int32), "index_step": 2 if case["wide"] else 1, "index_end": limit,
-                   "x_divisor": top_k, "flags": fusion.value}  # fmt: skip
     launch(getattr(grad_weight, spec.kernel), spec, case, abi.weight_tiles(N, K, E, config), values)
 
     wrong = []
@@ -138,11 +128,7 @@ def run_weight(case: dict[str, Any]) -> dict[str, Any]:
     for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
         if expert in case["poison"]:
             continue
-        here = np.arange(start, end)
-        flat = index[here].numpy() if fusion else here
-        here, flat = here[(flat >= 0) & (flat < limit)], flat[(flat >= 0) & (flat < limit)]
-        left = dy[flat if scatters else here].double().numpy()
-        want = left.T @ x[flat // top_k if gathers else here].double().numpy()
+        want = dy[start:end].double().numpy().T @ x[start:end].double().numpy()
         error = np.linalg.norm(dw[expert, :, :K].double().numpy() - want) / max(np.linalg.norm(want), 1e-30)
         if not error < TOLERANCE[dtype]:
             wrong.append((expert, float(error)))
