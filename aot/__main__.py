@@ -20,9 +20,16 @@ def main() -> int:
         print(f'aot needs the builder\'s packages ({", ".join(missing)} missing): pip install "pretuned[aot]"',
               file=sys.stderr)  # fmt: skip
         return 1
-    from .cli.main import run
+    from .interrupts import tidy_interrupts
 
-    return run(sys.argv[1:])
+    try:
+        with tidy_interrupts():
+            from .cli.main import run
+
+            return run(sys.argv[1:])
+    except KeyboardInterrupt:  # while it was still importing
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, get_context, parent_process, resource_tracker
 from pathlib import Path
 
 from ..artifacts.errors import CompileError, HostError
@@ -123,8 +123,11 @@ def _run(
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits while the pool starts: its workers inherit that, and are ended by the pool alone."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Ctrl-C and a hangup wait while the pool starts: its workers inherit that, and are ended by the pool alone."""
+    held = {signal.SIGINT, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    resource_tracker.ensure_running()  # the pool would start it, and starting it lets Ctrl-C through again
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield
     finally:
@@ -165,7 +168,10 @@ def _result(job: Job, future: Future[Compiled], timeout_s: float) -> Result:
     except MemoryError:
         raise HostError(f"{what}: out of memory. Try --workers 1") from None
     except OSError as error:
-        raise HostError(f"{what}: the compiler can't work: {error}") from error
+        raise HostError(
+            f"{what}: the compiler can't work: {error}. It needs some MB in '{tempfile.gettempdir()}'; "
+            "TMPDIR names another place"
+        ) from error
 
 
 def _ended(exitcode: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -95,7 +96,9 @@ def until(true, seconds: float, what: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -9)]
+)
 def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: signal.Signals, code: int) -> None:
     with subprocess.Popen(
         place.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=place.environment(),
@@ -114,7 +117,7 @@ def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: sign
     assert "Traceback" not in err
     kept = place.kept()
     assert 2 <= kept < 9, "it was stopped in the middle"
-    if number == signal.SIGINT:
+    if code == 130:
         assert err.splitlines()[-1] == (
             f"interrupted: {kept} of 9 variants are compiled and kept; run the same command to go on"
         )
@@ -124,6 +127,35 @@ def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: sign
     assert (bundle["cached"], bundle["compiled"]) == (kept, 9 - kept)
     assert verify(str(place.bundle)).choices == bundle["choices"]
     assert not place.leftovers()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, workers: int) -> None:
+    with subprocess.Popen(
+        place.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=place.environment(),
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        until(lambda: any(place.tmp.iterdir()), 60, "it does not start")
+        until(lambda: started(process.pid) >= workers, 60, "no worker starts")
+        for _ in range(5):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.02)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (
+        err.lstrip()
+        == f"interrupted: {place.kept()} of 9 variants are compiled and kept; run the same command to go on\n"
+    )
+    until(lambda: not place.leftovers(), 5, f"left behind: {place.leftovers()}")
+
+
+def started(pid: int) -> int:
+    """How many workers of a build there are."""
+    found = 0
+    for child in descendants(pid):
+        with contextlib.suppress(OSError):
+            found += b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    return found
 
 
 CALLS = ("mkdir", "flock", "write", "fchmod", "fsync", "rename", "unlink")
@@ -210,7 +242,8 @@ cat '{built.bundle}'
     done = in_small_disk(built, script)
     assert done.stdout.split("\n") == ["exit 1", "old", ""], done.stderr
     assert done.stderr == (
-        f"error: can't write into '{built.out}'. Make it writable, or name another one with --out DIR\n"
+        f"error: can't write into '{built.out}': Read-only file system. "
+        "Make it writable, or name another one with --out DIR\n"
     )
 
 
