@@ -57,7 +57,10 @@ def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
             problems.append(f"'{part}' is not supported{_suggestion(part if part.lower() != 'native' else str(sm))}")
     if problems:
         supported = ", ".join(str(sm) for sm in SUPPORTED)
-        raise InputError(f"--sm {text}: {'; '.join(problems)}. Supported: {supported}, native")
+        told = "; ".join(dict.fromkeys(problems))
+        raise InputError(
+            f"--sm {text or repr(text)}: {told}{'' if told.endswith('?') else '.'} Supported: {supported}, native"
+        )
     return tuple(sorted(found))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -49,7 +50,11 @@ def held(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
         ) from error
     # access(2) knows read-only file systems too, and that root may write anywhere else.
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise HostError(f"can't write into '{directory}'. Make it writable, or name another one with --out DIR")
+        read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
+        reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
+        raise HostError(
+            f"can't write into '{directory}': {reason}. Make it writable, or name another one with --out DIR"
+        )
     with lock(directory, 0.0) as got:
         if got:
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -75,12 +76,12 @@ def _show(report: Report, out: Path, verbose: bool) -> None:
                 click.echo(f"{one.target}: {dropped.kind}: {dropped.spec}: {dropped.reason}")
         elif one.failed:
             click.echo(f"{one.target}: {one.failed} variants failed to compile; -v tells why")
-    first = report.bundles[0].path
+    first, folder = shlex.quote(str(report.bundles[0].path)), shlex.quote(str(out.resolve()))
     click.echo(
         f"\nThe choices are modelled: a cost model ranked the variants, nothing was measured.\n"
         f"Next:\n"
         f"  look inside     aot inspect {first}\n"
         f"  in a Dockerfile COPY {out} /opt/pretuned/bundles\n"
-        f"  or right here   export PRETUNED_BUNDLES={out.resolve()}\n"
+        f"  or right here   export PRETUNED_BUNDLES={folder}\n"
         f"  then            pretuned.runtime.grouped_gemm(x, w, m_sizes)"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import click
 
 from ..versions import versions
@@ -21,9 +23,11 @@ def doctor(as_json: bool) -> int:
       aot doctor
       aot doctor --json
     """
-    from ...runtime.doctor import examine  # imports torch, which takes seconds
+    from ...runtime.doctor import examine
 
-    report = examine()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
+        report = examine()  # imports torch, which takes seconds
     if as_json:
         print_json({"builder": versions(), "runtime": report.to_dict()})
     else:

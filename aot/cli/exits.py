@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -28,7 +29,8 @@ def guarded(command: Callable[[], int], debug: bool) -> int:
             traceback.print_exc()
         code, message = told(error)
         if message:
-            click.echo(message, err=True)
+            with contextlib.suppress(OSError):  # a stderr that can't be written: the code must say it alone
+                click.echo(message, err=True)
         return code
 
 
@@ -52,6 +54,8 @@ def told(error: BaseException) -> tuple[int, str]:
             # The reader (head, less) has left; else the interpreter's own last flush would complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ENVIRONMENT, ""
+        case OSError() if not error.filename and _from_echo(error):
+            return ENVIRONMENT, f"error: can't write the output: {error.strerror}"
         case ModuleNotFoundError() if (error.name or "").partition(".")[0] in _EXTRA:
             return ENVIRONMENT, f'error: {error.name} is not installed: pip install "pretuned[aot]"'
         case PretunedError() | OSError() | MemoryError():
@@ -64,3 +68,8 @@ def told(error: BaseException) -> tuple[int, str]:
                 "same command and --debug"
             )
     raise error
+
+
+def _from_echo(error: OSError) -> bool:
+    """Whether it came from printing."""
+    return any(frame.name == "echo" for frame in traceback.extract_tb(error.__traceback__))

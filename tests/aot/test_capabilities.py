@@ -74,6 +74,13 @@ def test_every_mistake_is_told() -> None:
         parse_sm("75,x,80,101", must_not_be_asked)
 
 
+def test_the_message_reads_well() -> None:
+    with pytest.raises(InputError, match=r"^--sm 75: '75' is not supported; did you mean 80\? Supported: 80, "):
+        parse_sm("75", must_not_be_asked)
+    with pytest.raises(InputError, match=r"^--sm '': an empty part\. Supported: 80, "):
+        parse_sm("", must_not_be_asked)
+
+
 def test_target() -> None:
     assert target_of(89) == Target(89, arch_specific=False)
     assert [str(target_of(sm)) for sm in (80, 90, 121)] == ["sm_80", "sm_90a", "sm_121a"]

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -45,6 +48,14 @@ def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixtu
 def test_a_missing_package_names_the_extra() -> None:
     _, message = told(ModuleNotFoundError("No module named 'pebble'", name="pebble"))
     assert message == 'error: pebble is not installed: pip install "pretuned[aot]"'
+
+
+def test_an_output_that_is_full() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "pretuned.aot", "models"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: can't write the output: No space left on device\n"
 
 
 def test_an_unforeseen_error_says_so_and_where() -> None:
