@@ -96,3 +96,56 @@ def grad_weight(
     parts = [(_wide(dy[a:b]).T @ _wide(x[a:b])).to(x.dtype) for a, b in bounds]
     dw = torch.stack(parts) if parts else x.new_zeros((0, N, K))
     return dw if layout is Layout.NK else dw.transpose(1, 2).contiguous()
+
+
+def expert_of_rows(m_sizes: torch.Tensor, M: int) -> torch.Tensor:
+    """The expert of each of M sorted rows, [M] int64 on m_sizes' device; E past the sum. No synchronisation."""
+    ends = m_sizes.detach().long().clamp(0, M).cumsum(0)
+    return torch.searchsorted(ends, torch.arange(M, device=ends.device), right=True)
+
+
+def rows(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    m_sizes: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    M: int,
+    layout: Layout,
+    index: torch.Tensor | None = None,
+    index_end: int = 0,
+    gather_divisor: int = 0,
+    scatter: bool = False,
+    row_weights: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """y[to(m)] = weight(m) * (x[from(m)] @ w[g].T + bias[g]) for every row m of expert g, written into y.
+
+    from(m) = index[m] // gather_divisor, or m where that is 0; to(m) = index[m] with ``scatter``, else m; weight(m) =
+    row_weights[index[m]]. Rows whose index is not in [0, index_end) take no part; other rows of y are untouched.
+    """
+    w = _columns_last(w, layout)
+    for g, (first, end) in enumerate(expert_bounds(m_sizes, M)):
+        row = torch.arange(first, end, device=x.device)
+        flat = row if index is None else index[first:end].long()
+        if index is not None:
+            inside = (flat >= 0) & (flat < index_end)
+            row, flat = row[inside], flat[inside]
+        part = _wide(x[flat // gather_divisor if gather_divisor else row]) @ _wide(w[g]).T
+        if bias is not None:
+            part = part + bias[g].to(part.dtype)
+        if row_weights is not None:
+            part = part * row_weights[flat].to(part.dtype)[:, None]
+        y[flat if scatter else row] = part.to(y.dtype)
+
+
+def rows_of(index: torch.Tensor, index_end: int, divisor: int = 1) -> torch.Tensor:
+    """index // divisor, with 0 for indices outside [0, index_end): rows that can be read, [M] int64."""
+    flat = index.long()
+    return torch.where((flat >= 0) & (flat < index_end), flat, 0) // divisor
+
+
+def taking_part(m_sizes: torch.Tensor, index: torch.Tensor | None, index_end: int, M: int) -> torch.Tensor:
+    """Which of M sorted rows belong to an expert and, with an index, have one in [0, index_end): [M] bool."""
+    part = torch.arange(M, device=m_sizes.device) < m_sizes.detach().long().clamp(0, M).sum()
+    return part if index is None else part & (index >= 0) & (index < index_end)

@@ -12,31 +12,47 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .activation import activate
     from .explanation import Explanation, explain, fingerprint
+    from .gemms import grouped_gemm_dW, grouped_gemm_dX
+    from .moe import moe_mlp, sort_routing
     from .ops import grouped_gemm, grouped_gemm_forward, reload
+    from .tuner import register_tuner
     from .warmup import Preloaded, preload
 
 # name -> module; no name is a module's own, or importing that module would hide it.
 _PUBLIC = {
     "Explanation": "explanation",
     "Preloaded": "warmup",
+    "activate": "activation",
     "explain": "explanation",
     "fingerprint": "explanation",
     "grouped_gemm": "ops",
+    "grouped_gemm_dW": "gemms",
+    "grouped_gemm_dX": "gemms",
     "grouped_gemm_forward": "ops",
+    "moe_mlp": "moe",
     "preload": "warmup",
+    "register_tuner": "tuner",
     "reload": "ops",
+    "sort_routing": "moe",
 }
 
 __all__ = [
     "Explanation",
     "Preloaded",
+    "activate",
     "explain",
     "fingerprint",
     "grouped_gemm",
+    "grouped_gemm_dW",
+    "grouped_gemm_dX",
     "grouped_gemm_forward",
+    "moe_mlp",
     "preload",
+    "register_tuner",
     "reload",
+    "sort_routing",
 ]
 
 

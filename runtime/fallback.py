@@ -1,4 +1,4 @@
-"""The grouped GEMM in torch: what runs where no bundle can, and the reference where there is no CUDA."""
+"""The grouped GEMM in torch: what runs where no bundle can."""
 
 from __future__ import annotations
 
@@ -9,19 +9,6 @@ from ..artifacts.types import Layout
 from ..kernels import reference
 
 _MOST_GROUPS = 1024  # torch's own limit
-
-
-def on_host(
-    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, layout: Layout, out: torch.Tensor | None, zero_tail: bool
-) -> torch.Tensor:
-    """The reference, on tensors that are not CUDA's: differentiable. x [M, K], w [E, N, K] or [E, K, N]."""
-    y = reference.forward(x, w, m_sizes, layout=layout, zero_tail=zero_tail)
-    if out is None:
-        return y
-    bounds = reference.expert_bounds(m_sizes, x.shape[0])
-    written = x.shape[0] if zero_tail else (bounds[-1][1] if bounds else 0)
-    out[:written] = y[:written]
-    return out
 
 
 def on_cuda(

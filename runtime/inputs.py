@@ -42,7 +42,7 @@ class RowGemm:
         """Whether every pointer, row stride and row length keeps to 16 bytes; no y is a fresh one."""
         size = self.x.element_size()
         lengths = (self.K, self.N, self.stride_x_m, self.stride_w_e, self.stride_w_row)
-        strides = lengths if y is None else (*lengths, _row_stride(y, self.N))
+        strides = lengths if y is None else (*lengths, row_stride(y, self.N))
         pointers = (self.x.data_ptr(), self.w.data_ptr(), 0 if y is None else y.data_ptr())
         return self._separate() and is_aligned(_ALIGNMENT_BYTES, *pointers, *(s * size for s in strides))
 
@@ -62,35 +62,35 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
     """
     for name, tensor in (("x", x), ("w", w), ("m_sizes", m_sizes)):
         if not isinstance(tensor, torch.Tensor):
-            _bad(name, f"a {type(tensor).__name__}", "a torch.Tensor")
+            bad(name, f"a {type(tensor).__name__}", "a torch.Tensor")
     if not isinstance(w_layout, str) or w_layout not in _LAYOUTS:
-        _bad("w_layout", repr(w_layout), "'nk' (w is [E, N, K]) or 'kn' (w is [E, K, N])")
+        bad("w_layout", repr(w_layout), "'nk' (w is [E, N, K]) or 'kn' (w is [E, K, N])")
     layout = _LAYOUTS[w_layout]
     if x.dim() != 2:
-        _bad("x", f"of shape {list(x.shape)}", "[M, K]: flatten the leading dimensions with x.reshape(-1, K)")
+        bad("x", f"of shape {list(x.shape)}", "[M, K]: flatten the leading dimensions with x.reshape(-1, K)")
     if m_sizes.dim() != 1:
-        _bad("m_sizes", f"of shape {list(m_sizes.shape)}", "[E], one count of rows for each expert")
+        bad("m_sizes", f"of shape {list(m_sizes.shape)}", "[E], one count of rows for each expert")
     if m_sizes.dtype not in (torch.int32, torch.int64):
-        _bad("m_sizes", f"{m_sizes.dtype}", "torch.int32 or torch.int64")
+        bad("m_sizes", f"{m_sizes.dtype}", "torch.int32 or torch.int64")
     M, K = x.shape
     E = m_sizes.shape[0]
-    w = _three_dimensional(w, E, layout)
+    w = three_dimensional(w, E, layout)
     N = w.shape[1] if layout is Layout.NK else w.shape[2]
     _check_agreement(x, w, m_sizes, E, K, layout)
     for letter, value in (("M", M), ("N", N), ("K", K), ("E", E)):
         if value > _MOST:
-            _bad("x" if letter in "MK" else "w", f"{letter}={value}", f"at most {_MOST}: split the call")
+            bad("x" if letter in "MK" else "w", f"{letter}={value}", f"at most {_MOST}: split the call")
     if E > 1 and m_sizes.stride(0) != 1:
-        _bad("m_sizes", f"of stride {m_sizes.stride(0)}", "contiguous: pass m_sizes.contiguous()")
+        bad("m_sizes", f"of stride {m_sizes.stride(0)}", "contiguous: pass m_sizes.contiguous()")
     if w.shape[2] > 1 and w.stride(2) != 1:
         other = "kn" if layout is Layout.NK else "nk"
         hint = f"; w.transpose(1, 2) with w_layout={other!r} can be used as it is" if w.stride(1) == 1 else ""
-        _bad("w", f"with strides {list(w.stride())}", f"a last stride of 1 (w is never copied){hint}")
-    if not _rows_usable(x):
+        bad("w", f"with strides {list(w.stride())}", f"a last stride of 1 (w is never copied){hint}")
+    if not rows_usable(x):
         x = x.contiguous()
     return RowGemm(
         x, w, m_sizes, layout, M, N, K, E,
-        stride_x_m=_row_stride(x, K),
+        stride_x_m=row_stride(x, K),
         stride_w_row=w.stride(1) if w.shape[1] > 1 else w.shape[2],
         stride_w_e=w.stride(0) if E > 1 else w.shape[1] * w.shape[2],
     )  # fmt: skip
@@ -99,72 +99,67 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
 def check_out(out: torch.Tensor, call: RowGemm) -> None:
     """Raise InputError unless ``out`` can take the call's result."""
     if not isinstance(out, torch.Tensor):
-        _bad("out", f"a {type(out).__name__}", "a torch.Tensor or None")
+        bad("out", f"a {type(out).__name__}", "a torch.Tensor or None")
     if tuple(out.shape) != (call.M, call.N):
-        _bad("out", f"of shape {list(out.shape)}", f"[M, N] = [{call.M}, {call.N}]")
+        bad("out", f"of shape {list(out.shape)}", f"[M, N] = [{call.M}, {call.N}]")
     if out.dtype is not call.x.dtype or out.device != call.x.device:
-        _bad("out", f"{out.dtype} on {out.device}", f"x's {call.x.dtype} on {call.x.device}")
+        bad("out", f"{out.dtype} on {out.device}", f"x's {call.x.dtype} on {call.x.device}")
     if out.requires_grad and torch.is_grad_enabled():
-        _bad("out", "a tensor that requires grad", "one that does not: out.detach(), or torch.no_grad()")
-    if not _rows_usable(out):
-        _bad("out", f"with strides {list(out.stride())}", "rows that are contiguous and don't overlap")
+        bad("out", "a tensor that requires grad", "one that does not: out.detach(), or torch.no_grad()")
+    if not rows_usable(out):
+        bad("out", f"with strides {list(out.stride())}", "rows that are contiguous and don't overlap")
 
 
 def check_cuda_dtype(x: torch.Tensor) -> DType:
     """The element type of a CUDA call; InputError for one that no kernel computes."""
     if x.dtype not in DTYPES:
-        _bad("x", f"{x.dtype}", "torch.bfloat16, torch.float16 or torch.float32 on CUDA")
+        bad("x", f"{x.dtype}", "torch.bfloat16, torch.float16 or torch.float32 on CUDA")
     return DTYPES[x.dtype]
 
 
-def check_no_gradient(x: torch.Tensor, w: torch.Tensor) -> None:
-    """Raise InputError where torch would expect a gradient that the CUDA kernels don't have."""
-    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
-        name = "x" if x.requires_grad else "w"
-        _bad(name, "a tensor that requires grad", "no gradient: this version has none on CUDA. Use torch.no_grad() or "
-             f"{name}.detach()")  # fmt: skip
-
-
-def _three_dimensional(w: torch.Tensor, E: int, layout: Layout) -> torch.Tensor:
+def three_dimensional(w: torch.Tensor, E: int, layout: Layout) -> torch.Tensor:
+    """w as E matrices, a view; InputError where it is no such thing."""
     shape = "[E, N, K]" if layout is Layout.NK else "[E, K, N]"
     flat = "[E*N, K]" if layout is Layout.NK else "[E*K, N]"
     if w.dim() == 3:
         return w
     if w.dim() != 2:
-        _bad("w", f"of shape {list(w.shape)}", f"{shape}, or flattened {flat}")
+        bad("w", f"of shape {list(w.shape)}", f"{shape}, or flattened {flat}")
     if E == 0 or w.shape[0] % E:
-        _bad("w", f"of shape {list(w.shape)}", f"{flat}: its rows must divide by the {E} experts of m_sizes")
+        bad("w", f"of shape {list(w.shape)}", f"{flat}: its rows must divide by the {E} experts of m_sizes")
     rows = w.shape[0] // E
-    return w.as_strided((E, rows, w.shape[1]), (rows * w.stride(0), w.stride(0), w.stride(1)))
+    return w.view(E, rows, w.shape[1])
 
 
 def _check_agreement(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, E: int, K: int, layout: Layout) -> None:
     shape = "[E, N, K]" if layout is Layout.NK else "[E, K, N]"
     reduction = w.shape[2] if layout is Layout.NK else w.shape[1]
     if w.shape[0] != E:
-        _bad("w", f"of shape {list(w.shape)}", f"{shape} with E={E}, the length of m_sizes")
+        bad("w", f"of shape {list(w.shape)}", f"{shape} with E={E}, the length of m_sizes")
     if reduction != K:
         other = w.shape[1] if layout is Layout.NK else w.shape[2]
         hint = f" (is it w_layout={'kn' if layout is Layout.NK else 'nk'!r}?)" if other == K else ""
-        _bad("w", f"of shape {list(w.shape)}", f"{shape} with K={K}, x's last dimension{hint}")
+        bad("w", f"of shape {list(w.shape)}", f"{shape} with K={K}, x's last dimension{hint}")
     if w.dtype is not x.dtype:
-        _bad("w", f"{w.dtype}", f"x's dtype, {x.dtype}")
+        bad("w", f"{w.dtype}", f"x's dtype, {x.dtype}")
     if not x.dtype.is_floating_point:
-        _bad("x", f"{x.dtype}", "torch.bfloat16, torch.float16 or torch.float32")
+        bad("x", f"{x.dtype}", "torch.bfloat16, torch.float16 or torch.float32")
     for name, tensor in (("w", w), ("m_sizes", m_sizes)):
         if tensor.device != x.device:
-            _bad(name, f"on {tensor.device}", f"x's device, {x.device}")
+            bad(name, f"on {tensor.device}", f"x's device, {x.device}")
 
 
-def _rows_usable(tensor: torch.Tensor) -> bool:
+def rows_usable(tensor: torch.Tensor) -> bool:
     """Whether rows are contiguous and don't overlap; the stride of a dimension of one is of no account."""
     rows, length = tensor.shape
     return (length <= 1 or tensor.stride(1) == 1) and (rows <= 1 or tensor.stride(0) >= length)
 
 
-def _row_stride(tensor: torch.Tensor, length: int) -> int:
+def row_stride(tensor: torch.Tensor, length: int) -> int:
+    """Elements from row to row; a single row's is its length."""
     return tensor.stride(0) if tensor.shape[0] > 1 else length
 
 
-def _bad(name: str, got: str, wanted: str) -> NoReturn:
+def bad(name: str, got: str, wanted: str) -> NoReturn:
+    """Raise InputError for the argument ``name``."""
     raise InputError(f"grouped_gemm: {name} is {got}, wanted {wanted}")

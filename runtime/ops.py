@@ -16,10 +16,12 @@ import torch
 
 from ..artifacts.types import DType, Op, Problem
 from ..kernels.abi import gemm_of
-from . import discover, fallback, inputs, recent, settings
+from . import calls, discover, fallback, inputs, recent, settings
 from .device import local_gpu, platform_name, platform_supported
+from .form import form_of
 from .launch import Launcher, row_launcher
 from .loading import prepare
+from .pinned import Pin
 
 _Key: TypeAlias = "tuple[object, ...]"
 _Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, recent.Guards]]"
@@ -32,6 +34,7 @@ _log = logging.getLogger(__name__)
 _calls: _Calls = {}
 _recent: recent.Table = {}
 _FLOAT32 = torch.float32
+_tracing = torch.compiler.is_dynamo_compiling
 _C: Any = torch._C
 
 
@@ -56,41 +59,85 @@ def grouped_gemm(
     x: torch.Tensor,
     w: torch.Tensor,
     m_sizes: torch.Tensor,
+    topk: int = 1,
+    gather_indices: torch.Tensor | None = None,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    topk_weights: torch.Tensor | None = None,
+    fuse_mul_post: bool = False,
+    kernel_config_fwd: Pin | None = None,
+    kernel_config_bwd_dX: Pin | None = None,
+    kernel_config_bwd_dW: Pin | None = None,
+    autotune: bool = False,
+    is_first_gemm: bool = True,
+    dX_only: bool = False,
+    dW_only: bool = False,
     *,
     w_layout: str = "nk",
+    bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     zero_tail: bool = False,
 ) -> torch.Tensor:
-    """y[m] = x[m] @ w[g].T for every row m of expert g: one GEMM per expert, in one launch.
+    """y[to(i)] = t(i) * (x[from(i)] @ w[e].T + bias[e]) for every sorted row i of expert e, in one launch.
 
-    The rows of x are sorted by expert: the first ``m_sizes[0]`` belong to expert 0, and so on.
+    Rows are sorted by expert: the first ``m_sizes[0]`` belong to expert 0, and so on. Which row of x each row of y
+    comes from, with g = gather_indices:
+
+    ==========================  =====================  ================================================
+    form                        x                      y
+    ==========================  =====================  ================================================
+    plain                       [M, K], row i          [M, N], row i
+    ``permute_x``               [T, K], row g[i]//topk [M, N], row i
+    ``permute_y``               [M, K], row i          [T*topk, N], row g[i]; rows nobody writes are zero
+    both                        [T, K], row g[i]//topk [T*topk, N], row g[i]
+    ==========================  =====================  ================================================
+
+    t(i) = topk_weights.flatten()[g[i]] with ``fuse_mul_post``, else 1. Differentiable in x, w, topk_weights and bias.
 
     Parameters
     ----------
     x
-        [M, K] bfloat16, float16 or float32. Rows may have any stride; rows that are not contiguous
-        themselves are copied. M = 0 returns an empty y and launches nothing.
+        [M, K] or [T, K] bfloat16, float16 or float32 (float64 too where there is no CUDA). Rows may have any stride;
+        rows that are not contiguous themselves are copied. M = 0 returns an empty y and launches nothing.
     w
         [E, N, K] in x's dtype, or [E, K, N] with ``w_layout="kn"``; also flattened, [E*N, K] or
         [E*K, N]. Its last dimension must be contiguous, the others may have any stride; never copied.
     m_sizes
         [E] int32 or int64, contiguous: the rows of each expert, zero for none. Never read on the host:
         a count below zero counts as zero, and nothing is read or written past row M.
+    topk
+        Experts of each token; only the fused forms ask for it.
+    gather_indices
+        [M] int32 or int64, M <= T*topk: row i is slot g[i] % topk of token g[i] // topk. Each index once; rows whose
+        index is outside [0, T*topk) take no part. T is x's rows with ``permute_x``, else those of topk_weights, else
+        those of ``out``, else M, divided by topk.
+    topk_weights
+        [T, topk], multiplied in float32; with ``fuse_mul_post``.
+    kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
+        A Config, or a Choice, that an open bundle has for this kind of problem: it runs instead of the best one.
+    autotune
+        Tune first where nothing was measured on this GPU. Needs the tuner that ``import pretuned.aot`` registers.
+    is_first_gemm
+        Changes nothing; False with ``permute_x`` is refused, for the second GEMM's rows are sorted already.
+    dX_only, dW_only
+        Compute the gradient of x, or of w, alone.
+    bias
+        [E, N] in x's dtype.
     out
-        [M, N] to write y to, in x's dtype; its rows must be contiguous.
+        [M, N] (or [T*topk, N]) to write y to, in x's dtype; its rows must be contiguous, and it has no gradient.
     zero_tail
-        Whether rows of y past the sum of ``m_sizes`` are zeroed; otherwise they are left unwritten.
+        Whether rows of y past the sum of ``m_sizes`` are zeroed; otherwise they are left unwritten. Their dx is zero.
 
     Returns
     -------
     torch.Tensor
-        y [M, N] in x's dtype, summed in fp32. float32 is IEEE, unless torch allows tf32 for CUDA
-        matmuls and a bundle has tf32 kernels. The same inputs give the same bits.
+        y in x's dtype, summed in fp32. float32 is IEEE, unless torch allows tf32 for CUDA matmuls and a bundle
+        has tf32 kernels. The same inputs give the same bits, in the gradients too.
 
     Raises
     ------
     InputError
-        for a tensor that can't be used, or that requires grad on CUDA (there the call has no gradient).
+        for a tensor that can't be used, or parameters that make no sense together.
     ProblemNotInBundle
         with PRETUNED_STRICT=1, where no bundle has a choice for this shape on this capability.
     TargetMismatch, DriverTooOld, BundleError
@@ -99,19 +146,42 @@ def grouped_gemm(
     Notes
     -----
     On CUDA the kernel comes from the best bundle found, see ``explain``; without one, torch computes
-    it, with one warning. On other devices it is a torch reference, differentiable and slow.
+    it, with one warning. On other devices it is a torch reference, slow. In a torch.autocast region float32
+    x, w and bias are cast. torch.compile and torch.export see one operator. A gradient can't be differentiated again.
     """
+    if _tracing():
+        from .library import traced
+
+        return traced(
+            x, w, m_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias, topk=topk,
+            permute_x=permute_x, permute_y=permute_y, fuse_mul_post=fuse_mul_post, w_layout=w_layout,
+            zero_tail=zero_tail, dX_only=dX_only, dW_only=dW_only, untraceable=out is not None or autotune
+            or kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None,
+        )  # fmt: skip
+    more = (
+        permute_x or permute_y or fuse_mul_post or autotune or gather_indices is not None or bias is not None
+        or topk_weights is not None or kernel_config_fwd is not None
+    )  # fmt: skip
     try:
         entry = _recent.get((x.data_ptr(), w.data_ptr(), x.shape[0], w_layout))
-        if entry is not None and (out is not None or zero_tail or not entry[0](x, w, m_sizes)):
+        if entry is not None and (more or out is not None or zero_tail or not entry[0](x, w, m_sizes)):
             entry = None
     except (AttributeError, TypeError, IndexError, RuntimeError):  # no usable tensors: the checks will say which
         entry = None
-    if entry is None:
+    if entry is None or (entry[1] is not None and not entry[1]()):
+        if more or calls.is_whole(x, w):
+            form = form_of(
+                w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail,
+                is_first_gemm=is_first_gemm, dX_only=dX_only, dW_only=dW_only, autotune=autotune,
+                kernel_config_fwd=kernel_config_fwd, kernel_config_bwd_dX=kernel_config_bwd_dX,
+                kernel_config_bwd_dW=kernel_config_bwd_dW,
+            )  # fmt: skip
+            return calls.run(
+                x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
+                fuse_mul_post=fuse_mul_post, bias=bias, out=out,
+            )  # fmt: skip
         return _known(x, w, m_sizes, w_layout, out, zero_tail)
-    _, still, start, prepared, size, stride, dtype, device = entry
-    if still is not None and not still():
-        return _known(x, w, m_sizes, w_layout, out, zero_tail)
+    _, _, start, prepared, size, stride, dtype, device = entry
     y = _empty(size, stride, dtype)
     start(prepared, y.data_ptr(), m_sizes.data_ptr(), _stream(device))
     return y
@@ -196,7 +266,9 @@ def _condition(device: int, grad: bool, dtype: torch.dtype) -> Callable[[], bool
     def still() -> bool:
         if grad and torch.is_grad_enabled():
             return False
-        return (alone or _C._cuda_getDevice() == device) and (dtype is not _FLOAT32 or _tf32_allowed() == tf32)
+        if dtype is _FLOAT32 and (_tf32_allowed() != tf32 or torch.is_autocast_enabled("cuda")):
+            return False
+        return alone or bool(_C._cuda_getDevice() == device)
 
     return still
 
@@ -206,14 +278,11 @@ def _first(
     out: torch.Tensor | None, zero_tail: bool, key: _Key | None,
 ) -> torch.Tensor:  # fmt: skip
     """A call with every check: the first of its kind, and all those that ``grouped_gemm`` has no short way for."""
-    calls = _calls
+    known_calls = _calls
     call = inputs.check(x, w, m_sizes, w_layout)
     if out is not None:
         inputs.check_out(out, call)
-    if call.x.device.type != "cuda":
-        return fallback.on_host(call.x, call.w, call.m_sizes, call.layout, out, zero_tail)
     inputs.check_cuda_dtype(call.x)
-    inputs.check_no_gradient(x, w)
     with torch.cuda.device(call.x.device):
         y = call.x.new_empty((call.M, call.N)) if out is None else out
         if zero_tail or not call.K:  # a sum over nothing is zero
@@ -221,7 +290,7 @@ def _first(
         if not (call.M and call.N and call.K and call.E):
             return y
         stride_y_m = y.stride(0) if call.M > 1 else call.N
-        known = calls.get(key) if key is not None and call.x is x else None
+        known = known_calls.get(key) if key is not None and call.x is x else None
         device, aligned = call.x.get_device(), call.aligned(out)
         launch = known[0] if known is not None else _launcher(call, device, aligned)
         if launch is None:
@@ -233,8 +302,8 @@ def _first(
             call.stride_x_m, stride_y_m, call.M, _stream(device),
         )  # fmt: skip
         lasting = key is not None and call.x is x and not y.requires_grad
-        if key is not None and lasting and len(calls) < _MOST_CALLS:
-            calls[key] = launch, call.N, recent.Guards()
+        if key is not None and lasting and len(known_calls) < _MOST_CALLS:
+            known_calls[key] = launch, call.N, recent.Guards()
     return y
 
 

@@ -1,0 +1,146 @@
+"""A call with everything: checked, cast for autocast, tuned if asked, then run with its gradient or without."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import torch
+
+from ..artifacts.errors import InputError
+from ..artifacts.types import Fusion, Layout, Op, Problem
+from ..kernels.abi import code_of
+from . import gradients, inputs
+from .autograd import GroupedGemm
+from .form import Form, check_fusions, token_rows
+from .gradients import Call
+from .tuner import demand_tuner
+
+
+def run(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, form: Form, *,
+    gather_indices: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, fuse_mul_post: bool = False,
+    bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """y of ``grouped_gemm``, on any device, differentiable where an input requires grad.
+
+    Raises
+    ------
+    InputError
+        for tensors that can't be used, or don't fit each other.
+    """
+    if _is_traced(x, w):
+        from .library import traced
+
+        return traced(
+            x, w, m_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias, topk=form.topk,
+            permute_x=form.permute_x, permute_y=form.permute_y, fuse_mul_post=fuse_mul_post,
+            w_layout=form.layout.value, zero_tail=form.zero_tail, dX_only=form.only_dx, dW_only=form.only_dw,
+            untraceable=out is not None or form.autotune or form.pinned,
+        )  # fmt: skip
+    for name, tensor in (("x", x), ("w", w), ("m_sizes", m_sizes)):
+        if not isinstance(tensor, torch.Tensor):
+            inputs.bad(name, f"a {type(tensor).__name__}", "a torch.Tensor")
+    x, w, bias = autocast(x, w, bias)
+    call, x = check(x, w, m_sizes, form, gather_indices, topk_weights, fuse_mul_post, bias, out)
+    if form.autotune:
+        _tune(call, x)
+    fusions = call.fusions
+    with without_autocast(x.device.type):
+        inputs_with_grad = any(t is not None and t.requires_grad for t in (x, w, fusions.weights, fusions.bias))
+        if not (inputs_with_grad and torch.is_grad_enabled()):
+            return gradients.forward(call, x, out)
+        if out is not None:
+            raise InputError("grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or "
+                             "use torch.no_grad()")  # fmt: skip
+        y: torch.Tensor = GroupedGemm.apply(
+            x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, form, (call.M, call.x_rows, call.y_rows)
+        )  # type: ignore[no-untyped-call]
+        return y
+
+
+def is_whole(x: object, w: object) -> bool:
+    """Whether a plain call needs all that ``run`` does: it is not on CUDA, or has a gradient, or is cast or traced."""
+    if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor) or not x.is_cuda:
+        return True
+    if (x.requires_grad or w.requires_grad) and torch.is_grad_enabled():
+        return True
+    wide = x.dtype is torch.float32 or w.dtype is torch.float32
+    return (wide and torch.is_autocast_enabled("cuda")) or _is_traced(x, w)
+
+
+def _is_traced(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether these stand for tensors to come: only an operator can take them."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = [t for t in (x, w) if isinstance(t, torch.Tensor)]
+    return torch.compiler.is_compiling() or any(type(tensor) not in plain for tensor in tensors)
+
+
+def check(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, form: Form, gather_indices: torch.Tensor | None,
+    topk_weights: torch.Tensor | None, fuse_mul_post: bool, bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[Call, torch.Tensor]:  # fmt: skip
+    """The call, and x with usable rows; InputError for what can't be."""
+    rows = inputs.check(x, w, m_sizes, form.layout.value)
+    call = fit(rows, rows.M, form, gather_indices, topk_weights, fuse_mul_post, bias,
+               known_y_rows=None if out is None or not form.permute_y else out.shape[0])  # fmt: skip
+    if out is not None:
+        inputs.check_out(out, dataclasses.replace(rows, M=call.y_rows))
+    return call, rows.x
+
+
+def fit(
+    rows: inputs.RowGemm, x_rows: int, form: Form, gather_indices: torch.Tensor | None,
+    topk_weights: torch.Tensor | None, fuse_mul_post: bool, bias: torch.Tensor | None = None, *,
+    known_y_rows: int | None = None,
+) -> Call:  # fmt: skip
+    """The call of a checked GEMM whose x has ``x_rows`` rows; InputError where the fused tensors don't fit."""
+    fusions = check_fusions(
+        form, rows.m_sizes, rows.x.dtype, rows.N, gather_indices=gather_indices, topk_weights=topk_weights,
+        fuse_mul_post=fuse_mul_post, bias=bias,
+    )  # fmt: skip
+    M, y_rows = token_rows(form, x_rows, fusions, known_y_rows)
+    if rows.x.is_cuda:
+        inputs.check_cuda_dtype(rows.x)
+    return Call(form, rows.w, rows.m_sizes, fusions, M, x_rows, y_rows)
+
+
+def autocast(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """In a torch.autocast region, x, w and bias in its dtype if any of them is float32."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or torch.float32 not in (x.dtype, w.dtype):
+        return x, w, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
+    """What runs inside has the dtypes that it was given."""
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
+    """The problems that a CUDA call and its two gradients look up."""
+    form, E, N, K = call.form, call.m_sizes.shape[0], call.N, call.K
+    dtype, fusions = inputs.check_cuda_dtype(x), call.fusions
+    weighted = Fusion.WEIGHT if fusions.weights is not None else Fusion.NONE
+    moved = [Fusion.GATHER, Fusion.SCATTER] if form.permute_x else [Fusion.NONE, Fusion.NONE]
+    forward = moved[0] | weighted | (Fusion.SCATTER if form.permute_y else Fusion.NONE)
+    forward |= Fusion.BIAS if fusions.bias is not None else Fusion.NONE
+    swapped = form.layout is Layout.KN  # dw.T: dy and x change places
+    return (
+        Problem(Op.FORWARD, dtype, E, N, K, form.layout, code_of(Op.FORWARD, forward)),
+        Problem(Op.DX, dtype, E, N, K, form.layout, code_of(Op.DX, moved[1])),
+        Problem(Op.DW, dtype, E, K, N) if swapped else Problem(Op.DW, dtype, E, N, K),
+    )
+
+
+def _tune(call: Call, x: torch.Tensor) -> None:
+    tuner = demand_tuner()
+    if tuner is not None and x.is_cuda and call.M:
+        tuner(problems(call, x), call.M, x.get_device())

@@ -1,0 +1,102 @@
+"""A variant that the caller names: ``kernel_config_fwd`` and its kin, in place of dispatch's own decision."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from ..artifacts.errors import BundleError, InputError
+from ..artifacts.types import Choice, Problem
+from ..kernels.config import Config
+from . import discover
+from .candidates import why_not
+from .device import LocalGpu, local_gpu
+from .discover import Rejected, Snapshot, Usable
+from .launch import LoadedKernel
+from .loading import loaded
+
+Pin: TypeAlias = Config | Choice
+
+_SHOWN = 3
+
+
+def check_pin(name: str, pin: object) -> Pin | None:
+    """``pin`` if it can name a variant.
+
+    Raises
+    ------
+    InputError
+        for anything but None, a Config or a Choice.
+    """
+    if pin is None or isinstance(pin, (Config, Choice)):
+        return pin
+    raise InputError(
+        f"grouped_gemm: {name} is a {type(pin).__name__}, wanted a pretuned.kernels.config.Config or a "
+        "pretuned.artifacts.types.Choice that an open bundle has, or None for the bundles' own choice"
+    )
+
+
+def kernel(pin: Pin, problem: Problem, M: int, device: int, *, aligned: bool) -> LoadedKernel:
+    """The variant that ``pin`` names, loaded on ``cuda:device``.
+
+    Raises
+    ------
+    InputError
+        if no usable bundle has it for this kind of problem; the message lists the nearest.
+    """
+    snapshot, local = discover.snapshot(), local_gpu(device)
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            usable, index = find(snapshot, pin, problem, local, aligned=aligned)
+            try:
+                return loaded(usable.bundle, index, device, local.gpu.sm_count)
+            except BundleError as error:
+                snapshot.reject(usable.bundle, error)
+
+
+def find(snapshot: Snapshot, pin: Pin, problem: Problem, local: LocalGpu, *, aligned: bool) -> tuple[Usable, int]:
+    """The first usable bundle that has the variant, and its index there; InputError as for ``kernel``."""
+    there = list(_configs(snapshot, problem, local, aligned))
+    if isinstance(pin, Choice):
+        for usable in snapshot.view(local, installed=True).usable:
+            runs_here = any(one is usable and index == pin.variant for _config, one, index in there)
+            if runs_here and pin in snapshot.find(usable.bundle, problem):
+                return usable, pin.variant
+        raise InputError(
+            f"grouped_gemm: no usable bundle has the choice {pin} for {problem}, or its variant can't run here. "
+            f"Its choices are those of BundleFile.find(problem); {_listed(there, None)}"
+        )
+    for config, usable, index in there:
+        if config == pin:
+            return usable, index
+    raise InputError(
+        f"grouped_gemm: no usable bundle has a variant {pin} that can run {problem} on {local}; {_listed(there, pin)}"
+    )
+
+
+def _configs(
+    snapshot: Snapshot, problem: Problem, local: LocalGpu, aligned: bool
+) -> Iterator[tuple[Config, Usable, int]]:
+    for usable in snapshot.view(local, installed=True).usable:
+        for index, variant in snapshot.variants(usable.bundle, problem):
+            if why_not(variant, problem, local, aligned=aligned) is None:
+                with contextlib.suppress(ValueError):  # a config that this version does not know
+                    yield Config.from_pairs(variant.config), usable, index
+
+
+def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str:
+    configs = sorted({config for config, *_ in there})
+    if not configs:
+        return "there are none for this kind of problem. Build some with `aot build`"
+    if near is not None:
+        configs.sort(key=lambda config: (_distance(config, near), config))
+    return f"the nearest of {len(configs)}: {'; '.join(map(str, configs[:_SHOWN]))}"
+
+
+def _distance(one: Config, other: Config) -> float:
+    """How many doublings lie between two configs; a flag that differs counts as one."""
+    numbers = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
+    apart = sum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in numbers)
+    return apart + (one.tma != other.tma) + (one.persistent != other.persistent)

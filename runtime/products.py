@@ -1,0 +1,282 @@
+"""The two products under every call and gradient, without autograd: rows by expert, and dW.
+
+On CUDA a bundle's kernel runs them, the fused parts by run-time flags; where no bundle can, torch does.
+Elsewhere it is the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..artifacts.types import DType, Fusion, Layout, Op, Problem, bucket_of
+from ..kernels import reference
+from ..kernels.abi import code_of, gemm_of, is_aligned
+from . import apart, discover, fallback, pinned, settings
+from .device import local_gpu, platform_supported
+from .inputs import check_cuda_dtype, row_stride, rows_usable
+from .launch import Fused, Launcher, row_launcher, weight_launcher
+from .loading import prepare
+from .pinned import Pin
+
+_ALIGNMENT_BYTES = 16
+_MOST_LAUNCHERS = 1 << 14
+_launchers: tuple[object, dict[tuple[object, ...], Launcher | None]] = (None, {})  # of one snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """y[to(m)] = weight(m) * (x[from(m)] @ w[g].T + bias[g]): the forward, or dX with x = dy and y = dx.
+
+    ``w`` is 3-D in ``layout``; ``M`` counts the sorted rows. from(m) = index[m] // ``gather_divisor`` (m where that
+    is 0), to(m) = index[m] with ``scatter``; ``row_weights`` float32 by index, ``bias`` [E, columns].
+    """
+
+    op: Op
+    x: torch.Tensor
+    w: torch.Tensor
+    m_sizes: torch.Tensor
+    layout: Layout
+    M: int
+    index: torch.Tensor | None = None
+    gather_divisor: int = 0
+    scatter: bool = False
+    row_weights: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    pin: Pin | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """E, and N and K of w."""
+        E, first, second = self.w.shape
+        return (E, first, second) if self.layout is Layout.NK else (E, second, first)
+
+    @property
+    def columns(self) -> int:
+        """The columns of y."""
+        return self.sizes[1 if self.op is Op.FORWARD else 2]
+
+    @property
+    def fusion(self) -> Fusion:
+        """What the kernel's flags say."""
+        return (
+            (Fusion.GATHER if self.gather_divisor else Fusion.NONE)
+            | (Fusion.SCATTER if self.scatter else Fusion.NONE)
+            | (Fusion.WEIGHT if self.row_weights is not None else Fusion.NONE)
+            | (Fusion.BIAS if self.bias is not None else Fusion.NONE)
+        )
+
+    def index_end(self, y_rows: int) -> int:
+        """The first index that something here has no row for."""
+        ends = [self.x.shape[0] * self.gather_divisor] if self.gather_divisor else []
+        ends += [y_rows] if self.scatter else []
+        ends += [self.row_weights.numel()] if self.row_weights is not None else []
+        return min(ends, default=0)
+
+    def as_forward(self) -> Layout:
+        """The layout that makes this the forward's equation: dX reads w the other way round."""
+        other = Layout.KN if self.layout is Layout.NK else Layout.NK
+        return self.layout if self.op is Op.FORWARD else other
+
+
+def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
+    """Write y, and return it. Rows of y that nothing is stored to are left as they are."""
+    if not (call.M and y.numel() and call.x.shape[1] and call.w.shape[0]):
+        return y
+    end = call.index_end(y.shape[0])
+    if not call.x.is_cuda:
+        reference.rows(
+            call.x, call.w, call.m_sizes, y, M=call.M, layout=call.as_forward(), index=call.index, index_end=end,
+            gather_divisor=call.gather_divisor, scatter=call.scatter, row_weights=call.row_weights, bias=call.bias,
+        )  # fmt: skip
+        return y
+    if not rows_usable(call.x):
+        call = dataclasses.replace(call, x=call.x.contiguous())
+    with torch.cuda.device(call.x.device):
+        _on_cuda(call, y, end)
+    return y
+
+
+def _on_cuda(call: Rows, y: torch.Tensor, end: int) -> None:
+    """By one kernel, or with what no kernel here does taken out of it and done by torch."""
+    if _launch_rows(call, y, end):
+        return
+    if call.gather_divisor and call.index is not None:
+        gathered = call.x.index_select(0, reference.rows_of(call.index, end, call.gather_divisor))
+        call = dataclasses.replace(call, x=gathered, gather_divisor=0, pin=None)
+        if _launch_rows(call, y, end):
+            return
+    if not call.fusion:
+        sm = local_gpu(call.x.get_device()).sm
+        aligned = _rows_aligned(call, y)
+        fallback.on_cuda(call.x, call.w, call.m_sizes, y, call.as_forward(), sm=sm, aligned=aligned)
+        return
+    product = call.x.new_empty((call.M, y.shape[1]))
+    _on_cuda(Rows(call.op, call.x, call.w, call.m_sizes, call.layout, call.M), product, 0)
+    apart.store(
+        product, y, call.m_sizes, index=call.index, index_end=end, scatter=call.scatter, row_weights=call.row_weights,
+        bias=call.bias,
+    )  # fmt: skip
+
+
+def weight(
+    dy: torch.Tensor, x: torch.Tensor, m_sizes: torch.Tensor, *, layout: Layout = Layout.NK, pin: Pin | None = None,
+    strict: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """dw[g] = dy[rows of g].T @ x[rows of g], [E, N, K] or [E, K, N] in x's dtype; zeros for an expert without rows.
+
+    dy [M, N] and x [M, K] in the sorted order. ``strict`` overrides PRETUNED_STRICT.
+    """
+    if layout is Layout.KN:  # dw[g].T: the operands change places
+        return weight(x, dy, m_sizes, pin=pin, strict=strict)
+    (M, N), K, E = dy.shape, x.shape[1], m_sizes.shape[0]
+    if not (M and E and N and K):
+        return x.new_zeros((E, N, K))
+    if not x.is_cuda:
+        return reference.grad_weight(dy, x, m_sizes)
+    dy, x = (tensor if rows_usable(tensor) else tensor.contiguous() for tensor in (dy, x))
+    with torch.cuda.device(x.device):
+        dw = x.new_empty((E, N, K))
+        if _launch_weight(dy, x, dw, m_sizes, pin, strict):
+            return dw
+        return apart.weight(dy, x, m_sizes, sm=local_gpu(x.get_device()).sm)
+
+
+def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
+    """Launch a bundle's kernel; False where there is none."""
+    x, w, m_sizes, index = call.x, call.w, call.m_sizes, call.index
+    E, N, K = call.sizes
+    fusion = call.fusion
+    uses_index = bool(fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT))
+    index_step = 2 if uses_index and index is not None and index.dtype is torch.int64 else 1
+    strides = _weight_strides(w)
+    aligned = _rows_aligned(call, y)
+    device = x.get_device()
+    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype)
+    key = ("rows", call.op, call.layout, *fixed, bucket_of(call.M), aligned, device, call.pin, _tf32(x.dtype))
+
+    def build() -> Launcher | None:
+        problem = _problem(call.op, x, E, N, K, call.layout, fusion)
+        kernel = _kernel(problem, call.M, device, aligned, call.pin, None)
+        if kernel is None:
+            return None
+        gemm = gemm_of(problem)
+        return row_launcher(
+            kernel, columns=gemm.columns, reduction=gemm.reduction, E=E, w_kn=gemm.w_kn,
+            stride_w_e=strides[0], stride_w_row=strides[1], m_sizes_step=_step(m_sizes),
+            fused=Fused(fusion, index_step, call.gather_divisor or 1),
+        )  # fmt: skip
+
+    launch = _launcher(key, build)
+    if launch is None:
+        return False
+    moved: tuple[int, ...] = ()
+    if fusion:
+        moved = (_address(index) if uses_index else 0, _address(call.row_weights), _address(call.bias), index_end)
+    launch(
+        x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(),
+        row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), call.M, _stream(device), *moved,
+    )  # fmt: skip
+    return True
+
+
+def _launch_weight(
+    dy: torch.Tensor, x: torch.Tensor, dw: torch.Tensor, m_sizes: torch.Tensor, pin: Pin | None, strict: bool | None
+) -> bool:
+    """Launch a bundle's kernel; False where there is none."""
+    E, N, K = dw.shape
+    M, size = x.shape[0], x.element_size()
+    dy_stride, x_stride = row_stride(dy, N), row_stride(x, K)
+    pointers = (dy.data_ptr(), x.data_ptr(), dw.data_ptr())
+    aligned = is_aligned(_ALIGNMENT_BYTES, *pointers, *(s * size for s in (N, K, dy_stride, x_stride)))
+    device = x.get_device()
+    key = ("weight", x.dtype, E, N, K, m_sizes.dtype, strict, bucket_of(M), aligned, device, pin, _tf32(x.dtype))
+
+    def build() -> Launcher | None:
+        problem = _problem(Op.DW, x, E, N, K, Layout.NK, Fusion.NONE)
+        kernel = _kernel(problem, M, device, aligned, pin, strict)
+        if kernel is None:
+            return None
+        return weight_launcher(
+            kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=_step(m_sizes)
+        )  # fmt: skip
+
+    launch = _launcher(key, build)
+    if launch is None:
+        return False
+    launch(
+        dy.data_ptr(), x.data_ptr(), dw.data_ptr(), m_sizes.data_ptr(), dy_stride, x_stride, M, _stream(device)
+    )  # fmt: skip
+    return True
+
+
+def _launcher(key: tuple[object, ...], build: Any) -> Launcher | None:
+    global _launchers
+    snapshot = discover.snapshot()
+    if _launchers[0] is not snapshot:
+        _launchers = snapshot, {}
+    known = _launchers[1]
+    if key not in known:
+        if len(known) >= _MOST_LAUNCHERS:
+            known.clear()
+        known[key] = build()
+    found: Launcher | None = known.get(key)
+    return found
+
+
+def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | None, strict: bool | None) -> Any:
+    if not platform_supported():
+        return None
+    if pin is not None:
+        return pinned.kernel(pin, problem, M, device, aligned=aligned)
+    demanded = settings.settings().strict if strict is None else strict
+    return prepare(discover.snapshot(), problem, M, local_gpu(device), device, aligned=aligned, strict=demanded)
+
+
+def _problem(op: Op, x: torch.Tensor, E: int, N: int, K: int, layout: Layout, fusion: Fusion) -> Problem:
+    dtype, code = check_cuda_dtype(x), code_of(op, fusion)
+    if _tf32(x.dtype):
+        tf32 = Problem(op, DType.TF32, E, N, K, layout, code)
+        if discover.snapshot().serves(tf32, local_gpu(x.get_device())):
+            return tf32
+    return Problem(op, dtype, E, N, K, layout, code)
+
+
+def _tf32(dtype: torch.dtype) -> bool:
+    """Whether the user lets torch multiply float32 matrices in tf32 on CUDA."""
+    if dtype is not torch.float32:
+        return False
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
+
+
+def _rows_aligned(call: Rows, y: torch.Tensor) -> bool:
+    x, w, size = call.x, call.w, call.x.element_size()
+    stride_w_e, stride_w_row = _weight_strides(w)
+    lengths = (x.shape[1], y.shape[1], row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), stride_w_e, stride_w_row)
+    apart_in_memory = stride_w_row >= w.shape[2] and stride_w_e >= w.shape[1] * w.shape[2]
+    pointers = (x.data_ptr(), w.data_ptr(), y.data_ptr())
+    return apart_in_memory and is_aligned(_ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
+
+
+def _weight_strides(w: torch.Tensor) -> tuple[int, int]:
+    """Elements from expert to expert and from row to row; a dimension of one has whatever is usual."""
+    E, first, second = w.shape
+    return (w.stride(0) if E > 1 else first * second), (w.stride(1) if first > 1 else second)
+
+
+def _step(m_sizes: torch.Tensor) -> int:
+    return 2 if m_sizes.dtype is torch.int64 else 1
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _stream(device: int) -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
