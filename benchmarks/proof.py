@@ -49,6 +49,7 @@ def read_catalogue() -> list[tuple[str, int, int, int, int]]:
 def correct() -> dict[str, Any]:
     import method
     import torch
+
     from pretuned.runtime import explain, grouped_gemm
 
     cells, worst = [], 0.0
@@ -76,6 +77,7 @@ def correct() -> dict[str, Any]:
 def forms() -> dict[str, Any]:
     import method
     import torch
+
     from pretuned.runtime import grouped_gemm
 
     results = {}
@@ -91,6 +93,7 @@ def forms() -> dict[str, Any]:
             clean = grouped_gemm(x, w, m_sizes)
             x[start : start + int(m_sizes[poison])] = float("nan")
         y = torch.full((M, N), 3.0, dtype=dtype, device="cuda")
+        torch.backends.cuda.matmul.allow_tf32 = how.get("tf32", False)
         grouped_gemm(x, w, m_sizes, out=y)
         if poison is not None:
             rest = torch.ones(M, dtype=torch.bool, device="cuda")
@@ -101,6 +104,7 @@ def forms() -> dict[str, Any]:
         used = min(int(rows.sum()), M)
         error = method.relative_error(y, method.Inputs(x, w, rows))
         again = torch.full_like(y, 3.0)
+        torch.backends.cuda.matmul.allow_tf32 = how.get("tf32", False)
         grouped_gemm(x, w, m_sizes, out=again)
         results[name] = {"error": error, "rest_untouched": bool((y[used:] == 3.0).all()),
                          "repeats": bool(torch.equal(y, again))}  # fmt: skip
@@ -110,9 +114,7 @@ def forms() -> dict[str, Any]:
     check("bf16", 8, 768, 512, ragged, bf16)
     check("fp16", 8, 768, 512, ragged, torch.float16)
     check("fp32 (ieee)", 8, 768, 512, ragged, torch.float32)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    check("fp32 (tf32 allowed)", 8, 768, 512, ragged, torch.float32)
-    torch.backends.cuda.matmul.allow_tf32 = False
+    check("fp32 (tf32 allowed)", 8, 768, 512, ragged, torch.float32, tf32=True)
     check("int64 counts", 8, 768, 512, ragged, bf16, counts=torch.int64)
     check("negative counts", 8, 768, 512, [0, 5, -3, 1, 0, 64, -1, 3], bf16)
     check("rows past the sum", 8, 768, 512, ragged, bf16, M=1000)
@@ -167,6 +169,7 @@ def cold() -> dict[str, Any]:
 
 def host() -> dict[str, Any]:
     import torch
+
     from pretuned.runtime import grouped_gemm
 
     E, N, K = 8, 256, 256
@@ -207,6 +210,7 @@ def host() -> dict[str, Any]:
 
 def capture() -> dict[str, Any]:
     import torch
+
     from pretuned.runtime import grouped_gemm
 
     E, N, K, _ = SHAPE
@@ -232,6 +236,7 @@ def capture() -> dict[str, Any]:
 def bare() -> dict[str, Any]:
     """What a stripped container has; the parent took the rest away before this process began."""
     import torch
+
     from pretuned.runtime import grouped_gemm
 
     writable = []
@@ -303,8 +308,9 @@ def main() -> None:
             report[name] = run_step(name)
         shown = {k: v for k, v in report[name].items() if k not in ("cells", "runs")}
         print(f"{name}: {json.dumps(shown)}", flush=True)
-    import pretuned.runtime.driver as driver
     import torch
+
+    import pretuned.runtime.driver as driver
 
     properties = torch.cuda.get_device_properties(0)
     report["environment"] = {

@@ -1,0 +1,186 @@
+"""Times grouped GEMMs as shipped: from a bundle, through the public calls, next to torch in the same run.
+
+    PRETUNED_BUNDLES=bundles python benchmarks/kernels.py --out kernels-h200.json --plot kernels-h200.svg
+
+Per cell (model, GEMM, op, tokens): ours, torch grouped_mm, the best of the libraries in benchmarks/peers (scaled by
+how grouped_mm drifted since), the ratio, the fraction of the floor, and the variant. Then the geometric means by op
+and tokens, and the cells lost. The method is benchmarks/method.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import method
+import torch
+from variants import MODELS
+
+from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
+
+PEERS = Path(__file__).with_name("peers") / "h200.jsonl"
+COLUMNS = (("forward", (1, 16, 128, 1024, 8192)), ("dX", (1024, 8192)), ("dW", (1024, 8192)))
+LAUNCH_US = 4.06  # an empty graph
+
+
+def ours_and_torch(op: str, inputs: method.Inputs) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    """The two calls to time."""
+    x, w, dy, m_sizes = inputs.x, inputs.w, inputs.dy, inputs.m_sizes
+    ends = m_sizes.cumsum(0).to(torch.int32)
+    if op == "forward":
+        transposed = w.transpose(1, 2)
+        return lambda: grouped_gemm(x, w, m_sizes), lambda: torch._grouped_mm(x, transposed, offs=ends)
+    assert dy is not None
+    if op == "dX":
+        return lambda: grouped_gemm_dX(dy, w, m_sizes), lambda: torch._grouped_mm(dy, w, offs=ends)
+    turned = dy.t()
+    return lambda: grouped_gemm_dW(dy, x, m_sizes), lambda: torch._grouped_mm(turned, x, offs=ends)
+
+
+def matmul_loop(op: str, inputs: method.Inputs) -> Callable[[], None]:
+    """One torch.matmul an expert, its rows known on the host."""
+    ends = inputs.m_sizes.cumsum(0).tolist()
+    spans = [
+        (e, slice(end - n, end)) for e, (end, n) in enumerate(zip(ends, inputs.m_sizes.tolist(), strict=True)) if n
+    ]
+
+    def call() -> None:
+        for expert, rows in spans:
+            if op == "forward":
+                inputs.x[rows] @ inputs.w[expert].T
+            elif op == "dX":
+                inputs.dy[rows] @ inputs.w[expert]
+            else:
+                inputs.dy[rows].T @ inputs.x[rows]
+
+    return call
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else float("nan")
+
+
+def measure(models: list[str], columns: Iterable[tuple[str, tuple[int, ...]]]) -> list[dict[str, Any]]:
+    clock, cells = method.Clock(), []
+    for name, E, H, width, top_k in MODELS:
+        if name not in models:
+            continue
+        for gemm, N, K in (("gate_up", 2 * width, H), ("down", H, width)):
+            w = method.weights(E, N, K, torch.bfloat16)
+            for op, tokens in columns:
+                for T in tokens:
+                    M = T * top_k
+                    m_sizes = method.routed_rows(E, top_k, T).cuda()
+                    dy = None if op == "forward" else method.activations(M, N, w.dtype)
+                    inputs = method.Inputs(method.activations(M, K, w.dtype), w, m_sizes, dy)
+                    ours, torchs = ours_and_torch(op, inputs)
+                    error = method.relative_error(ours(), inputs, op)
+                    active = E if op == "dW" else int((m_sizes > 0).sum())
+                    cell = {
+                        "model": name, "gemm": gemm, "op": op, "tokens": T, "M": M, "E": E, "N": N, "K": K,
+                        "error": error, "us": clock.median_us(ours), "torch_grouped_mm_us": clock.median_us(torchs),
+                        "floor_us": method.floor_us(M, N, K, active),
+                    }  # fmt: skip
+                    if T == 8192 or T == 1024:
+                        cell["matmul_loop_us"] = clock.median_us(matmul_loop(op, inputs), 10)
+                        left = torch.randn(M, K, device="cuda", dtype=w.dtype)
+                        cell["dense_same_flops_us"] = clock.median_us(lambda a=left, b=w[0]: a @ b.T, 10)
+                    if op == "forward":
+                        cell["chosen"] = explain(inputs.x, w, m_sizes).to_dict().get("chosen")
+                    cells.append(cell)
+                    print(f"{name:13}{gemm:8}{op:8}T={T:<5} {cell['us']:9.1f} us, grouped_mm x "
+                          f"{cell['torch_grouped_mm_us'] / cell['us']:.2f}", flush=True)  # fmt: skip
+            del w
+            torch.cuda.empty_cache()
+    return cells
+
+
+def compare(cells: list[dict[str, Any]]) -> list[str]:
+    """Adds the best peer of each cell, scaled by grouped_mm's drift; returns the table's lines."""
+    peers = {}
+    for line in PEERS.read_text().splitlines():
+        row = json.loads(line)
+        peers[row["model"], row["gemm"], row["op"], row["tokens"]] = row["us"]
+    lines = []
+    for cell in cells:
+        known = peers.get((cell["model"], cell["gemm"], cell["op"], cell["tokens"]))
+        if known is None:
+            continue
+        cell["drift"] = cell["torch_grouped_mm_us"] / known["torch_grouped_mm"]
+        best = min(known, key=known.__getitem__)
+        cell |= {"best_peer": best, "best_peer_us": known[best], "ratio": known[best] / cell["us"],
+                 "ratio_scaled": known[best] * cell["drift"] / cell["us"]}  # fmt: skip
+    for op, tokens in sorted({(c["op"], c["tokens"]) for c in cells}, key=lambda k: (k[0] != "forward", k)):
+        some = [c for c in cells if (c["op"], c["tokens"]) == (op, tokens)]
+        torchs = geometric_mean(c["torch_grouped_mm_us"] / c["us"] for c in some)
+        floor = geometric_mean((c["floor_us"] + LAUNCH_US) / c["us"] for c in some)
+        line = f"{op:8} T={tokens:<5} x grouped_mm {torchs:.2f}   of floor + launch {floor:.2f}"
+        known = [c for c in some if "ratio" in c]
+        if known:
+            behind = sum(c["ratio"] < 0.97 for c in known)
+            line += (f"   x best peer {geometric_mean(c['ratio'] for c in known):.3f}"
+                     f" (scaled by drift {geometric_mean(c['ratio_scaled'] for c in known):.3f})"
+                     f"   behind by over 3 %: {behind} of {len(known)}")  # fmt: skip
+        lines.append(line)
+    known = [c for c in cells if "ratio" in c]
+    if known:
+        lines.append(f"all {len(known)} cells: x best peer {geometric_mean(c['ratio'] for c in known):.3f}, "
+                     f"x grouped_mm {geometric_mean(c['torch_grouped_mm_us'] / c['us'] for c in cells):.2f}; grouped_mm's drift "
+                     f"{geometric_mean(c['drift'] for c in known):.3f}")  # fmt: skip
+    return lines
+
+
+def plot(cells: list[dict[str, Any]], path: Path) -> None:
+    """Every cell's ratio to torch grouped_mm and to the best peer, by op and tokens."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    keys = sorted({(c["op"], c["tokens"]) for c in cells}, key=lambda k: (k[0] != "forward", k))
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for offset, colour, label, value in (
+        (-0.12, "tab:blue", "torch grouped_mm / pretuned", lambda c: c["torch_grouped_mm_us"] / c["us"]),
+        (0.12, "tab:orange", "best peer of each cell / pretuned", lambda c: c.get("ratio")),
+    ):
+        points = [(keys.index((c["op"], c["tokens"])) + offset, value(c)) for c in cells if value(c)]
+        axes.scatter(*zip(*points, strict=True), s=18, alpha=0.7, color=colour, label=label)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(keys)), [f"{op}\nT={tokens}" for op, tokens in keys])
+    axes.set_ylabel("times faster (above 1: pretuned is faster)")
+    axes.set_title(f"Grouped GEMM, bf16, {torch.cuda.get_device_name()}: 6 models x 2 GEMMs")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--models", default=",".join(m[0] for m in MODELS))
+    parser.add_argument("--ops", default="forward,dX,dW")
+    args = parser.parse_args()
+    begun = time.time()
+    columns = [(op, tokens) for op, tokens in COLUMNS if op in args.ops.split(",")]
+    cells = measure(args.models.split(","), columns)
+    lines = compare(cells)
+    print("\n".join(lines))
+    wrong = [c for c in cells if not c["error"] < method.MAX_ERROR]
+    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+              "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
+              "summary": lines, "wrong": len(wrong), "cells": cells}  # fmt: skip
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.plot:
+        plot(cells, args.plot)
+    sys.exit(f"{len(wrong)} cells are wrong" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
