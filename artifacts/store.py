@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-import filelock
-
 from . import codec, trust
 from .errors import BundleUnreadable, BundleUntrusted, HostError
 from .index import Index
@@ -20,9 +18,11 @@ from .publication import publish
 from .types import Bundle, Choice, Gpu, Kernel, Model, Problem, Producer, Target, Variant
 from .wire import BLOB_HEADER_BYTES, PREAMBLE_BYTES, blob_header, check_index, corrupt, read_preamble
 
-__all__ = ["BundleFile", "lock", "open_bundle", "publish"]
+__all__ = ["BundleFile", "lock", "open_bundle", "publish", "reading"]
 
 _CHUNK_BYTES = 1 << 20
+_LOCK_NAME = ".pretuned.lock"
+_LOCK_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None) -> BundleFile:
@@ -189,7 +189,9 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
     HostError
         where it is not got and ``required`` is true.
     """
-    path = Path(directory) / ".pretuned.lock"
+    import filelock  # here, as it brings asyncio and sqlite3 along, and most processes never lock anything
+
+    path = Path(directory) / _LOCK_NAME
     held = filelock.FileLock(path, timeout=timeout_s)
     why = ""
     try:
@@ -204,6 +206,31 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
         yield not why
     finally:
         held.release()
+
+
+@contextlib.contextmanager
+def reading(directory: str | os.PathLike[str], timeout_s: float) -> Iterator[None]:
+    """Read a directory that pretuned itself writes while nobody does, or after waiting ``timeout_s`` seconds.
+
+    Writes nothing. Readers share the lock; where it can't be had, reading goes on without it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = os.open(os.path.join(directory, _LOCK_NAME), _LOCK_FLAGS)  # noqa: PTH118 - called once a process
+            stack.callback(os.close, fd)
+            _share(fd)
+        except BlockingIOError:
+            stack.enter_context(lock(directory, timeout_s))
+        except (OSError, ImportError):  # nobody ever locked it, or locks don't work here
+            pass
+        yield
+
+
+def _share(fd: int) -> None:
+    """Take the lock that filelock takes, for reading, without waiting."""
+    import fcntl  # here, so that reading types needs no POSIX
+
+    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _read(fd: int, offset: int, size: int, where: str) -> bytes:

@@ -68,17 +68,16 @@ def unreadable(path: str, error: OSError) -> BundleUnreadable:
 
 
 def _check(component: str, status: os.stat_result, path: str) -> None:
-    owners, groups, package = _package()
     mode = stat.S_IMODE(status.st_mode)
     fault = ""
-    if status.st_uid not in (0, os.geteuid()) and status.st_uid not in owners:
+    if status.st_uid not in (0, os.geteuid()) and status.st_uid not in _package()[0]:
         fault = "its owner is neither root, nor you, nor the owner of the installed pretuned"
     elif stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX):
         pass  # a link has no mode of its own; in a sticky directory others can't replace what is not theirs
     elif mode & stat.S_IWOTH and not _on_read_only_mount(component, status):
         fault = "everybody can write it"
-    elif mode & stat.S_IWGRP and status.st_gid not in groups and not _inside(component, package):
-        fault = "" if _own_group(status.st_uid, status.st_gid) else f"group {status.st_gid} can write it"
+    elif mode & stat.S_IWGRP and not _trusted_group(component, status):
+        fault = f"group {status.st_gid} can write it"
     if fault:
         raise BundleUntrusted(
             f"bundle {path!r}: {component!r} (uid {status.st_uid}, gid {status.st_gid}, mode {mode:04o}) "
@@ -95,8 +94,13 @@ def _package() -> tuple[frozenset[int], frozenset[int], str]:
     return frozenset({chain[0][1].st_uid}), frozenset(groups), str(package)
 
 
-def _inside(component: str, package: str) -> bool:
-    return component == package or component.startswith(package + "/")
+def _trusted_group(component: str, status: os.stat_result) -> bool:
+    """Whether those of the component's group are trusted: by their group, by the place, or as they are its owner."""
+    if status.st_gid == 0:
+        return True
+    _, groups, package = _package()
+    inside = component == package or component.startswith(package + "/")
+    return inside or status.st_gid in groups or _own_group(status.st_uid, status.st_gid)
 
 
 def _on_read_only_mount(component: str, status: os.stat_result) -> bool:

@@ -6,10 +6,9 @@ copies those and adds its stream, its result and its m_sizes. A block is taken b
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Mapping
-from ctypes import addressof, c_void_p
+from ctypes import addressof, c_char
 
 from .tensormaps import MAP_ALIGNMENT_BYTES, MAP_BYTES
 
@@ -38,8 +37,8 @@ WEIGHT = _OFFSETS | {
     "stride_dw_row": 296,
 }  # fmt: skip
 
-# (memory to pack into, the offset in it, addresses of the launch configuration and of the pointers, their owner)
-Block = tuple[ctypes.Array[ctypes.c_char], int, int, int, object]
+# (memory to pack into, the offset in it, addresses of the launch configuration and of the pointers, what pins it all)
+Block = tuple[bytearray, int, int, int, c_char]
 
 
 def config_tail(threads: int, shared_bytes: int) -> bytes:
@@ -69,8 +68,11 @@ class Blocks:
 
     def new(self) -> Block:
         """A block of its own memory."""
-        memory = ctypes.create_string_buffer(LAUNCH.size + MAP_ALIGNMENT_BYTES)
-        offset = -addressof(memory) % MAP_ALIGNMENT_BYTES
-        base = addressof(memory) + offset
-        pointers = (c_void_p * len(self._places))(*(base + place for place in self._places))
-        return memory, offset, base + _CONFIG, addressof(pointers), pointers
+        places = self._places
+        memory = bytearray(LAUNCH.size + 8 * len(places) + MAP_ALIGNMENT_BYTES)
+        pin = c_char.from_buffer(memory)
+        offset = -addressof(pin) % MAP_ALIGNMENT_BYTES
+        base = addressof(pin) + offset
+        # (No array of ctypes: to make its type costs more than all the rest here.)
+        struct.pack_into(f"={len(places)}Q", memory, offset + LAUNCH.size, *(base + place for place in places))
+        return memory, offset, base + _CONFIG, base + LAUNCH.size, pin

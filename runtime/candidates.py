@@ -15,13 +15,16 @@ import enum
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..artifacts.types import Choice, Gpu, Problem, Source, Variant
 from ..kernels import abi, chips
 from ..kernels.config import Config
-from ..kernels.cost import Resources, rank
 from .device import LocalGpu
 from .discover import Snapshot, Usable, View
+
+if TYPE_CHECKING:
+    from ..kernels.cost import Resources
 
 
 class Origin(enum.IntEnum):
@@ -104,6 +107,8 @@ def modelled(
     """What the cost model says of every variant that fits, whatever it was chosen for, best first."""
     if local.sm not in chips.LIMITS:
         return []
+    from ..kernels.cost import rank  # here and below, as most calls are answered by a choice of a bundle
+
     fitting = list(_fitting(snapshot, problem, local, view, aligned))
     found = []
     for time_us, at in rank(problem, bucket, [resources for *_, resources in fitting], chip_of(local)):
@@ -150,6 +155,8 @@ def same_gpu(measured: Gpu, here: Gpu) -> bool:
 def _fitting(
     snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, aligned: bool
 ) -> Iterator[tuple[Usable, int, Variant, Resources]]:
+    from ..kernels.cost import Resources
+
     for usable in view.usable:
         for index, variant in snapshot.variants(usable.bundle, problem):
             if why_not(variant, problem, local, aligned=aligned) is None:

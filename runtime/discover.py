@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..artifacts.errors import BundleError, DriverTooOld, TargetMismatch
-from ..artifacts.store import BundleFile, lock, open_bundle
+from ..artifacts.store import BundleFile, open_bundle, reading
 from ..artifacts.types import Choice, DType, Fusion, Layout, Op, Problem, Variant
 from .device import LocalGpu
 from .places import Kind, Place, installed_places, places
@@ -226,15 +226,15 @@ def _version(number: int) -> str:
 def _scan(asked: Iterable[Place]) -> tuple[Found, ...]:
     found: list[Found] = []
     for place in asked:
-        with _reading(place):
+        with _undisturbed(place):
             found += [_open(place, path) for path in place.files()]
     return tuple(found)
 
 
-def _reading(place: Place) -> contextlib.AbstractContextManager[object]:
-    # Files are immutable and renamed into place: past the timeout, or where nothing can be written, reading goes on.
-    if place.kind is Kind.OVERLAY and place.path.is_dir():
-        return lock(place.path, timeout_s=_OVERLAY_LOCK_TIMEOUT_S)
+def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:
+    # Files are immutable and renamed into place: past the timeout reading goes on.
+    if place.kind is Kind.OVERLAY:
+        return reading(place.path, timeout_s=_OVERLAY_LOCK_TIMEOUT_S)
     return contextlib.nullcontext()
 
 

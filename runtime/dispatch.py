@@ -158,10 +158,11 @@ def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
             _log.warning("pretuned: grouped GEMM runs on torch: %s", known.reason)
         return
     best = known.chosen
-    level, advice = logging.DEBUG, ""
-    if best.origin is not Origin.THIS_GPU or best.match is not Match.EXACT:
-        level = logging.INFO
-        advice = f"; build one with: {build_line(known.problem, known.bucket, local.sm)}"
+    ideal = best.origin is Origin.THIS_GPU and best.match is Match.EXACT
+    level = logging.DEBUG if ideal else logging.INFO
+    if not _log.isEnabledFor(level):
+        return
+    advice = "" if ideal else f"; build one with: {build_line(known.problem, known.bucket, local.sm)}"
     _log.log(
         level, "pretuned: %s at M <= %d on %s: %s of %s, %s%s",
         known.problem, known.bucket, local.gpu.name, best.config, best.usable.path.name, known.reason, advice,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -64,8 +64,8 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
-    "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint, c_void_p, POINTER(c_uint64), POINTER(c_uint64),
-                               POINTER(c_uint), POINTER(c_uint), c_int, c_int, c_int, c_int),
+    "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint, c_void_p, c_char_p, c_char_p,  # of uint64
+                               c_char_p, c_char_p, c_int, c_int, c_int, c_int),  # of uint32
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ import enum
 import importlib.machinery
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -49,7 +50,8 @@ class Place:
         if self.is_named_file:
             return [self.path]
         try:
-            return sorted(entry for entry in self.path.iterdir() if entry.name.endswith(SUFFIX) and _is_shown(entry))
+            names = os.listdir(self.path)  # noqa: PTH208 - most are no bundles
+            return [self.path / name for name in sorted(names) if name.endswith(SUFFIX) and _is_shown(name)]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -60,8 +62,8 @@ class Place:
         return f"{self.path} ({self.kind.value})"
 
 
-def _is_shown(entry: Path) -> bool:
-    return not entry.name.startswith(".")  # temporary files of a publisher at work begin with a dot
+def _is_shown(name: str) -> bool:
+    return not name.startswith(".")  # temporary files of a publisher at work begin with a dot
 
 
 def places(settings: Settings, system: Path = SYSTEM_DIRECTORY) -> tuple[Place, ...]:

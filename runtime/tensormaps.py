@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import addressof, c_uint, c_uint64
+import struct
+from ctypes import addressof, c_char
 
 from ..artifacts.types import TensorMap, Variant
 from . import driver
@@ -27,8 +27,8 @@ class TensorMaps:
         rank = len(plan.box)
         self._plan = plan
         self._itemsize = itemsize
-        self._box = (c_uint * rank)(*reversed(plan.box))
-        self._ones = (c_uint * rank)(*[1] * rank)
+        self._box = struct.pack(f"={rank}I", *reversed(plan.box))
+        self._ones = struct.pack(f"={rank}I", *[1] * rank)
         self.known: dict[tuple[int, int, int], bytes] = {}
 
     def encode(self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
@@ -42,16 +42,17 @@ class TensorMaps:
             where the driver refuses it.
         """
         rank, plan = len(sizes), self._plan
-        owner = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT_BYTES)
-        at = -addressof(owner) % MAP_ALIGNMENT_BYTES
+        memory = bytearray(MAP_BYTES + MAP_ALIGNMENT_BYTES)
+        pin = c_char.from_buffer(memory)
+        at = -addressof(pin) % MAP_ALIGNMENT_BYTES
         # cuTensorMapEncodeTiled counts dimensions from the innermost; L2 promotion 128 bytes (2), out of bounds zero.
         code = driver.library().cuTensorMapEncodeTiled(
-            addressof(owner) + at, plan.element, rank, key[0], (c_uint64 * rank)(*reversed(sizes)),
-            (c_uint64 * max(1, rank - 1))(*(s * self._itemsize for s in reversed(strides))),
+            addressof(pin) + at, plan.element, rank, key[0], struct.pack(f"={rank}Q", *reversed(sizes)),
+            struct.pack(f"={rank - 1}Q", *(s * self._itemsize for s in reversed(strides))),
             self._box, self._ones, 0, plan.swizzle, 2, 0,
         )  # fmt: skip
         driver.check(code, f"cuTensorMapEncodeTiled({plan.argument}, sizes {sizes}, strides {strides})")
-        encoded = owner.raw[at : at + MAP_BYTES]
+        encoded = bytes(memory[at : at + MAP_BYTES])
         if len(self.known) >= _CACHED:
             self.known = {}
         self.known[key] = encoded
