@@ -12,6 +12,7 @@ from ..artifacts import codec
 from ..artifacts.errors import CompileError
 from ..artifacts.store import publish
 from ..artifacts.types import Bundle, Kernel, Producer
+from ..kernels.abi import Spec
 from ..kernels.chips import limits
 from ..kernels.revisions import REVISIONS, source_sha256
 from .capabilities import target_of
@@ -22,7 +23,7 @@ from .outdir import DEFAULT_NAME, file_name, held
 from .plan import Plan
 from .summary import Built, Dropped, Report
 from .toolchain import toolchain
-from .variants import Family, Space, families, rejection, specs
+from .variants import Family, Space, by_code, families, rejection, relabelled, specs
 from .workers import TIMEOUT_S, Compile, Job, Result, compile_all
 
 
@@ -73,7 +74,7 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
     with held(options.out, watch.on_note):
         results = _compile(plan, sms, options, watch)
         built = []
-        chosen_by_sm = {sm: _choose(plan, sm, results[sm]) for sm in sms}  # before anything is written
+        chosen_by_sm = {sm: _choose(plan, sm, options.space, results[sm]) for sm in sms}  # before anything is written
         for sm, (chosen, dropped) in chosen_by_sm.items():
             producer = Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
             data = codec.encode(
@@ -97,8 +98,8 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
 
 
 def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers) -> dict[int, list[Result]]:
-    """Every variant of every capability, all in one queue."""
-    jobs = [Job(spec, sm) for sm in sms for spec in specs(plan.problems, sm, options.space)]
+    """Every cubin of every capability, all in one queue."""
+    jobs = [Job(group[0], sm) for sm in sms for group in by_code(specs(plan.problems, sm, options.space))]
     watch.on_start(len(jobs))
     try:
         results = compile_all(
@@ -121,25 +122,28 @@ def _interrupted(jobs: Sequence[Job], cache: CompileCache | None) -> str:
     return f"interrupted: {kept} of {len(jobs)} variants are compiled and kept; run the same command to go on"
 
 
-def _choose(plan: Plan, sm: int, results: Sequence[Result]) -> tuple[Chosen, tuple[Dropped, ...]]:
+def _choose(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tuple[Chosen, tuple[Dropped, ...]]:
     """What ships, and all that does not, each with its reason."""
-    usable: list[Compiled] = []
+    usable: dict[Spec, Compiled] = {}
     dropped: list[Dropped] = []
-    for result in results:
-        if result.compiled is None:
-            dropped.append(Dropped(result.job.spec, "failed", result.reason))
-            continue
-        reason = rejection(result.compiled.variant, limits(sm))
-        if reason:
-            dropped.append(Dropped(result.job.spec, "pruned", reason))
-        else:
-            usable.append(result.compiled)
+    reasons: dict[Family, dict[str, None]] = {}
+    wanted = specs(plan.problems, sm, space)
+    for result, group in zip(results, by_code(wanted), strict=True):
+        code, reason, kind = result.compiled, result.reason, "failed"
+        if code is not None:
+            reason, kind = rejection(code.variant, limits(sm)) or "", "pruned"
+            if not reason:
+                usable |= {spec: Compiled(relabelled(code.variant, spec), code.cubin) for spec in group}
+                continue
+        dropped.append(Dropped(result.job.spec, kind, reason))
+        for spec in group:
+            reasons.setdefault(Family.of(spec), {})[reason] = None
+    able = {Family.of(spec) for spec in usable}
     for family in families(plan.problems):
-        if not any(Family.of(one.variant) == family for one in usable):
-            reasons = {one.reason: None for one in dropped if Family.of(one.spec) == family}
-            listed = "\n".join(f"  {reason}" for reason in list(reasons)[:5])
+        if family not in able:
+            listed = "\n".join(f"  {reason}" for reason in list(reasons.get(family, {}))[:5])
             raise CompileError(f"sm_{sm}: not one variant of {family} can be used. What went wrong:\n{listed}")
-    return choose(plan, usable, sm), tuple(dropped)
+    return choose(plan, [usable[spec] for spec in wanted if spec in usable], sm), tuple(dropped)
 
 
 def _kernels(variants: Sequence[Compiled]) -> tuple[Kernel, ...]:

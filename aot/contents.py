@@ -7,6 +7,7 @@ from pathlib import Path
 from ..artifacts.store import BundleFile
 from ..artifacts.types import Choice, Problem, Variant
 from ..kernels.config import Config
+from .variants import fused
 
 
 def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
@@ -57,6 +58,8 @@ def _variant(i: int, one: Variant) -> dict[str, object]:
         "kernel": one.kernel,
         "op": one.op.value,
         "dtype": one.dtype.value,
+        "layout": one.layout.value,
+        "fused": fused(one.fusion),
         "config": str(Config.from_pairs(one.config)),
         "alignment": one.alignment,
         "max_experts": one.max_experts,

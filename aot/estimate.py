@@ -7,24 +7,23 @@ from dataclasses import dataclass
 
 from ..artifacts.errors import HostError
 from ..kernels.abi import Spec
-from .choose import CONFIG_LIMIT
 from .compilecache import CompileCache
 from .plan import Plan
-from .variants import Family, Space, specs
+from .variants import Space, by_code, families, specs
 from .workers import default_workers
 
-# Seen on two 2024 server cores with Triton 3.7: 62 bf16 forward variants took 19 s of CPU in all.
-_VARIANT_S = 0.35
+# Seen on two 2024 server cores with Triton 3.7: 374 variants of all ops took 161 s of CPU in all.
+_VARIANT_S = 0.43
 _START_S = 1.5  # the workers import Triton
-_PROBLEM_S = 0.03  # ranking and selecting, for a problem and capability
-_CUBIN_BYTES = {True: 38_000, False: 27_000}  # from sm_90 up (TMA), below
+_PROBLEM_S = 0.003  # ranking and selecting, for a problem and capability
+_CUBIN_BYTES = 37_000
 _CHOICE_BYTES = 24
-_SHIPPED_SHARE = 0.6  # of the 16 configs that a family may have: fewer do where few shapes are asked for
+_SHIPPED = 7  # variants of a family: fewer where few shapes are asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One capability. ``cached`` is None where no Triton is installed to tell."""
+    """One capability. ``variants`` are those to compile; ``cached`` is None where no Triton is installed to tell."""
 
     sm: int
     families: int
@@ -52,16 +51,14 @@ def estimate(plan: Plan, sms: Sequence[int], cache: CompileCache | None, workers
     """An estimate per capability; the times add up, as the capabilities share the workers."""
     found = []
     for sm in sms:
-        wanted = specs(plan.problems, sm, Space())
-        families = len({Family.of(spec) for spec in wanted})
+        wanted = [group[0] for group in by_code(specs(plan.problems, sm, Space()))]
+        count = len(families(plan.problems))
         cached = _cached(wanted, sm, cache)
         fresh = len(wanted) - (cached or 0)
         seconds = fresh * _VARIANT_S / (workers or default_workers()) + _PROBLEM_S * len(plan.problems)
         seconds += _START_S if fresh and sm == sms[0] else 0.0
-        size = families * CONFIG_LIMIT * _SHIPPED_SHARE * _CUBIN_BYTES[sm >= 90] + plan.choices * _CHOICE_BYTES
-        found.append(
-            Estimate(sm, families, len(plan.problems), plan.choices, len(wanted), cached, seconds, round(size))
-        )
+        size = count * _SHIPPED * _CUBIN_BYTES + plan.choices * _CHOICE_BYTES
+        found.append(Estimate(sm, count, len(plan.problems), plan.choices, len(wanted), cached, seconds, round(size)))
     return found
 
 

@@ -44,7 +44,7 @@ class _Found:
     remarks: tuple[str, ...]
 
 
-def load_models(values: Sequence[str], supported_ops: Sequence[Op] = (Op.FORWARD,)) -> LoadedModels:
+def load_models(values: Sequence[str], supported_ops: Sequence[Op] = tuple(Op)) -> LoadedModels:
     """The values of ``--models``: each is the path of a models.txt, or a spec with its options.
 
     Raises
@@ -204,6 +204,7 @@ def _shards(found: _Found, options: Options, supported_ops: Sequence[Op]) -> Ite
             tokens=options.tokens,
             ops=options.ops or tuple(supported_ops),
             note=layer.note,
+            layouts=options.layout,
         )
         problems.extend(shard.contradictions())
         shards.append(shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..artifacts.limits import MAX_EXPERTS
-from ..artifacts.types import DType, Op
+from ..artifacts.types import DType, Layout, Op
 
 MAX_WIDTH = 1 << 20  # of H and I, in elements
 MAX_TOKENS = 1 << 24
@@ -64,7 +64,7 @@ class ModelShape:
     ``E``, ``k``, ``H`` and ``I`` are the whole layer's. ``tp`` GPUs split the width of each expert,
     ``ep`` GPUs split the experts. ``shared_experts`` shared experts of width I are fused into the
     routed ones: every rank holds them all, and each token goes to all of them. ``tokens`` is the
-    (least, most) number of tokens of one step, counted over all ep ranks.
+    (least, most) number of tokens of one step, counted over all ep ranks. ``layouts``: how the weights lie.
     """
 
     name: str
@@ -80,6 +80,7 @@ class ModelShape:
     tokens: tuple[int, int]
     ops: tuple[Op, ...]
     note: str = ""
+    layouts: tuple[Layout, ...] = (Layout.NK,)
 
     @property
     def experts_per_rank(self) -> int:
@@ -103,7 +104,7 @@ class ModelShape:
         return max(1, least // self.ep), max(1, -(-most // self.ep))
 
     def gemms(self) -> tuple[Gemm, Gemm]:
-        """GEMM 1, w [E, 2I/tp, H] (gated) or [E, I/tp, H], and GEMM 2, w [E, H, I/tp]."""
+        """GEMM 1, w [E, 2I/tp, H] (gated) or [E, I/tp, H], and GEMM 2, w [E, H, I/tp]; as [E, N, K] in any layout."""
         first = Gemm("gate_up", self.experts_per_rank, 2 * self.width, self.H)
         if not self.gated:
             first = Gemm("up", self.experts_per_rank, self.width, self.H)
@@ -130,6 +131,8 @@ class ModelShape:
     def __str__(self) -> str:
         dtypes = ",".join(dtype.value for dtype in self.dtypes)
         text = f"{self.name} tp={self.tp} ep={self.ep} dtype={dtypes}"
+        if self.layouts != (Layout.NK,):
+            text += f" layout={','.join(layout.value for layout in self.layouts)}"
         return text + (f" shared={self.shared_experts}" if self.shared_experts else "")
 
 

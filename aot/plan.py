@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ..artifacts.types import DType, Model, Problem, bucket_of
+from ..artifacts.types import DType, Fusion, Layout, Model, Op, Problem, bucket_of
+from ..kernels.abi import code_of
 from .modelshape import ModelShape
+
+# What a layer does beside the product of GEMM 1 and of GEMM 2: GEMM 1 reads hidden states in token order, GEMM 2
+# writes them there, and what is gathered going forward is scattered coming back.
+_MOVES = {Op.FORWARD: (Fusion.GATHER, Fusion.SCATTER), Op.DX: (Fusion.SCATTER, Fusion.GATHER)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +40,16 @@ class Plan:
 def plan(shapes: Iterable[ModelShape]) -> Plan:
     """The distinct problems of ``shapes``, their buckets, and the models they serve.
 
-    A shard has, for each of its dtypes and ops, a problem for each of its two GEMMs. Its buckets are
-    the powers of two that its M = tokens * k / ep falls in, from the least to the most tokens.
+    A shard has, for each of its dtypes, layouts and ops, a problem for each of its two GEMMs, and of the forward
+    and dX one more for each, with the rows moved on the way. Its buckets are the powers of two that its
+    M = tokens * k / ep falls in, from the least to the most tokens, the same for every op.
     """
     buckets: dict[Problem, set[int]] = {}
     models: dict[tuple[str, int, int, DType], set[Problem]] = {}
     for shape in shapes:
         wanted = buckets_between(*shape.rows)
         for dtype in shape.dtypes:
-            problems = {Problem(op, dtype, gemm.E, gemm.N, gemm.K) for op in shape.ops for gemm in shape.gemms()}
+            problems = set(problems_of(shape, dtype))
             for problem in problems:
                 buckets.setdefault(problem, set()).update(wanted)
             models.setdefault((shape.name, shape.tp, shape.ep, dtype), set()).update(problems)
@@ -54,6 +60,21 @@ def plan(shapes: Iterable[ModelShape]) -> Plan:
             for key in sorted(models, key=lambda key: (*key[:3], key[3].value))
         ),
     )
+
+
+def problems_of(shape: ModelShape, dtype: DType) -> Iterator[Problem]:
+    """What one shard computes in one dtype; ``abi.code_of`` says which forms of a call share a problem.
+
+    dW of w [E, K, N] is dW of w [E, N, K] with x and dy, N and K exchanged, and is planned as that.
+    """
+    for op in shape.ops:
+        for layout in shape.layouts:
+            for gemm, moves in zip(shape.gemms(), _MOVES.get(op, (Fusion.NONE, Fusion.NONE)), strict=True):
+                if op is Op.DW and layout is Layout.KN:
+                    yield Problem(op, dtype, gemm.E, gemm.K, gemm.N)
+                    continue
+                for fusion in (Fusion.NONE, code_of(op, moves)):
+                    yield Problem(op, dtype, gemm.E, gemm.N, gemm.K, layout, fusion)
 
 
 def buckets_between(least: int, most: int) -> tuple[int, ...]:

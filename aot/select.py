@@ -8,7 +8,7 @@ gives the same set.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem
@@ -47,10 +47,13 @@ class Selection:
 class _Costs:
     """log(time / best time) of every variant in every cell, and sets of variants judged by it."""
 
-    def __init__(self, cells: Sequence[Sequence[tuple[int, float]]], max_loss: float) -> None:
-        self.variants = sorted({variant for cell in cells for variant, _ in cell})
+    def __init__(
+        self, cells: Sequence[Sequence[tuple[int, float]]], max_loss: float, allowed: Container[int] | None = None
+    ) -> None:
+        every = sorted({variant for cell in cells for variant, _ in cell})
+        self.variants = [variant for variant in every if allowed is None or variant in allowed]
         self._allowed = math.log1p(max_loss)
-        columns: dict[int, list[float]] = {variant: [] for variant in self.variants}
+        columns: dict[int, list[float]] = {variant: [] for variant in every}
         for cell in cells:
             best = min(time for _, time in cell)
             absent = math.log(max(time for _, time in cell) / best * MISSING)
@@ -131,19 +134,41 @@ def select(
     """
     if limit < 1:
         raise ValueError(f"limit is {limit}, wanted at least 1 variant")
-    families: dict[Family, list[tuple[Problem, int]]] = {}
-    for key in sorted(table, key=lambda key: (key[0].sort_key, key[1])):
-        problem = key[0]
-        families.setdefault((problem.op, problem.dtype, problem.layout, problem.fusion), []).append(key)
-    losses = []
-    for family, keys in families.items():
-        costs = _Costs([_finite(key, table[key]) for key in keys], max_loss)
-        chosen = _choose(costs, limit)
-        floor = costs.floor(chosen)
-        worst = max(range(len(keys)), key=floor.__getitem__)
-        mean, most = math.expm1(sum(floor) / len(floor)), math.expm1(floor[worst])
-        losses.append(Loss(family, tuple(chosen), len(keys), mean, most, keys[worst]))
+    families: dict[Family, dict[tuple[Problem, int], Sequence[tuple[int, float]]]] = {}
+    for (problem, bucket), cell in table.items():
+        family = (problem.op, problem.dtype, problem.layout, problem.fusion)
+        families.setdefault(family, {})[problem, bucket] = cell
+    ordered = sorted(families.values(), key=lambda part: min(problem.sort_key for problem, _ in part))
+    losses = [select_among(part, limit, max_loss) for part in ordered]
     return Selection(tuple(sorted({variant for loss in losses for variant in loss.variants})), tuple(losses))
+
+
+def select_among(
+    table: Mapping[tuple[Problem, int], Sequence[tuple[int, float]]],
+    limit: int = 16,
+    max_loss: float = MAX_LOSS,
+    allowed: Container[int] | None = None,
+) -> Loss:
+    """As ``select``, the whole table as one family: the first's. Only ``allowed`` variants are chosen, where given.
+
+    Raises
+    ------
+    ValueError
+        as ``select`` does; or if there is no cell, or no allowed variant.
+    """
+    keys = sorted(table, key=lambda key: (key[0].sort_key, key[1]))
+    if limit < 1 or not keys:
+        raise ValueError(f"limit is {limit} and {len(keys)} cells are given, wanted at least 1 of each")
+    costs = _Costs([_finite(key, table[key]) for key in keys], max_loss, allowed)
+    if not costs.variants:
+        raise ValueError("not one of the variants is allowed")
+    chosen = _choose(costs, limit)
+    floor = costs.floor(chosen)
+    worst = max(range(len(keys)), key=floor.__getitem__)
+    mean, most = math.expm1(sum(floor) / len(floor)), math.expm1(floor[worst])
+    first = keys[0][0]
+    family = (first.op, first.dtype, first.layout, first.fusion)
+    return Loss(family, tuple(chosen), len(keys), mean, most, keys[worst])
 
 
 def _finite(key: tuple[Problem, int], cell: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import DType, Op
+from ..artifacts.types import DType, Layout, Op
 from .modelshape import MAX_TOKENS, ExpertLayer
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ class Options:
     ep: tuple[int, ...] = (1,)
     dtype: tuple[DType, ...] | None = None
     ops: tuple[Op, ...] | None = None
+    layout: tuple[Layout, ...] = (Layout.NK,)
     tokens: tuple[int, int] = (1, 65_536)
     gated: bool | None = None
     shared: bool = False
@@ -73,6 +74,7 @@ def parse_options(given: Sequence[str], supported_ops: Sequence[Op]) -> tuple[Op
         "ep": _degrees,
         "dtype": lambda key, text: _listed(key, text, {one.value: one for one in DType}),
         "ops": lambda key, text: _ops(key, text, supported_ops),
+        "layout": lambda key, text: _listed(key, text, {one.value: one for one in Layout}),
         "tokens": _tokens,
         "gated": lambda key, text: _choice(key, text, {"1": True, "0": False}),
         "shared": lambda key, text: _choice(key, text, {"fuse": True, "no": False}),

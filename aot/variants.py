@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem, Variant
-from ..kernels import space
+from ..kernels import abi, space
 from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from ..kernels.chips import SmLimits
 from ..kernels.config import Config
 from ..kernels.cost import Resources, occupancy
 
-BUILDS_OPS = (Op.FORWARD,)  # the ops that there are kernels for
+BUILDS_OPS = tuple(Op)  # the ops that there are kernels for
 ALIGNMENT_BYTES = 16
 # A few registers spilled outside the loop cost next to nothing; more than this many bytes a thread
 # means that the loop itself goes through memory.
@@ -23,7 +23,7 @@ Candidates = Callable[[Op, DType, int], tuple[Config, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What variants can stand in for each other; at most 16 configs of each ship."""
+    """What variants can stand in for each other."""
 
     op: Op
     dtype: DType
@@ -38,7 +38,7 @@ class Family:
     def __str__(self) -> str:
         text = f"{self.op.value} {self.dtype.value}"
         text += f" w={self.layout.value}" if self.layout is not Layout.NK else ""
-        return text + (f" fused={self.fusion.value}" if self.fusion else "")
+        return text + (f" fused={fused(self.fusion)}" if self.fusion else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,24 @@ class Space:
 
     aligned: Candidates = space.candidates
     fallbacks: Candidates = space.fallbacks
+
+    def candidates(self, family: Family, sm: int) -> tuple[Config, ...]:
+        """The aligned candidates of a family: all of them, or where rows are moved the first of each tile size.
+
+        The cost model tells forms that move rows from the plain one by little: half the candidates do.
+        """
+        every = self.aligned(family.op, family.dtype, sm)
+        if not family.fusion:
+            return every
+        firsts: dict[tuple[int, int, int], Config] = {}
+        for config in every:
+            firsts.setdefault((config.block_m, config.block_n, config.block_k), config)
+        return tuple(firsts.values())
+
+
+def fused(fusion: Fusion) -> str:
+    """What a variant does beside the product, e.g. ``gather``; empty for nothing."""
+    return "+".join(str(one.name).lower() for one in Fusion if one and one in fusion)
 
 
 def families(problems: Iterable[Problem]) -> dict[Family, list[Problem]]:
@@ -65,16 +83,33 @@ def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]
     found: list[Spec] = []
     for family, members in families(problems).items():
         few = all(problem.E <= MAX_EXPERTS for problem in members)
-        where = (family.op, family.dtype, sm)
         for configs, alignment, experts in (
-            (pool.aligned(*where), ALIGNMENT_BYTES, MAX_EXPERTS if few else MAX_EXPERTS_FALLBACK),
-            (pool.fallbacks(*where), 1, MAX_EXPERTS_FALLBACK),
+            (pool.candidates(family, sm), ALIGNMENT_BYTES, MAX_EXPERTS if few else MAX_EXPERTS_FALLBACK),
+            (pool.fallbacks(family.op, family.dtype, sm), 1, MAX_EXPERTS_FALLBACK),
         ):
             found += [
                 Spec(family.op, family.dtype, config, family.layout, family.fusion, alignment, experts)
                 for config in configs
             ]
     return tuple(dict.fromkeys(found))
+
+
+def by_code(wanted: Iterable[Spec]) -> tuple[tuple[Spec, ...], ...]:
+    """The specs in groups that are one and the same cubin: only the first of each is compiled.
+
+    Pointer variants that gather are those that scatter, told so when they are launched; dX is the forward
+    of the other layout.
+    """
+    groups: dict[object, list[Spec]] = {}
+    for spec in wanted:
+        made_of = (abi.arguments(spec), abi.boxes(spec), abi.constants(spec), abi.divisibility(spec))
+        groups.setdefault((spec.kernel, spec.dtype, spec.config, repr(made_of)), []).append(spec)
+    return tuple(map(tuple, groups.values()))
+
+
+def relabelled(variant: Variant, spec: Spec) -> Variant:
+    """A compiled variant, as that of another spec of its group."""
+    return replace(variant, op=spec.op, layout=spec.layout, fusion=spec.fusion)
 
 
 def is_aligned(problem: Problem) -> bool:

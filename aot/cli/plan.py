@@ -9,6 +9,7 @@ import click
 from ...artifacts.types import Problem
 from ..estimate import estimate
 from ..plan import Plan
+from ..variants import fused
 from .options import as_json, cache_of, load, print_json, what_to_build
 from .table import duration, size, table
 
@@ -36,10 +37,20 @@ def plan(
         click.echo(f"note: {note}", err=True)
     users = _users(planned)
     rows = [
-        (one.op.value, one.dtype.value, one.E, one.N, one.K, f"{buckets[0]}..{buckets[-1]}", ", ".join(users[one]))
+        (
+            one.op.value,
+            one.dtype.value,
+            one.layout.value,
+            fused(one.fusion) or "-",
+            one.E,
+            one.N,
+            one.K,
+            f"{buckets[0]}..{buckets[-1]}",
+            ", ".join(users[one]),
+        )
         for one, buckets in planned.buckets.items()
     ]
-    click.echo(table(("op", "dtype", "E", "N", "K", "buckets of M", "for"), rows, "<<>>>>"))
+    click.echo(table(("op", "dtype", "w", "fused", "E", "N", "K", "buckets of M", "for"), rows, "<<<<>>>>"))
     click.echo()
     capabilities = [
         (f"sm_{one.sm}", one.problems, one.choices, one.variants, "?" if one.cached is None else one.cached,
@@ -61,6 +72,7 @@ def _users(planned: Plan) -> dict[Problem, list[str]]:
 def _problems(planned: Plan) -> list[dict[str, object]]:
     users = _users(planned)
     return [
-        {"op": one.op.value, "dtype": one.dtype.value, "E": one.E, "N": one.N, "K": one.K,
+        {"op": one.op.value, "dtype": one.dtype.value, "layout": one.layout.value, "fused": fused(one.fusion),
+         "E": one.E, "N": one.N, "K": one.K,
          "buckets": list(buckets), "models": users[one]} for one, buckets in planned.buckets.items()
     ]  # fmt: skip

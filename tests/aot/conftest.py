@@ -12,7 +12,7 @@ from pretuned.aot.build import Options
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan
-from pretuned.aot.variants import Space
+from pretuned.aot.variants import BUILDS_OPS, Space
 from pretuned.artifacts.types import DType, Op
 from pretuned.kernels.config import Config
 
@@ -40,8 +40,14 @@ def small_space() -> Space:
 
 @pytest.fixture(scope="session")
 def small_plan() -> Plan:
-    """One aligned model and one that isn't."""
-    return plan(load_models([SMALL, ODD]).shapes)
+    """One aligned model and one that isn't, forward."""
+    return plan(load_models([SMALL, ODD], (Op.FORWARD,)).shapes)
+
+
+@pytest.fixture(scope="session")
+def training_plan() -> Plan:
+    """The aligned model, every op, w in both layouts."""
+    return plan(load_models([SMALL + " layout=nk,kn"], BUILDS_OPS).shapes)
 
 
 @pytest.fixture(scope="session")

@@ -14,17 +14,18 @@ import misbehaving
 import pytest
 
 from pretuned.aot.build import Observers, Options, build
+from pretuned.aot.compile import compile_variant
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan
-from pretuned.aot.variants import Space, families, is_aligned, rejection, specs
+from pretuned.aot.variants import Family, Space, by_code, families, is_aligned, rejection, specs
 from pretuned.aot.verify import verify
 from pretuned.aot.workers import Result
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.store import lock, open_bundle
-from pretuned.artifacts.types import Bundle, DType, Op, Problem, Source, Variant
-from pretuned.kernels.abi import LAUNCH_ABI
+from pretuned.artifacts.types import Bundle, DType, Fusion, Layout, Op, Problem, Source, Variant
+from pretuned.kernels.abi import LAUNCH_ABI, Spec
 from pretuned.kernels.chips import limits
 from pretuned.kernels.config import Config
 from pretuned.kernels.revisions import source_sha256
@@ -117,10 +118,11 @@ from pretuned.aot.build import Options, build
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.variants import Space
+from pretuned.artifacts.types import Op
 if __name__ == "__main__":
     models = [SMALL, ODD] if sys.argv[3] == "in order" else [ODD, SMALL]
     options = Options(Path(sys.argv[1]), workers=int(sys.argv[2]), space=Space(_aligned, _fallbacks))
-    build(plan(load_models(models).shapes), (80, 90), options)
+    build(plan(load_models(models, (Op.FORWARD,)).shapes), (80, 90), options)
     assert "torch" not in sys.modules, "the builder imported torch"
     assert "triton" not in sys.modules, "the builder itself imported triton"
 """
@@ -159,7 +161,7 @@ def test_failed_variants_are_told_and_not_fatal(options: Make, small_plan: Plan)
         "forward bf16 16x32x64 w4 s5 g8 persistent for sm_80: no such instruction"
     ]
     assert one.to_dict()["failed"] == 1
-    assert verify(str(one.path)).variants == 2
+    assert verify(str(one.path)).variants == 6
 
 
 def test_a_variant_that_does_not_fit_is_pruned_with_its_figures(options: Make, small_plan: Plan) -> None:
@@ -167,8 +169,8 @@ def test_a_variant_that_does_not_fit_is_pruned_with_its_figures(options: Make, s
         return (Config(16, 32, 64, 4, 2), Config(128, 128, 64, 8, 6))
 
     (one,) = build(small_plan, (89,), options(space=Space(aligned, options().space.fallbacks))).bundles
-    assert one.pruned == 1
-    assert one.dropped[0].reason == "163840 bytes of shared memory, sm_89 has 101376"
+    assert one.pruned == 2  # plain, and moving rows
+    assert {dropped.reason for dropped in one.dropped} == {"163840 bytes of shared memory, sm_89 has 101376"}
 
 
 def test_nothing_is_written_where_an_op_has_no_variant_left(
@@ -215,17 +217,98 @@ def test_families_keep_ops_and_dtypes_apart(small_space: Space) -> None:
     assert len(specs(problems, 80, small_space)) == 12 * 3
 
 
+def test_what_is_the_same_code_is_compiled_once(small_space: Space) -> None:
+    forms = [(Op.FORWARD, fusion) for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)]
+    problems = [
+        Problem(op, DType.BF16, 8, 256, 256, layout, fusion)
+        for op, fusion in forms
+        for layout in (Layout.NK, Layout.KN)
+    ]
+    # Two aligned candidates and a fallback each. Through pointers what gathers is what scatters.
+    assert [len(by_code(specs(problems[::2], sm, small_space))) for sm in (80, 90)] == [6, 8]
+    backward = [dataclasses.replace(problem, op=Op.DX) for problem in problems]
+    once = by_code(specs([*problems, *backward], 90, small_space))
+    assert len(once) == 16  # dX is the forward of the other layout
+    assert sorted(map(len, once)) == [2] * 10 + [2, 2, 2, 2, 4, 4]
+    for first, *rest in once:
+        assert first.op is Op.FORWARD
+        assert {Family.of(one) for one in rest}.isdisjoint({Family.of(first)})
+
+
+def test_moving_rows_has_one_candidate_a_tile_size() -> None:
+    for sm in (80, 90, 120):
+        plain, gathers, scatters = (
+            Space().candidates(Family(Op.FORWARD, DType.BF16, Layout.NK, fusion), sm)
+            for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
+        )
+        tiles = [(one.block_m, one.block_n, one.block_k) for one in gathers]
+        assert gathers == scatters
+        assert len(set(tiles)) == len(tiles) < len(plain)
+        assert set(tiles) == {(one.block_m, one.block_n, one.block_k) for one in plain}
+        assert list(gathers) == [one for one in plain if one in gathers]
+
+
+@pytest.fixture(scope="session")
+def training(
+    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Space, training_plan: Plan
+) -> dict[int, Bundle]:
+    """A real build of all ops for 80 and 90, with one aligned candidate and one fallback."""
+    space = Space(lambda op, dtype, sm: small_space.aligned(op, dtype, sm)[:1], small_space.fallbacks)
+    options = Options(tmp_path_factory.mktemp("all"), cache=CompileCache(compiled_dir), space=space)
+    report = build(training_plan, (80, 90), options)
+    for one in report.bundles:
+        assert verify(str(one.path)).variants == one.variants
+    # NONE and the moving form in both layouts, aligned and not, and dW; on 90 what gathers is apart.
+    assert [one.compiled + one.cached for one in report.bundles] == [2 * 2 * 2 + 2, 2 * (2 + 3) + 2]
+    return {one.target.sm: codec.decode(one.path.read_bytes(), str(one.path)) for one in report.bundles}
+
+
+def test_training_has_its_own_variant_for_every_form(training: dict[int, Bundle]) -> None:
+    for sm, bundle in training.items():
+        names = {(Family.of(one), one.alignment) for one in bundle.variants}
+        assert len(names) == len(bundle.variants) == 2 * (3 * 2 * 2 + 1)
+        for problem, choices in bundle.choices.items():
+            for choice in choices:
+                assert Family.of(bundle.variants[choice.variant]) == Family.of(problem)
+        for variant in bundle.variants:
+            maps = [one.argument for one in variant.tensor_maps]
+            if sm == 80 or variant.alignment == 1:
+                assert maps == []
+            elif variant.op is Op.DW:
+                assert maps == ["dy", "x"]
+            else:
+                assert maps == (["w"] if variant.fusion is Fusion.GATHER else ["x", "w"])
+        assert {kernel.name for kernel in bundle.kernels} == {"rows", "weight"}
+
+
+def test_shared_code_is_the_same_bytes_as_compiled_by_itself(training: dict[int, Bundle]) -> None:
+    bundle = training[80]
+    at = next(
+        i for i, one in enumerate(bundle.variants)
+        if (one.op, one.layout, one.fusion, one.alignment) == (Op.DX, Layout.NK, Fusion.GATHER, 16)
+    )  # fmt: skip
+    variant = bundle.variants[at]
+    spec = Spec(variant.op, variant.dtype, Config.from_pairs(variant.config), variant.layout, variant.fusion)
+    forward = dataclasses.replace(spec, op=Op.FORWARD, layout=Layout.KN, fusion=Fusion.SCATTER)
+    assert by_code([forward, spec]) == ((forward, spec),)  # so it was not compiled as itself
+    alone = compile_variant(spec, 80)
+    assert (alone.variant, alone.cubin) == (variant, bundle.cubins[at])
+
+
 def test_at_most_sixteen_configs_a_family_ship(options: Make, bundles: dict[int, Bundle]) -> None:
-    report = build(plan(load_models(["Qwen/Qwen3-30B-A3B"]).shapes), (80,), options())
-    assert report.bundles[0].variants <= 16
+    shapes = load_models(["Qwen/Qwen3-30B-A3B"], (Op.FORWARD,)).shapes
+    (one,) = build(plan(shapes), (80,), options()).bundles
+    found = codec.decode(one.path.read_bytes(), "it").variants
+    assert len({variant.config for variant in found}) <= 16
+    assert len({Family.of(variant) for variant in found}) == 3
 
 
 def test_observers_hear_of_every_variant(bundles: dict[int, Bundle], options: Make, small_plan: Plan) -> None:
     totals: list[int] = []
     heard: list[Result] = []
     build(small_plan, (80, 90), options(), Observers(totals.append, heard.append))
-    assert totals == [6]
-    assert len(heard) == 6
+    assert totals == [14]
+    assert len(heard) == 14
     assert all(result.cached for result in heard)
 
 
@@ -233,7 +316,7 @@ def test_an_interrupted_build_says_what_is_kept(bundles: dict[int, Bundle], opti
     def interrupt(result: Result) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match="interrupted: 3 of 3 variants are compiled and kept; run the same"):
+    with pytest.raises(KeyboardInterrupt, match="interrupted: 6 of 6 variants are compiled and kept; run the same"):
         build(small_plan, (80,), options(), Observers(on_result=interrupt))
     with pytest.raises(KeyboardInterrupt, match="without a compile cache nothing is kept"):
         build(small_plan, (80,), options(cache=None), Observers(on_result=interrupt))

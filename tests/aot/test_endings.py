@@ -17,9 +17,11 @@ import pytest
 
 from pretuned.aot.verify import verify
 
-# fp32 has the fewest candidates: 9 variants, about half a second each.
-MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 tokens=1..64 name=mine"
-OTHER = "shape:E=16,H=256,I=128,k=2 dtype=fp32 tokens=1..64 name=other"
+# fp32 has the fewest candidates, and dW the fewest forms: 7 variants, about half a second each.
+MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"
+OTHER = "shape:E=16,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=other"
+# pytest itself may run where some are ignored (nohup, a job in the background), and its children with it.
+UNDISTURBED = ("env", "--default-signal=INT,TERM,HUP")
 
 
 class Place:
@@ -101,8 +103,8 @@ def until(true, seconds: float, what: str) -> None:
 )
 def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: signal.Signals, code: int) -> None:
     with subprocess.Popen(
-        place.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=place.environment(),
-        start_new_session=True,
+        [*UNDISTURBED, *place.command()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=place.environment(), start_new_session=True,
     ) as process:  # fmt: skip
         until(lambda: place.kept() >= 2, 60, "nothing is compiled")
         workers = descendants(process.pid)
@@ -116,15 +118,15 @@ def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: sign
     assert out == ""
     assert "Traceback" not in err
     kept = place.kept()
-    assert 2 <= kept < 9, "it was stopped in the middle"
+    assert 2 <= kept < 7, "it was stopped in the middle"
     if code == 130:
         assert err.splitlines()[-1] == (
-            f"interrupted: {kept} of 9 variants are compiled and kept; run the same command to go on"
+            f"interrupted: {kept} of 7 variants are compiled and kept; run the same command to go on"
         )
     again = place.run(place.command(MODEL, "--json"))
     assert again.returncode == 0, again.stderr
     (bundle,) = json.loads(again.stdout)["bundles"]
-    assert (bundle["cached"], bundle["compiled"]) == (kept, 9 - kept)
+    assert (bundle["cached"], bundle["compiled"]) == (kept, 7 - kept)
     assert verify(str(place.bundle)).choices == bundle["choices"]
     assert not place.leftovers()
 
@@ -132,8 +134,8 @@ def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: sign
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, workers: int) -> None:
     with subprocess.Popen(
-        place.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=place.environment(),
-        start_new_session=True,
+        [*UNDISTURBED, *place.command()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=place.environment(), start_new_session=True,
     ) as process:  # fmt: skip
         until(lambda: any(place.tmp.iterdir()), 60, "it does not start")
         until(lambda: started(process.pid) >= workers, 60, "no worker starts")
@@ -144,7 +146,7 @@ def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, w
     assert process.returncode == 130
     assert (
         err.lstrip()
-        == f"interrupted: {place.kept()} of 9 variants are compiled and kept; run the same command to go on\n"
+        == f"interrupted: {place.kept()} of 7 variants are compiled and kept; run the same command to go on\n"
     )
     until(lambda: not place.leftovers(), 5, f"left behind: {place.leftovers()}")
 
@@ -200,7 +202,7 @@ def test_a_build_that_is_killed_at_any_call_while_it_publishes(built: Place) -> 
 
 def in_small_disk(place: Place, script: str) -> subprocess.CompletedProcess[str]:
     """Run a shell script in a mount namespace, with a file system of 64 KiB at the output directory."""
-    setup = f"mount -t tmpfs -o size=64k,mode=755 tmpfs '{place.out}'"
+    setup = f"mount -t tmpfs -o size=32k,mode=755 tmpfs '{place.out}'"
     return place.run(["unshare", "-rm", "sh", "-ec", f"{setup}\n{script}"])
 
 
@@ -210,7 +212,7 @@ def quoted(command: list[str]) -> str:
 
 def test_a_full_disk(built: Place) -> None:
     old = built.bundle.read_bytes()
-    assert len(old) > 64 << 10, "the bundle must be larger than the disk"
+    assert len(old) > 48 << 10, "the bundle must be larger than the disk"
     script = f"""
 echo old > '{built.bundle}'
 set +e
@@ -262,7 +264,7 @@ mount -o remount,ro,bind '{place.cache}'
     notes = [line for line in done.stderr.splitlines() if line.startswith("note:")]
     assert len(notes) == 1, done.stderr
     assert "Read-only file system" in notes[0]
-    assert place.kept() == 8
+    assert place.kept() == 6
     assert verify(str(place.bundle))
 
 

@@ -12,7 +12,7 @@ from pretuned.aot.models import LoadedModels, load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.spec import words
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import DType, Op
+from pretuned.artifacts.types import DType, Layout, Op
 
 ROOT = Path(__file__).resolve().parents[2]
 MINE = "shape:E=16,H=512,I=240,k=2"
@@ -58,7 +58,7 @@ def test_defaults() -> None:
     (shape,) = load_models([MINE]).shapes
     assert shape.name == "E16-H512-I240-k2"
     assert (shape.dtypes, shape.tokens, shape.gated) == ((DType.BF16,), (1, 65536), True)
-    assert (shape.shared_experts, shape.ops) == (0, (Op.FORWARD,))
+    assert (shape.shared_experts, shape.ops, shape.layouts) == (0, tuple(Op), (Layout.NK,))
 
 
 def test_ops_are_what_the_builder_supports() -> None:
@@ -66,6 +66,14 @@ def test_ops_are_what_the_builder_supports() -> None:
     assert load_models([MINE + " ops=dw,forward"], tuple(Op)).shapes[0].ops == (Op.DW, Op.FORWARD)
     with pytest.raises(InputError, match="op 'dX' is not there yet; this version builds forward"):
         load_models([MINE + " ops=forward,dX"], (Op.FORWARD,))
+
+
+def test_layouts() -> None:
+    shape, other = load_models([MINE + " layout=nk,kn", MINE + " layout=KN"]).shapes
+    assert (shape.layouts, other.layouts) == ((Layout.NK, Layout.KN), (Layout.KN,))
+    assert str(shape).endswith("dtype=bf16 layout=nk,kn")
+    with pytest.raises(InputError, match=r"layout=nm: unknown layout 'nm'.*nk"):
+        load_models([MINE + " layout=nm"])
 
 
 def test_dtypes() -> None:

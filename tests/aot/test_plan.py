@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pretuned.aot.modelshape import Gemm, ModelShape
 from pretuned.aot.plan import buckets_between, plan
-from pretuned.artifacts.types import DType, Op, Problem, bucket_of
+from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem, bucket_of
+from pretuned.kernels.abi import code_of
 
 QWEN3 = ModelShape(
     name="Qwen/Qwen3-30B-A3B",
@@ -47,29 +48,59 @@ def test_forward_problems_and_buckets() -> None:
     made = plan([replace(QWEN3, tokens=(1, 100))])
     first = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
     second = Problem(Op.FORWARD, DType.BF16, 128, 2048, 768)
-    assert made.problems == (first, second)
-    assert made.buckets[first] == made.buckets[second] == (8, 16, 32, 64, 128, 256, 512, 1024)
-    assert made.choices == 16
+    gathers, scatters = replace(first, fusion=Fusion.GATHER), replace(second, fusion=Fusion.SCATTER)
+    assert made.problems == (first, gathers, second, scatters)
+    assert set(made.buckets.values()) == {(8, 16, 32, 64, 128, 256, 512, 1024)}
+    assert made.choices == 32
     (model,) = made.models
     assert (model.name, model.tp, model.ep, model.dtype) == ("Qwen/Qwen3-30B-A3B", 1, 1, DType.BF16)
-    assert model.problems == (first, second)
+    assert model.problems == (first, gathers, second, scatters)
 
 
 def test_every_op_and_dtype() -> None:
     made = plan([replace(QWEN3, ops=tuple(Op), dtypes=(DType.BF16, DType.FP32, DType.TF32))])
-    assert len(made.problems) == 2 * 3 * 3
+    assert len(made.problems) == (4 + 4 + 2) * 3
     assert {(one.op, one.dtype) for one in made.problems} == {
         (op, dtype) for op in Op for dtype in (DType.BF16, DType.FP32, DType.TF32)
     }
     assert {(one.E, one.N, one.K) for one in made.problems} == {(128, 1536, 2048), (128, 2048, 768)}
     assert [model.dtype for model in made.models] == [DType.BF16, DType.FP32, DType.TF32]
-    assert all(len(model.problems) == 6 for model in made.models)
+    assert all(len(model.problems) == 10 for model in made.models)
+    assert set(made.buckets.values()) == {tuple(1 << power for power in range(3, 20))}  # the same for every op
+
+
+def test_rows_are_moved_where_a_layer_moves_them() -> None:
+    first, second = QWEN3.gemms()
+    moved = {(one.op, one.N, one.K): one.fusion for one in plan([replace(QWEN3, ops=tuple(Op))]).problems if one.fusion}
+    assert moved == {
+        (Op.FORWARD, first.N, first.K): Fusion.GATHER,  # x, by token
+        (Op.FORWARD, second.N, second.K): Fusion.SCATTER,  # y, to its token
+        (Op.DX, second.N, second.K): Fusion.GATHER,  # dy, by token
+        (Op.DX, first.N, first.K): Fusion.SCATTER,  # dx, to its token
+    }
+    assert all(one.top_k == 0 and one.fusion is code_of(one.op, one.fusion) for one in plan([QWEN3]).problems)
+
+
+def test_layouts() -> None:
+    kn = plan([replace(QWEN3, ops=tuple(Op), layouts=(Layout.KN,))])
+    nk = plan([replace(QWEN3, ops=tuple(Op))])
+    both = plan([replace(QWEN3, ops=tuple(Op), layouts=(Layout.NK, Layout.KN))])
+    assert {one.layout for one in kn.problems if one.op is not Op.DW} == {Layout.KN}
+    assert {replace(one, layout=Layout.NK) for one in kn.problems if one.op is not Op.DW} == {
+        one for one in nk.problems if one.op is not Op.DW
+    }
+    # dw [E, K, N] is dW with x and dy exchanged
+    assert {(one.N, one.K, one.layout) for one in kn.problems if one.op is Op.DW} == {
+        (one.K, one.N, Layout.NK) for one in nk.problems if one.op is Op.DW
+    }
+    assert set(both.problems) == {*kn.problems, *nk.problems}
+    assert len(both.models) == 1
 
 
 def test_shared_problems_are_there_once() -> None:
     twin = replace(QWEN3, name="twin", tokens=(1, 1))
     made = plan([replace(QWEN3, tokens=(64, 64)), twin])
-    assert len(made.problems) == 2
+    assert len(made.problems) == 4
     assert set(made.buckets.values()) == {(8, 512)}
     assert [model.name for model in made.models] == ["Qwen/Qwen3-30B-A3B", "twin"]
 

@@ -14,7 +14,7 @@ from pretuned.aot.cli.main import _VERBS
 from pretuned.aot.compile import toolchain
 from pretuned.artifacts.store import open_bundle
 
-MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 tokens=1..64 name=mine"  # fp32 has the fewest candidates
+MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"  # few candidates
 
 
 @pytest.mark.parametrize("verb", _VERBS)
@@ -60,7 +60,12 @@ def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     assert "Nothing was built" in ended.out
     told = json.loads(aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90", "--json").out)
     assert [one["sm"] for one in told["capabilities"]] == [80, 90]
-    assert len(told["problems"]) == 4
+    assert len(told["problems"]) == 20  # forward and dX: 4 a shard, dW: 2
+    assert {(one["op"], one["fused"]) for one in told["problems"]} == {
+        *((op, fused) for op in ("forward", "dX") for fused in ("", "gather", "scatter")), ("dW", "")
+    }  # fmt: skip
+    only = json.loads(aot("plan", "-m", "Qwen/Qwen3-30B-A3B", "--sm", "90", "--ops", "forward", "--json").out)
+    assert {one["op"] for one in only["problems"]} == {"forward"}
     assert all(one["cached"] == 0 and one["variants"] > 16 for one in told["capabilities"])
     assert not list(here.iterdir())
 
