@@ -87,7 +87,7 @@ def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
     if not (call.M and y.numel() and call.x.shape[1] and call.w.shape[0]):
         return y
     end = call.index_end(y.shape[0])
-    if not call.x.is_cuda:
+    if not _on_gpu(call.x):
         reference.rows(
             call.x, call.w, call.m_sizes, y, M=call.M, layout=call.as_forward(), index=call.index, index_end=end,
             gather_divisor=call.gather_divisor, scatter=call.scatter, row_weights=call.row_weights, bias=call.bias,
@@ -135,7 +135,7 @@ def weight(
     (M, N), K, E = dy.shape, x.shape[1], m_sizes.shape[0]
     if not (M and E and N and K):
         return x.new_zeros((E, N, K))
-    if not x.is_cuda:
+    if not _on_gpu(x):
         return reference.grad_weight(dy, x, m_sizes)
     dy, x = (tensor if rows_usable(tensor) else tensor.contiguous() for tensor in (dy, x))
     with torch.cuda.device(x.device):
@@ -267,6 +267,10 @@ def _weight_strides(w: torch.Tensor) -> tuple[int, int]:
     """Elements from expert to expert and from row to row; a dimension of one has whatever is usual."""
     E, first, second = w.shape
     return (w.stride(0) if E > 1 else first * second), (w.stride(1) if first > 1 else second)
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _step(m_sizes: torch.Tensor) -> int:
