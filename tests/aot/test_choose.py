@@ -1,0 +1,86 @@
+"""What ships of the whole catalogue, for figures of cubins that were not compiled."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pretuned.aot.choose import CONFIG_LIMIT, Chosen, choose
+from pretuned.aot.compile import Compiled
+from pretuned.aot.models import load_models
+from pretuned.aot.plan import Plan, plan
+from pretuned.aot.variants import BUILDS_OPS, Family, Space, families, is_aligned, specs
+from pretuned.artifacts.types import Fusion, Layout, Op, Variant
+from pretuned.kernels import abi, space
+from pretuned.kernels.abi import Spec
+
+CUBINS = 160  # of the whole catalogue in bf16, all ops
+CUBIN_BYTES = 40_000  # the mean of the real ones
+
+
+def _compiled(spec: Spec, sm: int) -> Compiled:
+    """Half the registers of a full thread, and the least shared memory that the config can take."""
+    variant = Variant(
+        kernel=spec.kernel, revision=1, abi=abi.LAUNCH_ABI, op=spec.op, dtype=spec.dtype, layout=spec.layout,
+        fusion=spec.fusion, alignment=spec.alignment, max_experts=spec.max_experts, config=spec.config.pairs(),
+        entry=spec.kernel, arguments=abi.arguments(spec), tensor_maps=(), threads=32 * spec.config.num_warps,
+        shared_bytes=space.shared_bytes_at_least(spec.op, spec.dtype, spec.config, sm), registers=128, spill_bytes=0,
+        scratch_bytes=0, cubin_bytes=0, cubin_sha256=bytes(32),
+    )  # fmt: skip
+    return Compiled(variant, b"")
+
+
+def _choose(planned: Plan, sm: int) -> Chosen:
+    return choose(planned, [_compiled(spec, sm) for spec in specs(planned.problems, sm, Space())], sm)
+
+
+@pytest.fixture(scope="module")
+def catalogue() -> Plan:
+    return plan(load_models(["catalogue"], BUILDS_OPS).shapes)
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_the_whole_catalogue(catalogue: Plan, sm: int) -> None:
+    begun = time.process_time()
+    chosen = _choose(catalogue, sm)
+    assert time.process_time() - begun < 5.0
+    variants = [one.variant for one in chosen.variants]
+    for op in Op:
+        assert len({one.config for one in variants if one.op is op}) <= CONFIG_LIMIT
+    assert len(variants) <= CUBINS
+    assert len(variants) * CUBIN_BYTES < 6e6
+    assert sum(one.op is Op.FORWARD for one in variants) * CUBIN_BYTES < 2e6
+    assert max(loss.max_loss for loss in chosen.losses) < 0.05
+    assert {one.family for one in chosen.losses} == {
+        (one.op, one.dtype, one.layout, one.fusion) for one in families(catalogue.problems)
+    }
+    assert [*chosen.choices] == [*catalogue.problems]
+    for problem, choices in chosen.choices.items():
+        assert tuple(one.bucket for one in choices) == catalogue.buckets[problem]
+        for one in choices:
+            assert Family.of(variants[one.variant]) == Family.of(problem)
+            assert is_aligned(problem) == (variants[one.variant].alignment == 16)
+    used = {i for choices in chosen.choices.values() for one in choices for i in (one.variant, one.runner_up)}
+    assert all(i in used for i, one in enumerate(variants) if one.alignment == 16)
+
+
+def test_forms_that_move_rows_share_the_plain_ones_configs(catalogue: Plan) -> None:
+    """Else three families of an op would need three times the configs."""
+    variants = [one.variant for one in _choose(catalogue, 90).variants if one.variant.op is Op.FORWARD]
+    plain, *moving = (
+        {one.config for one in variants if one.fusion is fusion}
+        for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
+    )
+    assert all(len(configs & plain) > len(configs) / 2 for configs in moving)
+
+
+def test_each_layout_has_its_own_choice() -> None:
+    planned = plan(load_models(["Qwen/Qwen3-30B-A3B layout=nk,kn tokens=64..1024"], BUILDS_OPS).shapes)
+    chosen = _choose(planned, 90)
+    for layout in Layout:
+        for op in (Op.FORWARD, Op.DX):
+            configs = {
+                one.variant.config for one in chosen.variants if (one.variant.op, one.variant.layout) == (op, layout)
+            }
+            assert 2 < len(configs) <= CONFIG_LIMIT
