@@ -1,4 +1,4 @@
-"""The launches of every form and gradient, their arguments carried out on host memory as the kernels' docstrings say."""
+"""Every form and gradient launched on host memory, its arguments carried out as the kernels' docstrings say."""
 
 from __future__ import annotations
 

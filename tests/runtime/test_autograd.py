@@ -1,0 +1,275 @@
+"""Values and gradients of every form on the host, against the equations written out row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from pretuned.runtime import grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
+
+T, TOPK, E, N, K = 5, 2, 4, 6, 8
+FORMS = [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (0, 1)]
+
+
+def routing(seed: int = 0, T: int = T) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, E, (T * TOPK,), generator=torch.Generator().manual_seed(seed))
+    return torch.sort(ids, stable=True)[1], torch.bincount(ids, minlength=E).int()
+
+
+def tensors(
+    form: tuple[int, ...], layout: str = "nk", dtype: torch.dtype = torch.float64, T: int = T
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    permute_x, _, weights, bias = form
+    made = {
+        "x": random(T if permute_x else T * TOPK, K),
+        "w": random(E, N, K) if layout == "nk" else random(E, K, N),
+    }
+    if weights:
+        made["topk_weights"] = random(T, TOPK)
+    if bias:
+        made["bias"] = random(E, N)
+    return made
+
+
+def call(form: tuple[int, ...], layout: str, index: torch.Tensor, m_sizes: torch.Tensor, **given: Any) -> torch.Tensor:
+    return grouped_gemm(
+        m_sizes=m_sizes, topk=TOPK, gather_indices=index, permute_x=bool(form[0]), permute_y=bool(form[1]),
+        fuse_mul_post=bool(form[2]), w_layout=layout, **given,
+    )  # fmt: skip
+
+
+def by_rows(
+    form: tuple[int, ...], layout: str, index: torch.Tensor, m_sizes: torch.Tensor, **given: Any
+) -> torch.Tensor:
+    """The same, a row at a time, differentiated by torch itself."""
+    permute_x, permute_y = form[:2]
+    rows: list[torch.Tensor] = [torch.zeros(N, dtype=given["x"].dtype)] * len(index)
+    owners = [g for g, count in enumerate(m_sizes.tolist()) for _ in range(count)]
+    for i, g in enumerate(owners):
+        at = int(index[i])
+        matrix = given["w"][g] if layout == "nk" else given["w"][g].T
+        row = matrix @ given["x"][at // TOPK if permute_x else i]
+        if "bias" in given:
+            row = row + given["bias"][g]
+        if "topk_weights" in given:
+            row = row * given["topk_weights"].flatten()[at]
+        rows[at if permute_y else i] = row
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_and_its_gradients(form: tuple[int, ...], layout: str) -> None:
+    index, m_sizes = routing()
+    given = tensors(form, layout)
+    y, wanted = call(form, layout, index, m_sizes, **given), by_rows(form, layout, index, m_sizes, **given)
+    torch.testing.assert_close(y, wanted)
+    dy = torch.randn_like(y)
+    inputs = list(given.values())
+    for got, want in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(wanted, inputs, dy), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradcheck(form: tuple[int, ...]) -> None:
+    index, m_sizes = routing(1)
+    given = tensors(form)
+    names = list(given)
+
+    def function(*values: torch.Tensor) -> torch.Tensor:
+        return call(form, "nk", index, m_sizes, **dict(zip(names, values, strict=True)))
+
+    assert torch.autograd.gradcheck(function, tuple(given.values()), fast_mode=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(0, 6),
+    seed=st.integers(0, 99),
+    form=st.sampled_from(FORMS),
+    cut=st.integers(0, 4),
+    wide=st.booleans(),
+)
+def test_rows_past_the_sum_have_no_part(tokens: int, seed: int, form: tuple[int, ...], cut: int, wide: bool) -> None:
+    index, m_sizes = routing(seed, tokens)
+    given = tensors(form, T=tokens)
+    kept = m_sizes.clone()
+    kept[-1] = max(0, int(kept[-1]) - cut)
+    rows = int(kept.sum())
+    kind = torch.int64 if wide else torch.int32
+    y = call(form, "nk", index.to(kind), kept.to(kind), zero_tail=True, **given)
+    wanted = by_rows(form, "nk", index, kept, **given) if tokens else y
+    torch.testing.assert_close(y, wanted)
+    if not tokens:
+        dx, dw, *_ = torch.autograd.grad(y.sum(), list(given.values()))
+        assert dx.shape == given["x"].shape
+        assert not dw.any()
+        return
+    inputs = list(given.values())
+    got = torch.autograd.grad(y.square().sum(), inputs)
+    want = torch.autograd.grad(wanted.square().sum(), inputs) if rows else [torch.zeros_like(one) for one in inputs]
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("permute_x", [False, True])
+@pytest.mark.parametrize("permute_y", [False, True])
+def test_indices_outside_take_no_part(permute_x: bool, permute_y: bool) -> None:
+    form = (int(permute_x), int(permute_y), 1, 1)
+    index, m_sizes = routing()
+    given = tensors(form)
+    bad = index.clone()
+    bad[[1, 4, 7]] = torch.tensor([-1, T * TOPK, 10**9])
+    y = call(form, "nk", bad, m_sizes, zero_tail=True, **given)
+    part = (bad >= 0) & (bad < T * TOPK)
+    whole = by_rows(form, "nk", index, m_sizes, **given)
+    mask = torch.zeros(T * TOPK, 1, dtype=torch.bool)
+    mask[index if permute_y else torch.arange(T * TOPK), 0] = part
+    inputs = list(given.values())
+    # Rows that take no part in the sorted order are not written; what they hold has no gradient.
+    torch.testing.assert_close(torch.where(mask, y, 0), torch.where(mask, whole, 0))
+    dy = torch.where(mask, torch.randn_like(y), 0)
+    got = torch.autograd.grad(y, inputs, dy)
+    for one, other in zip(got, torch.autograd.grad(whole, inputs, dy), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dX_and_dW_as_calls_are_the_gradients(form: tuple[int, ...]) -> None:
+    index, m_sizes = routing()
+    for layout in ("nk", "kn"):
+        given = tensors((*form[:3], 0), layout)
+        y = call((*form[:3], 0), layout, index, m_sizes, **given)
+        dy = torch.randn_like(y)
+        dx, dw = torch.autograd.grad(y, [given["x"], given["w"]], dy)
+        how: dict[str, Any] = {
+            "topk": TOPK, "gather_indices": index, "permute_x": bool(form[0]), "permute_y": bool(form[1]),
+            "topk_weights": given.get("topk_weights"), "fuse_mul_post": bool(form[2]), "w_layout": layout,
+        }  # fmt: skip
+        torch.testing.assert_close(grouped_gemm_dX(dy, given["w"], m_sizes, **how), dx)
+        torch.testing.assert_close(grouped_gemm_dW(dy, given["x"], m_sizes, **how), dw)
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    index, m_sizes = routing()
+    form = (1, 0, 1, 1)
+    for needed in ("x", "w", "topk_weights", "bias"):
+        given = {name: one.detach() for name, one in tensors(form).items()}
+        given[needed].requires_grad_()
+        call(form, "nk", index, m_sizes, **given).sum().backward()
+        assert [name for name, one in given.items() if one.grad is not None] == [needed]
+    for option, name in (("dX_only", "x"), ("dW_only", "w")):
+        given = tensors(form)
+        call(form, "nk", index, m_sizes, **given, **{option: True}).sum().backward()
+        assert [key for key, one in given.items() if one.grad is not None] == [name]
+
+
+def test_flattened_and_strided_weights_and_any_dy() -> None:
+    index, m_sizes = routing()
+    given = tensors((1, 0, 0, 0))
+    flat = given["w"].detach().reshape(E * N, K).requires_grad_()
+    y = call((1, 0, 0, 0), "nk", index, m_sizes, x=given["x"], w=flat)
+    y.sum().backward()  # its dy is expanded, with strides of zero
+    call((1, 0, 0, 0), "nk", index, m_sizes, **given).backward(torch.ones(N, T * TOPK, dtype=torch.float64).T)
+    assert flat.grad is not None
+    assert given["w"].grad is not None
+    torch.testing.assert_close(flat.grad.view(E, N, K), given["w"].grad)
+    held = torch.zeros(E, N + 1, K + 2, dtype=torch.float64).requires_grad_()
+    call((1, 0, 0, 0), "nk", index, m_sizes, x=given["x"], w=held[:, :N, :K]).sum().backward()
+    assert held.grad is not None
+    torch.testing.assert_close(held.grad[:, :N, :K], given["w"].grad)
+
+
+def test_nan_stays_with_its_expert_and_its_token() -> None:
+    index, m_sizes = routing(2)
+    form = (0, 0, 1, 0)
+    given = tensors(form)
+    clean = torch.autograd.grad(call(form, "nk", index, m_sizes, **given).sum(), list(given.values()))
+    start, count = int(m_sizes[:2].sum()), int(m_sizes[2])
+    assert count
+    with torch.no_grad():
+        given["x"][start : start + count] = float("nan")
+    dx, dw, dweights = torch.autograd.grad(call(form, "nk", index, m_sizes, **given).sum(), list(given.values()))
+    assert torch.equal(dx, clean[0])
+    assert torch.equal(dw[[0, 1, 3]], clean[1][[0, 1, 3]])
+    assert dw[2].isnan().all()
+    hit = torch.zeros(T * TOPK, dtype=torch.bool)
+    hit[index[start : start + count]] = True
+    assert torch.equal(dweights.flatten()[~hit], clean[2].flatten()[~hit])
+    assert dweights.flatten()[hit].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_stay_near_float64(dtype: torch.dtype) -> None:
+    index, m_sizes = routing()
+    form = (1, 1, 1, 1)
+    exact = tensors(form)
+    given = {
+        name: one.detach().to(torch.float32 if name == "topk_weights" else dtype).requires_grad_()
+        for name, one in exact.items()
+    }
+    y, wanted = call(form, "nk", index, m_sizes, **given), call(form, "nk", index, m_sizes, **exact)
+    assert y.dtype is dtype
+    dy = torch.randn_like(wanted)
+    got = torch.autograd.grad(y, list(given.values()), dy.to(dtype))
+    for one, other in zip((y, *got), (wanted, *torch.autograd.grad(wanted, list(exact.values()), dy)), strict=True):
+        error = (one.double() - other).norm() / other.norm()
+        assert error < 1e-2
+    assert [one.dtype for one in got] == [dtype, dtype, torch.float32, dtype]
+
+
+def test_autocast_casts_float32_and_gives_float32_gradients() -> None:
+    index, m_sizes = routing()
+    form = (1, 0, 0, 1)
+    given = tensors(form, dtype=torch.float32)
+    low = {name: one.detach().bfloat16() for name, one in given.items()}
+    wanted = call(form, "nk", index, m_sizes, **low)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call(form, "nk", index, m_sizes, **given)
+        assert torch.equal(y, wanted)
+        gradients = torch.autograd.grad(y.float().square().sum(), list(given.values()))
+        assert torch.equal(call(form, "nk", index, m_sizes, **low), wanted)
+    assert {one.dtype for one in gradients} == {torch.float32}
+    outside = {name: one.detach().requires_grad_() for name, one in low.items()}
+    again = torch.autograd.grad(
+        call(form, "nk", index, m_sizes, **outside).float().square().sum(), list(outside.values())
+    )
+    for one, other in zip(gradients, again, strict=True):
+        assert torch.equal(one, other.float())
+
+
+def test_checkpointing_changes_nothing() -> None:
+    index, m_sizes = routing()
+    form = (1, 0, 1, 0)
+    given = tensors(form)
+    inputs = list(given.values())
+
+    def layer(x: torch.Tensor, w: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return call(form, "nk", index, m_sizes, x=x, w=w, topk_weights=weights).relu()
+
+    plain = torch.autograd.grad(layer(*inputs).sum(), inputs)
+    for reentrant in (False, True):
+        y: torch.Tensor = checkpoint(layer, *inputs, use_reentrant=reentrant)
+        for tensor in inputs:
+            tensor.grad = None
+        y.sum().backward()
+        for tensor, want in zip(inputs, plain, strict=True):
+            assert tensor.grad is not None
+            assert torch.equal(tensor.grad, want)
+
+
+def test_a_gradient_has_no_gradient() -> None:
+    x, w = torch.randn(3, K, requires_grad=True), torch.randn(E, N, K)
+    (dx,) = torch.autograd.grad(grouped_gemm(x, w, torch.tensor([3, 0, 0, 0])).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
