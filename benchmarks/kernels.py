@@ -132,8 +132,8 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
     known = [c for c in cells if "ratio" in c]
     if known:
         lines.append(f"all {len(known)} cells: x best peer {geometric_mean(c['ratio'] for c in known):.3f}, "
-                     f"x grouped_mm {geometric_mean(c['torch_grouped_mm_us'] / c['us'] for c in cells):.2f}; grouped_mm's drift "
-                     f"{geometric_mean(c['drift'] for c in known):.3f}")  # fmt: skip
+                     f"x grouped_mm {geometric_mean(c['torch_grouped_mm_us'] / c['us'] for c in cells):.2f}; "
+                     f"grouped_mm's drift {geometric_mean(c['drift'] for c in known):.3f}")  # fmt: skip
     return lines
 
 
