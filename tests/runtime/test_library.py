@@ -1,0 +1,138 @@
+"""The operators: what torch's own checks say, and torch.compile over tokens that change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pretuned.runtime import grouped_gemm, library, moe_mlp, sort_routing
+
+T, TOPK, E, H, I = 6, 2, 4, 8, 4  # noqa: E741
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
+
+
+def tensors(T: int = T) -> dict[str, Any]:
+    routing = sort_routing(torch.randint(0, E, (T, TOPK)), E)
+    return {
+        "x": torch.randn(T, H, requires_grad=True), "w": torch.randn(E, I, H, requires_grad=True),
+        "m_sizes": routing.m_sizes, "gather_indices": routing.gather_indices,
+        "topk_weights": torch.rand(T, TOPK, requires_grad=True), "bias": torch.randn(E, I, requires_grad=True),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("permute_y", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_opcheck_of_the_fused_form(permute_y: bool, flat: bool) -> None:
+    given = tensors()
+    if flat:
+        given["w"] = given["w"].detach().view(E * I, H).requires_grad_()
+    arguments = (*given.values(), TOPK, True, permute_y, True, "nk", False, False, False)
+    torch.library.opcheck(torch.ops.pretuned.grouped_gemm, arguments)
+
+
+@pytest.mark.parametrize("w_layout", ["nk", "kn"])
+def test_opcheck_of_the_plain_form(w_layout: str) -> None:
+    assert library.traced is not None  # the operators are there once the module is
+    w = torch.randn(E, I, H, requires_grad=True)
+    w = w if w_layout == "nk" else w.detach().transpose(1, 2).contiguous().requires_grad_()
+    x = torch.randn(12, H, requires_grad=True)
+    arguments = (
+        x,
+        w,
+        torch.tensor([3, 0, 9, 0]),
+        None,
+        None,
+        None,
+        1,
+        False,
+        False,
+        False,
+        w_layout,
+        True,
+        False,
+        False,
+    )
+    torch.library.opcheck(torch.ops.pretuned.grouped_gemm, arguments)
+
+
+@pytest.mark.parametrize("needs", [[True] * 4, [True, False, False, True], [False, True, True, False]])
+def test_opcheck_of_the_gradient(needs: list[bool]) -> None:
+    given = {name: one.detach() for name, one in tensors().items()}
+    dy = torch.randn(T * TOPK, I)
+    torch.library.opcheck(
+        torch.ops.pretuned.grouped_gemm_backward, (dy, *given.values(), TOPK, True, False, True, "nk", needs)
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_with_changing_tokens_compiles_once(backend: str) -> None:
+    up, down = torch.randn(E, 2 * I, H, requires_grad=True), torch.randn(E, H, I, requires_grad=True)
+    bias = torch.randn(E, 2 * I, requires_grad=True)
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+
+    def layer(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return moe_mlp(hidden, up, down, ids, weights, gate_up_bias=bias)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=graphs)
+    for tokens in (5, 6, 17, 64, 9):
+        hidden = torch.randn(tokens, H, requires_grad=True)
+        ids, weights = torch.randint(0, E, (tokens, TOPK)), torch.rand(tokens, TOPK, requires_grad=True)
+        for tensor in (hidden, ids, weights):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        y, wanted = compiled(hidden, ids, weights), layer(hidden, ids, weights)
+        torch.testing.assert_close(y, wanted)
+        inputs = [hidden, weights, up, down, bias]
+        dy = torch.randn_like(y)
+        for got, want in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(wanted, inputs, dy), strict=True):
+            torch.testing.assert_close(got, want)
+    assert graphs.frame_count == 1
+
+
+def test_compile_under_autocast_and_without_a_gradient() -> None:
+    given = {name: one.detach() for name, one in tensors().items()}
+
+    def layer(**tensors: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return grouped_gemm(**tensors, topk=TOPK, permute_x=True, fuse_mul_post=True)
+
+    torch._dynamo.reset()
+    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(**given)
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y, layer(**given))
+
+
+def test_export() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.randn(E, 2 * I, H))
+            self.down = torch.nn.Parameter(torch.randn(E, H, I))
+
+        def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return moe_mlp(hidden, self.up, self.down, ids, weights)
+
+    module = Layer()
+    example = torch.randn(T, H), torch.randint(0, E, (T, TOPK)), torch.rand(T, TOPK)
+    dynamic = [{0: torch.export.Dim("T", min=2, max=4096)}] * 3
+    for strict in (False, True):
+        exported = torch.export.export(module, example, dynamic_shapes=dynamic, strict=strict)
+        assert "pretuned.grouped_gemm" in str(exported.graph)
+        other = torch.randn(11, H), torch.randint(0, E, (11, TOPK)), torch.rand(11, TOPK)
+        torch.testing.assert_close(exported.module()(*other), module(*other))
+
+
+def test_what_cannot_be_traced_is_named() -> None:
+    x, w, m_sizes = torch.randn(4, H), torch.randn(E, I, H), torch.tensor([4, 0, 0, 0])
+
+    def layer() -> torch.Tensor:
+        return grouped_gemm(x, w, m_sizes, out=torch.empty(4, I))
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="out=, autotune=True and kernel_config"):
+        torch.compile(layer, fullgraph=True, backend="eager")()
+    with pytest.raises(Exception, match="wanted x's dtype"):
+        torch.compile(lambda: grouped_gemm(x, w.double(), m_sizes), fullgraph=True, backend="eager")()

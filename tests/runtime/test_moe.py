@@ -1,0 +1,168 @@
+"""The whole layer against plain torch: a loop over the experts, differentiated by torch itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretuned.artifacts.errors import InputError
+from pretuned.runtime import activate, moe_mlp, sort_routing
+from pretuned.runtime.activation import GATED, UNGATED
+
+T, TOPK, E, H, I = 9, 3, 5, 8, 4  # noqa: E741  (I is the expert's width, here as everywhere)
+
+
+def gate_of(h: torch.Tensor, activation: str, gated: bool, interleaved: bool) -> torch.Tensor:
+    """The published equations, one by one."""
+    if not gated:
+        one = {"relu2": lambda v: torch.clamp(v, min=0) ** 2}.get(activation)
+        return one(h) if one else gate_of(torch.cat([h, torch.ones_like(h)], -1), activation, True, False)
+    gate, up = (h[..., 0::2], h[..., 1::2]) if interleaved else (h[..., : h.shape[-1] // 2], h[..., h.shape[-1] // 2 :])
+    if activation == "silu":
+        return gate / (1 + torch.exp(-gate)) * up
+    if activation == "gelu":
+        return gate * 0.5 * (1 + torch.erf(gate / 2**0.5)) * up
+    if activation == "gelu_tanh":
+        return gate * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    gate, up = torch.minimum(gate, torch.tensor(7.0, dtype=h.dtype)), up.clamp(-7, 7)
+    return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
+
+
+def plain(
+    hidden: torch.Tensor, up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    activation: str = "silu", *, gated: bool = True, interleaved: bool = False, gate_up_bias: Any = None,
+    down_bias: Any = None, weights_on: str = "output", w_layout: str = "nk",
+) -> torch.Tensor:  # fmt: skip
+    x = hidden.reshape(-1, hidden.shape[-1])
+    out = torch.zeros(x.shape[0], down.shape[1 if w_layout == "nk" else 2], dtype=x.dtype)
+    rows = list(out)
+    for t in range(x.shape[0]):
+        for s in range(ids.shape[1]):
+            e = int(ids[t, s])
+            if not 0 <= e < up.shape[0]:
+                continue
+            first, second = (up[e], down[e]) if w_layout == "nk" else (up[e].T, down[e].T)
+            weight = weights[t, s].to(x.dtype)
+            h = first @ (x[t] * weight if weights_on == "input" else x[t])
+            h = gate_of(h if gate_up_bias is None else h + gate_up_bias[e], activation, gated, interleaved)
+            y = second @ h
+            y = y if down_bias is None else y + down_bias[e]
+            rows[t] = rows[t] + (y * weight if weights_on == "output" else y)
+    return torch.stack(rows).view(*hidden.shape[:-1], -1)
+
+
+def layer(gated: bool = True, layout: str = "nk", seed: int = 0, spread: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (spread * torch.randn(*shape, generator=generator, dtype=torch.float64)).requires_grad_()
+
+    up, down = random(E, 2 * I if gated else I, H), random(E, H, I)
+    if layout == "kn":
+        up, down = (one.detach().transpose(1, 2).contiguous().requires_grad_() for one in (up, down))
+    return [random(T, H), up, down, random(T, TOPK), random(E, 2 * I if gated else I), random(E, H)]
+
+
+IDS = torch.randint(-1, E + 1, (T, TOPK), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize(
+    ("activation", "gated", "interleaved"),
+    [*((one, True, False) for one in GATED), *((one, False, False) for one in UNGATED), ("swiglu_oai", True, True)],
+)
+def test_the_layer_and_its_gradients(
+    activation: str, gated: bool, interleaved: bool, layout: str, biased: bool, weights_on: str
+) -> None:
+    hidden, up, down, weights, up_bias, down_bias = layer(gated, layout, spread=3.0)  # so that gpt-oss's limits bind
+    how: dict[str, Any] = {
+        "gated": gated, "interleaved": interleaved, "weights_on": weights_on, "w_layout": layout,
+        "gate_up_bias": up_bias if biased else None, "down_bias": down_bias if biased else None,
+    }  # fmt: skip
+    y = moe_mlp(hidden, up, down, IDS, weights, activation, **how)
+    wanted = plain(hidden, up, down, IDS, weights, activation, **how)
+    torch.testing.assert_close(y, wanted)
+    inputs = [hidden, up, down, weights, *([up_bias, down_bias] if biased else [])]
+    dy = torch.randn_like(y)
+    for got, want in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(wanted, inputs, dy), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+def test_gradcheck(weights_on: str) -> None:
+    tensors = layer()
+
+    def function(*given: torch.Tensor) -> torch.Tensor:
+        hidden, up, down, weights, up_bias, down_bias = given
+        return moe_mlp(
+            hidden, up, down, IDS, weights, gate_up_bias=up_bias, down_bias=down_bias, weights_on=weights_on
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
+
+
+def test_bfloat16_and_leading_dimensions() -> None:
+    hidden, up, down, weights, *_ = (one.detach() for one in layer())
+    low = moe_mlp(hidden.bfloat16().view(3, 3, H), up.bfloat16(), down.bfloat16(), IDS, weights.float())
+    assert low.shape == (3, 3, H)
+    assert low.dtype is torch.bfloat16
+    wanted = plain(hidden, up, down, IDS, weights)
+    assert (low.view(T, H).double() - wanted).norm() / wanted.norm() < 1e-2
+
+
+@settings(max_examples=80)
+@given(
+    ids=st.lists(st.lists(st.integers(-2, 8), min_size=2, max_size=2), max_size=12),
+    E=st.integers(1, 6),
+    kind=st.sampled_from([torch.int16, torch.int32, torch.int64]),
+)
+def test_routing_is_a_stable_sort_with_the_others_last(ids: list[list[int]], E: int, kind: torch.dtype) -> None:
+    flat = [one for pair in ids for one in pair]
+    routing = sort_routing(torch.tensor(ids, dtype=kind).reshape(-1, 2), E)
+    here = sorted((i for i, one in enumerate(flat) if 0 <= one < E), key=lambda i: flat[i])
+    others = [i for i, one in enumerate(flat) if not 0 <= one < E]
+    assert routing.gather_indices.tolist() == here + others
+    assert routing.m_sizes.tolist() == [flat.count(g) for g in range(E)]
+    assert routing.m_sizes.dtype is torch.int32
+
+
+def test_no_tokens_and_nobody_here() -> None:
+    hidden, up, down, weights, *_ = layer()
+    empty = moe_mlp(hidden[:0], up, down, IDS[:0], weights[:0])
+    assert empty.shape == (0, H)
+    empty.sum().backward()
+    assert not moe_mlp(hidden, up, down, torch.full_like(IDS, -1), weights).any()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"activation": "relu2"}, "relu2 has no gate"),
+        ({"activation": "tanh"}, "wanted one of silu"),
+        ({"activation": "swiglu_oai", "gated": False}, "wanted one of silu, gelu, gelu_tanh, relu2"),
+        ({"interleaved": True, "gated": False}, "without a gate nothing is interleaved"),
+        ({"weights_on": "both"}, "wanted 'output' or 'input'"),
+        ({"topk_ids": IDS[1:]}, "T=9"),
+        ({"topk_weights": torch.ones(T, 1)}, r"topk_weights \[9, 1\]"),
+        ({"down_weight": torch.ones(E + 1, H, I, dtype=torch.float64)}, "same number of experts"),
+        ({"gate_up_bias": torch.ones(E, 3, dtype=torch.float64)}, r"\[E, N\] = \[5, 8\]"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(how: dict[str, Any], says: str) -> None:
+    hidden, up, down, weights, *_ = layer()
+    given: dict[str, Any] = {
+        "hidden": hidden, "gate_up_weight": up, "down_weight": down, "topk_ids": IDS, "topk_weights": weights,
+    }  # fmt: skip
+    with pytest.raises(InputError, match=says):
+        moe_mlp(**{**given, **how})
+
+
+def test_an_odd_number_of_columns_has_no_halves() -> None:
+    with pytest.raises(InputError, match="an even number"):
+        activate(torch.ones(2, 5))
