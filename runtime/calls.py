@@ -129,13 +129,17 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
     form, E, N, K = call.form, call.m_sizes.shape[0], call.N, call.K
     dtype, fusions = inputs.check_cuda_dtype(x), call.fusions
     weighted = Fusion.WEIGHT if fusions.weights is not None else Fusion.NONE
-    moved = [Fusion.GATHER, Fusion.SCATTER] if form.permute_x else [Fusion.NONE, Fusion.NONE]
-    forward = moved[0] | weighted | (Fusion.SCATTER if form.permute_y else Fusion.NONE)
+    forward = (Fusion.GATHER if form.permute_x else Fusion.NONE) | weighted
+    forward |= Fusion.SCATTER if form.permute_y else Fusion.NONE
     forward |= Fusion.BIAS if fusions.bias is not None else Fusion.NONE
+    dx = Fusion.SCATTER if form.permute_x else Fusion.NONE
+    dx |= Fusion.GATHER if form.permute_y and form.only_dx else Fusion.NONE  # else dW has dy gathered already
+    if fusions.weights is not None and (form.only_dx or not fusions.weights.requires_grad):
+        dx |= Fusion.WEIGHT
     swapped = form.layout is Layout.KN  # dw.T: dy and x change places
     return (
         Problem(Op.FORWARD, dtype, E, N, K, form.layout, code_of(Op.FORWARD, forward)),
-        Problem(Op.DX, dtype, E, N, K, form.layout, code_of(Op.DX, moved[1])),
+        Problem(Op.DX, dtype, E, N, K, form.layout, code_of(Op.DX, dx)),
         Problem(Op.DW, dtype, E, K, N) if swapped else Problem(Op.DW, dtype, E, N, K),
     )
 

@@ -1,0 +1,52 @@
+"""A kernel that the caller names: found in a bundle, or the nearest are listed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from made import ANY, NARROW, ON_A100, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
+
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.types import Op
+from pretuned.kernels.config import Config
+from pretuned.runtime.discover import Snapshot
+from pretuned.runtime.pinned import find
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Snapshot:
+    write(tmp_path / "1/a.msgpack", {PROBLEM: [modelled(64, WIDE)]}, tag="a")
+    write(tmp_path / "2/b.msgpack", {PROBLEM: [modelled(64, NARROW), modelled(128, ANY)]}, tag="b")
+    return snapshot(tmp_path / "1", tmp_path / "2")
+
+
+@pytest.mark.parametrize("index", [WIDE, NARROW, ANY])
+def test_a_config_is_found_in_the_first_bundle_that_has_it(found: Snapshot, index: int) -> None:
+    usable, at = find(found, SPECS[index].config, PROBLEM, ON_H200, aligned=True)
+    assert (usable.path.stem, at) == ("a", index)
+
+
+def test_a_choice_is_found_in_the_bundle_that_made_it(found: Snapshot) -> None:
+    for choice, name in ((modelled(64, WIDE), "a"), (modelled(64, NARROW), "b"), (modelled(128, ANY), "b")):
+        usable, at = find(found, choice, PROBLEM, ON_H200, aligned=True)
+        assert (usable.path.stem, at) == (name, choice.variant)
+
+
+def test_what_is_not_there_lists_the_nearest(found: Snapshot) -> None:
+    near = dataclasses.replace(SPECS[NARROW].config, block_m=32)
+    with pytest.raises(InputError, match=rf"no usable bundle has a variant {near} .* nearest of 3: 16x64x128 w4"):
+        find(found, near, PROBLEM, ON_H200, aligned=True)
+    with pytest.raises(InputError, match="no usable bundle has the choice"):
+        find(found, measured(64, WIDE, 3), PROBLEM, ON_H200, aligned=True)
+
+
+def test_a_variant_that_cannot_run_the_call_is_not_there(found: Snapshot) -> None:
+    with pytest.raises(InputError, match="nearest of 1: 64x64x32"):
+        find(found, SPECS[WIDE].config, PROBLEM, ON_H200, aligned=False)
+    with pytest.raises(InputError, match="its variant can't run here"):
+        find(found, modelled(64, WIDE), PROBLEM, ON_H200, aligned=False)
+    for problem, local in ((PROBLEM, ON_A100), (dataclasses.replace(PROBLEM, op=Op.DW), ON_H200)):
+        with pytest.raises(InputError, match="there are none for this kind of problem"):
+            find(found, Config(64, 64, 64, 4, 3), problem, local, aligned=True)
