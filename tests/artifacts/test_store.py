@@ -24,7 +24,7 @@ from pretuned.artifacts.errors import (
     BundleUntrusted,
     HostError,
 )
-from pretuned.artifacts.store import lock, open_bundle, publish
+from pretuned.artifacts.store import lock, open_bundle, publish, reading
 from pretuned.artifacts.types import DType, Op, Problem
 
 MEDIUM = codec.encode(golden_bundles.medium())
@@ -353,6 +353,36 @@ def test_lock_where_there_is_no_directory(tmp_path):
         assert not held
     with pytest.raises(HostError, match="can't lock"), lock("/proc/self/nothing", 0, required=True):
         pass
+
+
+def test_reading_waits_for_a_writer_and_shares_with_readers(tmp_path):
+    with reading(tmp_path, 0.2), reading(tmp_path / "missing", 0.2):
+        assert list(tmp_path.iterdir()) == []  # it writes nothing
+    with lock(tmp_path, 0) as held:
+        assert held
+        begin = time.perf_counter()
+        with reading(tmp_path, 0.2):
+            assert 0.2 <= time.perf_counter() - begin < 1.2
+    begin = time.perf_counter()
+    with reading(tmp_path, 5), reading(tmp_path, 5):
+        assert time.perf_counter() - begin < 1
+        with lock(tmp_path, 0) as held:
+            assert not held
+    with lock(tmp_path, 0) as held:
+        assert held
+
+
+def test_reading_follows_no_link_and_lets_go_after_an_error(tmp_path):
+    (tmp_path / ".pretuned.lock").symlink_to(tmp_path / "elsewhere")
+    with reading(tmp_path, 0):
+        pass
+    (tmp_path / ".pretuned.lock").unlink()
+    with lock(tmp_path, 0):
+        pass
+    with pytest.raises(KeyError), reading(tmp_path, 0):
+        raise KeyError
+    with lock(tmp_path, 0) as held:
+        assert held
 
 
 def test_blob(tmp_path):

@@ -1,0 +1,94 @@
+"""The guard of a repeated call: what it lets through, and every difference that it must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pretuned.runtime import recent
+from pretuned.runtime.recent import Entry, Guards, Table, remember
+
+X = torch.zeros(16, 64, dtype=torch.bfloat16)
+W = torch.zeros(4, 32, 64, dtype=torch.bfloat16)
+SIZES = torch.zeros(4, dtype=torch.int32)
+
+pytestmark = pytest.mark.skipif(recent._TensorGuards is None, reason="this torch has no guards")
+
+
+def guard(x: torch.Tensor = X, w: torch.Tensor = W, m_sizes: torch.Tensor = SIZES) -> recent.Guard:
+    made = Guards().of(x, w, m_sizes)
+    assert made is not None
+    return made
+
+
+def test_it_lets_the_same_kind_through() -> None:
+    same = guard()
+    assert same(X, W, SIZES)
+    assert same(X.clone(), W.clone(), SIZES.clone())
+    for rows in (1, 3, 16, 4000):
+        assert same(torch.zeros(rows, 64, dtype=X.dtype), W, SIZES)
+    with torch.no_grad():
+        assert same(X, W, SIZES)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "m_sizes"),
+    [
+        (X[:, :63], W, SIZES), (torch.zeros(16, 72, dtype=X.dtype)[:, :64], W, SIZES), (X.half(), W, SIZES),
+        (X.t().contiguous().t(), W, SIZES), (X[None], W, SIZES), (X[0], W, SIZES), (X.to("meta"), W, SIZES),
+        (X.clone().requires_grad_(), W, SIZES), (X, W.clone().requires_grad_(), SIZES),
+        (X, torch.nn.Parameter(W, requires_grad=False), SIZES),
+        (X, W[:3], SIZES), (X, W[:, :31], SIZES), (X, W.view(-1, 64), SIZES), (X, W.view(4, 64, 32), SIZES),
+        (X, torch.zeros(4, 40, 64, dtype=W.dtype)[:, :32], SIZES), (X, W[:1].expand(4, 32, 64), SIZES),
+        (X, W.half(), SIZES), (X, W.to("meta"), SIZES), (X, W.to_sparse(), SIZES),
+        (X, W, SIZES.long()), (X, W, SIZES[:3]), (X, W, torch.zeros(8, dtype=torch.int32)[::2]),
+        (X, W, SIZES.to("meta")), (X, W, None), (X, W, 3),
+    ],
+)  # fmt: skip
+def test_any_difference_is_seen(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> None:
+    assert guard()(X, W, SIZES)
+    assert not guard()(x, w, m_sizes)
+
+
+def test_inference_mode_is_another_kind() -> None:
+    with torch.inference_mode():
+        inside = guard()
+        assert inside(X, W, SIZES)
+        assert not guard()(torch.zeros_like(X), W, SIZES)
+    assert not inside(X, W, SIZES)
+
+
+def test_a_kind_keeps_a_few_guards() -> None:
+    kind = Guards()
+    strided = [torch.zeros(16, 64 + i, dtype=X.dtype)[:, :64] for i in range(20)]
+    first = kind.of(strided[0], W, SIZES)
+    assert kind.of(strided[0], W, SIZES) is first
+    assert kind.of(torch.zeros(5, 64, dtype=X.dtype), W, SIZES) is first
+    assert kind.of(strided[1], W, SIZES) is not first
+    assert kind.of(strided[0], W, SIZES) is first
+    for x in strided:
+        made = kind.of(x, W, SIZES)
+        assert made is not None
+        assert made(x, W, SIZES)
+    assert len(kind._known) == recent._MOST_GUARDS
+    assert kind.of(strided[0], W, SIZES) is not first
+
+
+def test_a_torch_without_guards_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object, **__: object) -> Callable[..., bool]:
+        raise TypeError
+
+    for made in (None, refuses):
+        monkeypatch.setattr(recent, "_TensorGuards", made)
+        assert Guards().of(X, W, SIZES) is None
+
+
+def test_a_full_table_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent, "_MOST_ENTRIES", 3)
+    entry: Entry = (guard(), None, lambda *_: None, b"", (1, 1), (1, 1), X.dtype, 0)
+    table: Table = {}
+    for i in range(4):
+        remember(table, (i, 0, 1, "nk"), entry)
+    assert list(table) == [(3, 0, 1, "nk")]
