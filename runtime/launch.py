@@ -1,12 +1,10 @@
 """From a loaded variant to a launch: what a launch needs is packed once, then copied and given to the driver.
 
-The hot path is ``Launcher.start``. Blocks of arguments are taken from a list and put back, so that threads
-(ctypes gives up the GIL in the call), signal handlers and finalizers never share one.
+``launcher.py`` has the hot path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..artifacts.errors import BundleCorrupt, InputError
@@ -14,7 +12,8 @@ from ..artifacts.types import Fusion, Variant
 from ..kernels.abi import RAGGED_SIZES, ragged_strides, weight_tiles
 from ..kernels.config import Config
 from . import arguments, driver
-from .arguments import LAUNCH, PREPARED, SIZES, STRIDES, Blocks
+from .arguments import PREPARED, SIZES, STRIDES, Blocks
+from .launcher import Launcher, starter
 from .tensormaps import NO_MAP, TensorMaps
 
 _MOST_TILES = 2**31 - 1
@@ -51,57 +50,6 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int) -> L
         cubin, variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=device
     )
     return LoadedKernel(variant, function, config, sm_count)
-
-
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """Launches one kernel for one kind of call. It does not synchronise, and any thread may call it.
-
-    ``prepare(first, second, stride_a, stride_b, M[, index, row_weights, bias, index_end])`` packs all that
-    hangs on the operands; ``start(prepared, result, m_sizes, stream)`` launches it. Calling it does both.
-    Operands are device addresses, strides are in elements, M > 0. See ``row_launcher`` and ``weight_launcher``.
-
-    Raises
-    ------
-    InputError
-        where M makes more tiles, or takes more rows, than a launch can have.
-    CudaError
-        where the driver refuses the launch.
-    """
-
-    prepare: Callable[..., bytes]
-    start: Callable[[bytes, int, int, int], None]
-
-    def __call__(
-        self, first: int, second: int, result: int, m_sizes: int, stride_a: int, stride_b: int, M: int, stream: int,
-        *rows: int,
-    ) -> None:  # fmt: skip
-        self.start(self.prepare(first, second, stride_a, stride_b, M, *rows), result, m_sizes, stream)
-
-
-def _starter(kernel: LoadedKernel, blocks: Blocks) -> Callable[[bytes, int, int, int], None]:
-    """A function (prepared, result, m_sizes, stream) that makes the driver call."""
-    launch, handle, device = driver.library().cuLaunchKernelEx, kernel.function.handle, kernel.function.device
-    pack, new = LAUNCH.pack_into, blocks.new
-    free = [new()]
-    take, give = free.pop, free.append
-
-    def start(prepared: bytes, result: int, m_sizes: int, stream: int) -> None:
-        try:
-            block = take()
-        except IndexError:  # each is in use by another thread
-            block = new()
-        memory, offset, config, pointers, _ = block
-        pack(memory, offset, prepared, stream, result, m_sizes)
-        code = launch(config, handle, pointers, None)
-        if code == driver.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
-            driver.make_current(device)
-            code = launch(config, handle, pointers, None)
-        give(block)
-        if code:
-            driver.check(code, f"cuLaunchKernelEx({kernel.variant.entry}, {kernel.config})")
-
-    return start
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +90,9 @@ def row_launcher(
         "x": ("M", "K", "stride_x_m", "one"),
         "w": ("E", *(("K", "N") if w_kn else ("N", "K")), "stride_w_e", "stride_w_row", "one"),
     }
-    start = _starter(kernel, Blocks(variant.arguments, arguments.ROWS, maps))
+    start, repeater = starter(
+        kernel.function, f"{variant.entry}, {config}", Blocks(variant.arguments, arguments.ROWS, maps)
+    )
     strides, sizes, tail = _constants(
         kernel, columns, reduction, E, m_sizes_step, fused, stride_w_e, stride_w_row
     )  # fmt: skip
@@ -172,7 +122,7 @@ def row_launcher(
             tiles if tiles < most else most, tail,
         )  # fmt: skip
 
-    return Launcher(prepare, start)
+    return Launcher(prepare, start, repeater)
 
 
 def weight_launcher(
@@ -197,7 +147,9 @@ def weight_launcher(
     """
     config, variant = kernel.config, kernel.variant
     maps = dict.fromkeys(("dy", "x"), ("null",) * 4 + ("one",) * 4)  # no kernel reads them
-    start = _starter(kernel, Blocks(variant.arguments, arguments.WEIGHT, maps))
+    start, repeater = starter(
+        kernel.function, f"{variant.entry}, {config}", Blocks(variant.arguments, arguments.WEIGHT, maps)
+    )
     strides, sizes, tail = _constants(kernel, N, K, E, m_sizes_step, fused, stride_dw_e, stride_dw_row)
     pack = PREPARED.pack
     tiles = weight_tiles(N, K, E, config)
@@ -223,7 +175,7 @@ def weight_launcher(
             programs, tail,
         )  # fmt: skip
 
-    return Launcher(prepare, start)
+    return Launcher(prepare, start, repeater)
 
 
 def _constants(

@@ -19,7 +19,8 @@ from ..kernels.abi import gemm_of
 from . import calls, discover, fallback, inputs, recent, settings
 from .device import local_gpu, platform_name, platform_supported
 from .form import form_of
-from .launch import Launcher, row_launcher
+from .launch import row_launcher
+from .launcher import Launcher
 from .loading import prepare
 from .pinned import Pin
 
@@ -163,28 +164,25 @@ def grouped_gemm(
         or topk_weights is not None or kernel_config_fwd is not None
     )  # fmt: skip
     try:
-        entry = _recent.get((x.data_ptr(), w.data_ptr(), x.shape[0], w_layout))
-        if entry is not None and (more or out is not None or zero_tail or not entry[0](x, w, m_sizes)):
-            entry = None
+        again = _recent.get((x.data_ptr(), w.data_ptr(), x.shape[0], w_layout))
     except (AttributeError, TypeError, IndexError, RuntimeError):  # no usable tensors: the checks will say which
-        entry = None
-    if entry is None or (entry[1] is not None and not entry[1]()):
-        if more or calls.is_whole(x, w):
-            form = form_of(
-                w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail,
-                is_first_gemm=is_first_gemm, dX_only=dX_only, dW_only=dW_only, autotune=autotune,
-                kernel_config_fwd=kernel_config_fwd, kernel_config_bwd_dX=kernel_config_bwd_dX,
-                kernel_config_bwd_dW=kernel_config_bwd_dW,
-            )  # fmt: skip
-            return calls.run(
-                x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
-                fuse_mul_post=fuse_mul_post, bias=bias, out=out,
-            )  # fmt: skip
-        return _known(x, w, m_sizes, w_layout, out, zero_tail)
-    _, _, start, prepared, size, stride, dtype, device = entry
-    y = _empty(size, stride, dtype)
-    start(prepared, y.data_ptr(), m_sizes.data_ptr(), _stream(device))
-    return y
+        again = None
+    if again is not None and not more and out is None and not zero_tail:
+        y = again(x, w, m_sizes)
+        if y is not None:
+            return y
+    if more or calls.is_whole(x, w):
+        form = form_of(
+            w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail,
+            is_first_gemm=is_first_gemm, dX_only=dX_only, dW_only=dW_only, autotune=autotune,
+            kernel_config_fwd=kernel_config_fwd, kernel_config_bwd_dX=kernel_config_bwd_dX,
+            kernel_config_bwd_dW=kernel_config_bwd_dW,
+        )  # fmt: skip
+        return calls.run(
+            x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
+            fuse_mul_post=fuse_mul_post, bias=bias, out=out,
+        )  # fmt: skip
+    return _known(x, w, m_sizes, w_layout, out, zero_tail)
 
 
 grouped_gemm_forward = grouped_gemm
@@ -251,8 +249,8 @@ def _known(
     same = guards.of(x, w, m_sizes)
     if same is not None:
         still = _condition(device, grad, dtype)
-        entry = same, still, launcher.start, prepared, (M, N), (N, 1), dtype, device
-        recent.remember(table, (x_at, w_at, M, w_layout), entry)
+        again = launcher.repeater(prepared, same, still, _empty, ((M, N), (N, 1), dtype), _stream)
+        recent.remember(table, (x_at, w_at, M, w_layout), again)
     return y
 
 

@@ -18,7 +18,8 @@ from ..kernels.abi import code_of, gemm_of, is_aligned
 from . import apart, discover, fallback, pinned, settings
 from .device import local_gpu, platform_supported
 from .inputs import check_cuda_dtype, row_stride, rows_usable
-from .launch import Fused, Launcher, row_launcher, weight_launcher
+from .launch import Fused, row_launcher, weight_launcher
+from .launcher import Launcher
 from .loading import prepare
 from .pinned import Pin
 

@@ -14,14 +14,11 @@ import torch
 
 Guard: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
 
-# The guard, what else must still hold, the launcher's start, what it launches; y's size, strides, dtype and device.
-Entry: TypeAlias = (
-    "tuple[Guard, Callable[[], bool] | None, Callable[[bytes, int, int, int], None], bytes, "
-    "tuple[int, int], tuple[int, int], torch.dtype, int]"
-)
+# (x, w, m_sizes) -> y, or None where they are not the same: see launcher.Repeater
+Entry: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]"
 Table: TypeAlias = "dict[tuple[int, int, int, str], Entry]"
 
-_MOST_ENTRIES = 4096  # of about 1 KB
+_MOST_ENTRIES = 4096  # of about 1.5 KB
 _MOST_GUARDS = 8
 
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)

@@ -74,6 +74,30 @@ def test_second_call_takes_the_short_way() -> None:
     assert len(ops._calls) == 1
 
 
+def test_a_repeated_call_is_known_by_its_tensors() -> None:
+    x, w, m_sizes = inputs()
+    reload()
+    wanted = [grouped_gemm(x, w, m_sizes) for _ in range(4)]
+    assert len(ops._recent) == 1
+    assert all(torch.equal(y, wanted[0]) for y in wanted)
+    assert len({y.data_ptr() for y in wanted}) == 4
+    m_sizes.copy_(m_sizes.flip(0))
+    assert_right(grouped_gemm(x, w, m_sizes), x, w, m_sizes)
+    for _ in range(3):
+        assert_right(grouped_gemm(x, w, m_sizes.long()), x, w, m_sizes)
+        assert torch.equal(grouped_gemm(x[:512], w, m_sizes)[:500], grouped_gemm(x, w, m_sizes)[:500])
+        half = x[:, : K // 2], w[:, :, : K // 2]  # the same addresses
+        assert_right(grouped_gemm(*half, m_sizes), *half, m_sizes)
+        fewer = w[:, : N // 2]
+        assert grouped_gemm(x, fewer, m_sizes).shape == (x.shape[0], N // 2)
+        assert_right(grouped_gemm(x, fewer, m_sizes), x, fewer, m_sizes)
+        with torch.inference_mode():
+            assert_right(grouped_gemm(x, w, m_sizes), x, w, m_sizes)
+        with torch.no_grad():
+            assert_right(grouped_gemm(x, torch.nn.Parameter(w), m_sizes), x, w, m_sizes)
+        assert_right(grouped_gemm(x, w, m_sizes), x, w, m_sizes)
+
+
 def test_int64_and_negative_counts_and_rows_past_the_sum() -> None:
     sizes = (0, 5, -3, 1, 0, 64, -1, 3)
     x, w, m_sizes = inputs(sizes=sizes, M=100)

@@ -1,0 +1,112 @@
+"""Launchers: bytes that are ready are copied into a block of arguments and given to the driver.
+
+The hot path is what ``Launcher.repeater`` makes. Blocks are taken from a list and put back, so that threads
+(ctypes gives up the GIL in the call), signal handlers and finalizers never share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from . import driver
+from .arguments import LAUNCH, Blocks
+
+Start: TypeAlias = Callable[[bytes, int, int, int], None]  # (prepared, result, m_sizes, stream)
+
+
+class Repeater(Protocol):
+    """Makes a function (x, w, m_sizes) that allocates a result, launches ``prepared`` into it and returns it.
+
+    It returns None, and does nothing, where ``same`` does not let the tensors through or ``still`` is false.
+    ``empty`` allocates with (size, strides, dtype), as ``shape`` has them.
+    """
+
+    def __call__(
+        self, prepared: bytes, same: Callable[[Any, Any, Any], bool], still: Callable[[], bool] | None,
+        empty: Callable[..., Any], shape: tuple[Any, Any, Any], stream_of: Callable[[int], int],
+    ) -> Callable[[Any, Any, Any], Any]: ...  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Launches one kernel for one kind of call. It does not synchronise, and any thread may call it.
+
+    ``prepare(first, second, stride_a, stride_b, M[, index, row_weights, bias, index_end])`` packs all that
+    hangs on the operands; ``start(prepared, result, m_sizes, stream)`` launches it. Calling it does both.
+    Operands are device addresses, strides are in elements, M > 0. ``launch.py`` makes them.
+    ``repeater`` makes functions that do one whole call over and over, see ``Repeater``.
+
+    Raises
+    ------
+    InputError
+        where M makes more tiles, or takes more rows, than a launch can have.
+    CudaError
+        where the driver refuses the launch.
+    """
+
+    prepare: Callable[..., bytes]
+    start: Start
+    repeater: Repeater
+
+    def __call__(
+        self, first: int, second: int, result: int, m_sizes: int, stride_a: int, stride_b: int, M: int, stream: int,
+        *rows: int,
+    ) -> None:  # fmt: skip
+        self.start(self.prepare(first, second, stride_a, stride_b, M, *rows), result, m_sizes, stream)
+
+
+def starter(function: driver.Function, what: str, blocks: Blocks) -> tuple[Start, Repeater]:
+    """What makes the driver call; the second does all of a call around it too, without one more call in Python.
+
+    ``what`` names the kernel in an error.
+    """
+    driver_launch, handle, device = driver.library().cuLaunchKernelEx, function.handle, function.device
+    pack, new = LAUNCH.pack_into, blocks.new
+    free = [new()]
+    take, give = free.pop, free.append
+
+    def start(prepared: bytes, result: int, m_sizes: int, stream: int) -> None:
+        try:
+            block = take()
+        except IndexError:  # each is in use by another thread
+            block = new()
+        memory, offset, config, pointers, _ = block
+        pack(memory, offset, prepared, stream, result, m_sizes)
+        code = driver_launch(config, handle, pointers, None)
+        if code:
+            recover(code, config, pointers)
+        give(block)
+
+    def recover(code: int, config: int, pointers: int) -> None:
+        if code == driver.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
+            driver.make_current(device)
+            code = driver_launch(config, handle, pointers, None)
+        driver.check(code, f"cuLaunchKernelEx({what})")
+
+    def repeater(
+        prepared: bytes, same: Callable[[Any, Any, Any], bool], still: Callable[[], bool] | None,
+        empty: Callable[..., Any], shape: tuple[Any, Any, Any], stream_of: Callable[[int], int],
+    ) -> Callable[[Any, Any, Any], Any]:  # fmt: skip
+        size, strides, dtype = shape
+
+        def again(x: Any, w: Any, m_sizes: Any) -> Any:
+            if not same(x, w, m_sizes) or (still is not None and not still()):
+                return None
+            y = empty(size, strides, dtype)
+            try:
+                block = take()
+            except IndexError:
+                block = new()
+            memory, offset, config, pointers, _ = block
+            pack(memory, offset, prepared, stream_of(device), y.data_ptr(), m_sizes.data_ptr())
+            code = driver_launch(config, handle, pointers, None)
+            if code:
+                recover(code, config, pointers)
+            give(block)
+            return y
+
+        return again
+
+    return start, repeater
