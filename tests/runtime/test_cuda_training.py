@@ -284,7 +284,9 @@ def test_capture_of_a_training_step_and_replay_with_other_routing(streams: int) 
 
 def test_compile_with_changing_tokens() -> None:
     up, down = layer()
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    graphs = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(moe_mlp, fullgraph=True, backend=graphs)
     for T in (5, 64, 300):
@@ -410,7 +412,7 @@ def test_fifty_steps_of_training_follow_torch() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(loss.item())
         return losses
 
     ours, theirs = train(moe_mlp), train(torch_layer)

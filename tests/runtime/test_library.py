@@ -71,7 +71,9 @@ def test_opcheck_of_the_gradient(needs: list[bool]) -> None:
 def test_compile_with_changing_tokens_compiles_once(backend: str) -> None:
     up, down = torch.randn(E, 2 * I, H, requires_grad=True), torch.randn(E, H, I, requires_grad=True)
     bias = torch.randn(E, 2 * I, requires_grad=True)
-    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    graphs = CompileCounterWithBackend(backend)
 
     def layer(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return moe_mlp(hidden, up, down, ids, weights, gate_up_bias=bias)
