@@ -22,7 +22,6 @@ __all__ = ["BundleFile", "lock", "open_bundle", "publish", "reading"]
 
 _CHUNK_BYTES = 1 << 20
 _LOCK_NAME = ".pretuned.lock"
-_LOCK_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None) -> BundleFile:
@@ -216,9 +215,8 @@ def reading(directory: str | os.PathLike[str], timeout_s: float) -> Iterator[Non
     """
     with contextlib.ExitStack() as stack:
         try:
-            fd = os.open(os.path.join(directory, _LOCK_NAME), _LOCK_FLAGS)  # noqa: PTH118 - called once a process
+            fd = _share(os.path.join(directory, _LOCK_NAME))  # noqa: PTH118 - a process's first call waits for this
             stack.callback(os.close, fd)
-            _share(fd)
         except BlockingIOError:
             stack.enter_context(lock(directory, timeout_s))
         except (OSError, ImportError):  # nobody ever locked it, or locks don't work here
@@ -226,11 +224,17 @@ def reading(directory: str | os.PathLike[str], timeout_s: float) -> Iterator[Non
         yield
 
 
-def _share(fd: int) -> None:
-    """Take the lock that filelock takes, for reading, without waiting."""
-    import fcntl  # here, so that reading types needs no POSIX
+def _share(path: str) -> int:
+    """Take the lock that filelock takes, for reading, without waiting; closing what is returned lets it go."""
+    import fcntl  # here, so that importing this needs no POSIX
 
-    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _read(fd: int, offset: int, size: int, where: str) -> bytes:

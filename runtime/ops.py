@@ -163,14 +163,15 @@ def grouped_gemm(
         permute_x or permute_y or fuse_mul_post or autotune or gather_indices is not None or bias is not None
         or topk_weights is not None or kernel_config_fwd is not None
     )  # fmt: skip
-    try:
-        again = _recent.get((x.data_ptr(), w.data_ptr(), x.shape[0], w_layout))
-    except (AttributeError, TypeError, IndexError, RuntimeError):  # no usable tensors: the checks will say which
-        again = None
-    if again is not None and not more and out is None and not zero_tail:
-        y = again(x, w, m_sizes)
-        if y is not None:
-            return y
+    if out is None and not more and not zero_tail:
+        try:
+            again = _recent.get((x.data_ptr(), w.data_ptr(), x.shape[0], w_layout))
+        except (AttributeError, TypeError, IndexError, RuntimeError):  # no usable tensors: the checks will say which
+            again = None
+        if again is not None:
+            y = again(x, w, m_sizes)
+            if y is not None:
+                return y
     if more or calls.is_whole(x, w):
         form = form_of(
             w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail,
