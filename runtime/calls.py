@@ -12,9 +12,15 @@ from ..artifacts.types import Fusion, Layout, Op, Problem
 from ..kernels.abi import code_of
 from . import gradients, inputs
 from .autograd import GroupedGemm
-from .form import Form, check_fusions, token_rows
+from .form import Form, Fusions, check_fusions, token_rows
 from .gradients import Call
 from .tuner import demand_tuner
+
+_MOST_CHECKED = 1 << 14
+# The kinds of call that passed every check as they are: the sorted rows, x's and y's.
+_checked: dict[object, tuple[int, int, int]] = {}
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def run(
@@ -42,7 +48,22 @@ def run(
         if not isinstance(tensor, torch.Tensor):
             inputs.bad(name, f"a {type(tensor).__name__}", "a torch.Tensor")
     x, w, bias = autocast(x, w, bias)
-    call, x = check(x, w, m_sizes, form, gather_indices, topk_weights, fuse_mul_post, bias, out)
+    kind: tuple[object, ...] = ()
+    if out is None and all(
+        one is None or isinstance(one, torch.Tensor) for one in (gather_indices, topk_weights, bias)
+    ):
+        kind = (form, fuse_mul_post, *map(_kind, (x, w, m_sizes, gather_indices, topk_weights, bias)))
+    sizes = _checked.get(kind) if kind else None
+    if sizes is not None:
+        index = gather_indices if fuse_mul_post or not form.plain else None
+        call = Call(form, w, m_sizes, Fusions(index, topk_weights, bias), *sizes)
+    else:
+        call, rows = check(x, w, m_sizes, form, gather_indices, topk_weights, fuse_mul_post, bias, out)
+        if kind and rows is x and call.w is w and (call.fusions.index is None or call.fusions.index is gather_indices):
+            if len(_checked) >= _MOST_CHECKED:
+                _checked.clear()
+            _checked[kind] = call.M, call.x_rows, call.y_rows
+        x = rows
     if form.autotune:
         _tune(call, x)
     fusions = call.fusions
@@ -59,6 +80,11 @@ def run(
         return y
 
 
+def _kind(tensor: torch.Tensor | None) -> object:
+    """All of a tensor that the checks look at."""
+    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+
+
 def is_whole(x: object, w: object) -> bool:
     """Whether a plain call needs all that ``run`` does: it is not on CUDA, or has a gradient, or is cast or traced."""
     if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor) or not x.is_cuda:
@@ -71,9 +97,10 @@ def is_whole(x: object, w: object) -> bool:
 
 def _is_traced(x: torch.Tensor, w: torch.Tensor) -> bool:
     """Whether these stand for tensors to come: only an operator can take them."""
-    plain = (torch.Tensor, torch.nn.Parameter)
+    if type(x) is torch.Tensor and type(w) in _PLAIN:  # a list and a generator would cost more than the rest
+        return torch.compiler.is_compiling()
     tensors = [t for t in (x, w) if isinstance(t, torch.Tensor)]
-    return torch.compiler.is_compiling() or any(type(tensor) not in plain for tensor in tensors)
+    return torch.compiler.is_compiling() or any(type(tensor) not in _PLAIN for tensor in tensors)
 
 
 def check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -63,7 +64,21 @@ def form_of(
     InputError
         for those that make no sense together.
     """
-    if w_layout not in ("nk", "kn"):
+    try:
+        return _form(w_layout, topk, permute_x, permute_y, zero_tail, is_first_gemm, dX_only, dW_only, autotune,
+                     kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW)  # fmt: skip
+    except TypeError:  # something that has no hash: the checks will say what
+        return _form.__wrapped__(w_layout, topk, permute_x, permute_y, zero_tail, is_first_gemm, dX_only, dW_only,
+                                 autotune, kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _form(
+    w_layout: str, topk: int, permute_x: bool, permute_y: bool, zero_tail: bool, is_first_gemm: bool, dX_only: bool,
+    dW_only: bool, autotune: bool, kernel_config_fwd: object, kernel_config_bwd_dX: object,
+    kernel_config_bwd_dW: object,
+) -> Form:  # fmt: skip
+    if not isinstance(w_layout, str) or w_layout not in ("nk", "kn"):
         bad("w_layout", repr(w_layout), "'nk' (w is [E, N, K]) or 'kn' (w is [E, K, N])")
     if not isinstance(topk, int) or isinstance(topk, bool) or topk < 1:
         bad("topk", repr(topk), "the number of experts of each token, at least 1")

@@ -25,6 +25,8 @@ from .pinned import Pin
 
 _ALIGNMENT_BYTES = 16
 _MOST_LAUNCHERS = 1 << 14
+_FUSIONS = tuple(map(Fusion, range(16)))  # by value: enum arithmetic costs more than the rest of a launch
+_INDEXED = (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT).value
 _launchers: tuple[object, dict[tuple[object, ...], Launcher | None]] = (None, {})  # of one snapshot
 
 
@@ -63,12 +65,8 @@ class Rows:
     @property
     def fusion(self) -> Fusion:
         """What the kernel's flags say."""
-        return (
-            (Fusion.GATHER if self.gather_divisor else Fusion.NONE)
-            | (Fusion.SCATTER if self.scatter else Fusion.NONE)
-            | (Fusion.WEIGHT if self.row_weights is not None else Fusion.NONE)
-            | (Fusion.BIAS if self.bias is not None else Fusion.NONE)
-        )
+        value = (1 if self.gather_divisor else 0) | (2 if self.scatter else 0)
+        return _FUSIONS[value | (4 if self.row_weights is not None else 0) | (8 if self.bias is not None else 0)]
 
     def index_end(self, y_rows: int) -> int:
         """The first index that something here has no row for."""
@@ -151,7 +149,7 @@ def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
     x, w, m_sizes, index = call.x, call.w, call.m_sizes, call.index
     E, N, K = call.sizes
     fusion = call.fusion
-    uses_index = bool(fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT))
+    uses_index = bool(fusion.value & _INDEXED)
     index_step = 2 if uses_index and index is not None and index.dtype is torch.int64 else 1
     strides = _weight_strides(w)
     aligned = _rows_aligned(call, y)
