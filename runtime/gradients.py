@@ -165,8 +165,11 @@ def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, 
     """tensor[index // divisor], zero where the index is outside [0, index_end)."""
     if index is None:
         raise AssertionError("no index")
-    inside = ((index >= 0) & (index < index_end))[:, None]
-    return tensor.index_select(0, reference.rows_of(index, index_end, divisor)).masked_fill_(~inside, 0)
+    inside = (index >= 0) & (index < index_end)
+    if divisor > 1:  # each row is read several times: a row of zeros costs less than a mask over the result
+        tensor = torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])])
+        return tensor.index_select(0, torch.where(inside, index.long() // divisor, tensor.shape[0] - 1))
+    return tensor.index_select(0, torch.where(inside, index.long(), 0)).masked_fill_(~inside[:, None], 0)
 
 
 def _dots(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

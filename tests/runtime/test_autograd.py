@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from pretuned.runtime import grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
+from pretuned.runtime import gradients, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
 
 T, TOPK, E, N, K = 5, 2, 4, 6, 8
 FORMS = [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (0, 1)]
@@ -273,3 +273,15 @@ def test_a_gradient_has_no_gradient() -> None:
     (dx,) = torch.autograd.grad(grouped_gemm(x, w, torch.tensor([3, 0, 0, 0])).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("form", [(1, 0, 1, 1), (0, 1, 1, 1)])
+def test_the_gradient_of_the_weights_in_pieces(form: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    index, m_sizes = routing()
+    given = tensors(form)
+    inputs = list(given.values())
+    whole = torch.autograd.grad(call(form, "nk", index, m_sizes, **given).square().sum(), inputs)
+    monkeypatch.setattr(gradients, "_CHUNK_ELEMENTS", 3 * K)  # a row or three at a time
+    pieces = torch.autograd.grad(call(form, "nk", index, m_sizes, **given).square().sum(), inputs)
+    for one, other in zip(pieces, whole, strict=True):
+        torch.testing.assert_close(one, other)
