@@ -35,7 +35,7 @@ class Rows:
     """y[to(m)] = weight(m) * (x[from(m)] @ w[g].T + bias[g]): the forward, or dX with x = dy and y = dx.
 
     ``w`` is 3-D in ``layout``; ``M`` counts the sorted rows. from(m) = index[m] // ``gather_divisor`` (m where that
-    is 0), to(m) = index[m] with ``scatter``; ``row_weights`` float32 by index, ``bias`` [E, columns].
+    is 0), to(m) = index[m] with ``scatter``; ``row_weights`` float32 by index, ``bias`` [E, columns of y].
     """
 
     op: Op
@@ -56,11 +56,6 @@ class Rows:
         """E, and N and K of w."""
         E, first, second = self.w.shape
         return (E, first, second) if self.layout is Layout.NK else (E, second, first)
-
-    @property
-    def columns(self) -> int:
-        """The columns of y."""
-        return self.sizes[1 if self.op is Op.FORWARD else 2]
 
     @property
     def fusion(self) -> Fusion:
