@@ -52,8 +52,8 @@ def _tile(
         # Rows past the end read the last row again: no mask in the loop, and what they compute is never stored.
         source = tl.minimum(row_m.to(tl.int64) + tl.arange(0, BLOCK_M), row_end - 1)
         if (flags & GATHER) != 0:
-            flat, _inside = flat_index(index, index_step, index_end, flags, source, row_end)
-            source = flat // x_divisor
+            flat, counts = flat_index(index, index_step, index_end, flags, source, row_end)
+            source = tl.where(counts, flat, 0) // x_divisor
         x_at = x + source[:, None] * stride_x_m + k[None, :]
     if not W_TMA:
         col = col_n + tl.arange(0, BLOCK_N)

@@ -22,7 +22,7 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "tiles.py"), "ba293b5ccc6cb42a4a8807d10535c4fc9f1ef2a7f534dfca57ca2c9cc027ce04"
+_ROWS = ("forward.py", "tiles.py"), "e6de2ccc8cf4d8dfb542acefc477b0068d763fd6ee936f5897b12a3551c68e7e"
 _WEIGHT = ("grad_weight.py", "tiles.py"), "31f24957c1f52148fb81f3200701fe2678f4d9e6aaf4f700d4936338f543c4dd"
 REVISIONS = {
     "rows": Revision(1, *_ROWS),
