@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..artifacts.types import DType, Op, Problem
+from ..artifacts.types import DType, Fusion, Layout, Op, Problem
 from .device import LocalGpu
 from .discover import View
 
@@ -12,16 +12,24 @@ _NEAREST = 3
 _DEFAULT_TOKENS = 65_536  # what a spec builds for when it does not say
 
 
+# The forms that a layer's first GEMM, of weight [E, I, H], has alone; all others the second, of weight [E, H, I], has.
+_FIRST_GEMM = {(Op.FORWARD, Fusion.GATHER), (Op.DX, Fusion.SCATTER)}
+
+
 def build_line(problem: Problem, bucket: int, sm: int) -> str:
     """The command that builds this very problem, up to ``bucket`` rows and more, for capability ``sm``.
 
-    The problem is written as the second GEMM of a layer, whose weight is [E, H, I]: H = N, I = K. (top_k
-    decides nothing about a plain product, so it is 1.)
+    The problem is written as a GEMM of a layer without a gate: the second, H = N and I = K, or the first, H = K
+    and I = N. (top_k decides nothing about a product, so it is 1.)
     """
-    options = "" if problem.dtype is DType.BF16 else f" dtype={problem.dtype.value}"
-    options += "" if problem.op is Op.FORWARD else f" ops={problem.op.value}"
+    first = (problem.op, problem.fusion) in _FIRST_GEMM
+    H, width = (problem.K, problem.N) if first else (problem.N, problem.K)
+    options = " gated=0" if first else ""
+    options += "" if problem.dtype is DType.BF16 else f" dtype={problem.dtype.value}"
+    options += "" if problem.layout is Layout.NK else f" layout={problem.layout.value}"
+    options += f" ops={problem.op.value}"
     options += "" if bucket <= _DEFAULT_TOKENS else f" tokens=1..{bucket}"
-    return f'aot build --models "shape:E={problem.E},H={problem.N},I={problem.K},k=1{options}" --sm {sm}'
+    return f'aot build --models "shape:E={problem.E},H={H},I={width},k=1{options}" --sm {sm}'
 
 
 def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:

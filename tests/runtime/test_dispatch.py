@@ -39,7 +39,7 @@ from pretuned.aot.plan import plan
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
 from pretuned.artifacts.store import publish
-from pretuned.artifacts.types import DType, Gpu, Op, Problem, Source, bucket_of
+from pretuned.artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, Source, bucket_of
 from pretuned.kernels.config import Config
 from pretuned.runtime.candidates import Match, Origin, same_gpu
 from pretuned.runtime.device import LocalGpu
@@ -170,7 +170,7 @@ def test_another_dtype_is_a_miss_that_says_what_to_build(tmp_path: Path) -> None
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     got = decide(snapshot(tmp_path), Problem(Op.FORWARD, DType.FP16, 8, 1024, 768), 64, ON_H200)
     assert isinstance(got, Miss)
-    assert 'aot build --models "shape:E=8,H=1024,I=768,k=1 dtype=fp16" --sm 90' in got.reason
+    assert 'aot build --models "shape:E=8,H=1024,I=768,k=1 dtype=fp16 ops=forward" --sm 90' in got.reason
 
 
 def test_without_any_bundle_there_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -210,9 +210,16 @@ def test_strict_wants_a_choice_for_problem_bucket_and_capability(tmp_path: Path)
         decide(snapshot(tmp_path / "sm80"), PROBLEM, 64, ON_L40S, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("op", "layout", "fusion"),
+    [(op, layout, fusion) for op in (Op.FORWARD, Op.DX) for layout in Layout
+     for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)] + [(Op.DW, Layout.NK, Fusion.NONE)],
+)  # fmt: skip
 @pytest.mark.parametrize(("M", "dtype"), [(64, DType.BF16), (1 << 20, DType.BF16), (5, DType.TF32)])
-def test_the_line_it_names_builds_that_very_problem_and_bucket(M: int, dtype: DType) -> None:
-    problem = Problem(Op.FORWARD, dtype, 9, 1100, 360)
+def test_the_line_it_names_builds_that_very_problem_and_bucket(
+    M: int, dtype: DType, op: Op, layout: Layout, fusion: Fusion
+) -> None:
+    problem = Problem(op, dtype, 9, 1100, 360, layout, fusion)
     words = shlex.split(build_line(problem, bucket_of(M), 90))
     assert words[:3] == ["aot", "build", "--models"]
     assert parse_sm(words[words.index("--sm") + 1], lambda: None) == (90,)
