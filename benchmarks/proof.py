@@ -6,6 +6,7 @@
 Every step runs in a process of its own, as a user's would:
 
 - ``correct``: every catalogue model's two GEMMs at T = 1, 16, 128, 1024, 8192, skewed routing, against fp32;
+- ``training``: their dX and dW, and the forward gathered, scattered and weighted, at T = 1 ... 8192 too;
 - ``forms``: other dtypes, unaligned sizes, int64 counts, strides, empty experts, NaN in one expert;
 - ``cold``: context up and inputs ready: the first call, with finding, opening and loading; and from process start;
 - ``host``: host time of one call, beside torch's;
@@ -135,6 +136,57 @@ def forms() -> dict[str, Any]:
     return {"cases": results, "wrong": bad}
 
 
+def training() -> dict[str, Any]:
+    """dX, dW, the gathered and the scattered, weighted forward of every catalogue model's two GEMMs."""
+    import method
+    import torch
+
+    from pretuned.runtime import grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
+
+    worst: dict[str, float] = {}
+    wrong: list[str] = []
+    count = 0
+
+    def judge(form: str, where: str, result: torch.Tensor, inputs: method.Inputs, op: str) -> None:
+        nonlocal count
+        error = method.relative_error(result, inputs, op)
+        worst[form] = max(worst.get(form, 0.0), error) if error == error else float("nan")
+        count += 1
+        if not error < method.MAX_ERROR:
+            wrong.append(f"{form} {where}: {error}")
+
+    for name, E, N, K, top_k in read_catalogue():
+        w = method.weights(E, N, K, torch.bfloat16)
+        for T in (1, 17, 128, 1000, 1024, 8192):
+            m_sizes = method.routed_rows(E, top_k, T)
+            if T == 1000:  # one expert has every row
+                m_sizes = torch.zeros_like(m_sizes)
+                m_sizes[E // 2] = T * top_k
+            M, m_sizes, where = T * top_k, m_sizes.cuda(), f"{name} T={T}"
+            x, dy = method.activations(M, K, w.dtype), method.activations(M, N, w.dtype)
+            inputs = method.Inputs(x, w, m_sizes, dy)
+            dx, dw = grouped_gemm_dX(dy, w, m_sizes), grouped_gemm_dW(dy, x, m_sizes)
+            judge("dX", where, dx, inputs, "dX")
+            judge("dW", where, dw, inputs, "dW")
+            if T in (17, 1024) and not (
+                torch.equal(dx, grouped_gemm_dX(dy, w, m_sizes)) and torch.equal(dw, grouped_gemm_dW(dy, x, m_sizes))
+            ):
+                wrong.append(f"bits differ {where}")
+            del dx, dw
+            index = torch.randperm(M, device="cuda", generator=torch.Generator("cuda").manual_seed(4))
+            tokens, topk_weights = method.activations(T, K, w.dtype), torch.rand(T, top_k, device="cuda") + 0.5
+            y = grouped_gemm(tokens, w, m_sizes, top_k, index, permute_x=True)
+            judge("gather", where, y, method.Inputs(tokens[index // top_k], w, m_sizes), "forward")
+            y = grouped_gemm(x, w, m_sizes, top_k, index, permute_y=True, topk_weights=topk_weights,
+                             fuse_mul_post=True)  # fmt: skip
+            y = y[index].float() / topk_weights.flatten()[index, None]
+            judge("scatter, weight", where, y, inputs, "forward")
+        del w, x, dy, y, inputs
+        torch.cuda.empty_cache()
+        print(f"{name:55} {worst}", file=sys.stderr, flush=True)
+    return {"worst_error": worst, "wrong": wrong, "count": count, "triton_imported": "triton" in sys.modules}
+
+
 def cold() -> dict[str, Any]:
     """One process: the times of its parts, in milliseconds. The parent runs it several times."""
     begun = float(os.environ["BEGUN"])
@@ -142,10 +194,10 @@ def cold() -> dict[str, Any]:
 
     imported = time.time()
     E, N, K, top_k = SHAPE
-    x = torch.randn(128 * top_k, K, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(top_k, K, device="cuda", dtype=torch.bfloat16)  # one token
     w = torch.randn(E, N, K, device="cuda", dtype=torch.bfloat16)
-    m_sizes = torch.full((E,), 8, dtype=torch.int32, device="cuda")
-    torch.empty(128 * top_k, N, device="cuda", dtype=torch.bfloat16)
+    m_sizes = (torch.arange(E, device="cuda") < top_k).int()
+    torch.empty(top_k, N, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
     ready = time.time()
     from pretuned.runtime import grouped_gemm
@@ -160,6 +212,7 @@ def cold() -> dict[str, Any]:
     grouped_gemm(x, w, m_sizes)
     torch.cuda.synchronize()
     return {
+        "bundle_bytes": sum(file.stat().st_size for file in bundle_files()),
         "torch_import_ms": 1000 * (imported - begun), "context_and_inputs_ms": 1000 * (ready - imported),
         "pretuned_import_ms": 1000 * (runtime - ready), "first_call_returns_ms": 1000 * (returned - start),
         "first_result_ms": 1000 * (end - start), "second_result_ms": 1000 * (time.perf_counter() - second),
@@ -260,7 +313,15 @@ def bare() -> dict[str, Any]:
             "writable": writable, "triton_imported": "triton" in sys.modules}  # fmt: skip
 
 
-STEPS = {f.__name__: f for f in (correct, forms, cold, host, capture, bare)}
+STEPS = {f.__name__: f for f in (correct, training, forms, cold, host, capture, bare)}
+
+
+def bundle_files() -> list[Path]:
+    """The bundles that PRETUNED_BUNDLES, or else the system's directory, holds."""
+    places = os.environ.get("PRETUNED_BUNDLES", "/opt/pretuned/bundles").split(":")
+    return [
+        file for place in places for file in ([Path(place)] if Path(place).is_file() else Path(place).glob("*.msgpack"))
+    ]
 
 
 def run_step(name: str, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None) -> dict[str, Any]:
