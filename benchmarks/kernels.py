@@ -93,7 +93,7 @@ def measure(models: list[str], columns: Iterable[tuple[str, tuple[int, ...]]]) -
                         left = torch.randn(M, K, device="cuda", dtype=w.dtype)
                         cell["dense_same_flops_us"] = clock.median_us(lambda a=left, b=w[0]: a @ b.T, 10)
                     if op == "forward":
-                        cell["chosen"] = explain(inputs.x, w, m_sizes).to_dict().get("chosen")
+                        cell["chosen"] = str(explain(inputs.x, w, m_sizes).candidates[0].config)
                     cells.append(cell)
                     print(f"{name:13}{gemm:8}{op:8}T={T:<5} {cell['us']:9.1f} us, grouped_mm x "
                           f"{cell['torch_grouped_mm_us'] / cell['us']:.2f}", flush=True)  # fmt: skip

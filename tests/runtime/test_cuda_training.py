@@ -220,6 +220,7 @@ def test_the_same_bits_every_time() -> None:
             assert torch.equal(got, want)
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's advice: w was made on another stream
 def test_threads_and_streams() -> None:
     up, down = layer()
     wanted = gradients(up, down)
