@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -22,6 +23,7 @@ from .compilecache import CompileCache
 from .scratch import remove_tree, scratch_folder
 
 TIMEOUT_S = 300.0  # a variant takes 0.2 to 5 s; a compiler that hangs is killed
+_TIDYING_S = 3.0  # what a worker without its parent takes at most to remove what was left
 
 Compile = Callable[[Spec, int], Compiled]
 
@@ -147,7 +149,11 @@ def _end_with_parent(scratch: str) -> None:
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
+        end = time.monotonic() + _TIDYING_S
         remove_tree(Path(scratch))
+        while Path(scratch).exists() and time.monotonic() < end:  # another worker, or this one, was writing there
+            time.sleep(0.02)
+            remove_tree(Path(scratch))
         os.killpg(0, signal.SIGKILL)
 
 
