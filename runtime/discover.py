@@ -209,7 +209,7 @@ def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
     if not bundle.target.runs_on(local.sm):
         return TargetMismatch(
             f"bundle {name!r} holds code for {bundle.target}, this GPU is sm_{local.sm} ({local}). "
-            f"Build one with: aot build --sm {local.sm}"
+            f"Build one with: aot build --models models.txt --sm {local.sm}"
         )
     if 0 < local.gpu.driver < bundle.min_driver:
         return DriverTooOld(

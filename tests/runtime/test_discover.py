@@ -141,7 +141,7 @@ def test_another_capability_is_skipped_quietly_and_raised_by_name(
     path = write(tmp_path / "d/sm90.msgpack", CHOICES)
     assert names(snapshot(tmp_path / "d"), local) == []
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
-    with pytest.raises(TargetMismatch, match=rf"sm_90a.*sm_{local.sm}.*aot build --sm {local.sm}"):
+    with pytest.raises(TargetMismatch, match=rf"sm_90a.*sm_{local.sm}.*aot build --models models.txt --sm {local.sm}"):
         decide(snapshot(path), PROBLEM, 64, local)
 
 

@@ -27,7 +27,8 @@ def test_a_machine_that_would_use_a_bundle(tmp_path: Path) -> None:
     assert found.ok
     text = str(found)
     for wanted in ("NVIDIA H200 (9.0, 132 SMs", "sm90.msgpack (sm_90a, 1 problems, 3 variants, measured on",
-                   "used by GPU 0", "sm80.msgpack (sm_80, 2 problems", "aot build --sm 90", "/home/me/.cache/pretuned",
+                   "used by GPU 0", "sm80.msgpack (sm_80, 2 problems", "aot build --models models.txt --sm 90",
+                   "/home/me/.cache/pretuned",
                    "2 bundles", "ok        yes"):  # fmt: skip
         assert wanted in text
     plain = json.loads(json.dumps(found.to_dict()))
@@ -53,6 +54,16 @@ def test_a_machine_that_would_not_and_the_fix(
     assert fix in problem
     assert f"problem   {problem}" in str(found)
     assert found.to_dict()["ok"] is False
+
+
+@pytest.mark.parametrize("gpus", [(), (ON_H200,)])
+def test_a_named_file_that_is_missing(gpus: tuple[LocalGpu, ...], tmp_path: Path) -> None:
+    write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    found = report(snapshot(tmp_path / "gone.msgpack", tmp_path), READ, gpus, "CUDA 12.8")
+    assert not found.ok
+    (problem,) = found.problems
+    assert "gone.msgpack" in problem
+    assert "No such file" in problem
 
 
 def test_a_damaged_bundle(tmp_path: Path) -> None:
