@@ -1,0 +1,28 @@
+"""Compiles one variant of every kind of code with the Triton that is installed: builders bring others than ours.
+
+PYTHONPATH=<folder that holds pretuned> python tests/kernels/compile_one_of_each.py
+"""
+
+from __future__ import annotations
+
+import triton
+
+from pretuned.aot.compile import compile_variant
+from pretuned.artifacts.types import DType, Fusion, Op
+from pretuned.kernels.abi import Spec
+from pretuned.kernels.config import Config
+
+TMA = Config(64, 128, 64, 4, 3, tma=True)
+POINTERS = Config(64, 128, 32, 4, 3)
+SPECS = [
+    *(Spec(op, DType.BF16, TMA, fusion=fusion) for op in (Op.FORWARD, Op.DX) for fusion in
+      (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)),
+    Spec(Op.DW, DType.BF16, Config(32, 128, 128, 4, 4, tma=True)),
+]  # fmt: skip
+OLDER = [Spec(op, DType.BF16, POINTERS) for op in Op]
+
+if __name__ == "__main__":
+    for sm, specs in ((90, SPECS), (80, OLDER)):
+        for spec in specs:
+            variant = compile_variant(spec, sm).variant
+            print(f"triton {triton.__version__} sm_{sm} {spec}: {variant.registers} registers", flush=True)
