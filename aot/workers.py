@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -105,7 +106,7 @@ def _run(
             max_workers=workers, context=get_context("spawn"), initializer=_start_worker, initargs=(str(scratch),)
         )
         try:
-            with _interrupts_held():
+            with _stderr_to(scratch / "workers"), _interrupts_held():
                 running: dict[Future[Compiled], Job] = {
                     pool.schedule(compile_one, (job.spec, job.sm), timeout=timeout_s): job for job in jobs
                 }
@@ -121,6 +122,27 @@ def _run(
         finally:
             pool.stop()  # after close() and the last result there is nothing left to stop
             pool.join()
+
+
+@contextlib.contextmanager
+def _stderr_to(path: Path) -> Iterator[None]:
+    """What starts meanwhile writes its standard error to a file.
+
+    A worker that is ended while it starts, and the resource tracker of a killed build, would print tracebacks.
+    """
+    try:
+        kept = os.dup(2)
+    except OSError:  # this process has no standard error
+        yield
+        return
+    sys.stderr.flush()
+    with path.open("wb") as sink:
+        os.dup2(sink.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 @contextlib.contextmanager
