@@ -21,6 +21,7 @@ def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
     problems = bundle.problems()
     by_problem = {problem: bundle.find(problem) for problem in problems}
     producer = bundle.producer
+    variants = bundle.variants()
     found: dict[str, object] = {
         "path": bundle.path,
         "size_bytes": Path(bundle.path).stat().st_size,
@@ -30,6 +31,7 @@ def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
         "pretuned": producer.pretuned,
         "triton": producer.triton,
         "ptxas": producer.ptxas,
+        "launch_abi": ", ".join(map(str, sorted({one.abi for one in variants}))),
         "options": " ".join(producer.options),
         "problems": len(problems),
         "choice_count": sum(map(len, by_problem.values())),
@@ -45,7 +47,7 @@ def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
             {"name": one.name, "tp": one.tp, "ep": one.ep, "dtype": one.dtype.value, "problems": len(one.problems)}
             for one in bundle.models()
         ],
-        "variants": [_variant(i, one) for i, one in enumerate(bundle.variants())],
+        "variants": [_variant(i, one) for i, one in enumerate(variants)],
     }
     if choices:
         found["choices"] = [_choice(problem, one) for problem, row in by_problem.items() for one in row]
@@ -56,6 +58,7 @@ def _variant(i: int, one: Variant) -> dict[str, object]:
     return {
         "variant": i,
         "kernel": one.kernel,
+        "abi": one.abi,
         "op": one.op.value,
         "dtype": one.dtype.value,
         "layout": one.layout.value,

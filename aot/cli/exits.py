@@ -6,16 +6,17 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import click
 
-from ...artifacts.errors import BundleError, InputError, PretunedError, ProblemNotInBundle
+from ...artifacts.errors import BundleError, HostError, InputError, PretunedError, ProblemNotInBundle
 
 OK = 0
 ENVIRONMENT = 1  # the machine: no GPU, a full disk, a missing package, a compiler that fails
 INPUT = 2  # what was asked for or given: an option, a spec, a bundle
 INTERRUPTED = 130
+READER_LEFT = 141  # 128 + SIGPIPE: what a shell says of a program whose reader (head, less) closed the pipe
 
 _EXTRA = {"click", "rich", "pebble", "platformdirs", "triton"}  # the packages of pretuned[aot]
 
@@ -50,10 +51,6 @@ def told(error: BaseException) -> tuple[int, str]:
             return INTERRUPTED, str(error) or "interrupted"
         case InputError() | BundleError() | ProblemNotInBundle():
             return INPUT, f"error: {error}"
-        case BrokenPipeError():
-            # The reader (head, less) has left; else the interpreter's own last flush would complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return ENVIRONMENT, ""
         case OSError() if not error.filename and _from_echo(error):
             return ENVIRONMENT, f"error: can't write the output: {error.strerror}"
         case ModuleNotFoundError() if (error.name or "").partition(".")[0] in _EXTRA:
@@ -68,6 +65,22 @@ def told(error: BaseException) -> tuple[int, str]:
                 "same command and --debug"
             )
     raise error
+
+
+@contextlib.contextmanager
+def quiet_without_reader() -> Iterator[None]:
+    """Where the reader of the output has left, end with ``READER_LEFT`` and no word.
+
+    Inside click's own ``main``, which would make it an exit code 1.
+    """
+    try:
+        yield
+    except BrokenPipeError as error:
+        if not _from_echo(error):
+            raise HostError(f"another process has ended early: {error}") from error
+        # else the interpreter's own last flush would complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(READER_LEFT) from None
 
 
 def _from_echo(error: OSError) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
-from .exits import OK, guarded
+from .exits import OK, guarded, quiet_without_reader
 
 _VERBS = ("build", "plan", "models", "inspect", "verify", "doctor")  # as --help lists them
 _DEBUG = "--debug"
@@ -15,6 +16,14 @@ _DEBUG = "--debug"
 
 class _Verbs(click.Group):
     """Each verb is imported when it is used: ``aot --version`` needs none of them."""
+
+    def make_context(self, *given: Any, **named: Any) -> click.Context:
+        with quiet_without_reader():  # --version and --help print here
+            return super().make_context(*given, **named)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with quiet_without_reader():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_VERBS)

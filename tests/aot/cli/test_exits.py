@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from pretuned.aot.cli.exits import guarded, told
+from pretuned.aot.cli.exits import guarded, quiet_without_reader, told
+from pretuned.aot.verify import verify
 from pretuned.artifacts import errors
 
 
@@ -56,6 +58,43 @@ def test_an_output_that_is_full() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "error: can't write the output: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["models"], ["models", "--json"], ["--help"], ["models", "--help"], ["--version"]],
+    ids=" ".join,
+)
+def test_a_reader_that_has_left(arguments: list[str]) -> None:
+    """As ``aot models | head -1``: no word, and the code that a shell shows for SIGPIPE."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "pretuned.aot", *arguments]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_reader_that_leaves_a_build_has_its_bundle(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        spec = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64"
+        command = [sys.executable, "-m", "pretuned.aot", "build", "--models", spec, "--sm", "80", "--no-cache"]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path)
+    finally:
+        os.close(writer)
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+    assert verify(str(tmp_path / "bundles" / "pretuned-sm80.msgpack"))
+
+
+def test_a_pipe_that_broke_elsewhere_is_told() -> None:
+    with pytest.raises(errors.HostError, match="ended early"), quiet_without_reader():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 def test_an_unforeseen_error_says_so_and_where() -> None:

@@ -13,6 +13,7 @@ import pytest
 from pretuned.aot.cli.main import _VERBS
 from pretuned.aot.compile import toolchain
 from pretuned.artifacts.store import open_bundle
+from pretuned.kernels.abi import LAUNCH_ABI
 
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"  # few candidates
 
@@ -100,6 +101,9 @@ def test_inspect_as_a_table(aot, small_bundle):
     assert ended.code == 0
     for word in ("sm_80", "rows", "small", "16x32x64 w4 s2", "modelled"):
         assert word in ended.out
+    told = json.loads(aot("inspect", small_bundle, "--json").out)
+    assert told["launch_abi"] == str(LAUNCH_ABI)
+    assert {one["abi"] for one in told["variants"]} == {LAUNCH_ABI}
 
 
 def test_verify_tells_each_file(aot, here, small_bundle):
