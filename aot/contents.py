@@ -44,7 +44,14 @@ def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
             for one in bundle.gpus
         ],
         "models": [
-            {"name": one.name, "tp": one.tp, "ep": one.ep, "dtype": one.dtype.value, "problems": len(one.problems)}
+            {
+                "name": one.name,
+                "tp": one.tp,
+                "ep": one.ep,
+                "top_k": one.top_k,
+                "dtype": one.dtype.value,
+                "problems": len(one.problems),
+            }
             for one in bundle.models()
         ],
         "variants": [_variant(i, one) for i, one in enumerate(variants)],

@@ -45,19 +45,20 @@ def plan(shapes: Iterable[ModelShape]) -> Plan:
     M = tokens * k / ep falls in, from the least to the most tokens, the same for every op.
     """
     buckets: dict[Problem, set[int]] = {}
-    models: dict[tuple[str, int, int, DType], set[Problem]] = {}
+    models: dict[tuple[str, int, int, int, DType], set[Problem]] = {}
     for shape in shapes:
         wanted = buckets_between(*shape.rows)
         for dtype in shape.dtypes:
             problems = set(problems_of(shape, dtype))
             for problem in problems:
                 buckets.setdefault(problem, set()).update(wanted)
-            models.setdefault((shape.name, shape.tp, shape.ep, dtype), set()).update(problems)
+            key = (shape.name, shape.tp, shape.ep, shape.experts_per_token, dtype)
+            models.setdefault(key, set()).update(problems)
     return Plan(
         MappingProxyType({one: tuple(sorted(buckets[one])) for one in sorted(buckets, key=lambda one: one.sort_key)}),
         tuple(
             Model(*key, problems=tuple(sorted(models[key], key=lambda one: one.sort_key)))
-            for key in sorted(models, key=lambda key: (*key[:3], key[3].value))
+            for key in sorted(models, key=lambda key: (*key[:4], key[4].value))
         ),
     )
 

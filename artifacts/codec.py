@@ -102,7 +102,7 @@ def _encode(bundle: Bundle) -> bytes:
     keyed = sorted((pack_problem(problem), problem) for problem in bundle.choices)
     rows = {problem: row for row, (_, problem) in enumerate(keyed)}
     models = [
-        dict(zip(MODEL, (m.name, m.tp, m.ep, m.dtype.value, [rows[p] for p in m.problems]), strict=True))
+        dict(zip(MODEL, (m.name, m.tp, m.ep, m.top_k, m.dtype.value, [rows[p] for p in m.problems]), strict=True))
         for m in bundle.models
     ]
     values = (

@@ -28,7 +28,7 @@ from .wire import Malformed, Preamble, corrupt, pack, parse, unpack
 FIELDS = (
     "target", "min_driver", "producer", "kernels", "gpus", "variants", "cubin_bytes", "problems", "models",
 )  # fmt: skip
-MODEL = ("name", "tp", "ep", "dtype", "problems")
+MODEL = ("name", "tp", "ep", "top_k", "dtype", "problems")
 
 
 class Index:
@@ -152,7 +152,7 @@ class Index:
             raise self._corrupt("models", error) from None
 
     def _model(self, value: object, known: dict[int, Problem]) -> Model:
-        model, tp, ep, dtype, rows = fields(value, "model", MODEL)
+        model, tp, ep, top_k, dtype, rows = fields(value, "model", MODEL)
         problems = []
         for item in items(rows, "model.problems", 0, lim.MAX_MODEL_PROBLEMS):
             row = integer(item, "model.problems", 0, len(self._keys) - 1)
@@ -163,6 +163,7 @@ class Index:
             name(model, "model.name", is_label),
             integer(tp, "model.tp", 1, lim.MAX_DIM),
             integer(ep, "model.ep", 1, lim.MAX_DIM),
+            integer(top_k, "model.top_k", 1, lim.MAX_EXPERTS),
             pick(dtype, "model.dtype", DTYPES),
             tuple(problems),
         )

@@ -209,11 +209,15 @@ class Producer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model (one sharding of it) that a bundle was built for, and its problems."""
+    """A model (one sharding of it) that a bundle was built for, and its problems.
+
+    ``top_k`` experts see each token, shared ones that are fused included: T tokens make at most T * top_k rows.
+    """
 
     name: str
     tp: int
     ep: int
+    top_k: int
     dtype: DType
     problems: tuple[Problem, ...]
 

@@ -53,7 +53,8 @@ def test_forward_problems_and_buckets() -> None:
     assert set(made.buckets.values()) == {(8, 16, 32, 64, 128, 256, 512, 1024)}
     assert made.choices == 32
     (model,) = made.models
-    assert (model.name, model.tp, model.ep, model.dtype) == ("Qwen/Qwen3-30B-A3B", 1, 1, DType.BF16)
+    assert (model.name, model.tp, model.ep, model.top_k) == ("Qwen/Qwen3-30B-A3B", 1, 1, 8)
+    assert model.dtype is DType.BF16
     assert model.problems == (first, gathers, second, scatters)
 
 

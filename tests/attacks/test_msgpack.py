@@ -112,7 +112,7 @@ ATTACKS = {
     "models: deep": field("models", b"\xc6" + struct.pack(">I", 8 << 20) + b"\x91" * (8 << 20)),
     "models: arrays of 4096 each": field("models", b"\xc5" + struct.pack(">H", 60000) + b"\xdc\x10\x00" * 20000),
     "models: a row that is not there": field("models", msgpack.packb(msgpack.packb(
-        [{"name": "m", "tp": 1, "ep": 1, "dtype": "bf16", "problems": [1]}]))),
+        [{"name": "m", "tp": 1, "ep": 1, "top_k": 1, "dtype": "bf16", "problems": [1]}]))),
 }  # fmt: skip
 
 

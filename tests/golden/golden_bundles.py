@@ -71,7 +71,7 @@ def small() -> Bundle:
         (variant(cubin, arguments=(("x", "ptr"), ("M", "i32")), tensor_maps=(), config=(("block_m", 16),)),),
         (cubin,),
         {problem: (Choice(1, 0, Source.MODELLED, 5000),)},
-        (Model("Qwen/Qwen3-30B-A3B", 1, 1, DType.BF16, (problem,)),),
+        (Model("Qwen/Qwen3-30B-A3B", 1, 1, 8, DType.BF16, (problem,)),),
     )
 
 
@@ -123,7 +123,7 @@ def medium(problems: int = 12, variants: int = 6, buckets: int = 8, seed: int = 
         made,
         cubins,
         choices,
-        tuple(Model(f"org/model-{i}", 1 << i % 3, 1, DType.BF16, listed[i::4]) for i in range(4)),
+        tuple(Model(f"org/model-{i}", 1 << i % 3, 1, 1 + i, DType.BF16, listed[i::4]) for i in range(4)),
     )
 
 
@@ -167,7 +167,7 @@ def edges() -> Bundle:
         (made,),
         (cubin,),
         {problem: tuple(Choice(1 << i, 0, Source.MEASURED, 2**53 - 1, None, None, 0) for i in range(32))},
-        (Model("a/b/c", 2**31 - 1, 2**31 - 1, DType.TF32, (problem, problem)),),
+        (Model("a/b/c", 2**31 - 1, 2**31 - 1, 65536, DType.TF32, (problem, problem)),),
     )
 
 

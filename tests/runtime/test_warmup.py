@@ -15,9 +15,9 @@ from pretuned.runtime.warmup import buckets, problems_of
 
 CHOICES = {PROBLEM: [modelled(64, WIDE)], OTHER: [modelled(64, WIDE)]}
 MODELS = (
-    Model("acme/large", 1, 1, DType.BF16, (PROBLEM, OTHER)),
-    Model("acme/large", 2, 1, DType.BF16, (OTHER,)),
-    Model("acme/small", 1, 1, DType.BF16, (PROBLEM,)),
+    Model("acme/large", 1, 1, 2, DType.BF16, (PROBLEM, OTHER)),
+    Model("acme/large", 2, 1, 2, DType.BF16, (OTHER,)),
+    Model("acme/small", 1, 1, 4, DType.BF16, (PROBLEM,)),
 )
 
 

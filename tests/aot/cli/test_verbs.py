@@ -91,7 +91,7 @@ def test_the_whole_way_in_processes(aot_process, here):
         assert inspected["digest"] == opened.digest.hex()
         assert len(inspected["variants"]) == opened.variant_count
         assert inspected["choice_count"] == len(inspected["choices"]) == bundle["choices"]
-    assert inspected["models"] == [{"name": "mine", "tp": 1, "ep": 1, "dtype": "fp32", "problems": 2}]
+    assert inspected["models"] == [{"name": "mine", "tp": 1, "ep": 1, "top_k": 2, "dtype": "fp32", "problems": 2}]
     verified = json.loads(aot_process("verify", bundle["path"], "--json").out)
     assert verified[0]["ok"] is True
 
