@@ -18,7 +18,7 @@ from .publication import publish
 from .types import Bundle, Choice, Gpu, Kernel, Model, Problem, Producer, Target, Variant
 from .wire import BLOB_HEADER_BYTES, PREAMBLE_BYTES, blob_header, check_index, corrupt, read_preamble
 
-__all__ = ["BundleFile", "lock", "open_bundle", "publish", "reading"]
+__all__ = ["BundleFile", "lock", "open_bundle", "open_bytes", "publish", "reading"]
 
 _CHUNK_BYTES = 1 << 20
 _LOCK_NAME = ".pretuned.lock"
@@ -56,6 +56,32 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None) -> B
     except BaseException:
         os.close(fd)
         raise
+
+
+def open_bytes(data: bytes, where: str) -> BundleFile:
+    """A bundle that was made in this process, opened as a file is; ``where`` names it in errors. Linux only.
+
+    Raises
+    ------
+    BundleCorrupt, BundleTooNew, BundleTooOld
+        if ``data`` is no bundle.
+    HostError
+        where there is no memory for it.
+    """
+    try:
+        fd = os.memfd_create("pretuned", os.MFD_CLOEXEC)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            return BundleFile(fd, where, None)
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        if isinstance(error, BundleUnreadable):
+            raise
+        raise HostError(f"can't keep {len(data)} bytes of {where!r} in memory: {error.strerror or error}") from error
 
 
 class BundleFile:

@@ -3,7 +3,7 @@
 A candidate ranks by, in this order:
 
 1. ``Origin``: measured on this very GPU, measured on its capability, modelled for its capability,
-   built for a binary-compatible one;
+   built for a binary-compatible one, compiled by this process because nothing else could run;
 2. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
    variants that are there;
 3. the place of its bundle, in the order in which places are asked.
@@ -12,19 +12,22 @@ A candidate ranks by, in this order:
 from __future__ import annotations
 
 import enum
+import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..artifacts.types import Choice, Gpu, Problem, Source, Variant
 from ..kernels import abi, chips
 from ..kernels.config import Config
 from .device import LocalGpu
 from .discover import Snapshot, Usable, View
+from .places import Kind
 
 if TYPE_CHECKING:
-    from ..kernels.cost import Resources
+    from ..kernels.cost import Ranker
+
+    _Ranked: TypeAlias = tuple[View, list[tuple[Usable, int, Variant]], Ranker]
 
 
 class Origin(enum.IntEnum):
@@ -34,6 +37,7 @@ class Origin(enum.IntEnum):
     THIS_CAPABILITY = 1
     MODELLED = 2
     COMPATIBLE = 3
+    COMPILED = 4
 
 
 class Match(enum.IntEnum):
@@ -76,7 +80,7 @@ def chosen(
         here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if same_gpu(one, local.gpu)}
         native = usable.bundle.target.sm == local.sm
         for choice in snapshot.find(usable.bundle, problem):
-            origin = _origin(choice, here, native)
+            origin = _origin(choice, here, native, usable)
             distance = abs(choice.bucket.bit_length() - bucket.bit_length())
             # Of two equally near buckets the larger: its tiles lose less on few rows than small ones on many.
             key: tuple[float, ...] = (origin, distance > 0, distance, -choice.bucket, usable.order)
@@ -107,13 +111,12 @@ def modelled(
     """What the cost model says of every variant that fits, whatever it was chosen for, best first."""
     if local.sm not in chips.LIMITS:
         return []
-    from ..kernels.cost import rank  # here and below, as most calls are answered by a choice of a bundle
-
-    fitting = list(_fitting(snapshot, problem, local, view, aligned))
+    _, fitting, ranker = _ranked(snapshot, problem, local, view, aligned)
     found = []
-    for time_us, at in rank(problem, bucket, [resources for *_, resources in fitting], chip_of(local)):
-        usable, index, variant, _ = fitting[at]
+    for time_us, at in ranker.rank(problem, bucket):
+        usable, index, variant = fitting[at]
         origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
+        origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
         if math.isfinite(time_us):
             found.append(
                 Candidate(usable, index, variant, origin, Match.COST_MODEL, Source.MODELLED, bucket, time_us, None)
@@ -134,6 +137,8 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
     first, last = abi.READS_ABI
     if not first <= variant.abi <= last:
         return f"its launch ABI is {variant.abi}, this version launches {first}-{last}"
+    if not _is_known(variant.config):
+        return "its config is not one that this version knows"
     if variant.alignment > 1 and not aligned:
         return f"it needs {variant.alignment}-byte alignment"
     if variant.max_experts < problem.E:
@@ -152,23 +157,39 @@ def same_gpu(measured: Gpu, here: Gpu) -> bool:
     return measured.name == here.name and measured.sm_count == here.sm_count and near
 
 
-def _fitting(
-    snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, aligned: bool
-) -> Iterator[tuple[Usable, int, Variant, Resources]]:
-    from ..kernels.cost import Resources
+def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, aligned: bool) -> _Ranked:
+    """The variants that can run problems of this kind, and a ranker of them, kept by the snapshot."""
+    key = (id(view), problem.op, problem.dtype, problem.layout, problem.fusion, problem.E, aligned, local)
+    known: _Ranked | None = snapshot.rankers.get(key)
+    if known is None:
+        from ..kernels.cost import Ranker, Resources  # here, as most calls are answered by a choice of a bundle
 
-    for usable in view.usable:
-        for index, variant in snapshot.variants(usable.bundle, problem):
-            if why_not(variant, problem, local, aligned=aligned) is None:
-                try:
-                    yield usable, index, variant, Resources.of(variant)
-                except ValueError:  # a config that this version does not know
-                    continue
+        fitting = [
+            (usable, index, variant)
+            for usable in view.usable
+            for index, variant in snapshot.variants(usable.bundle, problem)
+            if why_not(variant, problem, local, aligned=aligned) is None
+        ]
+        resources = [Resources.of(variant) for *_, variant in fitting]
+        known = view, fitting, Ranker(resources, problem.op, problem.dtype, chip_of(local))
+        snapshot.rankers[key] = known
+    return known
 
 
-def _origin(choice: Choice, here: set[int], native: bool) -> Origin:
+@functools.lru_cache(maxsize=4096)
+def _is_known(pairs: tuple[tuple[str, int], ...]) -> bool:
+    try:
+        Config.from_pairs(pairs)
+    except ValueError:
+        return False
+    return True
+
+
+def _origin(choice: Choice, here: set[int], native: bool, usable: Usable) -> Origin:
     if choice.source is Source.MEASURED and choice.gpu in here:
         return Origin.THIS_GPU
+    if usable.place.kind is Kind.PROCESS:
+        return Origin.COMPILED
     if not native:
         return Origin.COMPATIBLE
     return Origin.THIS_CAPABILITY if choice.source is Source.MEASURED else Origin.MODELLED

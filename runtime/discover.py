@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from ..artifacts.errors import BundleError, DriverTooOld, TargetMismatch
 from ..artifacts.store import BundleFile, open_bundle, reading
 from ..artifacts.types import Choice, DType, Fusion, Layout, Op, Problem, Variant
+from . import jit
 from .device import LocalGpu
 from .places import Kind, Place, installed_places, places
 from .settings import Settings, settings
@@ -82,8 +83,8 @@ class Rejected(Exception):
 class Snapshot:
     """The places as they were when they were first read. Bundles are immutable, so it never goes stale.
 
-    ``deciding``, ``decisions`` and ``told`` are dispatch's: its table and what it has logged live and die with
-    the snapshot that they were made from.
+    ``deciding``, ``decisions``, ``told`` and ``rankers`` are dispatch's: its tables and what it has logged live and
+    die with the snapshot that they were made from.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Snapshot:
         self._lock = threading.RLock()
         self._named = _scan(asked)
         self._packaged: tuple[Found, ...] | None = None
+        self._made: tuple[Found, ...] = ()
         self._views: dict[tuple[int, int, bool], View] = {}
         self._variants: dict[bytes, _Groups] = {}
         self._rejected: dict[bytes, BundleError] = {}
@@ -102,15 +104,24 @@ class Snapshot:
         self.deciding = threading.RLock()
         self.decisions: dict[Any, Any] = {}
         self.told: set[Hashable] = set()
+        self.rankers: dict[Any, Any] = {}
 
     def found(self, *, installed: bool) -> tuple[Found, ...]:
-        """Every bundle file, in the order of the places; with those of installed packages if asked."""
+        """Every bundle, in the order of the places, those that this process made last; installed ones if asked."""
         if not installed:
-            return self._named
+            return self._named + self._made
         with self._lock:
             if self._packaged is None:
                 self._packaged = _scan(self._installed())
-            return self._named + self._packaged
+            return self._named + self._packaged + self._made
+
+    def add(self, bundle: BundleFile) -> None:
+        """Use a bundle that this process has made, after all others."""
+        place = Place(Kind.PROCESS, Path(bundle.path))
+        with self._lock:
+            if all(one.bundle is not bundle for one in self._made):
+                self._made += (Found(place, place.path, bundle, None),)
+                self._views.clear()
 
     def view(self, local: LocalGpu, *, installed: bool) -> View:
         """The bundles that ``local`` can use and those that it can't. Nothing is raised."""
@@ -161,6 +172,7 @@ class Snapshot:
         with self._lock:
             self._rejected[bundle.digest] = error
             self._views.clear()
+            self.rankers.clear()
             self.decisions.clear()
 
     def fingerprint(self, local: LocalGpu) -> str:
@@ -168,7 +180,10 @@ class Snapshot:
         gpu = local.gpu
         digest = hashlib.sha256(f"{gpu.name}\n{local.sm}\n{gpu.sm_count}\n{gpu.memory_mib}\n".encode())
         for usable in self.view(local, installed=True).usable:
-            digest.update(usable.bundle.digest)
+            if usable.place.kind is not Kind.PROCESS or usable.bundle.gpus:  # what is compiled hangs on the calls
+                digest.update(usable.bundle.digest)
+        if jit.jit_allowed():
+            digest.update(b"jit")
         return digest.hexdigest()
 
     def _tell(self, skipped: Iterable[Skipped]) -> None:

@@ -1,7 +1,7 @@
 """Which variant runs: a problem, its rows and a GPU in, one decision out.
 
 The same bundles and the same GPU give the same decision in every process; the ranking is in
-``candidates.py``. Nothing here synchronises with the GPU, compiles or tunes.
+``candidates.py``. Nothing here synchronises with the GPU or tunes; nothing is compiled but after ``allow_jit``.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from ..artifacts.errors import ProblemNotInBundle
-from ..artifacts.types import Problem, bucket_of
+from ..artifacts.types import Fusion, Op, Problem, bucket_of
+from . import jit
 from .candidates import Candidate, Match, Origin, chosen, modelled
 from .device import LocalGpu
 from .discover import Rejected, Snapshot, View
 from .hint import build_line, nearest_shapes
+from .places import Kind
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +68,10 @@ def decide(
             known = snapshot.decisions.get(key)
             if known is None:
                 known = _settle(snapshot, problem, bucket, local, aligned, strict)
+                if isinstance(known, Miss) and jit.jit_allowed():
+                    if _capturing():
+                        return known  # for now: the next call outside compiles
+                    known = _compiled(snapshot, known, local, strict)
                 snapshot.decisions[key] = known
                 _tell(snapshot, known, local)
     return known
@@ -83,33 +91,59 @@ def _settle(
             return _decide(snapshot, problem, bucket, local, aligned, strict)
 
 
+def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -> Decision | Miss:
+    """The decision over what the compiler makes now, or the miss and why there is nothing."""
+    made = jit.compiled(missed.problem, local)
+    if isinstance(made, str):
+        return replace(missed, reason=f"{missed.reason} (allow_jit: {made})")
+    snapshot.add(made)
+    return _settle(snapshot, missed.problem, missed.bucket, local, missed.aligned, strict)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _decide(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
 ) -> Decision | Miss:
     view = snapshot.view(local, installed=False)
     view.demand_named_files()
     found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
-    if not found or found[0].match is not Match.EXACT or found[0].origin is Origin.COMPATIBLE:
+    if not found or found[0].match is not Match.EXACT or found[0].origin >= Origin.COMPATIBLE:
         view = snapshot.view(local, installed=True)
         found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
-        if strict and not _has_choice(snapshot, problem, bucket, local, view):
-            raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
-        if not found or found[0].origin is Origin.COMPATIBLE:
+        if not found or found[0].origin >= Origin.COMPATIBLE:
             found += modelled(snapshot, problem, bucket, local, view, aligned=aligned)[:1]
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
+        if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
+            raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
     if not found:
         return Miss(problem, bucket, aligned, miss_text(problem, bucket, local, view))
     return Decision(problem, bucket, aligned, found[0], reason(found[0], bucket, local))
 
 
 def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:
-    """Whether a bundle for this capability has a choice for this very problem and bucket."""
+    """Whether a bundle for this capability was built for this product and bucket, whatever is fused with it.
+
+    A plan has the forms that a layer's calls have: a bias on a plain first GEMM has the variants of its form, chosen
+    by the cost model, and no choice of its own.
+    """
     return any(
         choice.bucket == bucket
         for usable in view.usable
-        if usable.bundle.target.sm == local.sm
-        for choice in snapshot.find(usable.bundle, problem)
+        if usable.bundle.target.sm == local.sm and usable.place.kind is not Kind.PROCESS
+        for form in _forms(problem)
+        for choice in snapshot.find(usable.bundle, form)
     )
+
+
+def _forms(problem: Problem) -> tuple[Problem, ...]:
+    """The problem, then its product in the other forms that there is code for."""
+    if problem.op is Op.DW:
+        return (problem,)
+    others = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
+    return (problem, *(replace(problem, fusion=one, top_k=0) for one in others if one is not problem.fusion))
 
 
 def reason(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
@@ -117,6 +151,8 @@ def reason(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
     target = candidate.usable.bundle.target
     if candidate.match is Match.COST_MODEL:
         what = "the cost model's choice among the variants that are there: no bundle has this problem for this call"
+        if candidate.origin is Origin.COMPILED:
+            return "compiled now by Triton, the cost model's choice: no bundle has a variant that can run it"
         compatible = candidate.origin is Origin.COMPATIBLE
         return f"{what} (code for {target}, which sm_{local.sm} runs)" if compatible else what
     what = {
@@ -124,6 +160,7 @@ def reason(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
         Origin.THIS_CAPABILITY: f"measured on {candidate.gpu.name if candidate.gpu else '?'}, of this capability",
         Origin.MODELLED: "modelled for this capability, measured nowhere",
         Origin.COMPATIBLE: f"built for {target}, which sm_{local.sm} runs",
+        Origin.COMPILED: "compiled now by Triton, as no bundle has a variant that can run it; modelled",
     }[candidate.origin]
     if candidate.match is Match.EXACT:
         return f"{what}, for this problem and M <= {bucket}"
@@ -158,12 +195,11 @@ def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
             _log.warning("pretuned: grouped GEMM runs on torch: %s", known.reason)
         return
     best = known.chosen
-    ideal = best.origin is Origin.THIS_GPU and best.match is Match.EXACT
-    level = logging.DEBUG if ideal else logging.INFO
-    if not _log.isEnabledFor(level):
-        return
-    advice = "" if ideal else f"; build one with: {build_line(known.problem, known.bucket, local.sm)}"
-    _log.log(
-        level, "pretuned: %s at M <= %d on %s: %s of %s, %s%s",
-        known.problem, known.bucket, local.gpu.name, best.config, best.usable.path.name, known.reason, advice,
-    )  # fmt: skip
+    what = (known.problem, known.bucket, local.gpu.name, best.config, best.usable.path.name, known.reason)
+    if best.origin is Origin.THIS_GPU and best.match is Match.EXACT:
+        _log.debug("pretuned: %s at M <= %d on %s: using %s of %s, %s", *what)
+    elif _log.isEnabledFor(logging.INFO):
+        _log.info(
+            "pretuned: no measured choice for %s at M <= %d on %s; using %s of %s, %s; build one with: %s",
+            *what, build_line(known.problem, known.bucket, local.sm),
+        )  # fmt: skip

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     import torch
 
 _SHOWN = 8
+_MOST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """What a call would run. ``str()`` is a table, ``to_dict()`` is for JSON.
 
-    ``candidates`` are ranked, the first is what runs; there are none where torch would run it.
+    ``candidates`` are ranked, the first is what runs; there are none where torch would run it. Past the first, times
+    are for this very bucket: what a bundle says of it, or else what the cost model expects.
     """
 
     problem: Problem
@@ -130,7 +132,8 @@ def examine(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, al
     while True:
         with contextlib.suppress(Rejected):
             view = snapshot.view(local, installed=True)
-            found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=_SHOWN)
+            claimed = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=_MOST)
+            found = [one for i, one in enumerate(claimed) if one.match is Match.EXACT or not i]
             known = {(one.usable.order, one.index) for one in found}
             found += [
                 one

@@ -28,6 +28,7 @@ class Kind(enum.Enum):
     OVERLAY = "the user's overlay"
     SYSTEM = "the system's directory"
     INSTALLED = "an installed package"
+    PROCESS = "made by this process"
 
 
 @dataclass(frozen=True, slots=True)
