@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from ..artifacts.store import open_bundle
+from ..artifacts.types import Bundle
 from ..kernels.abi import READS_ABI
 from ..kernels.config import Config
 from .cubin import mismatch
@@ -35,6 +36,18 @@ def verify(path: str, sha256: str | None = None) -> Verified:
     BundleError
         naming the first thing that is wrong.
     """
+    bundle = sound(path, sha256)
+    choices = sum(map(len, bundle.choices.values()))
+    return Verified(path, str(bundle.target), len(bundle.variants), len(bundle.choices), choices)
+
+
+def sound(path: str, sha256: str | None = None) -> Bundle:
+    """The whole bundle, all of it checked as ``verify`` does.
+
+    Raises
+    ------
+    BundleError
+    """
     with open_bundle(path, sha256=sha256) as opened:
         bundle = opened.load()
     for i, (variant, cubin) in enumerate(zip(bundle.variants, bundle.cubins, strict=True)):
@@ -50,8 +63,7 @@ def verify(path: str, sha256: str | None = None) -> Verified:
             Config.from_pairs(variant.config)
         except ValueError as error:
             raise BundleCorrupt(f"{where}: {error}") from error
-    choices = sum(map(len, bundle.choices.values()))
-    return Verified(path, str(bundle.target), len(bundle.variants), len(bundle.choices), choices)
+    return bundle
 
 
 def _reads() -> str:

@@ -10,7 +10,9 @@ import click
 
 from .exits import OK, guarded, quiet_without_reader
 
-_VERBS = ("build", "plan", "models", "inspect", "verify", "doctor")  # as --help lists them
+_VERBS = (  # as --help lists them
+    "build", "plan", "models", "inspect", "verify", "diff", "merge", "prune", "doctor",
+)  # fmt: skip
 _DEBUG = "--debug"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.build import Options
+from pretuned.aot.build import Options, build
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan
@@ -65,3 +65,12 @@ def options(compiled_dir: Path, small_space: Space, tmp_path: Path) -> Callable[
         return Options(**given)  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def small_bundle(
+    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_plan: Plan, small_space: Space
+) -> Path:
+    """A real bundle for sm_80, not to be changed."""
+    options = Options(tmp_path_factory.mktemp("small"), cache=CompileCache(compiled_dir), space=small_space)
+    return build(small_plan, (80,), options).bundles[0].path

@@ -11,11 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.build import Options, build
 from pretuned.aot.cli.main import run
-from pretuned.aot.compilecache import CompileCache
-from pretuned.aot.plan import Plan
-from pretuned.aot.variants import Space
 
 
 @dataclass(frozen=True)
@@ -61,12 +57,3 @@ def aot_process(here: Path) -> Callable[..., Ended]:
         return Ended(done.returncode, done.stdout, done.stderr)
 
     return command
-
-
-@pytest.fixture(scope="session")
-def small_bundle(
-    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_plan: Plan, small_space: Space
-) -> Path:
-    """A real bundle for sm_80, not to be changed."""
-    options = Options(tmp_path_factory.mktemp("small"), cache=CompileCache(compiled_dir), space=small_space)
-    return build(small_plan, (80,), options).bundles[0].path

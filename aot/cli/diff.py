@@ -1,0 +1,174 @@
+"""aot diff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ...artifacts.types import Model, Problem, Variant
+from ..assembly import config_text, label
+from ..diff import Change, Changes, Side, time_ratio
+from ..diff import diff as changes_between
+from ..verify import sound
+from .exits import ENVIRONMENT, OK
+from .options import as_json, print_json
+from .table import size, table
+
+_DIFFERENT = ENVIRONMENT  # 1, as git diff --exit-code says it
+
+
+@click.command()
+@click.argument("old", type=click.Path(), metavar="A")
+@click.argument("new", type=click.Path(), metavar="B")
+@click.option("--choices", "every", is_flag=True, help="Tell each choice that changed, not only each problem.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if they differ, as git does; 0 otherwise.")
+@as_json
+def diff(old: str, new: str, every: bool, exit_code: bool, as_json: bool) -> int:
+    """Show what changed from bundle A to bundle B: models, problems, choices, variants, sizes.
+
+    \b
+    Examples:
+      aot diff old.msgpack new.msgpack
+      aot diff old.msgpack new.msgpack --choices
+      aot diff --exit-code shipped.msgpack rebuilt.msgpack --json
+    """
+    before, after = sound(old), sound(new)
+    changes = changes_between(before, after)
+    sizes = Path(old).stat().st_size, Path(new).stat().st_size
+    if as_json:
+        print_json({"differ": changes.differ, "size_bytes": list(sizes), **_to_dict(changes)})
+    elif not changes.differ:
+        click.echo(f"no difference in content: {size(sizes[0])} and {size(sizes[1])}")
+    else:
+        _show(changes, sizes, every)
+    return _DIFFERENT if exit_code and changes.differ else OK
+
+
+def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
+    facts = [(name, old or "-", new or "-") for name, (old, new) in changes.facts.items()]
+    facts.append(("size", size(sizes[0]), size(sizes[1])))
+    click.echo(table(("", "A", "B"), facts))
+    _section("models", [
+        *(("-", _model(one), "") for one in changes.models_removed),
+        *(("+", _model(one), "") for one in changes.models_added),
+        *(("~", _model(new), f"{len(old.problems)} -> {len(new.problems)} problems")
+          for old, new in changes.models_changed),
+    ])  # fmt: skip
+    _section("problems", [
+        *(("-", str(one)) for one in changes.problems_removed),
+        *(("+", str(one)) for one in changes.problems_added),
+    ])  # fmt: skip
+    if changes.cells_added or changes.cells_removed:
+        click.echo(f"\nbuckets of problems in both: {changes.cells_removed} only in A, {changes.cells_added} only in B")
+    if changes.choices:
+        click.echo(f"\nchoices that changed: {len(changes.choices)}")
+        click.echo(_cells(changes) if every else _by_problem(changes))
+        if not every:
+            click.echo("--choices lists each of them")
+    _section("variants", [
+        *(("-", label(one), one.revision, one.cubin_sha256.hex()[:12], size(one.cubin_bytes))
+          for one in changes.variants_removed),
+        *(("+", label(one), one.revision, one.cubin_sha256.hex()[:12], size(one.cubin_bytes))
+          for one in changes.variants_added),
+        *(("~", label(new), f"{old.revision} -> {new.revision}" if old.revision != new.revision else new.revision,
+           f"{old.cubin_sha256.hex()[:12]} -> {new.cubin_sha256.hex()[:12]}",
+           f"{size(old.cubin_bytes)} -> {size(new.cubin_bytes)}") for old, new in changes.recompiled),
+    ], ("", "variant", "revision", "cubin", "size"))  # fmt: skip
+    (gone, gone_bytes), (come, come_bytes) = changes.cubins_removed, changes.cubins_added
+    click.echo(f"\ncubins: {gone} only in A ({size(gone_bytes)}), {come} only in B ({size(come_bytes)})")
+
+
+def _section(title: str, rows: list[tuple[object, ...]], head: tuple[str, ...] = ()) -> None:
+    if not rows:
+        return
+    click.echo(f"\n{title}: - only in A, + only in B, ~ changed")
+    if head:
+        click.echo(table(head, rows))
+    else:
+        click.echo("\n".join("  ".join(map(str, row)).rstrip() for row in rows))
+
+
+def _model(model: Model) -> str:
+    return f"{model.name} tp={model.tp} ep={model.ep} {model.dtype.value}"
+
+
+def _by_problem(changes: Changes) -> str:
+    groups: dict[Problem, list[Change]] = {}
+    for one in changes.choices:
+        groups.setdefault(one.problem, []).append(one)
+    rows = []
+    for problem, cells in groups.items():
+        counts = {part: sum(part in one.what for one in cells) for part in ("variant", "code", "source", "gpu")}
+        buckets = f"{cells[0].bucket}..{cells[-1].bucket}" if len(cells) > 1 else cells[0].bucket
+        rows.append((problem, len(cells), buckets, *(count or "-" for count in counts.values()),
+                     f"{100 * (time_ratio(cells) - 1):+.1f} %"))  # fmt: skip
+    head = ("problem", "changed", "M up to", "variant", "code", "source", "gpu", "time")
+    return table(head, rows, "<>>>>>>>")
+
+
+def _cells(changes: Changes) -> str:
+    rows = []
+    for one in changes.choices:
+        old, new = one.old, one.new
+        rows.append((one.problem, one.bucket, _was("variant" in one.what, config_text(old.variant),
+                                                   config_text(new.variant)),
+                     _was(old.source is not new.source or old.gpu != new.gpu, _source(old), _source(new)),
+                     f"{old.time_ns / 1e3:.2f}", f"{new.time_ns / 1e3:.2f}",
+                     f"{100 * (new.time_ns / old.time_ns - 1):+.1f} %", ", ".join(one.what)))  # fmt: skip
+    return table(("problem", "M up to", "config", "source", "A us", "B us", "time", "changed"), rows, "<><<>>>")
+
+
+def _was(changed: bool, old: str, new: str) -> str:
+    return f"{old} -> {new}" if changed else new
+
+
+def _source(side: Side) -> str:
+    return side.source.value + (f" {side.gpu.name}" if side.gpu else "")
+
+
+def _to_dict(changes: Changes) -> dict[str, object]:
+    return {
+        "facts": {name: {"old": old, "new": new} for name, (old, new) in changes.facts.items()},
+        "models": {
+            "added": list(map(_model, changes.models_added)),
+            "removed": list(map(_model, changes.models_removed)),
+            "changed": [
+                {"model": _model(new), "problems": [len(old.problems), len(new.problems)]}
+                for old, new in changes.models_changed
+            ],
+        },
+        "problems": {
+            "added": list(map(str, changes.problems_added)),
+            "removed": list(map(str, changes.problems_removed)),
+        },
+        "buckets": {"added": changes.cells_added, "removed": changes.cells_removed},
+        "choices": [
+            {"problem": str(one.problem), "M_up_to": one.bucket, "changed": list(one.what),
+             "old": _side(one.old), "new": _side(one.new)}
+            for one in changes.choices
+        ],
+        "variants": {
+            "added": list(map(_variant, changes.variants_added)),
+            "removed": list(map(_variant, changes.variants_removed)),
+            "recompiled": [{"old": _variant(old), "new": _variant(new)} for old, new in changes.recompiled],
+        },
+        "cubins": {
+            "added": {"count": changes.cubins_added[0], "bytes": changes.cubins_added[1]},
+            "removed": {"count": changes.cubins_removed[0], "bytes": changes.cubins_removed[1]},
+        },
+    }  # fmt: skip
+
+
+def _side(side: Side) -> dict[str, object]:
+    return {**_variant(side.variant), "source": side.source.value, "time_us": round(side.time_ns / 1000, 3),
+            "gpu": side.gpu.name if side.gpu else None}  # fmt: skip
+
+
+def _variant(variant: Variant) -> dict[str, object]:
+    return {
+        "variant": label(variant),
+        "revision": variant.revision,
+        "cubin_sha256": variant.cubin_sha256.hex(),
+        "cubin_bytes": variant.cubin_bytes,
+    }

@@ -1,0 +1,136 @@
+"""aot merge."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from ...artifacts.types import Source
+from ..assembly import Claim, Codes, label
+from ..merge import Conflict, Merged
+from ..merge import merge as merge_bundles
+from ..outfile import Written, check_out, write_bundle
+from ..verify import sound
+from .options import as_json, print_json
+from .table import size, table
+
+
+@click.command()
+@click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="A B [C ...]")
+@click.option("--out", "-o", required=True, metavar="FILE", type=click.Path(path_type=Path),
+              help="Where the merged bundle goes; may be one of the inputs.")  # fmt: skip
+@click.option("--conflicts", "every", is_flag=True, help="Tell each cell that the bundles see differently.")
+@as_json
+def merge(bundles: tuple[str, ...], out: Path, every: bool, as_json: bool) -> None:
+    """Make one bundle of several for the same GPU capability: the best choice for each problem and bucket.
+
+    Measured beats modelled, then the later kernel revision wins, then the lower time. Times of two GPUs can't be
+    compared: there the bundle named first wins; else the order does not matter. What no choice uses is dropped.
+
+    \b
+    Examples:
+      aot merge monday.msgpack tuesday.msgpack -o both.msgpack
+      aot merge bundles/pretuned-sm90.msgpack tuned.msgpack -o bundles/pretuned-sm90.msgpack
+      aot merge a.msgpack b.msgpack c.msgpack -o all.msgpack --json
+    """
+    check_out(out)
+    paths = tuple(dict.fromkeys(bundles))
+    loaded = {path: sound(path) for path in paths}
+    merged = merge_bundles(loaded)
+    written = write_bundle(out, merged.bundle)
+    if as_json:
+        print_json(_to_dict(merged, paths, written))
+        return
+    for note in merged.notes:
+        click.echo(f"note: {note}", err=True)
+    _show(merged, paths, [len(one.choices) for one in loaded.values()], written, every)
+
+
+def _show(merged: Merged, paths: Sequence[str], problems: Sequence[int], written: Written, every: bool) -> None:
+    bundle = merged.bundle
+    rows = [(path, count, cells) for path, count, cells in zip(paths, problems, merged.taken, strict=True)]
+    click.echo(table(("from", "problems", "choices taken"), rows, "<>>"))
+    if merged.conflicts:
+        click.echo("\nwhere they differ")
+        counts = Counter(one.reason for one in merged.conflicts)
+        other = Counter(one.reason for one in merged.conflicts if one.winner.variant != one.loser.variant)
+        rows = [(reason.value, counts[reason], other[reason]) for reason in counts]
+        click.echo(table(("decided by", "choices", "another variant"), sorted(rows), "<>>"))
+        if every:
+            click.echo()
+            click.echo(_listed(merged, paths))
+        else:
+            click.echo("--conflicts lists each of them")
+    measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
+    choices = sum(map(len, bundle.choices.values()))
+    same = " (unchanged)" if written.unchanged else ""
+    click.echo(
+        f"\n{written.path}{same}: {bundle.target}, {len(bundle.models)} models, {len(bundle.choices)} problems, "
+        f"{choices} choices ({measured} measured), {len(bundle.variants)} variants, {size(written.size_bytes)}; "
+        f"{merged.unused} variants dropped as unused"
+    )
+
+
+def _listed(merged: Merged, paths: Sequence[str]) -> str:
+    head = ("problem", "M up to", "decided by", "kept", "dropped", "from", "not from")
+    rows = [
+        (one.problem, one.bucket, one.reason.value, _said(one.winner, merged.codes), _said(one.loser, merged.codes),
+         paths[one.kept], paths[one.dropped])
+        for one in merged.conflicts
+    ]  # fmt: skip
+    return table(head, rows, "<>")
+
+
+def _said(claim: Claim, codes: Codes) -> str:
+    gpu = f" on {claim.gpu.name}" if claim.gpu else ""
+    return f"{label(codes[claim.variant])}: {claim.source.value} {claim.time_ns / 1000:.2f} us{gpu}"
+
+
+def _to_dict(merged: Merged, paths: Sequence[str], written: Written) -> dict[str, object]:
+    bundle = merged.bundle
+    measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
+    return {
+        "path": str(written.path),
+        "size_bytes": written.size_bytes,
+        "unchanged": written.unchanged,
+        "target": str(bundle.target),
+        "models": len(bundle.models),
+        "problems": len(bundle.choices),
+        "choices": sum(map(len, bundle.choices.values())),
+        "measured": measured,
+        "variants": len(bundle.variants),
+        "unused_variants": merged.unused,
+        "inputs": [{"path": path, "choices_taken": taken} for path, taken in zip(paths, merged.taken, strict=True)],
+        "agreed": merged.agreed,
+        "conflicts": [_conflict(one, merged.codes, paths) for one in merged.conflicts],
+        "over_the_limit": [
+            {"op": one.op.value, "dtype": one.dtype.value, "layout": one.layout.value, "configs": one.configs}
+            for one in merged.too_many
+        ],
+        "notes": list(merged.notes),
+    }
+
+
+def _conflict(one: Conflict, codes: Codes, paths: Sequence[str]) -> dict[str, object]:
+    return {
+        "problem": str(one.problem),
+        "M_up_to": one.bucket,
+        "decided_by": one.reason.name.lower(),
+        "kept": {"path": paths[one.kept], **_claim(one.winner, codes)},
+        "dropped": {"path": paths[one.dropped], **_claim(one.loser, codes)},
+    }
+
+
+def _claim(claim: Claim, codes: Codes) -> dict[str, object]:
+    variant = codes[claim.variant]
+    return {
+        "variant": label(variant),
+        "revision": variant.revision,
+        "cubin_sha256": variant.cubin_sha256.hex(),
+        "source": claim.source.value,
+        "time_us": round(claim.time_ns / 1000, 3),
+        "gpu": claim.gpu.name if claim.gpu else None,
+    }

@@ -1,0 +1,88 @@
+"""aot prune."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ...artifacts.types import Bundle
+from ..models import load_models
+from ..outfile import Written, check_out, write_bundle
+from ..plan import plan
+from ..prune import Pruned
+from ..prune import prune as prune_bundle
+from ..verify import sound
+from .options import as_json, print_json, wanted_ops
+from .table import size, table
+
+
+@click.command()
+@click.argument("bundle", type=click.Path())
+@click.option("--models", "-m", multiple=True, required=True, metavar="FILE|SPEC",
+              help="The models to keep, as for aot build; again for more.")  # fmt: skip
+@click.option("--ops", metavar="OPS", help="Keep only some of forward, dX, dW.  [default: all]")
+@click.option("--out", "-o", required=True, metavar="FILE", type=click.Path(path_type=Path),
+              help="Where the smaller bundle goes; may be the bundle itself.")  # fmt: skip
+@as_json
+def prune(bundle: str, models: tuple[str, ...], ops: str | None, out: Path, as_json: bool) -> None:
+    """Cut a bundle down to some models: their problems and buckets, and the fallbacks for any other shape.
+
+    Choices and times stay as they are; variants that nothing uses any more are dropped.
+
+    \b
+    Examples:
+      aot prune all-sm90.msgpack --models "Qwen/Qwen3-30B-A3B tp=1,2" -o qwen-sm90.msgpack
+      aot prune all-sm90.msgpack --models models.txt --ops forward -o serving-sm90.msgpack
+    """
+    check_out(out)
+    loaded = load_models(models, wanted_ops(ops))
+    before = sound(bundle)
+    before_bytes = Path(bundle).stat().st_size
+    pruned = prune_bundle(before, plan(loaded.shapes), bundle)
+    written = write_bundle(out, pruned.bundle)
+    notes = [*loaded.notes, *_notes(pruned)]
+    if as_json:
+        print_json(_to_dict(before, before_bytes, pruned, written, notes))
+        return
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    counts = _counts(before, pruned.bundle)
+    rows = [*((name, *pair) for name, pair in counts.items()), ("size", size(before_bytes), size(written.size_bytes))]
+    click.echo(table(("", "before", "after"), rows, "<>>"))
+    same = " (unchanged)" if written.unchanged else ""
+    saved = 1 - written.size_bytes / before_bytes
+    click.echo(f"\n{written.path}{same}: {saved:.0%} smaller than {bundle}")
+
+
+def _counts(before: Bundle, after: Bundle) -> dict[str, tuple[int, int]]:
+    return {
+        "models": (len(before.models), len(after.models)),
+        "problems": (len(before.choices), len(after.choices)),
+        "choices": (sum(map(len, before.choices.values())), sum(map(len, after.choices.values()))),
+        "variants": (len(before.variants), len(after.variants)),
+    }
+
+
+def _notes(pruned: Pruned) -> list[str]:
+    if not pruned.missing:
+        return []
+    cells = sum(map(len, pruned.missing.values()))
+    first = next(iter(pruned.missing))
+    return [
+        f"the bundle lacks {cells} choices of these models, in {len(pruned.missing)} problems, such as {first}: "
+        "they run by the cost model; aot build or aot merge adds them"
+    ]
+
+
+def _to_dict(
+    before: Bundle, before_bytes: int, pruned: Pruned, written: Written, notes: list[str]
+) -> dict[str, object]:
+    return {
+        "path": str(written.path),
+        "unchanged": written.unchanged,
+        "size_bytes": {"before": before_bytes, "after": written.size_bytes},
+        **{name: {"before": was, "after": now} for name, (was, now) in _counts(before, pruned.bundle).items()},
+        "missing": [{"problem": str(problem), "buckets": list(buckets)} for problem, buckets in pruned.missing.items()],
+        "notes": notes,
+    }

@@ -1,0 +1,67 @@
+"""A bundle cut down to what some models need, and to the fallbacks on which their ops run any other shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..artifacts.errors import InputError
+from ..artifacts.types import Bundle, Problem
+from .assembly import Claim, Codes, Making, assemble, is_fallback, united
+from .plan import Plan
+from .variants import Family
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """The smaller bundle. ``missing`` are the cells of the plan that the bundle does not have."""
+
+    bundle: Bundle
+    missing: Mapping[Problem, tuple[int, ...]]
+
+
+def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
+    """Keep the problems and buckets of ``plan``, what their choices use, and the fallbacks of their families.
+
+    That is what a build for the plan alone would hold, with this bundle's choices; of its models only the plan's
+    are told.
+
+    Raises
+    ------
+    InputError
+        if the bundle has not one of the plan's problems.
+    """
+    codes = Codes([bundle])
+    claims: dict[Problem, dict[int, Claim]] = {}
+    missing: dict[Problem, tuple[int, ...]] = {}
+    for problem, buckets in plan.buckets.items():
+        has = {choice.bucket: choice for choice in bundle.choices.get(problem, ())}
+        kept = {bucket: codes.claim(bundle, has[bucket]) for bucket in buckets if bucket in has}
+        if kept:
+            claims[problem] = kept
+        if len(kept) < len(buckets):
+            missing[problem] = tuple(bucket for bucket in buckets if bucket not in has)
+    if not claims:
+        held = ", ".join(sorted({model.name for model in bundle.models})) or "no model"
+        raise InputError(
+            f"bundle {where!r} has a choice for none of the {len(plan.problems)} problems of these models; it was "
+            f"built for {held}. aot build makes what is missing"
+        )
+    families = {Family.of(problem) for problem in claims}
+    models = [
+        replace(model, problems=tuple(problem for problem in model.problems if problem in claims))
+        for model in plan.models
+    ]
+    making = Making(
+        bundle.target,
+        bundle.min_driver,
+        bundle.producer,
+        bundle.kernels,
+        united(model for model in models if model.problems),
+    )
+    fallbacks = [
+        place
+        for place, code in enumerate(codes.codes)
+        if is_fallback(code.variant) and Family.of(code.variant) in families
+    ]
+    return Pruned(assemble(making, codes, claims, fallbacks), missing)

@@ -1,0 +1,144 @@
+"""aot diff, merge and prune, as commands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from claims import H200, able, chosen, revised, with_twins
+
+from pretuned.aot.verify import verify
+from pretuned.artifacts import codec
+from pretuned.artifacts.store import publish
+
+
+@pytest.fixture
+def put(here, small_bundle):
+    """Write a bundle, made by a function of the real one, into the working directory."""
+
+    def write(name, make):
+        path = here / f"{name}.msgpack"
+        base = with_twins(codec.decode(small_bundle.read_bytes(), str(small_bundle)))
+        publish(path, codec.encode(make(base)))
+        return path.name
+
+    return write
+
+
+def cells(base, n, time_ns, gpu):
+    problem = next(one for one in base.choices if one.N == 256 and len(able(base, one)) == 3)
+    return {(problem, bucket): (n, time_ns, gpu) for bucket in (2, 4, 8)}
+
+
+def test_merge(aot, here, put, small_bundle):
+    one = put("one", lambda base: base)
+    two = put("two", lambda base: chosen(base, cells(base, 1, 2_000, H200)))
+    ended = aot("merge", one, two, "-o", "both.msgpack")
+    assert ended.code == 0, ended.err
+    assert "measured beats modelled" in ended.out
+    assert "(3 measured)" in ended.out
+    assert verify("both.msgpack").choices == verify(str(small_bundle)).choices
+    listed = aot("merge", one, two, "-o", "both.msgpack", "--conflicts")
+    assert listed.out.count("measured 2.00 us on NVIDIA H200") == 3
+    assert "(unchanged)" in listed.out
+    before = (here / "both.msgpack").read_bytes()
+    told = json.loads(aot("merge", two, one, two, "-o", "both.msgpack", "--json").out)
+    assert (here / "both.msgpack").read_bytes() == before
+    assert told["measured"] == 3
+    assert [one["choices_taken"] for one in told["inputs"]] == [3, told["choices"] - 3]
+    assert [one["decided_by"] for one in told["conflicts"]] == ["measured"] * 3
+    assert told["conflicts"][0]["kept"] == {
+        "path": two, "variant": told["conflicts"][0]["kept"]["variant"], "revision": 1,
+        "cubin_sha256": told["conflicts"][0]["kept"]["cubin_sha256"], "source": "measured", "time_us": 2.0,
+        "gpu": "NVIDIA H200",
+    }  # fmt: skip
+
+
+def test_merge_into_one_of_its_inputs(aot, put):
+    one, two = put("one", lambda base: base), put("two", revised)
+    ended = aot("merge", one, two, "-o", one)
+    assert ended.code == 0
+    assert "later kernel revision" in ended.out
+    assert aot("diff", one, two, "--exit-code").code == 1  # the twins that nothing uses are gone
+    assert "choices that changed" not in aot("diff", one, two).out
+
+
+@pytest.mark.parametrize("verb", ["merge", "prune"])
+def test_an_output_that_is_something_else(aot, here, put, verb):
+    one = put("one", lambda base: base)
+    (here / "notes.txt").write_text("precious")
+    (here / "folder").mkdir()
+    rest = (put("two", revised),) if verb == "merge" else ("--models", "shape:E=8,H=256,I=128,k=2 name=small")
+    for out, code, words in (
+        ("notes.txt", 2, "is there and is no bundle"),
+        ("folder", 2, "is a directory"),
+        ("nowhere/x.msgpack", 1, "is no directory"),
+    ):
+        ended = aot(verb, one, *rest, "-o", out)
+        assert (ended.code, ended.out) == (code, "")
+        assert words in ended.err
+        assert ended.err.count("\n") == 1
+    assert (here / "notes.txt").read_text() == "precious"
+
+
+def test_merge_of_what_is_no_bundle(aot, here, put):
+    one = put("one", lambda base: base)
+    data = bytearray((here / one).read_bytes())
+    data[-10] ^= 1
+    (here / "flipped.msgpack").write_bytes(data)
+    ended = aot("merge", one, "flipped.msgpack", "-o", "out.msgpack")
+    assert ended.code == 2
+    assert "flipped.msgpack" in ended.err
+    assert aot("merge", one, one, "-o", "out.msgpack").code == 2
+    assert not (here / "out.msgpack").exists()
+
+
+def test_diff(aot, put):
+    one = put("one", lambda base: chosen(base, cells(base, 0, 1_000, None)))
+    two = put("two", lambda base: chosen(base, cells(base, 1, 2_000, H200)))
+    same = aot("diff", one, one, "--exit-code")
+    assert (same.code, same.err) == (0, "")
+    assert same.out.startswith("no difference")
+    ended = aot("diff", one, two)
+    assert ended.code == 0
+    assert "choices that changed: 3" in ended.out
+    assert "+100.0 %" in ended.out
+    assert "NVIDIA H200" in ended.out
+    every = aot("diff", one, two, "--choices", "--exit-code")
+    assert every.code == 1
+    assert every.out.count("modelled -> measured NVIDIA H200") == 3
+    told = json.loads(aot("diff", one, two, "--json").out)
+    assert told["differ"] is True
+    assert [one["changed"] for one in told["choices"]] == [["variant", "source", "gpu", "time"]] * 3
+    assert json.loads(aot("diff", one, one, "--json").out)["differ"] is False
+
+
+def test_diff_shows_models_problems_and_variants(aot, put):
+    one = put("one", lambda base: base)
+    two = put("two", lambda base: revised(chosen(base, cells(base, 0, 1_000, None))))
+    out = aot("diff", one, two).out
+    assert "-  odd tp=1 ep=1 bf16" in out
+    assert "~  small tp=1 ep=1 bf16  4 -> 1 problems" in out
+    assert "1 -> 2" in out
+    assert "\n-  forward bf16 E=8 N=250 K=125" in out
+
+
+def test_prune(aot, here, put, small_bundle):
+    one = put("one", lambda base: base)
+    small = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
+    ended = aot("prune", one, "--models", small, "--ops", "forward", "-o", "small.msgpack")
+    assert ended.code == 0, ended.err
+    assert ended.err == ""
+    assert "smaller than one.msgpack" in ended.out
+    told = json.loads(aot("prune", one, "-m", small, "--ops", "forward", "-o", "small.msgpack", "--json").out)
+    assert told["models"] == {"before": 2, "after": 1}
+    assert told["problems"] == {"before": 8, "after": 4}
+    assert told["size_bytes"]["after"] == (here / "small.msgpack").stat().st_size < told["size_bytes"]["before"]
+    assert told["unchanged"] is True
+    assert told["missing"] == []
+    more = aot("prune", one, "-m", small.replace("64", "128"), "--ops", "forward", "-o", "small.msgpack")
+    assert more.code == 0
+    assert "lacks 4 choices of these models" in more.err
+    none = aot("prune", one, "-m", "Qwen/Qwen3-30B-A3B", "-o", "none.msgpack")
+    assert (none.code, none.out) == (2, "")
+    assert "built for odd, small" in none.err

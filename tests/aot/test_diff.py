@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from claims import H200, able, chosen, revised, with_twins
+
+from pretuned.aot.diff import diff, time_ratio
+from pretuned.artifacts import codec
+from pretuned.artifacts.types import Bundle
+
+
+@pytest.fixture(scope="module")
+def base(small_bundle) -> Bundle:
+    return with_twins(codec.decode(small_bundle.read_bytes(), str(small_bundle)))
+
+
+def test_a_bundle_and_itself(base: Bundle) -> None:
+    changes = diff(base, base)
+    assert not changes.differ
+    assert not changes.choices
+    assert changes.cubins_added == changes.cubins_removed == (0, 0)
+
+
+def test_the_order_of_variants_is_no_difference(base: Bundle) -> None:
+    last = len(base.variants) - 1
+    turned = replace(
+        base,
+        variants=base.variants[::-1],
+        cubins=base.cubins[::-1],
+        choices={
+            problem: tuple(
+                replace(one, variant=last - one.variant,
+                        runner_up=None if one.runner_up is None else last - one.runner_up)
+                for one in row
+            )
+            for problem, row in base.choices.items()
+        },
+    )  # fmt: skip
+    assert codec.encode(turned) != codec.encode(base)
+    assert not diff(base, turned).differ
+
+
+def test_what_changed_in_a_choice(base: Bundle) -> None:
+    problem = next(one for one in base.choices if len(able(base, one)) == 3)
+    old = chosen(base, {(problem, 1): (0, 1000, None), (problem, 2): (0, 1000, None), (problem, 4): (0, 1000, None),
+                        (problem, 8): (0, 1000, None)})  # fmt: skip
+    new = chosen(base, {(problem, 1): (1, 1000, None), (problem, 2): (0, 250, H200), (problem, 4): (0, 1000, None),
+                        (problem, 16): (0, 1000, None)})  # fmt: skip
+    changes = diff(old, new)
+    assert [(one.bucket, one.what) for one in changes.choices] == [
+        (1, ("variant",)), (2, ("source", "gpu", "time")),
+    ]  # fmt: skip
+    assert (changes.cells_added, changes.cells_removed) == (1, 1)
+    assert time_ratio(list(changes.choices)) == pytest.approx(0.5)
+    assert changes.facts == {"gpus": ("", "NVIDIA H200 (driver 12080)")}
+    assert not changes.variants_added
+    back = diff(new, old)
+    assert [(one.old, one.new) for one in back.choices] == [(one.new, one.old) for one in changes.choices]
+
+
+def test_models_and_problems_that_come_and_go(base: Bundle) -> None:
+    first, *rest = base.models
+    gone = replace(first, problems=first.problems[1:])
+    fewer = replace(base, models=(gone,), choices={p: row for p, row in base.choices.items() if p in gone.problems})
+    changes = diff(base, fewer)
+    assert changes.models_removed == tuple(rest)
+    assert changes.models_changed == ((first, gone),)
+    assert set(changes.problems_removed) == set(base.choices) - set(gone.problems)
+    assert (changes.problems_added, changes.models_added) == ((), ())
+    assert diff(fewer, base).problems_added == changes.problems_removed
+
+
+def test_variants_recompiled_added_and_removed(base: Bundle) -> None:
+    changes = diff(base, revised(base))
+    assert [(old.revision, new.revision) for old, new in changes.recompiled] == [(1, 2)] * len(base.variants)
+    assert not changes.variants_added
+    assert not changes.variants_removed
+    assert changes.cubins_added == changes.cubins_removed == (0, 0), "the code is the same"
+    assert {one.what for one in changes.choices} == {("code",)}
+
+    used = {i for row in base.choices.values() for one in row for i in (one.variant, one.runner_up)}
+    idle = next(i for i in range(len(base.variants) - 1, -1, -1) if i not in used)
+    assert idle == len(base.variants) - 1, "the last twin"
+    fewer = replace(base, variants=base.variants[:idle], cubins=base.cubins[:idle])
+    changes = diff(base, fewer)
+    assert changes.variants_removed == (base.variants[idle],)
+    assert (changes.recompiled, changes.variants_added, changes.choices) == ((), (), ())
+    assert changes.cubins_removed == (0, 0), "its twin still has the cubin"
+    other = replace(base.variants[idle], cubin_sha256=bytes(32), cubin_bytes=5)
+    changes = diff(base, replace(base, variants=(*base.variants[:idle], other), cubins=(*base.cubins[:idle], b"other")))
+    assert changes.recompiled == ((base.variants[idle], other),)
+    assert changes.cubins_added == (1, 5)

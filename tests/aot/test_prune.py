@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pretuned.aot.build import Options, build
+from pretuned.aot.compilecache import CompileCache
+from pretuned.aot.diff import diff
+from pretuned.aot.merge import merge
+from pretuned.aot.models import load_models
+from pretuned.aot.plan import plan
+from pretuned.aot.prune import prune
+from pretuned.aot.variants import Family
+from pretuned.artifacts import codec
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.types import Bundle, Op
+
+SMALL = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
+BIG = "shape:E=16,H=512,I=256,k=2 tokens=1..256 name=big dtype=fp16"
+OPS = (Op.FORWARD, Op.DX)
+
+
+def planned(*models: str, ops: tuple[Op, ...] = OPS):
+    return plan(load_models(models, ops).shapes)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, compiled_dir, small_space):
+    """Real bundles for sm_80 by the models they are for."""
+
+    def make(*models: str) -> Bundle:
+        options = Options(tmp_path_factory.mktemp("made"), cache=CompileCache(compiled_dir), space=small_space)
+        path = build(planned(*models), (80,), options).bundles[0].path
+        return codec.decode(path.read_bytes(), str(path))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def both(made) -> Bundle:
+    return made(SMALL, BIG)
+
+
+def test_what_is_left_is_what_the_model_alone_would_have(made, both: Bundle) -> None:
+    done = prune(both, planned(SMALL), "both")
+    assert codec.decode(codec.encode(done.bundle), "pruned") == done.bundle
+    assert not diff(made(SMALL), done.bundle).differ, "every choice of this space is the same with and without BIG"
+    assert not done.missing
+    assert sum(map(len, done.bundle.cubins)) < sum(map(len, both.cubins))
+
+
+def test_the_fallbacks_of_its_ops_stay(both: Bundle) -> None:
+    done = prune(both, planned(SMALL, ops=(Op.FORWARD,)), "both")
+    fallbacks = {one for one in both.variants if one.alignment == 1 and one.op is Op.FORWARD}
+    needed = {Family.of(problem) for problem in done.bundle.choices}
+    assert {one for one in done.bundle.variants if one.alignment == 1} == {
+        one for one in fallbacks if Family.of(one) in needed
+    }
+    assert {one.op for one in done.bundle.variants} == {Op.FORWARD}
+    assert {Family.of(one) for one in done.bundle.variants if one.alignment == 1} == needed
+
+
+def test_fewer_tokens_keep_fewer_buckets(both: Bundle) -> None:
+    some = planned(SMALL.replace("1..64", "4..16"))
+    done = prune(both, some, "both")
+    assert {p: tuple(one.bucket for one in row) for p, row in done.bundle.choices.items()} == dict(some.buckets)
+    (model,) = done.bundle.models
+    assert set(model.problems) == set(some.problems)
+
+
+def test_what_the_bundle_lacks_is_told(both: Bundle) -> None:
+    done = prune(both, planned(SMALL.replace("1..64", "1..128")), "both")
+    assert set(done.missing.values()) == {(256,)}
+    assert set(done.missing) == set(planned(SMALL).problems)
+    with pytest.raises(InputError, match=r"'both' has a choice for none of the 8 problems .* built for big, small"):
+        prune(both, planned("shape:E=4,H=64,I=64,k=2 name=else"), "both")
+    empty = replace(both, models=())
+    with pytest.raises(InputError, match="built for no model"):
+        prune(empty, planned("shape:E=4,H=64,I=64,k=2 name=else"), "both")
+
+
+def test_pruned_parts_merge_back(both: Bundle) -> None:
+    parts = {name: prune(both, planned(name), "both").bundle for name in (SMALL, BIG)}
+    assert not diff(both, merge(parts).bundle).differ
