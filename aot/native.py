@@ -1,4 +1,4 @@
-"""This machine's GPU, asked of the CUDA driver: no torch, no CUDA context."""
+"""This machine's GPUs, asked of the CUDA driver: no torch, no CUDA context."""
 
 from __future__ import annotations
 
@@ -9,18 +9,30 @@ _MAJOR = 75
 _MINOR = 76
 
 
+def gpu_count() -> int:
+    """How many GPUs this process may see; 0 without a driver."""
+    cuda = _driver()
+    count = ctypes.c_int()
+    if cuda is None or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
 def native_sm() -> int | None:
     """The capability (10 * major + minor) of the first visible GPU, or None without one or without a driver."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    if cuda.cuInit(0) != 0:
-        return None
+    cuda = _driver()
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    if cuda.cuDeviceGet(ctypes.byref(device), 0) != 0:
+    if cuda is None or cuda.cuDeviceGet(ctypes.byref(device), 0) != 0:
         return None
     for value, attribute in ((major, _MAJOR), (minor, _MINOR)):
         if cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) != 0:
             return None
     return 10 * major.value + minor.value
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return cuda if cuda.cuInit(0) == 0 else None

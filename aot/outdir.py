@@ -14,6 +14,7 @@ from ..artifacts.store import lock
 
 DEFAULT_NAME = "pretuned"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+LOCK_NAME = ".pretuned.lock"  # as artifacts.store.lock names it
 _LONGEST_WAIT_S = 24 * 3600.0
 
 
@@ -59,15 +60,15 @@ def held(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
         if got:
             yield
             return
-    note(f"another build ({_holder(directory)}) works in '{directory}': waiting for it")
+    note(f"another build ({holder(directory / LOCK_NAME)}) works in '{directory}': waiting for it")
     with lock(directory, _LONGEST_WAIT_S, required=True):
         yield
 
 
-def _holder(directory: Path) -> str:
-    """The process that holds the directory's lock, as /proc/locks tells."""
+def holder(lock_file: Path) -> str:
+    """The process that holds a lock file, as /proc/locks tells."""
     try:
-        status = (directory / ".pretuned.lock").stat()
+        status = lock_file.stat()
         wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()

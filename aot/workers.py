@@ -103,10 +103,10 @@ def _run(
 
     with scratch_folder() as scratch:
         pool = ProcessPool(
-            max_workers=workers, context=get_context("spawn"), initializer=_start_worker, initargs=(str(scratch),)
+            max_workers=workers, context=get_context("spawn"), initializer=start_worker, initargs=(str(scratch),)
         )
         try:
-            with _stderr_to(scratch / "workers"), _interrupts_held():
+            with stderr_to(scratch / "workers"), interrupts_held():
                 running: dict[Future[Compiled], Job] = {
                     pool.schedule(compile_one, (job.spec, job.sm), timeout=timeout_s): job for job in jobs
                 }
@@ -125,7 +125,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _stderr_to(path: Path) -> Iterator[None]:
+def stderr_to(path: Path) -> Iterator[None]:
     """What starts meanwhile writes its standard error to a file.
 
     A worker that is ended while it starts, and the resource tracker of a killed build, would print tracebacks.
@@ -146,7 +146,7 @@ def _stderr_to(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
+def interrupts_held() -> Iterator[None]:
     """Ctrl-C and a hangup wait while the pool starts: its workers inherit that, and are ended by the pool alone."""
     held = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
@@ -158,7 +158,7 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(scratch: str) -> None:
+def start_worker(scratch: str) -> None:
     """A worker is a process group of its own: when it ends before its time, so does the assembler it runs."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
@@ -190,7 +190,7 @@ def _result(job: Job, future: Future[Compiled], timeout_s: float) -> Result:
     except FutureTimeout:
         return Result(job, None, f"{what}: the compiler did not end within {timeout_s:g} s")
     except ProcessExpired as error:
-        return Result(job, None, f"{what}: the compiler's process died ({_ended(error.exitcode)})")
+        return Result(job, None, f"{what}: the compiler's process died ({ended(error.exitcode)})")
     except BrokenProcessPool as error:
         raise HostError(f"the compile workers can't start: {error}. Is there memory enough? Try --workers 1") from None
     except MemoryError:
@@ -202,7 +202,7 @@ def _result(job: Job, future: Future[Compiled], timeout_s: float) -> Result:
         ) from error
 
 
-def _ended(exitcode: int | None) -> str:
+def ended(exitcode: int | None) -> str:
     if exitcode is None or exitcode >= 0:
         return f"exit {exitcode}"
     try:

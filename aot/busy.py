@@ -1,0 +1,56 @@
+"""Whether somebody else uses a GPU: what nvidia-smi says, where it is there."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+
+_BUSY_PERCENT = 10
+_BUSY_MIB = 4096
+_TIMEOUT_S = 10.0
+_ID_BYTES = 32
+
+
+def busy(device: int) -> list[str]:
+    """Why times on ``cuda:device`` may scatter; nothing where it is idle, or nobody can tell.
+
+    To be asked before this process does anything there.
+    """
+    tool, bus = shutil.which("nvidia-smi"), _bus_id(device)
+    if tool is None or bus is None:
+        return []
+    query = "--query-gpu=utilization.gpu,memory.used"
+    try:
+        done = subprocess.run(
+            [tool, f"--id={bus}", query, "--format=csv,noheader,nounits"], capture_output=True, text=True,
+            timeout=_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return told(done.stdout) if done.returncode == 0 else []
+
+
+def told(line: str) -> list[str]:
+    """The notes that ``utilization, MiB used`` of nvidia-smi is worth."""
+    parts = [part.strip() for part in line.split(",")]
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        return []
+    percent, mib = map(int, parts)
+    if percent < _BUSY_PERCENT and mib < _BUSY_MIB:
+        return []
+    return [f"it is in use ({percent} % busy, {mib} MiB taken by others): times will scatter, choices may be wrong"]
+
+
+def _bus_id(device: int) -> str | None:
+    """The PCI address of the ordinal that this process sees: nvidia-smi counts otherwise."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    handle, text = ctypes.c_int(), ctypes.create_string_buffer(_ID_BYTES)
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), device):
+        return None
+    if cuda.cuDeviceGetPCIBusId(text, _ID_BYTES, handle):
+        return None
+    return text.value.decode()

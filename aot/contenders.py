@@ -1,0 +1,63 @@
+"""Which variants are worth measuring in a cell: the cost model's first ones, and what won nearby.
+
+On sweeps of an H200 the model's first two and the winner of a near cell, 3 of about 30 candidates, lose 0.5 %
+(geometric mean) to the best of all (docs/tuning.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..artifacts.types import DType, Op, Problem
+
+SHARE = 0.1  # of the candidates of a cell
+FIRST = 2  # of the model's ranking, and the least measured
+_NEAREST = 9  # cells asked for what won there
+_OTHER_FORM = 0.25  # the distance of the same shape with rows moved another way
+_OTHER_SHAPE = 1.0  # of another shape with as many rows an expert: in doublings of M
+
+Knobs = tuple[tuple[str, int], ...]
+
+
+@dataclass(slots=True)
+class Winners:
+    """What won in the cells measured so far, by config: forms of one shape have cubins of their own."""
+
+    _found: dict[tuple[Op, DType], dict[tuple[Problem, int], Knobs]] = field(default_factory=dict)
+
+    def add(self, problem: Problem, bucket: int, config: Knobs) -> None:
+        """``config`` was the fastest one in this cell."""
+        self._found.setdefault((problem.op, problem.dtype), {})[problem, bucket] = config
+
+    def near(self, problem: Problem, bucket: int) -> list[Knobs]:
+        """The winners of the nearest cells of this op and dtype, nearest first, each once."""
+        here = self._found.get((problem.op, problem.dtype), {})
+        ordered = sorted(here, key=lambda cell: (_distance(cell, (problem, bucket)), cell[0].sort_key, cell[1]))
+        return list(dict.fromkeys(here[cell] for cell in ordered[:_NEAREST]))
+
+
+def _distance(a: tuple[Problem, int], b: tuple[Problem, int]) -> float:
+    """In doublings of the rows an expert gets."""
+    (one, M), (other, rows) = a, b
+    far = abs(math.log2(M / one.E) - math.log2(rows / other.E))
+    if (one.E, one.N, one.K) != (other.E, other.N, other.K):
+        return far + _OTHER_SHAPE
+    return far + (0.0 if one == other else _OTHER_FORM)
+
+
+def contenders(ranked: Sequence[Knobs], near: Sequence[Knobs], share: float = SHARE) -> list[Knobs]:
+    """The configs to measure, the modelled choice first: at most ``share`` of ``ranked``, but for the first two.
+
+    ``ranked`` are all candidates of the cell, the model's best first; ``near`` is what ``Winners.near`` says.
+    """
+    most = max(FIRST, math.floor(share * len(ranked) + 0.5))
+    chosen = list(ranked[:FIRST])
+    able = set(ranked)
+    for config in near:
+        if len(chosen) >= most:
+            break
+        if config in able and config not in chosen:
+            chosen.append(config)
+    return chosen

@@ -1,0 +1,82 @@
+"""Whether a variant's numbers are right: every element of a result against the equation, without a second GEMM.
+
+Freivalds' check. For a vector r of random signs, ``y @ r`` must be ``x @ (w[g].T @ r)``, which costs M * (N + K)
+instead of M * N * K operations. The expectation of ||(y - ref) @ r||^2 over r is ||y - ref||^2 (Frobenius), so the
+error estimated is the usual one. All sums are fp32 (IEEE).
+R. Freivalds, "Probabilistic machines can use less running time", IFIP Congress 1977.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..artifacts.types import Fusion, Op, Problem
+from ..kernels.abi import gemm_of
+from .launches import Tensors
+
+MAX_ROW_ERROR = 0.1  # of one row, over the root mean square of all: a row that is wrong is off by about 1
+_VECTORS = 4  # for few rows: the more, the nearer the estimate
+_FEW_ROWS = 256
+_CHUNK_ELEMENTS = 1 << 26
+
+
+class Judge:
+    """The reference of one weight: ``judge.error(...)`` of any result of a problem that uses it."""
+
+    def __init__(self, problem: Problem, weights: torch.Tensor | None, device: torch.device) -> None:
+        g = torch.Generator(device).manual_seed(3)
+        columns = problem.K if problem.op is Op.DW else gemm_of(problem).columns
+        self._signs = torch.randint(0, 2, (columns, _VECTORS), generator=g, device=device).float() * 2 - 1
+        self._w_kn = problem.op is not Op.DW and gemm_of(problem).w_kn
+        self._projected = torch.empty(0, device=device)  # [E, reduction, vectors]
+        if weights is not None:
+            parts = [(w if self._w_kn else w.T).float() @ self._signs for w in weights]
+            self._projected = torch.stack(parts)
+
+    def reference(self, on: Tensors, counts: list[int]) -> torch.Tensor:
+        """What ``result @ signs`` must be: [M, vectors] in the sorted order of rows, or for dW [E, N, vectors]."""
+        vectors = _VECTORS if on.M <= _FEW_ROWS else 1
+        if on.problem.op is Op.DW:
+            return self._weight_reference(on, counts, vectors)
+        expert = torch.repeat_interleave(
+            torch.arange(len(counts), device=on.rows.device), torch.tensor(counts, device=on.rows.device)
+        )
+        gathered = Fusion.GATHER in on.problem.fusion
+        width = on.rows.shape[1] * vectors
+        parts = []
+        for here in _chunks(on.M, width):
+            rows = on.rows[on.index[here].long() // on.top_k] if gathered and on.index is not None else on.rows[here]
+            parts.append(torch.einsum("mk,mkv->mv", rows.float(), self._projected[expert[here], :, :vectors]))
+        return torch.cat(parts)
+
+    def _weight_reference(self, on: Tensors, counts: list[int], vectors: int) -> torch.Tensor:
+        dy, x, start, parts = on.rows, on.weights, 0, []
+        for count in counts:
+            total = torch.zeros(dy.shape[1], vectors, device=dy.device)
+            for here in _chunks(count, dy.shape[1] + x.shape[1], start):
+                total += dy[here].float().T @ (x[here].float() @ self._signs[:, :vectors])
+            parts.append(total)
+            start += count
+        return torch.stack(parts)
+
+    def error(self, on: Tensors, reference: torch.Tensor) -> float:
+        """The relative error of ``on.result``: NaN where an element is not finite, infinite where one row is off."""
+        signs = self._signs[:, : reference.shape[-1]]
+        flat = on.result.reshape(-1, on.result.shape[-1])
+        got = torch.cat([flat[here].float() @ signs for here in _chunks(flat.shape[0], flat.shape[1])])
+        if on.index is not None and Fusion.SCATTER in on.problem.fusion:
+            got = got[on.index.long()]
+        off = got.reshape(reference.shape) - reference
+        total = reference.square().sum(dtype=torch.float64).sqrt()
+        relative = float(off.square().sum(dtype=torch.float64).sqrt() / total)
+        per_expert = reference if on.problem.op is Op.DW else reference[None]
+        scale = per_expert.square().mean(dim=(1, 2)).sqrt()  # experts without rows: any error is too much
+        worst = (off if on.problem.op is Op.DW else off[None]).abs().amax(dim=(1, 2))
+        within = bool((worst <= MAX_ROW_ERROR * scale).all())
+        return relative if within or relative != relative else float("inf")
+
+
+def _chunks(rows: int, width: int, start: int = 0) -> list[slice]:
+    """Slices of rows, each of not too many elements."""
+    step = max(1, _CHUNK_ELEMENTS // max(1, width))
+    return [slice(start + at, start + min(at + step, rows)) for at in range(0, rows, step)]

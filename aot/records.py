@@ -1,0 +1,194 @@
+"""What measuring finds, as plain data: what a worker sends back, a journal keeps and the builder reads.
+
+Times are whole nanoseconds, one a routing, in the order of ``ROUTINGS``. Variants are named by the
+sha256 of their cubin: what was measured is byte for byte what ships.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
+
+ROUTINGS = ("skewed", "balanced")  # how rows fall on experts: inputs.routed_rows and inputs.balanced_rows
+
+# Why a variant failed. One that failed anywhere never ships.
+WRONG = "wrong"  # its numbers are off
+FAULT = "fault"  # a CUDA error
+DIED = "died"  # it took its process down
+HUNG = "hung"  # it did not end in time
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One variant in one cell: the median of ``rounds`` launches a routing, all contenders taking turns.
+
+    ``noise`` is the relative standard error of the medians, ``error`` the relative error of its numbers.
+    """
+
+    variant: bytes
+    ns: tuple[int, ...]
+    noise: float
+    rounds: int
+    error: float
+
+    @property
+    def time_ns(self) -> int:
+        """The geometric mean over the routings."""
+        return geometric_mean(self.ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Duel:
+    """The fastest against the modelled choice, timed once more, in turns.
+
+    ``ratio`` is challenger / modelled, the median over the rounds and the geometric mean over the
+    routings; ``band`` is how far from 1 it can be by noise alone.
+    """
+
+    challenger: bytes
+    modelled: bytes
+    challenger_ns: tuple[int, ...]
+    modelled_ns: tuple[int, ...]
+    ratio: float
+    band: float
+
+    @property
+    def won(self) -> bool:
+        """Whether the challenger is faster by more than noise."""
+        return self.ratio < 1.0 - self.band
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One cell, measured in one go: its contenders, of which ``modelled`` is the cost model's choice.
+
+    ``torch_ns`` is torch's grouped_mm, where it was timed too. ``drift`` is what a reference kernel took,
+    over what it took when its worker began. ``driver`` is as cuDriverGetVersion counts.
+    """
+
+    problem: Problem
+    bucket: int
+    modelled: bytes
+    timings: tuple[Timing, ...]
+    duel: Duel | None
+    torch_ns: tuple[int, ...] | None
+    drift: float
+    driver: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A variant that failed in a cell: ``kind`` is one of WRONG, FAULT, DIED, HUNG."""
+
+    problem: Problem
+    bucket: int
+    variant: bytes
+    kind: str
+    reason: str
+
+
+Record = Measured | Failure
+
+
+def geometric_mean(times: Sequence[int]) -> int:
+    """Of times in nanoseconds, at least 1."""
+    return max(1, round(math.exp(sum(math.log(max(1, time)) for time in times) / len(times))))
+
+
+def problem_value(problem: Problem) -> list[object]:
+    """A problem as a list of plain values."""
+    return [problem.op.value, problem.dtype.value, problem.E, problem.N, problem.K, problem.layout.value,
+            problem.fusion.value, problem.top_k]  # fmt: skip
+
+
+def read_problem(value: Sequence[object]) -> Problem:
+    """Back from ``problem_value``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        if it is none.
+    """
+    op, dtype, E, N, K, layout, fusion, top_k = value
+    return Problem(
+        Op(op), DType(dtype), _whole(E), _whole(N), _whole(K), Layout(layout), Fusion(_whole(fusion)), _whole(top_k)
+    )
+
+
+def to_value(record: Record) -> dict[str, object]:
+    """A record as JSON has it."""
+    where = {"problem": problem_value(record.problem), "bucket": record.bucket}
+    if isinstance(record, Failure):
+        return {"record": "failed", **where, "variant": record.variant.hex(), "kind": record.kind,
+                "reason": record.reason}  # fmt: skip
+    duel = record.duel
+    return {
+        "record": "measured",
+        **where,
+        "modelled": record.modelled.hex(),
+        "timings": [[one.variant.hex(), list(one.ns), one.noise, one.rounds, one.error] for one in record.timings],
+        "duel": duel
+        and [duel.challenger.hex(), duel.modelled.hex(), list(duel.challenger_ns), list(duel.modelled_ns), duel.ratio,
+             duel.band],
+        "torch_ns": None if record.torch_ns is None else list(record.torch_ns),
+        "drift": record.drift,
+        "driver": record.driver,
+    }  # fmt: skip
+
+
+def from_value(value: dict[str, object]) -> Record:
+    """Back from ``to_value``.
+
+    Raises
+    ------
+    ValueError, KeyError, TypeError
+        if it is no record that this version knows.
+    """
+    fields: dict[str, Any] = dict(value)
+    problem = read_problem(fields["problem"])
+    bucket = _whole(fields["bucket"])
+    if fields["record"] == "failed":
+        return Failure(problem, bucket, _sha(fields["variant"]), str(fields["kind"]), str(fields["reason"]))
+    if fields["record"] != "measured":
+        raise ValueError(f"a record of the kind {fields['record']!r}")
+    timings = tuple(
+        Timing(_sha(sha), _times(ns), float(noise), _whole(rounds), float(error))
+        for sha, ns, noise, rounds, error in fields["timings"]
+    )
+    duel = None
+    if fields["duel"] is not None:
+        challenger, modelled, challenger_ns, modelled_ns, ratio, band = fields["duel"]
+        duel = Duel(_sha(challenger), _sha(modelled), _times(challenger_ns), _times(modelled_ns), float(ratio),
+                    float(band))  # fmt: skip
+    torch_ns = None if fields["torch_ns"] is None else _times(fields["torch_ns"])
+    return Measured(problem, bucket, _sha(fields["modelled"]), timings, duel, torch_ns,
+                    float(fields["drift"]), _whole(fields["driver"]))  # fmt: skip
+
+
+def gpu_value(gpu: Gpu) -> dict[str, object]:
+    """What must match for a journal to go on: the driver is no part of it."""
+    return {"name": gpu.name, "sm_count": gpu.sm_count, "memory_mib": gpu.memory_mib}
+
+
+def _sha(value: object) -> bytes:
+    sha = bytes.fromhex(str(value))
+    if len(sha) != 32:
+        raise ValueError(f"{value!r} is no sha256")
+    return sha
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+def _times(value: Sequence[object]) -> tuple[int, ...]:
+    times = tuple(_whole(one) for one in value)
+    if not times or min(times) < 1:
+        raise ValueError(f"{value!r} are no times")
+    return times

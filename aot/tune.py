@@ -1,0 +1,493 @@
+"""The tuner: cells and candidates in, a journal out. It ranks, hands out jobs, and writes down what comes back.
+
+    outcome = tune_problems({problem: (16, 32)}, "candidates.msgpack", Path("h200.journal"), budget_s=600)
+    bundle = measured_bundle(plan, read_candidates("candidates.msgpack"), read_journal(Path("h200.journal")))
+
+(``measured_bundle`` is in build.py.) It imports no torch and touches no GPU: ``jobs.GpuExecutor`` is the seam.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..artifacts.errors import HostError, InputError
+from ..artifacts.store import BundleFile, open_bundle
+from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
+from ..kernels.chips import Chip, chip_for, chip_named
+from ..kernels.cost import Ranker, Resources
+from .contenders import SHARE, Winners, contenders
+from .gpuworkers import local_gpus
+from .jobs import GpuExecutor, Hello, Job, Result, WorkerLost
+from .journal import Header, Journal, described, open_journal
+from .records import Failure, Measured
+from .variants import serves
+
+DEFAULT_BUDGET_S = 600.0
+_FLUSH_BYTES = 256 << 20
+_RESERVE_BYTES = 2 << 30  # the context, code, and what a reference needs
+_RESTARTS = 3  # of a worker that does not start, one after the other
+
+Cell = tuple[Problem, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far it is: cells ``done`` of ``total``, variants that ``failed``, and the ``last`` cell measured."""
+
+    done: int
+    total: int
+    seconds_left: float
+    failed: int
+    last: Measured | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TuneObservers:
+    """Whom to tell while it goes on: at the start, after each cell, and remarks."""
+
+    on_start: Callable[[Progress], None] = lambda progress: None
+    on_cell: Callable[[Progress], None] = lambda progress: None
+    on_note: Callable[[str], None] = lambda note: None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run of the tuner did. ``total`` cells were asked for, of which ``known`` were in the journal before.
+
+    ``too_large`` do not fit the GPU's memory, ``unable`` have no candidate left; ``left`` were not reached.
+    ``measurements`` are (variant, cell) pairs timed now, of ``exhaustive`` that a search of all would time.
+    """
+
+    sm: int
+    gpu: Gpu
+    total: int
+    known: int
+    measured: int
+    too_large: int
+    unable: int
+    left: int
+    failures: tuple[Failure, ...]
+    measurements: int
+    exhaustive: int
+    seconds: float
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+        return not self.left
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "gpu": {"name": self.gpu.name, "sm": self.sm, "sm_count": self.gpu.sm_count,
+                    "memory_mib": self.gpu.memory_mib, "driver": self.gpu.driver},
+            "cells": self.total, "known": self.known, "measured": self.measured, "too_large": self.too_large,
+            "unable": self.unable, "left": self.left, "finished": self.finished,
+            "failed": [{"problem": str(one.problem), "bucket": one.bucket, "variant": one.variant.hex(),
+                        "kind": one.kind, "reason": one.reason} for one in self.failures],
+            "measurements": self.measurements, "exhaustive": self.exhaustive, "seconds": round(self.seconds, 1),
+        }  # fmt: skip
+
+
+def tune_problems(
+    problems: Mapping[Problem, Sequence[int]],
+    candidates: str | Path,
+    journal: Path,
+    *,
+    budget_s: float | None = DEFAULT_BUDGET_S,
+    gpus: Sequence[int] | None = None,
+    executors: Sequence[GpuExecutor] | None = None,
+    with_torch: bool = True,
+    share: float = SHARE,
+    observers: TuneObservers | None = None,
+) -> Outcome:
+    """Measure the cells that ``journal`` does not have yet, on this machine's GPUs, until done or out of time.
+
+    Parameters
+    ----------
+    problems
+        Problem -> its buckets of M.
+    candidates
+        A bundle of compiled variants (``aot compile``), for the capability of the GPUs.
+    journal
+        Made if it is missing, else gone on with. Held meanwhile: another tuner waits.
+    budget_s
+        Seconds after which no more jobs are begun; None for no limit.
+    gpus
+        Ordinals; None for all of this machine.
+    executors
+        In place of this machine's GPUs; they are started here and shut down by the caller.
+    with_torch
+        Time torch's grouped_mm beside the plain bf16 problems.
+    share
+        Of a cell's candidates, how many are measured.
+
+    Raises
+    ------
+    InputError
+        if the candidates or the journal are for another GPU, or a bundle can't be read (BundleError).
+    HostError
+        if there is no GPU, no worker starts, or the journal can't be written.
+    KeyboardInterrupt
+        with a message that says how much is kept.
+    """
+    watch = observers or TuneObservers()
+    with open_bundle(candidates) as bundle, contextlib.ExitStack() as stack:
+        if executors is None:
+            executors = stack.enter_context(local_gpus(str(candidates), bundle.digest, gpus))
+        hellos = _greet(executors)
+        sm, gpu = _same_gpu(hellos, bundle)
+        for hello, executor in zip(hellos, executors, strict=True):
+            for text in hello.notes:
+                watch.on_note(f"{executor.name}: {text}")
+        header = Header(sm, gpu, bundle.kernels)
+        held = stack.enter_context(open_journal(journal, header, watch.on_note))
+        run = _Run(Ground.of(problems, bundle, gpu, sm, share), executors, held, watch, with_torch, budget_s)
+        return run.run()
+
+
+def measuring_chip(gpu: Gpu, sm: int) -> Chip:
+    """What the cost model is told of a GPU that times come from."""
+    named = chip_named(gpu.name)
+    chip = named if named is not None and named.sm == sm else chip_for(sm)
+    return chip.with_sm_count(gpu.sm_count)
+
+
+def _greet(executors: Sequence[GpuExecutor]) -> list[Hello]:
+    started = [executor.start() for executor in executors]
+    hellos = []
+    for executor, future in zip(executors, started, strict=True):
+        try:
+            hellos.append(future.result())
+        except WorkerLost as error:
+            raise HostError(f"{executor.name}: its worker does not start: {error}") from None
+    return hellos
+
+
+def _same_gpu(hellos: Sequence[Hello], bundle: BundleFile) -> tuple[int, Gpu]:
+    """The GPUs' common identity: one journal holds the times of one kind."""
+    first = hellos[0]
+    for other in hellos[1:]:
+        if (other.sm, other.gpu.name, other.gpu.sm_count) != (first.sm, first.gpu.name, first.gpu.sm_count):
+            raise InputError(
+                f"the GPUs differ: {described(first.gpu, first.sm)} and {described(other.gpu, other.sm)}. "
+                "Choose equal ones with --gpus, and give each kind a journal of its own"
+            )
+    if not bundle.target.runs_on(first.sm):
+        raise InputError(
+            f"candidates '{bundle.path}': compiled for {bundle.target}, this is {described(first.gpu, first.sm)}: "
+            f"aot compile --sm {first.sm}"
+        )
+    return first.sm, first.gpu
+
+
+@dataclass(slots=True)
+class Ground:
+    """All that can be measured: which variants serve a problem, and how the cost model ranks them."""
+
+    cells: dict[Problem, tuple[int, ...]]
+    bundle: BundleFile
+    share: float
+    chip: Chip
+    able: dict[Problem, tuple[int, ...]] = field(default_factory=dict)
+    index: dict[tuple[Problem, bytes], int] = field(default_factory=dict)
+    too_large: int = 0
+    _rankers: dict[tuple[int, ...], Ranker] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float
+    ) -> Ground:
+        """Leaves out what does not fit the GPU's memory.
+
+        Raises
+        ------
+        InputError
+            if no candidate serves a problem.
+        """
+        variants = bundle.variants()
+        self = cls({}, bundle, share, measuring_chip(gpu, sm))
+        for problem in sorted(problems, key=lambda one: one.sort_key):
+            able = tuple(i for i, variant in enumerate(variants) if serves(variant, problem))
+            if not able:
+                raise InputError(
+                    f"candidates '{bundle.path}': no variant serves {problem}: run aot compile for the same models"
+                )
+            fitting = tuple(sorted(M for M in set(problems[problem]) if fits(problem, M, gpu.memory_mib)))
+            self.too_large += len(set(problems[problem])) - len(fitting)
+            self.cells[problem] = fitting
+            self.able[problem] = able
+            for i in reversed(able):
+                self.index[problem, variants[i].cubin_sha256] = i
+        return self
+
+    def has(self, record: Measured) -> bool:
+        """Whether a record is of a cell that is asked for, and of these candidates."""
+        return record.bucket in self.cells.get(record.problem, ()) and (record.problem, record.modelled) in self.index
+
+    def ranked(self, problem: Problem, bucket: int, without: Container[bytes] = ()) -> list[tuple[float, int]]:
+        """(estimate in us, variant), best first, less those whose cubin is in ``without``."""
+        able = self.able[problem]
+        if able not in self._rankers:
+            resources = [Resources.of(self.bundle.variant(i)) for i in able]
+            self._rankers[able] = Ranker(resources, problem.op, problem.dtype, self.chip)
+        ranked = [(us, able[i]) for us, i in self._rankers[able].rank(problem, bucket)]
+        return [(us, i) for us, i in ranked if self.bundle.variant(i).cubin_sha256 not in without]
+
+
+def fits(problem: Problem, M: int, memory_mib: int) -> bool:
+    """Whether a cell's tensors fit a GPU's memory: w, dw, M rows of both widths, and what a clean measurement needs."""
+    matrices = problem.E * problem.N * problem.K * (2 if problem.op is Op.DW else 1)
+    rows = M * (problem.N + problem.K)
+    wanted = (matrices + rows) * problem.dtype.itemsize + M * 16 + 2 * _FLUSH_BYTES + _RESERVE_BYTES
+    return wanted <= memory_mib * (1 << 20) * 9 // 10
+
+
+def weight_key(problem: Problem) -> tuple[int, int, int, DType, Layout]:
+    """The weights that a problem's measurements share with those of other ops, forms and buckets."""
+    return (problem.E, problem.N, problem.K, problem.dtype, problem.layout)
+
+
+def torch_can(problem: Problem) -> bool:
+    """Whether torch has one call for it: grouped_mm takes bf16, plain, the usual layout, rows of 16 bytes."""
+    plain = problem.dtype is DType.BF16 and problem.layout is Layout.NK and problem.fusion is Fusion.NONE
+    return plain and problem.N % 8 == 0 and problem.K % 8 == 0
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A cell to measure. ``alone``: contenders to try one by one, as a process died over them, once (``split``)."""
+
+    problem: Problem
+    bucket: int
+    seconds: float
+    alone: deque[int] = field(default_factory=deque)
+    split: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.problem}, {self.bucket} rows"
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One GPU: the cells that wait for it, the one under way, and what its worker was lost over."""
+
+    executor: GpuExecutor
+    waiting: deque[_Trial] = field(default_factory=deque)
+    trial: _Trial | None = None
+    sent: tuple[int, ...] = ()
+    lost: WorkerLost | None = None
+    starts: int = 0
+
+
+class _Run:
+    """One run of the tuner."""
+
+    def __init__(
+        self, ground: Ground, executors: Sequence[GpuExecutor], journal: Journal, watch: TuneObservers,
+        with_torch: bool, budget_s: float | None,
+    ) -> None:  # fmt: skip
+        self.ground, self.journal, self.watch, self.with_torch = ground, journal, watch, with_torch
+        self.bundle = ground.bundle
+        self.lanes = [_Lane(executor) for executor in executors]
+        self.queue: deque[list[_Trial]] = deque()
+        self.running: dict[Future[Any], _Lane] = {}
+        self.winners = Winners()
+        self.failed: dict[bytes, Failure] = {}
+        self.failures: list[Failure] = []
+        self.begun = time.monotonic()
+        self.end = None if budget_s is None else self.begun + budget_s
+        self.total = sum(map(len, ground.cells.values()))
+        self.known = self.measured = self.unable = self.measurements = self.exhaustive = 0
+        self.planned_s = self.done_s = 0.0
+
+    def run(self) -> Outcome:
+        """Until every cell is measured, or time is up."""
+        groups = self._groups(self._learn())
+        self.planned_s = sum(trial.seconds for group in groups for trial in group)
+        # Large first balances the GPUs; where time is short, small first measures the most.
+        short = self.end is not None and self.planned_s / len(self.lanes) > self.end - self.begun
+        groups.sort(key=lambda group: sum(trial.seconds for trial in group), reverse=not short)
+        self.queue = deque(groups)
+        self.watch.on_start(self._progress())
+        try:
+            for lane in self.lanes:
+                self._next(lane)
+            while self.running:
+                finished, _ = wait(self.running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    lane = self.running.pop(future)
+                    self._settle(lane, future)
+                    if lane not in self.running.values():
+                        self._next(lane)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted: {self.known + self.measured} of {self.total} cells are measured and kept in "
+                f"'{self.journal.path}'; run the same command to go on"
+            ) from None
+        header = self.journal.contents.header
+        return Outcome(
+            sm=header.sm,
+            gpu=header.gpu,
+            total=self.total + self.ground.too_large,
+            known=self.known,
+            measured=self.measured,
+            too_large=self.ground.too_large,
+            unable=self.unable,
+            left=self.total - self.known - self.measured - self.unable,
+            failures=tuple(self.failures),
+            measurements=self.measurements,
+            exhaustive=self.exhaustive,
+            seconds=time.monotonic() - self.begun,
+        )
+
+    def _learn(self) -> set[Cell]:
+        """The cells that the journal has, measured with these candidates."""
+        known: set[Cell] = set()
+        for record in self.journal.contents.records:
+            if isinstance(record, Failure):
+                self.failed[record.variant] = record
+            elif self.ground.has(record):
+                known.add((record.problem, record.bucket))
+                self._remember(record)
+        self.known = len(known)
+        return known
+
+    def _remember(self, record: Measured) -> None:
+        best = min(record.timings, key=lambda one: (one.time_ns, one.variant)).variant
+        i = self.ground.index.get((record.problem, best))
+        if i is not None:
+            self.winners.add(record.problem, record.bucket, self.bundle.variant(i).config)
+
+    def _groups(self, known: set[Cell]) -> list[list[_Trial]]:
+        """What is to be measured, by the weights that are shared; plain forms first, rows rising."""
+        groups: dict[object, list[_Trial]] = {}
+        for problem, buckets in self.ground.cells.items():
+            for bucket in buckets:
+                if (problem, bucket) not in known:
+                    best_us = self.ground.ranked(problem, bucket)[0][0]
+                    trial = _Trial(problem, bucket, expected_seconds(best_us))
+                    groups.setdefault(weight_key(problem), []).append(trial)
+        return list(groups.values())
+
+    def _next(self, lane: _Lane) -> None:
+        """Give a lane that has nothing to do its next job."""
+        while True:
+            if lane.trial is None:
+                if self.end is not None and time.monotonic() >= self.end:
+                    return
+                if not lane.waiting:
+                    if not self.queue:
+                        return
+                    lane.waiting = deque(self.queue.popleft())
+                lane.trial = lane.waiting.popleft()
+            trial = lane.trial
+            lane.sent = (trial.alone[0],) if trial.alone else self._contenders(trial)
+            if lane.sent:
+                with_torch = self.with_torch and torch_can(trial.problem) and not trial.alone
+                job = Job(trial.problem, trial.bucket, lane.sent, with_torch)
+                self.running[lane.executor.submit(job)] = lane
+                return
+            self._give_up(lane, "no candidate is left")
+
+    def _contenders(self, trial: _Trial) -> tuple[int, ...]:
+        """The variants to measure, the modelled choice first."""
+        ranked = [i for _, i in self.ground.ranked(trial.problem, trial.bucket, self.failed)]
+        by_config = {self.bundle.variant(i).config: i for i in reversed(ranked)}
+        configs = [self.bundle.variant(i).config for i in ranked]
+        near = self.winners.near(trial.problem, trial.bucket)
+        return tuple(by_config[config] for config in contenders(configs, near, self.ground.share))
+
+    def _give_up(self, lane: _Lane, reason: str) -> None:
+        """Leave the lane's cell modelled."""
+        self.watch.on_note(f"{lane.trial}: left modelled: {reason}")
+        self.unable += 1
+        lane.trial = None
+
+    def _settle(self, lane: _Lane, future: Future[Any]) -> None:
+        """What a future brought: a worker that has started again, or the result of a job."""
+        try:
+            result: Result | Hello = future.result()
+        except WorkerLost as error:
+            if lane.starts >= _RESTARTS:
+                raise HostError(
+                    f"{lane.executor.name} does not answer any more: {error}. What was measured is kept"
+                ) from None
+            lane.lost = lane.lost or error
+            self._restart(lane)
+            return
+        if isinstance(result, Hello):
+            self._restarted(lane)
+            return
+        trial = lane.trial
+        assert trial is not None
+        for text in result.notes:
+            self.watch.on_note(f"{lane.executor.name}: {text}")
+        self._fail(result.failures)
+        if trial.alone:
+            trial.alone.popleft()
+        elif result.measured is not None:
+            self._keep(lane, trial, result.measured)
+        elif not result.failures:
+            self._give_up(lane, "it can't be measured here")
+        if result.broken:
+            self._restart(lane)
+
+    def _keep(self, lane: _Lane, trial: _Trial, record: Measured) -> None:
+        self.journal.append([record])
+        self._remember(record)
+        self.measured += 1
+        self.measurements += len(record.timings) + 2 * (record.duel is not None)
+        self.exhaustive += len(self.ground.able[trial.problem])
+        self.done_s += trial.seconds
+        lane.trial = None
+        self.watch.on_cell(self._progress(record))
+
+    def _fail(self, failures: Sequence[Failure]) -> None:
+        if failures:
+            self.journal.append(failures)
+            self.failures += failures
+            for one in failures:
+                self.failed[one.variant] = one
+                self.watch.on_note(f"{one.problem}, {one.bucket} rows: a variant is out ({one.kind}): {one.reason}")
+
+    def _restart(self, lane: _Lane) -> None:
+        lane.starts += 1
+        self.running[lane.executor.start()] = lane
+
+    def _restarted(self, lane: _Lane) -> None:
+        """The GPU answers again, so what ran there is to blame: one variant, or each has to be tried alone."""
+        trial, lost = lane.trial, lane.lost
+        lane.starts, lane.lost = 0, None
+        if lost is None or trial is None:
+            return
+        if len(lane.sent) == 1:
+            sha = self.bundle.variant(lane.sent[0]).cubin_sha256
+            self._fail([Failure(trial.problem, trial.bucket, sha, lost.kind, str(lost))])
+            if trial.alone:
+                trial.alone.popleft()
+        elif trial.split:  # each works alone, and together they don't
+            self._give_up(lane, str(lost))
+        else:
+            trial.alone, trial.split = deque(lane.sent), True
+
+    def _progress(self, record: Measured | None = None) -> Progress:
+        left_s = max(0.0, self.planned_s - self.done_s) / len(self.lanes)
+        now = time.monotonic()
+        if self.done_s > 0:
+            left_s = max(0.0, self.planned_s - self.done_s) * (now - self.begun) / self.done_s
+        if self.end is not None:
+            left_s = min(left_s, max(0.0, self.end - now))
+        return Progress(self.known + self.measured, self.total, left_s, len(self.failed), record)
+
+
+def expected_seconds(best_us: float) -> float:
+    """What measuring a cell takes, about: for the progress, and for what to begin with."""
+    return 0.05 + 60e-6 * best_us
