@@ -11,8 +11,9 @@ from . import gradients
 from .form import Form, Fusions
 from .gradients import Call
 
-# x, w, m_sizes, topk_weights, bias, gather_indices, form, (M, x_rows, y_rows)
-_ARGUMENTS = 8
+# x, w, m_sizes, topk_weights, bias, gather_indices, form, (M, x_rows, y_rows), the plan of a call that comes again
+_ARGUMENTS = 9
+_REST = (None,) * (_ARGUMENTS - 5)
 
 
 class GroupedGemm(torch.autograd.Function):
@@ -22,13 +23,17 @@ class GroupedGemm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, weights: torch.Tensor | None,
         bias: torch.Tensor | None, index: torch.Tensor | None, form: Form, sizes: tuple[int, int, int],
+        plan: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The product; what a gradient needs is saved."""
+        """The product; what a gradient needs is saved. ``plan`` is a ``plans.Plan``."""
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         keeps_x = needs_w or needs_weights
         keeps_w = needs_x or needs_weights
         ctx.save_for_backward(x if keeps_x else None, w if keeps_w else None, m_sizes, weights, bias, index)
-        ctx.form, ctx.sizes, ctx.w_shape = form, sizes, w.shape
+        ctx.form, ctx.sizes, ctx.w_shape, ctx.plan = form, sizes, w.shape, plan
+        if plan is not None:
+            y: torch.Tensor = plan.forward(x, w, m_sizes, weights, bias, index)
+            return y
         return gradients.forward(Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes), x)
 
     @staticmethod
@@ -36,11 +41,16 @@ class GroupedGemm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, w, m_sizes, weights, bias, index = ctx.saved_tensors
+        needs = wanted(ctx.needs_input_grad, ctx.form)
+        if ctx.plan is not None:
+            planned = ctx.plan.backward(x, w, m_sizes, dy, needs)
+            if planned is not None:
+                return (*planned, None, None, None, *_REST)
         # Nothing reads the values of a w that was not kept, only its shape.
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(ctx.w_shape) if w is None else w
         call = Call(ctx.form, w, m_sizes, Fusions(index, weights, bias), *ctx.sizes)
-        found = backward(call, dy, x, wanted(ctx.needs_input_grad, ctx.form))
-        return (found[0], found[1], None, found[2], found[3], *[None] * (_ARGUMENTS - 5))
+        found = backward(call, dy, x, needs)
+        return (found[0], found[1], None, found[2], found[3], *_REST)
 
 
 def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> tuple[bool, bool, bool, bool]:

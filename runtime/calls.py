@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
 from ..artifacts.errors import InputError
 from ..artifacts.types import Fusion, Layout, Op, Problem
 from ..kernels.abi import code_of
-from . import gradients, inputs
+from . import gradients, inputs, plans
 from .autograd import GroupedGemm
 from .form import Form, Fusions, check_fusions, token_rows
 from .gradients import Call
@@ -27,8 +28,11 @@ def run(
     x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, form: Form, *,
     gather_indices: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, fuse_mul_post: bool = False,
     bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    keep: Callable[[plans.Plan], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y of ``grouped_gemm``, on any device, differentiable where an input requires grad.
+
+    ``keep`` is given a plan of the call, where there is one.
 
     Raises
     ------
@@ -47,6 +51,7 @@ def run(
     for name, tensor in (("x", x), ("w", w), ("m_sizes", m_sizes)):
         if not isinstance(tensor, torch.Tensor):
             inputs.bad(name, f"a {type(tensor).__name__}", "a torch.Tensor")
+    given = x, w, bias
     x, w, bias = autocast(x, w, bias)
     kind: tuple[object, ...] = ()
     if out is None and all(
@@ -64,20 +69,25 @@ def run(
                 _checked.clear()
             _checked[kind] = call.M, call.x_rows, call.y_rows
         x = rows
+    as_given = out is None and x is given[0] and call.w is given[1] and bias is given[2]
     if form.autotune:
         _tune(call, x)
     fusions = call.fusions
     with without_autocast(x.device.type):
         inputs_with_grad = any(t is not None and t.requires_grad for t in (x, w, fusions.weights, fusions.bias))
         if not (inputs_with_grad and torch.is_grad_enabled()):
-            return gradients.forward(call, x, out)
-        if out is not None:
+            y = gradients.forward(call, x, out)
+        elif out is not None:
             raise InputError("grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or "
                              "use torch.no_grad()")  # fmt: skip
-        y: torch.Tensor = GroupedGemm.apply(
-            x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, form, (call.M, call.x_rows, call.y_rows)
-        )  # type: ignore[no-untyped-call]
-        return y
+        else:
+            sizes = (call.M, call.x_rows, call.y_rows)
+            y = GroupedGemm.apply(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, form, sizes)  # type: ignore[no-untyped-call]
+    if keep is not None and as_given:
+        made = plans.plan(call, x, y, topk_weights, bias, gather_indices)
+        if made is not None:
+            keep(made)
+    return y
 
 
 def _kind(tensor: torch.Tensor | None) -> object:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import functools
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
 from ..artifacts.errors import HostError
 from ..artifacts.types import Gpu
+
+# (size, strides, dtype) -> a new tensor
+Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+_C: Any = torch._C
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,40 @@ def current_device() -> int:
     if not torch.cuda.is_available():
         raise HostError("no CUDA GPU here (torch.cuda.is_available() is False); python -m pretuned.runtime says more")
     return torch.cuda.current_device()
+
+
+def _empty_on_current(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
+
+
+# On the current device. What torch's own compiled code allocates with: half the host time of torch.empty_strided.
+empty: Allocator = getattr(getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda",
+                           _empty_on_current)  # fmt: skip
+
+
+def allocator(device: torch.device) -> Allocator:
+    """``empty`` for a CUDA device, which has to be the current one; else what allocates on ``device``."""
+    if device.type == "cuda":
+        return empty
+    return lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype, device=device)
+
+
+def _stream_of(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# The stream that torch has current on a device, as the driver takes it.
+current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _stream_of)
+
+
+def only_device() -> bool:
+    """Whether there is no second GPU that could be torch's current one."""
+    return torch.cuda.device_count() <= 1
+
+
+def device_is_current(device: int) -> bool:
+    """Whether torch's current device is this one."""
+    return bool(_C._cuda_getDevice() == device)
 
 
 def platform_supported() -> bool:

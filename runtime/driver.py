@@ -7,11 +7,12 @@ into the device's primary context, and launches go to the stream that the caller
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from ..artifacts.errors import CudaError
 
@@ -92,6 +93,19 @@ def library() -> ctypes.CDLL:
     if hasattr(lib, "cuFuncLoad"):
         lib.cuFuncLoad.argtypes = (c_void_p,)
     return lib
+
+
+@cache
+def launch_kernel() -> Callable[[object, object, object, None], int]:
+    """cuLaunchKernelEx for arguments that ``argument`` made: converting them is a tenth of a launch."""
+    function: Any = library()["cuLaunchKernelEx"]  # a function of its own, without the types that library() set
+    return function  # type: ignore[no-any-return]
+
+
+def argument(address: int) -> object:
+    """An address as ``launch_kernel`` takes it, to be kept and used again."""
+    made: object = c_void_p.from_param(address)
+    return made
 
 
 def check(code: int, call: str) -> None:

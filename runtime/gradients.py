@@ -63,18 +63,19 @@ class Call:
 
 def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are."""
-    form, bias = call.form, call.fusions.bias
-    zero = form.permute_y or form.zero_tail
+    zero = call.form.permute_y or call.form.zero_tail
     y = x.new_empty((call.y_rows, call.N)) if out is None else out
     if zero or not call.K:  # a sum over nothing is zero
         y.zero_()
-    return rows(
-        Rows(
-            Op.FORWARD, x, call.w, call.m_sizes, form.layout, call.M, call.fusions.index, call.x_divisor,
-            form.permute_y, call.flat_weights(x), None if bias is None else bias.detach().contiguous(),
-            form.pin_forward,
-        ),
-        y,
+    return rows(forward_rows(call, x), y)
+
+
+def forward_rows(call: Call, x: torch.Tensor) -> Rows:
+    """The forward as a product."""
+    form, bias = call.form, call.fusions.bias
+    return Rows(
+        Op.FORWARD, x, call.w, call.m_sizes, form.layout, call.M, call.fusions.index, call.x_divisor, form.permute_y,
+        call.flat_weights(x), None if bias is None else bias.detach().contiguous(), form.pin_forward,
     )  # fmt: skip
 
 

@@ -7,12 +7,15 @@ The hot path is what ``Launcher.repeater`` makes. Blocks are taken from a list a
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_char
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from . import driver
 from .arguments import LAUNCH, Blocks
 
+# As arguments.Block, with its two addresses as the driver's function takes them.
+_Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
 Start: TypeAlias = Callable[[bytes, int, int, int], None]  # (prepared, result, m_sizes, stream)
 
 
@@ -20,13 +23,14 @@ class Repeater(Protocol):
     """Makes a function (x, w, m_sizes) that allocates a result, launches ``prepared`` into it and returns it.
 
     It returns None, and does nothing, where ``same`` does not let the tensors through or ``still`` is false.
-    ``empty`` allocates with (size, strides, dtype), as ``shape`` has them.
+    ``empty`` allocates with (size, strides, dtype), as ``shape`` has them; without a shape the function
+    is (x, w, m_sizes, out) and the result is ``out``.
     """
 
     def __call__(
-        self, prepared: bytes, same: Callable[[Any, Any, Any], bool], still: Callable[[], bool] | None,
-        empty: Callable[..., Any], shape: tuple[Any, Any, Any], stream_of: Callable[[int], int],
-    ) -> Callable[[Any, Any, Any], Any]: ...  # fmt: skip
+        self, prepared: bytes, same: Callable[..., bool], still: Callable[[], bool] | None,
+        empty: Callable[..., Any], shape: tuple[Any, Any, Any] | None, stream_of: Callable[[int], int],
+    ) -> Callable[..., Any]: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,14 @@ def starter(function: driver.Function, what: str, blocks: Blocks) -> tuple[Start
 
     ``what`` names the kernel in an error.
     """
-    driver_launch, handle, device = driver.library().cuLaunchKernelEx, function.handle, function.device
-    pack, new = LAUNCH.pack_into, blocks.new
+    driver_launch, argument = driver.launch_kernel(), driver.argument
+    handle, device = argument(function.handle), function.device
+    pack = LAUNCH.pack_into
+
+    def new() -> _Block:
+        memory, offset, config, pointers, pin = blocks.new()
+        return memory, offset, argument(config), argument(pointers), pin
+
     free = [new()]
     take, give = free.pop, free.append
 
@@ -79,16 +89,24 @@ def starter(function: driver.Function, what: str, blocks: Blocks) -> tuple[Start
             recover(code, config, pointers)
         give(block)
 
-    def recover(code: int, config: int, pointers: int) -> None:
+    def recover(code: int, config: object, pointers: object) -> None:
         if code == driver.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
             driver.make_current(device)
             code = driver_launch(config, handle, pointers, None)
         driver.check(code, f"cuLaunchKernelEx({what})")
 
     def repeater(
-        prepared: bytes, same: Callable[[Any, Any, Any], bool], still: Callable[[], bool] | None,
-        empty: Callable[..., Any], shape: tuple[Any, Any, Any], stream_of: Callable[[int], int],
-    ) -> Callable[[Any, Any, Any], Any]:  # fmt: skip
+        prepared: bytes, same: Callable[..., bool], still: Callable[[], bool] | None,
+        empty: Callable[..., Any], shape: tuple[Any, Any, Any] | None, stream_of: Callable[[int], int],
+    ) -> Callable[..., Any]:  # fmt: skip
+        def into(x: Any, w: Any, m_sizes: Any, out: Any) -> Any:
+            if not same(x, w, m_sizes, out) or (still is not None and not still()):
+                return None
+            start(prepared, out.data_ptr(), m_sizes.data_ptr(), stream_of(device))
+            return out
+
+        if shape is None:
+            return into
         size, strides, dtype = shape
 
         def again(x: Any, w: Any, m_sizes: Any) -> Any:

@@ -10,14 +10,22 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from ..artifacts.types import DType, Op, Problem
 from ..kernels.abi import gemm_of
-from . import calls, discover, fallback, inputs, recent, settings
-from .device import local_gpu, platform_name, platform_supported
+from . import calls, discover, fallback, inputs, plans, recent, settings
+from .device import (
+    current_stream,
+    device_is_current,
+    empty,
+    local_gpu,
+    only_device,
+    platform_name,
+    platform_supported,
+)
 from .form import form_of
 from .launch import row_launcher
 from .launcher import Launcher
@@ -25,35 +33,20 @@ from .loading import prepare
 from .pinned import Pin
 
 _Key: TypeAlias = "tuple[object, ...]"
-_Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, recent.Guards]]"
+_Calls: TypeAlias = "dict[_Key, tuple[Launcher, int]]"
 
 _MOST_CALLS = 1 << 16
 
 _log = logging.getLogger(__name__)
-# Both are replaced by ``reload``: a call under way keeps those that it began with, and reads _recent first, so that
+# All are replaced by ``reload``: a call under way keeps those that it began with, and reads _recent first, so that
 # nothing chosen before goes into a table from after.
 _calls: _Calls = {}
 _recent: recent.Table = {}
+_plans: dict[plans.Key, plans.Plan] = {}
 _FLOAT32 = torch.float32
+# What something that is no usable tensor raises: the checks will say which.
+_UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)
 _tracing = torch.compiler.is_dynamo_compiling
-_C: Any = torch._C
-
-
-def _empty_on_current(size: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-
-
-# What torch's own compiled code allocates with: half the host time of torch.empty_strided.
-_empty: Callable[[tuple[int, int], tuple[int, int], torch.dtype], torch.Tensor] = getattr(
-    getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda", _empty_on_current
-)
-
-
-def _stream_of(device: int) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
-
-
-_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _stream_of)
 
 
 def grouped_gemm(
@@ -163,16 +156,39 @@ def grouped_gemm(
         permute_x or permute_y or fuse_mul_post or autotune or gather_indices is not None or bias is not None
         or topk_weights is not None or kernel_config_fwd is not None
     )  # fmt: skip
-    if out is None and not more and not zero_tail:
+    if not more and not zero_tail:
         try:
-            again = _recent.get((x.data_ptr(), w.data_ptr(), x.shape[0], w_layout))
-        except (AttributeError, TypeError, IndexError, RuntimeError):  # no usable tensors: the checks will say which
+            if out is None:
+                again = _recent.get((x.data_ptr(), w.data_ptr(), w_layout))
+            else:
+                again = _recent.get((x.data_ptr(), w.data_ptr(), w_layout, out.data_ptr()))
+        except _UNUSABLE:
             again = None
         if again is not None:
-            y = again(x, w, m_sizes)
+            y = again(x, w, m_sizes) if out is None else again(x, w, m_sizes, out)
             if y is not None:
                 return y
     if more or calls.is_whole(x, w):
+        keep = None
+        if out is None and not (
+            autotune or kernel_config_fwd is not None or kernel_config_bwd_dX is not None
+            or kernel_config_bwd_dW is not None
+        ):  # fmt: skip
+            table = _plans
+            try:
+                operands = (
+                    w.data_ptr(), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout,
+                    zero_tail, is_first_gemm, topk_weights is None, bias is None, gather_indices is None,
+                )  # fmt: skip
+                plan = table.get(operands)
+            except _UNUSABLE:
+                plan = None
+            else:
+                keep = functools.partial(plans.remember, table, operands)
+            if plan is not None:
+                y = plan(x, w, m_sizes, topk_weights, bias, gather_indices)
+                if y is not None:
+                    return y
         form = form_of(
             w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail,
             is_first_gemm=is_first_gemm, dX_only=dX_only, dW_only=dW_only, autotune=autotune,
@@ -181,7 +197,7 @@ def grouped_gemm(
         )  # fmt: skip
         return calls.run(
             x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
-            fuse_mul_post=fuse_mul_post, bias=bias, out=out,
+            fuse_mul_post=fuse_mul_post, bias=bias, out=out, keep=keep,
         )  # fmt: skip
     return _known(x, w, m_sizes, w_layout, out, zero_tail)
 
@@ -194,10 +210,11 @@ def reload() -> None:
 
     Calls under way finish with what they began with; code that was loaded stays loaded.
     """
-    global _calls, _recent
+    global _calls, _plans, _recent
     settings.forget()
     discover.forget()
     _calls = {}
+    _plans = {}
     _recent = {}
 
 
@@ -234,30 +251,33 @@ def _known(
             stride_y_m = out.stride(0)
             key += (out.dtype, out.shape, out.stride(), out.get_device(), out.data_ptr() & 15, out.requires_grad)
         known = _calls.get(key) if M and not zero_tail else None
-    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
+        operands: recent.Key = (x_at, w_at, w_layout) if out is None else (x_at, w_at, w_layout, out.data_ptr())
+        again = None if known is None else table.get((operands, M))
+    except _UNUSABLE:
         return _first(x, w, m_sizes, w_layout, out, zero_tail, None)
+    if again is not None:
+        y = again(x, w, m_sizes) if out is None else again(x, w, m_sizes, out)
+        if y is not None:
+            table[operands] = again
+            return y
     grad = x.requires_grad or w.requires_grad
-    if known is None or (grad and torch.is_grad_enabled()) or _C._cuda_getDevice() != device:
+    if known is None or (grad and torch.is_grad_enabled()) or not device_is_current(device):
         return _first(x, w, m_sizes, w_layout, out, zero_tail, key)
-    launcher, N, guards = known
-    if out is not None:
-        prepared = launcher.prepare(x_at, w_at, stride_x_m, stride_y_m, M)
-        launcher.start(prepared, out.data_ptr(), m_sizes.data_ptr(), _stream(device))
-        return out
-    y = _empty((M, N), (N, 1), dtype)
-    prepared = launcher.prepare(x_at, w_at, stride_x_m, N, M)
-    launcher.start(prepared, y.data_ptr(), m_sizes.data_ptr(), _stream(device))
-    same = guards.of(x, w, m_sizes)
+    launcher, N = known
+    y = empty((M, N), (N, 1), dtype) if out is None else out
+    prepared = launcher.prepare(x_at, w_at, stride_x_m, N if out is None else stride_y_m, M)
+    launcher.start(prepared, y.data_ptr(), m_sizes.data_ptr(), current_stream(device))
+    same = recent.guard(x, w, m_sizes) if out is None else recent.guard(x, w, m_sizes, out)
     if same is not None:
+        shape = ((M, N), (N, 1), dtype) if out is None else None
         still = _condition(device, grad, dtype)
-        again = launcher.repeater(prepared, same, still, _empty, ((M, N), (N, 1), dtype), _stream)
-        recent.remember(table, (x_at, w_at, M, w_layout), again)
+        recent.remember(table, operands, M, launcher.repeater(prepared, same, still, empty, shape, current_stream))
     return y
 
 
 def _condition(device: int, grad: bool, dtype: torch.dtype) -> Callable[[], bool] | None:
     """What beside its operands must still hold where a call is repeated; None where nothing can change."""
-    alone = torch.cuda.device_count() == 1
+    alone = only_device()
     if alone and not grad and dtype is not _FLOAT32:
         return None
     tf32 = _tf32_allowed()
@@ -267,7 +287,7 @@ def _condition(device: int, grad: bool, dtype: torch.dtype) -> Callable[[], bool
             return False
         if dtype is _FLOAT32 and (_tf32_allowed() != tf32 or torch.is_autocast_enabled("cuda")):
             return False
-        return alone or bool(_C._cuda_getDevice() == device)
+        return alone or device_is_current(device)
 
     return still
 
@@ -298,11 +318,11 @@ def _first(
             return y
         launch(
             call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
-            call.stride_x_m, stride_y_m, call.M, _stream(device),
+            call.stride_x_m, stride_y_m, call.M, current_stream(device),
         )  # fmt: skip
         lasting = key is not None and call.x is x and not y.requires_grad
         if key is not None and lasting and len(known_calls) < _MOST_CALLS:
-            known_calls[key] = launch, call.N, recent.Guards()
+            known_calls[key] = launch, call.N
     return y
 
 

@@ -16,7 +16,7 @@ from ..artifacts.types import DType, Fusion, Layout, Op, Problem, bucket_of
 from ..kernels import reference
 from ..kernels.abi import code_of, gemm_of, is_aligned
 from . import apart, discover, fallback, pinned, settings
-from .device import local_gpu, platform_supported
+from .device import current_stream, local_gpu, platform_supported
 from .inputs import check_cuda_dtype, row_stride, rows_usable
 from .launch import Fused, row_launcher, weight_launcher
 from .launcher import Launcher
@@ -26,6 +26,7 @@ from .pinned import Pin
 _ALIGNMENT_BYTES = 16
 _MOST_LAUNCHERS = 1 << 14
 _FUSIONS = tuple(map(Fusion, range(16)))  # by value: enum arithmetic costs more than the rest of a launch
+stream_of = current_stream
 _INDEXED = (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT).value
 _launchers: tuple[object, dict[tuple[object, ...], Launcher | None]] = (None, {})  # of one snapshot
 
@@ -63,6 +64,11 @@ class Rows:
         value = (1 if self.gather_divisor else 0) | (2 if self.scatter else 0)
         return _FUSIONS[value | (4 if self.row_weights is not None else 0) | (8 if self.bias is not None else 0)]
 
+    @property
+    def uses_index(self) -> bool:
+        """Whether the kernel reads ``index``."""
+        return bool(self.fusion.value & _INDEXED)
+
     def index_end(self, y_rows: int) -> int:
         """The first index that something here has no row for."""
         ends = [self.x.shape[0] * self.gather_divisor] if self.gather_divisor else []
@@ -81,7 +87,7 @@ def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
     if not (call.M and y.numel() and call.x.shape[1] and call.w.shape[0]):
         return y
     end = call.index_end(y.shape[0])
-    if not _on_gpu(call.x):
+    if not on_gpu(call.x):
         reference.rows(
             call.x, call.w, call.m_sizes, y, M=call.M, layout=call.as_forward(), index=call.index, index_end=end,
             gather_divisor=call.gather_divisor, scatter=call.scatter, row_weights=call.row_weights, bias=call.bias,
@@ -129,28 +135,47 @@ def weight(
     (M, N), K, E = dy.shape, x.shape[1], m_sizes.shape[0]
     if not (M and E and N and K):
         return x.new_zeros((E, N, K))
-    if not _on_gpu(x):
+    if not on_gpu(x):
         return reference.grad_weight(dy, x, m_sizes)
     dy, x = (tensor if rows_usable(tensor) else tensor.contiguous() for tensor in (dy, x))
     with torch.cuda.device(x.device):
         dw = x.new_empty((E, N, K))
-        if _launch_weight(dy, x, dw, m_sizes, pin, strict):
+        launch = weight_launch(dy, x, dw, m_sizes, pin, strict)
+        if launch is not None:
+            launch(dy.data_ptr(), x.data_ptr(), dw.data_ptr(), m_sizes.data_ptr(), row_stride(dy, N), row_stride(x, K),
+                   M, stream_of(x.get_device()))  # fmt: skip
             return dw
         return apart.weight(dy, x, m_sizes, sm=local_gpu(x.get_device()).sm)
 
 
 def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
     """Launch a bundle's kernel; False where there is none."""
-    x, w, m_sizes, index = call.x, call.w, call.m_sizes, call.index
+    x, w = call.x, call.w
+    launch = row_launch(call, y)
+    if launch is None:
+        return False
+    moved: tuple[int, ...] = ()
+    if call.fusion:
+        index = _address(call.index) if call.uses_index else 0
+        moved = (index, _address(call.row_weights), _address(call.bias), index_end)
+    launch(
+        x.data_ptr(), w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
+        row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), call.M, stream_of(x.get_device()), *moved,
+    )  # fmt: skip
+    return True
+
+
+def row_launch(call: Rows, y: torch.Tensor) -> Launcher | None:
+    """The launcher of a bundle's kernel for this product and all like it; None where there is none."""
+    x, w, m_sizes, index, fusion = call.x, call.w, call.m_sizes, call.index, call.fusion
     E, N, K = call.sizes
-    fusion = call.fusion
-    uses_index = bool(fusion.value & _INDEXED)
-    index_step = 2 if uses_index and index is not None and index.dtype is torch.int64 else 1
+    index_step = 2 if call.uses_index and index is not None and index.dtype is torch.int64 else 1
     strides = _weight_strides(w)
     aligned = _rows_aligned(call, y)
     device = x.get_device()
     fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype)
-    key = ("rows", call.op, call.layout, *fixed, bucket_of(call.M), aligned, device, call.pin, _tf32(x.dtype))
+    # (By its value: an enum's hash is a call in Python.)
+    key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin, _tf32(x.dtype))
 
     def build() -> Launcher | None:
         problem = _problem(call.op, x, E, N, K, call.layout, fusion)
@@ -164,28 +189,19 @@ def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
             fused=Fused(fusion, index_step, call.gather_divisor or 1),
         )  # fmt: skip
 
-    launch = _launcher(key, build)
-    if launch is None:
-        return False
-    moved: tuple[int, ...] = ()
-    if fusion:
-        moved = (_address(index) if uses_index else 0, _address(call.row_weights), _address(call.bias), index_end)
-    launch(
-        x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(),
-        row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), call.M, _stream(device), *moved,
-    )  # fmt: skip
-    return True
+    return _launcher(key, build)
 
 
-def _launch_weight(
-    dy: torch.Tensor, x: torch.Tensor, dw: torch.Tensor, m_sizes: torch.Tensor, pin: Pin | None, strict: bool | None
-) -> bool:
-    """Launch a bundle's kernel; False where there is none."""
+def weight_launch(
+    dy: torch.Tensor, x: torch.Tensor, dw: torch.Tensor, m_sizes: torch.Tensor, pin: Pin | None = None,
+    strict: bool | None = None,
+) -> Launcher | None:  # fmt: skip
+    """The launcher of a bundle's kernel for this dW and all like it; None where there is none."""
     E, N, K = dw.shape
     M, size = x.shape[0], x.element_size()
-    dy_stride, x_stride = row_stride(dy, N), row_stride(x, K)
     pointers = (dy.data_ptr(), x.data_ptr(), dw.data_ptr())
-    aligned = is_aligned(_ALIGNMENT_BYTES, *pointers, *(s * size for s in (N, K, dy_stride, x_stride)))
+    lengths = (N, K, row_stride(dy, N), row_stride(x, K))
+    aligned = is_aligned(_ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
     device = x.get_device()
     key = ("weight", x.dtype, E, N, K, m_sizes.dtype, strict, bucket_of(M), aligned, device, pin, _tf32(x.dtype))
 
@@ -198,13 +214,7 @@ def _launch_weight(
             kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=_step(m_sizes)
         )  # fmt: skip
 
-    launch = _launcher(key, build)
-    if launch is None:
-        return False
-    launch(
-        dy.data_ptr(), x.data_ptr(), dw.data_ptr(), m_sizes.data_ptr(), dy_stride, x_stride, M, _stream(device)
-    )  # fmt: skip
-    return True
+    return _launcher(key, build)
 
 
 def _launcher(key: tuple[object, ...], build: Any) -> Launcher | None:
@@ -263,7 +273,7 @@ def _weight_strides(w: torch.Tensor) -> tuple[int, int]:
     return (w.stride(0) if E > 1 else first * second), (w.stride(1) if first > 1 else second)
 
 
-def _on_gpu(tensor: torch.Tensor) -> bool:
+def on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
@@ -273,8 +283,3 @@ def _step(m_sizes: torch.Tensor) -> int:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _stream(device: int) -> int:
-    stream: int = torch._C._cuda_getCurrentRawStream(device)
-    return stream

@@ -1,0 +1,140 @@
+"""A GPU that is host memory: launches are carried out on it as the kernels' docstrings say."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pretuned.artifacts.types import Fusion, Gpu, Op
+from pretuned.runtime import grouped_gemm, products, sort_routing
+from pretuned.runtime.device import LocalGpu
+
+T, TOPK, E, N, K = 7, 2, 4, 8, 12
+ALL = {(op, fusion) for op in Op for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)}
+
+
+def at(address: int, count: int, kind: Any = ctypes.c_float) -> Any:
+    return np.ctypeslib.as_array((kind * count).from_address(address))
+
+
+def counts_at(address: int, E: int, step: int) -> list[int]:
+    return at(address, E, ctypes.c_int32 if step == 1 else ctypes.c_int64).tolist()
+
+
+def fake_rows(
+    kernel: object, *, columns: int, reduction: int, E: int, w_kn: bool, stride_w_e: int, stride_w_row: int,
+    m_sizes_step: int, fused: Any,
+) -> Callable[..., None]:  # fmt: skip
+    def launch(
+        x: int, w: int, y: int, m_sizes: int, stride_x: int, stride_y: int, M: int, stream: int,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
+    ) -> None:  # fmt: skip
+        flags, row = fused.fusion, 0
+        for g, count in enumerate(counts_at(m_sizes, E, m_sizes_step)):
+            outer = reduction if w_kn else columns
+            lines = [
+                at(w + 4 * (g * stride_w_e + i * stride_w_row), columns if w_kn else reduction) for i in range(outer)
+            ]
+            matrix = np.stack(lines) if w_kn else np.stack(lines).T
+            for m in range(row, min(row + count, M)):
+                flat = m
+                if flags & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT):
+                    kind = ctypes.c_int64 if fused.index_step == 2 else ctypes.c_int32
+                    flat = int(at(index, M, kind)[m])
+                    if not 0 <= flat < index_end:
+                        continue
+                source = flat // fused.x_divisor if Fusion.GATHER in flags else m
+                target = flat if Fusion.SCATTER in flags else m
+                value = at(x + 4 * source * stride_x, reduction) @ matrix
+                if Fusion.BIAS in flags:
+                    value = value + at(bias + 4 * g * columns, columns)
+                if Fusion.WEIGHT in flags:
+                    value = value * at(row_weights, index_end)[flat]
+                at(y + 4 * target * stride_y, columns)[:] = value
+            row += count
+
+    return launch
+
+
+def fake_weight(
+    kernel: object, *, N: int, K: int, E: int, stride_dw_e: int, stride_dw_row: int, m_sizes_step: int
+) -> Callable[..., None]:
+    def launch(dy: int, x: int, dw: int, m_sizes: int, stride_dy: int, stride_x: int, M: int, stream: int) -> None:
+        row = 0
+        for g, count in enumerate(counts_at(m_sizes, E, m_sizes_step)):
+            total = np.zeros((N, K), np.float32)
+            for m in range(row, min(row + count, M)):
+                total += np.outer(at(dy + 4 * m * stride_dy, N), at(x + 4 * m * stride_x, K))
+            for n in range(N):
+                at(dw + 4 * (g * stride_dw_e + n * stride_dw_row), K)[:] = total[n]
+            row += count
+
+    return launch
+
+
+class Device:
+    """A GPU that is host memory. ``there`` says which kernels its bundle has; ``launched`` which ones ran."""
+
+    def __init__(self) -> None:
+        self.there = set(ALL)
+        self.launched: list[tuple[Op, Fusion]] = []
+
+    def kernel(self, problem: Any, *_: object) -> object | None:
+        if (problem.op, problem.fusion) not in self.there:
+            return None
+        self.launched.append((problem.op, problem.fusion))
+        return object()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    simulated = Device()
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "_launchers", (None, {}))
+        patch.setattr(products, "_kernel", simulated.kernel)
+        patch.setattr(products, "row_launcher", fake_rows)
+        patch.setattr(products, "weight_launcher", fake_weight)
+        patch.setattr(products, "stream_of", lambda _device: 0)
+        patch.setattr(products, "local_gpu", lambda _device: LocalGpu(90, Gpu("", 132, 1 << 17, 0)))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+        yield simulated
+
+
+def on(patch: pytest.MonkeyPatch, simulated: bool) -> None:
+    patch.setattr(products, "on_gpu", lambda _tensor: simulated)
+
+
+def tensors(
+    *, permute_x: bool, weights: bool, bias: bool, layout: str, seed: int = 0
+) -> dict[str, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    return {
+        "x": random(T if permute_x else T * TOPK, K),
+        "w": random(E, N, K) if layout == "nk" else random(E, K, N),
+        "topk_weights": random(T, TOPK) if weights else None,
+        "bias": random(E, N) if bias else None,
+    }
+
+
+def ran(form: dict[str, Any], given: dict[str, torch.Tensor | None], wide: bool) -> tuple[torch.Tensor, ...]:
+    ids = torch.randint(-1, E + 1, (T, TOPK), generator=torch.Generator().manual_seed(5))  # some on other ranks
+    routing = sort_routing(ids, E)
+    kind = torch.int64 if wide else torch.int32
+    y = grouped_gemm(
+        **given, m_sizes=routing.m_sizes.to(kind), topk=TOPK, gather_indices=routing.gather_indices.to(kind),
+        fuse_mul_post=given["topk_weights"] is not None, zero_tail=True, **form,
+    )  # fmt: skip
+    inputs = [tensor for tensor in given.values() if tensor is not None]
+    dy = torch.linspace(-1, 1, y.numel()).view_as(y)
+    return y, *torch.autograd.grad(y, inputs, dy)
