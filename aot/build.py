@@ -1,35 +1,62 @@
-"""The builder: a plan and capabilities in, published bundles out. No GPU, no torch."""
+"""The builder: a plan and capabilities in, published bundles out. No torch, and no GPU but where it measures."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from ..artifacts import codec
 from ..artifacts.errors import CompileError
 from ..artifacts.store import publish
-from ..artifacts.types import Bundle, Kernel, Producer
+from ..artifacts.types import Bundle, Kernel, Problem, Producer, Source
 from ..kernels.abi import Spec
 from ..kernels.chips import limits
 from ..kernels.revisions import REVISIONS, source_sha256
+from .candidates import Candidates, read_candidates
 from .capabilities import target_of
-from .choose import Chosen, choose
+from .choose import Chosen, choose_among_all
 from .compile import OPTIONS, Compiled, compile_variant, min_driver
 from .compilecache import CompileCache
-from .outdir import DEFAULT_NAME, file_name, held
+from .evidence import Evidence
+from .journal import read_journal
+from .measured import assembled, choose_from, evidence_for
+from .outdir import DEFAULT_NAME, check_writable, file_name, held
 from .plan import Plan
+from .scratch import scratch_folder
 from .summary import Built, Dropped, Report
 from .toolchain import toolchain
+from .tune import Outcome, TuneObservers, tune_problems
 from .variants import Family, Space, by_code, families, rejection, relabelled, specs
 from .workers import TIMEOUT_S, Compile, Job, Result, compile_all
 
 
+class Tune(Protocol):
+    """Measures cells of ``candidates`` into ``journal``: ``tune_problems``, but for how."""
+
+    def __call__(
+        self, problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, observers: TuneObservers
+    ) -> Outcome: ...  # fmt: skip
+
+
+def tune_now(
+    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, observers: TuneObservers
+) -> Outcome:
+    """On this machine's GPUs, as long as is usual."""
+    return tune_problems(problems, candidates, journal, observers=observers)
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to build. ``workers`` None means one a core; ``cache`` None keeps nothing."""
+    """How to build. ``workers`` None means one a core; ``cache`` None keeps nothing.
+
+    ``journal`` has what was measured, or takes what is measured now; None is ``<name>-sm<NN>.journal`` beside the
+    bundle, where ``measure`` has the capability. ``tune`` does the measuring.
+    """
 
     out: Path
     name: str = DEFAULT_NAME
@@ -38,6 +65,9 @@ class Options:
     space: Space = field(default_factory=Space)
     timeout_s: float = TIMEOUT_S
     compile_one: Compile = compile_variant
+    journal: Path | None = None
+    measure: Container[int] = ()
+    tune: Tune = tune_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +77,13 @@ class Observers:
     on_start: Callable[[int], None] = lambda total: None
     on_result: Callable[[Result], None] = lambda result: None
     on_note: Callable[[str], None] = lambda note: None
+    tune: TuneObservers = field(default_factory=TuneObservers)
 
 
 def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers | None = None) -> Report:
-    """Compile, prune, rank, select, and publish ``<name>-sm<NN>.msgpack`` for each capability.
+    """Compile, prune, rank, measure where asked to, select, and publish ``<name>-sm<NN>.msgpack`` for each capability.
 
-    The same plan, Triton and pretuned give the same bytes, whatever the number of workers, the
+    The same plan, Triton, pretuned and journal give the same bytes, whatever the number of workers, the
     machine or the order of the models. Two builds never work in one directory at once.
 
     Raises
@@ -60,41 +91,101 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
     InputError
         if the name or a capability can't be used, or there is nothing to build.
     HostError
-        if the directory can't be written, or the machine stops the compiler.
+        if the directory can't be written, or the machine stops the compiler or the measuring.
     CompileError
         if an op and dtype is left without any variant; the message has the reasons.
     KeyboardInterrupt
-        with a message that says how much is compiled and kept.
+        with a message that says how much is compiled or measured, and kept.
     """
     watch = observers or Observers()
     begun = time.monotonic()
     paths = {sm: options.out / file_name(options.name, sm) for sm in sms}
-    targets = {sm: target_of(sm) for sm in sms}
-    tools = toolchain()
+    for sm in sms:
+        target_of(sm)
+    toolchain()
     with held(options.out, watch.on_note):
         results = _compile(plan, sms, options, watch)
+        made = {sm: _usable(plan, sm, options.space, results[sm]) for sm in sms}
+        chosen = {}
+        for sm, (candidates, dropped) in made.items():  # all of them before anything is written
+            evidence, outcome = _measure(plan, sm, candidates, options, watch)
+            chosen[sm] = candidates, dropped, outcome, evidence, choose_from(plan, candidates, evidence)
         built = []
-        chosen_by_sm = {sm: _choose(plan, sm, options.space, results[sm]) for sm in sms}  # before anything is written
-        for sm, (chosen, dropped) in chosen_by_sm.items():
-            producer = Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
-            data = codec.encode(
-                Bundle(
-                    target=targets[sm],
-                    min_driver=min_driver(sm, producer.ptxas),
-                    producer=producer,
-                    kernels=_kernels(chosen.variants),
-                    gpus=(),
-                    variants=tuple(one.variant for one in chosen.variants),
-                    cubins=tuple(one.cubin for one in chosen.variants),
-                    choices=chosen.choices,
-                    models=plan.models,
-                )
+        for sm, (candidates, dropped, outcome, evidence, picked) in chosen.items():
+            counts = _Counts(
+                compiled=sum(result.compiled is not None and not result.cached for result in results[sm]),
+                cached=sum(result.cached for result in results[sm]),
             )
-            same = _holds(paths[sm], data)
-            publish(paths[sm], data)
-            built.append(_built(plan, sm, paths[sm], data, chosen, dropped, results[sm], same, begun))
+            bundle = assembled(plan, candidates, picked, evidence)
+            built.append(_publish(plan, paths[sm], bundle, picked, dropped, counts, outcome, begun))
     notes = [options.cache.trouble] if options.cache and options.cache.trouble else []
     return Report(tuple(built), tuple(notes), time.monotonic() - begun)
+
+
+def build_measured(plan: Plan, path: Path, options: Options, observers: Observers | None = None) -> Report:
+    """As ``build``, of candidates that were compiled before (``aot compile``): no Triton, nothing is compiled.
+
+    Raises
+    ------
+    BundleError
+        if the candidates can't be read.
+    InputError, HostError, CompileError
+        as ``build`` does.
+    """
+    watch = observers or Observers()
+    begun = time.monotonic()
+    candidates = read_candidates(path, plan)
+    final = options.out / file_name(options.name, candidates.target.sm)
+    with held(options.out, watch.on_note):
+        evidence, outcome = _measure(plan, candidates.target.sm, candidates, options, watch, path)
+        picked = choose_from(plan, candidates, evidence)
+        counts = _Counts(compiled=0, cached=len(candidates.compiled))
+        bundle = assembled(plan, candidates, picked, evidence)
+        built = _publish(plan, final, bundle, picked, (), counts, outcome, begun)
+    return Report((built,), (), time.monotonic() - begun)
+
+
+def compile_candidates(plan: Plan, sm: int, path: Path, options: Options, observers: Observers | None = None) -> Report:
+    """Every variant that compiles and fits, into one bundle at ``path``: for ``aot measure``. The choices are modelled.
+
+    Raises
+    ------
+    InputError, HostError, CompileError, KeyboardInterrupt
+        as ``build`` does.
+    """
+    watch = observers or Observers()
+    begun = time.monotonic()
+    target_of(sm)
+    toolchain()
+    check_writable(path.parent, "-o")
+    results = _compile(plan, (sm,), options, watch)[sm]
+    candidates, dropped = _usable(plan, sm, options.space, results)
+    chosen = choose_among_all(plan, candidates.compiled, sm)
+    counts = _Counts(
+        compiled=sum(result.compiled is not None and not result.cached for result in results),
+        cached=sum(result.cached for result in results),
+    )
+    built = _publish(plan, path, assembled(plan, candidates, chosen, None), chosen, dropped, counts, None, begun)
+    notes = [options.cache.trouble] if options.cache and options.cache.trouble else []
+    return Report((built,), tuple(notes), time.monotonic() - begun)
+
+
+def _measure(
+    plan: Plan, sm: int, candidates: Candidates, options: Options, watch: Observers, path: Path | None = None
+) -> tuple[Evidence | None, Outcome | None]:
+    """What is known of the candidates: measured now, or in a journal named."""
+    journal, outcome = options.journal, None
+    if sm in options.measure:
+        journal = journal or options.out / f"{options.name}-sm{sm}.journal"
+        with contextlib.ExitStack() as stack:
+            if path is None:
+                path = stack.enter_context(scratch_folder()) / f"candidates-sm{sm}.msgpack"
+                every = choose_among_all(plan, candidates.compiled, sm)
+                publish(path, codec.encode(assembled(plan, candidates, every, None)))
+            outcome = options.tune(plan.buckets, path, journal, watch.tune)
+    if journal is None:
+        return None, None
+    return evidence_for(plan, candidates, read_journal(journal), f"journal '{journal}'"), outcome
 
 
 def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers) -> dict[int, list[Result]]:
@@ -122,8 +213,8 @@ def _interrupted(jobs: Sequence[Job], cache: CompileCache | None) -> str:
     return f"interrupted: {kept} of {len(jobs)} variants are compiled and kept; run the same command to go on"
 
 
-def _choose(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tuple[Chosen, tuple[Dropped, ...]]:
-    """What ships, and all that does not, each with its reason."""
+def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tuple[Candidates, tuple[Dropped, ...]]:
+    """What can ship, and all that can not, each with its reason."""
     usable: dict[Spec, Compiled] = {}
     dropped: list[Dropped] = []
     reasons: dict[Family, dict[str, None]] = {}
@@ -143,7 +234,11 @@ def _choose(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
         if family not in able:
             listed = "\n".join(f"  {reason}" for reason in list(reasons.get(family, {}))[:5])
             raise CompileError(f"sm_{sm}: not one variant of {family} can be used. What went wrong:\n{listed}")
-    return choose(plan, [usable[spec] for spec in wanted if spec in usable], sm), tuple(dropped)
+    compiled = tuple(usable[spec] for spec in wanted if spec in usable)
+    tools = toolchain()
+    producer = Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
+    target, driver = target_of(sm), min_driver(sm, producer.ptxas)
+    return Candidates(target, driver, producer, _kernels(compiled), compiled), tuple(dropped)
 
 
 def _kernels(variants: Sequence[Compiled]) -> tuple[Kernel, ...]:
@@ -158,31 +253,42 @@ def _holds(path: Path, data: bytes) -> bool:
         return False
 
 
-def _built(
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    compiled: int
+    cached: int
+
+
+def _publish(
     plan: Plan,
-    sm: int,
     path: Path,
-    data: bytes,
+    bundle: Bundle,
     chosen: Chosen,
     dropped: tuple[Dropped, ...],
-    results: Sequence[Result],
-    unchanged: bool,
+    counts: _Counts,
+    outcome: Outcome | None,
     begun: float,
 ) -> Built:
-    worst = max((loss.max_loss for loss in chosen.losses), default=0.0)
+    data = codec.encode(bundle)
+    unchanged = _holds(path, data)
+    publish(path, data)
+    measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
     return Built(
         path=path,
-        target=target_of(sm),
+        target=bundle.target,
         models=len({model.name for model in plan.models}),
         shards=len(plan.models),
         problems=len(plan.problems),
         choices=plan.choices,
+        measured=measured,
+        gpus=bundle.gpus,
         variants=len(chosen.variants),
-        compiled=sum(result.compiled is not None and not result.cached for result in results),
-        cached=sum(result.cached for result in results),
+        compiled=counts.compiled,
+        cached=counts.cached,
         dropped=dropped,
-        worst_loss=worst,
+        worst_loss=max((loss.max_loss for loss in chosen.losses), default=0.0),
         size_bytes=len(data),
         unchanged=unchanged,
         seconds=time.monotonic() - begun,
+        tuned=outcome,
     )

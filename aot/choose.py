@@ -1,8 +1,13 @@
-"""Compiled variants -> the few that ship, and a choice for every problem and bucket, by the cost model."""
+"""Compiled variants -> the few that ship, and a choice for every problem and bucket.
+
+By the times that were measured, where there are any, and by the cost model elsewhere. A variant that was not measured
+in a cell counts there by the model's estimate, scaled as those that were measured say.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,14 +16,31 @@ from ..artifacts.types import Choice, Fusion, Problem, Source
 from ..kernels.chips import chip_for
 from ..kernels.cost import Ranker, Resources
 from .compile import Compiled
+from .evidence import CellTimes, Evidence
 from .plan import Plan
 from .select import Loss, select_among
 from .variants import Family, families, is_aligned, serves
 
 CONFIG_LIMIT = 16  # of an op, dtype and layout, in all their families, fallbacks included
 
-Ranked = list[tuple[Problem, int, list[tuple[float, int]]]]
+# What an estimate is charged beside measured times: among equals the one that was measured ships.
+UNMEASURED = 1.03
+
 Knobs = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A problem and bucket: (estimate in us, variant) best first; ``times_us`` of all, measured where it was."""
+
+    problem: Problem
+    bucket: int
+    estimates: list[tuple[float, int]]
+    times_us: dict[int, float]
+    measured: CellTimes | None
+
+
+Ranked = list[_Cell]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +52,18 @@ class Chosen:
     losses: tuple[Loss, ...]
 
 
-def choose(plan: Plan, compiled: Sequence[Compiled], sm: int) -> Chosen:
+def choose(plan: Plan, compiled: Sequence[Compiled], sm: int, evidence: Evidence | None = None) -> Chosen:
     """The variants to ship, of at most 16 configs an op and dtype, and the best for each (problem, bucket).
 
     Fallbacks always ship: they are what any other N and K runs on. Forms that move rows ship fewer
-    configs than the plain one, or the same.
+    configs than the plain one, or the same. Choices point into ``evidence.gpus``.
 
     Raises
     ------
     CompileError
         if no variant serves a problem.
     """
-    ranked = {
-        family: _ranked(family, problems, plan, compiled, sm) for family, problems in families(plan.problems).items()
-    }
+    ranked = _all_ranked(plan, compiled, sm, evidence)
     ships = {i for i, one in enumerate(compiled) if one.variant.alignment == 1}
     losses: list[Loss] = []
     for group in _by_op(ranked):
@@ -54,25 +74,77 @@ def choose(plan: Plan, compiled: Sequence[Compiled], sm: int) -> Chosen:
             if table:
                 losses.append(select_among(table, CONFIG_LIMIT, allowed=allowed))
                 ships.update(losses[-1].variants)
-    place = {old: new for new, old in enumerate(sorted(ships))}
+    return _chosen(plan, compiled, ranked, sorted(ships), tuple(losses), evidence)
+
+
+def choose_among_all(plan: Plan, compiled: Sequence[Compiled], sm: int) -> Chosen:
+    """As ``choose``, but every variant ships: what measuring chooses among. The choices are modelled.
+
+    Raises
+    ------
+    CompileError
+        if no variant serves a problem.
+    """
+    return _chosen(plan, compiled, _all_ranked(plan, compiled, sm, None), range(len(compiled)), (), None)
+
+
+def _chosen(
+    plan: Plan, compiled: Sequence[Compiled], ranked: Mapping[Family, Ranked], ships: Sequence[int],
+    losses: tuple[Loss, ...], evidence: Evidence | None,
+) -> Chosen:  # fmt: skip
+    place = {old: new for new, old in enumerate(ships)}
     choices: dict[Problem, list[Choice]] = {problem: [] for problem in plan.problems}
-    for problem, bucket, times in itertools.chain.from_iterable(ranked.values()):
-        first, *rest = itertools.islice(((us, place[i]) for us, i in times if i in place), 2)
-        second = rest[0] if rest else None
-        choices[problem].append(
-            Choice(
-                bucket,
-                first[1],
-                Source.MODELLED,
-                _ns(first[0]),
-                second and second[1],
-                second and _ns(second[0]),
-            )
-        )
+    for cell in itertools.chain.from_iterable(ranked.values()):
+        choice = _measured_choice(cell, place, compiled, evidence) or _modelled_choice(cell, place)
+        choices[cell.problem].append(choice)
     return Chosen(
         tuple(compiled[i] for i in place),
         {problem: tuple(row) for problem, row in choices.items()},
-        tuple(losses),
+        losses,
+    )
+
+
+def _modelled_choice(cell: _Cell, place: Mapping[int, int]) -> Choice:
+    first, *rest = itertools.islice(((us, place[i]) for us, i in cell.estimates if i in place), 2)
+    second = rest[0] if rest else None
+    return Choice(
+        cell.bucket,
+        first[1],
+        Source.MODELLED,
+        _ns(first[0]),
+        second and second[1],
+        second and _ns(second[0]),
+    )
+
+
+def _measured_choice(
+    cell: _Cell, place: Mapping[int, int], compiled: Sequence[Compiled], evidence: Evidence | None
+) -> Choice | None:
+    """The fastest of those that ship; the modelled one where that is not slower by more than noise.
+
+    None where nothing was measured, or a variant that was not looks better even so.
+    """
+    if cell.measured is None or evidence is None:
+        return None
+    sha = {i: compiled[i].variant.cubin_sha256 for _, i in cell.estimates if i in place}
+    times_ns = cell.measured.times_ns
+    timed = sorted((times_ns[sha[i]], order, i) for order, i in enumerate(sha) if sha[i] in times_ns)
+    if not timed:
+        return None
+    best, modelled = timed[0][2], next(iter(sha))
+    if cell.times_us[best] > min(cell.times_us[i] for i in sha):
+        return None
+    if best != modelled and sha[modelled] in times_ns and not cell.measured.beats(sha[best], sha[modelled]):
+        best = modelled
+    second = next(((ns, i) for ns, _, i in timed if i != best), None)
+    return Choice(
+        cell.bucket,
+        place[best],
+        Source.MEASURED,
+        times_ns[sha[best]],
+        second and place[second[1]],
+        second and second[0],
+        evidence.gpu_of(cell.measured),
     )
 
 
@@ -103,12 +175,23 @@ def _configs(group: Sequence[Family], ranked: Mapping[Family, Ranked], compiled:
 
 def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]:
     """What there is to choose from: problems that aren't aligned have the fallbacks alone."""
-    return {(problem, bucket): [(i, us) for us, i in times] for problem, bucket, times in ranked if is_aligned(problem)}
+    return {(cell.problem, cell.bucket): list(cell.times_us.items()) for cell in ranked if is_aligned(cell.problem)}
 
 
-def _ranked(family: Family, problems: Sequence[Problem], plan: Plan, compiled: Sequence[Compiled], sm: int) -> Ranked:
-    """Each (problem, bucket) of a family with its (estimate in us, variant) pairs, best first."""
+def _all_ranked(plan: Plan, compiled: Sequence[Compiled], sm: int, evidence: Evidence | None) -> dict[Family, Ranked]:
+    return {
+        family: _ranked(family, problems, plan, compiled, sm, evidence)
+        for family, problems in families(plan.problems).items()
+    }
+
+
+def _ranked(
+    family: Family, problems: Sequence[Problem], plan: Plan, compiled: Sequence[Compiled], sm: int,
+    evidence: Evidence | None,
+) -> Ranked:  # fmt: skip
+    """Each (problem, bucket) of a family with its variants."""
     rankers: dict[tuple[int, ...], Ranker] = {}
+    chip = (evidence and evidence.chip) or chip_for(sm)
     found = []
     for problem in problems:
         able = tuple(i for i, one in enumerate(compiled) if serves(one.variant, problem))
@@ -116,10 +199,28 @@ def _ranked(family: Family, problems: Sequence[Problem], plan: Plan, compiled: S
             raise CompileError(f"sm_{sm}: no variant is left for {problem}")
         if able not in rankers:
             resources = [Resources.of(compiled[i].variant) for i in able]
-            rankers[able] = Ranker(resources, family.op, family.dtype, chip_for(sm))
+            rankers[able] = Ranker(resources, family.op, family.dtype, chip)
         for bucket in plan.buckets[problem]:
-            found.append((problem, bucket, [(us, able[i]) for us, i in rankers[able].rank(problem, bucket)]))
+            estimates = [(us, able[i]) for us, i in rankers[able].rank(problem, bucket)]
+            measured = evidence.cells.get((problem, bucket)) if evidence else None
+            found.append(_Cell(problem, bucket, estimates, _times_us(estimates, measured, compiled), measured))
     return found
+
+
+def _times_us(
+    estimates: Sequence[tuple[float, int]], measured: CellTimes | None, compiled: Sequence[Compiled]
+) -> dict[int, float]:
+    """The times measured, and the other estimates on their scale."""
+    if measured is None:
+        return {i: us for us, i in estimates}
+    known = {
+        i: measured.times_ns[sha] / 1000
+        for _, i in estimates
+        if (sha := compiled[i].variant.cubin_sha256) in measured.times_ns
+    }
+    ratios = [math.log(known[i] / us) for us, i in estimates if i in known and math.isfinite(us)]
+    scale = UNMEASURED * math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
+    return {i: known.get(i, us * scale) for us, i in estimates}
 
 
 def _ns(us: float) -> int:

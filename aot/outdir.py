@@ -34,6 +34,29 @@ def file_name(name: str, sm: int) -> str:
     return f"{name}-sm{sm}.msgpack"
 
 
+def check_writable(directory: Path, option: str) -> None:
+    """Make a directory if it is missing; ``option`` is what names it.
+
+    Raises
+    ------
+    HostError
+        if it can't be made or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HostError(
+            f"can't make the directory '{directory}': {error.strerror}. Name one that can be written with {option}"
+        ) from error
+    # access(2) knows read-only file systems too, and that root may write anywhere else.
+    if not os.access(directory, os.W_OK | os.X_OK):
+        read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
+        reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
+        raise HostError(
+            f"can't write into '{directory}': {reason}. Make it writable, or name another one with {option}"
+        )
+
+
 @contextlib.contextmanager
 def held(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
     """Hold the directory, made if it is missing; where another build has it, say so and wait.
@@ -43,19 +66,7 @@ def held(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
     HostError
         if it can't be made or written, before anything is compiled.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HostError(
-            f"can't make the directory '{directory}': {error.strerror}. Name one that can be written with --out DIR"
-        ) from error
-    # access(2) knows read-only file systems too, and that root may write anywhere else.
-    if not os.access(directory, os.W_OK | os.X_OK):
-        read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
-        reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
-        raise HostError(
-            f"can't write into '{directory}': {reason}. Make it writable, or name another one with --out DIR"
-        )
+    check_writable(directory, "--out DIR")
     with lock(directory, 0.0) as got:
         if got:
             yield

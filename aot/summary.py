@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..artifacts.types import Target
+from ..artifacts.types import Gpu, Target
 from ..kernels.abi import Spec
+from .tune import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Dropped:
 class Built:
     """One bundle. ``variants`` ship, of those ``compiled`` now or ``cached``.
 
+    ``measured`` of the ``choices`` were measured, on ``gpus``; ``tuned`` is what this build did for it.
+
     ``worst_loss`` is the most that shipping so few variants costs a problem, by the cost model
     (0.02 is 2 %). ``seconds`` runs from the build's begin to the bundle's publication.
     """
@@ -32,6 +35,8 @@ class Built:
     shards: int
     problems: int
     choices: int
+    measured: int
+    gpus: tuple[Gpu, ...]
     variants: int
     compiled: int
     cached: int
@@ -40,6 +45,14 @@ class Built:
     size_bytes: int
     unchanged: bool
     seconds: float
+    tuned: Outcome | None = None
+
+    @property
+    def source(self) -> str:
+        """Where the choices come from: ``measured``, ``modelled``, or ``measured and modelled``."""
+        if not self.measured:
+            return "modelled"
+        return "measured" if self.measured == self.choices else "measured and modelled"
 
     @property
     def pruned(self) -> int:
@@ -61,7 +74,9 @@ class Built:
             "shards": self.shards,
             "problems": self.problems,
             "choices": self.choices,
-            "source": "modelled",
+            "measured": self.measured,
+            "gpus": [one.name for one in self.gpus],
+            "source": self.source,
             "variants": self.variants,
             "compiled": self.compiled,
             "cached": self.cached,
@@ -72,6 +87,7 @@ class Built:
             "size_bytes": self.size_bytes,
             "unchanged": self.unchanged,
             "seconds": round(self.seconds, 3),
+            "tuned": self.tuned and self.tuned.to_dict(),
         }
 
 

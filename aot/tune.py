@@ -3,7 +3,7 @@
     outcome = tune_problems({problem: (16, 32)}, "candidates.msgpack", Path("h200.journal"), budget_s=600)
     bundle = measured_bundle(plan, read_candidates("candidates.msgpack"), read_journal(Path("h200.journal")))
 
-(``measured_bundle`` is in build.py.) It imports no torch and touches no GPU: ``jobs.GpuExecutor`` is the seam.
+(``measured_bundle`` is in measured.py.) It imports no torch and touches no GPU: ``jobs.GpuExecutor`` is the seam.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any
 from ..artifacts.errors import HostError, InputError
 from ..artifacts.store import BundleFile, open_bundle
 from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
-from ..kernels.chips import Chip, chip_for, chip_named
+from ..kernels.chips import Chip
 from ..kernels.cost import Ranker, Resources
 from .contenders import SHARE, Winners, contenders
+from .evidence import measuring_chip
 from .gpuworkers import local_gpus
 from .jobs import GpuExecutor, Hello, Job, Result, WorkerLost
 from .journal import Header, Journal, described, open_journal
@@ -151,13 +152,6 @@ def tune_problems(
         held = stack.enter_context(open_journal(journal, header, watch.on_note))
         run = _Run(Ground.of(problems, bundle, gpu, sm, share), executors, held, watch, with_torch, budget_s)
         return run.run()
-
-
-def measuring_chip(gpu: Gpu, sm: int) -> Chip:
-    """What the cost model is told of a GPU that times come from."""
-    named = chip_named(gpu.name)
-    chip = named if named is not None and named.sm == sm else chip_for(sm)
-    return chip.with_sm_count(gpu.sm_count)
 
 
 def _greet(executors: Sequence[GpuExecutor]) -> list[Hello]:

@@ -1,0 +1,53 @@
+"""Candidates: a bundle of every variant that a plan's problems may run on, for another machine to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..artifacts.errors import InputError
+from ..artifacts.store import open_bundle
+from ..artifacts.types import Kernel, Producer, Target
+from .compile import Compiled
+from .plan import Plan
+from .variants import Family, families
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Compiled variants, and what compiled them: all that a bundle takes over from them."""
+
+    target: Target
+    min_driver: int
+    producer: Producer
+    kernels: tuple[Kernel, ...]
+    compiled: tuple[Compiled, ...]
+
+    def kernels_of(self, variants: tuple[Compiled, ...]) -> tuple[Kernel, ...]:
+        """The kernels of some of the variants."""
+        names = {one.variant.kernel for one in variants}
+        return tuple(kernel for kernel in self.kernels if kernel.name in names)
+
+
+def read_candidates(path: str | Path, plan: Plan | None = None) -> Candidates:
+    """A bundle's variants, every digest checked.
+
+    Raises
+    ------
+    BundleError
+        if it can't be read, or is damaged.
+    InputError
+        if it has no variants for a problem of ``plan``.
+    """
+    with open_bundle(path) as opened:
+        bundle = opened.load()
+    compiled = tuple(map(Compiled, bundle.variants, bundle.cubins))
+    if plan is not None:
+        there = {Family.of(variant) for variant in bundle.variants}
+        missing = [str(family) for family in families(plan.problems) if family not in there]
+        if missing:
+            raise InputError(
+                f"candidates '{path}': no variants of {', '.join(missing)}: run aot compile for the same --models and "
+                "--ops"
+            )
+    return Candidates(bundle.target, bundle.min_driver, bundle.producer, bundle.kernels, compiled)

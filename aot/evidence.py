@@ -1,0 +1,105 @@
+"""What a journal says of each cell, whatever the order of its records: times, who beat whom, what failed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..artifacts.types import Gpu, Problem
+from ..kernels.chips import Chip, chip_for, chip_named
+from .journal import Contents
+from .records import Duel, Failure, Measured, Timing
+
+LEAST_BAND = 0.005  # a difference below this fraction is never taken for real
+_STANDARD_ERRORS = 2.0
+
+Cell = tuple[Problem, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CellTimes:
+    """The times of one cell by cubin, in nanoseconds, their relative noise, and the duels fought there."""
+
+    times_ns: Mapping[bytes, int]
+    noise: Mapping[bytes, float]
+    duels: tuple[Duel, ...]
+    driver: int
+
+    def beats(self, challenger: bytes, modelled: bytes) -> bool:
+        """Whether the challenger is faster by more than noise: as their duel says, or else their times."""
+        fought = [duel for duel in self.duels if (duel.challenger, duel.modelled) == (challenger, modelled)]
+        if fought:
+            return all(duel.won for duel in fought)
+        error = math.hypot(self.noise[challenger], self.noise[modelled])
+        band = max(LEAST_BAND, _STANDARD_ERRORS * error)
+        return self.times_ns[challenger] < self.times_ns[modelled] * (1 - band)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that a journal knows. ``failed`` are cubins that must not ship; ``gpus`` differ by their driver alone."""
+
+    sm: int
+    gpus: tuple[Gpu, ...]
+    cells: Mapping[Cell, CellTimes]
+    failed: Mapping[bytes, Failure]
+
+    @classmethod
+    def of(cls, contents: Contents) -> Evidence:
+        """The evidence of a journal as read."""
+        measured: dict[Cell, list[Measured]] = {}
+        failures: dict[bytes, list[Failure]] = {}
+        for record in contents.records:
+            if isinstance(record, Failure):
+                failures.setdefault(record.variant, []).append(record)
+            else:
+                measured.setdefault((record.problem, record.bucket), []).append(record)
+        drivers = sorted({record.driver for records in measured.values() for record in records})
+        gpu = contents.header.gpu
+        return cls(
+            contents.header.sm,
+            tuple(replace(gpu, driver=driver) for driver in drivers),
+            {cell: _combined(records) for cell, records in measured.items()},
+            {sha: min(some, key=_order) for sha, some in failures.items()},
+        )
+
+    @property
+    def chip(self) -> Chip | None:
+        """What the cost model is told of the GPU; None where nothing was measured."""
+        return measuring_chip(self.gpus[0], self.sm) if self.gpus else None
+
+    def gpu_of(self, cell: CellTimes) -> int:
+        """The place in ``gpus`` of the one that a cell was measured on."""
+        return [gpu.driver for gpu in self.gpus].index(cell.driver)
+
+
+def measuring_chip(gpu: Gpu, sm: int) -> Chip:
+    """What the cost model is told of a GPU that times come from: its own figures, or its capability's."""
+    named = chip_named(gpu.name)
+    chip = named if named is not None and named.sm == sm else chip_for(sm)
+    return chip.with_sm_count(gpu.sm_count)
+
+
+def _combined(records: list[Measured]) -> CellTimes:
+    """A cell that was measured more than once (journals put together) counts by its medians."""
+    timings: dict[bytes, list[Timing]] = {}
+    for record in records:
+        for timing in record.timings:
+            timings.setdefault(timing.variant, []).append(timing)
+    ordered = sorted(timings.items())
+    duels = sorted(
+        (record.duel for record in records if record.duel is not None),
+        key=lambda duel: (duel.challenger, duel.modelled, duel.ratio, duel.band),
+    )
+    return CellTimes(
+        {sha: statistics.median_low(one.time_ns for one in some) for sha, some in ordered},
+        {sha: max(one.noise for one in some) for sha, some in ordered},
+        tuple(duels),
+        max(record.driver for record in records),
+    )
+
+
+def _order(failure: Failure) -> tuple[object, ...]:
+    return (failure.problem.sort_key, failure.bucket, failure.kind, failure.reason)
