@@ -1,0 +1,60 @@
+"""Everything slow or offline: build, compile, measure, tune. Importing it registers its compiler and its tuner.
+
+    from pretuned.aot import get_or_autotune_moe_kernels
+
+Everything is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ..artifacts.types import Problem
+from ..runtime.jit import register_compiler
+from ..runtime.tuner import register_tuner
+
+if TYPE_CHECKING:
+    from .ondemand import (
+        cache_key,
+        clear_cache,
+        get_or_autotune_moe_kernels,
+        load_cached_config,
+        save_cached_config,
+    )
+
+__all__ = [
+    "cache_key",
+    "clear_cache",
+    "get_or_autotune_moe_kernels",
+    "load_cached_config",
+    "save_cached_config",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(".ondemand", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _compile(problem: Problem, sm: int) -> bytes:
+    from .jit import compile_kind
+
+    return compile_kind(problem, sm)
+
+
+def _tune(problems: tuple[Problem, ...], M: int, device: int) -> None:
+    from .ondemand import tune_call
+
+    tune_call(problems, M, device)
+
+
+register_compiler(_compile)
+register_tuner(_tune)

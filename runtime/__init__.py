@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .activation import activate
     from .explanation import Explanation, explain, fingerprint
     from .gemms import grouped_gemm_dW, grouped_gemm_dX
+    from .jit import allow_jit, register_compiler
     from .moe import moe_mlp, sort_routing
     from .ops import grouped_gemm, grouped_gemm_forward, reload
     from .tuner import register_tuner
@@ -25,6 +26,7 @@ _PUBLIC = {
     "Explanation": "explanation",
     "Preloaded": "warmup",
     "activate": "activation",
+    "allow_jit": "jit",
     "explain": "explanation",
     "fingerprint": "explanation",
     "grouped_gemm": "ops",
@@ -33,6 +35,7 @@ _PUBLIC = {
     "grouped_gemm_forward": "ops",
     "moe_mlp": "moe",
     "preload": "warmup",
+    "register_compiler": "jit",
     "register_tuner": "tuner",
     "reload": "ops",
     "sort_routing": "moe",
@@ -42,6 +45,7 @@ __all__ = [
     "Explanation",
     "Preloaded",
     "activate",
+    "allow_jit",
     "explain",
     "fingerprint",
     "grouped_gemm",
@@ -50,6 +54,7 @@ __all__ = [
     "grouped_gemm_forward",
     "moe_mlp",
     "preload",
+    "register_compiler",
     "register_tuner",
     "reload",
     "sort_routing",

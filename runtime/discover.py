@@ -26,6 +26,7 @@ _Groups: TypeAlias = "dict[tuple[Op, DType, Layout, Fusion], tuple[tuple[int, Va
 _log = logging.getLogger(__name__)
 _snapshot_lock = threading.Lock()
 _snapshot: Snapshot | None = None
+_kept: list[BundleFile] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +208,21 @@ def snapshot() -> Snapshot:
 
 
 def take(read: Settings) -> Snapshot:
-    """A new snapshot of the places that ``read`` names."""
-    return Snapshot(places(read), installed_places)
+    """A new snapshot of the places that ``read`` names, and of what this process has made and keeps."""
+    taken = Snapshot(places(read), installed_places)
+    for bundle in _kept:
+        taken.add(bundle)
+    return taken
+
+
+def keep(bundle: BundleFile) -> None:
+    """Have every snapshot taken from now on use a bundle that this process has made."""
+    _kept.append(bundle)
+
+
+def forget_made() -> None:
+    """Have no later snapshot use what ``keep`` was given."""
+    _kept.clear()
 
 
 def forget() -> None:

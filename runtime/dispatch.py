@@ -69,7 +69,7 @@ def decide(
             if known is None:
                 known = _settle(snapshot, problem, bucket, local, aligned, strict)
                 if isinstance(known, Miss) and jit.jit_allowed():
-                    if _capturing():
+                    if capturing():
                         return known  # for now: the next call outside compiles
                     known = _compiled(snapshot, known, local, strict)
                 snapshot.decisions[key] = known
@@ -100,7 +100,8 @@ def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -
     return _settle(snapshot, missed.problem, missed.bucket, local, missed.aligned, strict)
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
+    """Whether torch's current stream is being captured: nothing is compiled or tuned then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

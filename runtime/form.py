@@ -89,9 +89,9 @@ def _form(
             "permute_x with is_first_gemm=False: the second GEMM's rows are the first one's result, sorted already. "
             "Leave permute_x out, or is_first_gemm"
         )
-    forward = check_pin("kernel_config_fwd", kernel_config_fwd)
-    dx = check_pin("kernel_config_bwd_dX", kernel_config_bwd_dX)
-    dw = check_pin("kernel_config_bwd_dW", kernel_config_bwd_dW)
+    forward = check_pin("kernel_config_fwd", kernel_config_fwd, is_first_gemm=is_first_gemm)
+    dx = check_pin("kernel_config_bwd_dX", kernel_config_bwd_dX, is_first_gemm=is_first_gemm)
+    dw = check_pin("kernel_config_bwd_dW", kernel_config_bwd_dW, is_first_gemm=is_first_gemm)
     form = Form(
         Layout(w_layout), topk, bool(permute_x), bool(permute_y), bool(zero_tail), bool(dX_only), bool(dW_only),
         forward, dx, dw, bool(autotune),

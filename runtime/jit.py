@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..artifacts.errors import BundleError, CompileError, HostError, InputError
 from ..artifacts.store import BundleFile, open_bytes
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem
 from ..kernels.abi import MAX_EXPERTS
-from .device import LocalGpu
+
+if TYPE_CHECKING:  # pretuned.aot imports this, and must not wait for torch
+    from .device import LocalGpu
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()

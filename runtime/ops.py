@@ -30,6 +30,7 @@ from .form import form_of
 from .launch import row_launcher
 from .launcher import Launcher
 from .loading import prepare
+from .pair import KernelPair
 from .pinned import Pin
 
 _Key: TypeAlias = "tuple[object, ...]"
@@ -59,9 +60,9 @@ def grouped_gemm(
     permute_y: bool = False,
     topk_weights: torch.Tensor | None = None,
     fuse_mul_post: bool = False,
-    kernel_config_fwd: Pin | None = None,
-    kernel_config_bwd_dX: Pin | None = None,
-    kernel_config_bwd_dW: Pin | None = None,
+    kernel_config_fwd: Pin | KernelPair | None = None,
+    kernel_config_bwd_dX: Pin | KernelPair | None = None,
+    kernel_config_bwd_dW: Pin | KernelPair | None = None,
     autotune: bool = False,
     is_first_gemm: bool = True,
     dX_only: bool = False,
@@ -109,10 +110,12 @@ def grouped_gemm(
         [T, topk], multiplied in float32; with ``fuse_mul_post``.
     kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
         A Config, or a Choice, that an open bundle has for this kind of problem: it runs instead of the best one.
+        Or what ``pretuned.aot.get_or_autotune_moe_kernels`` returned: ``is_first_gemm`` picks one of the two.
     autotune
         Tune first where nothing was measured on this GPU. Needs the tuner that ``import pretuned.aot`` registers.
     is_first_gemm
-        Changes nothing; False with ``permute_x`` is refused, for the second GEMM's rows are sorted already.
+        Picks from a ``kernel_config`` for both GEMMs, and changes nothing else; False with ``permute_x`` is
+        refused, for the second GEMM's rows are sorted already.
     dX_only, dW_only
         Compute the gradient of x, or of w, alone.
     bias

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from ..artifacts.errors import BundleError, InputError
-from ..artifacts.types import Choice, Problem
+from ..artifacts.types import Choice, Op, Problem
 from ..kernels.config import Config
 from . import discover
 from .candidates import why_not
@@ -16,30 +16,39 @@ from .device import LocalGpu, local_gpu
 from .discover import Rejected, Snapshot, Usable
 from .launch import LoadedKernel
 from .loading import loaded
+from .pair import KernelPair, Preferred
 
-Pin: TypeAlias = Config | Choice
+Pin: TypeAlias = Config | Choice | Preferred
 
 _SHOWN = 3
 
 
-def check_pin(name: str, pin: object) -> Pin | None:
-    """``pin`` if it can name a variant.
+_OPS = {"kernel_config_fwd": Op.FORWARD, "kernel_config_bwd_dX": Op.DX, "kernel_config_bwd_dW": Op.DW}
+
+
+def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | None:
+    """``pin`` if it can name a variant; of a pair, that of the GEMM.
 
     Raises
     ------
     InputError
-        for anything but None, a Config or a Choice.
+        for anything but None, a Config, a Choice, or a KernelPair (or half of one) of this op.
     """
-    if pin is None or isinstance(pin, (Config, Choice)):
+    if isinstance(pin, KernelPair):
+        if pin.op is not _OPS[name]:
+            raise InputError(f"grouped_gemm: {name} is a KernelPair of {pin.op.value}, wanted {_OPS[name].value}'s")
+        return pin.of(is_first_gemm=is_first_gemm)
+    if pin is None or isinstance(pin, (Config, Choice, Preferred)):
         return pin
     raise InputError(
         f"grouped_gemm: {name} is a {type(pin).__name__}, wanted a pretuned.kernels.config.Config or a "
-        "pretuned.artifacts.types.Choice that an open bundle has, or None for the bundles' own choice"
+        "pretuned.artifacts.types.Choice that an open bundle has, a KernelPair of get_or_autotune_moe_kernels, "
+        "or None for the bundles' own choice"
     )
 
 
-def kernel(pin: Pin, problem: Problem, M: int, device: int, *, aligned: bool) -> LoadedKernel:
-    """The variant that ``pin`` names, loaded on ``cuda:device``.
+def kernel(pin: Pin, problem: Problem, M: int, device: int, *, aligned: bool) -> LoadedKernel | None:
+    """The variant that ``pin`` names, loaded on ``cuda:device``; None where a preference has none.
 
     Raises
     ------
@@ -47,6 +56,11 @@ def kernel(pin: Pin, problem: Problem, M: int, device: int, *, aligned: bool) ->
         if no usable bundle has it for this kind of problem; the message lists the nearest.
     """
     snapshot, local = discover.snapshot(), local_gpu(device)
+    if isinstance(pin, Preferred):
+        config = preferred(snapshot, pin, problem, local, aligned=aligned)
+        if config is None:
+            return None
+        pin = config
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             usable, index = find(snapshot, pin, problem, local, aligned=aligned)
@@ -56,7 +70,19 @@ def kernel(pin: Pin, problem: Problem, M: int, device: int, *, aligned: bool) ->
                 snapshot.reject(usable.bundle, error)
 
 
-def find(snapshot: Snapshot, pin: Pin, problem: Problem, local: LocalGpu, *, aligned: bool) -> tuple[Usable, int]:
+def preferred(snapshot: Snapshot, pin: Preferred, problem: Problem, local: LocalGpu, *, aligned: bool) -> Config | None:
+    """The config that is preferred for this form of call, if a usable bundle has it."""
+    config = pin.of(problem.fusion)
+    while config is not None:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            there = {one for one, *_ in _configs(snapshot, problem, local, aligned)}
+            return config if config in there else None
+    return None
+
+
+def find(
+    snapshot: Snapshot, pin: Config | Choice, problem: Problem, local: LocalGpu, *, aligned: bool
+) -> tuple[Usable, int]:
     """The first usable bundle that has the variant, and its index there; InputError as for ``kernel``."""
     there = list(_configs(snapshot, problem, local, aligned))
     if isinstance(pin, Choice):

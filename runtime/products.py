@@ -15,7 +15,7 @@ import torch
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem, bucket_of
 from ..kernels import reference
 from ..kernels.abi import code_of, gemm_of, is_aligned
-from . import apart, discover, fallback, pinned, settings
+from . import apart, discover, fallback, jit, pinned, settings
 from .device import current_stream, local_gpu, platform_supported
 from .inputs import check_cuda_dtype, row_stride, rows_usable
 from .launch import Fused, row_launcher, weight_launcher
@@ -226,7 +226,10 @@ def _launcher(key: tuple[object, ...], build: Any) -> Launcher | None:
     if key not in known:
         if len(known) >= _MOST_LAUNCHERS:
             known.clear()
-        known[key] = build()
+        built = build()
+        if built is None and jit.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
+            return None
+        known[key] = built
     found: Launcher | None = known.get(key)
     return found
 
@@ -235,7 +238,9 @@ def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | Non
     if not platform_supported():
         return None
     if pin is not None:
-        return pinned.kernel(pin, problem, M, device, aligned=aligned)
+        named = pinned.kernel(pin, problem, M, device, aligned=aligned)
+        if named is not None:
+            return named
     demanded = settings.settings().strict if strict is None else strict
     return prepare(discover.snapshot(), problem, M, local_gpu(device), device, aligned=aligned, strict=demanded)
 

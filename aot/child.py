@@ -1,0 +1,80 @@
+"""Work that a program must not do itself, in a child process of its own: compiling, and measuring on the GPU.
+
+A compiler may abort, a kernel under test may fault, and both change process-wide state; and worker processes that
+``multiprocessing`` spawns would run a script without a ``__main__`` guard again. The child is a plain Python
+with this process's sys.path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..artifacts.errors import BundleError, CompileError, HostError, InputError, PretunedError
+
+_START = (
+    "import json, sys; work = json.load(sys.stdin); sys.path[:] = work['path']; "
+    "from pretuned.aot.child import work_on; work_on(work)"
+)
+_TELLS = 2000  # characters of what a child said before it died
+_RAISED = {error.__name__: error for error in (CompileError, HostError, InputError)}
+
+
+def call(function: str, arguments: Mapping[str, object], answer: Path, *, timeout_s: float) -> None:
+    """Run ``module:function`` of this package in a child, with plain keyword arguments and ``answer``, a file to write.
+
+    Raises
+    ------
+    CompileError, HostError, InputError
+        what the function raised, or HostError where the child died or was too slow. Ctrl-C ends the child too.
+    """
+    if not sys.executable:
+        raise HostError("this Python does not know its own executable: nothing can be compiled or tuned on demand")
+    told = answer.with_suffix(".error")
+    work = {"path": sys.path, "function": function, "arguments": dict(arguments), "answer": str(answer),
+            "told": str(told)}  # fmt: skip
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _START], input=json.dumps(work), capture_output=True, text=True,
+            timeout=timeout_s, check=False, start_new_session=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise HostError(f"{function} did not end within {timeout_s:g} s and was stopped") from None
+    except OSError as error:
+        raise HostError(f"{function}: {sys.executable!r} can't be started: {error.strerror}") from error
+    if done.returncode == 0 and answer.is_file():
+        return
+    if told.is_file():
+        kind, text = json.loads(told.read_text())
+        raise _RAISED.get(kind, HostError)(text)
+    raise HostError(f"{function}: its process died ({_ended(done.returncode)}): {done.stderr.strip()[-_TELLS:]}")
+
+
+def work_on(work: Mapping[str, Any]) -> None:
+    """The child's part: call the function; what it raises goes back in a file."""
+    module, _, name = work["function"].partition(":")
+    try:
+        function = getattr(importlib.import_module(f".{module}", __package__), name)
+        function(**work["arguments"], answer=Path(work["answer"]))
+    except PretunedError as error:
+        kind = InputError if isinstance(error, BundleError) else type(error)
+        Path(work["told"]).write_text(json.dumps([kind.__name__, str(error)]))
+        sys.exit(1)
+    except Exception as error:  # the process's boundary
+        trace = traceback.format_exc()[-_TELLS:]
+        Path(work["told"]).write_text(json.dumps(["HostError", f"{type(error).__name__}: {error}\n{trace}"]))
+        sys.exit(1)
+
+
+def _ended(code: int) -> str:
+    try:
+        return f"exit {code}" if code >= 0 else signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,190 @@
+"""Variants compiled on demand, for one shape: a few, which the cost model picks before they are compiled."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ..artifacts import codec
+from ..artifacts.errors import CompileError
+from ..artifacts.schema import pack_problem, read_problem
+from ..artifacts.store import publish
+from ..artifacts.types import Bundle, Choice, DType, Kernel, Model, Op, Problem, Producer, Source
+from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ..kernels.chips import chip_for, limits
+from ..kernels.config import Config
+from ..kernels.cost import Ranker, Resources
+from ..kernels.revisions import REVISIONS, source_sha256
+from ..kernels.space import candidates, fallbacks, shared_bytes_at_least
+from .build import measured_bundle
+from .candidates import read_candidates
+from .capabilities import target_of
+from .choose import choose
+from .compile import OPTIONS, Compiled, min_driver
+from .compilecache import CompileCache
+from .journal import read_journal
+from .plan import Plan, buckets_between
+from .select import select_among
+from .toolchain import toolchain
+from .tune import tune_problems
+from .variants import ALIGNMENT_BYTES, by_code, rejection, relabelled
+from .workers import Job, compile_all
+
+_JIT_CONFIGS = 6  # 4 lose 1.3 % to all (docs/cost-model.md); two more for those that don't compile
+_JIT_ROWS = 1 << 20
+_CELL_CONFIGS = 12  # of one problem and bucket: what the tuner takes its contenders from
+_SHARE = 0.5  # of those are measured: the shortlist is short
+_OVERHEAD_REGISTERS = 64  # beside a thread's share of the tile
+
+
+def compile_kind(problem: str, sm: int, cache: str | None, answer: Path) -> None:
+    """For ``child.call``: write a bundle that runs every problem of ``problem``'s kind, its choices modelled."""
+    wanted = _problem(problem)
+    plan = Plan({wanted: buckets_between(1, _JIT_ROWS)}, ())
+    configs = _spread(wanted, plan.buckets[wanted], sm)
+    usable = compile_specs(_specs(wanted, configs, sm), sm, _cache(cache))
+    chosen = choose(plan, usable, sm)
+    answer.write_bytes(codec.encode(_bundle(sm, chosen.variants, chosen.choices)))
+
+
+def measure_cells(
+    cells: Sequence[tuple[str, Sequence[int]]], models: Sequence[tuple[str, int, str, Sequence[str]]], sm: int,
+    device: int, budget_s: float, cache: str | None, answer: Path,
+) -> None:  # fmt: skip
+    """For ``child.call``: compile candidates for these cells, measure them, and write the bundle of what was found."""
+    wanted = {_problem(problem): tuple(buckets) for problem, buckets in cells}
+    records = tuple(
+        Model(name, 1, 1, top_k, DType(dtype), tuple(map(_problem, problems)))
+        for name, top_k, dtype, problems in models
+    )  # fmt: skip
+    candidates, journal = answer.with_suffix(".candidates"), answer.with_suffix(".journal")
+    publish(candidates, codec.encode(compile_cells(wanted, sm, _cache(cache))))
+    tune_problems(wanted, candidates, journal, budget_s=budget_s, gpus=[device], with_torch=False, share=_SHARE)
+    planned = Plan(wanted, records)
+    answer.write_bytes(codec.encode(measured_bundle(planned, read_candidates(candidates), read_journal(journal))))
+
+
+def compile_cells(cells: Mapping[Problem, Sequence[int]], sm: int, cache: CompileCache | None) -> Bundle:
+    """Candidates for these problems and buckets: the best of each by the cost model; choices are modelled.
+
+    Raises
+    ------
+    CompileError
+        if nothing is left for a problem.
+    HostError
+        if Triton is missing, or the machine stops the compiler.
+    """
+    specs: dict[Spec, None] = {}
+    for problem, buckets in cells.items():
+        ranked = [_ranked(problem, bucket, sm) for bucket in buckets]
+        picked = dict.fromkeys(config for row in ranked for _, config in row[:_CELL_CONFIGS])
+        specs.update(dict.fromkeys(_specs(problem, picked, sm)))
+    usable = compile_specs(specs, sm, cache)
+    variants = [one.variant for one in usable]
+    choices: dict[Problem, tuple[Choice, ...]] = {}
+    for problem, buckets in cells.items():
+        chosen = choose(Plan({problem: tuple(buckets)}, ()), usable, sm)
+        choices[problem] = tuple(
+            Choice(
+                one.bucket, variants.index(chosen.variants[one.variant].variant), Source.MODELLED, one.time_ns
+            )
+            for one in chosen.choices[problem]
+        )  # fmt: skip
+    return _bundle(sm, usable, choices)
+
+
+def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) -> list[Compiled]:
+    """What of it compiles and fits, in that order.
+
+    Raises
+    ------
+    CompileError
+        with the reasons, if nothing does.
+    HostError
+        if Triton is missing, or the machine stops the compiler.
+    """
+    specs = list(specs)
+    groups = by_code(specs)
+    results = compile_all([Job(group[0], sm) for group in groups], cache=cache)
+    usable: dict[Spec, Compiled] = {}
+    reasons: dict[str, None] = {}
+    for result, group in zip(results, groups, strict=True):
+        code, reason = result.compiled, result.reason
+        if code is not None:
+            reason = rejection(code.variant, limits(sm)) or ""
+            if not reason:
+                usable |= {spec: Compiled(relabelled(code.variant, spec), code.cubin) for spec in group}
+                continue
+        reasons[reason] = None
+    if not usable:
+        raise CompileError(f"sm_{sm}: not one variant can be used: {'; '.join(list(reasons)[:3])}")
+    return [usable[spec] for spec in specs if spec in usable]
+
+
+def plain(problem: Problem) -> str:
+    """A problem as text, for a child's arguments."""
+    return pack_problem(problem).hex()
+
+
+def _problem(text: str) -> Problem:
+    return read_problem(bytes.fromhex(text))
+
+
+def _cache(directory: str | None) -> CompileCache | None:
+    return None if directory is None else CompileCache(Path(directory))
+
+
+def _specs(problem: Problem, aligned: Iterable[Config], sm: int) -> list[Spec]:
+    """The aligned variants of these configs, and the fallbacks."""
+    experts = MAX_EXPERTS if problem.E <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
+    rest = fallbacks(problem.op, problem.dtype, sm)
+    return [
+        Spec(problem.op, problem.dtype, config, problem.layout, problem.fusion, alignment, most)
+        for configs, alignment, most in ((aligned, ALIGNMENT_BYTES, experts), (rest, 1, MAX_EXPERTS_FALLBACK))
+        for config in configs
+    ]
+
+
+def _spread(problem: Problem, buckets: Sequence[int], sm: int) -> list[Config]:
+    """The few configs that serve all buckets best."""
+    every = candidates(problem.op, problem.dtype, sm)
+    number = {config: i for i, config in enumerate(every)}
+    table = {
+        (problem, bucket): [(number[config], us) for us, config in _ranked(problem, bucket, sm)] for bucket in buckets
+    }
+    return [every[i] for i in select_among(table, _JIT_CONFIGS).variants]
+
+
+def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]]:
+    """(estimate in us, config) of every candidate, best first, by what a compiled one is likely to take."""
+    every = candidates(problem.op, problem.dtype, sm)
+    resources = [_likely(problem, config, sm) for config in every]
+    ranked = Ranker(resources, problem.op, problem.dtype, chip_for(sm)).rank(problem, bucket)
+    return [(us, every[i]) for us, i in ranked if math.isfinite(us)]
+
+
+def _likely(problem: Problem, config: Config, sm: int) -> Resources:
+    threads = 32 * config.num_warps
+    tile = config.block_n * config.block_k if problem.op is Op.DW else config.block_m * config.block_n
+    registers = min(limits(sm).registers_per_thread, _OVERHEAD_REGISTERS + tile // threads)
+    shared = shared_bytes_at_least(problem.op, problem.dtype, config, sm)
+    return Resources(config, threads, shared, registers, ALIGNMENT_BYTES)
+
+
+def _bundle(sm: int, compiled: Sequence[Compiled], choices: Mapping[Problem, tuple[Choice, ...]]) -> Bundle:
+    tools = toolchain()
+    producer = Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
+    names = sorted({one.variant.kernel for one in compiled})
+    return Bundle(
+        target=target_of(sm),
+        min_driver=min_driver(sm, producer.ptxas),
+        producer=producer,
+        kernels=tuple(Kernel(name, REVISIONS[name].revision, bytes.fromhex(source_sha256(name))) for name in names),
+        gpus=(),
+        variants=tuple(one.variant for one in compiled),
+        cubins=tuple(one.cubin for one in compiled),
+        choices=choices,
+        models=(),
+    )

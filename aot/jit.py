@@ -1,0 +1,44 @@
+"""The compiler behind ``pretuned.runtime.allow_jit``: real Triton, in a child process, through the compile cache."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from ..artifacts.errors import HostError
+from ..artifacts.types import Problem
+from . import child
+
+_TIMEOUT_S = 300.0
+
+
+def compile_kind(problem: Problem, sm: int) -> bytes:
+    """A bundle whose variants run every problem of this kind on this capability; see ``pretuned.runtime.jit``.
+
+    Nothing is written to the user's cache with PRETUNED_DISABLE_AUTOTUNE=1.
+
+    Raises
+    ------
+    CompileError
+        where nothing compiles.
+    HostError
+        where Triton is missing, or the machine can't run it.
+    """
+    from ..runtime.settings import settings
+    from .capabilities import SUPPORTED
+    from .compilecache import default_dir
+    from .fresh import plain
+
+    if sm not in SUPPORTED:
+        raise HostError(f"Triton compiles for sm_{', sm_'.join(map(str, SUPPORTED))}, not for sm_{sm}")
+    cache = None if settings().disable_autotune else default_dir()
+    arguments = {"problem": plain(problem), "sm": sm, "cache": None if cache is None else str(cache)}
+    try:
+        with tempfile.TemporaryDirectory(prefix="pretuned-") as scratch:
+            answer = Path(scratch) / "compiled"
+            child.call("fresh:compile_kind", arguments, answer, timeout_s=_TIMEOUT_S)
+            return answer.read_bytes()
+    except OSError as error:
+        if isinstance(error, HostError):
+            raise
+        raise HostError(f"the compiler needs a temporary directory: {error}; TMPDIR names another one") from error
