@@ -18,13 +18,13 @@ from ..kernels.config import Config
 from ..kernels.cost import Ranker, Resources
 from ..kernels.revisions import REVISIONS, source_sha256
 from ..kernels.space import candidates, fallbacks, shared_bytes_at_least
-from .build import measured_bundle
 from .candidates import read_candidates
 from .capabilities import target_of
 from .choose import choose
 from .compile import OPTIONS, Compiled, min_driver
 from .compilecache import CompileCache
 from .journal import read_journal
+from .measured import measured_bundle
 from .plan import Plan, buckets_between
 from .select import select_among
 from .toolchain import toolchain
