@@ -54,8 +54,8 @@ def tune_now(
 class Options:
     """How to build. ``workers`` None means one a core; ``cache`` None keeps nothing.
 
-    ``journal`` has what was measured, or takes what is measured now; None is ``<name>-sm<NN>.journal`` beside the
-    bundle, where ``measure`` has the capability. ``tune`` does the measuring.
+    Capabilities in ``measure`` are measured, by ``tune``. ``journal`` takes what is measured, or has what was;
+    None is ``<name>-sm<NN>.journal`` beside the bundle, where it is there or one is measured. ``modelled`` uses none.
     """
 
     out: Path
@@ -67,6 +67,7 @@ class Options:
     compile_one: Compile = compile_variant
     journal: Path | None = None
     measure: Container[int] = ()
+    modelled: bool = False
     tune: Tune = tune_now
 
 
@@ -174,16 +175,16 @@ def _measure(
     plan: Plan, sm: int, candidates: Candidates, options: Options, watch: Observers, path: Path | None = None
 ) -> tuple[Evidence | None, Outcome | None]:
     """What is known of the candidates: measured now, or in a journal named."""
-    journal, outcome = options.journal, None
+    outcome = None
+    journal = options.journal or options.out / f"{options.name}-sm{sm}.journal"
     if sm in options.measure:
-        journal = journal or options.out / f"{options.name}-sm{sm}.journal"
         with contextlib.ExitStack() as stack:
             if path is None:
                 path = stack.enter_context(scratch_folder()) / f"candidates-sm{sm}.msgpack"
                 every = choose_among_all(plan, candidates.compiled, sm)
                 publish(path, codec.encode(assembled(plan, candidates, every, None)))
             outcome = options.tune(plan.buckets, path, journal, watch.tune)
-    if journal is None:
+    elif options.modelled or not (options.journal or journal.exists()):
         return None, None
     return evidence_for(plan, candidates, read_journal(journal), f"journal '{journal}'"), outcome
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 
-from ..build import Options
+from ...artifacts.errors import HostError, InputError
+from ...artifacts.types import Problem
+from ...runtime import settings
+from ..build import Options, build_measured
 from ..build import build as build_bundles
+from ..native import native_sm
 from ..outdir import DEFAULT_NAME
-from ..summary import Report
+from ..summary import Built, Report
+from ..tune import Outcome, TuneObservers, tune_problems
 from .options import as_json, cache_of, load, print_json, what_to_build
 from .progress import Progress
 from .table import duration, size, table
+from .tuning import TuneProgress, budget_and_gpus, ordinals, told
 
 
 @click.command()
@@ -24,15 +33,36 @@ from .table import duration, size, table
 @click.option(
     "--workers", "-j", type=click.IntRange(1, 1024), help="Compile this many at a time.  [default: the cores]"
 )
+@click.option(
+    "--measure",
+    "measuring",
+    type=click.Choice(("auto", "no", "only")),
+    default="auto",
+    show_default=True,
+    help="auto: measure where this machine has the GPU; no: model all; only: fail where it can't measure.",
+)
+@click.option(
+    "--journal",
+    "-J",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="What was measured: by aot measure, or by this build.  [default: <name>-sm<NN>.journal beside the "
+    "bundle, where this build measures]",
+)
+@click.option("--candidates", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
+              help="Variants that aot compile made: nothing is compiled.")  # fmt: skip
+@budget_and_gpus
 @click.option("--verbose", "-v", is_flag=True, help="Tell every variant that does not ship, and why.")
 @as_json
 def build(
     models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
-    out: Path, name: str, workers: int | None, verbose: bool, as_json: bool,
+    out: Path, name: str, workers: int | None, measuring: str, journal: Path | None, candidates: Path | None,
+    budget: float | None, gpus: str | None, verbose: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compile the kernels that models need, one bundle per GPU capability. Needs no GPU.
+    """Compile the kernels that models need, one bundle per GPU capability, and measure them where the GPU is.
 
-    What is compiled is kept: an interrupted build goes on where it was, and a second one compiles nothing.
+    Needs no GPU: without one the choices are modelled. What is compiled or measured is kept: an interrupted
+    build goes on where it was, and a second one compiles and measures nothing.
 
     \b
     Examples:
@@ -41,9 +71,13 @@ def build(
       aot build --models "mistralai/Mixtral-8x7B-v0.1 tp=1,2,4" --sm 9.0 --out /srv/bundles
       aot build --models "shape:E=64,H=2048,I=1024,k=8" --sm 120 --name mine
       aot build --models /models/my-checkpoint --sm 90   # a folder with a config.json
+      aot build --models models.txt --budget 1h          # on a GPU machine: measure for an hour at most
+      aot build --models models.txt --sm 90 --candidates candidates.msgpack --journal h200.journal
     """
     plan, sms, notes = load(models, sm, ops)
     cache = cache_of(cache_dir, no_cache)
+    measured_sms, remarks = _measured_sms(measuring, sms, journal)
+    notes = (*notes, *remarks)
     if cache is None and not no_cache and not as_json:
         click.echo(
             "note: no home directory, so nothing that is compiled is kept; name a place with --cache-dir", err=True
@@ -51,14 +85,52 @@ def build(
     if not as_json:
         for note in notes:
             click.echo(f"note: {note}", err=True)
-    with Progress(quiet=as_json, verbose=verbose) as progress:
-        report = build_bundles(plan, sms, Options(out, name, workers, cache), progress.observers())
+    tune = functools.partial(_tune, budget, ordinals(gpus))
+    options = Options(out, name, workers, cache, journal=journal, measure=measured_sms,
+                      modelled=measuring == "no", tune=tune)  # fmt: skip
+    with Progress(quiet=as_json, verbose=verbose) as progress, TuneProgress(as_json, budget, progress.pause) as second:
+        observers = progress.observers(second.observers())
+        if candidates is not None:
+            report = build_measured(plan, candidates, options, observers)
+        else:
+            report = build_bundles(plan, sms, options, observers)
     if as_json:
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
         return
     for note in report.notes:
         click.echo(f"note: {note}", err=True)
     _show(report, out, verbose)
+
+
+def _measured_sms(measuring: str, sms: Sequence[int], journal: Path | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The capabilities to measure here, and what to say of it."""
+    if journal is not None and measuring == "no":
+        raise InputError("--journal has what was measured, and --measure no wants nothing of it: choose")
+    if journal is not None and len(sms) > 1:
+        raise InputError("--journal: a journal is of one capability; name one with --sm")
+    if measuring == "no":
+        return (), ()
+    if settings.read(os.environ).disable_autotune:
+        if measuring == "only":
+            raise InputError("PRETUNED_DISABLE_AUTOTUNE forbids measuring, --measure only demands it: choose")
+        return (), ("PRETUNED_DISABLE_AUTOTUNE is set: nothing is measured",)
+    if measuring == "auto" and journal is not None and journal.exists():
+        return (), ()  # its times are used as they are; --measure only goes on with it
+    here = native_sm()
+    if measuring == "only":
+        missing = [sm for sm in sms if sm != here]
+        if missing:
+            has = "there is no GPU here" if here is None else f"this machine's GPU is sm_{here}"
+            raise HostError(f"--measure only: sm_{missing[0]} can't be measured, {has}")
+    return tuple(sm for sm in sms if sm == here), ()
+
+
+def _tune(
+    budget_s: float | None, gpus: Sequence[int] | None, problems: Mapping[Problem, Sequence[int]],
+    candidates: Path, journal: Path,
+    observers: TuneObservers,
+) -> Outcome:  # fmt: skip
+    return tune_problems(problems, candidates, journal, budget_s=budget_s, gpus=gpus, observers=observers)
 
 
 def _show(report: Report, out: Path, verbose: bool) -> None:
@@ -77,11 +149,24 @@ def _show(report: Report, out: Path, verbose: bool) -> None:
         elif one.failed:
             click.echo(f"{one.target}: {one.failed} variants failed to compile; -v tells why")
     first, folder = shlex.quote(str(report.bundles[0].path)), shlex.quote(str(out.resolve()))
+    click.echo("")
+    for one in report.bundles:
+        if one.tuned is not None:
+            click.echo(told(one.tuned))
+        click.echo(f"{one.target}: {_origin(one)}")
     click.echo(
-        f"\nThe choices are modelled: a cost model ranked the variants, nothing was measured.\n"
         f"Next:\n"
         f"  look inside     aot inspect {first}\n"
         f"  in a Dockerfile COPY {out} /opt/pretuned/bundles\n"
         f"  or right here   export PRETUNED_BUNDLES={folder}\n"
         f"  then            pretuned.runtime.grouped_gemm(x, w, m_sizes)"
     )
+
+
+def _origin(one: Built) -> str:
+    """Where a bundle's choices come from."""
+    if not one.measured:
+        return "the choices are modelled: a cost model ranked the variants, nothing was measured"
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in one.gpus))
+    rest = f"; the other {one.choices - one.measured} are modelled" if one.measured < one.choices else ""
+    return f"{one.measured} of {one.choices} choices were measured on {names}{rest}"

@@ -9,6 +9,7 @@ from types import TracebackType
 import click
 
 from ..build import Observers
+from ..tune import TuneObservers
 from ..workers import Result
 
 _LINE_EVERY_S = 5.0
@@ -23,9 +24,15 @@ class Progress:
         self._total = self._done = self._cached = self._failed = 0
         self._begun = self._last_line = time.monotonic()
 
-    def observers(self) -> Observers:
-        """To hand to ``build``."""
-        return Observers(self._start, self._result, self._say)
+    def observers(self, tune: TuneObservers | None = None) -> Observers:
+        """To hand to ``build``; ``tune`` shows the measuring."""
+        return Observers(self._start, self._result, self._say, tune or TuneObservers())
+
+    def pause(self) -> None:
+        """Take the bar away: something else is shown from here on."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
 
     def __enter__(self) -> Progress:
         return self
