@@ -11,7 +11,7 @@ import click
 from .exits import OK, guarded, quiet_without_reader
 
 _VERBS = (  # as --help lists them
-    "build", "plan", "models", "inspect", "verify", "diff", "merge", "prune", "doctor",
+    "build", "compile", "measure", "plan", "models", "inspect", "verify", "diff", "merge", "prune", "report", "doctor",
 )  # fmt: skip
 _DEBUG = "--debug"
 

@@ -1,0 +1,61 @@
+"""aot compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ...artifacts.errors import InputError
+from ..build import Options, compile_candidates
+from .options import as_json, cache_of, load, print_json, what_to_build
+from .progress import Progress
+from .table import duration, size
+
+
+@click.command()
+@what_to_build
+@click.option("--out", "-o", default=Path("candidates.msgpack"), show_default=True, metavar="FILE",
+              type=click.Path(path_type=Path, dir_okay=False), help="Where the candidates go.")  # fmt: skip
+@click.option(
+    "--workers", "-j", type=click.IntRange(1, 1024), help="Compile this many at a time.  [default: the cores]"
+)
+@click.option("--verbose", "-v", is_flag=True, help="Tell every variant that is no candidate, and why.")
+@as_json
+def compile(
+    models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
+    out: Path, workers: int | None, verbose: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Compile every candidate that models may run on, for aot measure on the machine that has the GPU.
+
+    Needs no GPU. The file is a bundle like any other, of more variants.
+
+    \b
+    Examples:
+      aot compile --models models.txt --sm 90 -o candidates.msgpack        # any machine with Triton
+      aot measure candidates.msgpack --models models.txt --journal h200.journal   # the GPU's machine, no Triton
+      aot build --models models.txt --sm 90 --candidates candidates.msgpack --journal h200.journal
+    """
+    plan, sms, notes = load(models, sm, ops)
+    if len(sms) != 1:
+        raise InputError(f"--sm {sm}: candidates are for one capability; run it once for each")
+    if not as_json:
+        for note in notes:
+            click.echo(f"note: {note}", err=True)
+    options = Options(out.parent, workers=workers, cache=cache_of(cache_dir, no_cache))
+    with Progress(quiet=as_json, verbose=verbose) as progress:
+        report = compile_candidates(plan, sms[0], out, options, progress.observers())
+    if as_json:
+        print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
+        return
+    for note in report.notes:
+        click.echo(f"note: {note}", err=True)
+    (one,) = report.bundles
+    for dropped in one.dropped if verbose else ():
+        click.echo(f"{dropped.kind}: {dropped.spec}: {dropped.reason}")
+    click.echo(
+        f"{one.path}: {one.variants} candidates for {one.target}, {size(one.size_bytes)} "
+        f"({one.compiled} compiled, {one.cached} cached, {one.pruned} pruned, {one.failed} failed) "
+        f"in {duration(one.seconds)}\nNext, where the GPU is:\n"
+        f"  aot measure {one.path} --models ... --journal FILE"
+    )

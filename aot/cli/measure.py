@@ -1,0 +1,58 @@
+"""aot measure."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from ...artifacts.errors import InputError
+from ...runtime import settings
+from ..models import load_models
+from ..plan import plan
+from ..tune import tune_problems
+from .options import as_json, print_json, wanted_ops
+from .tuning import TuneProgress, budget_and_gpus, ordinals, told
+
+
+@click.command()
+@click.argument("candidates", type=click.Path(path_type=Path))
+@click.option("--models", "-m", "models", multiple=True, metavar="FILE|SPEC",
+              help="A models.txt, or one spec with its options in quotes. May be given several times.")  # fmt: skip
+@click.option("--ops", default=None, metavar="LIST", help="Only these: forward, dX, dW.  [default: all]")
+@click.option("--journal", "-J", required=True, metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
+              help="Where every result is kept at once. Made, or gone on with.")  # fmt: skip
+@budget_and_gpus
+@click.option("--no-torch", is_flag=True, help="Don't time torch's grouped_mm for the report.")
+@as_json
+def measure(
+    candidates: Path, models: tuple[str, ...], ops: str | None, journal: Path, budget: float | None, gpus: str | None,
+    no_torch: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure candidates on this machine's GPUs, into a journal. Needs no Triton and no compiler.
+
+    Stopped, killed or out of time, the same command goes on where it was.
+
+    \b
+    Examples:
+      aot measure candidates.msgpack --models models.txt --journal h200.journal
+      aot measure candidates.msgpack --models models.txt --journal h200.journal --budget 1h --gpus 0,1
+      aot build --models models.txt --sm 90 --candidates candidates.msgpack --journal h200.journal
+    """
+    if settings.read(os.environ).disable_autotune:
+        raise InputError("PRETUNED_DISABLE_AUTOTUNE forbids measuring: unset it, or build with aot build")
+    if not models:
+        raise InputError("nothing to measure for: give --models FILE or --models SPEC, as aot compile had them")
+    wanted = ordinals(gpus)
+    planned = plan(load_models(models, wanted_ops(ops)).shapes)
+    with TuneProgress(as_json, budget) as progress:
+        outcome = tune_problems(
+            planned.buckets, candidates, journal, budget_s=budget, gpus=wanted, with_torch=not no_torch,
+            observers=progress.observers(),
+        )  # fmt: skip
+    if as_json:
+        print_json({**outcome.to_dict(), "journal": str(journal)})
+        return
+    click.echo(told(outcome))
+    click.echo(f"Next:\n  aot build --models ... --sm {outcome.sm} --candidates {candidates} --journal {journal}")

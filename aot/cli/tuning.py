@@ -1,0 +1,150 @@
+"""The options of the verbs that measure, and what is seen meanwhile."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import click
+
+from ...artifacts.errors import InputError
+from ..records import Measured, geometric_mean
+from ..tune import DEFAULT_BUDGET_S, Outcome, Progress, TuneObservers
+from .table import duration
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_LINE_EVERY_S = 5.0
+
+
+def _seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> float | None:
+    """``90s``, ``10m``, ``1h30m`` or ``none`` -> seconds, or None."""
+    text = value.strip().lower()
+    if text == "none":
+        return None
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([smh]?)", text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise click.BadParameter(f"'{value}' is no duration; wanted e.g. 90s, 10m, 1h30m or none", ctx, parameter)
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
+
+
+def budget_and_gpus(function: F) -> F:
+    """--budget and --gpus."""
+    for option in reversed(
+        (
+            click.option("--budget", callback=_seconds, default=f"{DEFAULT_BUDGET_S / 60:.0f}m", show_default=True,
+                         metavar="TIME", help="Stop measuring after this long, with the best so far: 90s, 10m, 1h, "
+                         "none. The same command goes on later."),
+            click.option("--gpus", metavar="LIST", help="Measure on these only, e.g. 0,1.  [default: all there are]"),
+        )
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def ordinals(text: str | None) -> tuple[int, ...] | None:
+    """--gpus -> ordinals."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in parts):
+        raise InputError(f"--gpus {text}: wanted ordinals, e.g. 0,1")
+    return tuple(int(part) for part in parts)
+
+
+class TuneProgress:
+    """Shows the measuring: a bar with an ETA in a terminal, a line now and then elsewhere. ``quiet`` shows notes only.
+
+    ``pause`` is called before the first line: what shows the compiling then ends.
+    """
+
+    def __init__(self, quiet: bool, budget_s: float | None, pause: Callable[[], None] = lambda: None) -> None:
+        self._quiet, self._budget_s, self._pause = quiet, budget_s, pause
+        self._terminal = not quiet and sys.stderr.isatty()
+        self._rich: Any = None
+        self._last_line = 0.0
+
+    def observers(self) -> TuneObservers:
+        """To hand to the tuner."""
+        return TuneObservers(self._start, self._cell, self._say)
+
+    def __enter__(self) -> TuneProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._rich is not None:
+            self._rich.stop()
+
+    def _start(self, progress: Progress) -> None:
+        self._pause()
+        if self._quiet:
+            return
+        limit = f"; it stops after {duration(self._budget_s)} (--budget)" if self._budget_s is not None else ""
+        known = f", {progress.done} are known" if progress.done else ""
+        self._say(f"measuring {progress.total} cells{known}: about {duration(progress.seconds_left)}{limit}")
+        if self._terminal:
+            self._start_bar(progress)
+        self._last_line = time.monotonic()
+
+    def _start_bar(self, progress: Progress) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        self._rich = Bar(
+            TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("cells, {task.fields[left]} left"),
+            TextColumn("{task.fields[last]}"), console=Console(stderr=True), transient=True,
+        )  # fmt: skip
+        left = duration(progress.seconds_left)
+        self._task = self._rich.add_task("", total=progress.total, completed=progress.done, left=left, last="")
+        self._rich.start()
+
+    def _cell(self, progress: Progress) -> None:
+        if self._quiet or progress.last is None:
+            return
+        left, last = duration(progress.seconds_left), described(progress.last)
+        if self._rich is not None:
+            self._rich.update(self._task, completed=progress.done, left=left, last=last)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= _LINE_EVERY_S or progress.done == progress.total:
+            self._last_line = now
+            failed = f", {progress.failed} variants failed" if progress.failed else ""
+            click.echo(f"{progress.done} of {progress.total} cells{failed}, about {left} left: {last}", err=True)
+
+    def _say(self, note: str) -> None:
+        if self._rich is not None:
+            self._rich.console.print(note, markup=False, highlight=False)
+        else:
+            click.echo(note, err=True)
+
+
+def described(record: Measured) -> str:
+    """The last cell, in a line: the best time, beside the modelled choice's and torch's."""
+    times = {timing.variant: timing.time_ns for timing in record.timings}
+    best = min(times.values())
+    text = f"{record.problem} M={record.bucket} {best / 1000:.1f} us, {times[record.modelled] / best:.2f} x the model's"
+    return text + (f", {geometric_mean(record.torch_ns) / best:.2f} x torch" if record.torch_ns else "")
+
+
+def told(outcome: Outcome) -> str:
+    """What the tuner did, for the end of a command."""
+    text = f"measured {outcome.measured} cells in {duration(outcome.seconds)} on {outcome.gpu.name}"
+    text += f", {outcome.known} were known" if outcome.known else ""
+    if outcome.exhaustive:
+        text += f"; {outcome.measurements} of {outcome.exhaustive} possible measurements"
+    for count, what in (
+        (outcome.too_large, "do not fit its memory and stay modelled"),
+        (outcome.unable, "could not be measured and stay modelled"),
+        (len(outcome.failures), "variants failed and do not ship"),
+        (outcome.left, "cells are left: the same command goes on with them"),
+    ):
+        text += f"\n{count} {what}" if count else ""
+    return text
