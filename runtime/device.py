@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
 import sys
@@ -98,6 +99,14 @@ def only_device() -> bool:
 def device_is_current(device: int) -> bool:
     """Whether torch's current device is this one."""
     return bool(_C._cuda_getDevice() == device)
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on(device: int) -> contextlib.AbstractContextManager[object]:
+    """Makes a GPU torch's current one for a while. The host's, -1, needs nothing."""
+    return _HERE if device < 0 or device_is_current(device) else torch.cuda.device(device)
 
 
 def platform_supported() -> bool:

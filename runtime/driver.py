@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, addressof, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,7 +52,7 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "cuDriverGetVersion": (POINTER(c_int),),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
     "cuDeviceGet": (POINTER(c_int), c_int),
-    "cuDeviceGetName": (c_char_p, c_int, c_int),
+    "cuDeviceGetName": (c_void_p, c_int, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
@@ -88,8 +88,7 @@ def library() -> ctypes.CDLL:
         function = getattr(lib, name, None)
         if function is None:
             raise CudaError(f"the CUDA driver has no {name}: pretuned needs a driver for CUDA 12 or later")
-        function.argtypes = types
-        function.restype = c_int
+        function.argtypes = types  # (it returns an int as it is)
     if hasattr(lib, "cuFuncLoad"):
         lib.cuFuncLoad.argtypes = (c_void_p,)
     return lib
@@ -136,8 +135,8 @@ class Device:
 
 def device(index: int) -> Device:
     """The GPU of this ordinal, which is torch's index. Asks the driver alone: torch also asks NVML, for 0.3 ms."""
-    lib, handle, name, memory = library(), _device(index), ctypes.create_string_buffer(_NAME_BYTES), c_size_t()
-    check(lib.cuDeviceGetName(name, _NAME_BYTES, handle), "cuDeviceGetName")
+    lib, handle, name, memory = library(), _device(index), bytearray(_NAME_BYTES), c_size_t()
+    check(lib.cuDeviceGetName(addressof(c_char.from_buffer(name)), _NAME_BYTES, handle), "cuDeviceGetName")
     check(lib.cuDeviceTotalMem_v2(byref(memory), handle), "cuDeviceTotalMem")
     numbers = []
     for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSOR_COUNT):
@@ -145,7 +144,7 @@ def device(index: int) -> Device:
         check(lib.cuDeviceGetAttribute(byref(value), attribute, handle), f"cuDeviceGetAttribute({attribute})")
         numbers.append(value.value)
     major, minor, sm_count = numbers
-    return Device(name.value.decode(), 10 * major + minor, sm_count, memory.value)
+    return Device(name.split(b"\0")[0].decode(), 10 * major + minor, sm_count, memory.value)
 
 
 @cache

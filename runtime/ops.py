@@ -22,6 +22,7 @@ from .device import (
     device_is_current,
     empty,
     local_gpu,
+    on,
     only_device,
     platform_name,
     platform_supported,
@@ -305,15 +306,16 @@ def _first(
     if out is not None:
         inputs.check_out(out, call)
     inputs.check_cuda_dtype(call.x)
-    with torch.cuda.device(call.x.device):
-        y = call.x.new_empty((call.M, call.N)) if out is None else out
+    device = call.x.get_device()
+    with on(device):
+        y = empty((call.M, call.N), (call.N, 1), call.x.dtype) if out is None else out
         if zero_tail or not call.K:  # a sum over nothing is zero
             y.zero_()
         if not (call.M and call.N and call.K and call.E):
             return y
         stride_y_m = y.stride(0) if call.M > 1 else call.N
         known = known_calls.get(key) if key is not None and call.x is x else None
-        device, aligned = call.x.get_device(), call.aligned(out)
+        aligned = call.aligned(out)
         launch = known[0] if known is not None else _launcher(call, device, aligned)
         if launch is None:
             sm = local_gpu(device).sm

@@ -16,7 +16,7 @@ from ..artifacts.types import DType, Fusion, Layout, Op, Problem, bucket_of
 from ..kernels import reference
 from ..kernels.abi import code_of, gemm_of, is_aligned
 from . import apart, discover, fallback, jit, pinned, settings
-from .device import current_stream, local_gpu, platform_supported
+from .device import current_stream, local_gpu, on, platform_supported
 from .inputs import check_cuda_dtype, row_stride, rows_usable
 from .launch import Fused, row_launcher, weight_launcher
 from .launcher import Launcher
@@ -95,7 +95,7 @@ def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
         return y
     if not rows_usable(call.x):
         call = dataclasses.replace(call, x=call.x.contiguous())
-    with torch.cuda.device(call.x.device):
+    with on(call.x.get_device()):
         _on_cuda(call, y, end)
     return y
 
@@ -138,7 +138,7 @@ def weight(
     if not on_gpu(x):
         return reference.grad_weight(dy, x, m_sizes)
     dy, x = (tensor if rows_usable(tensor) else tensor.contiguous() for tensor in (dy, x))
-    with torch.cuda.device(x.device):
+    with on(x.get_device()):
         dw = x.new_empty((E, N, K))
         launch = weight_launch(dy, x, dw, m_sizes, pin, strict)
         if launch is not None:
