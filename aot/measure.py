@@ -80,8 +80,8 @@ class Bench:
         self._current: int | None = None
         size = _REFERENCE_SIZE
         square = torch.randn(size, size, device=self.device).to(torch.bfloat16)
-        product = torch.empty_like(square)
-        self._reference = self.clock.capture(lambda: torch.mm(square, square, out=product))
+        self._held = square, torch.empty_like(square)  # a graph holds addresses, not tensors
+        self._reference = self.clock.capture(lambda: torch.mm(square, square, out=self._held[1]))
         self.clock.rounds_us([self._reference], _WARM_UP_ROUNDS)
         times = sorted(self.clock.rounds_us([self._reference], 20)[0])
         self._reference_us = statistics.median(times)
