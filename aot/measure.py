@@ -18,6 +18,7 @@ import torch
 from ..artifacts.errors import BundleError, CudaError, InputError
 from ..artifacts.store import open_bundle
 from ..artifacts.types import Fusion, Layout, Op, Problem
+from ..kernels.config import Config
 from ..runtime import launch
 from ..runtime.device import local_gpu
 from .busy import busy
@@ -29,13 +30,13 @@ from .launches import TORCH, Tensors, caller, torch_caller
 from .records import FAULT, ROUTINGS, WRONG, Duel, Failure, Measured, Timing
 
 LEAST_BAND = 0.005  # differences below are never taken for real
-_TIMING_US = 25_000.0  # for all contenders of a cell on one routing, flushes not counted
-_DUEL_US = 30_000.0
-_ROUNDS = (5, 15)  # the least and the most
-_DUEL_ROUNDS = (7, 25)
+_TIMING_US = 10_000.0  # for a contender on one routing, flushes not counted
+_DUEL_US = 25_000.0
+_ROUNDS = (5, 20)  # the least and the most
+_DUEL_ROUNDS = (7, 30)
 _LONG_US = 10_000.0  # launches that take longer are steady: 3 rounds do
 _WARM_UP_ROUNDS = 200
-_STEADY_DRIFT = 0.1  # a job during which the reference kernel changed more is done again
+_NOISY = 0.05  # a median whose standard error is larger is told
 _REFERENCE_SIZE = 4096
 _STEADY_SCATTER = 0.1
 _RANDOM_ELEMENTS = 1 << 26  # made at once
@@ -114,7 +115,9 @@ class Bench:
 
     def _failure(self, job: Job, i: int, kind: str, reason: str) -> Failure:
         variant = self.bundle.variant(i)
-        return Failure(job.problem, job.bucket, variant.cubin_sha256, kind, f"{variant.entry}: {reason}")
+        return Failure(
+            job.problem, job.bucket, variant.cubin_sha256, kind, f"{Config.from_pairs(variant.config)}: {reason}"
+        )
 
     def _measured(self, job: Job) -> Result:
         on = self._tensors(job.problem, job.bucket)
@@ -144,14 +147,10 @@ class Bench:
         if job.contenders[0] not in graphs:  # the next in the model's order will be its choice
             return Result(None, tuple(failures))
         peers = self._torch_graphs(on, routings) if job.with_torch else None
-        drift = self._drift()
-        found = self._timed(job, graphs, peers, errors, drift)
-        after = self._drift()
-        notes: tuple[str, ...] = ()
-        if abs(after / drift - 1) > _STEADY_DRIFT:
-            notes = (f"the clock moved by {after / drift - 1:+.0%} during {job.problem}, {job.bucket} rows: once more",)
-            found = self._timed(job, graphs, peers, errors, after)
-        return Result(found, tuple(failures), notes=notes)
+        found = self._timed(job, graphs, peers, errors)
+        noise = max(timing.noise for timing in found.timings)
+        notes = (f"{job.problem}, {job.bucket} rows: times scatter by {noise:.0%}; is the GPU in use by others?",)
+        return Result(found, tuple(failures), notes=notes if noise > _NOISY else ())
 
     @contextlib.contextmanager
     def _guilty(self, i: int) -> Iterator[None]:
@@ -168,8 +167,9 @@ class Bench:
 
     def _timed(
         self, job: Job, graphs: dict[int, list[torch.cuda.CUDAGraph]], peers: list[torch.cuda.CUDAGraph] | None,
-        errors: dict[int, float], drift: float,
+        errors: dict[int, float],
     ) -> Measured:  # fmt: skip
+        before = self._drift()
         order = list(graphs)
         modelled = order[0]
         times: dict[int, list[list[float]]] = {i: [] for i in order}
@@ -188,7 +188,7 @@ class Bench:
             duel = self._duel(graphs, fastest, modelled)
         return Measured(
             job.problem, job.bucket, self._sha(modelled), tuple(timings.values()), duel, tuple(torch_ns) or None,
-            round(drift, 4), self.local.gpu.driver,
+            round((before + self._drift()) / 2, 4), self.local.gpu.driver,
         )  # fmt: skip
 
     def _timing(self, i: int, rows: Sequence[Sequence[float]], error: float) -> Timing:
@@ -217,7 +217,7 @@ class Bench:
         """The first round only warms up, and tells how many there is time for."""
         once = [row[0] for row in self.clock.rounds_us(graphs, 1)]
         least, most = limits
-        rounds = max(least, min(most, int(budget_us / sum(once))))
+        rounds = max(least, min(most, int(budget_us * len(once) / sum(once))))
         return self.clock.rounds_us(graphs, 3 if max(once) > _LONG_US else rounds)
 
     def _drift(self) -> float:

@@ -484,4 +484,4 @@ class _Run:
 
 def expected_seconds(best_us: float) -> float:
     """What measuring a cell takes, about: for the progress, and for what to begin with."""
-    return 0.05 + 60e-6 * best_us
+    return 0.1 + 80e-6 * best_us

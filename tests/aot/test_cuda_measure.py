@@ -1,0 +1,92 @@
+"""The measurement itself, on a real GPU with real candidates. Set PRETUNED_TEST_CANDIDATES to a bundle of them
+(``aot compile``) where no Triton of this machine's can compile some."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretuned.aot.journal import read_journal
+from pretuned.aot.records import ROUTINGS, WRONG, Measured
+from pretuned.aot.tune import TuneObservers, tune_problems
+from pretuned.aot.variants import serves
+from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+MODEL = "shape:E=16,H=512,I=256,k=2 tokens=1..64 name=small"
+E, N, K = 16, 512, 512
+
+
+@pytest.fixture(scope="module")
+def candidates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real cubins for this GPU."""
+    given = os.environ.get("PRETUNED_TEST_CANDIDATES")
+    if given:
+        return Path(given)
+    pytest.importorskip("triton")
+    path = tmp_path_factory.mktemp("candidates") / "candidates.msgpack"
+    command = [sys.executable, "-m", "pretuned.aot", "compile", "--models", MODEL, "-o", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    return path
+
+
+def test_a_cell_is_measured_and_kept(candidates: Path, tmp_path: Path) -> None:
+    """Every op and form of one shape; the whole way through a worker process."""
+    with open_bundle(candidates) as bundle:
+        kinds = {(one.op, one.layout, one.fusion) for one in bundle.variants()}
+    problems = {
+        Problem(op, DType.BF16, E, N, K, layout, fusion): (16, 1024) for op, layout, fusion in sorted(kinds, key=str)
+    }
+    journal = tmp_path / "here.journal"
+    notes: list[str] = []
+    outcome = tune_problems(problems, candidates, journal, observers=TuneObservers(on_note=notes.append))
+    assert outcome.measured == 2 * len(problems), notes
+    assert not outcome.failures
+    assert outcome.finished
+    contents = read_journal(journal)
+    for record in contents.records:
+        assert isinstance(record, Measured)
+        assert len(record.timings) >= 2
+        assert record.timings[0].variant == record.modelled
+        assert 0.5 < record.drift < 2.0
+        for timing in record.timings:
+            assert len(timing.ns) == len(ROUTINGS)
+            assert 1_000 < timing.time_ns < 1_000_000
+            assert 0 < timing.error < 1e-2
+            assert timing.noise < 0.2
+        plain = record.problem.fusion is Fusion.NONE and record.problem.layout is Layout.NK
+        assert (record.torch_ns is not None) == plain
+    again = tune_problems(problems, candidates, journal)
+    assert (again.measured, again.known) == (0, outcome.measured)
+
+
+def test_a_variant_with_wrong_numbers_is_out(candidates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference of another weight: no variant agrees with it."""
+    from pretuned.aot import measure
+    from pretuned.aot.jobs import Job, Setup
+    from pretuned.aot.judge import Judge
+    from pretuned.aot.launches import Tensors
+
+    with open_bundle(candidates) as bundle:
+        variants = bundle.variants()
+        digest = bundle.digest
+    problem = Problem(Op.FORWARD, DType.BF16, E, N, K)
+    first = next(i for i, one in enumerate(variants) if serves(one, problem))
+    before = Judge.reference
+
+    def other(self: Judge, on: Tensors, counts: list[int]) -> torch.Tensor:
+        return before(self, on, counts) * 1.02
+
+    monkeypatch.setattr(Judge, "reference", other)
+    result = measure.run(Setup(str(candidates), digest, 0), Job(problem, 64, (first,)))
+    assert result.measured is None
+    assert not result.broken
+    assert [one.kind for one in result.failures] == [WRONG]
+    assert "relative error 0.02" in result.failures[0].reason
