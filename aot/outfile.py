@@ -1,4 +1,4 @@
-"""One bundle written to the path that the user named, and never over a file that is something else."""
+"""What is written to a path that the user named, and never over a file that is something else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ..artifacts.errors import HostError, InputError
 from ..artifacts.store import publish
 from ..artifacts.types import Bundle
 
-_BEGINS = b"\x95\xa8pretuned"  # FORMAT.md: an array of 5, the magic
+_BUNDLE = b"\x95\xa8pretuned"  # FORMAT.md: an array of 5, the magic
+_PAGE = b"<!doctype html>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,14 @@ class Written:
     path: Path
     size_bytes: int
     unchanged: bool
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a file begins as a bundle does. One that can't be read is taken for one: opening it says why."""
+    try:
+        return _begin(path, len(_BUNDLE)) == _BUNDLE
+    except OSError:
+        return True
 
 
 def check_out(path: Path) -> None:
@@ -32,19 +41,12 @@ def check_out(path: Path) -> None:
     HostError
         if its directory is not there, or the file can't be read.
     """
-    if not path.parent.is_dir():
-        raise HostError(f"can't write '{path}': '{path.parent}' is no directory. Make it, or name another file with -o")
-    try:
-        with path.open("rb") as file:
-            begin = file.read(len(_BEGINS))
-    except FileNotFoundError:
-        return
-    except IsADirectoryError:
-        raise InputError(
-            f"-o '{path}' is a directory, wanted a file's name, such as '{path / 'new.msgpack'}'"
-        ) from None
-    if begin != _BEGINS:
-        raise InputError(f"-o '{path}' is there and is no bundle: it is not overwritten. Name another file")
+    _check(path, _BUNDLE, "bundle")
+
+
+def check_page(path: Path) -> None:
+    """As ``check_out``, for an HTML page."""
+    _check(path, _PAGE, "HTML page")
 
 
 def write_bundle(path: Path, bundle: Bundle) -> Written:
@@ -65,3 +67,37 @@ def write_bundle(path: Path, bundle: Bundle) -> Written:
         unchanged = False
     publish(path, data)
     return Written(path, len(data), unchanged)
+
+
+def write_page(path: Path, text: str) -> int:
+    """Publish an HTML page; returns its size in bytes.
+
+    Raises
+    ------
+    InputError, HostError
+        as ``write_bundle``.
+    """
+    check_page(path)
+    data = text.encode()
+    publish(path, data)
+    return len(data)
+
+
+def _check(path: Path, begins: bytes, what: str) -> None:
+    if not path.parent.is_dir():
+        raise HostError(f"can't write '{path}': '{path.parent}' is no directory. Make it, or name another file with -o")
+    try:
+        begin = _begin(path, len(begins))
+    except FileNotFoundError:
+        return
+    except IsADirectoryError:
+        raise InputError(f"-o '{path}' is a directory, wanted a file's name") from None
+    except OSError as error:
+        raise HostError(f"can't read '{path}', which is to be replaced: {error.strerror}") from error
+    if begin != begins:
+        raise InputError(f"-o '{path}' is there and is no {what}: it is not overwritten. Name another file")
+
+
+def _begin(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)

@@ -1,0 +1,76 @@
+"""aot report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from ..models import load_models
+from ..outfile import check_page, is_bundle, write_page
+from ..plan import plan
+from .options import as_json, print_json, wanted_ops
+from .table import size
+
+_LINE_EVERY_S = 3.0
+
+
+@click.command()
+@click.argument("source", type=click.Path(), metavar="BUNDLE-OR-JOURNAL")
+@click.option("--out", "-o", default=Path("report.html"), show_default=True, metavar="FILE",
+              type=click.Path(path_type=Path), help="Where the page goes.")  # fmt: skip
+@click.option("--journal", "journals", multiple=True, metavar="FILE", type=click.Path(path_type=Path),
+              help="What measuring found, beside a bundle's choices; again for more.")  # fmt: skip
+@click.option("--candidates", metavar="BUNDLE", type=click.Path(),
+              help="The bundle that was measured: names the variants of a journal.")  # fmt: skip
+@click.option("--models", "-m", multiple=True, metavar="FILE|SPEC",
+              help="What should be there, as for aot build: the rest is shown as missing.")  # fmt: skip
+@click.option("--ops", metavar="OPS", help="With --models: only some of forward, dX, dW.  [default: all]")
+@as_json
+def report(
+    source: str, out: Path, journals: tuple[Path, ...], candidates: str | None, models: tuple[str, ...],
+    ops: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Write one HTML page: how fast each problem is, against the GPU's limits, the model and torch.
+
+    The page loads nothing from anywhere: it can be mailed, kept and printed. Needs matplotlib
+    (pip install "pretuned[report]").
+
+    \b
+    Examples:
+      aot report bundles/pretuned-sm90.msgpack
+      aot report h200.journal --candidates candidates.msgpack -o h200.html
+      aot report tuned.msgpack --journal h200.journal --candidates candidates.msgpack
+      aot report bundles/pretuned-sm90.msgpack --models models.txt      # what is missing of these
+    """
+    from ..report.charts import check_available
+    from ..report.page import page
+    from ..report.sources import read
+
+    check_available()
+    check_page(out)
+    if ops and not models:
+        raise click.UsageError("--ops says which ops of --models are wanted; give --models too")
+    wanted = plan(load_models(models, wanted_ops(ops)).shapes) if models else None
+    sheet = read(source, is_bundle(Path(source)), journals, candidates, wanted)
+    begun = last = time.monotonic()
+
+    def on_chart(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if not as_json and now - last >= _LINE_EVERY_S and done < total:
+            last = now
+            click.echo(f"{done} of {total} charts, about {(now - begun) / done * (total - done):.0f} s left", err=True)
+
+    written = write_page(out, page(sheet, on_chart))
+    cells = sheet.cells
+    counts = {state: sum(cell.state.value == state for cell in cells) for state in ("measured", "modelled", "missing")}
+    if as_json:
+        print_json({"path": str(out), "size_bytes": written, "gemms": len(sheet.gemms), "cells": len(cells), **counts,
+                    "notes": list(sheet.notes)})  # fmt: skip
+        return
+    for note in sheet.notes:
+        click.echo(f"note: {note}", err=True)
+    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    click.echo(f"{out}: {len(sheet.gemms)} GEMMs, {len(cells)} cells ({told}), {size(written)}")

@@ -1,0 +1,93 @@
+"""Numbers and tables as the page has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from .cells import Cell, State
+
+
+def us(time_us: float | None) -> str:
+    """Microseconds; nothing where there is no time."""
+    if time_us is None or math.isnan(time_us):
+        return ""
+    return f"{time_us:.2f}" if time_us < 100 else f"{time_us:.1f}"
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction in percent, without the sign."""
+    return "" if fraction is None else f"{100 * fraction:.0f}" if fraction >= 0.1 else f"{100 * fraction:.1f}"
+
+
+def times(ratio: float | None) -> str:
+    """How many times."""
+    return "" if ratio is None else f"{ratio:.2f} x"
+
+
+def median(values: Iterable[float]) -> float | None:
+    """The median, None of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The geometric mean of those that are known, None of nothing."""
+    logs = [math.log(value) for value in values if value is not None]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else None
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
+    """A table of markup; the columns in ``numbers`` are right-aligned."""
+    right = set(numbers)
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(
+            f'<{tag}{" class=n" if i in right else ""}>{cell}</{tag}>' for i, cell in enumerate(cells)
+        ) + "</tr>"  # fmt: skip
+
+    top = f"<thead>{line('th', head)}</thead>" if head else ""
+    return f"<table>{top}<tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"
+
+
+def counts(cells: Sequence[Cell]) -> dict[State, int]:
+    """How many cells are in each state."""
+    return {state: sum(cell.state is state for cell in cells) for state in State}
+
+
+def told(cells: Sequence[Cell]) -> str:
+    """The states in words, e.g. ``34 measured, 2 missing``."""
+    return ", ".join(f"{count} {state.value}" for state, count in counts(cells).items() if count)
+
+
+def summary(cells: Sequence[Cell]) -> str:
+    """The states, and the median of the roofline."""
+    middle = median(cell.fraction for cell in cells if cell.state is not State.MISSING)
+    return told(cells) + (f"; median {percent(middle)} % of the roofline" if middle is not None else "")
+
+
+def dot(state: State) -> str:
+    """A state with its colour."""
+    return f'<span class="dot {state.value}"></span>{state.value}'
+
+
+def boxes(cells: Sequence[Cell]) -> str:
+    """A coloured box for each bucket."""
+    return "".join(
+        f'<i class="box {cell.state.value}" title="M up to {cell.bucket}: {cell.state.value}"></i>' for cell in cells
+    )
+
+
+def strip(cells: Sequence[Cell]) -> str:
+    """The states as one bar, and in words."""
+    if not cells:
+        return ""
+    inner = "".join(
+        f'<i class="{state.value}" style="width:{100 * count / len(cells):.1f}%"></i>'
+        for state, count in counts(cells).items()
+        if count
+    )
+    return f'<span class="strip" title="{told(cells)}">{inner}</span><br><span class="soft">{told(cells)}</span>'

@@ -1,0 +1,52 @@
+"""The least time of a grouped GEMM by a GPU's published figures: the roofline that a report measures against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...artifacts.types import DType, Gpu, Op, Problem
+from ...kernels.chips import Chip, chip_for, chip_named
+from ...kernels.routing import expected_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What memory and arithmetic take at least, in microseconds, each alone."""
+
+    memory_us: float
+    compute_us: float
+
+    @property
+    def least_us(self) -> float:
+        """No launch can be faster: the longer of the two."""
+        return max(self.memory_us, self.compute_us)
+
+    @property
+    def bound(self) -> str:
+        """Which of them it is: ``memory`` or ``compute``."""
+        return "memory" if self.memory_us >= self.compute_us else "compute"
+
+
+def roofline(problem: Problem, M: int, chip: Chip) -> Roofline:
+    """The roofline of ``problem`` with M rows in all.
+
+    compute = 2 M N K / rate. memory = bytes / bandwidth, everything read or written once, s bytes an element:
+
+    - forward, dX: (A N K + M N + M K) s, A the expected active experts of the routing in kernels/routing.py
+    - dW: (E N K + M N + M K) s, as dw of every expert is written
+
+    Rates and bandwidth are the published ones of ``chip``: dense, at boost clock.
+    """
+    E, N, K, size = problem.E, problem.N, problem.K, problem.dtype.itemsize
+    experts = float(E) if problem.op is Op.DW else expected_rows(E, M).active
+    moved_bytes = (experts * N * K + M * (N + K)) * size
+    rates = {DType.FP32: chip.fp32_tflops, DType.TF32: chip.tf32_tflops}
+    tflops = rates.get(problem.dtype, chip.bf16_tflops)
+    return Roofline(moved_bytes / chip.bandwidth_gbs * 1e-3, 2.0 * M * N * K / tflops * 1e-6)
+
+
+def chip_of(gpu: Gpu | None, sm: int) -> Chip:
+    """The published figures of a GPU with its own number of SMs; of one not in the table, its capability's first."""
+    if gpu is None:
+        return chip_for(sm)
+    return (chip_named(gpu.name) or chip_for(sm)).with_sm_count(gpu.sm_count)

@@ -1,0 +1,68 @@
+"""The files of a report, read: a bundle or a journal, what goes with it, and the facts to tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...artifacts.errors import InputError
+from ...artifacts.types import Bundle, Gpu
+from ..journal import Contents, read_journal
+from ..plan import Plan
+from ..verify import sound
+from .cells import Sheet, sheet
+
+
+def read(source: str, is_bundle: bool, journals: Sequence[Path], candidates: str | None, plan: Plan | None) -> Sheet:
+    """The sheet of a bundle or a journal, with further journals, the candidates' names and what is wanted.
+
+    Raises
+    ------
+    BundleError, InputError
+        if a file can't be read, or they are for different capabilities.
+    """
+    bundle = sound(source) if is_bundle else None
+    paths = [*([] if is_bundle else [Path(source)]), *journals]
+    contents = [read_journal(path) for path in paths]
+    named = sound(candidates) if candidates is not None else None
+    _check(source, bundle, dict(zip(paths, contents, strict=True)), candidates, named)
+    name = Path(source).name
+    title = f"{name}: what the {'bundle' if bundle else 'journal'} holds"
+    return sheet(title, _facts(source, bundle, contents), bundle, contents, plan, named.variants if named else ())
+
+
+def _check(
+    source: str, bundle: Bundle | None, journals: dict[Path, Contents], candidates: str | None, named: Bundle | None
+) -> None:
+    sms = {source: bundle.target.sm} if bundle is not None else {}
+    sms |= {str(path): one.header.sm for path, one in journals.items()}
+    if candidates is not None and named is not None:
+        sms[candidates] = named.target.sm
+    (first, wanted), *rest = sms.items()
+    for path, sm in rest:
+        if sm != wanted:
+            raise InputError(f"'{path}' is for sm_{sm}, '{first}' for sm_{wanted}: a report is of one capability")
+
+
+def _facts(source: str, bundle: Bundle | None, journals: Sequence[Contents]) -> dict[str, str]:
+    gpus = [one.header.gpu for one in journals] + list(bundle.gpus if bundle else ())
+    facts = {
+        "file": source,
+        "target": str(bundle.target) if bundle else f"sm_{journals[0].header.sm}",
+        "measured on": "; ".join(dict.fromkeys(map(_gpu, gpus))),
+    }
+    if bundle is not None:
+        producer = bundle.producer
+        facts["made by"] = f"pretuned {producer.pretuned}, Triton {producer.triton}, ptxas {producer.ptxas}"
+        facts["kernels"] = ", ".join(f"{one.name} revision {one.revision}" for one in bundle.kernels)
+        facts["variants"] = f"{len(bundle.variants)}, {sum(map(len, bundle.cubins)) / (1 << 20):.2f} MiB of code"
+    else:
+        header = journals[0].header
+        facts["made by"] = f"pretuned {header.pretuned}"
+        facts["kernels"] = ", ".join(f"{one.name} revision {one.revision}" for one in header.kernels)
+    return facts
+
+
+def _gpu(gpu: Gpu) -> str:
+    driver = f"CUDA driver {gpu.driver // 1000}.{gpu.driver % 1000 // 10}"
+    return f"{gpu.name}, {gpu.sm_count} SMs, {gpu.memory_mib} MiB, {driver}"
