@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..artifacts.types import Choice, Gpu, Problem, Source, Variant
@@ -117,7 +117,7 @@ def modelled(
         usable, index, variant = fitting[at]
         origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
         origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
-        if math.isfinite(time_us):
+        if math.isfinite(time_us) and variant.max_experts >= problem.E:
             found.append(
                 Candidate(usable, index, variant, origin, Match.COST_MODEL, Source.MODELLED, bucket, time_us, None)
             )
@@ -158,17 +158,18 @@ def same_gpu(measured: Gpu, here: Gpu) -> bool:
 
 
 def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, aligned: bool) -> _Ranked:
-    """The variants that can run problems of this kind, and a ranker of them, kept by the snapshot."""
-    key = (id(view), problem.op, problem.dtype, problem.layout, problem.fusion, problem.E, aligned, local)
+    """The variants that can run problems of this kind with few experts, and a ranker of them, kept by the snapshot."""
+    key = (id(view), problem.op, problem.dtype, problem.layout, problem.fusion, aligned, local)
     known: _Ranked | None = snapshot.rankers.get(key)
     if known is None:
         from ..kernels.cost import Ranker, Resources  # here, as most calls are answered by a choice of a bundle
 
+        kind = replace(problem, E=1)
         fitting = [
             (usable, index, variant)
             for usable in view.usable
             for index, variant in snapshot.variants(usable.bundle, problem)
-            if why_not(variant, problem, local, aligned=aligned) is None
+            if why_not(variant, kind, local, aligned=aligned) is None
         ]
         resources = [Resources.of(variant) for *_, variant in fitting]
         known = view, fitting, Ranker(resources, problem.op, problem.dtype, chip_of(local))

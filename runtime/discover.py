@@ -100,6 +100,7 @@ class Snapshot:
         self._made: tuple[Found, ...] = ()
         self._views: dict[tuple[int, int, bool], View] = {}
         self._variants: dict[bytes, _Groups] = {}
+        self._choices: dict[tuple[bytes, Problem], tuple[Choice, ...]] = {}
         self._rejected: dict[bytes, BundleError] = {}
         self.places = tuple(asked)
         self.deciding = threading.RLock()
@@ -136,11 +137,15 @@ class Snapshot:
 
     def find(self, bundle: BundleFile, problem: Problem) -> tuple[Choice, ...]:
         """The bundle's choices for ``problem``; Rejected where their records are damaged."""
-        try:
-            return bundle.find(problem)
-        except BundleError as error:
-            self.reject(bundle, error)
-            raise Rejected from error
+        key = (bundle.digest, problem)
+        found = self._choices.get(key)
+        if found is None:
+            try:
+                found = self._choices[key] = bundle.find(problem)
+            except BundleError as error:
+                self.reject(bundle, error)
+                raise Rejected from error
+        return found
 
     def variant(self, bundle: BundleFile, index: int) -> Variant:
         """Variant ``index`` of the bundle; Rejected where its record is damaged."""

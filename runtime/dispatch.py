@@ -134,12 +134,12 @@ def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalG
         choice.bucket == bucket
         for usable in view.usable
         if usable.bundle.target.sm == local.sm and usable.place.kind is not Kind.PROCESS
-        for form in _forms(problem)
+        for form in forms_of(problem)
         for choice in snapshot.find(usable.bundle, form)
     )
 
 
-def _forms(problem: Problem) -> tuple[Problem, ...]:
+def forms_of(problem: Problem) -> tuple[Problem, ...]:
     """The problem, then its product in the other forms that there is code for."""
     if problem.op is Op.DW:
         return (problem,)

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
+import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ..artifacts.errors import InputError, ProblemNotInBundle
-from ..artifacts.types import Problem, bucket_of
+from ..artifacts.types import Model, Problem, bucket_of
 from . import discover
-from .device import current_device, local_gpu
-from .discover import View
-from .dispatch import naturally_aligned
+from .device import LocalGpu, current_device, local_gpu
+from .discover import Snapshot, View
+from .dispatch import forms_of, naturally_aligned
 from .loading import prepare
 from .settings import settings
 
 _ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those of the last bucket
 _MOST_ROWS = (1 << 31) - 1
 
+_Cell: TypeAlias = tuple[Problem, int, bool]
+
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Preloaded:
-    """What ``preload`` did: ``count`` variants stand loaded for ``problems`` problems, ``seconds`` later."""
+    """What ``preload`` did: ``count`` variants stand loaded for ``problems`` problems, ``seconds`` later.
+
+    ``cells`` are the (problem, bucket) pairs that were decided, aligned and not.
+    """
 
     count: int
     problems: int
+    cells: int
     seconds: float
 
 
@@ -36,7 +45,9 @@ def preload(
     tokens: range | None = None,
     device: int | None = None,
 ) -> Preloaded:
-    """Load every variant that the calls of a deployment can come to; afterwards such calls load nothing.
+    """Load every variant that the calls of a deployment can come to; afterwards such calls load and decide nothing.
+
+    Every form of a product counts, whatever is fused with it, and tensors that are not aligned to 16 bytes do too.
 
     Parameters
     ----------
@@ -46,8 +57,9 @@ def preload(
     problems
         Problems, beside the models' or in their place.
     tokens
-        The tokens of one step, e.g. ``range(1, 8193)``. The rows that they make can be as few as one
-        (expert parallelism) and as many as tokens * E. All buckets, if None.
+        The tokens of one step, e.g. ``range(1, 8193)``: a model's rows are tokens * top_k; with expert parallelism
+        as few as one, and tokens * top_k (or E, where that is less) where one rank gets all of them. For
+        ``problems``, whose top_k nobody knows, up to tokens * E. All buckets, if None.
     device
         torch's index of the GPU; its current device if None.
 
@@ -63,26 +75,46 @@ def preload(
     local, snapshot = local_gpu(device), discover.snapshot()
     view = snapshot.view(local, installed=True)
     view.demand_named_files()
-    wanted = dict.fromkeys(problems or ())
+    wanted: dict[Problem, set[int]] = {}
+    for problem in problems or ():
+        wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     if models is not None:
-        wanted.update(dict.fromkeys(problems_of(models, view)))
+        for model in records_of(models, view):
+            for problem in model.problems:
+                wanted.setdefault(problem, set()).update(buckets(rows_of(model, problem, tokens)))
     elif problems is None:
-        wanted.update(dict.fromkeys(problem for usable in view.usable for problem in usable.bundle.problems()))
+        for problem in (problem for usable in view.usable for problem in usable.bundle.problems()):
+            wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
+    cells = cells_of(wanted, snapshot, local)
     kernels = set()
-    for problem in wanted:
-        for bucket in buckets(problem, tokens):
-            with contextlib.suppress(ProblemNotInBundle):  # strict mode: the call itself will raise
-                kernel = prepare(
-                    snapshot, problem, bucket, local, device,
-                    aligned=naturally_aligned(problem), strict=settings().strict,
-                )  # fmt: skip
-                if kernel is not None:
-                    kernels.add(kernel.function.handle)
-    return Preloaded(len(kernels), len(wanted), time.perf_counter() - began)
+    strict = settings().strict
+    for problem, bucket, aligned in cells:
+        try:
+            kernel = prepare(snapshot, problem, bucket, local, device, aligned=aligned, strict=strict)
+        except ProblemNotInBundle:  # strict mode: the call itself will raise
+            continue
+        if kernel is not None:
+            kernels.add(kernel.function.handle)
+    done = Preloaded(len(kernels), len(wanted), len(cells), time.perf_counter() - began)
+    _log.info("pretuned: %d variants preloaded for %d problems in %.1f ms", done.count, done.problems,
+              done.seconds * 1e3)  # fmt: skip
+    return done
 
 
-def problems_of(names: Sequence[str], view: View) -> list[Problem]:
-    """The problems of the models of these names, in every sharding and dtype that the bundles have.
+def cells_of(wanted: Mapping[Problem, Iterable[int]], snapshot: Snapshot, local: LocalGpu) -> list[_Cell]:
+    """Every (problem, bucket, aligned) that calls of these products come to, in whatever form they are made."""
+    cells: dict[_Cell, None] = {}
+    for problem, found in wanted.items():
+        natural = naturally_aligned(problem)
+        for form in forms_of(problem):
+            if form is problem or snapshot.serves(form, local):
+                for bucket in sorted(found):
+                    cells.update(dict.fromkeys((form, bucket, aligned) for aligned in {natural, False}))
+    return list(cells)
+
+
+def records_of(names: Sequence[str], view: View) -> list[Model]:
+    """The models of these names, in every sharding and dtype that the bundles have.
 
     Raises
     ------
@@ -99,10 +131,38 @@ def problems_of(names: Sequence[str], view: View) -> list[Problem]:
                 f"preload: no usable bundle was built for model {name!r} ({len(known)} models are known){hint}. "
                 f"Build it with: aot build --models {name}"
             )
-    return [problem for model in records if model.name in names for problem in model.problems]
+    return [model for model in records if model.name in names]
 
 
-def buckets(problem: Problem, tokens: range | None) -> list[int]:
-    """The buckets that a step of so many tokens can come to: from one row up to ``tokens`` * E."""
-    most = _ROWS if tokens is None else min(max(*tokens[:1], *tokens[-1:], 0, 0) * problem.E, _MOST_ROWS)
-    return [1 << power for power in range(bucket_of(most).bit_length())] if most else []
+def rows_of(model: Model, problem: Problem, tokens: range | None) -> tuple[int, int]:
+    """The fewest and the most rows that a step makes of a model's problem; (0, 0) for no tokens."""
+    if tokens is None:
+        return 1, _ROWS
+    least, most = _ends(tokens)
+    if model.ep == 1:
+        return least * model.top_k, most * model.top_k
+    return min(1, most), most * min(model.top_k, problem.E)
+
+
+def buckets(rows: tuple[int, int]) -> list[int]:
+    """Every bucket from that of the fewest to that of the most rows; [] for no rows."""
+    least, most = (min(count, _MOST_ROWS) for count in rows)
+    if not most:
+        return []
+    return [1 << power for power in range(bucket_of(least).bit_length() - 1, bucket_of(most).bit_length())]
+
+
+def _rows(problem: Problem, tokens: range | None) -> tuple[int, int]:
+    """As ``rows_of``, where no model says how many experts see a token."""
+    if tokens is None:
+        return 1, _ROWS
+    most = _ends(tokens)[1]
+    return min(1, most), most * (problem.top_k or problem.E)
+
+
+def _ends(tokens: range) -> tuple[int, int]:
+    """The least and the most tokens, of those above zero; (0, 0) for none."""
+    some = [count for count in (*tokens[:1], *tokens[-1:]) if count > 0]
+    if len(some) == 1 and len(tokens) > 1:  # the range begins, or ends, at or below zero
+        some.append(1)
+    return (min(some), max(some)) if some else (0, 0)

@@ -141,9 +141,9 @@ def test_files_that_nothing_reads_any_more_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_does_not_come_costs_the_entry(tmp_path: Path) -> None:
-    with lock(tmp_path, 0.0) as held, pytest.raises(HostError, match="can't lock"):
-        assert held
-        overlay.add(tmp_path, H200, fakemeasure.bundle(planned(8)), timeout_s=0.1)
+    tuned = fakemeasure.bundle(planned(8))
+    with lock(tmp_path, 0.0), pytest.raises(HostError, match="can't lock"):
+        overlay.add(tmp_path, H200, tuned, timeout_s=0.1)
     assert not list(tmp_path.glob("*.msgpack"))
 
 
