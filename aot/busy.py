@@ -6,7 +6,7 @@ import ctypes
 import shutil
 import subprocess
 
-_BUSY_PERCENT = 10
+_BUSY_PERCENT = 30
 _BUSY_MIB = 4096
 _TIMEOUT_S = 10.0
 _ID_BYTES = 32

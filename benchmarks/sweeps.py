@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pretuned.artifacts.types import DType, Op, Problem
@@ -19,6 +19,8 @@ from pretuned.kernels.config import Config
 from pretuned.kernels.cost import Ranker, Resources
 
 Table = dict[str, dict[str, float]]
+# A sweep knows the knobs of its time; later ones are as they were then.
+_LATER = {field.name: int(field.default) for field in fields(Config) if isinstance(field.default, int)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ def load(path: Path) -> list[Cell]:
     chip = chip.with_sm_count(sweep["sm_count"])
     variants = {
         number: Resources(
-            Config.from_pairs(tuple(sorted(row["config"].items()))),
+            Config.from_pairs(tuple(sorted(({"specialized": 0} | row["config"]).items()))),
             row["threads"], row["shared_bytes"], row["registers"], row["alignment"],
         )
         for number, row in sweep["variants"].items()
