@@ -23,6 +23,7 @@ _START = (
     "import json, sys; work = json.load(sys.stdin); sys.path[:] = work['path']; "
     "from pretuned.aot.child import work_on; work_on(work)"
 )
+_PACKAGE = __package__  # whose modules are named
 _TELLS = 2000  # characters of what a child said before it died
 _RAISED = {error.__name__: error for error in (CompileError, HostError, InputError)}
 
@@ -38,7 +39,8 @@ def call(function: str, arguments: Mapping[str, object], answer: Path, *, timeou
     if not sys.executable:
         raise HostError("this Python does not know its own executable: nothing can be compiled or tuned on demand")
     told = answer.with_suffix(".error")
-    work = {"path": sys.path, "function": function, "arguments": dict(arguments), "answer": str(answer),
+    package = f"{_PACKAGE}." if _PACKAGE else ""
+    work = {"path": sys.path, "function": package + function, "arguments": dict(arguments), "answer": str(answer),
             "told": str(told)}  # fmt: skip
     try:
         done = subprocess.run(
@@ -61,7 +63,7 @@ def work_on(work: Mapping[str, Any]) -> None:
     """The child's part: call the function; what it raises goes back in a file."""
     module, _, name = work["function"].partition(":")
     try:
-        function = getattr(importlib.import_module(f".{module}", __package__), name)
+        function = getattr(importlib.import_module(module), name)
         function(**work["arguments"], answer=Path(work["answer"]))
     except PretunedError as error:
         kind = InputError if isinstance(error, BundleError) else type(error)

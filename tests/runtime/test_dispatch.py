@@ -6,6 +6,7 @@ import logging
 import re
 import shlex
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import craft
@@ -191,7 +192,15 @@ def test_an_outcome_is_told_once_at_a_fitting_level(tmp_path: Path, caplog: pyte
         decide(found, PROBLEM, 64, ON_H200)
         decide(found, PROBLEM, 64, ON_H100)
     assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.INFO]
-    assert "build one with" in caplog.records[1].getMessage()
+    assert caplog.records[0].getMessage() == (
+        f"pretuned: {PROBLEM} at M <= 64 on NVIDIA H200: using 128x128x64 w8 s3 g8 persistent of a.msgpack, "
+        "measured on this GPU, for this problem and M <= 64"
+    )
+    assert caplog.records[1].getMessage() == (
+        f"pretuned: no measured choice for {PROBLEM} at M <= 64 on NVIDIA H100 80GB HBM3; using 128x128x64 w8 s3 g8 "
+        "persistent of a.msgpack, measured on NVIDIA H200, of this capability, for this problem and M <= 64; "
+        f"build one with: {build_line(PROBLEM, 64, 90)}"
+    )
 
 
 def test_strict_wants_a_choice_for_problem_bucket_and_capability(tmp_path: Path) -> None:
@@ -208,6 +217,33 @@ def test_strict_wants_a_choice_for_problem_bucket_and_capability(tmp_path: Path)
     write(tmp_path / "sm80/b.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
     with pytest.raises(ProblemNotInBundle, match="No usable bundle has a problem of this kind"):
         decide(snapshot(tmp_path / "sm80"), PROBLEM, 64, ON_L40S, strict=True)
+
+
+FORMS = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
+
+
+@pytest.mark.parametrize("built", FORMS)
+@pytest.mark.parametrize("called", FORMS)
+def test_strict_takes_any_form_of_a_product_that_was_built(built: Fusion, called: Fusion, tmp_path: Path) -> None:
+    """A bias on a plain first GEMM is scattering code for a weight that no plan scatters."""
+    specs = [Spec(SPECS[WIDE].config, fusion=form) for form in FORMS]
+    product = replace(PROBLEM, fusion=built)
+    elsewhere = replace(OTHER, fusion=called)  # the code of the form is there, chosen for another shape
+    choices = {product: [modelled(64, FORMS.index(built))]}
+    if built is not called:
+        choices[elsewhere] = [modelled(64, FORMS.index(called))]
+    write(tmp_path / "a/a.msgpack", choices, specs=specs)
+    problem = replace(PROBLEM, fusion=called)
+    got = decision(snapshot(tmp_path / "a"), problem=problem, strict=True)
+    assert got.chosen.variant.fusion is called
+    assert got.chosen.match is (Match.EXACT if built is called else Match.COST_MODEL)
+    for other, M in ((problem, 65), (elsewhere, 65), (replace(problem, N=2 * problem.N), 64)):
+        with pytest.raises(ProblemNotInBundle):
+            decide(snapshot(tmp_path / "a"), other, M, ON_H200, strict=True)
+    if built is not called:  # the product was built for, and nothing there can run this form
+        write(tmp_path / "b/b.msgpack", {product: [modelled(64, 0)]}, specs=[specs[FORMS.index(built)]])
+        with pytest.raises(ProblemNotInBundle):
+            decide(snapshot(tmp_path / "b"), problem, 64, ON_H200, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +309,17 @@ def test_there_is_always_a_decision_and_it_is_always_the_same(
     ranked = [(one.origin, one.match) for one in told.candidates]
     assert ranked == sorted(ranked)
     assert len({one.index for one in told.candidates}) == len(ranked)
+
+
+def test_a_config_that_this_version_does_not_know_is_passed_over(tmp_path: Path) -> None:
+    """An overlay that a later pretuned has written to is read by an earlier one."""
+    made = bundle({PROBLEM: [modelled(64, WIDE, second=NARROW)], OTHER: [modelled(64, NARROW)]})
+    first = made.variants[WIDE]
+    later = replace(first, config=(*first.config, ("zigzag", 1)))
+    publish(tmp_path / "a.msgpack", encode(replace(made, variants=(later, *made.variants[1:]))))
+    assert decision(snapshot(tmp_path)).chosen.index == NARROW
+    assert decision(snapshot(tmp_path), M=65536, problem=OTHER).chosen.index == NARROW
+    assert decision(snapshot(tmp_path), M=65536, problem=replace(OTHER, N=4096)).chosen.index in (NARROW, ANY)
 
 
 def test_threads_agree(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.types import Source
 from pretuned.kernels import chips
 from pretuned.runtime import explain, reload
+from pretuned.runtime.candidates import Match
 from pretuned.runtime.dispatch import Decision, decide
 from pretuned.runtime.explanation import examine, made_up_gpu
 
@@ -58,6 +59,21 @@ def test_the_first_is_what_dispatch_takes_on_every_level(M: int, aligned: bool, 
         ran = decide(found, problem, M, ON_H200, aligned=aligned)
         assert isinstance(ran, Decision)
         assert told.chosen == ran.chosen
+
+
+def test_past_the_first_every_time_is_for_this_bucket(tmp_path: Path) -> None:
+    """What a bundle says of other buckets is no rank in this one."""
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE, 10, second=NARROW), modelled(65536, NARROW, 9000)]})
+    for M, match in ((64, Match.EXACT), (512, Match.NEAREST_BUCKET)):
+        told = examine(snapshot(tmp_path), PROBLEM, M, ON_H200, aligned=True)
+        first, *rest = told.candidates
+        assert (first.index, first.match, first.bucket) == (WIDE, match, 64)
+        assert len(rest) == 2
+        assert all(one.bucket == M and one.match is not Match.NEAREST_BUCKET for one in rest)
+        assert all(one.time_us < 1000 for one in rest)
+    told = examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True)
+    assert [(one.index, one.match, one.time_us) for one in told.candidates[:2]] == [
+        (WIDE, Match.EXACT, 10.0), (NARROW, Match.EXACT, 11.0)]  # fmt: skip
 
 
 def test_without_a_gpu_a_capability_will_do(clean_places: Path) -> None:

@@ -9,9 +9,10 @@ import torch
 from made import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
 
 from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.types import DType, Model
+from pretuned.artifacts.types import DType, Model, Problem
 from pretuned.runtime import preload
-from pretuned.runtime.warmup import buckets, problems_of
+from pretuned.runtime.dispatch import Decision, decide
+from pretuned.runtime.warmup import _rows, buckets, cells_of, records_of, rows_of
 
 CHOICES = {PROBLEM: [modelled(64, WIDE)], OTHER: [modelled(64, WIDE)]}
 MODELS = (
@@ -24,29 +25,81 @@ MODELS = (
 def test_a_model_is_all_its_shardings(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", CHOICES, models=MODELS)
     view = snapshot(tmp_path).view(ON_H200, installed=False)
-    assert set(problems_of(["acme/large"], view)) == {PROBLEM, OTHER}
-    assert problems_of(["acme/small"], view) == [PROBLEM]
+    assert records_of(["acme/large"], view) == list(MODELS[:2])
+    assert records_of(["acme/small"], view) == [MODELS[2]]
 
 
 def test_an_unknown_model_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", CHOICES, models=MODELS)
     view = snapshot(tmp_path).view(ON_H200, installed=False)
     with pytest.raises(InputError, match=r"'acme/smal' \(2 models are known\); did you mean acme/small"):
-        problems_of(["acme/smal"], view)
+        records_of(["acme/smal"], view)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "most"), [(range(1, 2), 8), (range(1, 1025), 8192), (range(3, 4), 32), (range(5, 1, -1), 64)]
+    ("tokens", "rows"),
+    [
+        (range(1, 2), (8, 8)),
+        (range(1, 8193), (8, 65536)),
+        (range(100, 201, 50), (800, 1600)),
+        (range(200, 99, -50), (800, 1600)),
+        (range(65), (8, 512)),
+        (range(0), (0, 0)),
+        (range(-5, 0), (0, 0)),
+        (None, (1, 1 << 20)),
+    ],
 )
-def test_the_buckets_of_a_range_of_tokens(tokens: range, most: int) -> None:
-    got = buckets(PROBLEM, tokens)
-    assert got == [1 << power for power in range(most.bit_length())]
+def test_the_rows_of_a_range_of_tokens(tokens: range | None, rows: tuple[int, int]) -> None:
+    model = Model("m", 1, 1, 8, DType.BF16, (PROBLEM,))
+    assert rows_of(model, PROBLEM, tokens) == rows
 
 
-def test_the_buckets_of_no_tokens_and_of_all() -> None:
-    assert buckets(PROBLEM, range(0)) == []
-    assert buckets(PROBLEM, None)[-1] == 1 << 20
-    assert buckets(PROBLEM, range(1, 1 << 40))[-1] == 1 << 31
+def test_with_expert_parallelism_a_rank_gets_any_part_of_them() -> None:
+    many = Problem(PROBLEM.op, PROBLEM.dtype, 32, PROBLEM.N, PROBLEM.K)
+    few = Problem(PROBLEM.op, PROBLEM.dtype, 4, PROBLEM.N, PROBLEM.K)
+    model = Model("m", 1, 8, 8, DType.BF16, (many, few))
+    assert rows_of(model, many, range(16, 1025)) == (1, 8192)
+    assert rows_of(model, few, range(16, 1025)) == (1, 4096)  # a token goes to an expert once
+    assert rows_of(model, few, range(0)) == (0, 0)
+
+
+def test_the_rows_of_a_problem_whose_top_k_nobody_knows() -> None:
+    assert _rows(PROBLEM, range(3, 4)) == (1, 24)
+    assert _rows(PROBLEM, range(0)) == (0, 0)
+    assert _rows(PROBLEM, None) == (1, 1 << 20)
+
+
+def test_buckets() -> None:
+    assert buckets((0, 0)) == []
+    assert buckets((1, 1)) == [1]
+    assert buckets((8, 65)) == [8, 16, 32, 64, 128]
+    assert buckets((1, 1 << 40))[-1] == 1 << 31
+
+
+@pytest.mark.parametrize("tokens", [range(1, 2), range(3, 700), range(64, 65)])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_call_of_a_step_is_among_the_cells(tmp_path: Path, model: Model, tokens: range) -> None:
+    write(tmp_path / "a.msgpack", CHOICES, models=MODELS)
+    found = snapshot(tmp_path)
+    wanted = {problem: buckets(rows_of(model, problem, tokens)) for problem in model.problems}
+    cells = cells_of(wanted, found, ON_H200)
+    assert len(cells) == len(set(cells))
+    for problem, bucket, aligned in cells:
+        assert isinstance(decide(found, problem, bucket, ON_H200, aligned=aligned), Decision)
+    count = len(found.decisions)
+    for T in tokens:
+        for problem in model.problems:
+            for aligned in (True, False):
+                decide(found, problem, T * model.top_k, ON_H200, aligned=aligned)
+    assert len(found.decisions) == count  # nothing was left to decide, so nothing to load
+
+
+def test_forms_that_no_bundle_has_code_for_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.msgpack", CHOICES, models=MODELS)
+    cells = cells_of({PROBLEM: [64]}, snapshot(tmp_path), ON_H200)
+    assert {problem for problem, *_ in cells} == {PROBLEM}
+    assert {aligned for *_, aligned in cells} == {True, False}
+    assert not caplog.records
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
