@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from ..artifacts.errors import ProblemNotInBundle
@@ -9,6 +12,14 @@ from ..artifacts.types import Layout
 from ..kernels import reference
 
 _MOST_GROUPS = 1024  # torch's own limit
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def tell_reference(device: str) -> None:
+    """Say, once, that a device is no CUDA GPU: there the reference runs, as it should."""
+    _log.debug("pretuned: tensors on %s: the torch reference runs", device)
 
 
 def on_cuda(

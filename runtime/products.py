@@ -88,6 +88,7 @@ def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
         return y
     end = call.index_end(y.shape[0])
     if not on_gpu(call.x):
+        fallback.tell_reference(call.x.device.type)
         reference.rows(
             call.x, call.w, call.m_sizes, y, M=call.M, layout=call.as_forward(), index=call.index, index_end=end,
             gather_divisor=call.gather_divisor, scatter=call.scatter, row_weights=call.row_weights, bias=call.bias,
@@ -136,6 +137,7 @@ def weight(
     if not (M and E and N and K):
         return x.new_zeros((E, N, K))
     if not on_gpu(x):
+        fallback.tell_reference(x.device.type)
         return reference.grad_weight(dy, x, m_sizes)
     dy, x = (tensor if rows_usable(tensor) else tensor.contiguous() for tensor in (dy, x))
     with on(x.get_device()):
