@@ -1,0 +1,117 @@
+"""aot report, as a command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pretuned.aot.journal import Header, open_journal
+from pretuned.aot.records import Measured, Timing
+from pretuned.artifacts import codec
+from pretuned.artifacts.types import Gpu
+
+A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, 12080)
+
+
+@pytest.fixture
+def journal(here, small_bundle):
+    """A journal of one cell of the small bundle; its name."""
+    bundle = codec.decode(small_bundle.read_bytes(), str(small_bundle))
+    problem, (choice, *_) = next((one, row) for one, row in bundle.choices.items() if one.N == 256)
+    timing = Timing(bundle.variants[choice.variant].cubin_sha256, (5_000, 5_100), 0.001, 20, 0.001)
+    path = here / "a100.journal"
+    with open_journal(path, Header(80, A100, bundle.kernels)) as opened:
+        opened.append([Measured(problem, choice.bucket, timing.variant, (timing,), None, (9_000,), 1.0, 12080)])
+    return path.name
+
+
+def test_a_bundle(aot, here, small_bundle):
+    ended = aot("report", small_bundle)
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("report.html: 4 GEMMs, 56 cells (56 modelled), ")
+    text = (here / "report.html").read_text()
+    assert text.startswith("<!doctype html>")
+    assert "small" in text
+    told = json.loads(aot("report", small_bundle, "--json").out)
+    assert told == {
+        "path": "report.html", "size_bytes": (here / "report.html").stat().st_size, "gemms": 4, "cells": 56,
+        "measured": 0, "modelled": 56, "missing": 0, "notes": [],
+    }  # fmt: skip
+    assert (here / "report.html").read_text() == text
+
+
+def test_a_journal_and_both(aot, here, journal, small_bundle):
+    ended = aot("report", journal, "--candidates", small_bundle, "-o", "j.html")
+    assert ended.code == 0, ended.err
+    assert "(1 measured)" in ended.out
+    text = (here / "j.html").read_text()
+    assert "NVIDIA A100-SXM4-80GB, 108 SMs, 81920 MiB, CUDA driver 12.8" in text
+    assert "16x32x64 w4 s2" in text or "64x64x32 w4 s2" in text
+    assert "cubin " not in text
+    assert aot("report", journal, "-o", "j.html").code == 0
+    assert "cubin " in (here / "j.html").read_text()
+    told = json.loads(aot("report", small_bundle, "--journal", journal, "-o", "j.html", "--json").out)
+    assert (told["cells"], told["modelled"]) == (56, 56)
+
+
+def test_damaged_records_are_told(aot, here, journal):
+    data = bytearray((here / journal).read_bytes())
+    data[-20] ^= 1
+    (here / journal).write_bytes(data)
+    ended = aot("report", journal)
+    assert ended.code == 0
+    assert "1 damaged records of a journal are left out" in ended.err
+
+
+def test_what_is_missing_of_some_models(aot, here, small_bundle):
+    wanted = "shape:E=8,H=256,I=128,k=2 tokens=1..128 name=small"
+    told = json.loads(aot("report", small_bundle, "--models", wanted, "--ops", "forward", "--json").out)
+    assert (told["modelled"], told["missing"]) == (56, 4)
+
+
+def test_mistakes(aot, here, journal, small_bundle):
+    (here / "notes.html").write_text("my notes")
+    (here / "text").write_text("no journal")
+    (here / "other.journal").write_bytes((here / journal).read_bytes())
+    bundle = codec.decode(small_bundle.read_bytes(), "small")
+    with open_journal(here / "h100.journal", Header(90, A100, bundle.kernels)):
+        pass
+    for arguments, words in (
+        ((small_bundle, "-o", "notes.html"), "is no HTML page: it is not overwritten"),
+        (("text",), "no journal"),
+        (("nothing.msgpack",), "nothing.msgpack"),
+        ((small_bundle, "--journal", "text"), "no journal"),
+        ((small_bundle, "--journal", "h100.journal"), "'h100.journal' is for sm_90, "),
+        ((small_bundle, "--ops", "forward"), "--ops says which ops of --models"),
+        ((journal, "--candidates", "text"), "'text'"),
+    ):
+        ended = aot("report", *arguments)
+        assert (ended.code, ended.out) == (2, ""), arguments
+        assert words in ended.err
+    assert (here / "notes.html").read_text() == "my notes"
+    assert not (here / "report.html").exists()
+
+
+_WITHOUT = """
+import importlib.util, sys
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "matplotlib" else real(name, package)
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+from pretuned.aot.cli.main import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_without_matplotlib(here, small_bundle):
+    command = [sys.executable, "-c", _WITHOUT, "report", small_bundle]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == 'error: a report needs matplotlib: pip install "pretuned[report]"\n'
+    assert subprocess.run([*command[:3], "report", "--help"], capture_output=True, check=False).returncode == 0
