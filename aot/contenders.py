@@ -1,22 +1,26 @@
 """Which variants are worth measuring in a cell: the cost model's first ones, and what won nearby.
 
 On sweeps of an H200 the model's first two and the winner of a near cell, 3 of about 30 candidates, lose 0.5 %
-(geometric mean) to the best of all (docs/tuning.md).
+(geometric mean) to the best of all, where the model alone loses 1.8 % (docs/tuning.md).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ..artifacts.types import DType, Op, Problem
+from ..artifacts.types import DType, Fusion, Op, Problem
 
 SHARE = 0.1  # of the candidates of a cell
-FIRST = 2  # of the model's ranking, and the least measured
+FIRST = 2  # of the model's ranking
+_LEAST = 3  # measured where there are ``_MANY`` candidates, else FIRST
+_MANY = 24
 _NEAREST = 9  # cells asked for what won there
 _OTHER_FORM = 0.25  # the distance of the same shape with rows moved another way
 _OTHER_SHAPE = 1.0  # of another shape with as many rows an expert: in doublings of M
+
+FORMS = (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)  # in the order in which they are measured
 
 Knobs = tuple[tuple[str, int], ...]
 
@@ -37,6 +41,15 @@ class Winners:
         ordered = sorted(here, key=lambda cell: (_distance(cell, (problem, bucket)), cell[0].sort_key, cell[1]))
         return list(dict.fromkeys(here[cell] for cell in ordered[:_NEAREST]))
 
+    def twin(self, problem: Problem, bucket: int) -> Knobs | None:
+        """The winner of the same product and bucket with its rows moved another way, if one was measured."""
+        here = self._found.get((problem.op, problem.dtype), {})
+        for fusion in (one for one in FORMS if one is not problem.fusion):
+            config = here.get((replace(problem, fusion=fusion), bucket))
+            if config is not None:
+                return config
+        return None
+
 
 def _distance(a: tuple[Problem, int], b: tuple[Problem, int]) -> float:
     """In doublings of the rows an expert gets."""
@@ -47,15 +60,18 @@ def _distance(a: tuple[Problem, int], b: tuple[Problem, int]) -> float:
     return far + (0.0 if one == other else _OTHER_FORM)
 
 
-def contenders(ranked: Sequence[Knobs], near: Sequence[Knobs], share: float = SHARE) -> list[Knobs]:
-    """The configs to measure, the modelled choice first: at most ``share`` of ``ranked``, but for the first two.
+def contenders(ranked: Sequence[Knobs], near: Sequence[Knobs], twin: Knobs | None, share: float = SHARE) -> list[Knobs]:
+    """The configs to measure, the modelled choice first: about ``share`` of ``ranked``, but at least two or three.
 
-    ``ranked`` are all candidates of the cell, the model's best first; ``near`` is what ``Winners.near`` says.
+    ``ranked`` are all candidates of the cell, the model's best first; ``near`` and ``twin`` are what ``Winners.near``
+    and ``Winners.twin`` say. Where the same product was measured in another form, only its winner is tried.
     """
-    most = max(FIRST, math.floor(share * len(ranked) + 0.5))
-    chosen = list(ranked[:FIRST])
     able = set(ranked)
-    for config in near:
+    if twin in able and share < 1:
+        return list(dict.fromkeys((ranked[0], twin)))
+    most = max(_LEAST if len(ranked) >= _MANY else FIRST, math.floor(share * len(ranked)))
+    chosen = list(ranked[:FIRST])
+    for config in near if share < 1 else ranked:
         if len(chosen) >= most:
             break
         if config in able and config not in chosen:

@@ -23,13 +23,13 @@ from ..runtime import launch
 from ..runtime.device import local_gpu
 from .busy import busy
 from .clock import Clock
+from .evidence import LEAST_BAND
 from .inputs import MAX_ERROR, balanced_rows, routed_rows, top_k_of, weights
 from .jobs import Hello, Job, Result, Setup
 from .judge import Judge
 from .launches import TORCH, Tensors, caller, torch_caller
 from .records import FAULT, ROUTINGS, WRONG, Duel, Failure, Measured, Timing
 
-LEAST_BAND = 0.005  # differences below are never taken for real
 _TIMING_US = 10_000.0  # for a contender on one routing, flushes not counted
 _DUEL_US = 25_000.0
 _ROUNDS = (5, 20)  # the least and the most
@@ -184,7 +184,8 @@ class Bench:
         timings = {i: self._timing(i, rows, errors[i]) for i, rows in times.items()}
         fastest = min(order, key=lambda i: (timings[i].time_ns, order.index(i)))
         duel = None
-        if timings[fastest].time_ns < timings[modelled].time_ns * (1 - LEAST_BAND):
+        band = max(LEAST_BAND, 2 * math.hypot(timings[fastest].noise, timings[modelled].noise))
+        if timings[fastest].time_ns < timings[modelled].time_ns * (1 - band):
             duel = self._duel(graphs, fastest, modelled)
         return Measured(
             job.problem, job.bucket, self._sha(modelled), tuple(timings.values()), duel, tuple(torch_ns) or None,

@@ -63,7 +63,8 @@ class Outcome:
     """What a run of the tuner did. ``total`` cells were asked for, of which ``known`` were in the journal before.
 
     ``too_large`` do not fit the GPU's memory, ``unable`` have no candidate left; ``left`` were not reached.
-    ``measurements`` are (variant, cell) pairs timed now, of ``exhaustive`` that a search of all would time.
+    ``measurements`` are (variant, cell) pairs timed now, of ``exhaustive`` that a search of all would time;
+    ``repeated`` were timed once more, to confirm.
     """
 
     sm: int
@@ -76,6 +77,7 @@ class Outcome:
     left: int
     failures: tuple[Failure, ...]
     measurements: int
+    repeated: int
     exhaustive: int
     seconds: float
 
@@ -93,7 +95,8 @@ class Outcome:
             "unable": self.unable, "left": self.left, "finished": self.finished,
             "failed": [{"problem": str(one.problem), "bucket": one.bucket, "variant": one.variant.hex(),
                         "kind": one.kind, "reason": one.reason} for one in self.failures],
-            "measurements": self.measurements, "exhaustive": self.exhaustive, "seconds": round(self.seconds, 1),
+            "measurements": self.measurements, "repeated": self.repeated, "exhaustive": self.exhaustive,
+            "seconds": round(self.seconds, 1),
         }  # fmt: skip
 
 
@@ -299,7 +302,7 @@ class _Run:
         self.begun = time.monotonic()
         self.end = None if budget_s is None else self.begun + budget_s
         self.total = sum(map(len, ground.cells.values()))
-        self.known = self.measured = self.unable = self.measurements = self.exhaustive = 0
+        self.known = self.measured = self.unable = self.measurements = self.repeated = self.exhaustive = 0
         self.planned_s = self.done_s = 0.0
 
     def run(self) -> Outcome:
@@ -338,6 +341,7 @@ class _Run:
             left=self.total - self.known - self.measured - self.unable,
             failures=tuple(self.failures),
             measurements=self.measurements,
+            repeated=self.repeated,
             exhaustive=self.exhaustive,
             seconds=time.monotonic() - self.begun,
         )
@@ -396,8 +400,11 @@ class _Run:
         ranked = [i for _, i in self.ground.ranked(trial.problem, trial.bucket, self.failed)]
         by_config = {self.bundle.variant(i).config: i for i in reversed(ranked)}
         configs = [self.bundle.variant(i).config for i in ranked]
+        if not configs:
+            return ()
         near = self.winners.near(trial.problem, trial.bucket)
-        return tuple(by_config[config] for config in contenders(configs, near, self.ground.share))
+        twin = self.winners.twin(trial.problem, trial.bucket)
+        return tuple(by_config[config] for config in contenders(configs, near, twin, self.ground.share))
 
     def _give_up(self, lane: _Lane, reason: str) -> None:
         """Leave the lane's cell modelled."""
@@ -438,7 +445,8 @@ class _Run:
         self.journal.append([record])
         self._remember(record)
         self.measured += 1
-        self.measurements += len(record.timings) + 2 * (record.duel is not None)
+        self.measurements += len(record.timings)
+        self.repeated += 2 * (record.duel is not None)
         self.exhaustive += len(self.ground.able[trial.problem])
         self.done_s += trial.seconds
         lane.trial = None

@@ -65,12 +65,16 @@ BUCKETS = {Op.FORWARD: (8, 128, 1024, 8192, 65536), Op.DX: (128, 8192, 65536), O
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell's outcome: what the tuner's choice and the model's take over the best (1 is the best)."""
+    """One cell's outcome: what the tuner's choice and the model's take over the best (1 is the best).
+
+    The tuner ``measured`` so many of the ``possible`` variants, and ``repeated`` some to confirm its choice.
+    """
 
     problem: str
     op: str
     M: int
     measured: int
+    repeated: int
     possible: int
     tuned: float
     modelled: float
@@ -92,9 +96,9 @@ def on_gpu(bundle: Path, folder: Path) -> tuple[list[Cell], dict[str, object]]:
         all_times = times.cells[key].times_ns
         best = min(all_times.values())
         choice = choice_of(chosen.cells[key], record.modelled)
-        measured = len(record.timings) + 2 * (record.duel is not None)
         cells.append(
-            Cell(str(record.problem), record.problem.op.value, record.bucket, measured, len(all_times),
+            Cell(str(record.problem), record.problem.op.value, record.bucket, len(record.timings),
+                 2 * (record.duel is not None), len(all_times),
                  all_times[choice] / best, all_times[record.modelled] / best)
         )  # fmt: skip
     facts = {
@@ -123,13 +127,13 @@ def on_sweeps(paths: list[Path]) -> list[Cell]:
             times = {variant.config.pairs(): us for variant, us in zip(cell.variants, cell.times_us, strict=True)}
             possible = len(candidates(op, cell.problem.dtype, cell.chip.sm))
             # The share is of the whole space: the sweep left out what can't win.
-            share = SHARE * possible / len(ranked)
-            chosen = contenders(ranked, winners.near(cell.problem, cell.M), share)
+            share = min(0.99, SHARE * possible / len(ranked))
+            chosen = contenders(ranked, winners.near(cell.problem, cell.M), None, share)
             fastest = min(chosen, key=lambda one: times[one])
             winners.add(cell.problem, cell.M, fastest)
             best = min(times.values())
             found.append(
-                Cell(f"{cell.model} {cell.problem}", op.value, cell.M, len(chosen), possible, times[fastest] / best,
+                Cell(f"{cell.model} {cell.problem}", op.value, cell.M, len(chosen), 0, possible, times[fastest] / best,
                      times[ranked[0]] / best)
             )  # fmt: skip
     return found
@@ -142,6 +146,7 @@ def summary(cells: list[Cell]) -> dict[str, object]:
         "problems": len({cell.problem for cell in cells}),
         "measurements": sum(cell.measured for cell in cells),
         "exhaustive": sum(cell.possible for cell in cells),
+        "repeated": sum(cell.repeated for cell in cells),
         "share": round(sum(cell.measured for cell in cells) / sum(cell.possible for cell in cells), 4),
         "tuned": _loss([cell.tuned for cell in cells]),
         "modelled": _loss([cell.modelled for cell in cells]),
@@ -157,7 +162,8 @@ def show(name: str, row: Mapping[str, object]) -> None:
     tuned, modelled = row["tuned"], row["modelled"]
     assert isinstance(tuned, dict)
     assert isinstance(modelled, dict)
-    print(f"{name:8} {row['problems']:3} problems {row['cells']:4} cells: {row['share']:6.1%} of the measurements, "
+    print(f"{name:8} {row['problems']:3} problems {row['cells']:4} cells: {row['share']:6.1%} of the measurements "
+          f"and {row['repeated']} repeated, "
           f"loss {tuned['mean_loss']:6.2%} (most {tuned['max_loss']:.1%}); "
           f"the model alone {modelled['mean_loss']:6.2%} ({modelled['max_loss']:.1%})")  # fmt: skip
 
