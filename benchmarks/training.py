@@ -298,7 +298,10 @@ def torch_experts(
 
 
 def losses(device: str, T: int, E: int, H: int, I: int, k: int) -> dict[str, Any]:  # noqa: E741
-    """A router, E experts, a fixed target, AdamW on fp32 masters. Noise is what bf16 does to torch's own curve."""
+    """A router, E experts, a fixed target, AdamW on fp32 masters. Noise is what bf16 does to torch's own curve.
+
+    Distances are the most that two curves are apart at any step, of the first loss.
+    """
     g = torch.Generator(device).manual_seed(21)
     data = torch.randn(T, H, device=device, generator=g)
     target = torch.randn(T, H, device=device, generator=g).mul(0.5).sin()
@@ -309,7 +312,7 @@ def losses(device: str, T: int, E: int, H: int, I: int, k: int) -> dict[str, Any
         router, up, down = (
             (torch.randn(*shape, device=device, generator=own) * shape[-1] ** -0.5).requires_grad_() for shape in shapes
         )
-        optimizer = torch.optim.AdamW([router, up, down], lr=2e-3)
+        optimizer = torch.optim.AdamW([router, up, down], lr=5e-4)
         curve = []
         for _ in range(STEPS):
             chosen, ids = (data @ router.T).topk(k, dim=-1)
@@ -324,10 +327,10 @@ def losses(device: str, T: int, E: int, H: int, I: int, k: int) -> dict[str, Any
     ours, theirs, wide = train(moe_mlp, BF16), train(torch_experts, BF16), train(torch_experts, torch.float32)
 
     def apart(one: list[float], other: list[float]) -> float:
-        return max(abs(a - b) / b for a, b in zip(one, other, strict=True))
+        return max(abs(a - b) for a, b in zip(one, other, strict=True)) / wide[0]
 
     distance, noise = apart(ours, theirs), apart(theirs, wide)
-    wrong = [] if distance <= max(2 * noise, 2e-2) else [f"the curves are {distance} apart, bf16's noise is {noise}"]
+    wrong = [] if distance <= max(2 * noise, 1e-3) else [f"the curves are {distance} apart, bf16's noise is {noise}"]
     if not ours[-1] < 0.9 * ours[0]:
         wrong.append(f"the loss went from {ours[0]} to {ours[-1]}")
     return {

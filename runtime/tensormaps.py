@@ -7,6 +7,7 @@ from ctypes import addressof, c_char
 
 from ..artifacts.types import TensorMap, Variant
 from . import driver
+from .device import current_device
 
 MAP_BYTES = 128
 MAP_ALIGNMENT_BYTES = 64
@@ -34,7 +35,8 @@ class TensorMaps:
     def encode(self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
         """The descriptor, 128 bytes, kept under ``key``, which begins with the address.
 
-        ``sizes`` and ``strides`` are in elements, outermost dimension first; the last dimension's stride is 1.
+        ``sizes`` and ``strides`` are in elements, outermost dimension first; the last dimension's stride is 1. torch's
+        current device is the tensor's.
 
         Raises
         ------
@@ -46,11 +48,16 @@ class TensorMaps:
         pin = c_char.from_buffer(memory)
         at = -addressof(pin) % MAP_ALIGNMENT_BYTES
         # cuTensorMapEncodeTiled counts dimensions from the innermost; L2 promotion 128 bytes (2), out of bounds zero.
-        code = driver.library().cuTensorMapEncodeTiled(
+        arguments = (
             addressof(pin) + at, plan.element, rank, key[0], struct.pack(f"={rank}Q", *reversed(sizes)),
             struct.pack(f"={rank - 1}Q", *(s * self._itemsize for s in reversed(strides))),
             self._box, self._ones, 0, plan.swizzle, 2, 0,
         )  # fmt: skip
+        encode = driver.library().cuTensorMapEncodeTiled
+        code = encode(*arguments)
+        if code == driver.INVALID_CONTEXT:  # a thread, of autograd's say, that has not touched CUDA yet
+            driver.make_current(current_device())
+            code = encode(*arguments)
         driver.check(code, f"cuTensorMapEncodeTiled({plan.argument}, sizes {sizes}, strides {strides})")
         encoded = bytes(memory[at : at + MAP_BYTES])
         if len(self.known) >= _CACHED:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -247,6 +249,30 @@ def test_threads_and_streams() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@pytest.mark.parametrize("needs", ["x", "w"])
+def test_the_first_that_autograds_thread_does_is_a_backward(needs: str) -> None:
+    """In a process of its own: a fresh thread has no CUDA context until something asks for one."""
+    program = f"""
+import torch
+from pretuned.runtime import grouped_gemm
+x, w = torch.randn(64, {K}, device="cuda").bfloat16(), torch.randn({E}, {N}, {K}, device="cuda").bfloat16()
+m_sizes = torch.full(({E},), 8, device="cuda", dtype=torch.int32)
+dy = torch.ones(64, {N}, device="cuda", dtype=torch.bfloat16)
+spare = torch.empty({E}, {N}, {K}, device="cuda", dtype=torch.bfloat16)
+del spare  # memory that is to be had without the driver
+{needs}.requires_grad_()
+for _ in range(2):
+    grouped_gemm(x, w, m_sizes)  # a plan
+for _ in range(2):
+    grouped_gemm(x, w, m_sizes).backward(dy)
+torch.cuda.synchronize()
+print(float({needs}.grad.float().norm()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0
 
 
 @pytest.mark.parametrize("streams", [1, 2])
