@@ -1,0 +1,288 @@
+"""Heuristics worth the name? Shapes left out of the tuning, run by the cost model over what the others' tuning ships.
+
+    python benchmarks/heuristics.py benchmarks/results/sweep-h200-*-bf16.json --steps 4000 --out FILE
+    python benchmarks/heuristics.py h200.journal --candidates candidates.msgpack --models catalogue --out FILE
+    python benchmarks/heuristics.py --cost bundles/pretuned-sm90.msgpack --out FILE
+
+Two thirds of the models are tuned: the at most 16 configs of each op that ship are selected by their measured times.
+The other third runs by heuristics: the cost model chooses among what ships, and never sees their times; with
+``--steps`` its constants, too, are fitted anew to the tuned models alone. Each cell is judged by its own tuned choice,
+the fastest of all variants measured there, and by torch grouped_mm. Three folds, each model left out once.
+
+A journal must be an exhaustive one; ``--models`` tells which of its cells belong to which model. ``--cost`` times what
+a decision costs on this machine's CPU: the first of a shape, and from the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fitting
+from sweeps import Cell, Rankings, load
+from variants import MODELS
+
+from pretuned.aot.choose import CONFIG_LIMIT
+from pretuned.aot.select import select_among
+from pretuned.artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
+from pretuned.kernels.calibration import CONSTANTS, Constants
+from pretuned.kernels.cost import Resources
+
+PEERS = Path(__file__).with_name("peers") / "h200.jsonl"
+FOLDS = 3
+MEAN_GOAL, WORST_GOAL, TORCH_GOAL, ONCE_GOAL_US, TABLE_GOAL_US = 0.05, 0.20, 0.03, 200.0, 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Judged:
+    """One cell of a model left out. ``picked_us`` is None where the pick was not measured there."""
+
+    cell: Cell
+    picked: str
+    picked_us: float | None
+    tuned_us: float
+    torch_us: float | None
+
+
+def shipped(cells: Sequence[Cell]) -> set[Resources]:
+    """The variants of one op that tuning on these cells ships, by their measured times."""
+    variants = sorted({variant for cell in cells for variant in cell.variants}, key=lambda one: one.config)
+    number = {variant: i for i, variant in enumerate(variants)}
+    table = {
+        (cell.problem, cell.M): [(number[v], us) for v, us in zip(cell.variants, cell.times_us, strict=True)]
+        for cell in cells
+    }
+    return {variants[i] for i in select_among(table, CONFIG_LIMIT).variants}
+
+
+def fitted(cells: Sequence[Cell], steps: int) -> Constants:
+    """The cost model's constants of these cells; those in force without steps."""
+    return fitting.fit(cells, fitting.PRIOR, steps) if steps else CONSTANTS
+
+
+def left_out(cells: Sequence[Cell], torch_us: Mapping[Cell, float], steps: int) -> list[Judged]:
+    """Every cell, judged with its model left out."""
+    models = list(dict.fromkeys(cell.model for cell in cells))
+    found = []
+    for fold in range(FOLDS):
+        out = models[fold::FOLDS]
+        tuned = [cell for cell in cells if cell.model not in out]
+        rankings = Rankings(fitted(tuned, steps))
+        for op in Op:
+            ships = shipped(some) if (some := [cell for cell in tuned if cell.problem.op is op]) else set()
+            for cell in cells:
+                if cell.model in out and cell.problem.op is op and ships:
+                    found.append(judge(cell, ships, rankings, torch_us.get(cell)))
+        print(f"left out: {', '.join(out)}", flush=True)
+    return found
+
+
+def judge(cell: Cell, ships: set[Resources], rankings: Rankings, torch_us: float | None) -> Judged:
+    """What the cost model picks of ``ships``, beside the fastest variant of the cell."""
+    able = tuple(sorted(ships, key=lambda one: one.config))
+    there = dict(zip(cell.variants, cell.times_us, strict=True))
+    pick = able[rankings.of(dataclasses.replace(cell, variants=able, times_us=(0.0,) * len(able)))[0][1]]
+    return Judged(cell, str(pick.config), there.get(pick), min(cell.times_us), torch_us)
+
+
+def torch_times(cells: Iterable[Cell], path: Path = PEERS) -> dict[Cell, float]:
+    """torch grouped_mm of the sweeps' cells, from another run on an H200 (benchmarks/peers)."""
+    gemms = {
+        (name, n, k): gemm
+        for name, _, H, width, _ in MODELS
+        for gemm, n, k in (("gate_up", 2 * width, H), ("down", H, width))
+    }
+    peers = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        peers[row["model"], row["gemm"], row["op"], row["tokens"]] = row["us"].get("torch_grouped_mm")
+    found = {}
+    for cell in cells:
+        gemm = gemms[cell.model, cell.problem.N, cell.problem.K]
+        us = peers.get((cell.model, gemm, cell.problem.op.value, cell.tokens))
+        if us is not None:
+            found[cell] = us
+    return found
+
+
+def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[list[Cell], dict[Cell, float]]:
+    """The cells of a journal, each under the first model that has its problem, and torch's times in the same run."""
+    from pretuned.aot.candidates import read_candidates
+    from pretuned.aot.journal import read_journal
+    from pretuned.aot.models import load_models
+    from pretuned.aot.plan import plan
+    from pretuned.aot.records import Measured, geometric_mean
+    from pretuned.aot.tune import measuring_chip
+    from pretuned.aot.variants import Family
+
+    contents = read_journal(path)
+    chip = measuring_chip(contents.header.gpu, contents.header.sm)
+    known = {(Family.of(one.variant), one.variant.cubin_sha256): Resources.of(one.variant)
+             for one in read_candidates(candidates).compiled if one.variant.alignment == 16}  # fmt: skip
+    planned = plan(load_models(models).shapes).models
+    owner = {problem: model for model in reversed(planned) for problem in model.problems}
+    cells, torch_us = [], {}
+    for record in contents.records:
+        if not isinstance(record, Measured) or record.problem not in owner or record.problem.fusion:
+            continue
+        timed = {known[key]: one.time_ns / 1e3 for one in record.timings
+                 if (key := (Family.of(record.problem), one.variant)) in known}  # fmt: skip
+        if timed:
+            model = owner[record.problem]
+            tokens = max(1, record.bucket // model.top_k)
+            cell = Cell(model.name, tokens, record.problem, record.bucket, chip, tuple(timed), tuple(timed.values()))
+            cells.append(cell)
+            if record.torch_ns is not None:
+                torch_us[cell] = geometric_mean(record.torch_ns) / 1e3
+    return cells, torch_us
+
+
+def summary(judged: Sequence[Judged]) -> dict[str, dict[str, Any]]:
+    """By op, and by op and tokens: the loss to the own tuned choice, the speed against torch."""
+    groups: dict[str, list[Judged]] = {"all": list(judged)}
+    for one in judged:
+        op = one.cell.problem.op.value
+        for name in (op, f"{op} T={one.cell.tokens}"):
+            groups.setdefault(name, []).append(one)
+    return {name: _row(group) for name, group in groups.items()}
+
+
+def _row(group: Sequence[Judged]) -> dict[str, Any]:
+    timed = [one for one in group if one.picked_us is not None]
+    losses = [math.log((one.picked_us or 0.0) / one.tuned_us) for one in timed]
+    beside = [math.log((one.picked_us or 0.0) / one.torch_us) for one in timed if one.torch_us]
+    own = [math.log(one.tuned_us / one.torch_us) for one in timed if one.torch_us]
+    return {
+        "cells": len(group),
+        "pick_not_measured": len(group) - len(timed),
+        "mean_loss": round(math.expm1(statistics.fmean(losses)), 4) if losses else None,
+        "worst_loss": round(math.expm1(max(losses)), 4) if losses else None,
+        "over_20_percent": sum(loss > math.log1p(WORST_GOAL) for loss in losses),
+        "speed_over_torch": round(math.exp(-statistics.fmean(beside)), 3) if beside else None,
+        "slower_than_torch_by_over_3_percent": sum(one > math.log1p(TORCH_GOAL) for one in beside),
+        "of_them_with_the_tuned_choice_too": sum(
+            one > math.log1p(TORCH_GOAL) and best > math.log1p(TORCH_GOAL)
+            for one, best in zip(beside, own, strict=True)
+        ),
+        "compared_with_torch": len(beside),
+    }
+
+
+def show(table: Mapping[str, Mapping[str, Any]]) -> None:
+    print(f"\n{'':18}{'cells':>6}{'mean loss':>11}{'worst':>8}{'> 20 %':>8}{'x torch':>9}{'behind it':>11}"
+          f"{'own too':>9}")  # fmt: skip
+    for name, row in table.items():
+        mean, worst, speed = (row[key] for key in ("mean_loss", "worst_loss", "speed_over_torch"))
+        print(f"{name:18}{row['cells']:6}{mean:11.2%}{worst:8.1%}{row['over_20_percent']:8}"
+              f"{speed or float('nan'):9.2f}{row['slower_than_torch_by_over_3_percent']:11}"
+              f"{row['of_them_with_the_tuned_choice_too']:9}")  # fmt: skip
+
+
+def cost(path: Path, shapes: int = 400, again: int = 200_000) -> dict[str, dict[str, float]]:
+    """The host time of ``decide`` for shapes that no bundle was built for, by op and form: us."""
+    from pretuned.runtime.device import LocalGpu
+    from pretuned.runtime.discover import Snapshot
+    from pretuned.runtime.dispatch import Decision, decide
+    from pretuned.runtime.places import Kind, Place
+
+    local = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13000))
+    found = {}
+    kinds = [(Op.FORWARD, form) for form in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)]
+    for op, form in [*kinds, (Op.DX, Fusion.NONE), (Op.DW, Fusion.NONE)]:
+        snapshot = Snapshot([Place(Kind.NAMED, path)])
+        once = []
+        for i in range(shapes):
+            problem = Problem(op, DType.BF16, 16 + i % 500, 1024 + 16 * i, 2048 + 8 * i, Layout.NK, form)
+            begun = time.perf_counter()
+            decided = decide(snapshot, problem, bucket_of(1 << i % 17), local)
+            once.append(1e6 * (time.perf_counter() - begun))
+            if not isinstance(decided, Decision):
+                sys.exit(f"{path}: nothing there can run {problem}")
+        begun = time.perf_counter()
+        for _ in range(again):
+            decide(snapshot, problem, 4096, local)
+        table_us = 1e6 * (time.perf_counter() - begun) / again
+        variants = sum(variant.alignment == 16 for _, variant in
+                       snapshot.variants(snapshot.view(local, installed=True).usable[0].bundle, problem))  # fmt: skip
+        name = f"{op.value} {'+'.join(str(one.name).lower() for one in form) or 'plain'}"
+        ranked = sorted(once[1:])
+        found[name] = {
+            "variants": variants,
+            "first_of_all_us": round(once[0], 1),
+            "once_median_us": round(ranked[len(ranked) // 2], 1),
+            "once_p99_us": round(ranked[len(ranked) * 99 // 100], 1),
+            "table_us": round(table_us, 3),
+        }
+        print(f"{name:18}" + "".join(f"  {key} {value}" for key, value in found[name].items()), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measured", nargs="*", type=Path, help="sweeps (.json) of several ops, or one journal")
+    parser.add_argument("--candidates", type=Path, help="the candidates that a journal is about")
+    parser.add_argument("--models", action="append", help="as aot takes it: whose problems a journal has")
+    parser.add_argument("--steps", type=int, default=0, help="fit the constants of each fold anew in so many steps")
+    parser.add_argument("--cost", type=Path, metavar="BUNDLE", help="time decisions over this bundle on the CPU")
+    parser.add_argument("--out", type=Path, help="write the tables as JSON")
+    args = parser.parse_args()
+    if bool(args.measured) == bool(args.cost):
+        parser.error("name sweeps or a journal, or --cost BUNDLE")
+    begun = time.time()
+    report: dict[str, Any] = {
+        "command": " ".join(["benchmarks/heuristics.py", *sys.argv[1:]]), "python": platform.python_version(),
+        "processor": _processor(),
+    }  # fmt: skip
+    if args.cost:
+        report["cost"] = cost(args.cost)
+        missed = [name for name, row in report["cost"].items()
+                  if row["once_median_us"] > ONCE_GOAL_US or row["table_us"] > TABLE_GOAL_US]  # fmt: skip
+        report["goals"] = {"once_us": ONCE_GOAL_US, "table_us": TABLE_GOAL_US, "missed": missed}
+    else:
+        if args.candidates:
+            cells, torch_us = journal_cells(args.measured[0], args.candidates, args.models or ["catalogue"])
+        else:
+            cells = [cell for path in args.measured for cell in load(path)]
+            torch_us = torch_times(cells)
+        judged = left_out(cells, torch_us, args.steps)
+        table = summary(judged)
+        show(table)
+        whole = table["all"]
+        report |= {
+            "models": sorted({cell.model for cell in cells}), "steps": args.steps, "summary": table,
+            "goals": {
+                "mean_loss": MEAN_GOAL, "worst_loss": WORST_GOAL,
+                "reached": whole["mean_loss"] <= MEAN_GOAL and whole["worst_loss"] <= WORST_GOAL,
+                "never_behind_torch": whole["slower_than_torch_by_over_3_percent"] == 0,
+            },
+            "cells": [
+                {"model": one.cell.model, "tokens": one.cell.tokens, "problem": str(one.cell.problem), "M": one.cell.M,
+                 "picked": one.picked, "picked_us": one.picked_us, "tuned_us": one.tuned_us, "torch_us": one.torch_us}
+                for one in judged
+            ],
+        }  # fmt: skip
+    report["seconds"] = round(time.time() - begun, 1)
+    print(f"\ngoals: {report['goals']}")
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+if __name__ == "__main__":
+    main()
