@@ -29,6 +29,11 @@ _ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF
 # CUtensorMapDataType (cuda.h); 11 rounds fp32 to tf32 on load, where the tensor core would cut it off.
 _MAP_ELEMENT = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
 _OUTPUT_LIMIT_CHARS = 2000
+# How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.
+_SHARED = (
+    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank={rank}, transposed=False, "
+    "fp4_padded=False, cga_layout=[])"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,29 +117,34 @@ def _triton_compile(spec: Spec, sm: int, scratch: str) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     home = REVISIONS[spec.kernel].sources[0].removesuffix(".py")
     function = getattr(import_module(f"..kernels.{home}", __package__), spec.kernel)
     names = list(function.arg_names)
     boxes = abi.boxes(spec)
     kinds = {name: _triton_type(name, kind, spec, boxes) for name, kind in abi.arguments(spec)}
-    source = ASTSource(
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(
         function,
         {name: kinds.get(name, "constexpr") for name in names},
         abi.constants(spec),
         {(names.index(name),): [["tt.divisibility", by]] for name, by in abi.divisibility(spec).items()},
     )
     config = spec.config
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    # (A specialised kernel's options speak of one warpgroup, and its stages are its own.)
+    warps, stages = (4, 1) if config.specialized else (config.num_warps, config.num_stages)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
 def _triton_type(name: str, kind: str, spec: Spec, boxes: dict[str, tuple[int, ...]]) -> str:
     element = _ELEMENT[spec.dtype]
     if kind == "ptr":
-        return {"m_sizes": "*i32", "index": "*i32", "row_weights": "*fp32"}.get(name, f"*{element}")
+        return {"m_sizes": "*i32", "index": "*i32", "counter": "*i32", "row_weights": "*fp32"}.get(name, f"*{element}")
     if kind.startswith("desc"):
-        return f"tensordesc<{element}[{','.join(map(str, boxes[name]))}]>"
+        box = boxes[name]
+        layout = f",{_SHARED.format(rank=len(box), bits=8 * spec.dtype.itemsize)}" if spec.config.specialized else ""
+        return f"tensordesc<{element}[{','.join(map(str, box))}]{layout}>"
     return kind
 
 

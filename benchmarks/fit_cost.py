@@ -25,7 +25,7 @@ from fitting import FITTED, FITTED_DW, PRIOR, SHARED, fit, values_of
 from sweeps import Cell, Table, judge, load, merged, show
 
 from pretuned.artifacts.types import Op
-from pretuned.kernels.calibration import CONSTANTS, Constants, WeightGrad
+from pretuned.kernels.calibration import CONSTANTS, Constants, Specialized, WeightGrad
 
 CALIBRATION = Path(__file__).parent.parent / "kernels" / "calibration.py"
 BEGIN, END = "# fitted: begin\n", "# fitted: end\n"
@@ -49,9 +49,9 @@ def source(constants: Constants, sm: int, told: str) -> str:
     family = constants.family(sm)
     for field in dataclasses.fields(family):
         value = getattr(family, field.name)
-        if isinstance(value, WeightGrad):
+        if isinstance(value, WeightGrad | Specialized):
             inner = (f"        {f.name}={getattr(value, f.name)!r}," for f in dataclasses.fields(value))
-            rows += [f"    {field.name}=WeightGrad(", *inner, "    ),"]
+            rows += [f"    {field.name}={type(value).__name__}(", *inner, "    ),"]
         else:
             rows.append(f"    {field.name}={value!r},")
     shared = [f"_{name.upper()} = {getattr(constants, name)!r}" for name in SHARED]

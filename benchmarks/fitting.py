@@ -43,6 +43,10 @@ FITTED: tuple[tuple[str, float, float, float], ...] = (
     ("lockstep", 0.02, 4.0, 2.0),
     ("l2_usable", 0.1, 0.9, 1.4),
     ("norm", 2.0, 12.0, 1.4),
+    ("specialized.rate", 0.9, 1.3, 1.1),
+    ("specialized.half", 0.05, 1.0, 1.5),
+    ("specialized.exposed", 0.02, 1.0, 1.5),
+    ("specialized.start_ns", 50.0, 5000.0, 2.0),
 )
 FITTED_DW: tuple[tuple[str, float, float, float], ...] = (
     ("write_share", 0.5, 0.95, 1.1),
@@ -53,6 +57,8 @@ FITTED_DW: tuple[tuple[str, float, float, float], ...] = (
     ("weight.store_bytes_per_clock", 6.0, 64.0, 1.5),
     ("weight.exposed", 0.2, 1.0, 1.3),
     ("weight.norm", 1.5, 8.0, 1.4),
+    ("specialized.weight_rate", 0.9, 1.4, 1.1),
+    ("specialized.weight_exposed", 0.02, 1.0, 1.5),
 )
 SHARED = ("cold_ns", "start_ns", "store_ns")  # of every generation: the others are this generation's alone
 

@@ -11,7 +11,8 @@ The names in a variant's ``arguments`` are the words of launch ABI 1:
 ``m_sizes_step``         int32: 1 for int32 counts, 2 for int64 counts; ``index_step`` likewise
 ``index_end``            int32: indices from here on, and below 0, take no part
 ``x_divisor``            int32: x's row of an index is ``index // x_divisor``
-``flags``                int32: the fusions of the call, values of artifacts.types.Fusion; 0 for none
+``flags``                int32: the fusions of the call, values of artifacts.types.Fusion, and ``ZERO_TAIL``
+``counter``              device pointer to an int32 that is zero before and after the launch
 =======================  =====================================================================
 
 Pointers that ``flags`` has no use for are null. dX runs the forward's kernel: its x is dy, its y is dx
@@ -30,7 +31,9 @@ from .config import Config
 LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
 
+ZERO_TAIL = 16  # a flag: rows that belong to no expert are set to zero
 MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
+SPECIALIZED_SHARED_BYTES = 227 * 1024  # of sm_90
 MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
 
 # A descriptor of ragged rows is [.., .., rows, columns] with these sizes and the strides of ``ragged_strides``:
@@ -54,7 +57,8 @@ class Spec:
     @property
     def kernel(self) -> str:
         """The name of the kernel's function."""
-        return "weight" if self.op is Op.DW else "rows"
+        name = "weight" if self.op is Op.DW else "rows"
+        return f"{name}_specialized" if self.config.specialized else name
 
     @property
     def tma(self) -> tuple[str, ...]:
@@ -124,6 +128,8 @@ def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
     else:
         pointers = ("x", "w", "y", "m_sizes", "index", "row_weights", "bias")
         strides = ("stride_x_m", "stride_w_e", "stride_w_row", "stride_y_m")
+    if spec.config.specialized:
+        pointers += ("counter",)
     return (
         *((name, f"desc{ranks[name]}" if name in spec.tma else "ptr") for name in pointers),
         *((name, "i32") for name in ("M", "N", "K", "E")),
@@ -136,17 +142,21 @@ def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
 def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
     """The block of each descriptor argument, outermost dimension first."""
     c = spec.config
+    half = 64 if c.specialized else 0  # rows of the product, one box for each warpgroup
     if spec.op is Op.DW:
-        blocks: dict[str, tuple[int, ...]] = {"dy": (1, 1, c.block_m, c.block_n), "x": (1, 1, c.block_m, c.block_k)}
+        dy = (1, 1, c.block_m, half or c.block_n)
+        blocks: dict[str, tuple[int, ...]] = {"dy": dy, "x": (1, 1, c.block_m, c.block_k)}
     else:
         w = (1, c.block_k, c.block_n) if _w_kn(spec) else (1, c.block_n, c.block_k)
-        blocks = {"x": (c.block_m, c.block_k), "w": w}
+        blocks = {"x": (half or c.block_m, c.block_k), "w": w}
     return {name: blocks[name] for name in spec.tma}
 
 
 def constants(spec: Spec) -> dict[str, int | str | bool]:
     """The kernel's compile-time arguments."""
     c = spec.config
+    if c.specialized:
+        return _specialized(spec)
     loads = {"TMA": bool(spec.tma)} if spec.op is Op.DW else {
         "X_TMA": "x" in spec.tma, "W_TMA": "w" in spec.tma, "W_KN": _w_kn(spec),
         "INDEXED": bool(spec.fusion),
@@ -160,6 +170,27 @@ def constants(spec: Spec) -> dict[str, int | str | bool]:
         "SCAN": spec.max_experts > MAX_EXPERTS,
         "PERSISTENT": c.persistent,
         "PRECISION": "ieee" if spec.dtype is DType.FP32 else "tf32",
+    }
+
+
+def _specialized(spec: Spec) -> dict[str, int | str | bool]:
+    c = spec.config
+    if spec.op is Op.DW:
+        sizes: dict[str, int | str | bool] = {"BLOCK_M": c.block_m, "BLOCK_K": c.block_k}
+        columns, step, tables = c.block_k, (128 + c.block_k) * c.block_m, 1
+    else:
+        sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec), "INDEXED": bool(spec.fusion)}
+        columns, step, tables = c.block_n, (128 + c.block_n) * c.block_k, 2
+    # Both warpgroups' results pass through shared memory in as few parts as find room beside the stages.
+    room = SPECIALIZED_SHARED_BYTES - 512 - 4 * MAX_EXPERTS * tables - c.num_stages * step * spec.dtype.itemsize
+    whole = 128 * columns * spec.dtype.itemsize
+    parts = next((parts for parts in (1, 2) if whole // parts <= room), 4)
+    return sizes | {
+        "STAGES": c.num_stages,
+        "PARTS": parts,
+        "GROUP_M": c.group_m,
+        "EXPERTS": MAX_EXPERTS,
+        "REGISTERS": 216,  # of a multiplying thread; the loading warp has what is left of 168 for each of 12 warps
     }
 
 

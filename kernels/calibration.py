@@ -29,6 +29,21 @@ class WeightGrad:
 
 
 @dataclass(frozen=True, slots=True)
+class Specialized:
+    """What sets warp-specialised kernels apart: another tile's loads and products hide most of a tile's end.
+
+    ``half``: how much of a tile whose second 64 rows are empty is saved. The last two are dW's.
+    """
+
+    rate: float = 1.05  # of the other kernels' tensor rate
+    half: float = 0.5
+    exposed: float = 0.2  # as ``persistent_exposed``
+    start_ns: float = 1000.0  # more than the other kernels take to start
+    weight_rate: float = 1.1
+    weight_exposed: float = 0.3
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """What sets one generation of SM apart. The defaults are published figures and reasoning.
 
@@ -60,6 +75,7 @@ class Family:
     norm: float = 6.0  # memory and compute equal: 12 % over either
     write_share: float = 0.75  # of the published bandwidth, for what is written
     weight: WeightGrad = WeightGrad()
+    specialized: Specialized = Specialized()
 
 
 _MMA_CTA = {1: 0.25, 2: 0.45, 4: 0.8, 8: 1.0, 16: 1.0}

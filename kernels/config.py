@@ -15,7 +15,8 @@ class Config:
     at a time.) ``group_m`` row tiles share their weight columns before the next columns are begun,
     so that both stay in L2. ``tma`` loads through TMA descriptors encoded by the host.
     A ``persistent`` kernel runs as many programs as fit the GPU, each over many tiles; any other
-    runs one program a tile.
+    runs one program a tile. A ``specialized`` kernel (sm_90) has one warp that loads and two warpgroups that
+    multiply, 64 rows of a tile each, and hands out its tiles as programs become free.
     """
 
     block_m: int
@@ -26,10 +27,15 @@ class Config:
     group_m: int = 8
     tma: bool = False
     persistent: bool = True
+    specialized: bool = False
 
     def __str__(self) -> str:
         text = f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages} g{self.group_m}"
-        return text + (" tma" if self.tma else "") + (" persistent" if self.persistent else "")
+        return (
+            text
+            + (" tma" if self.tma else "")
+            + (" specialized" if self.specialized else " persistent" if self.persistent else "")
+        )
 
     def pairs(self) -> tuple[tuple[str, int], ...]:
         """The config as a bundle stores it: (name, value), sorted by name."""
@@ -47,7 +53,7 @@ class Config:
         given = dict(pairs)
         if set(given) != set(FIELDS):
             raise ValueError(f"config has the fields {sorted(given)}, wanted {sorted(FIELDS)}")
-        flags = {name: bool(given.pop(name)) for name in ("tma", "persistent")}
+        flags = {name: bool(given.pop(name)) for name in ("tma", "persistent", "specialized")}
         config = cls(**given, **flags)  # type: ignore[arg-type]  # mypy can't see that the names are disjoint
         problem = invalid(config)
         if problem:
@@ -74,4 +80,6 @@ def invalid(config: Config) -> str | None:
         return f"num_stages is {config.num_stages}, wanted 1 to 8"
     if not 1 <= config.group_m <= 1024:
         return f"group_m is {config.group_m}, wanted 1 to 1024"
+    if config.specialized and not (config.tma and config.persistent and config.num_warps == 8):
+        return f"a specialized config has TMA, is persistent and multiplies with 8 warps: {config!r} does not"
     return None

@@ -90,6 +90,9 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
         memory_ns += profile.tail * (sharp_ns - last / per_slot * memory_ns) if full else sharp_ns
     if per_slot > 1.0:  # the slots begin their second tiles together, with nothing under way
         memory_ns += family.lockstep * profile.tile_ns * min(1.0, per_slot - 1.0) / per_slot
+    if config.specialized:  # empty second halves are not multiplied
+        whole = rows.tiles[64] / 2.0 / row_tiles
+        steps *= 1.0 - family.specialized.half * (1.0 - whole)
     rate_ns = steps * profile.step_ns / chip.sm_count * _waves(per_sm) / per_sm
     waves = _waves(per_slot)
     chain_ns = waves * steps / tiles * profile.chain_ns + (waves - 1.0) * profile.tile_ns

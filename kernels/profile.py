@@ -84,6 +84,9 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
         load_per_ns, store_per_ns = load_per_ns * weight.load_share, weight.store_bytes_per_clock * chip.clock_ghz
         overhead_ns += weight.step_ns * config.num_warps / 4
         issue_ns, exposed, norm = weight.issue_ns * config.num_warps / 4, weight.exposed, weight.norm
+    if config.specialized:
+        math_ns /= family.specialized.weight_rate if op is Op.DW else family.specialized.rate
+        exposed = family.specialized.weight_exposed if op is Op.DW else family.specialized.exposed
     under_way = max(0.5, config.num_stages - 1 - (family.held_stages if wgmma else 0.0))
     if resources.alignment < 16:
         load_per_ns, under_way = load_per_ns / c.unaligned_load, 0.5
@@ -91,7 +94,7 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
     alone = family.one_cta[config.num_warps]
     scanned = resources.max_experts / resources.threads  # experts of one thread
     search_ns = c.search_ns + 0.25 * c.scan_ns * scanned
-    start_ns = c.start_ns + c.scan_ns * scanned
+    start_ns = c.start_ns + c.scan_ns * scanned + (family.specialized.start_ns if config.specialized else 0.0)
     tile_ns = search_ns + latency_ns + math_ns / alone + c.store_ns + rows * columns * dtype.itemsize / store_per_ns
     loaded_ns = join(math_ns / alone, load_ns, family.chain_norm)
     return Profile(
@@ -106,7 +109,7 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
         under_way,
         under_way * columns * depth * dtype.itemsize,
         under_way * depth * dtype.itemsize,
-        family.tail_static if config.persistent else family.tail_dynamic,
+        family.tail_static if config.persistent and not config.specialized else family.tail_dynamic,
         norm,
     )
 

@@ -22,11 +22,14 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "tiles.py"), "e6de2ccc8cf4d8dfb542acefc477b0068d763fd6ee936f5897b12a3551c68e7e"
-_WEIGHT = ("grad_weight.py", "tiles.py"), "31f24957c1f52148fb81f3200701fe2678f4d9e6aaf4f700d4936338f543c4dd"
+_ROWS = ("forward.py", "tiles.py"), "ca19664f5ecce7237ba3f3e25a919f89473197209ad97e2f31036f1bbd4f6dfa"
+_WEIGHT = ("grad_weight.py", "tiles.py"), "aff5e914ee818a809efa93f817fa3401ce2bc94e93fcda3c20b419a674fb1e41"
+_SPECIALIZED = ("specialized.py",), "df9ecf7c596c3261085640693ff3a916325a9930d1de954601ad32bf03ad2326"
 REVISIONS = {
     "rows": Revision(1, *_ROWS),
+    "rows_specialized": Revision(1, *_SPECIALIZED),
     "weight": Revision(1, *_WEIGHT),
+    "weight_specialized": Revision(1, *_SPECIALIZED),
 }
 
 

@@ -6,13 +6,15 @@ here only what can't fit is left out, by a lower bound of its shared memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..artifacts.types import DType, Op
 from . import shortlists as lists
 from .chips import limits
 from .config import Config, invalid
 from .shortlists import Row
 
-LIMIT = 32
+LIMIT = 40
 FP32_LIMIT = 8
 
 
@@ -42,7 +44,7 @@ def _configs(rows: tuple[Row, ...], *, tma: bool, persistent: bool, group_m: int
 
 
 def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
-    """The configs to compile, best guesses first, at most 32 (8 for fp32), all valid and without repeats.
+    """The configs to compile, best guesses first, at most 40 (8 for fp32), all valid and without repeats.
 
     Raises
     ------
@@ -87,6 +89,11 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
             pool = _configs(double(lists.POINTER_PERSISTENT, op), tma=False, persistent=True)
             pool += _configs(double(lists.POINTER_DECODE, op), tma=False, persistent=False)
             pool += _configs(double(lists.POINTER_PERSISTENT[4:5], op), tma=False, persistent=True, group_m=1)
+    if sm == 90 and dtype in (DType.BF16, DType.FP16):
+        rows = lists.HOPPER_DW_SPECIALIZED if op is Op.DW else lists.HOPPER_SPECIALIZED
+        first = _configs(rows, tma=True, persistent=True)
+        first += _configs(rows[:1], tma=True, persistent=True, group_m=1 if op is Op.DW else 32)
+        pool = [replace(config, specialized=True) for config in first] + pool
     valid = [config for config in dict.fromkeys(pool) if not invalid(config)]
     fitting = [config for config in valid if shared_bytes_at_least(op, dtype, config, sm) <= shared_limit]
     return tuple(fitting[: FP32_LIMIT if dtype is DType.FP32 else LIMIT])

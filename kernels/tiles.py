@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What ``flags`` says of the rows' index; the values of artifacts.types.Fusion.
+# What ``flags`` says of the rows' index; the values of artifacts.types.Fusion, and kernels.abi.ZERO_TAIL.
 GATHER: tl.constexpr = tl.constexpr(1)
 SCATTER: tl.constexpr = tl.constexpr(2)
+ZERO_TAIL: tl.constexpr = tl.constexpr(16)
 _INDEXED: tl.constexpr = tl.constexpr(1 | 2 | 4)
 
 
@@ -74,14 +75,14 @@ def locate(tile, tile_ends, ends, M):
 
 @triton.jit
 def count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """All tiles of any number of experts, EXPERTS of them at a time."""
+    """(all tiles, end of the last expert's rows) of any number of experts, EXPERTS of them at a time."""
     row = 0
     total = 0
     for first in tl.range(0, E, EXPERTS):
         start, end = expert_rows(m_sizes, m_sizes_step, M, E, first, row, EXPERTS)
         total += tl.max(expert_tiles(start, end, tiles_n, BLOCK_M), 0)
         row = tl.max(end, 0)
-    return total
+    return total, row
 
 
 @triton.jit
@@ -147,3 +148,14 @@ def search_rows(expert, m_sizes, m_sizes_step, M, E, EXPERTS: tl.constexpr):
         row_end = tl.where(here, end_here, row_end)
         row = tl.max(end, 0)
     return row_start, row_end
+
+
+@triton.jit
+def zero_rows(y, first, M, N, stride_y_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sets the rows [first, M) of y to zero; the programs share them."""
+    for start in tl.range(first + ROWS * tl.program_id(0), M, ROWS * tl.num_programs(0)):
+        row = start.to(tl.int64) + tl.arange(0, ROWS)
+        for column in tl.range(0, N, COLUMNS):
+            col = column + tl.arange(0, COLUMNS)
+            at = y + row[:, None] * stride_y_m + col[None, :]
+            tl.store(at, tl.zeros((ROWS, COLUMNS), y.dtype.element_ty), mask=(row[:, None] < M) & (col[None, :] < N))

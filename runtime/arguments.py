@@ -18,14 +18,14 @@ PREPARED = struct.Struct(f"={MAP_BYTES}s{MAP_BYTES}sQQqq24sQQQii40sI28s")
 STRIDES = struct.Struct("=qqq")
 SIZES = struct.Struct("=iiiiiii4xQ")
 _TAIL = struct.Struct("=6I4x")
-# The rest of CUlaunchConfig: the stream, no attributes; then the result and m_sizes.
-LAUNCH = struct.Struct(f"={PREPARED.size}sQ16xQQ")
+# The rest of CUlaunchConfig: the stream, no attributes; then the result, m_sizes and the counter.
+LAUNCH = struct.Struct(f"={PREPARED.size}sQ16xQQQ")
 
 _OFFSETS = {
     "stride_a": 272, "stride_b": 280, "stride_e": 288, "stride_row": 296, "one": 304,
     "index": 312, "row_weights": 320, "bias": 328, "M": 336, "index_end": 340,
     "N": 344, "K": 348, "E": 352, "m_sizes_step": 356, "index_step": 360, "x_divisor": 364, "flags": 368, "null": 376,
-    "m_sizes": 448,
+    "m_sizes": 448, "counter": 456,
 }  # fmt: skip
 _FIRST, _SECOND, _CONFIG, _RESULT = 256, 264, 384, 440
 ROWS = _OFFSETS | {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, addressof, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, addressof, byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,6 +22,7 @@ _MULTIPROCESSOR_COUNT = 16  # CUdevice_attribute
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _NAME_BYTES = 256
 _STREAM_CAPTURE_MODE_RELAXED = 2
+_STREAM_NON_BLOCKING = 1
 _SHARED_WITHOUT_ASKING_BYTES = 48 * 1024
 
 
@@ -68,6 +69,12 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint, c_void_p, c_char_p, c_char_p,  # of uint64
                                c_char_p, c_char_p, c_int, c_int, c_int, c_int),  # of uint32
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "cuMemAlloc_v2": (POINTER(c_void_p), c_size_t),
+    "cuMemsetD8Async": (c_void_p, c_ubyte, c_size_t, c_void_p),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
+    "cuStreamSynchronize": (c_void_p,),
 }  # fmt: skip
 
 
@@ -204,6 +211,26 @@ def load(cubin: bytes, entry: str, *, threads: int, shared_bytes: int, device: i
     if not per_sm.value:
         raise CudaError(f"{entry}: no SM of this GPU holds a block of {threads} threads and {shared_bytes} bytes")
     return Function(handle.value or 0, module.value or 0, device, threads, shared_bytes, per_sm.value)
+
+
+def zeroed(size_bytes: int, device: int) -> int:
+    """Device memory of its own, kept for the life of the process; a stream of its own sets it to zero.
+
+    It waits for that, so also inside a graph capture it is no part of the graph.
+
+    Raises
+    ------
+    CudaError
+        where the driver refuses.
+    """
+    lib, memory, stream = library(), c_void_p(), c_void_p()
+    with _loading(device):
+        check(lib.cuMemAlloc_v2(byref(memory), size_bytes), f"cuMemAlloc({size_bytes} bytes)")
+        check(lib.cuStreamCreate(byref(stream), _STREAM_NON_BLOCKING), "cuStreamCreate")
+        check(lib.cuMemsetD8Async(memory, 0, size_bytes, stream), "cuMemsetD8Async")
+        check(lib.cuStreamSynchronize(stream), "cuStreamSynchronize")
+        check(lib.cuStreamDestroy_v2(stream), "cuStreamDestroy")
+    return memory.value or 0
 
 
 def unload(function: Function) -> None:

@@ -153,13 +153,12 @@ def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None) -> torch.Tensor
     given, divisor = (dy.given, 1) if dy.sorted is None else (dy.sorted, 0)
     many = call.x_rows * form.topk if form.permute_x else call.M
     used = call.fusions.index if form.permute_x or divisor or flat is not None else None
-    return rows(
-        Rows(
-            Op.DX, given, call.w, call.m_sizes, form.layout, call.M, used, divisor, form.permute_x, flat,
-            None, form.pin_dx,
-        ),
-        given.new_zeros((many, call.K)),
+    product = Rows(
+        Op.DX, given, call.w, call.m_sizes, form.layout, call.M, used, divisor, form.permute_x, flat,
+        None, form.pin_dx, zero_tail=used is None,
     )  # fmt: skip
+    shape = (many, call.K)
+    return rows(product, given.new_empty(shape) if product.zero_tail else given.new_zeros(shape))
 
 
 def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, divisor: int) -> torch.Tensor:

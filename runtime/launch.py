@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..artifacts.errors import BundleCorrupt, InputError
 from ..artifacts.types import Fusion, Variant
-from ..kernels.abi import RAGGED_SIZES, ragged_strides, weight_tiles
+from ..kernels.abi import RAGGED_SIZES, ZERO_TAIL, ragged_strides, weight_tiles
 from ..kernels.config import Config
 from . import arguments, driver
 from .arguments import PREPARED, SIZES, STRIDES, Blocks
+from .counters import counters
 from .launcher import Launcher, starter
 from .tensormaps import NO_MAP, TensorMaps
 
@@ -56,12 +58,14 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int) -> L
 class Fused:
     """What a call does beside the product; ``fusion`` is what the kernel's flags say.
 
-    ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``.
+    ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
+    the rows of y that belong to no expert to zero.
     """
 
     fusion: Fusion = Fusion.NONE
     index_step: int = 1
     x_divisor: int = 1
+    zero_tail: bool = False
 
 
 PLAIN = Fused()
@@ -91,7 +95,10 @@ def row_launcher(
         "w": ("E", *(("K", "N") if w_kn else ("N", "K")), "stride_w_e", "stride_w_row", "one"),
     }
     start, repeater = starter(
-        kernel.function, f"{variant.entry}, {config}", Blocks(variant.arguments, arguments.ROWS, maps)
+        kernel.function,
+        f"{variant.entry}, {config}",
+        Blocks(variant.arguments, arguments.ROWS, maps),
+        _counter_of(kernel),
     )
     strides, sizes, tail = _constants(
         kernel, columns, reduction, E, m_sizes_step, fused, stride_w_e, stride_w_row
@@ -148,7 +155,10 @@ def weight_launcher(
     config, variant = kernel.config, kernel.variant
     maps = dict.fromkeys(("dy", "x"), ("null",) * 4 + ("one",) * 4)  # no kernel reads them
     start, repeater = starter(
-        kernel.function, f"{variant.entry}, {config}", Blocks(variant.arguments, arguments.WEIGHT, maps)
+        kernel.function,
+        f"{variant.entry}, {config}",
+        Blocks(variant.arguments, arguments.WEIGHT, maps),
+        _counter_of(kernel),
     )
     strides, sizes, tail = _constants(kernel, N, K, E, m_sizes_step, fused, stride_dw_e, stride_dw_row)
     pack = PREPARED.pack
@@ -178,10 +188,17 @@ def weight_launcher(
     return Launcher(prepare, start, repeater)
 
 
+def _counter_of(kernel: LoadedKernel) -> Callable[[int], int] | None:
+    """Who gives the launches of a kernel that hands out its tiles the word to count them in."""
+    counts = any(name == "counter" for name, _ in kernel.variant.arguments)
+    return counters(kernel.function.device).take if counts else None
+
+
 def _constants(
     kernel: LoadedKernel, N: int, K: int, E: int, m_sizes_step: int, fused: Fused, stride_e: int, stride_row: int
 ) -> tuple[bytes, bytes, bytes]:
     """What a launcher fixes, packed."""
-    sizes = SIZES.pack(N, K, E, m_sizes_step, fused.index_step, fused.x_divisor, fused.fusion.value, 0)
+    flags = fused.fusion.value | (ZERO_TAIL if fused.zero_tail else 0)
+    sizes = SIZES.pack(N, K, E, m_sizes_step, fused.index_step, fused.x_divisor, flags, 0)
     tail = arguments.config_tail(kernel.function.threads, kernel.function.shared_bytes)
     return STRIDES.pack(stride_e, stride_row, 1), sizes, tail

@@ -61,10 +61,13 @@ class Launcher:
         self.start(self.prepare(first, second, stride_a, stride_b, M, *rows), result, m_sizes, stream)
 
 
-def starter(function: driver.Function, what: str, blocks: Blocks) -> tuple[Start, Repeater]:
+def starter(
+    function: driver.Function, what: str, blocks: Blocks, counter_of: Callable[[int], int] | None = None
+) -> tuple[Start, Repeater]:
     """What makes the driver call; the second does all of a call around it too, without one more call in Python.
 
-    ``what`` names the kernel in an error.
+    ``what`` names the kernel in an error; ``counter_of`` gives a kernel that counts its tiles the word for a
+    launch on a stream.
     """
     driver_launch, argument = driver.launch_kernel(), driver.argument
     handle, device = argument(function.handle), function.device
@@ -83,7 +86,7 @@ def starter(function: driver.Function, what: str, blocks: Blocks) -> tuple[Start
         except IndexError:  # each is in use by another thread
             block = new()
         memory, offset, config, pointers, _ = block
-        pack(memory, offset, prepared, stream, result, m_sizes)
+        pack(memory, offset, prepared, stream, result, m_sizes, 0 if counter_of is None else counter_of(stream))
         code = driver_launch(config, handle, pointers, None)
         if code:
             recover(code, config, pointers)
@@ -109,6 +112,13 @@ def starter(function: driver.Function, what: str, blocks: Blocks) -> tuple[Start
             return into
         size, strides, dtype = shape
 
+        def counted(x: Any, w: Any, m_sizes: Any) -> Any:
+            if not same(x, w, m_sizes) or (still is not None and not still()):
+                return None
+            y = empty(size, strides, dtype)
+            start(prepared, y.data_ptr(), m_sizes.data_ptr(), stream_of(device))
+            return y
+
         def again(x: Any, w: Any, m_sizes: Any) -> Any:
             if not same(x, w, m_sizes) or (still is not None and not still()):
                 return None
@@ -118,13 +128,13 @@ def starter(function: driver.Function, what: str, blocks: Blocks) -> tuple[Start
             except IndexError:
                 block = new()
             memory, offset, config, pointers, _ = block
-            pack(memory, offset, prepared, stream_of(device), y.data_ptr(), m_sizes.data_ptr())
+            pack(memory, offset, prepared, stream_of(device), y.data_ptr(), m_sizes.data_ptr(), 0)
             code = driver_launch(config, handle, pointers, None)
             if code:
                 recover(code, config, pointers)
             give(block)
             return y
 
-        return again
+        return again if counter_of is None else counted
 
     return start, repeater

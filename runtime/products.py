@@ -37,6 +37,7 @@ class Rows:
 
     ``w`` is 3-D in ``layout``; ``M`` counts the sorted rows. from(m) = index[m] // ``gather_divisor`` (m where that
     is 0), to(m) = index[m] with ``scatter``; ``row_weights`` float32 by index, ``bias`` [E, columns of y].
+    ``zero_tail`` sets the rows of y that belong to no expert to zero; without an index, all others are written.
     """
 
     op: Op
@@ -51,6 +52,7 @@ class Rows:
     row_weights: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     pin: Pin | None = None
+    zero_tail: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -83,12 +85,14 @@ class Rows:
 
 
 def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
-    """Write y, and return it. Rows of y that nothing is stored to are left as they are."""
+    """Write y, and return it. Rows of y that nothing is stored to are left as they are, or zero with zero_tail."""
     if not (call.M and y.numel() and call.x.shape[1] and call.w.shape[0]):
-        return y
+        return y.zero_() if call.zero_tail else y
     end = call.index_end(y.shape[0])
     if not on_gpu(call.x):
         fallback.tell_reference(call.x.device.type)
+        if call.zero_tail:
+            y.zero_()
         reference.rows(
             call.x, call.w, call.m_sizes, y, M=call.M, layout=call.as_forward(), index=call.index, index_end=end,
             gather_divisor=call.gather_divisor, scatter=call.scatter, row_weights=call.row_weights, bias=call.bias,
@@ -105,6 +109,9 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int) -> None:
     """By one kernel, or with what no kernel here does taken out of it and done by torch."""
     if _launch_rows(call, y, end):
         return
+    if call.zero_tail:
+        y.zero_()
+        call = dataclasses.replace(call, zero_tail=False)
     if call.gather_divisor and call.index is not None:
         gathered = call.x.index_select(0, reference.rows_of(call.index, end, call.gather_divisor))
         call = dataclasses.replace(call, x=gathered, gather_divisor=0, pin=None)
@@ -175,7 +182,7 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launcher | None:
     strides = _weight_strides(w)
     aligned = _rows_aligned(call, y)
     device = x.get_device()
-    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype)
+    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype, call.zero_tail)
     # (By its value: an enum's hash is a call in Python.)
     key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin, _tf32(x.dtype))
 
@@ -188,7 +195,7 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launcher | None:
         return row_launcher(
             kernel, columns=gemm.columns, reduction=gemm.reduction, E=E, w_kn=gemm.w_kn,
             stride_w_e=strides[0], stride_w_row=strides[1], m_sizes_step=_step(m_sizes),
-            fused=Fused(fusion, index_step, call.gather_divisor or 1),
+            fused=Fused(fusion, index_step, call.gather_divisor or 1, call.zero_tail),
         )  # fmt: skip
 
     return _launcher(key, build)

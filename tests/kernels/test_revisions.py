@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pretuned.kernels.revisions import HERE, REVISIONS, source_sha256
@@ -17,5 +19,5 @@ def test_the_recorded_digest_is_that_of_the_source(kernel: str) -> None:
 
 
 def test_every_kernel_file_belongs_to_a_kernel() -> None:
-    with_kernels = {path.name for path in HERE.glob("*.py") if "@triton.jit" in path.read_text()}
+    with_kernels = {path.name for path in HERE.glob("*.py") if re.search(r"@(triton|gluon)\.jit", path.read_text())}
     assert with_kernels == {name for revision in REVISIONS.values() for name in revision.sources}

@@ -20,11 +20,12 @@ ROW_MAPS = {"x": X_MAP, "w": W_MAP}
 WEIGHT_MAPS = dict.fromkeys(("dy", "x"), ("null",) * 4 + ("one",) * 4)
 BIG = 1 << 40  # what must not be cut to 32 bits
 NUMBERS = {"M": 3, "index_end": 4, "N": 5, "K": 6, "E": 7, "m_sizes_step": 2, "index_step": 1, "x_divisor": 8}
-POINTERS = {"m_sizes": BIG + 4, "index": BIG + 5, "row_weights": BIG + 6, "bias": BIG + 7}
+KINDS = [{}, {"tma": True}, {"tma": True, "specialized": True}]
+POINTERS = {"counter": BIG + 8, "m_sizes": BIG + 4, "index": BIG + 5, "row_weights": BIG + 6, "bias": BIG + 7}
 
 
-def spec(op: Op, *, tma: bool) -> Spec:
-    return Spec(op, DType.BF16, Config(64, 64, 64, 4, 3, tma=tma))
+def spec(op: Op, kind: dict[str, bool]) -> Spec:
+    return Spec(op, DType.BF16, Config(128, 128, 64, 8, 3, **kind))
 
 
 def packed(block: Block) -> Block:
@@ -33,22 +34,22 @@ def packed(block: Block) -> Block:
         *MAPS, BIG + 1, BIG + 2, BIG + 11, BIG + 12, STRIDES.pack(BIG + 13, BIG + 14, 1),
         BIG + 5, BIG + 6, BIG + 7, 3, 4, sizes, 1234, config_tail(256, 70_000),
     )  # fmt: skip
-    LAUNCH.pack_into(block[0], block[1], prepared, BIG + 20, BIG + 3, BIG + 4)
+    LAUNCH.pack_into(block[0], block[1], prepared, BIG + 20, BIG + 3, BIG + 4, BIG + 8)
     return block
 
 
-def read(op: Op, *, tma: bool) -> list[tuple[str, int | bytes]]:
+def read(op: Op, kind: dict[str, bool]) -> list[tuple[str, int | bytes]]:
     """(name, value) of every argument; a descriptor is its 128 bytes, then the sizes and strides that follow it."""
-    one = spec(op, tma=tma)
+    one = spec(op, kind)
     maps, offsets = (ROW_MAPS, ROWS) if op is Op.FORWARD else (WEIGHT_MAPS, WEIGHT)
     kinds: list[tuple[str, type[ctypes._SimpleCData[int]] | int]] = []
-    for name, kind in arguments(one):
-        if kind.startswith("desc"):
-            rank = int(kind[4:])
+    for name, passed in arguments(one):
+        if passed.startswith("desc"):
+            rank = int(passed[4:])
             kinds.append((name, 128))
             kinds += [(part, c_int32 if i < rank else c_int64) for i, part in enumerate(maps[name])]
         else:
-            kinds.append((name, {"ptr": c_uint64, "i32": c_int32, "i64": c_int64}[kind]))
+            kinds.append((name, {"ptr": c_uint64, "i32": c_int32, "i64": c_int64}[passed]))
     kinds += [("null", c_uint64)] * 2
     block = packed(Blocks(arguments(one), offsets, maps).new())
     places = (c_void_p * len(kinds)).from_address(block[3])
@@ -59,24 +60,24 @@ def read(op: Op, *, tma: bool) -> list[tuple[str, int | bytes]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tma", [False, True])
-def test_rows_read_every_argument_where_the_kernel_has_it(tma: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_read_every_argument_where_the_kernel_has_it(kind: dict[str, bool]) -> None:
     named = NUMBERS | POINTERS | {
         "x": BIG + 1, "w": BIG + 2, "y": BIG + 3, "stride_x_m": BIG + 11, "stride_y_m": BIG + 12,
         "stride_w_e": BIG + 13, "stride_w_row": BIG + 14, "flags": 9, "one": 1, "null": 0,
     }  # fmt: skip
-    wanted = named | dict(zip(("x", "w"), MAPS, strict=True)) if tma else named
-    assert read(Op.FORWARD, tma=tma) == [(name, wanted[name]) for name, _ in read(Op.FORWARD, tma=tma)]
+    wanted = named | dict(zip(("x", "w"), MAPS, strict=True)) if "tma" in kind else named
+    assert read(Op.FORWARD, kind) == [(name, wanted[name]) for name, _ in read(Op.FORWARD, kind)]
 
 
-@pytest.mark.parametrize("tma", [False, True])
-def test_weights_read_every_argument_where_the_kernel_has_it(tma: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_read_every_argument_where_the_kernel_has_it(kind: dict[str, bool]) -> None:
     named = NUMBERS | POINTERS | {
         "dy": BIG + 1, "x": BIG + 2, "dw": BIG + 3, "stride_dy_m": BIG + 11, "stride_x_m": BIG + 12,
         "stride_dw_e": BIG + 13, "stride_dw_row": BIG + 14, "flags": 9, "one": 1, "null": 0,
     }  # fmt: skip
-    wanted = named | dict(zip(("dy", "x"), MAPS, strict=True)) if tma else named
-    assert read(Op.DW, tma=tma) == [(name, wanted[name]) for name, _ in read(Op.DW, tma=tma)]
+    wanted = named | dict(zip(("dy", "x"), MAPS, strict=True)) if "tma" in kind else named
+    assert read(Op.DW, kind) == [(name, wanted[name]) for name, _ in read(Op.DW, kind)]
 
 
 def test_the_launch_configuration_is_the_drivers() -> None:
@@ -86,7 +87,7 @@ def test_the_launch_configuration_is_the_drivers() -> None:
     assert (config.block_x, config.block_y, config.block_z) == (256, 1, 1)
     assert (config.shared_bytes, config.stream) == (70_000, BIG + 20)
     assert (config.attributes, config.attribute_count) == (None, 0)
-    assert LAUNCH.size == block[2] - (ctypes.addressof(block[4]) + block[1]) + ctypes.sizeof(config) + 16
+    assert LAUNCH.size == block[2] - (ctypes.addressof(block[4]) + block[1]) + ctypes.sizeof(config) + 24
 
 
 def test_every_block_has_its_own_aligned_memory() -> None:

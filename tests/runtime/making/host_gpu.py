@@ -58,6 +58,8 @@ def fake_rows(
                     value = value * at(row_weights, index_end)[flat]
                 at(y + 4 * target * stride_y, columns)[:] = value
             row += count
+        for m in range(row, M) if fused.zero_tail else ():
+            at(y + 4 * m * stride_y, columns)[:] = 0
 
     return launch
 

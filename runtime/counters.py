@@ -1,0 +1,60 @@
+"""The words that hand out a kernel's tiles: an int32 on the device, zero before a launch and zero after it.
+
+Launches of one stream follow each other, so each stream has a word. A launch that a graph captures has one
+of its own: the graph may be replayed on any stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from ctypes import byref, c_int
+from functools import cache
+
+from . import driver
+
+_BLOCK_WORDS = 16384  # 64 KiB of device memory at a time
+_WORD_BYTES = 4
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, but a stream for each thread
+
+
+class Counters:
+    """Words of one device. Any thread may take one."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._by_stream: dict[tuple[int, int], int] = {}
+        self._lock = threading.Lock()
+        self._next = self._end = 0
+
+    def take(self, stream: int) -> int:
+        """The address of a zeroed word for a launch on ``stream``.
+
+        Raises
+        ------
+        CudaError
+            where the driver refuses.
+        """
+        capturing = c_int()
+        driver.check(driver.library().cuStreamIsCapturing(stream, byref(capturing)), "cuStreamIsCapturing")
+        if capturing.value:
+            return self._new()
+        key = stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+        word = self._by_stream.get(key)
+        if word is None:
+            word = self._by_stream.setdefault(key, self._new())
+        return word
+
+    def _new(self) -> int:
+        with self._lock:
+            if self._next == self._end:
+                self._next = driver.zeroed(_BLOCK_WORDS * _WORD_BYTES, self._device)
+                self._end = self._next + _BLOCK_WORDS * _WORD_BYTES
+            word = self._next
+            self._next += _WORD_BYTES
+            return word
+
+
+@cache
+def counters(device: int) -> Counters:
+    """The device's words; made when a kernel first needs them."""
+    return Counters(device)
