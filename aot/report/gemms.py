@@ -112,16 +112,16 @@ _COLUMNS: dict[str, Callable[[Cell], str]] = {
     "GPU": lambda one: escape(one.gpu.name) if one.gpu and one.state is State.MEASURED else "",
     "variant": lambda one: escape(one.config),
     "runner-up": lambda one: _runner_up(one),
-    "candidates measured": lambda one: str(len(one.candidates) or ""),
+    "tried": lambda one: str(len(one.candidates) or ""),
 }
-_NUMBERS = {"M up to", "us", "roofline us", "modelled us", "torch us", "against torch", "candidates measured"}
+_NUMBERS = {"M up to", "us", "roofline us", "modelled us", "torch us", "against torch", "tried"}
 
 
 def _figures(cells: Sequence[Cell]) -> str:
     """Every number of one op and form of a GEMM; columns that would be empty are left out."""
     gpus = {cell.gpu.name for cell in cells if cell.gpu and cell.state is State.MEASURED}
     dropped = set() if any(cell.torch_us for cell in cells) else {"torch us", "against torch"}
-    dropped |= set() if any(cell.candidates for cell in cells) else {"candidates measured"}
+    dropped |= set() if any(cell.candidates for cell in cells) else {"tried"}
     dropped |= set() if len(gpus) > 1 else {"GPU"}
     shown = {name: value for name, value in _COLUMNS.items() if name not in dropped}
     numbers = [i for i, name in enumerate(shown) if name in _NUMBERS]
@@ -134,7 +134,7 @@ def _figures(cells: Sequence[Cell]) -> str:
 def _runner_up(cell: Cell) -> str:
     if cell.runner_up_us is None:
         return ""
-    return f"{escape(cell.runner_up)} ({100 * (cell.runner_up_us / cell.time_us - 1):+.1f} %)"
+    return f'<span class="wrap">{escape(cell.runner_up)} ({100 * (cell.runner_up_us / cell.time_us - 1):+.1f} %)</span>'
 
 
 def _bar(fraction: float) -> str:

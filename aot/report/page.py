@@ -107,7 +107,7 @@ def _overall(charts: Charts, cells: Sequence[Cell]) -> str:
 def _coverage(sheet: Sheet, cells: Sequence[Cell]) -> str:
     """A row for each model, or GEMM where there is no model, and a strip for each op."""
     ops = list(dict.fromkeys(cell.problem.op for cell in sorted(cells, key=_form_order)))
-    groups: dict[tuple[str, str, str], list[Cell]] = {}
+    groups: dict[tuple[str, ...], list[Cell]] = {}
     by_problem: dict[object, list[Cell]] = {}
     for cell in cells:
         by_problem.setdefault(cell.problem, []).append(cell)
@@ -119,11 +119,13 @@ def _coverage(sheet: Sheet, cells: Sequence[Cell]) -> str:
             problems = dict.fromkeys(problem for model in mine for problem in model.problems)
             link = f'<a href="#{anchor(name)}">{escape(name)}</a>'
             groups[link, dtype, shards] = [cell for problem in problems for cell in by_problem.get(problem, ())]
+    first: tuple[str, ...] = ("model", "dtype", "shards")
     if not sheet.models:
-        groups = {(escape(gemm.title), gemm.dtype.value, ""): list(gemm.cells) for gemm in sheet.gemms}
+        first = ("GEMM",)
+        groups = {(escape(gemm.title),): list(gemm.cells) for gemm in sheet.gemms}
     rows = [
         (*key, *(strip([cell for cell in mine if cell.problem.op is op]) for op in ops)) for key, mine in groups.items()
     ]
-    head = ("model" if sheet.models else "GEMM", "dtype", "shards", *(op.value for op in ops))
+    head = (*first, *(op.value for op in ops))
     legend = " &nbsp; ".join(map(dot, State))
     return f'<p>{legend}</p>\n<div class="wide">{table(head, rows)}</div>'

@@ -10,7 +10,8 @@ from ...artifacts.types import Bundle, Gpu
 from ..journal import Contents, read_journal
 from ..plan import Plan
 from ..verify import sound
-from .cells import Sheet, sheet
+from .cells import Sheet
+from .sheets import sheet
 
 
 def read(source: str, is_bundle: bool, journals: Sequence[Path], candidates: str | None, plan: Plan | None) -> Sheet:

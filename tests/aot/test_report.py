@@ -17,10 +17,11 @@ from pretuned.aot.journal import Contents, Header
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.records import HUNG, Duel, Failure, Measured, Timing
-from pretuned.aot.report.cells import Cell, State, sheet
+from pretuned.aot.report.cells import Cell, State
 from pretuned.aot.report.charts import Charts
 from pretuned.aot.report.page import page
 from pretuned.aot.report.roofline import chip_of, roofline
+from pretuned.aot.report.sheets import sheet
 from pretuned.artifacts import codec
 from pretuned.artifacts.types import Bundle, DType, Gpu, Op, Problem
 from pretuned.kernels.chips import chip_for, chip_named
@@ -169,6 +170,33 @@ def test_a_journal(distinct: Bundle, problem: Problem) -> None:
     failed = the_cell(cells, problem, 64)
     assert failed.state is State.MISSING
     assert failed.failures == (f"{third}: hung, no end after 10 s",)
+
+
+def test_a_variant_that_failed_anywhere_is_no_choice(distinct: Bundle, problem: Problem) -> None:
+    sha = distinct.variants[able(distinct, problem)[1]].cubin_sha256
+    contents = journal(
+        distinct, measured(distinct, problem, 2, [3_000, 2_000, 4_000], won=True), Failure(problem, 64, sha, HUNG, "x")
+    )
+    cell = the_cell(sheet("t", {}, None, [contents], None, distinct.variants).cells, problem, 2)
+    assert (cell.time_us, len(cell.candidates)) == (3.0, 3)
+
+
+def test_of_two_journals_the_first_tells_a_cell(distinct: Bundle, problem: Problem) -> None:
+    one = journal(distinct, measured(distinct, problem, 2, [3_000], won=None))
+    two = journal(
+        distinct, measured(distinct, problem, 2, [1_000], won=None), measured(distinct, problem, 4, [1_000], won=None),
+        gpu=H100,
+    )  # fmt: skip
+    cells = sheet("t", {}, None, [one, two], None).cells
+    assert [(cell.time_us, cell.gpu) for cell in cells] == [(3.0, A100), (1.0, H100)]
+
+
+def test_one_gpu_with_two_drivers_is_one(base: Bundle, problem: Problem) -> None:
+    newer = replace(A100, driver=13000)
+    two = chosen(base, {(problem, 8): (0, 5_000, A100), (problem, 16): (1, 6_000, newer), (problem, 32): (0, 1, None)})
+    found = sheet("t", {}, two, [], None)
+    assert len(found.chips) == 1
+    assert the_cell(found.cells, problem, 32).gpu == A100
 
 
 def test_a_journal_whose_cubins_nobody_names(distinct: Bundle, problem: Problem) -> None:

@@ -1,0 +1,79 @@
+"""What journals know of each cell, for a report: candidates, the choice that follows, torch's time, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...artifacts.types import Gpu, Problem
+from ..evidence import CellTimes, Evidence
+from ..journal import Contents
+from ..records import Failure, Measured, geometric_mean
+
+Key = tuple[Problem, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """One cell. ``fastest`` are (time in us, cubin's sha256) of all that were measured, ``choice`` one of them.
+
+    A variant that failed anywhere is no choice; ``choice`` is None where no other was measured.
+    """
+
+    gpu: Gpu
+    fastest: tuple[tuple[float, bytes], ...]
+    choice: bytes | None
+    torch_us: float | None
+    failures: tuple[Failure, ...]
+
+    @property
+    def runner_up(self) -> tuple[float, bytes] | None:
+        """The fastest beside the choice."""
+        return next((one for one in self.fastest if one[1] != self.choice), None)
+
+
+def searches(journals: Sequence[Contents]) -> dict[Key, Search]:
+    """Every cell of every journal; what two journals have, the first one tells."""
+    found: dict[Key, Search] = {}
+    for journal in journals:
+        for key, search in _of(journal).items():
+            found.setdefault(key, search)
+    return found
+
+
+def _of(journal: Contents) -> dict[Key, Search]:
+    evidence = Evidence.of(journal)
+    records: dict[Key, list[Measured]] = {}
+    failures: dict[Key, list[Failure]] = {}
+    for record in journal.records:
+        key = (record.problem, record.bucket)
+        if isinstance(record, Measured):
+            records.setdefault(key, []).append(record)
+        else:
+            failures.setdefault(key, []).append(record)
+    found: dict[Key, Search] = {}
+    for key in dict.fromkeys([*records, *failures]):
+        broken = tuple(sorted(failures.get(key, ()), key=lambda one: (one.variant, one.kind, one.reason)))
+        if key not in records:
+            found[key] = Search(journal.header.gpu, (), None, None, broken)
+            continue
+        times = evidence.cells[key]
+        torch = [geometric_mean(one.torch_ns) / 1e3 for one in records[key] if one.torch_ns]
+        found[key] = Search(
+            evidence.gpus[evidence.gpu_of(times)],
+            tuple(sorted((time_ns / 1e3, sha) for sha, time_ns in times.times_ns.items())),
+            _choice(times, sorted({one.modelled for one in records[key]}), evidence),
+            min(torch, default=None),
+            broken,
+        )
+    return found
+
+
+def _choice(times: CellTimes, modelled: Sequence[bytes], evidence: Evidence) -> bytes | None:
+    """The fastest; the modelled one where the fastest is not faster by more than noise."""
+    sound = sorted((time_ns, sha) for sha, time_ns in times.times_ns.items() if sha not in evidence.failed)
+    if not sound:
+        return None
+    best = sound[0][1]
+    stays = [sha for _, sha in sound if sha in modelled and sha != best and not times.beats(best, sha)]
+    return stays[0] if stays else best

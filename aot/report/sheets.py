@@ -1,0 +1,176 @@
+"""Cells out of a bundle, journals and a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...artifacts.types import Bundle, Choice, Gpu, Op, Problem, Source, Variant
+from ...kernels.chips import LIMITS
+from ...kernels.cost import Resources, estimate_us
+from ..assembly import config_text
+from ..journal import Contents
+from ..plan import Plan
+from .cells import Candidate, Cell, Gemm, GemmKey, Sheet, State, gemm_key
+from .roofline import chip_of, roofline
+from .search import Key, Search, searches
+
+
+def sheet(
+    title: str,
+    facts: Mapping[str, str],
+    bundle: Bundle | None,
+    journals: Sequence[Contents],
+    plan: Plan | None,
+    known: Iterable[Variant] = (),
+) -> Sheet:
+    """Put together what ``bundle`` chose, what ``journals`` measured and what ``plan`` wants.
+
+    Without a plan, a cell is missing where a model of the bundle has that bucket for another of its problems.
+    ``known`` are variants beside the bundle's that journals may name.
+    """
+    sm = bundle.target.sm if bundle is not None else journals[0].header.sm
+    variants: dict[bytes, Variant] = {}
+    for variant in (*known, *(bundle.variants if bundle else ())):
+        variants.setdefault(variant.cubin_sha256, variant)
+    found = searches(journals)
+    keys = dict.fromkeys([*_chosen(bundle), *found, *_wanted(bundle, plan)])
+    read = _Reader(sm, _default_gpu(bundle, journals), bundle, variants, found)
+    cells = [read.cell(*key) for key in sorted(keys, key=lambda key: (key[0].sort_key, key[1]))]
+    chips = dict.fromkeys(chip_of(cell.gpu, sm) for cell in cells)
+    models = plan.models if plan is not None else bundle.models if bundle is not None else ()
+    notes = [f"{one.damaged} damaged records of a journal are left out" for one in journals if one.damaged]
+    return Sheet(title, facts, sm, tuple(chips), tuple(models), _gemms(cells), tuple(notes))
+
+
+def _default_gpu(bundle: Bundle | None, journals: Sequence[Contents]) -> Gpu | None:
+    """Of what nobody measured: the one GPU of the rest, or none in particular."""
+    gpus = [journals[0].header.gpu] if bundle is None else list(bundle.gpus)
+    return gpus[0] if len({(gpu.name, gpu.sm_count) for gpu in gpus}) == 1 else None
+
+
+class _Reader:
+    """Makes cells, one after the other."""
+
+    def __init__(
+        self,
+        sm: int,
+        default: Gpu | None,
+        bundle: Bundle | None,
+        variants: Mapping[bytes, Variant],
+        found: Mapping[Key, Search],
+    ) -> None:
+        self._sm, self._default, self._bundle = sm, default, bundle
+        self._variants, self._found = variants, found
+
+    def cell(self, problem: Problem, bucket: int) -> Cell:
+        """The bundle's choice where there is one, else the search's; with the search's candidates."""
+        search = self._found.get((problem, bucket))
+        choice = None
+        if self._bundle is not None:
+            choice = next((one for one in self._bundle.choices.get(problem, ()) if one.bucket == bucket), None)
+        if choice is not None and self._bundle is not None:
+            return self._chosen(problem, choice, self._bundle, search)
+        gpu = search.gpu if search is not None else self._default
+        return self._searched(problem, bucket, gpu, search)
+
+    def _chosen(self, problem: Problem, choice: Choice, bundle: Bundle, search: Search | None) -> Cell:
+        variant = bundle.variants[choice.variant]
+        second = None if choice.runner_up is None else bundle.variants[choice.runner_up]
+        gpu = self._default if choice.gpu is None else bundle.gpus[choice.gpu]
+        return Cell(
+            problem,
+            choice.bucket,
+            State.MEASURED if choice.source is Source.MEASURED else State.MODELLED,
+            roofline(problem, choice.bucket, chip_of(gpu, self._sm)),
+            config=config_text(variant),
+            time_us=choice.time_ns / 1e3,
+            runner_up=config_text(second) if second is not None else "",
+            runner_up_us=None if choice.runner_up_ns is None else choice.runner_up_ns / 1e3,
+            model_us=self._model_us(problem, choice.bucket, variant.cubin_sha256, gpu),
+            torch_us=search.torch_us if search is not None else None,
+            gpu=gpu,
+            candidates=self._candidates(problem, choice.bucket, search),
+            failures=self._failures(search),
+        )
+
+    def _searched(self, problem: Problem, bucket: int, gpu: Gpu | None, search: Search | None) -> Cell:
+        line = roofline(problem, bucket, chip_of(gpu, self._sm))
+        candidates, failures = self._candidates(problem, bucket, search), self._failures(search)
+        if search is None or search.choice is None:
+            return Cell(problem, bucket, State.MISSING, line, gpu=gpu, candidates=candidates, failures=failures)
+        second = search.runner_up
+        return Cell(
+            problem,
+            bucket,
+            State.MEASURED,
+            line,
+            config=self._name(search.choice),
+            time_us=next(time_us for time_us, sha in search.fastest if sha == search.choice),
+            runner_up=self._name(second[1]) if second else "",
+            runner_up_us=second[0] if second else None,
+            model_us=self._model_us(problem, bucket, search.choice, gpu),
+            torch_us=search.torch_us,
+            gpu=gpu,
+            candidates=candidates,
+            failures=failures,
+        )
+
+    def _candidates(self, problem: Problem, bucket: int, search: Search | None) -> tuple[Candidate, ...]:
+        if search is None:
+            return ()
+        return tuple(
+            Candidate(self._name(sha), time_us, self._model_us(problem, bucket, sha, search.gpu))
+            for time_us, sha in search.fastest
+        )
+
+    def _failures(self, search: Search | None) -> tuple[str, ...]:
+        failures = search.failures if search is not None else ()
+        return tuple(f"{self._name(one.variant)}: {one.kind}, {one.reason}" for one in failures)
+
+    def _name(self, sha: bytes) -> str:
+        variant = self._variants.get(sha)
+        return config_text(variant) if variant is not None else f"cubin {sha.hex()[:12]}"
+
+    def _model_us(self, problem: Problem, bucket: int, sha: bytes, gpu: Gpu | None) -> float | None:
+        variant = self._variants.get(sha)
+        if variant is None or self._sm not in LIMITS:
+            return None
+        try:
+            time_us = estimate_us(problem, bucket, Resources.of(variant), chip_of(gpu, self._sm))
+        except ValueError:  # a config of another version
+            return None
+        return time_us if math.isfinite(time_us) else None
+
+
+def _chosen(bundle: Bundle | None) -> list[Key]:
+    if bundle is None:
+        return []
+    return [(problem, one.bucket) for problem, row in bundle.choices.items() for one in row]
+
+
+def _wanted(bundle: Bundle | None, plan: Plan | None) -> list[Key]:
+    if plan is not None:
+        return [(problem, bucket) for problem, buckets in plan.buckets.items() for bucket in buckets]
+    if bundle is None:
+        return []
+    found: dict[Key, None] = {}
+    for model in bundle.models:
+        buckets = {one.bucket for problem in model.problems for one in bundle.choices[problem]}
+        found |= dict.fromkeys((problem, bucket) for problem in model.problems for bucket in buckets)
+    return list(found)
+
+
+def _gemms(cells: Iterable[Cell]) -> tuple[Gemm, ...]:
+    groups: dict[GemmKey, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(gemm_key(cell.problem), []).append(cell)
+    for group in groups.values():
+        group.sort(key=_cell_order)
+    order = sorted(groups, key=lambda key: (*key[:3], key[3].value, key[4].value))
+    return tuple(Gemm(*key, tuple(groups[key])) for key in order)
+
+
+def _cell_order(cell: Cell) -> tuple[int, int, int, int]:
+    one = cell.problem
+    return (list(Op).index(one.op), one.fusion.value, one.top_k, cell.bucket)
