@@ -34,7 +34,7 @@ from .workers import Job, compile_all
 
 _JIT_CONFIGS = 6  # 4 lose 1.3 % to all (docs/cost-model.md); two more for those that don't compile
 _JIT_ROWS = 1 << 20
-_CELL_CONFIGS = 12  # of one problem and bucket: what the tuner takes its contenders from
+_CELL_CONFIGS = 8  # of one problem and bucket: what the tuner takes its contenders from
 _SHARE = 0.5  # of those are measured: the shortlist is short
 _OVERHEAD_REGISTERS = 64  # beside a thread's share of the tile
 
