@@ -16,7 +16,8 @@ th, td { padding: .18rem .7rem .18rem 0; border-bottom: 1px solid var(--line); t
 th { font-weight: 600; border-bottom-color: var(--soft); } td.n, th.n { text-align: right; }
 .none { margin: .4rem 0 .4rem 1.8rem; } .none .soft { font-weight: 400; }
 .wide { overflow-x: auto; } .wide table { font-size: .8rem; }
-.wide td { white-space: nowrap; } .wrap { display: inline-block; white-space: normal; min-width: 11rem; } svg { display: block; height: auto; margin: .4rem 0; }
+.wide td { white-space: nowrap; } .wrap { display: inline-block; white-space: normal; min-width: 11rem; }
+svg { display: block; height: auto; margin: .4rem 0; }
 .side { display: flex; flex-wrap: wrap; gap: 1rem; }
 details { border: 1px solid var(--line); border-radius: 6px; margin: .4rem 0; padding: 0 .8rem; }
 details[open] { padding-bottom: .6rem; } summary { cursor: pointer; padding: .4rem 0; font-weight: 600; }
