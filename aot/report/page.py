@@ -20,8 +20,8 @@ published bandwidth, each read or written once: (active experts)&nbsp;N&nbsp;K (
 elements. The active experts are expected ones, for shares p<sub>r</sub> ~ r<sup>-0.5</sup>. A launch alone takes some
 microseconds, so few rows can't come near it; rows that fall on fewer experts than expected can pass it.</p>
 <p><b>modelled us</b> is this version's estimate for the chosen variant. <b>against torch</b> is the time of torch's
-grouped_mm over that of the choice, measured in one turn: above 1 the choice is faster. <b>tried</b> is how many candidates were measured. Means are
-geometric.</p>"""
+grouped_mm over that of the choice, measured in one turn: above 1 the choice is faster. <b>tried</b> is how many
+candidates were measured. Means are geometric.</p>"""
 
 _RANGES = (("% for M up to 128", 1, 128), ("129 to 8192", 129, 8192), ("above", 8193, 1 << 62))
 
