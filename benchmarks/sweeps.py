@@ -45,7 +45,7 @@ def load(path: Path) -> list[Cell]:
     chip = chip.with_sm_count(sweep["sm_count"])
     variants = {
         number: Resources(
-            Config.from_pairs(tuple(sorted(({"specialized": 0} | row["config"]).items()))),
+            Config.from_pairs(tuple(sorted(row["config"].items()))),
             row["threads"], row["shared_bytes"], row["registers"], row["alignment"],
         )
         for number, row in sweep["variants"].items()

@@ -22,8 +22,8 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "tiles.py"), "ca19664f5ecce7237ba3f3e25a919f89473197209ad97e2f31036f1bbd4f6dfa"
-_WEIGHT = ("grad_weight.py", "tiles.py"), "aff5e914ee818a809efa93f817fa3401ce2bc94e93fcda3c20b419a674fb1e41"
+_ROWS = ("forward.py", "tiles.py"), "456234c640b4838b8affd437acfe882b4d82283c7d4b2e97a861d4eb0db04aa4"
+_WEIGHT = ("grad_weight.py", "tiles.py"), "b8519d57c3403d921a7efc718b1f4472aaf75550ce910d4736fc76a23899b07d"
 _SPECIALIZED = ("specialized.py",), "df9ecf7c596c3261085640693ff3a916325a9930d1de954601ad32bf03ad2326"
 REVISIONS = {
     "rows": Revision(1, *_ROWS),

@@ -45,6 +45,15 @@ HOPPER_POINTER: tuple[Row, ...] = (
     (16, 128, 128, 4, 3),
     (16, 64, 256, 4, 3),
 )
+# Experts with a single row or a few, by vectors: what an H200 read the weights fastest with.
+VECTORS: tuple[Row, ...] = (
+    (1, 4, 1024, 4, 1),
+    (1, 8, 512, 4, 1),
+    (1, 16, 256, 4, 1),
+    (1, 8, 1024, 8, 1),
+    (1, 4, 2048, 8, 1),
+    (1, 64, 64, 4, 1),
+)
 # sm_90, forward and dX, specialised: what won at large M.
 HOPPER_SPECIALIZED: tuple[Row, ...] = (
     (128, 256, 64, 8, 4),

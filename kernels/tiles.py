@@ -154,7 +154,7 @@ def search_rows(expert, m_sizes, m_sizes_step, M, E, EXPERTS: tl.constexpr):
 def zero_rows(y, first, M, N, stride_y_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sets the rows [first, M) of y to zero; the programs share them."""
     for start in tl.range(first + ROWS * tl.program_id(0), M, ROWS * tl.num_programs(0)):
-        row = start.to(tl.int64) + tl.arange(0, ROWS)
+        row = start + tl.arange(0, ROWS).to(tl.int64)
         for column in tl.range(0, N, COLUMNS):
             col = column + tl.arange(0, COLUMNS)
             at = y + row[:, None] * stride_y_m + col[None, :]

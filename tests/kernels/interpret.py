@@ -79,6 +79,8 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
     if fusion:
         values |= {"index": index.view(torch.int32), "index_step": 2 if case["wide"] else 1, "index_end": limit,
                    "x_divisor": top_k, "flags": fusion.value}  # fmt: skip
+    if case["zero_tail"]:
+        values["flags"] = fusion.value | abi.ZERO_TAIL
     launch(getattr(forward, spec.kernel), spec, case, tiles, values)
 
     wrong = []
@@ -102,6 +104,11 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
         error = np.linalg.norm(got - want) / np.linalg.norm(want)
         if not error < TOLERANCE[dtype]:
             wrong.append((expert, float(error)))
+    if case["zero_tail"]:
+        tail = y[int(ends[-1]) : M, : gemm.columns]
+        if not (tail == 0).all():
+            wrong.append((E, float("nan")))
+        tail.fill_(GUARD)
     return {"wrong": wrong, "untouched": bool((y[~written] == GUARD).all())}
 
 

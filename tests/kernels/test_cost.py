@@ -123,7 +123,7 @@ def _sweep(op: Op) -> Iterator[tuple[Problem, int, list[Resources], list[float]]
     sweep = json.loads((RESULTS / f"sweep-h200-{op.value}-bf16.json").read_text())
     variants = {
         number: Resources(
-            Config.from_pairs(tuple(({"specialized": 0} | row["config"]).items())),
+            Config.from_pairs(tuple(row["config"].items())),
             row["threads"],
             row["shared_bytes"],
             row["registers"],

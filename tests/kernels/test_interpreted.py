@@ -29,7 +29,7 @@ def case(**changes: object) -> dict[str, object]:
     base: dict[str, object] = {
         "m_sizes": [5, 0, 17, 1], "M": 23, "N": 40, "K": 48, "dtype": "fp32", "op": "forward", "layout": "nk",
         "tma": False, "persistent": True, "programs": 3, "wide": False, "poison": [], "group_m": 2, "scan": 0,
-        "fusion": 0, "top_k": 2, "bad_index": False,
+        "fusion": 0, "top_k": 2, "bad_index": False, "zero_tail": False,
         "block": [16, 16, 32], "seed": 0,
     }  # fmt: skip
     return base | changes
@@ -65,6 +65,15 @@ CASES = {
     "NaN and inf of one expert stay there": case(poison=[2]),
     "NaN and inf of one expert stay there, tma": case(poison=[2], tma=True, K=40),
     "NaN and inf of one expert stay there, dX": case(poison=[0], op="dX", tma=True, N=40),
+    "rows of no expert are zeroed": case(m_sizes=[2, 0, 3, 1], M=50, zero_tail=True),
+    "rows of no expert are zeroed, tma": case(m_sizes=[2, 0, 3, 1], M=23, zero_tail=True, tma=True, persistent=False),
+    "rows of no expert are zeroed, any number": case(m_sizes=[2, 0, 3, 1, 0], M=23, zero_tail=True, scan=2),
+    "no rows at all, all zeroed": case(m_sizes=[0, 0, 0, 0], zero_tail=True, op="dX"),
+    "vectors": case(block=[1, 8, 32], persistent=False),
+    "vectors, odd N and K": case(block=[1, 8, 32], N=37, K=33, dtype="fp16"),
+    "vectors, w as [E, K, N]": case(block=[1, 16, 16], layout="kn", K=40),
+    "vectors, everything": case(block=[1, 8, 32], fusion=GATHER | SCATTER | WEIGHT | BIAS, wide=True),
+    "vectors, NaN and inf of one expert stay there": case(block=[1, 4, 64], poison=[2]),
     "gather": case(fusion=GATHER),
     "gather, tma": case(fusion=GATHER, tma=True),
     "gather, one program a tile": case(fusion=GATHER, persistent=False, wide=True),
