@@ -25,6 +25,7 @@ CONFIG_LIMIT = 16  # of an op, dtype and layout, in all their families, fallback
 
 # What an estimate is charged beside measured times: among equals the one that was measured ships.
 UNMEASURED = 1.03
+NOT_FASTER = 1.001  # what does not beat the modelled choice counts as this much slower, at least
 
 Knobs = tuple[tuple[str, int], ...]
 
@@ -132,10 +133,10 @@ def _measured_choice(
     if not timed:
         return None
     best, modelled = timed[0][2], next(iter(sha))
-    if cell.times_us[best] > min(cell.times_us[i] for i in sha):
-        return None
     if best != modelled and sha[modelled] in times_ns and not cell.measured.beats(sha[best], sha[modelled]):
         best = modelled
+    if any(cell.times_us[i] < cell.times_us[best] for i in sha if sha[i] not in times_ns):
+        return None
     second = next(((ns, i) for ns, _, i in timed if i != best), None)
     return Choice(
         cell.bucket,
@@ -218,6 +219,12 @@ def _times_us(
         for _, i in estimates
         if (sha := compiled[i].variant.cubin_sha256) in measured.times_ns
     }
+    first = next((i for _, i in estimates if i in known), None)
+    if first is not None:  # what is not faster by more than noise is no reason to ship it
+        modelled = compiled[first].variant.cubin_sha256
+        for i in known:
+            if i != first and not measured.beats(compiled[i].variant.cubin_sha256, modelled):
+                known[i] = max(known[i], known[first] * NOT_FASTER)
     ratios = [math.log(known[i] / us) for us, i in estimates if i in known and math.isfinite(us)]
     scale = UNMEASURED * math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
     return {i: known.get(i, us * scale) for us, i in estimates}

@@ -465,16 +465,14 @@ class _Run:
         self.running[lane.executor.start()] = lane
 
     def _restarted(self, lane: _Lane) -> None:
-        """The GPU answers again, so what ran there is to blame: one variant, or each has to be tried alone."""
+        """The GPU answers again, so what ran there is to blame, if it does it again: each variant is tried alone."""
         trial, lost = lane.trial, lane.lost
         lane.starts, lane.lost = 0, None
         if lost is None or trial is None:
             return
-        if len(lane.sent) == 1:
-            sha = self.bundle.variant(lane.sent[0]).cubin_sha256
+        if trial.alone:
+            sha = self.bundle.variant(trial.alone.popleft()).cubin_sha256
             self._fail([Failure(trial.problem, trial.bucket, sha, lost.kind, str(lost))])
-            if trial.alone:
-                trial.alone.popleft()
         elif trial.split:  # each works alone, and together they don't
             self._give_up(lane, str(lost))
         else:

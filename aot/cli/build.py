@@ -11,10 +11,12 @@ from pathlib import Path
 import click
 
 from ...artifacts.errors import HostError, InputError
+from ...artifacts.store import open_bundle
 from ...artifacts.types import Problem
 from ...runtime import settings
 from ..build import Options, build_measured
 from ..build import build as build_bundles
+from ..capabilities import parse_sm
 from ..native import native_sm
 from ..outdir import DEFAULT_NAME
 from ..summary import Built, Report
@@ -74,7 +76,7 @@ def build(
       aot build --models models.txt --budget 1h          # on a GPU machine: measure for an hour at most
       aot build --models models.txt --sm 90 --candidates candidates.msgpack --journal h200.journal
     """
-    plan, sms, notes = load(models, sm, ops)
+    plan, sms, notes = load(models, sm if candidates is None else _sm_of(candidates, sm), ops)
     cache = cache_of(cache_dir, no_cache)
     measured_sms, remarks = _measured_sms(measuring, sms, journal)
     notes = (*notes, *remarks)
@@ -100,6 +102,15 @@ def build(
     for note in report.notes:
         click.echo(f"note: {note}", err=True)
     _show(report, out, verbose)
+
+
+def _sm_of(candidates: Path, sm: str) -> str:
+    """The capability of the candidates, which --sm may name but need not."""
+    with open_bundle(candidates) as bundle:
+        has = bundle.target.sm
+    if sm != "native" and parse_sm(sm, lambda: None) != (has,):
+        raise InputError(f"--sm {sm}: the candidates '{candidates}' are for sm_{has}")
+    return str(has)
 
 
 def _measured_sms(measuring: str, sms: Sequence[int], journal: Path | None) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -1,0 +1,159 @@
+"""From records to choices: whom the times favour, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from pretuned.aot.choose import choose
+from pretuned.aot.compile import Compiled
+from pretuned.aot.contenders import Winners, contenders
+from pretuned.aot.evidence import Evidence, measuring_chip
+from pretuned.aot.journal import Contents, Header
+from pretuned.aot.plan import Plan
+from pretuned.aot.records import Duel, Failure, Measured, Timing
+from pretuned.artifacts.types import (
+    DType,
+    Fusion,
+    Gpu,
+    Layout,
+    Op,
+    Problem,
+    Source,
+    Variant,
+)
+from pretuned.kernels.config import Config
+
+H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
+PROBLEM = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
+# The model's order at M = 64: decode tiles first.
+CONFIGS = (
+    Config(16, 64, 128, 4, 4, tma=True),
+    Config(16, 128, 128, 4, 3, tma=True),
+    Config(64, 128, 64, 4, 3, tma=True),
+    Config(128, 256, 64, 8, 3, tma=True),
+)
+
+
+def sha(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def variant(number: int, config: Config, fusion: Fusion = Fusion.NONE) -> Compiled:
+    one = Variant(
+        "rows", 1, 1, Op.FORWARD, DType.BF16, Layout.NK, fusion, 16, 512, config.pairs(), "rows", (), (),
+        32 * config.num_warps, 100_000, 128, 0, 0, 3, sha(number),
+    )  # fmt: skip
+    return Compiled(one, b"abc")
+
+
+COMPILED = [variant(i, config) for i, config in enumerate(CONFIGS)]
+
+
+def record(times: dict[int, int], modelled: int, duel: Duel | None = None, bucket: int = 64) -> Measured:
+    timings = tuple(Timing(sha(i), (ns, ns), 0.001, 20, 0.0017) for i, ns in times.items())
+    return Measured(PROBLEM, bucket, sha(modelled), timings, duel, None, 1.0, 13000)
+
+
+def chosen(records: Sequence[Measured | Failure], compiled: Sequence[Compiled] = COMPILED):
+    contents = Contents(Header(90, H200, ()), tuple(records), 0, 0)
+    (choice,) = choose(Plan({PROBLEM: (64,)}, ()), compiled, 90, Evidence.of(contents)).choices[PROBLEM]
+    return choice
+
+
+@pytest.fixture
+def model_first() -> int:
+    """What the model chooses among all, on an H200."""
+    choice = choose(Plan({PROBLEM: (64,)}, ()), COMPILED, 90, Evidence.of(Contents(Header(90, H200, ()), (), 0, 0)))
+    (one,) = choice.choices[PROBLEM]
+    assert one.source is Source.MODELLED
+    number: int = choice.variants[one.variant].variant.cubin_sha256[0]
+    return number
+
+
+def test_the_fastest_measured_one_is_chosen_with_its_time_gpu_and_runner_up(model_first: int) -> None:
+    other = (model_first + 1) % 4
+    choice = chosen([record({model_first: 50_000, other: 40_000}, model_first)])
+    assert (choice.source, choice.time_ns, choice.gpu) == (Source.MEASURED, 40_000, 0)
+
+
+def test_within_the_noise_the_modelled_choice_stays(model_first: int) -> None:
+    both = [COMPILED[model_first], COMPILED[(model_first + 1) % 4]]
+    other = (model_first + 1) % 4
+    near = record({model_first: 50_000, other: 49_850}, model_first)
+    assert chosen([near], both).time_ns == 50_000
+    far = record({model_first: 50_000, other: 49_000}, model_first)
+    assert chosen([far], both).time_ns == 49_000
+    noisy = replace(far, timings=tuple(replace(one, noise=0.02) for one in far.timings))
+    assert chosen([noisy], both).time_ns == 50_000
+
+
+def test_a_lost_duel_counts_more_than_the_times(model_first: int) -> None:
+    other = (model_first + 1) % 4
+    both = [COMPILED[model_first], COMPILED[other]]
+
+    def duel(ratio: float, band: float) -> Duel:
+        return Duel(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), ratio, band)
+
+    times = {model_first: 50_000, other: 45_000}
+    assert chosen([record(times, model_first, duel(0.9, 0.005))], both).time_ns == 45_000
+    assert chosen([record(times, model_first, duel(0.98, 0.03))], both).time_ns == 50_000
+    lost = record(times, model_first, duel(1.01, 0.005))
+    choice = chosen([lost], both)
+    assert choice.time_ns == 50_000
+    assert choice.runner_up_ns == 45_000  # told as it is
+
+
+def test_a_cell_measured_twice_counts_by_its_medians_in_any_order(model_first: int) -> None:
+    other = (model_first + 1) % 4
+    records = [record({model_first: 50_000, other: ns}, model_first) for ns in (30_000, 60_000, 45_000)]
+    for turned in (records, records[::-1], [records[1], records[0], records[2]]):
+        assert chosen(turned).time_ns == 45_000
+
+
+def test_drivers_are_told_apart() -> None:
+    first = record({0: 10_000}, 0)
+    second = replace(record({0: 11_000}, 0, bucket=128), driver=13020)
+    evidence = Evidence.of(Contents(Header(90, H200, ()), (second, first), 0, 0))
+    assert [gpu.driver for gpu in evidence.gpus] == [13000, 13020]
+    assert evidence.gpu_of(evidence.cells[PROBLEM, 64]) == 0
+    assert evidence.gpu_of(evidence.cells[PROBLEM, 128]) == 1
+
+
+def test_the_model_knows_the_gpu_that_was_measured() -> None:
+    assert measuring_chip(H200, 90).name == "H200"
+    assert measuring_chip(replace(H200, name="NVIDIA H200 NVL", sm_count=130), 90).sm_count == 130
+    assert measuring_chip(replace(H200, name="unheard of"), 90).name == "H100 SXM"
+
+
+NAMES = [config.pairs() for config in CONFIGS]
+MANY = [Config(16, 16, 16, 4, 1, group_m=i).pairs() for i in range(1, 33)]
+
+
+def test_a_tenth_is_measured_the_modelled_choice_first() -> None:
+    assert contenders(MANY, [], None) == MANY[:2]
+    assert contenders(MANY, [MANY[20], MANY[21]], None) == [*MANY[:2], MANY[20]]
+    assert contenders(MANY, [MANY[1], MANY[20]], None) == [*MANY[:2], MANY[20]]
+    assert contenders(MANY, [NAMES[0]], None) == MANY[:2]  # it can't run here
+    assert contenders(MANY, MANY, None, share=1.0) == MANY
+    assert contenders(MANY[:10], [MANY[5]], None) == MANY[:2]
+    assert contenders(MANY[:1], [], None) == MANY[:1]
+    assert contenders(MANY, [MANY[3]], MANY[9]) == [MANY[0], MANY[9]]
+    assert contenders(MANY, [MANY[3]], MANY[0]) == [MANY[0]]
+
+
+def test_winners_are_asked_nearest_first() -> None:
+    winners = Winners()
+    other = replace(PROBLEM, N=4096)
+    gathers = replace(PROBLEM, fusion=Fusion.GATHER)
+    winners.add(PROBLEM, 64, NAMES[0])
+    winners.add(PROBLEM, 1024, NAMES[1])
+    winners.add(other, 1024, NAMES[2])
+    winners.add(replace(PROBLEM, op=Op.DX), 1024, NAMES[3])
+    assert winners.near(PROBLEM, 2048) == [NAMES[1], NAMES[2], NAMES[0]]
+    assert winners.near(PROBLEM, 64) == [NAMES[0], NAMES[1], NAMES[2]]
+    assert winners.twin(gathers, 1024) == NAMES[1]
+    assert winners.twin(gathers, 2048) is None
+    assert winners.twin(PROBLEM, 1024) is None

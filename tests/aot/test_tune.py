@@ -1,0 +1,402 @@
+"""The tuner with real candidates, worker processes and journals; the times alone are made up (faketimer.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import faketimer
+import pytest
+
+from pretuned.aot.build import Options, build, build_measured, compile_candidates
+from pretuned.aot.candidates import read_candidates
+from pretuned.aot.compilecache import CompileCache
+from pretuned.aot.gpuworkers import LocalGpu
+from pretuned.aot.jobs import Hello, Job, Result, Setup
+from pretuned.aot.journal import read_journal
+from pretuned.aot.measured import measured_bundle
+from pretuned.aot.plan import Plan
+from pretuned.aot.records import DIED, FAULT, HUNG, WRONG, Failure, Measured
+from pretuned.aot.scratch import scratch_folder
+from pretuned.aot.tune import TuneObservers, fits, tune_problems
+from pretuned.aot.variants import Space, is_aligned, serves
+from pretuned.artifacts import codec
+from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import DType, Op, Problem, Source
+
+Gpus = Callable[..., contextlib.AbstractContextManager[list[LocalGpu]]]
+
+
+@pytest.fixture(scope="module")
+def candidates(
+    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Space, small_plan: Plan
+) -> Path:
+    """Real cubins for 90: two aligned configs and a fallback in each form."""
+    path = tmp_path_factory.mktemp("candidates") / "candidates.msgpack"
+    options = Options(path.parent, cache=CompileCache(compiled_dir), space=small_space)
+    compile_candidates(small_plan, 90, path, options)
+    return path
+
+
+@pytest.fixture
+def mine(candidates: Path, tmp_path: Path) -> Path:
+    """A copy: some of the workers leave marks beside it."""
+    path = tmp_path / "candidates.msgpack"
+    path.write_bytes(candidates.read_bytes())
+    path.chmod(0o644)
+    return path
+
+
+@contextlib.contextmanager
+def gpus(
+    candidates: Path,
+    run: Callable[[Setup, Job], Result] = faketimer.run,
+    greet: Callable[[Setup], Hello] = faketimer.greet,
+    count: int = 1,
+    timeout_s: float = 60.0,
+) -> Iterator[list[LocalGpu]]:
+    """Worker processes without a GPU."""
+    with open_bundle(candidates) as bundle:
+        digest = bundle.digest
+    with scratch_folder() as scratch:
+        found = [
+            LocalGpu(Setup(str(candidates), digest, i), scratch, greet=greet, run=run, timeout_s=timeout_s)
+            for i in range(count)
+        ]
+        try:
+            yield found
+        finally:
+            for one in found:
+                one.shutdown()
+
+
+def cells(plan: Plan) -> int:
+    return plan.choices
+
+
+def test_candidates_are_every_variant_and_modelled(candidates: Path, small_plan: Plan) -> None:
+    found = read_candidates(candidates, small_plan)
+    assert len(found.compiled) == 3 * 3  # plain, gather and scatter
+    with open_bundle(candidates) as bundle:
+        for problem in small_plan.problems:
+            choices = bundle.find(problem)
+            assert [one.bucket for one in choices] == list(small_plan.buckets[problem])
+            assert {one.source for one in choices} == {Source.MODELLED}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_cell_is_measured_once_and_the_fastest_ships(
+    candidates: Path, small_plan: Plan, tmp_path: Path, count: int
+) -> None:
+    journal = tmp_path / "h200.journal"
+    heard: list[int] = []
+    watch = TuneObservers(on_cell=lambda progress: heard.append(progress.done))
+    with gpus(candidates, count=count) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, observers=watch)
+    assert (outcome.measured, outcome.left, outcome.known, outcome.failures) == (cells(small_plan), 0, 0, ())
+    assert heard == list(range(1, cells(small_plan) + 1))
+    contents = read_journal(journal)
+    keys = [(one.problem, one.bucket) for one in contents.records]
+    assert len(set(keys)) == len(keys) == cells(small_plan)
+
+    found = read_candidates(candidates, small_plan)
+    bundle = measured_bundle(small_plan, found, contents)
+    assert bundle.gpus == (faketimer.H200,)
+    assert set(bundle.cubins) <= {one.cubin for one in found.compiled}
+    timed = {
+        (one.problem, one.bucket): {timing.variant for timing in one.timings}
+        for one in contents.records
+        if isinstance(one, Measured)
+    }
+    assert all(timed.values())
+    for problem, row in bundle.choices.items():
+        for choice in row:
+            assert (choice.source, choice.gpu) == (Source.MEASURED, 0)
+            job = Job(problem, choice.bucket, ())
+            shipped = {one.cubin_sha256 for one in bundle.variants if serves(one, problem)}
+            best = min(faketimer.time_ns(job, sha) for sha in shipped & timed[problem, choice.bucket])
+            chosen = bundle.variants[choice.variant]
+            assert choice.time_ns == faketimer.time_ns(job, chosen.cubin_sha256)
+            assert choice.time_ns <= best * 1.006  # or the modelled one, within the noise band
+            if choice.runner_up is not None:
+                runner_up = bundle.variants[choice.runner_up].cubin_sha256
+                assert choice.runner_up_ns == faketimer.time_ns(job, runner_up)
+
+
+def test_the_same_journal_gives_the_same_bytes_in_any_order(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    journal = tmp_path / "h200.journal"
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    found, contents = read_candidates(candidates, small_plan), read_journal(journal)
+    wanted = codec.encode(measured_bundle(small_plan, found, contents))
+    records = list(contents.records)
+    for seed in range(3):
+        random.Random(seed).shuffle(records)
+        shuffled = dataclasses.replace(contents, records=tuple(records))
+        assert codec.encode(measured_bundle(small_plan, found, shuffled)) == wanted
+    twice = dataclasses.replace(contents, records=(*records, *records))
+    assert codec.encode(measured_bundle(small_plan, found, twice)) == wanted
+
+
+def test_a_build_from_a_journal_ships_the_cubins_that_were_measured(
+    candidates: Path, small_plan: Plan, small_space: Space, compiled_dir: Path, tmp_path: Path
+) -> None:
+    journal = tmp_path / "h200.journal"
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    given = Options(tmp_path / "given", cache=CompileCache(compiled_dir), space=small_space, journal=journal)
+    (one,) = build_measured(small_plan, candidates, given).bundles
+    (other,) = build(small_plan, (90,), dataclasses.replace(given, out=tmp_path / "compiled")).bundles
+    assert one.path.read_bytes() == other.path.read_bytes()
+    assert (one.measured, one.source, one.gpus) == (cells(small_plan), "measured", (faketimer.H200,))
+    assert one.to_dict()["source"] == "measured"
+    with open_bundle(candidates) as bundle:
+        known = {variant.cubin_sha256 for variant in bundle.variants()}
+    with open_bundle(one.path) as bundle:
+        assert {variant.cubin_sha256 for variant in bundle.variants()} <= known
+    modelled = dataclasses.replace(given, out=tmp_path / "modelled", journal=None, modelled=True)
+    (third,) = build(small_plan, (90,), modelled).bundles
+    assert (third.measured, third.source) == (0, "modelled")
+
+
+def test_a_build_measures_and_goes_on_with_its_own_journal(
+    small_plan: Plan, small_space: Space, compiled_dir: Path, tmp_path: Path
+) -> None:
+    calls: list[int] = []
+
+    def tune(problems, candidates, journal, observers):
+        with gpus(candidates) as here:
+            outcome = tune_problems(problems, candidates, journal, executors=here, observers=observers)
+        calls.append(outcome.measured)
+        return outcome
+
+    options = Options(tmp_path, cache=CompileCache(compiled_dir), space=small_space, measure=(90,), tune=tune)
+    (first,) = build(small_plan, (90,), options).bundles
+    assert first.measured == cells(small_plan)
+    assert (tmp_path / "pretuned-sm90.journal").exists()
+    (second,) = build(small_plan, (90,), options).bundles
+    assert second.unchanged
+    # Without a GPU what was measured beside the bundle still counts.
+    (third,) = build(small_plan, (90,), dataclasses.replace(options, measure=())).bundles
+    assert third.unchanged
+    assert calls == [cells(small_plan), 0]
+
+
+def test_out_of_time_it_stops_and_goes_on_later(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    journal = tmp_path / "h200.journal"
+    with gpus(candidates, run=faketimer.slow) as here:
+        first = tune_problems(small_plan.buckets, candidates, journal, executors=here, budget_s=0.2)
+    assert 0 < first.measured < cells(small_plan)
+    assert first.left == cells(small_plan) - first.measured
+    assert not first.finished
+    found = read_candidates(candidates, small_plan)
+    part = measured_bundle(small_plan, found, read_journal(journal))
+    sources = [one.source for row in part.choices.values() for one in row]
+    assert sources.count(Source.MEASURED) == first.measured  # the best so far
+    with gpus(candidates) as here:
+        second = tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    assert (second.known, second.measured, second.left) == (first.measured, first.left, 0)
+    with gpus(candidates, run=faketimer.lost) as here:  # nobody is asked again
+        third = tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    assert (third.known, third.measured) == (cells(small_plan), 0)
+
+
+_TUNE = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+import faketimer
+from conftest import ODD, SMALL
+from test_tune import gpus
+from pretuned.aot.interrupts import tidy_interrupts
+from pretuned.aot.models import load_models
+from pretuned.aot.plan import plan
+from pretuned.aot.tune import TuneObservers, tune_problems
+from pretuned.artifacts.types import Op
+if __name__ == "__main__":
+    candidates, journal = map(Path, sys.argv[1:3])
+    problems = plan(load_models([SMALL, ODD], (Op.FORWARD,)).shapes).buckets
+    watch = TuneObservers(on_cell=lambda p: print("cell", p.done, flush=True), on_note=lambda n: print(n, flush=True))
+    try:
+        with tidy_interrupts(), gpus(candidates, run=faketimer.slow) as here:
+            tune_problems(problems, candidates, journal, executors=here, observers=watch)
+    except KeyboardInterrupt as error:
+        sys.exit(f"{error}")
+"""
+
+
+def tuner(candidates: Path, journal: Path) -> subprocess.Popen[str]:
+    """A tuner in a process of its own."""
+    script = journal.parent / "tune.py"
+    script.write_text(_TUNE)
+    here = Path(__file__).parent
+    return subprocess.Popen(
+        [sys.executable, str(script), str(candidates), str(journal), str(here), str(here / "workerjobs")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(journal.parent),
+             "PYTHONPATH": os.pathsep.join([str(here), str(here / "workerjobs")])},
+    )  # fmt: skip
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == text:
+            return
+    raise AssertionError(f"it ended before it said {text!r}: {process.stderr and process.stderr.read()}")
+
+
+def test_killed_it_loses_the_job_in_flight_at_most(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    journal = tmp_path / "h200.journal"
+    process = tuner(candidates, journal)
+    try:
+        wait_for(process, "cell 5")
+    finally:
+        process.kill()
+        process.communicate()
+    kept = len(read_journal(journal).records)
+    assert 5 <= kept <= 6 < cells(small_plan)
+    with gpus(candidates) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    assert (outcome.known, outcome.measured, outcome.left) == (kept, cells(small_plan) - kept, 0)
+    whole = tmp_path / "whole.journal"
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, whole, executors=here)
+    found = read_candidates(candidates, small_plan)
+    bundles = [codec.encode(measured_bundle(small_plan, found, read_journal(one))) for one in (journal, whole)]
+    assert bundles[0] == bundles[1]
+
+
+def test_interrupted_it_says_what_is_kept_and_ends_its_workers(candidates: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "h200.journal"
+    process = tuner(candidates, journal)
+    wait_for(process, "cell 3")
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    kept = len(read_journal(journal).records)
+    assert kept >= 3
+    assert f"interrupted: {kept} of" in told
+    assert "run the same command to go on" in told
+    assert not list(tmp_path.glob("pretuned-build-*"))
+
+
+def test_two_at_once_take_turns(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    journal = tmp_path / "h200.journal"
+    process = tuner(candidates, journal)
+    wait_for(process, "cell 2")
+    notes: list[str] = []
+    with gpus(candidates) as here:
+        outcome = tune_problems(
+            small_plan.buckets, candidates, journal, executors=here, observers=TuneObservers(on_note=notes.append)
+        )
+    assert process.wait(timeout=60) == 0
+    process.communicate()
+    assert (outcome.known, outcome.measured) == (cells(small_plan), 0)  # the other one had done all of it
+    assert len(notes) == 1
+    assert f"another tuner (process {process.pid}) writes" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"), [(faketimer.wrong, WRONG), (faketimer.faults, FAULT), (faketimer.dies, DIED),
+                      (faketimer.hangs, HUNG)]
+)  # fmt: skip
+def test_a_variant_that_misbehaves_is_told_skipped_and_never_ships(
+    mine: Path, small_plan: Plan, tmp_path: Path, run: Callable[[Setup, Job], Result], kind: str
+) -> None:
+    journal = tmp_path / "h200.journal"
+    with open_bundle(mine) as bundle:
+        bad = bundle.variant(0)
+    notes: list[str] = []
+    timeout_s = 2.0 if kind == HUNG else 60.0
+    watch = TuneObservers(on_note=notes.append)
+    with gpus(mine, run=run, timeout_s=timeout_s) as here:
+        outcome = tune_problems(small_plan.buckets, mine, journal, executors=here, observers=watch)
+    assert (outcome.measured, outcome.left, outcome.unable) == (cells(small_plan), 0, 0)
+    assert [(one.kind, one.variant) for one in outcome.failures] == [(kind, bad.cubin_sha256)]
+    assert any(f"a variant is out ({kind})" in note for note in notes)
+    contents = read_journal(journal)
+    assert sum(isinstance(one, Failure) for one in contents.records) == 1
+    for record in contents.records:
+        if isinstance(record, Measured):
+            assert bad.cubin_sha256 not in {one.variant for one in record.timings}
+    shipped = measured_bundle(small_plan, read_candidates(mine, small_plan), contents)
+    assert bad.cubin_sha256 not in {one.cubin_sha256 for one in shipped.variants}
+    assert shipped.variants
+    with gpus(mine, run=faketimer.lost) as here:  # it is not tried again
+        again = tune_problems(small_plan.buckets, mine, journal, executors=here)
+    assert (again.known, again.measured) == (cells(small_plan), 0)
+
+
+def test_a_worker_that_was_killed_by_others_costs_nothing(mine: Path, small_plan: Plan, tmp_path: Path) -> None:
+    with gpus(mine, run=faketimer.dies_once) as here:
+        outcome = tune_problems(small_plan.buckets, mine, tmp_path / "h200.journal", executors=here)
+    assert (outcome.measured, outcome.left, outcome.failures) == (cells(small_plan), 0, ())
+
+
+def test_a_lost_gpu_ends_it_and_blames_no_variant(mine: Path, small_plan: Plan, tmp_path: Path) -> None:
+    journal = tmp_path / "h200.journal"
+    with (
+        gpus(mine, run=faketimer.dies_once, greet=faketimer.lost) as here,
+        pytest.raises(HostError, match="GPU 0 does not answer any more: the process on GPU 0 died"),
+    ):
+        tune_problems(small_plan.buckets, mine, journal, executors=here)
+    assert read_journal(journal).records == ()
+
+
+def test_a_gpu_that_never_starts_is_the_machines_fault(mine: Path, small_plan: Plan, tmp_path: Path) -> None:
+    Path(f"{mine}.died").touch()
+    with (
+        gpus(mine, greet=faketimer.lost) as here,
+        pytest.raises(HostError, match="GPU 0: its worker does not start: the process on GPU 0 died"),
+    ):
+        tune_problems(small_plan.buckets, mine, tmp_path / "h200.journal", executors=here)
+
+
+def test_gpus_that_differ_are_refused(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    with (
+        gpus(candidates, greet=faketimer.other_gpu, count=2) as here,
+        pytest.raises(InputError, match=r"the GPUs differ: NVIDIA H200 .* and NVIDIA H100"),
+    ):
+        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here)
+
+
+def test_candidates_for_another_problem_are_refused(candidates: Path, tmp_path: Path) -> None:
+    problem = Problem(Op.DW, DType.BF16, 8, 256, 256)
+    with (
+        gpus(candidates) as here,
+        pytest.raises(InputError, match="no variant serves dW bf16 E=8 N=256 K=256: run aot compile"),
+    ):
+        tune_problems({problem: (16,)}, candidates, tmp_path / "journal", executors=here)
+
+
+def test_a_journal_of_other_code_is_refused(
+    candidates: Path, small_plan: Plan, small_space: Space, compiled_dir: Path, tmp_path: Path
+) -> None:
+    journal = tmp_path / "h200.journal"
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    other = Space(lambda op, dtype, sm: small_space.aligned(op, dtype, 80)[:1], lambda op, dtype, sm: ())
+    aligned = next(one for one in small_plan.problems if is_aligned(one))
+    forward = Plan({aligned: small_plan.buckets[aligned]}, ())
+    path = tmp_path / "other.msgpack"
+    compile_candidates(forward, 90, path, Options(tmp_path, cache=CompileCache(compiled_dir), space=other))
+    with pytest.raises(InputError, match=r"not one of its \d+ variants is among the candidates"):
+        measured_bundle(forward, read_candidates(path), read_journal(journal))
+
+
+def test_what_does_not_fit_the_memory_is_left_modelled(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    problem = small_plan.problems[0]
+    assert fits(problem, 1 << 20, 143771)
+    assert not fits(problem, 1 << 31, 143771)
+    assert not fits(Problem(Op.FORWARD, DType.BF16, 256, 4096, 7168), 16, 16_000)  # 15 GB of weights
+    with gpus(candidates) as here:
+        outcome = tune_problems({problem: (16, 1 << 31)}, candidates, tmp_path / "journal", executors=here)
+    assert (outcome.total, outcome.measured, outcome.too_large, outcome.left) == (2, 1, 1, 0)

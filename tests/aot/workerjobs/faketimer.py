@@ -1,0 +1,105 @@
+"""Stands where a GPU would be: times made of a digest, the same in every process. All around it is real."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from pretuned.aot.jobs import Hello, Job, Result, Setup
+from pretuned.aot.records import FAULT, WRONG, Duel, Failure, Measured, Timing
+from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import Gpu
+
+H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
+
+
+def greet(setup: Setup) -> Hello:
+    return Hello(90, H200)
+
+
+def time_ns(job: Job, sha: bytes) -> int:
+    """From 10 to 20 us."""
+    text = f"{job.problem} {job.bucket}".encode() + sha
+    return 10_000 + int.from_bytes(hashlib.sha256(text).digest()[:4], "big") % 10_000
+
+
+def run(setup: Setup, job: Job) -> Result:
+    with open_bundle(setup.candidates) as bundle:
+        shas = [bundle.variant(i).cubin_sha256 for i in job.contenders]
+    timings = tuple(Timing(sha, (time_ns(job, sha),) * 2, 0.001, 20, 0.0017) for sha in shas)
+    fastest = min(timings, key=lambda one: one.time_ns)
+    duel = None
+    if fastest.variant != shas[0]:
+        ratio = round(fastest.time_ns / timings[0].time_ns, 5)
+        duel = Duel(fastest.variant, shas[0], fastest.ns, timings[0].ns, ratio, 0.005)
+    return Result(Measured(job.problem, job.bucket, shas[0], timings, duel, None, 1.0, 13000))
+
+
+def slow(setup: Setup, job: Job) -> Result:
+    time.sleep(0.05)
+    return run(setup, job)
+
+
+def _first_aligned(setup: Setup, job: Job) -> tuple[int, bytes]:
+    """The candidate that misbehaves: the first one of the forward."""
+    with open_bundle(setup.candidates) as bundle:
+        return 0, bundle.variant(0).cubin_sha256
+
+
+def wrong(setup: Setup, job: Job) -> Result:
+    """Variant 0 computes something else."""
+    bad, sha = _first_aligned(setup, job)
+    failures = (Failure(job.problem, job.bucket, sha, WRONG, "relative error 0.5"),) if bad in job.contenders else ()
+    rest = tuple(i for i in job.contenders if i != bad)
+    if not rest or job.contenders[0] == bad:
+        return Result(None, failures)
+    return Result(run(setup, Job(job.problem, job.bucket, rest)).measured, failures)
+
+
+def faults(setup: Setup, job: Job) -> Result:
+    """Variant 0 is an illegal instruction; its process can't be used any more."""
+    marker = Path(f"{setup.candidates}.broken-{os.getpid()}")
+    assert not marker.exists(), "a broken process was used again"
+    bad, sha = _first_aligned(setup, job)
+    if bad not in job.contenders:
+        return run(setup, job)
+    marker.touch()
+    return Result(None, (Failure(job.problem, job.bucket, sha, FAULT, "CUDA error: illegal instruction"),), broken=True)
+
+
+def dies(setup: Setup, job: Job) -> Result:
+    """Variant 0 takes its process down."""
+    if 0 in job.contenders:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run(setup, job)
+
+
+def hangs(setup: Setup, job: Job) -> Result:
+    """Variant 0 never ends."""
+    if 0 in job.contenders:
+        time.sleep(3600)
+    return run(setup, job)
+
+
+def dies_once(setup: Setup, job: Job) -> Result:
+    """Somebody else's kill, and no variant's fault."""
+    marker = Path(f"{setup.candidates}.died")
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run(setup, job)
+
+
+def lost(setup: Setup) -> Hello:
+    """A GPU that has fallen off the bus, once a job died on it."""
+    if Path(f"{setup.candidates}.died").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return greet(setup)
+
+
+def other_gpu(setup: Setup) -> Hello:
+    """Two kinds of GPU in one machine."""
+    return Hello(90, Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 13000)) if setup.device else greet(setup)
