@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -75,34 +76,76 @@ def chosen(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View, *, aligned: bool, most: int
 ) -> list[Candidate]:
     """The best ``most`` candidates that the bundles' own choices name, runners-up included, best first."""
-    claims: list[tuple[tuple[float, ...], Usable, Choice, int]] = []
-    for usable in view.usable:
-        here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if same_gpu(one, local.gpu)}
-        native = usable.bundle.target.sm == local.sm
-        for choice in snapshot.find(usable.bundle, problem):
-            origin = _origin(choice, here, native, usable)
-            distance = abs(choice.bucket.bit_length() - bucket.bit_length())
-            # Of two equally near buckets the larger: its tiles lose less on few rows than small ones on many.
-            key: tuple[float, ...] = (origin, distance > 0, distance, -choice.bucket, usable.order)
-            claims.append(((*key, choice.time_ns), usable, choice, choice.variant))
-            if choice.runner_up is not None:
-                claims.append(((*key, choice.runner_up_ns or 0), usable, choice, choice.runner_up))
-    claims.sort(key=lambda claim: (claim[0], claim[3]))
     found: list[Candidate] = []
     seen: set[tuple[int, int]] = set()  # a variant counts once, by its best claim
-    for claim, usable, choice, index in claims:
+    for claim in _claims(snapshot, problem, local, view).ranked(bucket):
         if len(found) == most:
             break
+        usable, choice, index = claim.usable, claim.choice, claim.index
         if (usable.order, index) in seen:
             continue
         seen.add((usable.order, index))
         variant = snapshot.variant(usable.bundle, index)
         if why_not(variant, problem, local, aligned=aligned) is None:
-            match = Match.NEAREST_BUCKET if claim[1] else Match.EXACT
+            match = Match.EXACT if choice.bucket == bucket else Match.NEAREST_BUCKET
             gpu = None if choice.gpu is None else usable.bundle.gpus[choice.gpu]
-            origin, time_us = Origin(int(claim[0])), claim[-1] / 1e3
-            found.append(Candidate(usable, index, variant, origin, match, choice.source, choice.bucket, time_us, gpu))
+            found.append(
+                Candidate(
+                    usable, index, variant, claim.origin, match, choice.source, choice.bucket, claim.time_ns / 1e3, gpu
+                )
+            )
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What one choice says of its variant, or of its runner-up."""
+
+    origin: Origin
+    usable: Usable
+    choice: Choice
+    index: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Claims:
+    """Every claim on a problem: the origins that there are, best first, and of each its claims by bucket."""
+
+    view: View
+    by_origin: tuple[dict[int, list[_Claim]], ...]
+
+    def ranked(self, bucket: int) -> Iterator[_Claim]:
+        """All of them, best first for this bucket."""
+        for by_bucket in self.by_origin:
+            yield from by_bucket.get(bucket, ())
+            near = [one for one in by_bucket if one != bucket]
+            # Of two equally near buckets the larger: its tiles lose less on few rows than small ones on many.
+            near.sort(key=lambda one: (abs(one.bit_length() - bucket.bit_length()), -one))
+            for one in near:
+                yield from by_bucket[one]
+
+
+def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -> _Claims:
+    """The claims of the bundles' choices, kept by the snapshot."""
+    key = (id(view), problem, local)
+    known: _Claims | None = snapshot.rankers.get(key)
+    if known is None:
+        claims = []
+        for usable in view.usable:
+            here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if same_gpu(one, local.gpu)}
+            native = usable.bundle.target.sm == local.sm
+            for choice in snapshot.find(usable.bundle, problem):
+                origin = _origin(choice, here, native, usable)
+                claims.append(_Claim(origin, usable, choice, choice.variant, choice.time_ns))
+                if choice.runner_up is not None:
+                    claims.append(_Claim(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0))
+        claims.sort(key=lambda one: (one.origin, one.choice.bucket, one.usable.order, one.time_ns, one.index))
+        by_origin: dict[Origin, dict[int, list[_Claim]]] = {}
+        for claim in claims:
+            by_origin.setdefault(claim.origin, {}).setdefault(claim.choice.bucket, []).append(claim)
+        known = snapshot.rankers[key] = _Claims(view, tuple(by_origin.values()))
+    return known
 
 
 def modelled(

@@ -196,10 +196,13 @@ def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
             _log.warning("pretuned: grouped GEMM runs on torch: %s", known.reason)
         return
     best = known.chosen
+    ideal = best.origin is Origin.THIS_GPU and best.match is Match.EXACT
+    if not _log.isEnabledFor(logging.DEBUG if ideal else logging.INFO):
+        return
     what = (known.problem, known.bucket, local.gpu.name, best.config, best.usable.path.name, known.reason)
-    if best.origin is Origin.THIS_GPU and best.match is Match.EXACT:
+    if ideal:
         _log.debug("pretuned: %s at M <= %d on %s: using %s of %s, %s", *what)
-    elif _log.isEnabledFor(logging.INFO):
+    else:
         _log.info(
             "pretuned: no measured choice for %s at M <= %d on %s; using %s of %s, %s; build one with: %s",
             *what, build_line(known.problem, known.bucket, local.sm),

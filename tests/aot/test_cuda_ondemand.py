@@ -89,6 +89,7 @@ def test_the_jit_runs_through_the_same_launcher(home: Path, caplog: pytest.LogCa
     assert "compiling it now with Triton" in caplog.text
     odd = x[:, 1:], w[:, :, 1:]
     assert error_of(grouped_gemm(*odd, sizes), *odd, sizes) < 1e-2
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = grouped_gemm(x, w, sizes)
     graph.replay()
