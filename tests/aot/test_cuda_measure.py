@@ -6,16 +6,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from pretuned.aot.journal import read_journal
-from pretuned.aot.records import ROUTINGS, WRONG, Measured
+from pretuned.aot.records import FAULT, ROUTINGS, WRONG, Measured
 from pretuned.aot.tune import TuneObservers, tune_problems
 from pretuned.aot.variants import serves
-from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts import codec
+from pretuned.artifacts.store import open_bundle, publish
 from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -90,3 +92,27 @@ def test_a_variant_with_wrong_numbers_is_out(candidates: Path, tmp_path: Path, m
     assert not result.broken
     assert [one.kind for one in result.failures] == [WRONG]
     assert "relative error 0.02" in result.failures[0].reason
+
+
+def test_a_fault_on_the_gpu_is_contained(candidates: Path, tmp_path: Path) -> None:
+    """A variant that reads its weights at address 0: an illegal access, after which its process is of no use."""
+    with open_bundle(candidates) as opened:
+        bundle = opened.load()
+    problem = Problem(Op.FORWARD, DType.BF16, E, N, K)
+    bad = next(i for i, one in enumerate(bundle.variants) if serves(one, problem) and not dict(one.config)["tma"])
+    swapped = {"w": "index", "index": "w"}
+    arguments = tuple((swapped.get(name, name), kind) for name, kind in bundle.variants[bad].arguments)
+    broken = replace(bundle.variants[bad], arguments=arguments)
+    variants = (*bundle.variants[:bad], broken, *bundle.variants[bad + 1 :])
+    path = tmp_path / "broken.msgpack"
+    publish(path, codec.encode(replace(bundle, variants=variants)))
+    journal = tmp_path / "here.journal"
+    outcome = tune_problems({problem: (64, 1024)}, path, journal, share=1.0)
+    assert [one.kind for one in outcome.failures] == [FAULT]
+    assert outcome.failures[0].variant == broken.cubin_sha256
+    assert "illegal memory access" in outcome.failures[0].reason
+    assert (outcome.measured, outcome.left) == (2, 0)
+    for record in read_journal(journal).records:
+        if isinstance(record, Measured):
+            assert broken.cubin_sha256 not in {one.variant for one in record.timings}
+            assert len(record.timings) > 10
