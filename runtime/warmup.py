@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import time
@@ -9,19 +10,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..artifacts.errors import InputError, ProblemNotInBundle
+from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
+from ..artifacts.store import BundleFile
 from ..artifacts.types import Model, Problem, bucket_of
 from . import discover
+from .candidates import why_not
 from .device import LocalGpu, current_device, local_gpu
-from .discover import Snapshot, View
+from .discover import Rejected, Snapshot, View
 from .dispatch import forms_of, naturally_aligned
-from .loading import prepare
+from .loading import loaded, prepare
 from .settings import settings
 
 _ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those of the last bucket
 _MOST_ROWS = (1 << 31) - 1
 
-_Cell: TypeAlias = tuple[Problem, int, bool]
+_Cell: TypeAlias = tuple[Problem, int]
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ _log = logging.getLogger(__name__)
 class Preloaded:
     """What ``preload`` did: ``count`` variants stand loaded for ``problems`` problems, ``seconds`` later.
 
-    ``cells`` are the (problem, bucket) pairs that were decided, aligned and not.
+    ``cells`` are the (problem, bucket) pairs that were decided.
     """
 
     count: int
@@ -45,7 +48,7 @@ def preload(
     tokens: range | None = None,
     device: int | None = None,
 ) -> Preloaded:
-    """Load every variant that the calls of a deployment can come to; afterwards such calls load and decide nothing.
+    """Load every variant that the calls of a deployment can come to; afterwards such calls load nothing.
 
     Every form of a product counts, whatever is fused with it, and tensors that are not aligned to 16 bytes do too.
 
@@ -88,13 +91,19 @@ def preload(
     cells = cells_of(wanted, snapshot, local)
     kernels = set()
     strict = settings().strict
-    for problem, bucket, aligned in cells:
+    for problem, bucket in cells:
+        aligned = naturally_aligned(problem)
         try:
             kernel = prepare(snapshot, problem, bucket, local, device, aligned=aligned, strict=strict)
         except ProblemNotInBundle:  # strict mode: the call itself will raise
             continue
         if kernel is not None:
             kernels.add(kernel.function.handle)
+    for bundle, index in fallbacks_of(dict.fromkeys(problem for problem, _ in cells), snapshot, local):
+        try:
+            kernels.add(loaded(bundle, index, device, local.gpu.sm_count).function.handle)
+        except BundleError as error:
+            snapshot.reject(bundle, error)
     done = Preloaded(len(kernels), len(wanted), len(cells), time.perf_counter() - began)
     _log.info("pretuned: %d variants preloaded for %d problems in %.1f ms", done.count, done.problems,
               done.seconds * 1e3)  # fmt: skip
@@ -102,15 +111,29 @@ def preload(
 
 
 def cells_of(wanted: Mapping[Problem, Iterable[int]], snapshot: Snapshot, local: LocalGpu) -> list[_Cell]:
-    """Every (problem, bucket, aligned) that calls of these products come to, in whatever form they are made."""
+    """Every (problem, bucket) that calls of these products come to, in whatever form they are made."""
     cells: dict[_Cell, None] = {}
     for problem, found in wanted.items():
-        natural = naturally_aligned(problem)
         for form in forms_of(problem):
             if form is problem or snapshot.serves(form, local):
-                for bucket in sorted(found):
-                    cells.update(dict.fromkeys((form, bucket, aligned) for aligned in {natural, False}))
+                cells.update(dict.fromkeys((form, bucket) for bucket in sorted(found)))
     return list(cells)
+
+
+def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
+    """Every variant that a call on tensors that are not aligned could come to: a few of each kind."""
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            usable = snapshot.view(local, installed=True).usable
+            return list(
+                dict.fromkeys(
+                    (one.bundle, index)
+                    for problem in problems
+                    for one in usable
+                    for index, variant in snapshot.variants(one.bundle, problem)
+                    if variant.alignment == 1 and why_not(variant, problem, local, aligned=False) is None
+                )
+            )
 
 
 def records_of(names: Sequence[str], view: View) -> list[Model]:

@@ -9,10 +9,11 @@ import torch
 from made import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
 
 from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.store import BundleFile
 from pretuned.artifacts.types import DType, Model, Problem
 from pretuned.runtime import preload
-from pretuned.runtime.dispatch import Decision, decide
-from pretuned.runtime.warmup import _rows, buckets, cells_of, records_of, rows_of
+from pretuned.runtime.dispatch import Decision, Miss, decide
+from pretuned.runtime.warmup import _rows, buckets, cells_of, fallbacks_of, records_of, rows_of
 
 CHOICES = {PROBLEM: [modelled(64, WIDE)], OTHER: [modelled(64, WIDE)]}
 MODELS = (
@@ -84,21 +85,27 @@ def test_every_call_of_a_step_is_among_the_cells(tmp_path: Path, model: Model, t
     wanted = {problem: buckets(rows_of(model, problem, tokens)) for problem in model.problems}
     cells = cells_of(wanted, found, ON_H200)
     assert len(cells) == len(set(cells))
-    for problem, bucket, aligned in cells:
-        assert isinstance(decide(found, problem, bucket, ON_H200, aligned=aligned), Decision)
+    loads = {variant_of(decide(found, problem, bucket, ON_H200)) for problem, bucket in cells}
+    loads |= set(fallbacks_of(wanted, found, ON_H200))
     count = len(found.decisions)
     for T in tokens:
         for problem in model.problems:
-            for aligned in (True, False):
-                decide(found, problem, T * model.top_k, ON_H200, aligned=aligned)
-    assert len(found.decisions) == count  # nothing was left to decide, so nothing to load
+            assert variant_of(decide(found, problem, T * model.top_k, ON_H200)) in loads
+    assert len(found.decisions) == count
+    for T in tokens:
+        for problem in model.problems:
+            assert variant_of(decide(found, problem, T * model.top_k, ON_H200, aligned=False)) in loads
+
+
+def variant_of(found: Decision | Miss) -> tuple[BundleFile, int]:
+    assert isinstance(found, Decision)
+    return found.chosen.usable.bundle, found.chosen.index
 
 
 def test_forms_that_no_bundle_has_code_for_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "a.msgpack", CHOICES, models=MODELS)
     cells = cells_of({PROBLEM: [64]}, snapshot(tmp_path), ON_H200)
-    assert {problem for problem, *_ in cells} == {PROBLEM}
-    assert {aligned for *_, aligned in cells} == {True, False}
+    assert cells == [(PROBLEM, 64)]
     assert not caplog.records
 
 
