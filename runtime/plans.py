@@ -135,10 +135,10 @@ class Plan:
             launch(first.data_ptr(), second.data_ptr(), dw.data_ptr(), m_sizes.data_ptr(), stride_first, stride_second,
                    M, stream)  # fmt: skip
         if w is not None and needs[0]:
-            dx = self._empty((M, K), (K, 1), self._dtype).zero_()
+            dx = self._empty((M, K), (K, 1), self._dtype)
             launch = self._dx
             if launch is None:
-                launch = self._dx = products.row_launch(Rows(Op.DX, dy, w, m_sizes, form.layout, M), dx)
+                launch = self._dx = products.row_launch(Rows(Op.DX, dy, w, m_sizes, form.layout, M, zero_tail=True), dx)
                 if launch is None:
                     self._plain = False
                     return None

@@ -134,6 +134,16 @@ def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[pl
     assert planned
 
 
+def test_rows_past_the_sum_have_no_gradient(planned: list[plans.Plan]) -> None:
+    x, w, _ = call()
+    m_sizes = torch.tensor([3, 0, 2, 1], dtype=torch.int32)
+    for _ in range(3):
+        _, dx, _ = gradients(x, w, m_sizes, zero_tail=True)
+        assert not dx[6:].any()
+        assert dx[:6].all()
+    assert len(planned) == 2
+
+
 def test_torch_func_takes_the_long_way(planned: list[plans.Plan]) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
