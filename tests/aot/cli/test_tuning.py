@@ -1,0 +1,126 @@
+"""aot compile, aot measure, and aot build with a journal; no machine here has a GPU, so what they say without one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretuned.aot import native
+from pretuned.aot.journal import Header, open_journal
+from pretuned.aot.records import Measured, Timing
+from pretuned.aot.variants import serves
+from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import Gpu, Source
+
+# fp32 dW has the fewest candidates: 7 variants.
+MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..8 name=mine"
+H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
+Aot = Callable[..., Any]
+
+pytestmark = pytest.mark.skipif(native.gpu_count() > 0, reason="for a machine without a GPU")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def candidates(aot: Aot, here: Path, cache: Path) -> Path:
+    done = aot("compile", "--models", MODEL, "--sm", "90", "-o", "candidates.msgpack", "--cache-dir", cache)
+    assert done.code == 0, done.err
+    assert "candidates for sm_90a" in done.out
+    return here / "candidates.msgpack"
+
+
+def write_journal(path: Path, candidates: Path) -> None:
+    """As if a GPU had measured every variant: the later in the bundle, the faster."""
+    with open_bundle(candidates) as bundle, open_journal(path, Header(90, H200, bundle.kernels)) as journal:
+        variants = bundle.variants()
+        for problem in bundle.problems():
+            able = [(i, one.cubin_sha256) for i, one in enumerate(variants) if serves(one, problem)]
+            timings = tuple(Timing(sha, (90_000 - 1000 * i,) * 2, 0.001, 20, 0.001) for i, sha in able)
+            for choice in bundle.find(problem):
+                modelled = variants[choice.variant].cubin_sha256
+                journal.append([Measured(problem, choice.bucket, modelled, timings, None, None, 1.0, 13000)])
+
+
+def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Path, cache: Path) -> None:
+    write_journal(here / "h200.journal", candidates)
+    given = ("build", "--models", MODEL, "--journal", "h200.journal")
+    done = aot(*given, "--candidates", "candidates.msgpack", "--out", "given")
+    assert done.code == 0, done.err
+    assert "choices were measured on NVIDIA H200" in done.out
+    done = aot(*given, "--sm", "90", "--out", "compiled", "--cache-dir", cache, "--json")
+    assert done.code == 0, done.err
+    (one,) = json.loads(done.out)["bundles"]
+    assert (one["source"], one["gpus"], one["tuned"]) == ("measured", ["NVIDIA H200"], None)
+    bundles = [here / place / "pretuned-sm90.msgpack" for place in ("given", "compiled")]
+    assert bundles[0].read_bytes() == bundles[1].read_bytes()
+    with open_bundle(bundles[0]) as bundle:
+        for problem in bundle.problems():
+            assert {choice.source for choice in bundle.find(problem)} == {Source.MEASURED}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j"), 1, "no CUDA GPU here: measure on"),
+        (("measure", "candidates.msgpack", "-J", "j"), 2, "nothing to measure for: give --models"),
+        (("measure", "candidates.msgpack", "--models", MODEL), 2, "Missing option '--journal'"),
+        (("measure", "none.msgpack", "--models", MODEL, "-J", "j"), 2, "none.msgpack"),
+        (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--budget", "5x"), 2, "wanted e.g. 90s, 10m"),
+        (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--gpus", "a"), 2, "wanted ordinals"),
+        (("build", "--models", MODEL, "--sm", "90", "--measure", "only"), 1, "sm_90 can't be measured"),
+        (("build", "--models", MODEL, "--sm", "80,90", "-J", "j"), 2, "a journal is of one capability"),
+        (("build", "--models", MODEL, "--sm", "90", "-J", "j", "--measure", "no"), 2, "wants nothing of it"),
+        (("build", "--models", MODEL, "--sm", "80", "--candidates", "candidates.msgpack"), 2, "are for sm_90"),
+        (("build", "--models", MODEL, "--candidates", "candidates.msgpack", "-J", "none"), 2, "aot measure writes one"),
+        (("build", "--models", "shape:E=8,H=256,I=128,k=2", "--candidates", "candidates.msgpack"), 2,
+         "no variants of dW bf16"),
+        (("compile", "--models", MODEL, "--sm", "80,90"), 2, "candidates are for one capability"),
+        (("compile", "--models", MODEL, "--sm", "90", "-o", "candidates.msgpack/x"), 1, "can't make the directory"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_message(
+    aot: Aot, candidates: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    done = aot(*arguments)
+    assert done.code == code, done.err
+    assert message in done.err
+    assert "Traceback" not in done.err
+
+
+def test_measuring_can_be_taken_out(aot: Aot, candidates: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRETUNED_DISABLE_AUTOTUNE", "1")
+    done = aot("measure", "candidates.msgpack", "--models", MODEL, "-J", "j")
+    assert (done.code, "PRETUNED_DISABLE_AUTOTUNE forbids measuring" in done.err) == (2, True)
+    done = aot("build", "--models", MODEL, "--sm", "90", "--measure", "only")
+    assert (done.code, "--measure only demands it" in done.err) == (2, True)
+    done = aot("build", "--models", MODEL, "--sm", "90", "--cache-dir", cache)
+    assert done.code == 0
+    assert "note: PRETUNED_DISABLE_AUTOTUNE is set: nothing is measured" in done.err
+    assert "the choices are modelled" in done.out
+
+
+def test_a_journal_of_another_gpu_or_code_is_refused(aot: Aot, here: Path, candidates: Path, cache: Path) -> None:
+    write_journal(here / "h200.journal", candidates)
+    other = "shape:E=8,H=256,I=128,k=2 dtype=fp16 ops=dW tokens=1..8 name=mine"
+    done = aot("compile", "--models", other, "--sm", "80", "-o", "other.msgpack", "--cache-dir", cache)
+    assert done.code == 0
+    done = aot("build", "--models", other, "--candidates", "other.msgpack", "-J", "h200.journal")
+    assert done.code == 2
+    assert "measured on sm_90, the candidates are for sm_80" in done.err
+
+
+def test_the_examples_in_the_help_have_real_options(aot: Aot) -> None:
+    for verb in ("compile", "measure", "build"):
+        done = aot(verb, "--help")
+        assert done.code == 0
+        options = {word for line in done.out.splitlines() for word in line.split() if word.startswith("--")}
+        named = {word.rstrip(",") for word in options}
+        assert {"--models", "--json"} <= named
