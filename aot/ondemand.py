@@ -64,6 +64,7 @@ class OnDemand:
         self._gpu_of = gpu_of
         self._lock = threading.RLock()
         self._memory: dict[CacheKey, Configs] = {}
+        self._tried: set[CacheKey] = set()  # what is not tuned again in this process
         self._settled: set[object] = set()  # what ``tune_call`` need not look at again
         self._settled_in: object = None  # the snapshot that this holds for
 
@@ -75,7 +76,12 @@ class OnDemand:
                 return known
             shape, local = _shape(key), self._gpu_of(device)
             planned = _planned(key, shape)
-            tuned = self._ensure(planned, local, device, force=force)
+            if key in self._tried and not force:
+                tuned = measured_here(planned.buckets, local)
+            else:
+                tuned = self._ensure(planned, local, device, force=force)
+                if not (settings().disable_autotune or capturing()):
+                    self._tried.add(key)
             configs = _configs(planned, shape, key.bucket, local)
             if tuned:
                 self.save(key, configs)
@@ -100,6 +106,7 @@ class OnDemand:
         """Forget everything that was tuned on demand or kept."""
         with self._lock:
             self._memory.clear()
+            self._tried.clear()
             self._settled.clear()
             discover.forget_made()
             place = settings().overlay

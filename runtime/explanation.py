@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..artifacts.errors import InputError
 from ..artifacts.types import DType, Gpu, Layout, Op, Problem, bucket_of
 from ..kernels import chips
-from . import discover
+from . import discover, jit
 from .candidates import Candidate, Match, Origin, chosen, modelled
 from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Skipped, Snapshot
@@ -27,7 +27,8 @@ _MOST = 1 << 16
 class Explanation:
     """What a call would run. ``str()`` is a table, ``to_dict()`` is for JSON.
 
-    ``candidates`` are ranked, the first is what runs; there are none where torch would run it. Past the first, times
+    ``candidates`` are ranked, the first is what runs; there are none where torch would run it, or Triton would first
+    compile it (``runs``, after ``allow_jit``). Past the first, times
     are for this very bucket: what a bundle says of it, or else what the cost model expects.
     """
 
@@ -38,11 +39,17 @@ class Explanation:
     reason: str
     candidates: tuple[Candidate, ...]
     skipped: tuple[Skipped, ...]
+    compiles: bool = False
 
     @property
     def chosen(self) -> Candidate | None:
         """The variant that runs, or None for torch."""
         return self.candidates[0] if self.candidates else None
+
+    @property
+    def runs(self) -> str:
+        """What runs the call: ``bundle``, ``jit`` or ``torch``."""
+        return "bundle" if self.candidates else "jit" if self.compiles else "torch"
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -53,7 +60,7 @@ class Explanation:
             "bucket": bucket_of(self.M),
             "aligned": self.aligned,
             "gpu": {"sm": self.local.sm, "name": self.local.gpu.name or None, "sm_count": self.local.gpu.sm_count},
-            "runs": "bundle" if self.candidates else "torch",
+            "runs": self.runs,
             "reason": self.reason,
             "candidates": [_row(candidate) for candidate in self.candidates],
             "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
@@ -63,7 +70,8 @@ class Explanation:
         lines = [f"{self.problem} M={self.M} (bucket {bucket_of(self.M)}) on {self.local}"]
         lines += [] if self.aligned else ["  tensors are not aligned to 16 bytes: only unaligned variants can run"]
         best = self.chosen
-        lines.append(f"  runs: {best.config if best else 'torch'}")
+        otherwise = "what Triton compiles in the first call (allow_jit)" if self.compiles else "torch"
+        lines.append(f"  runs: {best.config if best else otherwise}")
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
         lines.append(f"  why:  {self.reason}")
@@ -142,7 +150,8 @@ def examine(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, al
             ]
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
             why = reason(found[0], bucket, local) if found else miss_text(problem, bucket, local, view)
-            return Explanation(problem, M, aligned, local, why, tuple(found), view.skipped)
+            compiles = not found and jit.would_compile(problem, local)
+            return Explanation(problem, M, aligned, local, why, tuple(found), view.skipped, compiles)
 
 
 def fingerprint(device: int | None = None) -> str:

@@ -69,9 +69,14 @@ def jit_allowed() -> bool:
     return _allowed
 
 
+def would_compile(problem: Problem, local: LocalGpu) -> bool:
+    """Whether a call that no bundle can run would be compiled, rather than run by torch."""
+    return _allowed and not isinstance(_made.get(_kind(problem, local)), str)
+
+
 def compiled(problem: Problem, local: LocalGpu) -> BundleFile | str:
     """What the compiler makes for problems of this kind, made now if it was not yet; or why there is nothing."""
-    kind = (problem.op, problem.dtype, problem.layout, problem.fusion, problem.E > MAX_EXPERTS, local.sm)
+    kind = _kind(problem, local)
     with _lock:
         found = _made.get(kind)
         if found is None:
@@ -83,6 +88,10 @@ def forget() -> None:
     """Forget what was compiled; what is in use stays open."""
     with _lock:
         _made.clear()
+
+
+def _kind(problem: Problem, local: LocalGpu) -> _Kind:
+    return (problem.op, problem.dtype, problem.layout, problem.fusion, problem.E > MAX_EXPERTS, local.sm)
 
 
 def _compile(problem: Problem, local: LocalGpu) -> BundleFile | str:

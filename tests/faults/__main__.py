@@ -1,7 +1,8 @@
 """The long fault runs, from the repository's root: ``python -m tests.faults --long [--minutes 60] [--out x.json]``.
 
 Mutations of the golden bundles, as they are and with the digest made right, on every core until the time is over; then
-64 processes x 8 threads x 100 rounds that load one bundle. Prints, and writes, what was run and found.
+64 processes x 8 threads x 100 rounds that load one bundle, and 32 processes x 50 rounds that tune one layer. Prints,
+and writes, what was run and found.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ sys.path += [str(HERE), str(HERE.parent / "golden")]
 
 import mutate  # noqa: E402
 import test_processes  # noqa: E402
+import test_tuning  # noqa: E402
 
 CHUNK = 2000
 
@@ -51,6 +53,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="of fuzzing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=64, help="that load one bundle at the same time")
+    parser.add_argument("--tuners", type=int, default=32, help="processes that tune one layer at the same time")
+    parser.add_argument("--rounds", type=int, default=50, help="of tuning")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
@@ -62,6 +66,10 @@ def main() -> int:
         begin = time.monotonic()
         statuses = test_processes.race(Path(folder), options.processes, 8, 100)
         race_s = round(time.monotonic() - begin, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.monotonic()
+        tuning = test_tuning.race(Path(folder), options.tuners, options.rounds)
+        tuning_s = round(time.monotonic() - begin, 1)
     results = {
         "command": sys.argv[1:],
         "python": platform.python_version(),
@@ -69,11 +77,12 @@ def main() -> int:
         **totals,
         "race": {"processes": options.processes, "threads": 8, "rounds": 100, "seconds": race_s},
         "race_failures": sum(status != 0 for status in statuses),
+        "tuning": {"processes": options.tuners, "rounds": options.rounds, "seconds": tuning_s, "wrong": tuning},
     }
     print(json.dumps(results, indent=2))
     if options.out:
         options.out.write_text(json.dumps(results, indent=2) + "\n")
-    return 1 if totals["accepted"] or results["race_failures"] else 0
+    return 1 if totals["accepted"] or results["race_failures"] or tuning else 0
 
 
 if __name__ == "__main__":

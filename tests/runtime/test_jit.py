@@ -66,7 +66,22 @@ def compiler(clean_places: Path) -> Iterator[Compiler]:
 
 def test_without_being_allowed_nothing_is_compiled(compiler: Compiler, tmp_path: Path) -> None:
     assert isinstance(decide(snapshot(tmp_path), PROBLEM, 64, ON_H200), Miss)
+    assert examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True).runs == "torch"
     assert not compiler.asked
+
+
+def test_explain_says_what_a_call_would_do_and_compiles_nothing(compiler: Compiler, tmp_path: Path) -> None:
+    allow_jit()
+    found = snapshot(tmp_path)
+    told = examine(found, PROBLEM, 64, ON_H200, aligned=True)
+    assert told.runs == told.to_dict()["runs"] == "jit"
+    assert "what Triton compiles in the first call" in str(told)
+    assert not compiler.asked
+    decide(found, PROBLEM, 64, ON_H200)
+    assert examine(found, PROBLEM, 64, ON_H200, aligned=True).runs == "bundle"
+    compiler.error = CompileError("no")
+    decide(found, HALF, 64, ON_H200)
+    assert examine(found, HALF, 64, ON_H200, aligned=True).runs == "torch"
 
 
 def test_it_is_compiled_once_for_every_shape_of_the_kind(compiler: Compiler, tmp_path: Path) -> None:
