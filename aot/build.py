@@ -36,11 +36,11 @@ from .workers import TIMEOUT_S, Compile, Job, Result, compile_all
 
 
 class Tune(Protocol):
-    """Measures cells of ``candidates`` into ``journal``: ``tune_problems``, but for how."""
+    """Measures cells of ``candidates`` into ``journal``: ``tune_problems``, but for how. None where it can't."""
 
     def __call__(
         self, problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, observers: TuneObservers
-    ) -> Outcome: ...  # fmt: skip
+    ) -> Outcome | None: ...  # fmt: skip
 
 
 def tune_now(
@@ -184,7 +184,7 @@ def _measure(
                 every = choose_among_all(plan, candidates.compiled, sm)
                 publish(path, codec.encode(assembled(plan, candidates, every, None)))
             outcome = options.tune(plan.buckets, path, journal, watch.tune)
-    elif options.modelled or not (options.journal or journal.exists()):
+    if options.modelled or not (outcome or options.journal or journal.exists()):
         return None, None
     return evidence_for(plan, candidates, read_journal(journal), f"journal '{journal}'"), outcome
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..artifacts.errors import BundleError, CudaError, InputError
+from ..artifacts.errors import BundleError, CudaError, HostError, InputError
 from ..artifacts.store import open_bundle
 from ..artifacts.types import Fusion, Layout, Op, Problem
 from ..kernels.config import Config
@@ -45,7 +45,16 @@ _benches: dict[Setup, Bench] = {}
 
 
 def hello(setup: Setup) -> Hello:
-    """Start the GPU, warm it up, and say what it is."""
+    """Start the GPU, warm it up, and say what it is.
+
+    Raises
+    ------
+    HostError
+        if torch can't use it.
+    """
+    if not torch.cuda.is_available():
+        built = f"it is built for CUDA {torch.version.cuda}" if torch.version.cuda else "it is built without CUDA"
+        raise HostError(f"torch {torch.__version__} can't use this machine's GPU: {built}")
     found = _bench(setup)
     return Hello(found.local.sm, found.local.gpu, found.notes)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..artifacts.errors import HostError, InputError
+from ..artifacts.errors import BundleError, HostError, InputError
 from ..artifacts.store import BundleFile, open_bundle
 from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
 from ..kernels.chips import Chip
@@ -27,7 +27,7 @@ from .evidence import measuring_chip
 from .gpuworkers import local_gpus
 from .jobs import GpuExecutor, Hello, Job, Result, WorkerLost
 from .journal import Header, Journal, described, open_journal
-from .records import Failure, Measured
+from .records import DIED, Failure, Measured
 from .variants import serves
 
 DEFAULT_BUDGET_S = 600.0
@@ -36,6 +36,10 @@ _RESERVE_BYTES = 2 << 30  # the context, code, and what a reference needs
 _RESTARTS = 3  # of a worker that does not start, one after the other
 
 Cell = tuple[Problem, int]
+
+
+class NoGpu(HostError):
+    """Nothing can be measured here: a GPU is missing, or can't be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +141,20 @@ def tune_problems(
     ------
     InputError
         if the candidates or the journal are for another GPU, or a bundle can't be read (BundleError).
+    NoGpu
+        if there is no GPU, or it can't be used.
     HostError
-        if there is no GPU, no worker starts, or the journal can't be written.
+        if a GPU is lost, or the journal can't be written.
     KeyboardInterrupt
         with a message that says how much is kept.
     """
     watch = observers or TuneObservers()
     with open_bundle(candidates) as bundle, contextlib.ExitStack() as stack:
         if executors is None:
-            executors = stack.enter_context(local_gpus(str(candidates), bundle.digest, gpus))
+            try:
+                executors = stack.enter_context(local_gpus(str(candidates), bundle.digest, gpus))
+            except HostError as error:
+                raise NoGpu(str(error)) from None
         hellos = _greet(executors)
         sm, gpu = _same_gpu(hellos, bundle)
         for hello, executor in zip(hellos, executors, strict=True):
@@ -163,8 +172,10 @@ def _greet(executors: Sequence[GpuExecutor]) -> list[Hello]:
     for executor, future in zip(executors, started, strict=True):
         try:
             hellos.append(future.result())
-        except WorkerLost as error:
-            raise HostError(f"{executor.name}: its worker does not start: {error}") from None
+        except BundleError:
+            raise
+        except (WorkerLost, RuntimeError, HostError) as error:
+            raise NoGpu(f"{executor.name}: its worker does not start: {_first_line(error)}") from None
     return hellos
 
 
@@ -313,7 +324,8 @@ class _Run:
         short = self.end is not None and self.planned_s / len(self.lanes) > self.end - self.begun
         groups.sort(key=lambda group: sum(trial.seconds for trial in group), reverse=not short)
         self.queue = deque(groups)
-        self.watch.on_start(self._progress())
+        left_s = self.planned_s / len(self.lanes)
+        self.watch.on_start(Progress(self.known, self.total, left_s, len(self.failed)))
         try:
             for lane in self.lanes:
                 self._next(lane)
@@ -416,7 +428,10 @@ class _Run:
         """What a future brought: a worker that has started again, or the result of a job."""
         try:
             result: Result | Hello = future.result()
-        except WorkerLost as error:
+        except (WorkerLost, RuntimeError, HostError) as failure:
+            if not isinstance(failure, WorkerLost) and not lane.starts:
+                raise
+            error = failure if isinstance(failure, WorkerLost) else WorkerLost(DIED, _first_line(failure))
             if lane.starts >= _RESTARTS:
                 raise HostError(
                     f"{lane.executor.name} does not answer any more: {error}. What was measured is kept"
@@ -478,14 +493,16 @@ class _Run:
         else:
             trial.alone, trial.split = deque(lane.sent), True
 
-    def _progress(self, record: Measured | None = None) -> Progress:
-        left_s = max(0.0, self.planned_s - self.done_s) / len(self.lanes)
+    def _progress(self, record: Measured) -> Progress:
         now = time.monotonic()
-        if self.done_s > 0:
-            left_s = max(0.0, self.planned_s - self.done_s) * (now - self.begun) / self.done_s
+        left_s = max(0.0, self.planned_s - self.done_s) * (now - self.begun) / self.done_s
         if self.end is not None:
             left_s = min(left_s, max(0.0, self.end - now))
         return Progress(self.known + self.measured, self.total, left_s, len(self.failed), record)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def expected_seconds(best_us: float) -> float:

@@ -20,7 +20,7 @@ from ..capabilities import parse_sm
 from ..native import native_sm
 from ..outdir import DEFAULT_NAME
 from ..summary import Built, Report
-from ..tune import Outcome, TuneObservers, tune_problems
+from ..tune import NoGpu, Outcome, TuneObservers, tune_problems
 from .options import as_json, cache_of, load, print_json, what_to_build
 from .progress import Progress
 from .table import duration, size, table
@@ -87,7 +87,7 @@ def build(
     if not as_json:
         for note in notes:
             click.echo(f"note: {note}", err=True)
-    tune = functools.partial(_tune, budget, ordinals(gpus))
+    tune = functools.partial(_tune, budget, ordinals(gpus), measuring == "only")
     options = Options(out, name, workers, cache, journal=journal, measure=measured_sms,
                       modelled=measuring == "no", tune=tune)  # fmt: skip
     with Progress(quiet=as_json, verbose=verbose) as progress, TuneProgress(as_json, budget, progress.pause) as second:
@@ -137,11 +137,17 @@ def _measured_sms(measuring: str, sms: Sequence[int], journal: Path | None) -> t
 
 
 def _tune(
-    budget_s: float | None, gpus: Sequence[int] | None, problems: Mapping[Problem, Sequence[int]],
+    budget_s: float | None, gpus: Sequence[int] | None, must: bool, problems: Mapping[Problem, Sequence[int]],
     candidates: Path, journal: Path,
     observers: TuneObservers,
-) -> Outcome:  # fmt: skip
-    return tune_problems(problems, candidates, journal, budget_s=budget_s, gpus=gpus, observers=observers)
+) -> Outcome | None:  # fmt: skip
+    try:
+        return tune_problems(problems, candidates, journal, budget_s=budget_s, gpus=gpus, observers=observers)
+    except NoGpu as error:
+        if must:
+            raise
+        observers.on_note(f"note: nothing is measured: {error}")
+        return None
 
 
 def _show(report: Report, out: Path, verbose: bool) -> None:

@@ -9,6 +9,7 @@ import click
 
 from ...artifacts.errors import InputError
 from ...runtime import settings
+from ..contenders import SHARE
 from ..models import load_models
 from ..plan import plan
 from ..tune import tune_problems
@@ -24,11 +25,13 @@ from .tuning import TuneProgress, budget_and_gpus, ordinals, told
 @click.option("--journal", "-J", required=True, metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
               help="Where every result is kept at once. Made, or gone on with.")  # fmt: skip
 @budget_and_gpus
+@click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=SHARE, show_default=True,
+              help="Measure this share of a cell's candidates; 1 measures all, as a check of the cost model.")  # fmt: skip
 @click.option("--no-torch", is_flag=True, help="Don't time torch's grouped_mm for the report.")
 @as_json
 def measure(
     candidates: Path, models: tuple[str, ...], ops: str | None, journal: Path, budget: float | None, gpus: str | None,
-    no_torch: bool, as_json: bool,
+    share: float, no_torch: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure candidates on this machine's GPUs, into a journal. Needs no Triton and no compiler.
 
@@ -49,7 +52,7 @@ def measure(
     with TuneProgress(as_json, budget) as progress:
         outcome = tune_problems(
             planned.buckets, candidates, journal, budget_s=budget, gpus=wanted, with_torch=not no_torch,
-            observers=progress.observers(),
+            share=share, observers=progress.observers(),
         )  # fmt: skip
     if as_json:
         print_json({**outcome.to_dict(), "journal": str(journal)})

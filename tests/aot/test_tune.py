@@ -25,7 +25,7 @@ from pretuned.aot.measured import measured_bundle
 from pretuned.aot.plan import Plan
 from pretuned.aot.records import DIED, FAULT, HUNG, WRONG, Failure, Measured
 from pretuned.aot.scratch import scratch_folder
-from pretuned.aot.tune import TuneObservers, fits, tune_problems
+from pretuned.aot.tune import NoGpu, TuneObservers, fits, tune_problems
 from pretuned.aot.variants import Space, is_aligned, serves
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import HostError, InputError
@@ -341,11 +341,17 @@ def test_a_worker_that_was_killed_by_others_costs_nothing(mine: Path, small_plan
     assert (outcome.measured, outcome.left, outcome.failures) == (cells(small_plan), 0, ())
 
 
-def test_a_lost_gpu_ends_it_and_blames_no_variant(mine: Path, small_plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("greet", "why"),
+    [(faketimer.lost, "the process on GPU 0 died"), (faketimer.lost_with_an_error, "CUDA error: device unavailable")],
+)
+def test_a_lost_gpu_ends_it_and_blames_no_variant(
+    mine: Path, small_plan: Plan, tmp_path: Path, greet: Callable[[Setup], Hello], why: str
+) -> None:
     journal = tmp_path / "h200.journal"
     with (
-        gpus(mine, run=faketimer.dies_once, greet=faketimer.lost) as here,
-        pytest.raises(HostError, match="GPU 0 does not answer any more: the process on GPU 0 died"),
+        gpus(mine, run=faketimer.dies_once, greet=greet) as here,
+        pytest.raises(HostError, match=f"GPU 0 does not answer any more: {why}"),
     ):
         tune_problems(small_plan.buckets, mine, journal, executors=here)
     assert read_journal(journal).records == ()
@@ -358,6 +364,24 @@ def test_a_gpu_that_never_starts_is_the_machines_fault(mine: Path, small_plan: P
         pytest.raises(HostError, match="GPU 0: its worker does not start: the process on GPU 0 died"),
     ):
         tune_problems(small_plan.buckets, mine, tmp_path / "h200.journal", executors=here)
+
+
+def test_a_build_goes_on_modelled_where_the_gpu_can_not_be_used(
+    small_plan: Plan, small_space: Space, compiled_dir: Path, tmp_path: Path, candidates: Path
+) -> None:
+    with (
+        gpus(candidates, greet=faketimer.without_cuda) as here,
+        pytest.raises(NoGpu, match=r"GPU 0: its worker does not start: torch 2.* it is built without CUDA"),
+    ):
+        tune_problems(small_plan.buckets, candidates, tmp_path / "h200.journal", executors=here)
+    assert not (tmp_path / "h200.journal").exists()
+
+    def tune(problems, candidates, journal, observers):
+        return None
+
+    options = Options(tmp_path, cache=CompileCache(compiled_dir), space=small_space, measure=(90,), tune=tune)
+    (one,) = build(small_plan, (90,), options).bundles
+    assert (one.source, one.tuned) == ("modelled", None)
 
 
 def test_gpus_that_differ_are_refused(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pretuned.aot.jobs import Hello, Job, Result, Setup
 from pretuned.aot.records import FAULT, WRONG, Duel, Failure, Measured, Timing
+from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.store import open_bundle
 from pretuned.artifacts.types import Gpu
 
@@ -97,6 +98,18 @@ def lost(setup: Setup) -> Hello:
     """A GPU that has fallen off the bus, once a job died on it."""
     if Path(f"{setup.candidates}.died").exists():
         os.kill(os.getpid(), signal.SIGKILL)
+    return greet(setup)
+
+
+def without_cuda(setup: Setup) -> Hello:
+    """A torch that is built without CUDA."""
+    raise HostError("torch 2.13.0+cpu can't use this machine's GPU: it is built without CUDA")
+
+
+def lost_with_an_error(setup: Setup) -> Hello:
+    """As ``lost``, but CUDA says so."""
+    if Path(f"{setup.candidates}.died").exists():
+        raise RuntimeError("CUDA error: device unavailable\nmore of it")
     return greet(setup)
 
 
