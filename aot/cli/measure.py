@@ -26,7 +26,7 @@ from .tuning import TuneProgress, budget_and_gpus, ordinals, told
               help="Where every result is kept at once. Made, or gone on with.")  # fmt: skip
 @budget_and_gpus
 @click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=SHARE, show_default=True,
-              help="Measure this share of a cell's candidates; 1 measures all, as a check of the cost model.")  # fmt: skip
+              help="Measure this share of a cell's candidates; 1 is all, for a journal of its own.")  # fmt: skip
 @click.option("--no-torch", is_flag=True, help="Don't time torch's grouped_mm for the report.")
 @as_json
 def measure(
