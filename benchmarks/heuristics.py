@@ -181,9 +181,10 @@ def show(table: Mapping[str, Mapping[str, Any]]) -> None:
     print(f"\n{'':18}{'cells':>6}{'mean loss':>11}{'worst':>8}{'> 20 %':>8}{'x torch':>9}{'behind it':>11}"
           f"{'own too':>9}")  # fmt: skip
     for name, row in table.items():
-        mean, worst, speed = (row[key] for key in ("mean_loss", "worst_loss", "speed_over_torch"))
+        shown = (row[key] for key in ("mean_loss", "worst_loss", "speed_over_torch"))
+        mean, worst, speed = (math.nan if value is None else value for value in shown)
         print(f"{name:18}{row['cells']:6}{mean:11.2%}{worst:8.1%}{row['over_20_percent']:8}"
-              f"{speed or float('nan'):9.2f}{row['slower_than_torch_by_over_3_percent']:11}"
+              f"{speed:9.2f}{row['slower_than_torch_by_over_3_percent']:11}"
               f"{row['of_them_with_the_tuned_choice_too']:9}")  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,18 @@ from types import ModuleType
 
 import pytest
 
+from pretuned.aot.journal import Header, open_journal
+from pretuned.aot.models import load_models
+from pretuned.aot.plan import plan
+from pretuned.aot.records import Measured, Timing
+from pretuned.aot.variants import Family
+from pretuned.artifacts import codec
 from pretuned.artifacts.types import Op
+from pretuned.kernels.config import Config
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+JOBS = Path(__file__).parents[1] / "aot" / "workerjobs"
+MODELS = ["Qwen/Qwen3-30B-A3B tokens=16..64", "allenai/OLMoE-1B-7B-0924 tokens=16..64", "shape:E=8,H=512,I=256,k=2"]
 RESULTS = BENCHMARKS / "results"
 
 
@@ -61,3 +71,36 @@ def test_the_recorded_result_is_of_these_sweeps(tool: ModuleType) -> None:
     assert {(c["model"], c["tokens"], c["problem"], c["tuned_us"]) for c in recorded["cells"]} == cells
     assert recorded["goals"]["reached"]
     assert recorded["summary"]["all"]["cells"] == len(cells)
+
+
+def test_a_journal_will_do(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real journal, of made-up times: the first of two variants takes 10 us, the other 8."""
+    monkeypatch.syspath_prepend(str(JOBS))
+    import fakemeasure
+
+    planned = plan(load_models(MODELS).shapes)
+    slow, quick = Config(64, 128, 64, 4, 4, tma=True), Config(128, 128, 64, 8, 3, tma=True)
+    both = [fakemeasure.bundle(planned, config=config, modelled=True) for config in (slow, quick)]
+    candidates = dataclasses.replace(
+        both[0],
+        variants=both[0].variants + both[1].variants,
+        cubins=both[0].cubins + both[1].cubins,
+    )
+    (tmp_path / "candidates.msgpack").write_bytes(codec.encode(candidates))
+    with open_journal(tmp_path / "journal", Header(90, fakemeasure.H200, candidates.kernels)) as journal:
+        for problem, buckets in planned.buckets.items():
+            able = [one for one in candidates.variants if Family.of(one) == Family.of(problem) and one.alignment == 16]
+            timings = tuple(
+                Timing(one.cubin_sha256, (us * 1000, us * 1000), 0.01, 10, 1e-3)
+                for one, us in zip(able, (10, 8), strict=True)
+            )
+            journal.append(
+                Measured(problem, bucket, able[0].cubin_sha256, timings, None, (9000, 9000), 1.0, 13000)
+                for bucket in buckets
+            )
+    cells, torch_us = tool.journal_cells(tmp_path / "journal", tmp_path / "candidates.msgpack", MODELS)
+    assert {cell.model for cell in cells} == {model.name for model in planned.models}
+    assert all(sorted(cell.times_us) == [8.0, 10.0] and torch_us[cell] == 9.0 for cell in cells)
+    row = tool.summary(tool.left_out(cells, torch_us, 0))["all"]
+    assert row["cells"] == row["compared_with_torch"] == len(cells)
+    assert row["mean_loss"] == row["slower_than_torch_by_over_3_percent"] == 0  # only what was quick ships
