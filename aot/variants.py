@@ -90,7 +90,7 @@ def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]
             found += [
                 Spec(family.op, family.dtype, config, family.layout, family.fusion, alignment, experts)
                 for config in configs
-                if not (config.specialized and (experts > MAX_EXPERTS or Fusion.GATHER in family.fusion))
+                if not (config.specialized and experts > MAX_EXPERTS)
             ]
     return tuple(dict.fromkeys(found))
 

@@ -179,7 +179,8 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool]:
         sizes: dict[str, int | str | bool] = {"BLOCK_M": c.block_m, "BLOCK_K": c.block_k}
         columns, step, tables = c.block_k, (128 + c.block_k) * c.block_m, 1
     else:
-        sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec), "INDEXED": bool(spec.fusion)}
+        sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec), "INDEXED": bool(spec.fusion),
+                 "GATHER": Fusion.GATHER in spec.fusion}  # fmt: skip
         columns, step, tables = c.block_n, (128 + c.block_n) * c.block_k, 2
     # Both warpgroups' results pass through shared memory in as few parts as find room beside the stages.
     room = SPECIALIZED_SHARED_BYTES - 512 - 4 * MAX_EXPERTS * tables - c.num_stages * step * spec.dtype.itemsize

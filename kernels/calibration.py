@@ -91,49 +91,58 @@ _BLACKWELL = Family(
 )
 
 # fitted: begin
-# Fitted to sweeps with the sha256 ac0f5f3b8d9bbd59 by python
+# Fitted to sweeps with the sha256 7e91294cff50ae30 by python
 # benchmarks/fit_cost.py
 #   benchmarks/results/sweep-h200-dW-bf16.json
 #   benchmarks/results/sweep-h200-dX-bf16.json
 #   benchmarks/results/sweep-h200-forward-bf16.json
+#   --steps 2500
 #   --write
 #   --out benchmarks/results/fit-h200-bf16.json
 _HOPPER = Family(
-    sustained=0.772,
-    l2_bytes_per_clock=64.0,
-    rows=(0.241, 0.306, 1.1, 1.03, 0.989),
-    columns=(0.297, 0.427, 0.805, 0.798, 1.0),
-    one_cta={1: 0.25, 2: 0.4, 4: 0.989, 8: 1.0, 16: 1.0},
-    wgmma_columns=(0.2, 0.35, 0.662, 0.901, 1.0),
+    sustained=0.8,
+    l2_bytes_per_clock=58.6,
+    rows=(0.287, 0.427, 1.08, 1.13, 0.765),
+    columns=(0.299, 0.441, 0.888, 0.84, 1.0),
+    one_cta={1: 0.25, 2: 0.4, 4: 0.904, 8: 1.0, 16: 1.0},
+    wgmma_columns=(0.2, 0.35, 0.616, 1.0, 1.0),
     memory_share=0.96,
-    latency_ns=1330.0,
-    tma_latency_ns=924.0,
-    held_stages=0.207,
-    chain_norm=8.78,
-    pointer_step_ns=55.7,
-    tma_step_ns=11.0,
+    latency_ns=1310.0,
+    tma_latency_ns=837.0,
+    held_stages=0.309,
+    chain_norm=3.96,
+    pointer_step_ns=55.5,
+    tma_step_ns=7.92,
     pointer_wgmma=0.9,
-    persistent_exposed=0.594,
-    flight_norm=2.12,
-    tail_static=0.386,
-    tail_dynamic=0.445,
-    lockstep=0.731,
-    l2_usable=0.588,
-    norm=3.9,
-    write_share=0.749,
+    persistent_exposed=0.414,
+    flight_norm=2.96,
+    tail_static=0.743,
+    tail_dynamic=0.369,
+    lockstep=0.662,
+    l2_usable=0.592,
+    norm=2.78,
+    write_share=0.825,
     weight=WeightGrad(
-        step_ns=5.22,
-        issue_ns=14.7,
-        load_share=0.746,
-        row_bytes=84.2,
-        store_bytes_per_clock=18.6,
-        exposed=0.542,
-        norm=2.25,
+        step_ns=3.0,
+        issue_ns=4.39,
+        load_share=0.866,
+        row_bytes=34.5,
+        store_bytes_per_clock=21.8,
+        exposed=0.696,
+        norm=1.95,
+    ),
+    specialized=Specialized(
+        rate=1.07,
+        half=1.0,
+        exposed=0.198,
+        start_ns=805.0,
+        weight_rate=1.17,
+        weight_exposed=0.176,
     ),
 )
-_COLD_NS = 2820.0
-_START_NS = 1870.0
-_STORE_NS = 416.0
+_COLD_NS = 2560.0
+_START_NS = 1510.0
+_STORE_NS = 311.0
 # fitted: end
 
 

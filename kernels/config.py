@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class Config:
     """The knobs of one variant.
 
-    A tile is ``block_m`` rows of one expert (1: by vectors, not tensor cores) by ``block_n`` columns; the
-    reduction goes in steps of ``block_k``. (For dW a tile is ``block_n`` x ``block_k`` of one expert, reduced
-    ``block_m`` rows at a time.) ``group_m`` row tiles share their weight columns before the next columns are begun,
+    A tile is ``block_m`` rows of one expert by ``block_n`` columns; the reduction goes in steps of
+    ``block_k``. (For dW a tile is ``block_n`` x ``block_k`` of one expert, reduced ``block_m`` rows
+    at a time.) ``group_m`` row tiles share their weight columns before the next columns are begun,
     so that both stay in L2. ``tma`` loads through TMA descriptors encoded by the host.
     A ``persistent`` kernel runs as many programs as fit the GPU, each over many tiles; any other
     runs one program a tile. A ``specialized`` kernel (sm_90) has one warp that loads and two warpgroups that
@@ -71,12 +71,7 @@ def _power_of_two(value: int) -> bool:
 
 def invalid(config: Config) -> str | None:
     """Why no kernel can have this config, or None. What fits a GPU is read from the compiled cubin."""
-    ranges = (("block_m", 16, 256), ("block_n", 16, 256), ("block_k", 16, 256))
-    if config.block_m == 1:  # vectors, not tensor cores
-        ranges = (("block_m", 1, 1), ("block_n", 1, 256), ("block_k", 16, 2048))
-        if config.tma:
-            return "a config of single rows reads through pointers"
-    for name, low, high in ranges:
+    for name, low, high in (("block_m", 16, 256), ("block_n", 16, 256), ("block_k", 16, 256)):
         value = getattr(config, name)
         if not _power_of_two(value) or not low <= value <= high:
             return f"{name} is {value}, wanted a power of two from {low} to {high}"

@@ -53,67 +53,7 @@ def _store_rows(
 
 
 @triton.jit
-def _row(
-    x, w, y, index, row_weights, bias, expert, row, col_n, row_end, N, K, stride_x_m, stride_w_e, stride_w_row,
-    stride_y_m, index_step, index_end, x_divisor, flags,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr,
-):  # fmt: skip
-    """One row of y by vectors, not tensor cores: what an expert with a single row takes is the time to read w."""
-    k = tl.arange(0, BLOCK_K)
-    col = col_n + tl.arange(0, BLOCK_N)
-    source = row.to(tl.int64)
-    if (flags & GATHER) != 0:
-        flat, counts = flat_index(index, index_step, index_end, flags, source, row_end)
-        source = tl.where(counts, flat, 0) // x_divisor
-    x_at = x + source * stride_x_m + k
-    w_at = w + expert.to(tl.int64) * stride_w_e
-    if W_KN:
-        w_at += k[:, None].to(tl.int64) * stride_w_row + col[None, :]
-        acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
-    else:
-        w_at += col[:, None].to(tl.int64) * stride_w_row + k[None, :]
-        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in tl.range(0, K, BLOCK_K):
-        in_k = start + k < K
-        x_part = tl.load(x_at, mask=in_k, other=0.0).to(tl.float32)
-        if W_KN:
-            w_part = tl.load(w_at, mask=in_k[:, None] & (col[None, :] < N), other=0.0, eviction_policy="evict_first")
-            acc += w_part.to(tl.float32) * x_part[:, None]
-            w_at += BLOCK_K * stride_w_row
-        else:
-            w_part = tl.load(w_at, mask=in_k[None, :] & (col[:, None] < N), other=0.0, eviction_policy="evict_first")
-            acc += w_part.to(tl.float32) * x_part[None, :]
-            w_at += BLOCK_K
-        x_at += BLOCK_K
-    result = tl.sum(acc, 0 if W_KN else 1)
-    _store_rows(
-        y, result[None, :], index, row_weights, bias, expert, row, col_n, row_end, N, stride_y_m, index_step, index_end,
-        flags, INDEXED,
-    )  # fmt: skip
-
-
-@triton.jit
 def _tile(
-    x, w, y, index, row_weights, bias, expert, row_m, col_n, row_end, N, K, stride_x_m, stride_w_e, stride_w_row,
-    stride_y_m, index_step, index_end, x_divisor, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    if BLOCK_M == 1:
-        _row(
-            x, w, y, index, row_weights, bias, expert, row_m, col_n, row_end, N, K, stride_x_m, stride_w_e,
-            stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags, BLOCK_N, BLOCK_K, W_KN, INDEXED,
-        )  # fmt: skip
-    else:
-        _rows(
-            x, w, y, index, row_weights, bias, expert, row_m, col_n, row_end, N, K, stride_x_m, stride_w_e,
-            stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags, BLOCK_M, BLOCK_N, BLOCK_K,
-            X_TMA, W_TMA, W_KN, INDEXED, PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit
-def _rows(
     x, w, y, index, row_weights, bias, expert, row_m, col_n, row_end, N, K, stride_x_m, stride_w_e, stride_w_row,
     stride_y_m, index_step, index_end, x_divisor, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

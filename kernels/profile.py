@@ -119,9 +119,7 @@ def _flops_per_ns(
 ) -> float:
     """The rate of one SM on tiles of ``rows`` x ``columns``."""
     config, family = resources.config, c.family(chip.sm)
-    if rows == 1:
-        peak, sustained, share = chip.fp32_tflops, 1.0, c.fma_rows[0]
-    elif dtype is DType.FP32:
+    if dtype is DType.FP32:
         peak, sustained = chip.fp32_tflops, 1.0
         share = math.sqrt(c.fma_rows[SIZES.index(rows)] * c.fma_rows[SIZES.index(columns)])
     else:

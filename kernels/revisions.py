@@ -22,9 +22,9 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "tiles.py"), "456234c640b4838b8affd437acfe882b4d82283c7d4b2e97a861d4eb0db04aa4"
+_ROWS = ("forward.py", "tiles.py"), "d3969394564b31d8a8d3f12de2eaded6319202ff622c22adc71bb1914ae26891"
 _WEIGHT = ("grad_weight.py", "tiles.py"), "b8519d57c3403d921a7efc718b1f4472aaf75550ce910d4736fc76a23899b07d"
-_SPECIALIZED = ("specialized.py",), "df9ecf7c596c3261085640693ff3a916325a9930d1de954601ad32bf03ad2326"
+_SPECIALIZED = ("specialized.py",), "807c876a37351b312fd88bc3348c0bc0c0e60d86a0528e43580ba6918309f2f4"
 REVISIONS = {
     "rows": Revision(1, *_ROWS),
     "rows_specialized": Revision(1, *_SPECIALIZED),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 SKEW = 0.5
-BLOCKS = (1, 16, 32, 64, 128, 256)
+BLOCKS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,5 +57,4 @@ def expected_rows(E: int, M: int) -> Rows:
         for block in BLOCKS:
             load = M * share / block
             tiles[block] += experts * max(used, load + 0.5 * min(1.0, load))
-    tiles[1] = float(M)
     return Rows(active, M * classes[0][1], tiles)

@@ -45,15 +45,6 @@ HOPPER_POINTER: tuple[Row, ...] = (
     (16, 128, 128, 4, 3),
     (16, 64, 256, 4, 3),
 )
-# Experts with a single row or a few, by vectors: what an H200 read the weights fastest with.
-VECTORS: tuple[Row, ...] = (
-    (1, 4, 1024, 4, 1),
-    (1, 8, 512, 4, 1),
-    (1, 16, 256, 4, 1),
-    (1, 8, 1024, 8, 1),
-    (1, 4, 2048, 8, 1),
-    (1, 64, 64, 4, 1),
-)
 # sm_90, forward and dX, specialised: what won at large M.
 HOPPER_SPECIALIZED: tuple[Row, ...] = (
     (128, 256, 64, 8, 4),
@@ -67,7 +58,7 @@ HOPPER_DW_SPECIALIZED: tuple[Row, ...] = (
     (32, 128, 256, 8, 6),
     (64, 128, 256, 8, 4),
 )
-# sm_90, dX: the same of dX, and, last, what won in the forward and was not measured here.
+# sm_90, dX: the same of dX.
 HOPPER_DX_PERSISTENT: tuple[Row, ...] = (
     (128, 256, 64, 8, 3),
     (64, 256, 64, 4, 4),
@@ -81,10 +72,8 @@ HOPPER_DX_PERSISTENT: tuple[Row, ...] = (
     (16, 128, 256, 8, 3),
     (32, 128, 128, 4, 3),
     (64, 128, 64, 4, 6),
-    (128, 256, 32, 8, 4),
     (16, 256, 128, 4, 3),
     (64, 256, 64, 8, 3),
-    (32, 64, 256, 4, 3),
 )
 HOPPER_DX_TILE: tuple[Row, ...] = (
     (16, 128, 128, 4, 3),
@@ -102,8 +91,8 @@ HOPPER_DX_POINTER: tuple[Row, ...] = (
     (16, 64, 256, 4, 3),
     (16, 64, 128, 4, 4),
 )
-# sm_90, dW (a tile is block_n x block_k of one expert, block_m rows a step): the same of dW; the last four, TMA, and
-# the last two, pointers, are neighbours that nobody has measured.
+# sm_90, dW (a tile is block_n x block_k of one expert, block_m rows a step): the same of dW,
+# specialised kernels aside.
 HOPPER_DW: tuple[Row, ...] = (
     (32, 64, 256, 4, 4),
     (32, 128, 128, 4, 4),
@@ -116,12 +105,9 @@ HOPPER_DW: tuple[Row, ...] = (
     (32, 128, 256, 8, 6),
     (64, 128, 256, 8, 4),
     (32, 256, 128, 8, 6),
-    (32, 128, 256, 8, 8),
-    (16, 128, 128, 4, 6),
     (32, 64, 256, 4, 3),
     (32, 128, 128, 4, 3),
     (16, 64, 256, 4, 6),
-    (64, 64, 256, 4, 3),
 )
 HOPPER_DW_UNGROUPED: tuple[Row, ...] = (  # group_m 1
     (32, 128, 256, 8, 4),
@@ -133,7 +119,6 @@ HOPPER_DW_UNGROUPED: tuple[Row, ...] = (  # group_m 1
 HOPPER_DW_POINTER: tuple[Row, ...] = (
     (32, 128, 128, 4, 3),
     (16, 64, 128, 4, 4),
-    (32, 64, 256, 4, 3),
 )
 # Blackwell, TMA, nothing measured: 128 rows for large M, 64-row tiles where experts have few rows.
 TMA_PERSISTENT: tuple[Row, ...] = (

@@ -14,7 +14,7 @@ from .chips import limits
 from .config import Config, invalid
 from .shortlists import Row
 
-LIMIT = 48
+LIMIT = 40
 FP32_LIMIT = 8
 
 
@@ -44,7 +44,7 @@ def _configs(rows: tuple[Row, ...], *, tma: bool, persistent: bool, group_m: int
 
 
 def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
-    """The configs to compile, best guesses first, at most 48 (8 for fp32), all valid and without repeats.
+    """The configs to compile, best guesses first, at most 40 (8 for fp32), all valid and without repeats.
 
     Raises
     ------
@@ -89,8 +89,6 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
             pool = _configs(double(lists.POINTER_PERSISTENT, op), tma=False, persistent=True)
             pool += _configs(double(lists.POINTER_DECODE, op), tma=False, persistent=False)
             pool += _configs(double(lists.POINTER_PERSISTENT[4:5], op), tma=False, persistent=True, group_m=1)
-    if sm == 90 and op is Op.FORWARD and dtype in (DType.BF16, DType.FP16):
-        pool = _configs(lists.VECTORS, tma=False, persistent=False) + pool
     if sm == 90 and dtype in (DType.BF16, DType.FP16):
         rows = lists.HOPPER_DW_SPECIALIZED if op is Op.DW else lists.HOPPER_SPECIALIZED
         first = _configs(rows, tma=True, persistent=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -17,11 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 _INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
 # What ``flags`` says, as in forward.py and tiles.py.
+_GATHER: gl.constexpr = gl.constexpr(1)
 _SCATTER: gl.constexpr = gl.constexpr(2)
 _WEIGHT: gl.constexpr = gl.constexpr(4)
 _BIAS: gl.constexpr = gl.constexpr(8)
 _ZERO_TAIL: gl.constexpr = gl.constexpr(16)
-_INDEXED: gl.constexpr = gl.constexpr(2 | 4)
+_INDEXED: gl.constexpr = gl.constexpr(1 | 2 | 4)
 
 
 @gluon.jit
@@ -47,10 +50,10 @@ def _expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.
 
 
 @gluon.jit
-def _publish(queue, filled, free, slot, phase, a, b, c, d):
+def _publish(queue, filled, free, slot, phase, a, b, c, d, WARPS: gl.constexpr):
     """Puts four numbers into the queue for both warpgroups; waits until they took what was there."""
     mbarrier.wait(free.index(slot), phase ^ 1)
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     i = gl.arange(0, 4, layout=layout)
     queue.index(slot).store(gl.where(i == 0, a, gl.where(i == 1, b, gl.where(i == 2, c, d))))
     gl.barrier()
@@ -106,7 +109,7 @@ def _flat(index, index_step, index_end, flags, row, row_end):
 @gluon.jit
 def _scaled(acc, moved, expert, row, col, row_end, N, BLOCK_N: gl.constexpr, MMA: gl.constexpr):
     """(acc + bias) * weight, where the call has them."""
-    index, row_weights, bias, index_step, index_end, flags = moved
+    index, row_weights, bias, index_step, index_end, _x_divisor, flags = moved
     n = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
     added = gl.load(bias + expert.to(gl.int64) * N + n, mask=(n < N) & ((flags & _BIAS) != 0), other=0.0)
     m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)).to(gl.int64)
@@ -127,7 +130,7 @@ def _store_part(
     n = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
     inside = m < row_end
     if INDEXED:
-        index, _row_weights, _bias, index_step, index_end, flags = moved
+        index, _row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
         flat, inside = _flat(index, index_step, index_end, flags, m, row_end)
         m = gl.where((flags & _SCATTER) != 0, flat, m)
     gl.store(y + m[:, None] * stride_y_m + n[None, :], tile, mask=inside[:, None] & (n < N)[None, :])
@@ -163,7 +166,7 @@ def _store(
 def _multiply(
     half, a, b, full, empty, queue, filled, free, buffers, y, moved, N, stride_y_m, stride_y_e,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
-    INDEXED: gl.constexpr,
+    INDEXED: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: multiplies its 64 rows of every tile, and stores them.
 
@@ -183,6 +186,8 @@ def _multiply(
             acc = gl.zeros([64, BLOCK_N], gl.float32, mma)
             for step in range(steps):
                 mbarrier.wait(full.index(stage), phase)
+                if GATHER:
+                    fence_async_shared()
                 a_tile = a.index(stage * 2 + half)
                 b_tile = b.index(stage)
                 if not A_MK:
@@ -215,14 +220,16 @@ def _multiply(
 
 @gluon.jit
 def _load_rows(
-    x, w, a, b, full, empty, queue, filled, free, ends, tile_ends, counter, M, N, K, total,
+    x, w, a, b, full, empty, queue, filled, free, ends, tile_ends, counter, moved, M, N, K, total, stride_x_m,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, W_KN: gl.constexpr,
+    EXPERTS: gl.constexpr, W_KN: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp of the row-grouped GEMM."""
-    layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
-    half_bytes: gl.constexpr = 64 * BLOCK_K * x.dtype.primitive_bitwidth // 8
-    b_bytes: gl.constexpr = BLOCK_N * BLOCK_K * x.dtype.primitive_bitwidth // 8
+    """The loading warp of the row-grouped GEMM; four, where rows of x are gathered: those come through pointers."""
+    WARPS: gl.constexpr = 4 if GATHER else 1
+    layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32 // WARPS], [32], [WARPS], [0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [4, 1], [1, 0])
+    half_bytes: gl.constexpr = 64 * BLOCK_K * w.dtype.primitive_bitwidth // 8
+    b_bytes: gl.constexpr = BLOCK_N * BLOCK_K * w.dtype.primitive_bitwidth // 8
     tiles_n = gl.cdiv(N, BLOCK_N)
     steps = gl.cdiv(K, BLOCK_K)
     stage = gl.to_tensor(0)
@@ -248,25 +255,39 @@ def _load_rows(
         rest = inner - group * per_group
         row = row_start + (first + rest % height) * 128
         col = rest // height
-        _publish(queue, filled, free, slot, turn, row, col, row_end, steps | (expert << 20))
+        _publish(queue, filled, free, slot, turn, row, col, row_end, steps | (expert << 20), WARPS)
         slot, turn = _advance(slot, turn, 2)
         tile = _next_tile(counter, total)
         both = row + 64 < row_end
+        if GATHER:
+            index, _row_weights, _bias, index_step, index_end, x_divisor, flags = moved
+            m = row + gl.arange(0, 128, layout=gl.SliceLayout(1, ROWS)).to(gl.int64)
+            flat, inside = _flat(index, index_step, index_end, flags, m, row_end)
+            source = gl.where((flags & _GATHER) != 0, flat // x_divisor, m)
+            k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, ROWS))
+            x_at = x + gl.where(inside, source, 0)[:, None] * stride_x_m + k[None, :]
         for start in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
-            mbarrier.expect(bar, half_bytes + b_bytes, pred=both == 0)
-            mbarrier.expect(bar, 2 * half_bytes + b_bytes, pred=both)
-            tma.async_copy_global_to_shared(x, [row, start], bar, a.index(stage * 2))
-            tma.async_copy_global_to_shared(x, [row + 64, start], bar, a.index(stage * 2 + 1), pred=both)
+            if GATHER:
+                mbarrier.expect(bar, b_bytes)
+                both_halves = a.index(stage * 2)._reinterpret(w.dtype, [128, BLOCK_K], a.layout)
+                in_k = (start + k < K)[None, :]
+                async_copy.async_copy_global_to_shared(both_halves, x_at + start, mask=inside[:, None] & in_k)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                mbarrier.expect(bar, half_bytes + b_bytes, pred=both == 0)
+                mbarrier.expect(bar, 2 * half_bytes + b_bytes, pred=both)
+                tma.async_copy_global_to_shared(x, [row, start], bar, a.index(stage * 2))
+                tma.async_copy_global_to_shared(x, [row + 64, start], bar, a.index(stage * 2 + 1), pred=both)
             if W_KN:
-                b_tile = b.index(stage)._reinterpret(x.dtype, [1, BLOCK_K, BLOCK_N], w.layout)
+                b_tile = b.index(stage)._reinterpret(w.dtype, [1, BLOCK_K, BLOCK_N], w.layout)
                 tma.async_copy_global_to_shared(w, [expert, start, col * BLOCK_N], bar, b_tile)
             else:
-                b_tile = b.index(stage)._reinterpret(x.dtype, [1, BLOCK_N, BLOCK_K], w.layout)
+                b_tile = b.index(stage)._reinterpret(w.dtype, [1, BLOCK_N, BLOCK_K], w.layout)
                 tma.async_copy_global_to_shared(w, [expert, col * BLOCK_N, start], bar, b_tile)
             stage, phase = _advance(stage, phase, STAGES)
-    _publish(queue, filled, free, slot, turn, -1, 0, 0, 0)
+    _publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
 
 
 @gluon.jit
@@ -274,14 +295,15 @@ def rows_specialized(
     x, w, y, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_x_m, stride_w_e, stride_w_row, stride_y_m,
     m_sizes_step, index_step, index_end, x_divisor, flags,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, W_KN: gl.constexpr, INDEXED: gl.constexpr, REGISTERS: gl.constexpr,
+    EXPERTS: gl.constexpr, W_KN: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
+    """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
-    ``forward.rows`` but for rows that are gathered: x and w come through TMA.
+    ``forward.rows``. x and w come through TMA, x in GATHER code through pointers.
     """
-    element: gl.constexpr = x.dtype
-    a_layout: gl.constexpr = x.layout
+    element: gl.constexpr = w.dtype
+    a_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     b_layout: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=w.layout.swizzle_byte_width, element_bitwidth=w.layout.element_bitwidth, rank=2
     )
@@ -302,7 +324,7 @@ def rows_specialized(
     ends = gl.allocate_shared_memory(gl.int32, [EXPERTS], flat)
     tile_ends = gl.allocate_shared_memory(gl.int32, [EXPERTS], flat)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=129 if GATHER else 1)
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(filled.index(i), count=1)
@@ -315,24 +337,24 @@ def rows_specialized(
     tile_ends.store(tile_end)
     total = gl.max(tile_end, 0)
     used = gl.max(end, 0)
-    moved = (index, row_weights, bias, index_step, index_end, flags)
+    moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
     gl.barrier()
     gl.warp_specialize(
         [
             (_multiply, (
                 0, a, b, full, empty, queue, filled, free, buffers, y, moved, N, stride_y_m, 0, BLOCK_N,
-                STAGES, PARTS, True, not W_KN, INDEXED,
+                STAGES, PARTS, True, not W_KN, INDEXED, GATHER,
             )),
             (_multiply, (
                 1, a, b, full, empty, queue, filled, free, buffers, y, moved, N, stride_y_m, 0, BLOCK_N,
-                STAGES, PARTS, True, not W_KN, INDEXED,
+                STAGES, PARTS, True, not W_KN, INDEXED, GATHER,
             )),
             (_load_rows, (
-                x, w, a, b, full, empty, queue, filled, free, ends, tile_ends, counter, M, N, K, total, BLOCK_N,
-                BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN,
+                x, w, a, b, full, empty, queue, filled, free, ends, tile_ends, counter, moved, M, N, K, total,
+                stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER,
             )),
         ],
-        [4, 1],
+        [4, 4 if GATHER else 1],
         [REGISTERS, 504 - 2 * REGISTERS],
     )  # fmt: skip
 
@@ -355,6 +377,7 @@ def _load_weight(
     EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of dW: both operands end with the expert's rows, see ``kernels/abi.py``, RAGGED_SIZES."""
+    WARPS: gl.constexpr = 1
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
     half_bytes: gl.constexpr = 64 * BLOCK_M * x.dtype.primitive_bitwidth // 8
     b_bytes: gl.constexpr = BLOCK_K * BLOCK_M * x.dtype.primitive_bitwidth // 8
@@ -382,7 +405,7 @@ def _load_weight(
         row_end = gl.max(gl.where(i <= expert, end, 0), 0)
         count = row_end - row_start
         steps = gl.cdiv(count, BLOCK_M)
-        _publish(queue, filled, free, slot, turn, n, k, N, steps | (expert << 20))
+        _publish(queue, filled, free, slot, turn, n, k, N, steps | (expert << 20), WARPS)
         slot, turn = _advance(slot, turn, 2)
         tile = _next_tile(counter, total)
         both = n + 64 < N
@@ -399,7 +422,7 @@ def _load_weight(
             b_tile = b.index(stage)._reinterpret(x.dtype, [1, 1, BLOCK_M, BLOCK_K], x.layout)
             tma.async_copy_global_to_shared(x, [_INDEX_END, row_end, at, k * BLOCK_K], bar, b_tile)
             stage, phase = _advance(stage, phase, STAGES)
-    _publish(queue, filled, free, slot, turn, -1, 0, 0, 0)
+    _publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
 
 
 @gluon.jit
@@ -437,11 +460,11 @@ def weight_specialized(
         [
             (_multiply, (
                 0, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, stride_dw_e,
-                BLOCK_K, STAGES, PARTS, False, False, False,
+                BLOCK_K, STAGES, PARTS, False, False, False, False,
             )),
             (_multiply, (
                 1, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, stride_dw_e,
-                BLOCK_K, STAGES, PARTS, False, False, False,
+                BLOCK_K, STAGES, PARTS, False, False, False, False,
             )),
             (_load_weight, (
                 dy, x, a, b, full, empty, queue, filled, free, ends, counter, N, K, total, BLOCK_M, BLOCK_K, STAGES,

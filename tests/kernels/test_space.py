@@ -70,13 +70,16 @@ def test_the_hopper_list_holds_the_fastest_of_every_cell_measured(op: Op) -> Non
 
 @pytest.mark.parametrize("op", [Op.DX, Op.DW])
 def test_what_never_came_near_the_fastest_is_not_listed(op: Op) -> None:
+    # Each kind for itself: the others are for more than 512 experts and for tf32.
     variants, cells = _sweep(op)
     listed = set(candidates(op, DType.BF16, 90))
-    nearest = {
-        config: min(cell["us"][n] / min(cell["us"].values()) for cell in cells if n in cell["us"])
-        for n, config in variants.items()
-    }
-    assert {config: near for config, near in nearest.items() if config in listed and near > 1.021} == {}
+    nearest: dict[Config, float] = {}
+    for cell in cells:
+        for kind in (False, True):
+            times = {variants[n]: us for n, us in cell["us"].items() if variants[n].specialized is kind}
+            for config, us in times.items():
+                nearest[config] = min(nearest.get(config, 9.0), us / min(times.values()))
+    assert {str(config): near for config, near in nearest.items() if config in listed and near > 1.021} == {}
     assert len(listed & set(nearest)) >= 19
 
 
