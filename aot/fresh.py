@@ -12,7 +12,7 @@ from ..artifacts.errors import CompileError
 from ..artifacts.schema import pack_problem, read_problem
 from ..artifacts.store import publish
 from ..artifacts.types import Bundle, Choice, DType, Kernel, Model, Op, Problem, Producer, Source
-from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, counts
 from ..kernels.chips import chip_for, limits
 from ..kernels.config import Config
 from ..kernels.cost import Ranker, Resources
@@ -144,6 +144,7 @@ def _specs(problem: Problem, aligned: Iterable[Config], sm: int) -> list[Spec]:
         Spec(problem.op, problem.dtype, config, problem.layout, problem.fusion, alignment, most)
         for configs, alignment, most in ((aligned, ALIGNMENT_BYTES, experts), (rest, 1, MAX_EXPERTS_FALLBACK))
         for config in configs
+        if counts(config, most)
     ]
 
 
@@ -166,7 +167,7 @@ def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]
 
 
 def _likely(problem: Problem, config: Config, sm: int) -> Resources:
-    threads = 32 * config.num_warps
+    threads = 384 if config.specialized else 32 * config.num_warps
     tile = config.block_n * config.block_k if problem.op is Op.DW else config.block_m * config.block_n
     registers = min(limits(sm).registers_per_thread, _OVERHEAD_REGISTERS + tile // threads)
     shared = shared_bytes_at_least(problem.op, problem.dtype, config, sm)

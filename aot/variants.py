@@ -49,16 +49,16 @@ class Space:
     fallbacks: Candidates = space.fallbacks
 
     def candidates(self, family: Family, sm: int) -> tuple[Config, ...]:
-        """The aligned candidates of a family: all of them, or where rows are moved the first of each tile size.
+        """The aligned candidates of a family: all of them, or where rows are moved the first of each kind and tile size.
 
         The cost model tells forms that move rows from the plain one by little: half the candidates do.
         """
         every = self.aligned(family.op, family.dtype, sm)
         if not family.fusion:
             return every
-        firsts: dict[tuple[int, int, int], Config] = {}
+        firsts: dict[tuple[int, int, int, bool], Config] = {}
         for config in every:
-            firsts.setdefault((config.block_m, config.block_n, config.block_k), config)
+            firsts.setdefault((config.block_m, config.block_n, config.block_k, config.specialized), config)
         return tuple(firsts.values())
 
 
@@ -90,7 +90,7 @@ def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]
             found += [
                 Spec(family.op, family.dtype, config, family.layout, family.fusion, alignment, experts)
                 for config in configs
-                if not (config.specialized and experts > MAX_EXPERTS)
+                if abi.counts(config, experts)
             ]
     return tuple(dict.fromkeys(found))
 

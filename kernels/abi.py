@@ -111,6 +111,11 @@ def code_of(op: Op, fusion: Fusion) -> Fusion:
     return Fusion.GATHER if Fusion.GATHER in fusion else Fusion.SCATTER
 
 
+def counts(config: Config, max_experts: int) -> bool:
+    """Whether a kernel of this config can count the rows of so many experts: a specialised one keeps a table."""
+    return not config.specialized or max_experts <= MAX_EXPERTS
+
+
 def is_aligned(alignment: int, *values_bytes: int) -> bool:
     """Whether every pointer, row stride and row length, in bytes, keeps to ``alignment``."""
     mixed = 0
