@@ -49,7 +49,7 @@ class Space:
     fallbacks: Candidates = space.fallbacks
 
     def candidates(self, family: Family, sm: int) -> tuple[Config, ...]:
-        """The aligned candidates of a family: all of them, or where rows are moved the first of each kind and tile size.
+        """The aligned candidates of a family: all, or where rows are moved the first of each kind and tile size.
 
         The cost model tells forms that move rows from the plain one by little: half the candidates do.
         """

@@ -7,8 +7,9 @@ of its own: the graph may be replayed on any stream.
 from __future__ import annotations
 
 import threading
-from ctypes import byref, c_int
 from functools import cache
+
+import torch
 
 from . import driver
 
@@ -27,16 +28,14 @@ class Counters:
         self._next = self._end = 0
 
     def take(self, stream: int) -> int:
-        """The address of a zeroed word for a launch on ``stream``.
+        """The address of a zeroed word for a launch on ``stream``, which is torch's current one.
 
         Raises
         ------
         CudaError
             where the driver refuses.
         """
-        capturing = c_int()
-        driver.check(driver.library().cuStreamIsCapturing(stream, byref(capturing)), "cuStreamIsCapturing")
-        if capturing.value:
+        if torch.cuda.is_current_stream_capturing():
             return self._new()
         key = stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0
         word = self._by_stream.get(key)

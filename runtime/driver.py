@@ -73,7 +73,6 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "cuMemsetD8Async": (c_void_p, c_ubyte, c_size_t, c_void_p),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
-    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
     "cuStreamSynchronize": (c_void_p,),
 }  # fmt: skip
 

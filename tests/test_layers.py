@@ -16,7 +16,8 @@ THIRD_PARTY = {
     "kernels": {"torch"},
     "runtime": {"torch"},
 }
-KERNEL_FILES = {"forward.py", "grad_weight.py", "specialized.py", "tiles.py"}  # those that hold kernels, and so import Triton
+# Those that hold kernels, and so import Triton.
+KERNEL_FILES = {"forward.py", "grad_weight.py", "specialized.py", "tiles.py"}
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
 
 

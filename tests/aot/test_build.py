@@ -235,16 +235,16 @@ def test_what_is_the_same_code_is_compiled_once(small_space: Space) -> None:
         assert {Family.of(one) for one in rest}.isdisjoint({Family.of(first)})
 
 
-def test_moving_rows_has_one_candidate_a_tile_size() -> None:
+def test_moving_rows_has_one_candidate_of_a_kind_and_tile_size() -> None:
     for sm in (80, 90, 120):
         plain, gathers, scatters = (
             Space().candidates(Family(Op.FORWARD, DType.BF16, Layout.NK, fusion), sm)
             for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
         )
-        tiles = [(one.block_m, one.block_n, one.block_k) for one in gathers]
+        tiles = [(one.block_m, one.block_n, one.block_k, one.specialized) for one in gathers]
         assert gathers == scatters
         assert len(set(tiles)) == len(tiles) < len(plain)
-        assert set(tiles) == {(one.block_m, one.block_n, one.block_k) for one in plain}
+        assert set(tiles) == {(one.block_m, one.block_n, one.block_k, one.specialized) for one in plain}
         assert list(gathers) == [one for one in plain if one in gathers]
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from pretuned.artifacts.types import Op
-from pretuned.kernels.calibration import CONSTANTS, Constants, Family, WeightGrad
+from pretuned.kernels.calibration import CONSTANTS, Constants, Family, Specialized, WeightGrad
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -48,12 +48,19 @@ def test_dw_is_fitted_with_the_constants_of_the_others_held(tool: SimpleNamespac
     cells = [cell for cell in _cells(tool, Op.DW) if cell.model == "olmoe"]
     fitted, begun = tool.fitting.fit(cells, CONSTANTS, 40), CONSTANTS
     names = {name for name, *_ in tool.fitting.FITTED_DW}
-    assert names == {"write_share", *(f"weight.{name}" for name in WeightGrad.__slots__)}
+    own = {name for name in Specialized.__slots__ if name.startswith("weight_")}
+    assert names == {
+        "write_share",
+        *(f"weight.{name}" for name in WeightGrad.__slots__),
+        *(f"specialized.{name}" for name in own),
+    }
     for name in (*Constants.__slots__, *Family.__slots__):
         owner = Constants if name in Constants.__slots__ else Family
         held, was = (c if owner is Constants else c.hopper for c in (fitted, begun))
-        if name not in ("hopper", "write_share", "weight"):
+        if name not in ("hopper", "write_share", "weight", "specialized"):
             assert getattr(held, name) == getattr(was, name), name
+    for name in set(Specialized.__slots__) - own:
+        assert getattr(fitted.hopper.specialized, name) == getattr(begun.hopper.specialized, name), name
     assert fitted.hopper.weight != begun.hopper.weight
 
 
@@ -73,7 +80,7 @@ def test_the_block_written_is_the_one_in_force(tool: SimpleNamespace) -> None:
     assert block.startswith(told)
     words = [line.removeprefix("#").strip() for line in block.split("_HOPPER = ")[0].splitlines()[1:]]
     assert " ".join(words) == recorded["command"]
-    names = {"Family": Family, "WeightGrad": WeightGrad}
+    names = {"Family": Family, "Specialized": Specialized, "WeightGrad": WeightGrad}
     exec(tool.fit_cost.source(CONSTANTS, 90, "# told"), names)
     assert names["_HOPPER"] == CONSTANTS.hopper
     assert block.split("_HOPPER = ")[1] == tool.fit_cost.source(CONSTANTS, 90, told).split("_HOPPER = ")[1]
