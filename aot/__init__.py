@@ -10,11 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ..artifacts.types import Problem
-from ..runtime.jit import register_compiler
-from ..runtime.tuner import register_tuner
-
 if TYPE_CHECKING:
+    from ..artifacts.types import Problem
     from .ondemand import (
         cache_key,
         clear_cache,
@@ -56,5 +53,13 @@ def _tune(problems: tuple[Problem, ...], M: int, device: int) -> None:
     tune_call(problems, M, device)
 
 
-register_compiler(_compile)
-register_tuner(_tune)
+def _register() -> None:
+    from ..runtime.jit import register_compiler
+    from ..runtime.tuner import register_tuner
+
+    register_compiler(_compile)
+    register_tuner(_tune)
+
+
+if __name__.startswith("pretuned."):  # else this is a loose folder, and __main__ says how to install it
+    _register()
