@@ -8,8 +8,11 @@ from pathlib import Path
 import msgpack
 
 from ..artifacts.blob import read_checked, write_checked
+from ..artifacts.limits import MAX_ARGUMENTS, MAX_CUBIN_BYTES
+from ..artifacts.schema import pack_variant, read_variant
 from ..artifacts.types import DType, Fusion, Layout, Op, TensorMap, Variant
 from ..kernels.abi import Spec
+from ..kernels.abi import arguments as arguments_of
 from .compile import Compiled, job_key
 
 
@@ -73,7 +76,14 @@ def _pack(compiled: Compiled) -> bytes:
 def _unpack(payload: bytes, spec: Spec) -> Compiled | None:
     """The entry, or None where another version wrote it in another form: it is then compiled again."""
     try:
-        fields, cubin = msgpack.unpackb(payload, use_list=False, max_bin_len=1 << 24)
+        fields, cubin = msgpack.unpackb(
+            payload,
+            use_list=False,
+            max_bin_len=MAX_CUBIN_BYTES,
+            max_array_len=MAX_ARGUMENTS,
+            max_map_len=0,
+            max_ext_len=0,
+        )
         (kernel, revision, abi, op, dtype, layout, fusion, alignment, max_experts, config, entry, arguments, maps,
          threads, shared, registers, spill, scratch) = fields  # fmt: skip
         variant = Variant(
@@ -81,6 +91,12 @@ def _unpack(payload: bytes, spec: Spec) -> Compiled | None:
             config, entry, arguments, tuple(TensorMap(*m) for m in maps), threads, shared, registers, spill, scratch,
             len(cubin), hashlib.sha256(cubin).digest(),
         )  # fmt: skip
-    except (ValueError, TypeError, msgpack.UnpackException):
+        if read_variant(pack_variant(variant), len(cubin)) != variant:  # each field's type and range, as of a bundle's
+            return None
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, msgpack.UnpackException):
         return None
-    return Compiled(variant, cubin) if variant.config == spec.config.pairs() else None
+    have = (variant.kernel, variant.op, variant.dtype, variant.layout, variant.fusion, variant.alignment,
+            variant.max_experts, variant.config, variant.arguments)  # fmt: skip
+    want = (spec.kernel, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
+            spec.config.pairs(), arguments_of(spec))  # fmt: skip
+    return Compiled(variant, cubin) if have == want else None

@@ -16,6 +16,7 @@ from ..kernels.config import Config
 from ..runtime.pair import KernelPair, Preferred
 
 MAX_FILES = 1024
+_MAX_ITEMS = 64  # of an array in a file: far more than a config has fields
 _SUFFIX = ".config"
 
 _log = logging.getLogger(__name__)
@@ -55,9 +56,9 @@ def load(directory: Path | None, key: CacheKey) -> Configs | None:
     if payload is None:
         return None
     try:
-        named, *pairs = msgpack.unpackb(payload, use_list=False)
+        named, *pairs = msgpack.unpackb(payload, use_list=False, max_array_len=_MAX_ITEMS, max_map_len=0, max_ext_len=0)
         found = tuple(_pair(value) for value in pairs)
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException):
         return None
     if named != repr(key) or tuple(pair.op for pair in found) != tuple(Op):
         return None

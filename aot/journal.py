@@ -12,14 +12,20 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..artifacts.checks import digest, integer, name, shown
 from ..artifacts.errors import HostError, InputError
+from ..artifacts.limits import MAX_DIM
+from ..artifacts.names import is_label, is_text
 from ..artifacts.types import Gpu, Kernel
+from ..kernels.chips import supported
 from .outdir import holder
+from .outfile import without_waiting
 from .records import Record, from_value, gpu_value, to_value
 
 FORMAT = 1
@@ -58,12 +64,24 @@ def read_journal(path: Path) -> Contents:
         if it is missing, no journal, or of a later format.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(f"journal '{path}': {path.stat().st_size} bytes, the limit is {MAX_BYTES}")
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"journal '{path}': {error.strerror}; aot measure writes one") from None
+        with open(path, "rb", opener=without_waiting) as file:
+            data = file.read(_size(file.fileno(), path))
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"journal '{path}': {reason}; aot measure writes one") from None
     return _parse(data, path)
+
+
+def _size(fd: int, path: Path) -> int:
+    """The size of an open journal, in bytes; InputError where it is none that can be read whole."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"journal '{path}': it is no regular file; name another file with --journal")
+    if status.st_size > MAX_BYTES:
+        raise InputError(f"journal '{path}': {status.st_size} bytes, the limit is {MAX_BYTES}")
+    return status.st_size
 
 
 def _parse(data: bytes, path: Path) -> Contents:
@@ -72,14 +90,16 @@ def _parse(data: bytes, path: Path) -> Contents:
     first = _checked(lines[0]) if lines else None
     if first is None or first.get("record") != "header":
         raise InputError(f"journal '{path}': it does not begin with a header: no journal, or its first line is damaged")
-    if first.get("format") != FORMAT:
-        raise InputError(
-            f"journal '{path}': format {first.get('format')}, this version reads {FORMAT}. Upgrade pretuned"
-        )
+    form = first.get("format")
+    if type(form) is not int or form != FORMAT:
+        raise InputError(f"journal '{path}': format {shown(form)}, this version reads {FORMAT}. Upgrade pretuned")
     try:
         header = _header(first)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"journal '{path}': its header can't be read: {error!r}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(
+            f"journal '{path}': its header can't be read: {reason}; aot measure writes a new one"
+        ) from None
     records: list[Record] = []
     damaged = 0
     for line in lines[1:]:
@@ -88,7 +108,7 @@ def _parse(data: bytes, path: Path) -> Contents:
             if value is None:
                 raise ValueError
             records.append(from_value(value))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             damaged += 1
     return Contents(header, tuple(records), damaged, sound)
 
@@ -159,7 +179,7 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
         raise HostError(f"can't lock '{lock.lock_file}': {reason}. Name a writable place with --journal") from error
     try:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         except OSError as error:
             raise HostError(f"can't open the journal '{path}': {error.strerror}") from error
         try:
@@ -171,7 +191,7 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
 
 
 def _begun(path: Path, fd: int, header: Header, note: Callable[[str], None]) -> Journal:
-    size = os.fstat(fd).st_size
+    size = _size(fd, path)
     data = os.pread(fd, size, 0)
     if b"\n" not in data:  # new, or killed while its first line was written
         if data and not _begins_header(data):
@@ -231,7 +251,7 @@ def _checked(line: bytes) -> dict[str, object] | None:
         if blank != b" " or int(check, 16) != zlib.crc32(text):
             return None
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -249,13 +269,29 @@ def _header_value(header: Header) -> dict[str, object]:
 
 
 def _header(value: dict[str, object]) -> Header:
-    gpu: dict[str, object] = value["gpu"]  # type: ignore[assignment]
-    sm, driver = value["sm"], value["driver"]
-    if type(sm) is not int or type(driver) is not int:
-        raise ValueError(f"sm {sm!r}, driver {driver!r}")
-    kernels = tuple(
-        Kernel(str(name), int(revision), bytes.fromhex(source))
-        for name, revision, source in value["kernels"]  # type: ignore[attr-defined]
+    gpu = value["gpu"]
+    kernels = value["kernels"]
+    if not isinstance(gpu, dict) or not isinstance(kernels, list):
+        raise ValueError(f"gpu is {shown(gpu)}, kernels is {shown(kernels)}")
+    sm = integer(value["sm"], "sm", 10, 9999)
+    if sm not in supported():
+        raise ValueError(f"sm is {sm}, wanted one of {', '.join(map(str, supported()))}")
+    return Header(
+        sm,
+        Gpu(
+            name(gpu["name"], "gpu.name", is_label),
+            integer(gpu["sm_count"], "gpu.sm_count", 1, MAX_DIM),
+            integer(gpu["memory_mib"], "gpu.memory_mib", 1, MAX_DIM),
+            integer(value["driver"], "driver", 0, MAX_DIM),
+        ),
+        tuple(_kernel(*one) for one in kernels),
+        name(value["pretuned"], "pretuned", is_text),
     )
-    name, sm_count, memory_mib = str(gpu["name"]), int(str(gpu["sm_count"])), int(str(gpu["memory_mib"]))
-    return Header(sm, Gpu(name, sm_count, memory_mib, driver), kernels, str(value["pretuned"]))
+
+
+def _kernel(kernel: object, revision: object, source: object) -> Kernel:
+    return Kernel(
+        name(kernel, "a kernel's name"),
+        integer(revision, "a kernel's revision", 0, MAX_DIM),
+        digest(bytes.fromhex(source) if isinstance(source, str) else source, "a kernel's source"),
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +64,7 @@ def write_bundle(path: Path, bundle: Bundle) -> Written:
     check_out(path)
     data = codec.encode(bundle, str(path))
     try:
-        unchanged = path.read_bytes() == data
+        unchanged = path.stat().st_size == len(data) and path.read_bytes() == data
     except FileNotFoundError:
         unchanged = False
     publish(path, data)
@@ -98,6 +100,12 @@ def _check(path: Path, begins: bytes, what: str) -> None:
         raise InputError(f"-o '{path}' is there and is no {what}: it is not overwritten. Name another file")
 
 
+def without_waiting(path: str, flags: int) -> int:
+    """An ``opener`` for ``open``: a FIFO that nobody writes to is opened at once, and not waited for."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
 def _begin(path: Path, count: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(count)
+    """The first bytes of a file; none of what is no regular file."""
+    with open(path, "rb", opener=without_waiting) as file:
+        return file.read(count) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""

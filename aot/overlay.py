@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..artifacts import codec
 from ..artifacts.errors import BundleError, HostError, PretunedError
-from ..artifacts.limits import FORMAT, MAX_INDEX_BYTES, OLDEST_FORMAT
+from ..artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
 from ..artifacts.store import lock, open_bundle, publish
 from ..artifacts.types import Bundle, Gpu, Model, Problem, Variant
 from ..kernels.abi import LAUNCH_ABI, READS_ABI
@@ -28,6 +28,7 @@ MAX_ENTRIES = 512  # shapes tuned; their choices stay far below an index's limit
 LOCK_TIMEOUT_S = 10.0
 
 _ENTRY = "on-demand"
+_LAST_NUMBER = 10**8 - 1
 _NUMBER = re.compile(rf"{_ENTRY}/(\d{{8}}) ")
 _FILE = re.compile(r"tuned-f(\d+)-a(\d+)-.*\.msgpack")
 
@@ -82,6 +83,9 @@ def joined(
     """``tuned`` as the newest entry, and what stays of ``old``."""
     entries = [] if old is None else _entries(old)
     last = max((_number(entry) for entry in entries), default=0)
+    if last >= _LAST_NUMBER:  # no machine tunes that often: the file is damaged, or made by hand
+        note(f"what was tuned before can't be kept: its last entry has the number {last}")
+        entries, last = [], 0
     tuned = replace(tuned, models=_numbered(tuned, last + 1))
     if old is None or not entries:
         return tuned
@@ -105,7 +109,10 @@ def joined(
 
 def _numbered(tuned: Bundle, number: int) -> tuple[Model, ...]:
     """The models of a new entry, named so that they are sorted by their age."""
-    return tuple(replace(model, name=f"{_ENTRY}/{number:08d} {model.name.replace('/', ' ')}") for model in tuned.models)
+    return tuple(
+        replace(model, name=f"{_ENTRY}/{number:08d} {model.name.replace('/', ' ')}"[:MAX_NAME_CHARS])
+        for model in tuned.models
+    )
 
 
 def _entries(bundle: Bundle) -> list[Model]:

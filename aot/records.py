@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..artifacts.limits import MAX_BUCKET_LOG2, MAX_DIM, MAX_EXPERTS, MAX_TIME_NS
 from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
+
+MAX_REASON_CHARS = 1 << 16
 
 ROUTINGS = ("skewed", "balanced")  # how rows fall on experts: inputs.routed_rows and inputs.balanced_rows
 
@@ -20,6 +23,7 @@ WRONG = "wrong"  # its numbers are off
 FAULT = "fault"  # a CUDA error
 DIED = "died"  # it took its process down
 HUNG = "hung"  # it did not end in time
+_KINDS = (WRONG, FAULT, DIED, HUNG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,9 @@ def read_problem(value: Sequence[object]) -> Problem:
     """
     op, dtype, E, N, K, layout, fusion, top_k = value
     return Problem(
-        Op(op), DType(dtype), _whole(E), _whole(N), _whole(K), Layout(layout), Fusion(_whole(fusion)), _whole(top_k)
-    )
+        Op(op), DType(dtype), _whole(E, MAX_EXPERTS, 1), _whole(N, MAX_DIM, 1), _whole(K, MAX_DIM, 1), Layout(layout),
+        Fusion(_whole(fusion)), _whole(top_k, MAX_EXPERTS),
+    )  # fmt: skip
 
 
 def to_value(record: Record) -> dict[str, object]:
@@ -145,28 +150,32 @@ def from_value(value: dict[str, object]) -> Record:
 
     Raises
     ------
-    ValueError, KeyError, TypeError
-        if it is no record that this version knows.
+    ValueError, KeyError, TypeError, OverflowError
+        if it is no record that this version knows: a number out of range or not finite, a name that is none.
     """
     fields: dict[str, Any] = dict(value)
     problem = read_problem(fields["problem"])
-    bucket = _whole(fields["bucket"])
+    bucket = _whole(fields["bucket"], 1 << MAX_BUCKET_LOG2, 1)
+    if bucket & (bucket - 1):
+        raise ValueError(f"bucket {bucket} is no power of two")
     if fields["record"] == "failed":
-        return Failure(problem, bucket, _sha(fields["variant"]), str(fields["kind"]), str(fields["reason"]))
+        if fields["kind"] not in _KINDS:
+            raise ValueError(f"{fields['kind']!r} is no kind of failure")
+        return Failure(problem, bucket, _sha(fields["variant"]), fields["kind"], _reason(fields["reason"]))
     if fields["record"] != "measured":
         raise ValueError(f"a record of the kind {fields['record']!r}")
     timings = tuple(
-        Timing(_sha(sha), _times(ns), float(noise), _whole(rounds), float(error))
+        Timing(_sha(sha), _times(ns), _real(noise), _whole(rounds), _real(error))
         for sha, ns, noise, rounds, error in fields["timings"]
     )
     duel = None
     if fields["duel"] is not None:
         challenger, modelled, challenger_ns, modelled_ns, ratio, band = fields["duel"]
-        duel = Duel(_sha(challenger), _sha(modelled), _times(challenger_ns), _times(modelled_ns), float(ratio),
-                    float(band))  # fmt: skip
+        duel = Duel(_sha(challenger), _sha(modelled), _times(challenger_ns), _times(modelled_ns), _real(ratio),
+                    _real(band))  # fmt: skip
     torch_ns = None if fields["torch_ns"] is None else _times(fields["torch_ns"])
     return Measured(problem, bucket, _sha(fields["modelled"]), timings, duel, torch_ns,
-                    float(fields["drift"]), _whole(fields["driver"]))  # fmt: skip
+                    _real(fields["drift"]), _whole(fields["driver"]))  # fmt: skip
 
 
 def gpu_value(gpu: Gpu) -> dict[str, object]:
@@ -175,20 +184,32 @@ def gpu_value(gpu: Gpu) -> dict[str, object]:
 
 
 def _sha(value: object) -> bytes:
-    sha = bytes.fromhex(str(value))
-    if len(sha) != 32:
+    if not isinstance(value, str) or len(value) != 64:
         raise ValueError(f"{value!r} is no sha256")
-    return sha
+    return bytes.fromhex(value)
 
 
-def _whole(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no whole number")
+def _whole(value: object, most: int = MAX_DIM, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{value!r} is no whole number from {least} to {most}")
+    return value
+
+
+def _real(value: object) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]  # no bool, no NaN
+        raise ValueError(f"{value!r} is no number from 0 on")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _reason(value: object) -> str:
+    if not isinstance(value, str) or len(value) > MAX_REASON_CHARS:
+        raise ValueError("a failure's reason is no text, or a very long one")
+    value.encode()  # half a surrogate pair can't be printed; UnicodeError is a ValueError
     return value
 
 
 def _times(value: Sequence[object]) -> tuple[int, ...]:
-    times = tuple(_whole(one) for one in value)
-    if not times or min(times) < 1:
+    times = tuple(_whole(one, MAX_TIME_NS, 1) for one in value)
+    if not times:
         raise ValueError(f"{value!r} are no times")
     return times

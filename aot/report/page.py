@@ -23,6 +23,8 @@ microseconds, so few rows can't come near it; rows that fall on fewer experts th
 grouped_mm over that of the choice, measured in one turn: above 1 the choice is faster. <b>tried</b> is how many
 candidates were measured. Means are geometric.</p>"""
 
+# HTML has no control characters, and half a surrogate pair (of a file's name) can't be written in UTF-8.
+_UNPRINTABLE = dict.fromkeys((*range(10), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd")
 _RANGES = (("% for M up to 128", 1, 128), ("129 to 8192", 129, 8192), ("above", 8193, 1 << 62))
 
 
@@ -37,12 +39,13 @@ def page(sheet: Sheet, on_chart: Callable[[int, int], None] = lambda done, total
         "<h2>Model by model</h2>" if sheet.models else "<h2>GEMM by GEMM</h2>", model_by_model(sheet, charts, on_chart),
         _READING,
     ))  # fmt: skip
-    return (
+    text = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(sheet.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n"
         f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
+    return text.translate(_UNPRINTABLE)
 
 
 def _head(sheet: Sheet, cells: Sequence[Cell]) -> str:

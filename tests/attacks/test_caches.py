@@ -1,0 +1,184 @@
+"""What the user's own caches hold, damaged or made by hand under right digests: it is made anew, nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import golden_bundles
+import msgpack
+import pytest
+
+from pretuned.aot import configcache, overlay
+from pretuned.aot.compile import Compiled
+from pretuned.aot.compilecache import CompileCache
+from pretuned.aot.configcache import CacheKey
+from pretuned.aot.outfile import check_out, check_page, is_bundle
+from pretuned.artifacts import codec
+from pretuned.artifacts.blob import read_checked, write_checked
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.types import DType, Fusion, Op, Variant
+from pretuned.kernels import abi
+from pretuned.kernels.config import Config
+from pretuned.runtime.pair import KernelPair, Preferred
+
+SPEC = abi.Spec(Op.FORWARD, DType.BF16, Config(64, 64, 64, 4, 3))
+CUBIN = b"\x7fELF code"
+COMPILED = Compiled(
+    Variant(
+        SPEC.kernel, 1, 1, SPEC.op, SPEC.dtype, SPEC.layout, SPEC.fusion, SPEC.alignment, SPEC.max_experts,
+        SPEC.config.pairs(), "rows", abi.arguments(SPEC), (), 128, 49152, 128, 0, 0, len(CUBIN),
+        hashlib.sha256(CUBIN).digest(),
+    ),
+    CUBIN,
+)  # fmt: skip
+FIELDS = ("kernel", "revision", "abi", "op", "dtype", "layout", "fusion", "alignment", "max_experts", "config", "entry",
+          "arguments", "maps", "threads", "shared_bytes", "registers", "spill_bytes", "scratch_bytes")  # fmt: skip
+NESTED = b"\xdd\x00\x07\xff\xff" * 511
+
+VALUES: dict[str, tuple[str, object]] = {
+    "another kernel": ("kernel", "weight"),
+    "a kernel's name of two lines": ("kernel", "rows\nrows"),
+    "revision nil": ("revision", None),
+    "revision -1": ("revision", -1),
+    "abi a string": ("abi", "1"),
+    "another op": ("op", "dX"),
+    "an op that is none": ("op", "sideways"),
+    "another dtype": ("dtype", "fp16"),
+    "another layout": ("layout", "kn"),
+    "another fusion": ("fusion", 1),
+    "alignment 3": ("alignment", 3),
+    "alignment 1": ("alignment", 1),
+    "another max_experts": ("max_experts", 4096),
+    "another config": ("config", [("block_m", 1)]),
+    "an entry of bytes": ("entry", b"rows"),
+    "an entry with a blank": ("entry", "rows rows"),
+    "no arguments": ("arguments", []),
+    "an argument too many": ("arguments", [*abi.arguments(SPEC), ("z", "ptr")]),
+    "arguments a number": ("arguments", 5),
+    "maps of nothing": ("maps", [()]),
+    "a map for a pointer": ("maps", [("x", 9, (64, 64), 3)]),
+    "maps a number": ("maps", 1),
+    "threads 0": ("threads", 0),
+    "threads 2**63": ("threads", 2**63),
+    "shared 2**40": ("shared_bytes", 2**40),
+    "registers true": ("registers", True),
+    "spills 1.5": ("spill_bytes", 1.5),
+    "scratch nil": ("scratch_bytes", None),
+}
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> tuple[CompileCache, Path, list[object]]:
+    """A cache of one entry, the entry's file, and its fields."""
+    cache = CompileCache(tmp_path)
+    cache.put(SPEC, 90, COMPILED)
+    (path,) = tmp_path.glob("*/*.bin")
+    assert cache.get(SPEC, 90) == COMPILED
+    fields, cubin = msgpack.unpackb(read_checked(path))
+    assert cubin == CUBIN
+    return cache, path, fields
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_compiled_variant_that_is_not_what_was_asked_for(
+    compiled: tuple[CompileCache, Path, list[object]], name: str
+) -> None:
+    cache, path, fields = compiled
+    field, value = VALUES[name]
+    fields[FIELDS.index(field)] = value
+    write_checked(path, msgpack.packb((fields, CUBIN)))
+    assert cache.get(SPEC, 90) is None
+
+
+PAYLOADS = {
+    "nothing": b"",
+    "nil": b"\xc0",
+    "the reserved byte": b"\xc1",
+    "deep": b"\x91" * 100_000,
+    "nested claims": NESTED + bytes(1 << 19),
+    "a map": b"\x80",
+    "an extension": b"\xd4\x01\x00",
+    "a number": b"\x01",
+    "a string": b"\xa2ab",
+    "bytes after it": b"\x92\x90\xc4\x00\xc0",
+    "no fields": b"\x92\x90\xc4\x00",
+    "a string for code": msgpack.packb(([0] * 18, "code")),
+}
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_a_compiled_entry_of_other_bytes(compiled: tuple[CompileCache, Path, list[object]], name: str) -> None:
+    cache, path, _ = compiled
+    write_checked(path, PAYLOADS[name])
+    assert cache.get(SPEC, 90) is None
+
+
+KEY = CacheKey("NVIDIA H200", 90, 132, 140, (("rows", 1),), ("forward",), 8, 256, 128, 2, "bf16", 64)
+PAIRS = tuple(KernelPair(op, *[Preferred(((Fusion.NONE, SPEC.config),))] * 2) for op in Op)
+CONFIGS: dict[str, object] = {
+    "another key": ("key", *[("forward", (), ())] * 3),
+    "one op three times": (repr(KEY), *[("forward", (), ())] * 3),
+    "two ops": (repr(KEY), ("forward", (), ()), ("dX", (), ())),
+    "a fusion of 2**63": (repr(KEY), *[(op.value, ((2**63, SPEC.config.pairs()),), ()) for op in Op]),
+    "an unknown knob": (repr(KEY), *[(op.value, ((0, (("block_q", 1),)),), ()) for op in Op]),
+    "a block of 0": (repr(KEY), *[(op.value, ((0, (*SPEC.config.pairs()[1:], ("block_k", 0))),), ()) for op in Op]),
+    "a block of nil": (repr(KEY), *[(op.value, ((0, (*SPEC.config.pairs()[1:], ("block_k", None))),), ()) for op in Op]),
+    "pairs of three": (repr(KEY), *[(op.value, ((0, ((1, 2, 3),)),), ()) for op in Op]),
+    "numbers": (1, 2, 3, 4),
+    "a thousand pairs": (repr(KEY), *[("forward", (), ())] * 1000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *PAYLOADS])
+def test_configs_that_are_none(tmp_path: Path, name: str) -> None:
+    configcache.save(tmp_path, KEY, (PAIRS[0], PAIRS[1], PAIRS[2]))
+    assert configcache.load(tmp_path, KEY) == PAIRS
+    write_checked(tmp_path / KEY.file_name, PAYLOADS[name] if name in PAYLOADS else msgpack.packb(CONFIGS[name]))
+    assert configcache.load(tmp_path, KEY) is None
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "sparse", "loop", "device"])
+def test_a_cached_file_that_is_no_regular_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / KEY.file_name
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "directory":
+            path.mkdir()
+        case "sparse":
+            with path.open("wb") as file:
+                file.truncate(1 << 40)
+        case "loop":
+            path.symlink_to(path.name)
+        case _:
+            path.symlink_to("/dev/zero")
+    assert read_checked(path) is None
+    assert configcache.load(tmp_path, KEY) is None
+
+
+@pytest.mark.parametrize("check", [check_out, check_page])
+def test_an_output_that_is_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, check) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(InputError, match="not overwritten"):
+        check(tmp_path / "fifo")
+    assert not is_bundle(tmp_path / "fifo")
+
+
+def test_an_overlay_whose_numbers_have_run_out_is_begun_anew() -> None:
+    bundle = golden_bundles.medium(seed=0)
+    used = tuple(replace(one, name=f"on-demand/99999999 {one.name.replace('/', ' ')}") for one in bundle.models)
+    notes: list[str] = []
+    joined = overlay.joined(bundle, replace(bundle, models=used), notes.append)
+    codec.encode(joined)
+    assert all(one.name.startswith("on-demand/00000001 ") for one in joined.models)
+    assert "99999999" in notes[0]
+
+
+def test_the_longest_name_of_a_model_still_fits_an_overlay() -> None:
+    bundle = golden_bundles.medium(seed=0)
+    tuned = replace(bundle, models=tuple(replace(one, name="m" * 200) for one in bundle.models[:1]))
+    codec.encode(tuned)
+    codec.encode(overlay.joined(tuned, None))
