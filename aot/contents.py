@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..artifacts.store import BundleFile
 from ..artifacts.types import Choice, Problem, Variant
-from ..kernels.config import Config
+from .assembly import config_text
 from .variants import fused
 
 
@@ -70,7 +70,7 @@ def _variant(i: int, one: Variant) -> dict[str, object]:
         "dtype": one.dtype.value,
         "layout": one.layout.value,
         "fused": fused(one.fusion),
-        "config": str(Config.from_pairs(one.config)),
+        "config": config_text(one),
         "alignment": one.alignment,
         "max_experts": one.max_experts,
         "threads": one.threads,

@@ -12,11 +12,13 @@ from .errors import BundleCorrupt
 from .names import is_label
 from .schema import (
     DTYPES,
+    VariantKind,
     check_fits,
     pack_problem,
     read_choices,
     read_gpu,
     read_kernel,
+    read_kind,
     read_problem,
     read_producer,
     read_target,
@@ -38,7 +40,7 @@ class Index:
     """
 
     __slots__ = (
-        "_choices", "_keys", "_models", "_offsets", "_variant_records", "_variants",
+        "_choices", "_keys", "_kinds", "_models", "_offsets", "_variant_records", "_variants",
         "cubin_bytes", "gpus", "kernels", "min_driver", "producer", "target", "where",
     )  # fmt: skip
 
@@ -64,6 +66,7 @@ class Index:
         self._variant_records, variants_bytes = _records(items(variants, "variants", 0, lim.MAX_VARIANTS), "variants")
         count = len(self._variant_records)
         self._variants: list[Variant | None] = [None] * count
+        self._kinds: dict[int, VariantKind] = {}
         self.cubin_bytes = tuple(
             integer(size, "cubin_bytes", 1, lim.MAX_CUBIN_BYTES) for size in items(sizes, "cubin_bytes", count, count)
         )
@@ -136,18 +139,30 @@ class Index:
     def _read_choices(self, record: bytes, problem: Problem) -> tuple[Choice, ...]:
         try:
             choices = read_choices(record, len(self._variants), len(self.gpus))
-            for i in {c.variant for c in choices}.union(c.runner_up for c in choices if c.runner_up is not None):
-                check_fits(self._variant_records[i], f"variant {i}", problem)
+            used = {c.variant for c in choices}.union(c.runner_up for c in choices if c.runner_up is not None)
+            check_fits({i: self._kind(i) for i in used}, problem)
         except Malformed as error:
             raise self._corrupt(f"choices for {problem}", error) from None
         return choices
+
+    def _kind(self, i: int) -> VariantKind:
+        kind = self._kinds.get(i)
+        if kind is None:  # a record is parsed once, however many choices name it
+            kind = self._kinds[i] = read_kind(self._variant_records[i])
+        return kind
 
     def models(self) -> tuple[Model, ...]:
         """All models."""
         try:
             known: dict[int, Problem] = {}
             top = unpack(self._models, max_items=lim.MAX_MODELS)
-            return tuple(self._model(value, known) for value in items(top, "models", 0, lim.MAX_MODELS))
+            models, rows = [], 0
+            for value in items(top, "models", 0, lim.MAX_MODELS):
+                models.append(self._model(value, known))
+                rows += len(models[-1].problems)
+                if rows > lim.MAX_MODEL_ROWS:
+                    raise Malformed(f"more than {lim.MAX_MODEL_ROWS} problems of models in all")
+            return tuple(models)
         except Malformed as error:
             raise self._corrupt("models", error) from None
 

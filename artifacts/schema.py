@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from typing import TypeAlias
 
 from . import limits as lim
 from .checks import digest, fields, integer, items, name, pick, shown
@@ -23,6 +25,8 @@ from .types import (
     Variant,
 )
 from .wire import Malformed, pack, parse, unpack
+
+VariantKind: TypeAlias = tuple[list[object], int]  # [op, dtype, layout, fusion] as the wire has them; max_experts
 
 OPS = {op.value: op for op in Op}
 DTYPES = {dtype.value: dtype for dtype in DType}
@@ -215,14 +219,21 @@ def read_variant(record: bytes, cubin_bytes: int) -> Variant:
     )
 
 
-def check_fits(record: bytes, what: str, problem: Problem) -> None:
-    """Raise Malformed unless the variant of this record can compute ``problem``. Reads no more than that needs."""
+def read_kind(record: bytes) -> VariantKind:
+    """What kind of problem the variant of this record computes. Reads no more than that needs."""
     known = dict(zip(_VARIANT, fields(parse(record, max_items=lim.MAX_ARGUMENTS), "variant", _VARIANT), strict=True))
-    have = [known[key] for key in ("op", "dtype", "layout", "fusion")]
-    if have != [problem.op.value, problem.dtype.value, problem.layout.value, problem.fusion.value]:
-        raise Malformed(f"{what} is for {shown(have)}")
-    if integer(known["max_experts"], "variant.max_experts", 1, lim.MAX_EXPERTS) < problem.E:
-        raise Malformed(f"{what} is for at most {known['max_experts']} experts")
+    experts = integer(known["max_experts"], "variant.max_experts", 1, lim.MAX_EXPERTS)
+    return [known[key] for key in ("op", "dtype", "layout", "fusion")], experts
+
+
+def check_fits(kinds: Mapping[int, VariantKind], problem: Problem) -> None:
+    """Raise Malformed unless each of these variants, by their indices, can compute ``problem``."""
+    want = [problem.op.value, problem.dtype.value, problem.layout.value, problem.fusion.value]
+    for i, (have, experts) in kinds.items():
+        if have != want:
+            raise Malformed(f"variant {i} is for {shown(have)}")
+        if experts < problem.E:
+            raise Malformed(f"variant {i} is for at most {experts} experts")
 
 
 def _config(value: object) -> tuple[tuple[str, int], ...]:
