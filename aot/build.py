@@ -19,7 +19,7 @@ from ..kernels.chips import limits
 from ..kernels.revisions import REVISIONS, source_sha256
 from .candidates import Candidates, read_candidates
 from .capabilities import target_of
-from .choose import Chosen, choose_among_all
+from .choose import CONFIG_LIMIT, Chosen, choose_among_all
 from .compile import OPTIONS, Compiled, compile_variant, min_driver
 from .compilecache import CompileCache
 from .evidence import Evidence
@@ -68,6 +68,7 @@ class Options:
     journal: Path | None = None
     measure: Container[int] = ()
     modelled: bool = False
+    configs: int = CONFIG_LIMIT  # of an op and dtype, at most
     tune: Tune = tune_now
 
 
@@ -110,7 +111,8 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
         chosen = {}
         for sm, (candidates, dropped) in made.items():  # all of them before anything is written
             evidence, outcome = _measure(plan, sm, candidates, options, watch)
-            chosen[sm] = candidates, dropped, outcome, evidence, choose_from(plan, candidates, evidence)
+            picked = choose_from(plan, candidates, evidence, options.configs)
+            chosen[sm] = candidates, dropped, outcome, evidence, picked
         built = []
         for sm, (candidates, dropped, outcome, evidence, picked) in chosen.items():
             counts = _Counts(
@@ -139,7 +141,7 @@ def build_measured(plan: Plan, path: Path, options: Options, observers: Observer
     final = options.out / file_name(options.name, candidates.target.sm)
     with held(options.out, watch.on_note):
         evidence, outcome = _measure(plan, candidates.target.sm, candidates, options, watch, path)
-        picked = choose_from(plan, candidates, evidence)
+        picked = choose_from(plan, candidates, evidence, options.configs)
         counts = _Counts(compiled=0, cached=len(candidates.compiled))
         bundle = assembled(plan, candidates, picked, evidence)
         built = _publish(plan, final, bundle, picked, (), counts, outcome, begun)

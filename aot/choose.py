@@ -53,8 +53,10 @@ class Chosen:
     losses: tuple[Loss, ...]
 
 
-def choose(plan: Plan, compiled: Sequence[Compiled], sm: int, evidence: Evidence | None = None) -> Chosen:
-    """The variants to ship, of at most 16 configs an op and dtype, and the best for each (problem, bucket).
+def choose(
+    plan: Plan, compiled: Sequence[Compiled], sm: int, evidence: Evidence | None = None, configs: int = CONFIG_LIMIT
+) -> Chosen:
+    """The variants to ship, of at most ``configs`` an op and dtype, and the best for each (problem, bucket).
 
     Fallbacks always ship: they are what any other N and K runs on. Forms that move rows ship fewer
     configs than the plain one, or the same. Choices point into ``evidence.gpus``.
@@ -68,12 +70,12 @@ def choose(plan: Plan, compiled: Sequence[Compiled], sm: int, evidence: Evidence
     ships = {i for i, one in enumerate(compiled) if one.variant.alignment == 1}
     losses: list[Loss] = []
     for group in _by_op(ranked):
-        configs = _configs(group, ranked, compiled)
+        served = _configs(group, ranked, compiled, configs)
         for family in group:
             table = _table(ranked[family])
-            allowed = {i for i, one in enumerate(compiled) if one.variant.config in configs}
+            allowed = {i for i, one in enumerate(compiled) if one.variant.config in served}
             if table:
-                losses.append(select_among(table, CONFIG_LIMIT, allowed=allowed))
+                losses.append(select_among(table, configs, allowed=allowed))
                 ships.update(losses[-1].variants)
     return _chosen(plan, compiled, ranked, sorted(ships), tuple(losses), evidence)
 
@@ -157,8 +159,10 @@ def _by_op(members: Iterable[Family]) -> list[list[Family]]:
     return list(groups.values())
 
 
-def _configs(group: Sequence[Family], ranked: Mapping[Family, Ranked], compiled: Sequence[Compiled]) -> set[Knobs]:
-    """The aligned configs that serve all families of a group best, together with the fallbacks at most 16."""
+def _configs(
+    group: Sequence[Family], ranked: Mapping[Family, Ranked], compiled: Sequence[Compiled], most: int
+) -> set[Knobs]:
+    """The aligned configs that serve all families of a group best, together with the fallbacks at most ``most``."""
     fallbacks = {
         one.variant.config for one in compiled if one.variant.alignment == 1 and Family.of(one.variant) in group
     }
@@ -171,7 +175,7 @@ def _configs(group: Sequence[Family], ranked: Mapping[Family, Ranked], compiled:
     if not table:
         return set()
     names = list(numbers)
-    return {names[i] for i in select_among(table, max(1, CONFIG_LIMIT - len(fallbacks))).variants}
+    return {names[i] for i in select_among(table, max(1, most - len(fallbacks))).variants}
 
 
 def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]:

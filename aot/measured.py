@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..artifacts.errors import CompileError, InputError
 from ..artifacts.types import Bundle
 from .candidates import Candidates
-from .choose import Chosen, choose
+from .choose import CONFIG_LIMIT, Chosen, choose
 from .evidence import Evidence
 from .journal import Contents
 from .plan import Plan
@@ -49,7 +49,7 @@ def evidence_for(plan: Plan, candidates: Candidates, contents: Contents, where: 
     return evidence
 
 
-def choose_from(plan: Plan, candidates: Candidates, evidence: Evidence | None) -> Chosen:
+def choose_from(plan: Plan, candidates: Candidates, evidence: Evidence | None, configs: int = CONFIG_LIMIT) -> Chosen:
     """What ships: a variant that failed on a GPU never does."""
     failed = evidence.failed if evidence else {}
     sound = [one for one in candidates.compiled if one.variant.cubin_sha256 not in failed]
@@ -60,7 +60,7 @@ def choose_from(plan: Plan, candidates: Candidates, evidence: Evidence | None) -
             raise CompileError(
                 f"{candidates.target}: not one variant of {family} works on the GPU. What went wrong:\n{listed}"
             )
-    return choose(plan, sound, candidates.target.sm, evidence)
+    return choose(plan, sound, candidates.target.sm, evidence, configs)
 
 
 def assembled(plan: Plan, candidates: Candidates, chosen: Chosen, evidence: Evidence | None) -> Bundle:

@@ -17,14 +17,16 @@ from ...runtime import settings
 from ..build import Options, build_measured
 from ..build import build as build_bundles
 from ..capabilities import parse_sm
+from ..choose import CONFIG_LIMIT
 from ..native import native_sm
 from ..outdir import DEFAULT_NAME
 from ..summary import Built, Report
-from ..tune import NoGpu, Outcome, TuneObservers, tune_problems
+from ..tune import NoGpu, Outcome, TuneObservers
+from .echo import echo
 from .options import as_json, cache_of, load, print_json, what_to_build
 from .progress import Progress
 from .table import duration, size, table
-from .tuning import TuneProgress, budget_and_gpus, ordinals, told
+from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
 
 
 @click.command()
@@ -53,13 +55,15 @@ from .tuning import TuneProgress, budget_and_gpus, ordinals, told
 )
 @click.option("--candidates", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
               help="Variants that aot compile made: nothing is compiled.")  # fmt: skip
+@click.option("--configs", type=click.IntRange(4, CONFIG_LIMIT), default=CONFIG_LIMIT, show_default=True,
+              help="Ship at most so many configs an op and dtype: fewer are smaller and slower.")  # fmt: skip
 @budget_and_gpus
 @click.option("--verbose", "-v", is_flag=True, help="Tell every variant that does not ship, and why.")
 @as_json
 def build(
     models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
     out: Path, name: str, workers: int | None, measuring: str, journal: Path | None, candidates: Path | None,
-    budget: float | None, gpus: str | None, verbose: bool, as_json: bool,
+    configs: int, budget: float | None, gpus: str | None, executor: str | None, verbose: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile the kernels that models need, one bundle per GPU capability, and measure them where the GPU is.
 
@@ -74,22 +78,24 @@ def build(
       aot build --models "shape:E=64,H=2048,I=1024,k=8" --sm 120 --name mine
       aot build --models /models/my-checkpoint --sm 90   # a folder with a config.json
       aot build --models models.txt --budget 1h          # on a GPU machine: measure for an hour at most
+      aot build --models models.txt --sm 90 --executor dask://scheduler:8786   # measure on a cluster
       aot build --models models.txt --sm 90 --candidates candidates.msgpack --journal h200.journal
     """
     plan, sms, notes = load(models, sm if candidates is None else _sm_of(candidates, sm), ops)
     cache = cache_of(cache_dir, no_cache)
-    measured_sms, remarks = _measured_sms(measuring, sms, journal)
+    measured_sms, remarks = _measured_sms(measuring, sms, journal, executor)
+    if measured_sms:
+        check_executor(executor, gpus)
     notes = (*notes, *remarks)
     if cache is None and not no_cache and not as_json:
-        click.echo(
-            "note: no home directory, so nothing that is compiled is kept; name a place with --cache-dir", err=True
-        )
+        echo("note: no home directory, so nothing that is compiled is kept; name a place with --cache-dir", err=True)
     if not as_json:
         for note in notes:
-            click.echo(f"note: {note}", err=True)
-    tune = functools.partial(_tune, budget, ordinals(gpus), measuring == "only")
+            echo(f"note: {note}", err=True)
+    must = measuring == "only" or executor is not None
+    tuner = functools.partial(_tune, budget, executor, ordinals(gpus), must)
     options = Options(out, name, workers, cache, journal=journal, measure=measured_sms,
-                      modelled=measuring == "no", tune=tune)  # fmt: skip
+                      modelled=measuring == "no", configs=configs, tune=tuner)  # fmt: skip
     with Progress(quiet=as_json, verbose=verbose) as progress, TuneProgress(as_json, budget, progress.pause) as second:
         observers = progress.observers(second.observers())
         if candidates is not None:
@@ -100,7 +106,7 @@ def build(
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
         return
     for note in report.notes:
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     _show(report, out, verbose)
 
 
@@ -113,8 +119,12 @@ def _sm_of(candidates: Path, sm: str) -> str:
     return str(has)
 
 
-def _measured_sms(measuring: str, sms: Sequence[int], journal: Path | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The capabilities to measure here, and what to say of it."""
+def _measured_sms(
+    measuring: str, sms: Sequence[int], journal: Path | None, executor: str | None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The capabilities to measure, and what to say of it."""
+    if executor is not None and measuring == "no":
+        raise InputError("--executor is to measure on, and --measure no forbids it: choose")
     if journal is not None and measuring == "no":
         raise InputError("--journal has what was measured, and --measure no wants nothing of it: choose")
     if journal is not None and len(sms) > 1:
@@ -125,6 +135,8 @@ def _measured_sms(measuring: str, sms: Sequence[int], journal: Path | None) -> t
         if measuring == "only":
             raise InputError("PRETUNED_DISABLE_AUTOTUNE forbids measuring, --measure only demands it: choose")
         return (), ("PRETUNED_DISABLE_AUTOTUNE is set: nothing is measured",)
+    if executor is not None:
+        return tuple(sms), ()
     if measuring == "auto" and journal is not None and journal.exists():
         return (), ()  # its times are used as they are; --measure only goes on with it
     here = native_sm()
@@ -137,12 +149,11 @@ def _measured_sms(measuring: str, sms: Sequence[int], journal: Path | None) -> t
 
 
 def _tune(
-    budget_s: float | None, gpus: Sequence[int] | None, must: bool, problems: Mapping[Problem, Sequence[int]],
-    candidates: Path, journal: Path,
-    observers: TuneObservers,
+    budget_s: float | None, executor: str | None, gpus: Sequence[int] | None, must: bool,
+    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, observers: TuneObservers,
 ) -> Outcome | None:  # fmt: skip
     try:
-        return tune_problems(problems, candidates, journal, budget_s=budget_s, gpus=gpus, observers=observers)
+        return tune(executor, gpus, problems, candidates, journal, observers=observers, budget_s=budget_s)
     except NoGpu as error:
         if must:
             raise
@@ -158,20 +169,20 @@ def _show(report: Report, out: Path, verbose: bool) -> None:
          one.variants, one.compiled, one.cached, one.pruned, one.failed, size(one.size_bytes), duration(one.seconds))
         for one in report.bundles
     ]  # fmt: skip
-    click.echo(table(head, rows, "<<" + ">" * 10))
+    echo(table(head, rows, "<<" + ">" * 10))
     for one in report.bundles:
         if verbose:
             for dropped in one.dropped:
-                click.echo(f"{one.target}: {dropped.kind}: {dropped.spec}: {dropped.reason}")
+                echo(f"{one.target}: {dropped.kind}: {dropped.spec}: {dropped.reason}")
         elif one.failed:
-            click.echo(f"{one.target}: {one.failed} variants failed to compile; -v tells why")
+            echo(f"{one.target}: {one.failed} variants failed to compile; -v tells why")
     first, folder = shlex.quote(str(report.bundles[0].path)), shlex.quote(str(out.resolve()))
-    click.echo("")
+    echo("")
     for one in report.bundles:
         if one.tuned is not None:
-            click.echo(told(one.tuned))
-        click.echo(f"{one.target}: {_origin(one)}")
-    click.echo(
+            echo(told(one.tuned))
+        echo(f"{one.target}: {_origin(one)}")
+    echo(
         f"Next:\n"
         f"  look inside     aot inspect {first}\n"
         f"  in a Dockerfile COPY {out} /opt/pretuned/bundles\n"

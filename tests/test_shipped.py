@@ -1,0 +1,41 @@
+"""The bundles in the wheel: sound, small, of these very kernels, and for sm_90 measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pretuned.aot.verify import sound
+from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import Op, Source
+from pretuned.kernels.revisions import source_sha256
+
+FOLDER = Path(__file__).parents[1] / "artifacts" / "bundles"
+BUNDLES = sorted(FOLDER.glob("*.msgpack"))
+MOST_BYTES = 12_000_000
+
+
+def test_which_there_are_and_how_large() -> None:
+    assert [path.name for path in BUNDLES] == [f"catalogue-sm{sm}.msgpack" for sm in (100, 120, 80, 86, 89, 90)]
+    assert sum(path.stat().st_size for path in BUNDLES) < MOST_BYTES
+
+
+@pytest.mark.parametrize("path", BUNDLES, ids=lambda path: path.stem)
+def test_every_one_is_sound_and_of_these_kernels(path: Path) -> None:
+    bundle = sound(str(path))
+    for kernel in bundle.kernels:
+        assert kernel.source_sha256.hex() == source_sha256(kernel.name), (
+            f"{path.name} was built of another {kernel.name}: build it anew (docs/build.md, What ships)"
+        )
+    assert {problem.op for problem in bundle.choices} == set(Op)
+
+
+def test_the_one_for_sm_90_was_measured_on_an_h200() -> None:
+    with open_bundle(FOLDER / "catalogue-sm90.msgpack") as bundle:
+        gpus = bundle.gpus
+        choices = [choice for problem in bundle.problems() for choice in bundle.find(problem)]
+    assert [gpu.name for gpu in gpus] == ["NVIDIA H200"]
+    measured = [choice for choice in choices if choice.source is Source.MEASURED]
+    assert len(measured) > 0.9 * len(choices)
+    assert all(choice.gpu == 0 and choice.time_ns > 0 for choice in measured)
