@@ -1,4 +1,7 @@
-"""What a name may be. Names are looked up, never joined to a path; this holds all the same if someone does."""
+"""What a name may be, and how any text is shown.
+
+Names are looked up, never joined to a path; this holds all the same if someone does.
+"""
 
 from __future__ import annotations
 
@@ -27,3 +30,10 @@ def is_label(name: str) -> bool:
 def is_text(text: str) -> bool:
     """Whether ``text`` may be a version or a compile option: printable ASCII."""
     return len(text) <= MAX_NAME_CHARS and _TEXT.fullmatch(text) is not None
+
+
+def printable(text: str) -> str:
+    """``text`` for a terminal or a log: each character that does not print (a line's end too) as Python escapes it."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..artifacts.errors import BundleError, DriverTooOld, TargetMismatch
+from ..artifacts.names import printable
 from ..artifacts.store import BundleFile, open_bundle, reading
 from ..artifacts.types import Choice, DType, Fusion, Layout, Op, Problem, Variant
 from . import jit
@@ -199,7 +200,7 @@ class Snapshot:
                 # A directory for several capabilities is ordinary; everything else wants a look.
                 ordinary = one.error is None or isinstance(one.error, TargetMismatch)
                 level = logging.INFO if ordinary else logging.WARNING
-                _log.log(level, "pretuned: skipping %s: %s", one.path, one.reason)
+                _log.log(level, "pretuned: skipping %s: %s", printable(str(one.path)), printable(one.reason))
 
 
 def snapshot() -> Snapshot:

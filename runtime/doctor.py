@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from ..artifacts.errors import CudaError, DriverTooOld, TargetMismatch
+from ..artifacts.names import printable
 from ..kernels import chips
 from . import discover, settings
 from .device import LocalGpu, local_gpu, platform_name, platform_supported
@@ -84,7 +85,7 @@ class Report:
         lines += [f"note      {note}" for note in self.notes]
         lines += [f"problem   {problem}" for problem in self.problems]
         lines.append("ok        " + ("yes" if self.ok else "no"))
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def examine() -> Report:

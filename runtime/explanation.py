@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..artifacts.errors import InputError
+from ..artifacts.names import printable
 from ..artifacts.types import DType, Gpu, Layout, Op, Problem, bucket_of
 from ..kernels import chips
 from . import discover, jit
@@ -83,7 +84,7 @@ class Explanation:
                 f"{one.usable.path.name}"
             )
         lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def explain(

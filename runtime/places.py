@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from ..artifacts.names import printable
 from .settings import Settings
 
 SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
@@ -56,7 +57,7 @@ class Place:
         except FileNotFoundError:
             return []
         except OSError as error:
-            _log.warning("pretuned: can't list %s (%s): %s", self.path, self.kind.value, error.strerror or error)
+            _log.warning("pretuned: can't list %s: %s", printable(str(self)), error.strerror or error)
             return []
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ import click
 
 from ...artifacts.errors import InputError
 from ..build import Options, compile_candidates
+from .echo import echo
 from .options import as_json, cache_of, load, print_json, what_to_build
 from .progress import Progress
 from .table import duration, size
@@ -41,7 +42,7 @@ def compile(
         raise InputError(f"--sm {sm}: candidates are for one capability; run it once for each")
     if not as_json:
         for note in notes:
-            click.echo(f"note: {note}", err=True)
+            echo(f"note: {note}", err=True)
     options = Options(out.parent, workers=workers, cache=cache_of(cache_dir, no_cache))
     with Progress(quiet=as_json, verbose=verbose) as progress:
         report = compile_candidates(plan, sms[0], out, options, progress.observers())
@@ -49,11 +50,11 @@ def compile(
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
         return
     for note in report.notes:
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     (one,) = report.bundles
     for dropped in one.dropped if verbose else ():
-        click.echo(f"{dropped.kind}: {dropped.spec}: {dropped.reason}")
-    click.echo(
+        echo(f"{dropped.kind}: {dropped.spec}: {dropped.reason}")
+    echo(
         f"{one.path}: {one.variants} candidates for {one.target}, {size(one.size_bytes)} "
         f"({one.compiled} compiled, {one.cached} cached, {one.pruned} pruned, {one.failed} failed) "
         f"in {duration(one.seconds)}\nNext, where the GPU is:\n"

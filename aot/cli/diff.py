@@ -11,6 +11,7 @@ from ..assembly import config_text, label
 from ..diff import Change, Changes, Side, time_ratio
 from ..diff import diff as changes_between
 from ..verify import sound
+from .echo import echo
 from .exits import ENVIRONMENT, OK
 from .options import as_json, print_json
 from .table import size, table
@@ -39,7 +40,7 @@ def diff(old: str, new: str, every: bool, exit_code: bool, as_json: bool) -> int
     if as_json:
         print_json({"differ": changes.differ, "size_bytes": list(sizes), **_to_dict(changes)})
     elif not changes.differ:
-        click.echo(f"no difference in content: {size(sizes[0])} and {size(sizes[1])}")
+        echo(f"no difference in content: {size(sizes[0])} and {size(sizes[1])}")
     else:
         _show(changes, sizes, every)
     return _DIFFERENT if exit_code and changes.differ else OK
@@ -48,7 +49,7 @@ def diff(old: str, new: str, every: bool, exit_code: bool, as_json: bool) -> int
 def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
     facts = [(name, old or "-", new or "-") for name, (old, new) in changes.facts.items()]
     facts.append(("size", size(sizes[0]), size(sizes[1])))
-    click.echo(table(("", "A", "B"), facts))
+    echo(table(("", "A", "B"), facts))
     _section("models", [
         *(("-", _model(one), "") for one in changes.models_removed),
         *(("+", _model(one), "") for one in changes.models_added),
@@ -60,12 +61,12 @@ def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
         *(("+", str(one)) for one in changes.problems_added),
     ])  # fmt: skip
     if changes.cells_added or changes.cells_removed:
-        click.echo(f"\nbuckets of problems in both: {changes.cells_removed} only in A, {changes.cells_added} only in B")
+        echo(f"\nbuckets of problems in both: {changes.cells_removed} only in A, {changes.cells_added} only in B")
     if changes.choices:
-        click.echo(f"\nchoices that changed: {len(changes.choices)}")
-        click.echo(_cells(changes) if every else _by_problem(changes))
+        echo(f"\nchoices that changed: {len(changes.choices)}")
+        echo(_cells(changes) if every else _by_problem(changes))
         if not every:
-            click.echo("--choices lists each of them")
+            echo("--choices lists each of them")
     _section("variants", [
         *(("-", label(one), one.revision, one.cubin_sha256.hex()[:12], size(one.cubin_bytes))
           for one in changes.variants_removed),
@@ -76,17 +77,17 @@ def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
            f"{size(old.cubin_bytes)} -> {size(new.cubin_bytes)}") for old, new in changes.recompiled),
     ], ("", "variant", "revision", "cubin", "size"))  # fmt: skip
     (gone, gone_bytes), (come, come_bytes) = changes.cubins_removed, changes.cubins_added
-    click.echo(f"\ncubins: {gone} only in A ({size(gone_bytes)}), {come} only in B ({size(come_bytes)})")
+    echo(f"\ncubins: {gone} only in A ({size(gone_bytes)}), {come} only in B ({size(come_bytes)})")
 
 
 def _section(title: str, rows: list[tuple[object, ...]], head: tuple[str, ...] = ()) -> None:
     if not rows:
         return
-    click.echo(f"\n{title}: - only in A, + only in B, ~ changed")
+    echo(f"\n{title}: - only in A, + only in B, ~ changed")
     if head:
-        click.echo(table(head, rows))
+        echo(table(head, rows))
     else:
-        click.echo("\n".join("  ".join(map(str, row)).rstrip() for row in rows))
+        echo("\n".join("  ".join(map(str, row)).rstrip() for row in rows))
 
 
 def _model(model: Model) -> str:

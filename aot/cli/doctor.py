@@ -7,6 +7,7 @@ import warnings
 import click
 
 from ..versions import versions
+from .echo import echo
 from .exits import ENVIRONMENT, OK
 from .options import as_json, print_json
 
@@ -31,8 +32,8 @@ def doctor(as_json: bool) -> int:
     if as_json:
         print_json({"builder": versions(), "runtime": report.to_dict()})
     else:
-        click.echo(str(report))
-        click.echo("\nbuilder")
+        echo(str(report))
+        echo("\nbuilder")
         for name, value in versions().items():
-            click.echo(f"  {name}: {value}")
+            echo(f"  {name}: {value}")
     return OK if report.ok else ENVIRONMENT

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import click
 
 from ...artifacts.errors import BundleError, HostError, InputError, PretunedError, ProblemNotInBundle
+from .echo import echo
 
 OK = 0
 ENVIRONMENT = 1  # the machine: no GPU, a full disk, a missing package, a compiler that fails
@@ -31,7 +32,7 @@ def guarded(command: Callable[[], int], debug: bool) -> int:
         code, message = told(error)
         if message:
             with contextlib.suppress(OSError):  # a stderr that can't be written: the code must say it alone
-                click.echo(message, err=True)
+                echo(message, err=True)
         return code
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from ...artifacts.names import printable
 from ...artifacts.store import open_bundle
 from ..contents import contents
+from .echo import echo
 from .options import as_json, print_json
 from .table import size, table
 
@@ -32,9 +34,9 @@ def inspect(bundle: str, choices: bool, as_json: bool) -> None:
     width = max(map(len, facts))
     for name, value in facts.items():
         shown = size(value) if name == "size_bytes" and isinstance(value, int) else value
-        click.echo(f"{name.replace('_bytes', ''):<{width}}  {shown}")
+        echo(f"{name.replace('_bytes', ''):<{width}}  {printable(str(shown))}")
     for title in ("kernels", "gpus", "models", "variants", "choices"):
         rows = found.get(title)
         if isinstance(rows, list) and rows:
-            click.echo(f"\n{title}")
-            click.echo(table(list(rows[0]), [["-" if cell is None else cell for cell in row.values()] for row in rows]))
+            echo(f"\n{title}")
+            echo(table(list(rows[0]), [["-" if cell is None else cell for cell in row.values()] for row in rows]))

@@ -14,6 +14,7 @@ from ..merge import Conflict, Merged
 from ..merge import merge as merge_bundles
 from ..outfile import Written, check_out, write_bundle
 from ..verify import sound
+from .echo import echo
 from .options import as_json, print_json
 from .table import size, table
 
@@ -45,29 +46,29 @@ def merge(bundles: tuple[str, ...], out: Path, every: bool, as_json: bool) -> No
         print_json(_to_dict(merged, paths, written))
         return
     for note in merged.notes:
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     _show(merged, paths, [len(one.choices) for one in loaded.values()], written, every)
 
 
 def _show(merged: Merged, paths: Sequence[str], problems: Sequence[int], written: Written, every: bool) -> None:
     bundle = merged.bundle
     rows = [(path, count, cells) for path, count, cells in zip(paths, problems, merged.taken, strict=True)]
-    click.echo(table(("from", "problems", "choices taken"), rows, "<>>"))
+    echo(table(("from", "problems", "choices taken"), rows, "<>>"))
     if merged.conflicts:
-        click.echo("\nwhere they differ")
+        echo("\nwhere they differ")
         counts = Counter(one.reason for one in merged.conflicts)
         other = Counter(one.reason for one in merged.conflicts if one.winner.variant != one.loser.variant)
         rows = [(reason.value, counts[reason], other[reason]) for reason in counts]
-        click.echo(table(("decided by", "choices", "another variant"), sorted(rows), "<>>"))
+        echo(table(("decided by", "choices", "another variant"), sorted(rows), "<>>"))
         if every:
-            click.echo()
-            click.echo(_listed(merged, paths))
+            echo()
+            echo(_listed(merged, paths))
         else:
-            click.echo("--conflicts lists each of them")
+            echo("--conflicts lists each of them")
     measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
     choices = sum(map(len, bundle.choices.values()))
     same = " (unchanged)" if written.unchanged else ""
-    click.echo(
+    echo(
         f"\n{written.path}{same}: {bundle.target}, {len(bundle.models)} models, {len(bundle.choices)} problems, "
         f"{choices} choices ({measured} measured), {len(bundle.variants)} variants, {size(written.size_bytes)}; "
         f"{merged.unused} variants dropped as unused"

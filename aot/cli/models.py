@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from ..catalogue import catalogue
+from .echo import echo
 from .options import as_json, print_json
 from .table import table
 
@@ -41,4 +42,4 @@ def models(text: str | None, as_json: bool) -> None:
         gated = "gated" if layer.gated else "plain"
         rows.append((one.id, layer.E, layer.k, layer.H, layer.I, layer.shared_width or "-", gated,
                      layer.quantised or "-", layer.note))  # fmt: skip
-    click.echo(table(("model", "E", "k", "H", "I", "shared", "experts", "published in", "note"), rows, "<>>>>>"))
+    echo(table(("model", "E", "k", "H", "I", "shared", "experts", "published in", "note"), rows, "<>>>>>"))

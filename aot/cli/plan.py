@@ -10,6 +10,7 @@ from ...artifacts.types import Problem
 from ..estimate import estimate
 from ..plan import Plan
 from ..variants import fused
+from .echo import echo
 from .options import as_json, cache_of, load, print_json, what_to_build
 from .table import duration, size, table
 
@@ -34,7 +35,7 @@ def plan(
                     "notes": list(notes)})  # fmt: skip
         return
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     users = _users(planned)
     rows = [
         (
@@ -50,15 +51,15 @@ def plan(
         )
         for one, buckets in planned.buckets.items()
     ]
-    click.echo(table(("op", "dtype", "w", "fused", "E", "N", "K", "buckets of M", "for"), rows, "<<<<>>>>"))
-    click.echo()
+    echo(table(("op", "dtype", "w", "fused", "E", "N", "K", "buckets of M", "for"), rows, "<<<<>>>>"))
+    echo()
     capabilities = [
         (f"sm_{one.sm}", one.problems, one.choices, one.variants, "?" if one.cached is None else one.cached,
          duration(one.seconds), size(one.size_bytes)) for one in estimates
     ]  # fmt: skip
     head = ("for", "problems", "choices", "variants to compile", "of these cached", "expected time", "expected size")
-    click.echo(table(head, capabilities, "<" + ">" * 6))
-    click.echo("\nTime and size are estimates. Nothing was built; aot build with the same options does it.")
+    echo(table(head, capabilities, "<" + ">" * 6))
+    echo("\nTime and size are estimates. Nothing was built; aot build with the same options does it.")
 
 
 def _users(planned: Plan) -> dict[Problem, list[str]]:

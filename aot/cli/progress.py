@@ -6,11 +6,11 @@ import sys
 import time
 from types import TracebackType
 
-import click
-
+from ...artifacts.names import printable
 from ..build import Observers
 from ..tune import TuneObservers
 from ..workers import Result
+from .echo import echo
 
 _LINE_EVERY_S = 5.0
 
@@ -68,7 +68,7 @@ class Progress:
         fresh = self._done - self._cached
         left_s = (now - self._begun) / fresh * (self._total - self._done)
         text = f"{self._done} of {self._total} variants{self._counts()}"
-        click.echo(text + (f", about {left_s:.0f} s left" if self._done < self._total else ""), err=True)
+        echo(text + (f", about {left_s:.0f} s left" if self._done < self._total else ""), err=True)
 
     def _counts(self) -> str:
         return (f", {self._cached} cached" if self._cached else "") + (
@@ -79,7 +79,7 @@ class Progress:
         if self._bar:
             self._bar.say(note)
         else:
-            click.echo(note, err=True)
+            echo(note, err=True)
 
 
 class _Bar:
@@ -107,7 +107,7 @@ class _Bar:
         self._rich.update(self._task, completed=done, counts=counts)
 
     def say(self, note: str) -> None:
-        self._rich.console.print(note, markup=False, highlight=False)
+        self._rich.console.print(printable(note), markup=False, highlight=False)
 
     def stop(self) -> None:
         self._rich.stop()

@@ -13,6 +13,7 @@ from ..plan import plan
 from ..prune import Pruned
 from ..prune import prune as prune_bundle
 from ..verify import sound
+from .echo import echo
 from .options import as_json, print_json, wanted_ops
 from .table import size, table
 
@@ -46,13 +47,13 @@ def prune(bundle: str, models: tuple[str, ...], ops: str | None, out: Path, as_j
         print_json(_to_dict(before, before_bytes, pruned, written, notes))
         return
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     counts = _counts(before, pruned.bundle)
     rows = [*((name, *pair) for name, pair in counts.items()), ("size", size(before_bytes), size(written.size_bytes))]
-    click.echo(table(("", "before", "after"), rows, "<>>"))
+    echo(table(("", "before", "after"), rows, "<>>"))
     same = " (unchanged)" if written.unchanged else ""
     saved = 1 - written.size_bytes / before_bytes
-    click.echo(f"\n{written.path}{same}: {saved:.0%} smaller than {bundle}")
+    echo(f"\n{written.path}{same}: {saved:.0%} smaller than {bundle}")
 
 
 def _counts(before: Bundle, after: Bundle) -> dict[str, tuple[int, int]]:

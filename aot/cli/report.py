@@ -10,6 +10,7 @@ import click
 from ..models import load_models
 from ..outfile import check_page, is_bundle, write_page
 from ..plan import plan
+from .echo import echo
 from .options import as_json, print_json, wanted_ops
 from .table import size
 
@@ -61,7 +62,7 @@ def report(
         now = time.monotonic()
         if not as_json and now - last >= _LINE_EVERY_S and done < total:
             last = now
-            click.echo(f"{done} of {total} charts, about {(now - begun) / done * (total - done):.0f} s left", err=True)
+            echo(f"{done} of {total} charts, about {(now - begun) / done * (total - done):.0f} s left", err=True)
 
     written = write_page(out, page(sheet, on_chart))
     cells = sheet.cells
@@ -71,6 +72,6 @@ def report(
                     "notes": list(sheet.notes)})  # fmt: skip
         return
     for note in sheet.notes:
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    click.echo(f"{out}: {len(sheet.gemms)} GEMMs, {len(cells)} cells ({told}), {size(written)}")
+    echo(f"{out}: {len(sheet.gemms)} GEMMs, {len(cells)} cells ({told}), {size(written)}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...artifacts.names import printable
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: str = "") -> str:
     """The rows below their heads; the columns that ``right`` marks with ``>`` are right-aligned."""
-    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+    cells = [list(head), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     sides = right.ljust(len(head), "<")
     lines = ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))

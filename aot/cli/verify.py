@@ -5,7 +5,9 @@ from __future__ import annotations
 import click
 
 from ...artifacts.errors import BundleError
+from ...artifacts.names import printable
 from ..verify import verify as verify_bundle
+from .echo import echo
 from .exits import INPUT, OK
 from .options import as_json, print_json
 
@@ -35,7 +37,8 @@ def verify(bundles: tuple[str, ...], sha256: str | None, as_json: bool) -> int:
     else:
         for one in found:
             if one["ok"]:
-                click.echo(f"ok  {one['path']}  {one['target']}, {one['variants']} variants, {one['choices']} choices")
+                path = printable(str(one["path"]))
+                echo(f"ok  {path}  {one['target']}, {one['variants']} variants, {one['choices']} choices")
             else:
-                click.echo(f"error: {one['error']}", err=True)
+                echo(f"error: {one['error']}", err=True)
     return OK if all(one["ok"] for one in found) else INPUT

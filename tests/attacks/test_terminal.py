@@ -1,0 +1,68 @@
+"""Names of files that hold terminal escapes, lines and letters that are none: shown, and never raw."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretuned.artifacts.names import printable
+from pretuned.artifacts.types import Gpu
+from pretuned.runtime.device import LocalGpu
+from pretuned.runtime.discover import Snapshot
+from pretuned.runtime.places import Kind, Place
+
+ON_H200 = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 12080))
+GOLDEN = Path(__file__).parents[1] / "golden" / "format1-medium.msgpack"
+NAMES = ["a\x1b[31mb", "a\x1b]0;owned\x07b", "a\nerror: b", "a\rb", "a\u202eb", "a\x9b2Jb", "a\udcffb", "<b>&'\""]
+
+
+def raw(text: str) -> set[str]:
+    """What of a text a terminal would act on."""
+    return {letter for letter in text if not letter.isprintable() and letter != "\n"}
+
+
+def test_printable_keeps_what_prints() -> None:
+    assert printable("Qwen/Qwen3 É 中 <b>") == "Qwen/Qwen3 É 中 <b>"
+    assert printable("a\x1b[2J\nb\u202e\udcff") == "a\\x1b[2J\\nb\\u202e\\udcff"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("verb", ["inspect", "inspect --json", "verify", "diff", "merge", "report", "missing"])
+def test_verbs_print_no_name_raw(tmp_path: Path, name: str, verb: str) -> None:
+    path = tmp_path / f"{name}.msgpack"
+    path.write_bytes(GOLDEN.read_bytes())
+    arguments = {
+        "diff": ["diff", path, GOLDEN],
+        "merge": ["merge", path, GOLDEN, "-o", tmp_path / f"{name}.out"],
+        "report": ["report", path, "-o", tmp_path / "page.html"],
+        "missing": ["inspect", f"{path}.no"],
+    }.get(verb, [*verb.split(), path])
+    done = subprocess.run(
+        [sys.executable, "-m", "pretuned.aot", *map(os.fsencode, arguments)], capture_output=True, check=False, cwd="/"
+    )
+    out = (done.stdout + done.stderr).decode("utf-8", "surrogateescape")
+    assert done.returncode in (0, 2)
+    assert "Traceback" not in out
+    assert "internal error" not in out
+    assert not raw(out)
+    assert not any(line.startswith("error: b") for line in out.splitlines())
+    if verb == "inspect --json":
+        assert json.loads(out)["path"] == str(path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_that_is_skipped_is_logged_in_one_line(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / f"{name}.msgpack").write_bytes(b"none")
+    with caplog.at_level(logging.INFO, "pretuned"):
+        Snapshot([Place(Kind.NAMED, tmp_path)]).view(ON_H200, installed=False)
+    (record,) = caplog.records
+    assert not raw(record.getMessage())
+    assert "\n" not in record.getMessage()
