@@ -125,7 +125,7 @@ CONFIGS: dict[str, object] = {
     "a fusion of 2**63": (repr(KEY), *[(op.value, ((2**63, SPEC.config.pairs()),), ()) for op in Op]),
     "an unknown knob": (repr(KEY), *[(op.value, ((0, (("block_q", 1),)),), ()) for op in Op]),
     "a block of 0": (repr(KEY), *[(op.value, ((0, (*SPEC.config.pairs()[1:], ("block_k", 0))),), ()) for op in Op]),
-    "a block of nil": (repr(KEY), *[(op.value, ((0, (*SPEC.config.pairs()[1:], ("block_k", None))),), ()) for op in Op]),
+    "a block of nil": (repr(KEY), *[(op.value, ((0, (*SPEC.config.pairs()[1:], ("block_k", None))),), ()) for op in Op]),  # noqa: E501
     "pairs of three": (repr(KEY), *[(op.value, ((0, ((1, 2, 3),)),), ()) for op in Op]),
     "numbers": (1, 2, 3, 4),
     "a thousand pairs": (repr(KEY), *[("forward", (), ())] * 1000),

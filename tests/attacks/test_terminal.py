@@ -19,7 +19,7 @@ from pretuned.runtime.places import Kind, Place
 
 ON_H200 = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 12080))
 GOLDEN = Path(__file__).parents[1] / "golden" / "format1-medium.msgpack"
-NAMES = ["a\x1b[31mb", "a\x1b]0;owned\x07b", "a\nerror: b", "a\rb", "a\u202eb", "a\x9b2Jb", "a\udcffb", "<b>&'\""]
+NAMES = ["a\x1b[31mb", "a\x1b]0;owned\x07b", "a\nforged: b", "a\rb", "a\u202eb", "a\x9b2Jb", "a\udcffb", "<b>&'\""]
 
 
 def raw(text: str) -> set[str]:
@@ -51,7 +51,7 @@ def test_verbs_print_no_name_raw(tmp_path: Path, name: str, verb: str) -> None:
     assert "Traceback" not in out
     assert "internal error" not in out
     assert not raw(out)
-    assert not any(line.startswith("error: b") for line in out.splitlines())
+    assert not any(line.startswith("forged") for line in out.splitlines())
     if verb == "inspect --json":
         assert json.loads(out)["path"] == str(path)
 
