@@ -8,7 +8,7 @@ from ..artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from ..artifacts.store import open_bundle
 from ..artifacts.types import Bundle
 from ..kernels.abi import READS_ABI
-from ..kernels.config import Config
+from ..runtime.launchable import unlaunchable
 from .cubin import mismatch
 
 
@@ -59,10 +59,9 @@ def sound(path: str, sha256: str | None = None) -> Bundle:
             raise BundleTooNew(f"{where}: launch ABI {variant.abi}, this version reads {_reads()}. Upgrade pretuned")
         if variant.abi < READS_ABI[0]:
             raise BundleTooOld(f"{where}: launch ABI {variant.abi}, this version reads {_reads()}. Build it again")
-        try:
-            Config.from_pairs(variant.config)
-        except ValueError as error:
-            raise BundleCorrupt(f"{where}: {error}") from error
+        wrong = unlaunchable(variant)
+        if wrong:
+            raise BundleCorrupt(f"{where}: {wrong}. Build it again with aot build")
     return bundle
 
 

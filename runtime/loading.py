@@ -7,10 +7,12 @@ import threading
 from ..artifacts.errors import BundleError
 from ..artifacts.store import BundleFile
 from ..artifacts.types import Problem
+from ..artifacts.wire import corrupt
 from .device import LocalGpu
 from .discover import Snapshot
 from .dispatch import Miss, decide
 from .launch import LoadedKernel, load_kernel
+from .launchable import unlaunchable
 
 _lock = threading.Lock()
 _loaded: dict[tuple[bytes, int, int], LoadedKernel] = {}  # by bundle, variant, device
@@ -47,7 +49,7 @@ def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> Loaded
     Raises
     ------
     BundleCorrupt
-        if the cubin is not the one that the index describes.
+        if the cubin is not the one that the index describes, or the variant is none that can be launched.
     CudaError
         if the driver refuses the code.
     """
@@ -57,7 +59,11 @@ def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> Loaded
         with _lock:
             kernel = _loaded.get(key)
             if kernel is None:
-                kernel = _loaded[key] = load_kernel(bundle.variant(index), bundle.cubin(index), device, sm_count)
+                variant = bundle.variant(index)
+                wrong = unlaunchable(variant)
+                if wrong:
+                    raise corrupt(bundle.path, f"variant {index}: {wrong}")
+                kernel = _loaded[key] = load_kernel(variant, bundle.cubin(index), device, sm_count)
     return kernel
 
 

@@ -1,0 +1,56 @@
+"""Whether a variant's record is one that a launcher can carry out: its arguments, descriptors and threads.
+
+A bundle's own checks end at what the format says. What the names mean is launch ABI 1 (kernels/abi.py): an argument
+that no launcher fills, or fills with something else, must be found before a kernel is launched with it.
+"""
+
+from __future__ import annotations
+
+from ..artifacts.types import DType, Op, Variant
+from ..kernels.abi import MAX_EXPERTS, counts
+from ..kernels.config import Config
+
+_NUMBERS = dict.fromkeys(
+    ("M", "N", "K", "E", "m_sizes_step", "index_step", "index_end", "x_divisor", "flags"), ("i32",)
+) | dict.fromkeys(("m_sizes", "index", "row_weights", "bias", "counter"), ("ptr",))  # fmt: skip
+_ROWS = _NUMBERS | {"x": ("ptr", "desc2"), "w": ("ptr", "desc3"), "y": ("ptr",)} | dict.fromkeys(
+    ("stride_x_m", "stride_y_m", "stride_w_e", "stride_w_row"), ("i64",)
+)  # fmt: skip
+_WEIGHT = _NUMBERS | {"dy": ("ptr", "desc4"), "x": ("ptr", "desc4"), "dw": ("ptr",)} | dict.fromkeys(
+    ("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row"), ("i64",)
+)  # fmt: skip
+_NEEDED = {Op.DW: ("dy", "x", "dw", "m_sizes")}
+_NEEDED_OF_ROWS = ("x", "w", "y", "m_sizes")
+_ELEMENTS = {DType.BF16: (9,), DType.FP16: (6,), DType.FP32: (7,), DType.TF32: (7, 11)}  # CUtensorMapDataType
+_WARP = 32
+
+
+def unlaunchable(variant: Variant) -> str | None:
+    """Why no launcher can run this variant, or None. Its launch ABI is one that this version reads."""
+    try:
+        config = Config.from_pairs(variant.config)
+    except ValueError as error:
+        return str(error)
+    words = _WEIGHT if variant.op is Op.DW else _ROWS
+    given = dict(variant.arguments)
+    for name, kind in variant.arguments:
+        if kind not in words.get(name, ()):
+            wanted = " or ".join(words.get(name, ())) or "none of that name"
+            return f"argument {name} is of the kind {kind}, launch ABI 1 has {wanted} for {variant.op.value}"
+    lacking = [name for name in _NEEDED.get(variant.op, _NEEDED_OF_ROWS) if name not in given]
+    if config.specialized and "counter" not in given:
+        lacking.append("counter")
+    if lacking:
+        return f"its arguments lack {', '.join(lacking)}"
+    if variant.op is Op.DW and given["dy"] != given["x"]:
+        return f"dy is of the kind {given['dy']} and x of {given['x']}, wanted the same"
+    if variant.tensor_maps and not config.tma:
+        return "it has tensor maps, and a config without TMA"
+    for one in variant.tensor_maps:
+        if one.element not in _ELEMENTS[variant.dtype]:
+            return f"the tensor map of {one.argument} has elements of the type {one.element}, not {variant.dtype.value}"
+    if not counts(config, variant.max_experts):
+        return f"a specialized kernel counts {MAX_EXPERTS} experts at most, it says {variant.max_experts}"
+    if variant.threads % _WARP:
+        return f"it has {variant.threads} threads, wanted whole warps of {_WARP}"
+    return None

@@ -1,0 +1,135 @@
+"""Records that are well formed and can't be launched: found before the driver sees a byte, never a wild launch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import golden_bundles
+import pytest
+
+from pretuned.artifacts import codec
+from pretuned.artifacts.errors import BundleCorrupt
+from pretuned.artifacts.store import BundleFile, open_bundle, open_bytes
+from pretuned.artifacts.types import Bundle, DType, Fusion, Kernel, Layout, Op, TensorMap, Variant
+from pretuned.kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, arguments, boxes
+from pretuned.kernels.config import Config
+from pretuned.runtime.launchable import unlaunchable
+from pretuned.runtime.loading import loaded
+
+SHIPPED = sorted((Path(__file__).parents[2] / "artifacts" / "bundles").glob("*.msgpack"))
+POINTERS, TMA = Config(64, 64, 64, 4, 3), Config(64, 64, 64, 4, 3, tma=True)
+SPECIALIZED = Config(128, 128, 64, 8, 3, tma=True, persistent=True, specialized=True)
+ELEMENTS = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
+CUBIN = b"\x7fELF code"
+
+
+def record(spec: Spec) -> Variant:
+    """A variant of this spec as the builder records it."""
+    maps = tuple(TensorMap(name, ELEMENTS[spec.dtype], box, 3) for name, box in boxes(spec).items())
+    return Variant(
+        spec.kernel, 1, 1, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
+        spec.config.pairs(), spec.kernel, arguments(spec), maps, 384 if spec.config.specialized else 128, 49152, 128,
+        0, 0, len(CUBIN), hashlib.sha256(CUBIN).digest(),
+    )  # fmt: skip
+
+
+def spec(op: Op = Op.FORWARD, config: Config = TMA, **more: object) -> Spec:
+    return Spec(op, DType.BF16, config, **more)  # type: ignore[arg-type]
+
+
+ROWS, WEIGHT, COUNTED = record(spec()), record(spec(Op.DW)), record(spec(config=SPECIALIZED))
+
+
+def passed(variant: Variant, **kinds: str | None) -> Variant:
+    """The variant with arguments of other kinds, or (None) without them; new names come last."""
+    found = {**dict(variant.arguments), **kinds}
+    plain = {name: kind for name, kind in found.items() if kind is not None}
+    maps = []
+    for name, kind in plain.items():
+        if kind.startswith("desc"):
+            maps.append(TensorMap(name, 9, (1,) * (int(kind[4:]) - 1) + (64,), 3))
+    return replace(variant, arguments=tuple(plain.items()), tensor_maps=tuple(maps))
+
+
+def configured(variant: Variant, **values: int) -> Variant:
+    return replace(variant, config=tuple(sorted((dict(variant.config) | values).items())))
+
+
+BROKEN = {
+    "no arguments": replace(ROWS, arguments=(), tensor_maps=()),
+    "an argument nobody knows": passed(ROWS, z="ptr"),
+    "a word of the launcher's own": passed(ROWS, null="ptr"),
+    "another word of the launcher's own": passed(ROWS, one="i64"),
+    "dW's words in a forward": passed(ROWS, dy="ptr"),
+    "a forward's words in dW": passed(WEIGHT, w="ptr"),
+    "a pointer as a number": passed(ROWS, y="i64"),
+    "a number as a pointer": passed(ROWS, M="ptr"),
+    "a count of 64 bits": passed(ROWS, N="i64"),
+    "a stride of 32 bits": passed(ROWS, stride_x_m="i32"),
+    "x of rank 3": passed(ROWS, x="desc3"),
+    "x of rank 5": passed(ROWS, x="desc5"),
+    "w of rank 2": passed(ROWS, w="desc2"),
+    "y through TMA": passed(ROWS, y="desc2"),
+    "m_sizes through TMA": passed(ROWS, m_sizes="desc2"),
+    "a stride through TMA": passed(ROWS, stride_w_e="desc2"),
+    "dy of rank 2": passed(WEIGHT, dy="desc2", x="desc2"),
+    "dy alone through TMA": passed(WEIGHT, x="ptr"),
+    "no result": passed(ROWS, y=None),
+    "no m_sizes": passed(ROWS, m_sizes=None),
+    "no dw": passed(WEIGHT, dw=None),
+    "specialized without a counter": passed(COUNTED, counter=None),
+    "a counter of 32 bits": passed(COUNTED, counter="i32"),
+    "specialized for many experts": replace(COUNTED, max_experts=MAX_EXPERTS + 1),
+    "specialized without TMA": configured(COUNTED, tma=0),
+    "specialized, not persistent": configured(COUNTED, persistent=0),
+    "TMA in a config without": configured(ROWS, tma=0),
+    "elements of 8 bytes": replace(ROWS, tensor_maps=tuple(replace(one, element=8) for one in ROWS.tensor_maps)),
+    "elements of a type that is none": replace(
+        WEIGHT, tensor_maps=tuple(replace(one, element=255) for one in WEIGHT.tensor_maps)
+    ),
+    "threads of half a warp": replace(ROWS, threads=48),
+    "a block of 0": configured(ROWS, block_m=0),
+    "a block of 2**31-1": configured(ROWS, block_n=2**31 - 1),
+    "a block of 17": configured(ROWS, block_k=17),
+    "group_m 0": configured(ROWS, group_m=0),
+    "a knob nobody knows": configured(ROWS, block_q=16),
+    "no knobs": replace(ROWS, config=()),
+}  # fmt: skip
+
+
+def bundle(variant: Variant) -> Bundle:
+    small = golden_bundles.small()
+    kernel = Kernel(variant.kernel, variant.revision, b"\1" * 32)
+    return replace(small, kernels=(kernel,), variants=(variant,), cubins=(CUBIN,), choices={}, models=())
+
+
+def opened(variant: Variant) -> BundleFile:
+    return open_bytes(codec.encode(bundle(variant)), "broken")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_is_refused_before_the_driver_sees_a_byte(name: str) -> None:
+    with opened(BROKEN[name]) as file, pytest.raises(BundleCorrupt, match="bundle 'broken': variant 0: "):
+        loaded(file, 0, 0, 132)
+
+
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER, Fusion.GATHER])
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("op", Op)
+def test_what_the_builder_records_passes(op: Op, dtype: DType, layout: Layout, fusion: Fusion) -> None:
+    for config in (POINTERS, TMA, SPECIALIZED):
+        experts = MAX_EXPERTS if config.specialized else MAX_EXPERTS_FALLBACK
+        one = record(Spec(op, dtype, config, layout, Fusion.NONE if op is Op.DW else fusion, max_experts=experts))
+        assert unlaunchable(one) is None
+        with opened(one) as file:
+            assert file.variant(0) == one
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_what_ships_passes(path: Path) -> None:
+    with open_bundle(path) as file:
+        for one in file.variants():
+            assert unlaunchable(one) is None
