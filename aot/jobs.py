@@ -1,9 +1,9 @@
 """The seam between the tuner and the GPUs: a job is plain data in, records out, wherever it runs.
 
 The tuner (``tune.py``) knows GPUs only as ``GpuExecutor``s, one a GPU. Local ones are worker
-processes (``gpuworkers.py``); any other engine can stand in that hands ``measure.run(setup, job)`` to a process on the
-GPU's machine and returns a ``concurrent.futures.Future``. A worker keeps weights between jobs, so the
-tuner sends the jobs of one weight to one executor, one at a time.
+processes (``gpuworkers.py``), those of other machines workers of Dask (``daskgpus.py``); any engine can stand in that
+hands ``measure.run(setup, job)`` to a process on the GPU's machine and returns a ``concurrent.futures.Future``. A
+worker keeps weights between jobs, so the tuner sends the jobs of one weight to one executor, one at a time.
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a worker that has started says of its GPU; ``notes`` tell why its times may scatter."""
+    """What a worker that has started says of its GPU; ``notes`` tell why its times may scatter.
+
+    ``uuid`` is the GPU's own, by which two workers on one GPU are found; empty where the driver tells none.
+    """
 
     sm: int
     gpu: Gpu
     notes: tuple[str, ...] = ()
+    uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +71,17 @@ class WorkerLost(Exception):
         super().__init__(reason)
         self.kind = kind
 
+    def __reduce__(self) -> tuple[type[WorkerLost], tuple[str, str]]:
+        """It travels between machines."""
+        return type(self), (self.kind, str(self))
+
+
+class GpuGone(WorkerLost):
+    """The job's process is lost, and its machine or GPU with it: the executor is of no more use."""
+
 
 class GpuExecutor(Protocol):
-    """One GPU that jobs are sent to. A future raises WorkerLost where the job's process is gone."""
+    """One GPU that jobs are sent to. A future raises WorkerLost where the job's process is gone, or GpuGone."""
 
     @property
     def name(self) -> str:

@@ -28,6 +28,7 @@ from .inputs import MAX_ERROR, balanced_rows, routed_rows, top_k_of, weights
 from .jobs import Hello, Job, Result, Setup
 from .judge import Judge
 from .launches import TORCH, Tensors, caller, torch_caller
+from .native import gpu_uuid
 from .records import FAULT, ROUTINGS, WRONG, Duel, Failure, Measured, Timing
 
 _TIMING_US = 10_000.0  # for a contender on one routing, flushes not counted
@@ -56,7 +57,7 @@ def hello(setup: Setup) -> Hello:
         built = f"it is built for CUDA {torch.version.cuda}" if torch.version.cuda else "it is built without CUDA"
         raise HostError(f"torch {torch.__version__} can't use this machine's GPU: {built}")
     found = _bench(setup)
-    return Hello(found.local.sm, found.local.gpu, found.notes)
+    return Hello(found.local.sm, found.local.gpu, found.notes, gpu_uuid(setup.device))
 
 
 def run(setup: Setup, job: Job) -> Result:

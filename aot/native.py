@@ -30,6 +30,19 @@ def native_sm() -> int | None:
     return 10 * major.value + minor.value
 
 
+def gpu_uuid(device: int) -> str:
+    """What names a GPU (or its MIG slice) everywhere, as 32 hex digits; empty where the driver tells nothing."""
+    cuda = _driver()
+    handle, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    if cuda is None or cuda.cuDeviceGet(ctypes.byref(handle), device) != 0:
+        return ""
+    try:
+        failed = cuda.cuDeviceGetUuid_v2(uuid, handle)
+    except AttributeError:  # a driver before CUDA 11.4
+        return ""
+    return "" if failed else bytes(uuid).hex()
+
+
 def _driver() -> ctypes.CDLL | None:
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

@@ -25,7 +25,7 @@ from ..kernels.cost import Ranker, Resources
 from .contenders import SHARE, Winners, contenders
 from .evidence import measuring_chip
 from .gpuworkers import local_gpus
-from .jobs import GpuExecutor, Hello, Job, Result, WorkerLost
+from .jobs import GpuExecutor, GpuGone, Hello, Job, Result, WorkerLost
 from .journal import Header, Journal, described, open_journal
 from .records import DIED, Failure, Measured
 from .variants import serves
@@ -34,6 +34,12 @@ DEFAULT_BUDGET_S = 600.0
 _FLUSH_BYTES = 256 << 20
 _RESERVE_BYTES = 2 << 30  # the context, code, and what a reference needs
 _RESTARTS = 3  # of a worker that does not start, one after the other
+_LOOK_S = 0.5  # how often to ask for GPUs that have joined
+_DESERTED_S = 60.0  # how long to wait for one where all have left
+_KILLS = 2  # GPUs that a variant may take with it, alone, before it is to blame
+_WORTH_TAKING_S = 1.0  # of another GPU's queue: the weights are made anew
+
+_SAME_GPU = "use the same GPU: give each worker its own with CUDA_VISIBLE_DEVICES"
 
 Cell = tuple[Problem, int]
 
@@ -112,6 +118,7 @@ def tune_problems(
     budget_s: float | None = DEFAULT_BUDGET_S,
     gpus: Sequence[int] | None = None,
     executors: Sequence[GpuExecutor] | None = None,
+    joined: Callable[[], Sequence[GpuExecutor]] | None = None,
     with_torch: bool = True,
     share: float = SHARE,
     observers: TuneObservers | None = None,
@@ -132,6 +139,9 @@ def tune_problems(
         Ordinals; None for all of this machine.
     executors
         In place of this machine's GPUs; they are started here and shut down by the caller.
+    joined
+        Asked now and then for executors that have come meanwhile. With it, those that do not start are left out,
+        and where all are gone others are waited for.
     with_torch
         Time torch's grouped_mm beside the plain bf16 problems.
     share
@@ -155,39 +165,53 @@ def tune_problems(
                 executors = stack.enter_context(local_gpus(str(candidates), bundle.digest, gpus))
             except HostError as error:
                 raise NoGpu(str(error)) from None
-        hellos = _greet(executors)
-        sm, gpu = _same_gpu(hellos, bundle)
-        for hello, executor in zip(hellos, executors, strict=True):
-            for text in hello.notes:
-                watch.on_note(f"{executor.name}: {text}")
+        greeted = _greet(executors, watch, lenient=joined is not None)
+        sm, gpu = _same_gpu(greeted, bundle)
         header = Header(sm, gpu, bundle.kernels)
         held = stack.enter_context(open_journal(journal, header, watch.on_note))
-        run = _Run(Ground.of(problems, bundle, gpu, sm, share), executors, held, watch, with_torch, budget_s)
+        run = _Run(Ground.of(problems, bundle, gpu, sm, share), greeted, joined, held, watch, with_torch, budget_s)
         return run.run()
 
 
-def _greet(executors: Sequence[GpuExecutor]) -> list[Hello]:
+def _greet(executors: Sequence[GpuExecutor], watch: TuneObservers, *, lenient: bool) -> dict[GpuExecutor, Hello]:
+    """Start them. ``lenient`` goes on with those that do, if there is one."""
     started = [executor.start() for executor in executors]
-    hellos = []
+    greeted: dict[GpuExecutor, Hello] = {}
+    last = NoGpu("there is no GPU to measure on")
     for executor, future in zip(executors, started, strict=True):
         try:
-            hellos.append(future.result())
+            greeted[executor] = future.result()
         except BundleError:
             raise
         except (WorkerLost, RuntimeError, HostError) as error:
-            raise NoGpu(f"{executor.name}: its worker does not start: {_first_line(error)}") from None
-    return hellos
+            last = NoGpu(f"{executor.name}: its worker does not start: {_first_line(error)}")
+            if not lenient:
+                raise last from None
+            watch.on_note(f"left out: {last}")
+            executor.shutdown()
+        else:
+            for text in greeted[executor].notes:
+                watch.on_note(f"{executor.name}: {text}")
+    if not greeted:
+        raise last
+    return greeted
 
 
-def _same_gpu(hellos: Sequence[Hello], bundle: BundleFile) -> tuple[int, Gpu]:
+def _same_gpu(greeted: Mapping[GpuExecutor, Hello], bundle: BundleFile) -> tuple[int, Gpu]:
     """The GPUs' common identity: one journal holds the times of one kind."""
-    first = hellos[0]
-    for other in hellos[1:]:
+    first = next(iter(greeted.values()))
+    users: dict[str, str] = {}
+    for executor, other in greeted.items():
         if (other.sm, other.gpu.name, other.gpu.sm_count) != (first.sm, first.gpu.name, first.gpu.sm_count):
             raise InputError(
                 f"the GPUs differ: {described(first.gpu, first.sm)} and {described(other.gpu, other.sm)}. "
-                "Choose equal ones with --gpus, and give each kind a journal of its own"
+                "Choose equal ones (--gpus, or the resources of the Dask workers), and give each kind a journal of "
+                "its own"
             )
+        if other.uuid in users:
+            raise InputError(f"{users[other.uuid]} and {executor.name} {_SAME_GPU}")
+        if other.uuid:
+            users[other.uuid] = executor.name
     if not bundle.target.runs_on(first.sm):
         raise InputError(
             f"candidates '{bundle.path}': compiled for {bundle.target}, this is {described(first.gpu, first.sm)}: "
@@ -269,42 +293,54 @@ def torch_can(problem: Problem) -> bool:
     return plain and problem.N % 8 == 0 and problem.K % 8 == 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Trial:
-    """A cell to measure. ``alone``: contenders to try one by one, as a process died over them, once (``split``)."""
+    """A cell to measure. ``alone``: contenders to try one by one, as a process died over them, once (``split``).
+
+    ``kills``: the GPUs that have gone while the first of ``alone`` ran there.
+    """
 
     problem: Problem
     bucket: int
     seconds: float
     alone: deque[int] = field(default_factory=deque)
     split: bool = False
+    kills: int = 0
 
     def __str__(self) -> str:
         return f"{self.problem}, {self.bucket} rows"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Lane:
     """One GPU: the cells that wait for it, the one under way, and what its worker was lost over."""
 
     executor: GpuExecutor
+    uuid: str = ""
     waiting: deque[_Trial] = field(default_factory=deque)
     trial: _Trial | None = None
     sent: tuple[int, ...] = ()
     lost: WorkerLost | None = None
     starts: int = 0
 
+    @property
+    def waiting_s(self) -> float:
+        """What waits for it takes, about."""
+        return sum(trial.seconds for trial in self.waiting)
+
 
 class _Run:
     """One run of the tuner."""
 
     def __init__(
-        self, ground: Ground, executors: Sequence[GpuExecutor], journal: Journal, watch: TuneObservers,
-        with_torch: bool, budget_s: float | None,
+        self, ground: Ground, greeted: Mapping[GpuExecutor, Hello], joined: Callable[[], Sequence[GpuExecutor]] | None,
+        journal: Journal, watch: TuneObservers, with_torch: bool, budget_s: float | None,
     ) -> None:  # fmt: skip
         self.ground, self.journal, self.watch, self.with_torch = ground, journal, watch, with_torch
         self.bundle = ground.bundle
-        self.lanes = [_Lane(executor) for executor in executors]
+        self.lanes = [_Lane(executor, hello.uuid) for executor, hello in greeted.items()]
+        self.joined = joined
+        self.deserted_at: float | None = None
         self.queue: deque[list[_Trial]] = deque()
         self.running: dict[Future[Any], _Lane] = {}
         self.winners = Winners()
@@ -327,15 +363,17 @@ class _Run:
         left_s = self.planned_s / len(self.lanes)
         self.watch.on_start(Progress(self.known, self.total, left_s, len(self.failed)))
         try:
-            for lane in self.lanes:
-                self._next(lane)
-            while self.running:
-                finished, _ = wait(self.running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    lane = self.running.pop(future)
-                    self._settle(lane, future)
-                    if lane not in self.running.values():
-                        self._next(lane)
+            self._feed()
+            while self._working() or self._deserted():
+                wait(self.running, timeout=_LOOK_S if self.joined else None, return_when=FIRST_COMPLETED)
+                finished = [future for future in self.running if future.done()]
+                for future in sorted(finished, key=lambda one: one.exception() is None):  # who is gone, first
+                    self._settle(self.running.pop(future), future)
+                for executor in self.joined() if self.joined else ():
+                    lane = _Lane(executor)
+                    self.lanes.append(lane)
+                    self._restart(lane)
+                self._feed()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted: {self.known + self.measured} of {self.total} cells are measured and kept in "
@@ -387,16 +425,57 @@ class _Run:
                     groups.setdefault(weight_key(problem), []).append(trial)
         return list(groups.values())
 
+    @property
+    def _over(self) -> bool:
+        """Whether time is up."""
+        return self.end is not None and time.monotonic() >= self.end
+
+    def _working(self) -> bool:
+        """Whether a cell is under way, or a worker starts that will have some."""
+        if any(lane.trial is not None for lane in self.lanes):
+            return True
+        left = self.queue or any(lane.waiting for lane in self.lanes)
+        return bool(left and self.running) and not self._over
+
+    def _deserted(self) -> bool:
+        """Whether all GPUs have left with work to do, and others may come; waits a little.
+
+        Raises
+        ------
+        HostError
+            after a while.
+        """
+        if self.lanes or not self.queue or self._over:
+            return False
+        now = time.monotonic()
+        if self.deserted_at is None:
+            self.deserted_at = now
+            self.watch.on_note(f"all workers have left; waiting {_DESERTED_S:.0f} s for others")
+        if now - self.deserted_at >= _DESERTED_S:
+            raise HostError("all workers have left, and no other has come. What was measured is kept")
+        time.sleep(_LOOK_S)
+        return True
+
+    def _feed(self) -> None:
+        """Give the lanes that have nothing to do their next jobs."""
+        if self.lanes:
+            self.deserted_at = None
+        busy = set(self.running.values())
+        for lane in self.lanes:
+            if lane not in busy:
+                self._next(lane)
+
     def _next(self, lane: _Lane) -> None:
-        """Give a lane that has nothing to do its next job."""
         while True:
+            if lane.trial is not None:
+                self._skip_failed(lane.trial)
             if lane.trial is None:
-                if self.end is not None and time.monotonic() >= self.end:
+                if self._over:
                     return
                 if not lane.waiting:
-                    if not self.queue:
+                    lane.waiting = deque(self.queue.popleft()) if self.queue else self._taken()
+                    if not lane.waiting:
                         return
-                    lane.waiting = deque(self.queue.popleft())
                 lane.trial = lane.waiting.popleft()
             trial = lane.trial
             lane.sent = (trial.alone[0],) if trial.alone else self._contenders(trial)
@@ -406,6 +485,22 @@ class _Run:
                 self.running[lane.executor.submit(job)] = lane
                 return
             self._give_up(lane, "no candidate is left")
+
+    def _skip_failed(self, trial: _Trial) -> None:
+        """Of those to be tried alone, another GPU may have found some to be bad meanwhile."""
+        while trial.alone and self.bundle.variant(trial.alone[0]).cubin_sha256 in self.failed:
+            trial.alone.popleft()
+            trial.kills = 0
+
+    def _taken(self) -> deque[_Trial]:
+        """Half of what waits for the GPU that has most to do, from the end of its queue."""
+        taken: deque[_Trial] = deque()
+        longest = max(self.lanes, key=lambda lane: lane.waiting_s)
+        wanted_s = longest.waiting_s / 2
+        if wanted_s >= _WORTH_TAKING_S:
+            while longest.waiting and sum(trial.seconds for trial in taken) < wanted_s:
+                taken.appendleft(longest.waiting.pop())
+        return taken
 
     def _contenders(self, trial: _Trial) -> tuple[int, ...]:
         """The variants to measure, the modelled choice first."""
@@ -428,19 +523,25 @@ class _Run:
         """What a future brought: a worker that has started again, or the result of a job."""
         try:
             result: Result | Hello = future.result()
+        except GpuGone as gone:
+            self._retire(lane, gone, guilty=not lane.starts or lane.lost is not None)
+            return
         except (WorkerLost, RuntimeError, HostError) as failure:
             if not isinstance(failure, WorkerLost) and not lane.starts:
                 raise
             error = failure if isinstance(failure, WorkerLost) else WorkerLost(DIED, _first_line(failure))
             if lane.starts >= _RESTARTS:
-                raise HostError(
-                    f"{lane.executor.name} does not answer any more: {error}. What was measured is kept"
-                ) from None
+                self._retire(lane, error, guilty=lane.lost is not None)
+                return
             lane.lost = lane.lost or error
             self._restart(lane)
             return
         if isinstance(result, Hello):
-            self._restarted(lane)
+            unfit = self._unfit(lane, result)
+            if unfit:
+                self._retire(lane, WorkerLost(DIED, unfit), guilty=False)
+            else:
+                self._restarted(lane, result)
             return
         trial = lane.trial
         assert trial is not None
@@ -449,6 +550,7 @@ class _Run:
         self._fail(result.failures)
         if trial.alone:
             trial.alone.popleft()
+            trial.kills = 0
         elif result.measured is not None:
             self._keep(lane, trial, result.measured)
         elif not result.failures:
@@ -479,15 +581,59 @@ class _Run:
         lane.starts += 1
         self.running[lane.executor.start()] = lane
 
-    def _restarted(self, lane: _Lane) -> None:
+    def _unfit(self, lane: _Lane, hello: Hello) -> str:
+        """Why a worker that has started can't be used: it may be another one than before."""
+        header = self.journal.contents.header
+        if (hello.sm, hello.gpu.name, hello.gpu.sm_count) != (header.sm, header.gpu.name, header.gpu.sm_count):
+            here, wanted = described(hello.gpu, hello.sm), described(header.gpu, header.sm)
+            return f"its GPU is {here}, the journal is of {wanted}"
+        for other in self.lanes:
+            if hello.uuid and other is not lane and other.uuid == hello.uuid:
+                return f"it and {other.executor.name} {_SAME_GPU}"
+        return ""
+
+    def _retire(self, lane: _Lane, error: WorkerLost, *, guilty: bool) -> None:
+        """A GPU is out: the others take over what it had. ``guilty``: what ran there may be the reason.
+
+        Then each variant is tried alone, elsewhere, and one that takes several GPUs with it is to blame.
+        """
+        lost = lane.lost or error
+        self.lanes.remove(lane)
+        if not self.lanes and self.joined is None:
+            raise HostError(
+                f"{lane.executor.name} does not answer any more: {error}. What was measured is kept"
+            ) from None
+        self.watch.on_note(f"{lane.executor.name} is out: {error}")
+        lane.executor.shutdown()
+        trial = lane.trial
+        if trial is not None and guilty:
+            if trial.alone:
+                trial.kills += 1
+                if trial.kills >= _KILLS:
+                    self._blame(trial, lost)
+            elif trial.split:
+                self._give_up(lane, str(lost))
+            else:
+                trial.alone, trial.split = deque(lane.sent), True
+        if lane.trial is not None:
+            lane.waiting.appendleft(lane.trial)
+        if lane.waiting:
+            self.queue.appendleft(list(lane.waiting))
+
+    def _blame(self, trial: _Trial, lost: WorkerLost) -> None:
+        """The variant that ran alone."""
+        sha = self.bundle.variant(trial.alone.popleft()).cubin_sha256
+        trial.kills = 0
+        self._fail([Failure(trial.problem, trial.bucket, sha, lost.kind, str(lost))])
+
+    def _restarted(self, lane: _Lane, hello: Hello) -> None:
         """The GPU answers again, so what ran there is to blame, if it does it again: each variant is tried alone."""
         trial, lost = lane.trial, lane.lost
-        lane.starts, lane.lost = 0, None
+        lane.starts, lane.lost, lane.uuid = 0, None, hello.uuid
         if lost is None or trial is None:
             return
         if trial.alone:
-            sha = self.bundle.variant(trial.alone.popleft()).cubin_sha256
-            self._fail([Failure(trial.problem, trial.bucket, sha, lost.kind, str(lost))])
+            self._blame(trial, lost)
         elif trial.split:  # each works alone, and together they don't
             self._give_up(lane, str(lost))
         else:

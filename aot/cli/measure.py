@@ -12,9 +12,9 @@ from ...runtime import settings
 from ..contenders import SHARE
 from ..models import load_models
 from ..plan import plan
-from ..tune import tune_problems
+from .echo import echo
 from .options import as_json, print_json, wanted_ops
-from .tuning import TuneProgress, budget_and_gpus, ordinals, told
+from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
 
 
 @click.command()
@@ -31,9 +31,9 @@ from .tuning import TuneProgress, budget_and_gpus, ordinals, told
 @as_json
 def measure(
     candidates: Path, models: tuple[str, ...], ops: str | None, journal: Path, budget: float | None, gpus: str | None,
-    share: float, no_torch: bool, as_json: bool,
+    executor: str | None, share: float, no_torch: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure candidates on this machine's GPUs, into a journal. Needs no Triton and no compiler.
+    """Measure candidates on this machine's GPUs, or a cluster's, into a journal. Needs no Triton and no compiler.
 
     Stopped, killed or out of time, the same command goes on where it was.
 
@@ -41,6 +41,7 @@ def measure(
     Examples:
       aot measure candidates.msgpack --models models.txt --journal h200.journal
       aot measure candidates.msgpack --models models.txt --journal h200.journal --budget 1h --gpus 0,1
+      aot measure candidates.msgpack --models models.txt --journal h200.journal --executor dask://scheduler:8786
       aot build --models models.txt --sm 90 --candidates candidates.msgpack --journal h200.journal
     """
     if settings.read(os.environ).disable_autotune:
@@ -48,14 +49,15 @@ def measure(
     if not models:
         raise InputError("nothing to measure for: give --models FILE or --models SPEC, as aot compile had them")
     wanted = ordinals(gpus)
+    check_executor(executor, gpus)
     planned = plan(load_models(models, wanted_ops(ops)).shapes)
     with TuneProgress(as_json, budget) as progress:
-        outcome = tune_problems(
-            planned.buckets, candidates, journal, budget_s=budget, gpus=wanted, with_torch=not no_torch,
-            share=share, observers=progress.observers(),
+        outcome = tune(
+            executor, wanted, planned.buckets, candidates, journal, observers=progress.observers(), budget_s=budget,
+            with_torch=not no_torch, share=share,
         )  # fmt: skip
     if as_json:
         print_json({**outcome.to_dict(), "journal": str(journal)})
         return
-    click.echo(told(outcome))
-    click.echo(f"Next:\n  aot build --models ... --sm {outcome.sm} --candidates {candidates} --journal {journal}")
+    echo(told(outcome))
+    echo(f"Next:\n  aot build --models ... --sm {outcome.sm} --candidates {candidates} --journal {journal}")

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import click
 
 from ...artifacts.errors import InputError
+from ...artifacts.names import printable
+from ...artifacts.types import Problem
 from ..records import Measured, geometric_mean
-from ..tune import DEFAULT_BUDGET_S, Outcome, Progress, TuneObservers
+from ..tune import DEFAULT_BUDGET_S, Outcome, Progress, TuneObservers, tune_problems
+from .echo import echo
 from .table import duration
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,13 +38,15 @@ def _seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> floa
 
 
 def budget_and_gpus(function: F) -> F:
-    """--budget and --gpus."""
+    """--budget, --gpus and --executor."""
     for option in reversed(
         (
             click.option("--budget", callback=_seconds, default=f"{DEFAULT_BUDGET_S / 60:.0f}m", show_default=True,
                          metavar="TIME", help="Stop measuring after this long, with the best so far: 90s, 10m, 1h, "
                          "none. The same command goes on later."),
             click.option("--gpus", metavar="LIST", help="Measure on these only, e.g. 0,1.  [default: all there are]"),
+            click.option("--executor", metavar="dask://HOST:PORT", help="Measure on the workers of a Dask cluster that "
+                         "offer the resource of the capability (sm90), instead of here. Needs pretuned[dask]."),
         )
     ):  # fmt: skip
         function = option(function)
@@ -55,6 +61,39 @@ def ordinals(text: str | None) -> tuple[int, ...] | None:
     if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in parts):
         raise InputError(f"--gpus {text}: wanted ordinals, e.g. 0,1")
     return tuple(int(part) for part in parts)
+
+
+def check_executor(executor: str | None, gpus: str | None) -> None:
+    """Find out early, before anything is compiled, whether there is such a cluster.
+
+    Raises
+    ------
+    InputError, HostError
+        as ``daskgpus.connected`` does.
+    """
+    if executor is None:
+        return
+    if gpus is not None:
+        raise InputError("--gpus is of this machine, --executor measures on others: choose")
+    from ..daskgpus import connected
+
+    with connected(executor):
+        pass
+
+
+def tune(
+    executor: str | None, gpus: Sequence[int] | None, problems: Mapping[Problem, Sequence[int]], candidates: Path,
+    journal: Path, *, observers: TuneObservers, **how: Any,
+) -> Outcome:  # fmt: skip
+    """``tune_problems`` on this machine's GPUs, or on those of a cluster."""
+    if executor is None:
+        return tune_problems(problems, candidates, journal, gpus=gpus, observers=observers, **how)
+    from ..daskgpus import dask_gpus
+
+    with dask_gpus(executor, candidates, observers.on_note) as there:
+        return tune_problems(
+            problems, candidates, journal, executors=there.joined(), joined=there.joined, observers=observers, **how
+        )
 
 
 class TuneProgress:
@@ -117,13 +156,13 @@ class TuneProgress:
         if now - self._last_line >= _LINE_EVERY_S or progress.done == progress.total:
             self._last_line = now
             failed = f", {progress.failed} variants failed" if progress.failed else ""
-            click.echo(f"{progress.done} of {progress.total} cells{failed}, about {left} left: {last}", err=True)
+            echo(f"{progress.done} of {progress.total} cells{failed}, about {left} left: {last}", err=True)
 
     def _say(self, note: str) -> None:
         if self._rich is not None:
-            self._rich.console.print(note, markup=False, highlight=False)
+            self._rich.console.print(printable(note), markup=False, highlight=False)
         else:
-            click.echo(note, err=True)
+            echo(note, err=True)
 
 
 def described(record: Measured) -> str:

@@ -384,6 +384,32 @@ def test_a_build_goes_on_modelled_where_the_gpu_can_not_be_used(
     assert (one.source, one.tuned) == ("modelled", None)
 
 
+def test_a_lost_gpu_leaves_its_cells_to_the_others(mine: Path, small_plan: Plan, tmp_path: Path) -> None:
+    notes: list[str] = []
+    watch = TuneObservers(on_note=notes.append)
+    with gpus(mine, run=faketimer.dies_on_1, greet=faketimer.lost_1, count=2) as here:
+        outcome = tune_problems(small_plan.buckets, mine, tmp_path / "journal", executors=here, observers=watch)
+    assert (outcome.measured, outcome.left, outcome.failures) == (cells(small_plan), 0, ())
+    assert [note for note in notes if note.startswith("GPU 1 is out: the process on GPU 1 died")]
+
+
+def test_the_cells_of_one_weight_are_shared_out_in_the_end(mine: Path, small_plan: Plan, tmp_path: Path) -> None:
+    problem = Problem(Op.FORWARD, DType.BF16, 8, 4096, 4096)
+    buckets = tuple(1 << i for i in range(4, 20))
+    with gpus(mine, run=faketimer.slow_and_told, count=3) as here:
+        outcome = tune_problems({problem: buckets}, mine, tmp_path / "journal", executors=here)
+    assert (outcome.measured, outcome.left) == (len(buckets), 0)
+    assert [Path(f"{mine}.on-{i}").exists() for i in range(3)] == [True, True, True]
+
+
+def test_two_workers_on_one_gpu_are_refused(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    with (
+        gpus(candidates, greet=faketimer.same_uuid, count=2) as here,
+        pytest.raises(InputError, match="GPU 0 and GPU 1 use the same GPU: give each worker its own"),
+    ):
+        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here)
+
+
 def test_gpus_that_differ_are_refused(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
     with (
         gpus(candidates, greet=faketimer.other_gpu, count=2) as here,

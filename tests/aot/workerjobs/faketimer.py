@@ -116,3 +116,44 @@ def lost_with_an_error(setup: Setup) -> Hello:
 def other_gpu(setup: Setup) -> Hello:
     """Two kinds of GPU in one machine."""
     return Hello(90, Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 13000)) if setup.device else greet(setup)
+
+
+def shipped(setup: Setup) -> Hello:
+    """The candidates came in a file of this user's, in a folder of this user's."""
+    path = Path(setup.candidates)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.parent.name.startswith("pretuned-build-")
+    return greet(setup)
+
+
+def same_uuid(setup: Setup) -> Hello:
+    """Whatever worker is asked, it is the same GPU."""
+    return Hello(90, H200, uuid="0" * 32)
+
+
+def kills_its_machine(setup: Setup, job: Job) -> Result:
+    """Variant 0 takes the Dask worker down that holds its process."""
+    if 0 in job.contenders:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    return run(setup, job)
+
+
+def slow_and_told(setup: Setup, job: Job) -> Result:
+    """Leaves a mark beside the candidates that tells its GPU."""
+    Path(f"{setup.candidates}.on-{setup.device}").touch()
+    return slow(setup, job)
+
+
+def dies_on_1(setup: Setup, job: Job) -> Result:
+    """GPU 1 takes its process down, whatever runs there."""
+    if setup.device == 1:
+        Path(f"{setup.candidates}.died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return slow(setup, job)
+
+
+def lost_1(setup: Setup) -> Hello:
+    """And then it is never seen again."""
+    return lost(setup) if setup.device == 1 else greet(setup)
