@@ -39,6 +39,8 @@ def activate(
     else:
         gate, up = h.chunk(2, -1)
     if h.dtype in (torch.bfloat16, torch.float16):
+        if not (h.requires_grad and torch.is_grad_enabled()):
+            return _in_place(activation, gate.float(), up).to(h.dtype)
         gate, up = gate.float(), up.float()
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
@@ -58,6 +60,16 @@ def check_activation(activation: str, *, gated: bool, interleaved: bool) -> None
         raise InputError(
             "moe_mlp: interleaved=True with gated=False: without a gate nothing is interleaved. Leave it out"
         )
+
+
+def _in_place(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The same bits, in gate's memory where no gradient keeps what was there: gate float32, up as it is."""
+    if activation == "swiglu_oai":
+        gate.clamp_(max=_OAI_LIMIT)
+        gate.mul_(torch.sigmoid_(_OAI_ALPHA * gate))
+        return gate.mul_(up.float().clamp_(-_OAI_LIMIT, _OAI_LIMIT).add_(1))
+    gate = functional.silu(gate, inplace=True) if activation == "silu" else _one(activation, gate)
+    return gate.mul_(up)
 
 
 def _one(activation: str, h: torch.Tensor) -> torch.Tensor:

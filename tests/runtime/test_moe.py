@@ -166,3 +166,19 @@ def test_what_makes_no_sense_is_refused(how: dict[str, Any], says: str) -> None:
 def test_an_odd_number_of_columns_has_no_halves() -> None:
     with pytest.raises(InputError, match="an even number"):
         activate(torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("activation", GATED)
+def test_without_a_gradient_the_activation_has_the_same_bits(
+    activation: str, interleaved: bool, dtype: torch.dtype
+) -> None:
+    h = 6 * torch.randn(64, 256, generator=torch.Generator().manual_seed(5))
+    h[0, :8] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 300.0, -300.0, 7.0])
+    h = h.to(dtype)
+    before = h.clone()
+    without = activate(h, activation, interleaved=interleaved)
+    kept = activate(h.clone().requires_grad_(), activation, interleaved=interleaved).detach()
+    torch.testing.assert_close(without, kept, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(h.view(torch.int16), before.view(torch.int16))
