@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..artifacts.store import BundleFile
 from ..artifacts.types import Choice, Problem, Variant
 from .assembly import config_text
@@ -24,7 +22,7 @@ def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
     variants = bundle.variants()
     found: dict[str, object] = {
         "path": bundle.path,
-        "size_bytes": Path(bundle.path).stat().st_size,
+        "size_bytes": bundle.size_bytes,
         "digest": bundle.digest.hex(),
         "target": str(bundle.target),
         "min_driver": f"CUDA {bundle.min_driver // 1000}.{bundle.min_driver % 1000 // 10}",

@@ -120,6 +120,11 @@ class BundleFile:
         return self._preamble.digest
 
     @property
+    def size_bytes(self) -> int:
+        """The size of the file that was opened."""
+        return self._file_bytes
+
+    @property
     def target(self) -> Target:
         """The capability of every cubin."""
         return self._index.target

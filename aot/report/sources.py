@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...artifacts.errors import InputError
 from ...artifacts.types import Bundle, Gpu
+from ...kernels.chips import supported
 from ..journal import Contents, read_journal
 from ..plan import Plan
 from ..verify import sound
@@ -40,6 +41,9 @@ def _check(
     if candidates is not None and named is not None:
         sms[candidates] = named.target.sm
     (first, wanted), *rest = sms.items()
+    if wanted not in supported():
+        listed = ", ".join(map(str, supported()))
+        raise InputError(f"'{first}' is for sm_{wanted}, of which no GPU's figures are known; known are {listed}")
     for path, sm in rest:
         if sm != wanted:
             raise InputError(f"'{path}' is for sm_{sm}, '{first}' for sm_{wanted}: a report is of one capability")
