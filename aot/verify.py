@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..artifacts.cubin import mismatch
 from ..artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from ..artifacts.store import open_bundle
 from ..artifacts.types import Bundle
 from ..kernels.abi import READS_ABI
 from ..runtime.launchable import unlaunchable
-from .cubin import mismatch
 
 
 @dataclass(frozen=True, slots=True)

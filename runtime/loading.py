@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from ..artifacts.cubin import mismatch
 from ..artifacts.errors import BundleError
 from ..artifacts.store import BundleFile
 from ..artifacts.types import Problem
@@ -60,10 +61,11 @@ def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> Loaded
             kernel = _loaded.get(key)
             if kernel is None:
                 variant = bundle.variant(index)
-                wrong = unlaunchable(variant)
+                cubin = bundle.cubin(index)
+                wrong = unlaunchable(variant) or mismatch(cubin, bundle.target, later_abi=True)
                 if wrong:
                     raise corrupt(bundle.path, f"variant {index}: {wrong}")
-                kernel = _loaded[key] = load_kernel(variant, bundle.cubin(index), device, sm_count)
+                kernel = _loaded[key] = load_kernel(variant, cubin, device, sm_count)
     return kernel
 
 

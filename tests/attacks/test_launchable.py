@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import golden_bundles
 import pytest
 
 from pretuned.artifacts import codec
+from pretuned.artifacts.cubin import mismatch
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.store import BundleFile, open_bundle, open_bytes
-from pretuned.artifacts.types import Bundle, DType, Fusion, Kernel, Layout, Op, TensorMap, Variant
+from pretuned.artifacts.types import Bundle, DType, Fusion, Kernel, Layout, Op, Target, TensorMap, Variant
 from pretuned.kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, arguments, boxes
 from pretuned.kernels.config import Config
 from pretuned.runtime.launchable import unlaunchable
@@ -113,6 +115,40 @@ def opened(variant: Variant) -> BundleFile:
 def test_is_refused_before_the_driver_sees_a_byte(name: str) -> None:
     with opened(BROKEN[name]) as file, pytest.raises(BundleCorrupt, match="bundle 'broken': variant 0: "):
         loaded(file, 0, 0, 132)
+
+
+def elf(sm: int, abi: int = 7, machine: int = 190, flags: int = 1 << 11) -> bytes:
+    """The head of a cubin for sm_90a, or of something else."""
+    return struct.pack("<4sBBBBB7xHHIQQQI", b"\x7fELF", 2, 1, 1, 51, abi, 2, machine, 1, 0, 0, 0, flags | sm)
+
+
+CODE = {
+    "for another capability": elf(80, flags=0),
+    "for any GPU of the capability": elf(90, flags=0),
+    "of a processor": elf(90, machine=62),
+    "an empty header": bytes(64),
+    "a cut header": elf(90)[:20],
+    "PTX": b".version 8.4\n.target sm_90a\n" + bytes(64),
+    "a fatbin": b"\x50\xed\x55\xba" + bytes(64),
+}
+
+
+def with_code(cubin: bytes) -> BundleFile:
+    variant = replace(ROWS, cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest())
+    made = replace(bundle(variant), target=Target(90, True), cubins=(cubin,))
+    return open_bytes(codec.encode(made), "broken")
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_of_another_kind_is_refused_before_the_driver_sees_it(name: str) -> None:
+    with with_code(CODE[name]) as file, pytest.raises(BundleCorrupt, match="bundle 'broken': variant 0: "):
+        loaded(file, 0, 0, 132)
+
+
+def test_only_the_runtime_leaves_a_later_toolkits_code_to_the_driver() -> None:
+    assert mismatch(elf(90), Target(90, True)) is None
+    assert "ABI version 9" in (mismatch(elf(90, abi=9), Target(90, True)) or "")
+    assert mismatch(elf(90, abi=9), Target(90, True), later_abi=True) is None
 
 
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER, Fusion.GATHER])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from ..artifacts.types import Target
+from .types import Target
 
 EM_CUDA = 190
 _HEADER = struct.Struct("<4sBBBBB7xHHIQQQI")  # the fixed head of an ELF64 file, up to e_flags
@@ -19,6 +19,10 @@ _LITTLE_ENDIAN = 1
 _ABI_OLD = 7
 _ABI_NEW = 8
 _OLD_ARCH_SPECIFIC = 1 << 11
+
+
+class UnknownAbi(ValueError):
+    """A CUDA ELF file of a later toolkit, which says its capability in a way that nobody here knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ def read_header(cubin: bytes) -> CubinHeader:
     Raises
     ------
     ValueError
-        saying what is not that of a CUDA ELF file.
+        saying what is not that of a CUDA ELF file; UnknownAbi for a later toolkit's.
     """
     if len(cubin) < _HEADER.size:
         raise ValueError(f"{len(cubin)} bytes, an ELF header alone has {_HEADER.size}")
@@ -48,14 +52,16 @@ def read_header(cubin: bytes) -> CubinHeader:
         return CubinHeader(flags & 0xFF, bool(flags & _OLD_ARCH_SPECIFIC))
     if abi == _ABI_NEW:
         return CubinHeader(flags >> 8 & 0xFF, None)
-    raise ValueError(f"CUDA ELF ABI version {abi}, this version reads {_ABI_OLD} and {_ABI_NEW}")
+    raise UnknownAbi(f"CUDA ELF ABI version {abi}, this version reads {_ABI_OLD} and {_ABI_NEW}")
 
 
-def mismatch(cubin: bytes, target: Target) -> str | None:
-    """Why ``cubin`` is no code for ``target``, or None."""
+def mismatch(cubin: bytes, target: Target, *, later_abi: bool = False) -> str | None:
+    """Why ``cubin`` is no code for ``target``, or None; also for a later toolkit's where ``later_abi`` allows it."""
     try:
         header = read_header(cubin)
     except ValueError as error:
+        if later_abi and isinstance(error, UnknownAbi):
+            return None
         return f"no cubin: {error}"
     if header.sm != target.sm or header.arch_specific not in (None, target.arch_specific):
         suffix = "a" if header.arch_specific else ""
