@@ -37,7 +37,7 @@ _RESTARTS = 3  # of a worker that does not start, one after the other
 _LOOK_S = 0.5  # how often to ask for GPUs that have joined
 _DESERTED_S = 60.0  # how long to wait for one where all have left
 _KILLS = 2  # GPUs that a variant may take with it, alone, before it is to blame
-_WORTH_TAKING_S = 1.0  # of another GPU's queue: the weights are made anew
+_WORTH_TAKING_S = 0.25  # of another GPU's queue: the weights are made anew
 
 _SAME_GPU = "use the same GPU: give each worker its own with CUDA_VISIBLE_DEVICES"
 

@@ -1,0 +1,176 @@
+"""How the tuner scales: the same cells on one GPU, on all of this machine's, and on a Dask cluster of one worker a GPU.
+
+    aot compile --models benchmarks/scaling-models.txt --sm 90 -o candidates.msgpack
+    python benchmarks/scaling.py --candidates candidates.msgpack --out benchmarks/results/scaling-h200.json
+
+``efficiency`` is one GPU's seconds over N times those of N GPUs; ``seconds`` are of the measuring, the making of the
+weights included, as the tuner counts them, and ``start_s`` what comes before: processes, torch, CUDA contexts. How
+GPUs side by side disturb each other's times is told as the ratio of the modelled choices' times, cell by cell.
+The Dask leg starts a scheduler and workers on loopback, each worker with one GPU in CUDA_VISIBLE_DEVICES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pretuned.aot.journal import read_journal
+from pretuned.aot.models import load_models
+from pretuned.aot.native import gpu_count
+from pretuned.aot.plan import plan
+from pretuned.aot.records import Measured
+from pretuned.aot.tune import Outcome, tune_problems
+from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import Op, Problem
+
+MODELS = Path(__file__).with_name("scaling-models.txt")
+ROWS = (32, 512, 8192)  # decode, a small and a large prefill
+GOAL = 0.9
+_START_S = 120.0
+
+Cells = Mapping[Problem, Sequence[int]]
+Leg = Callable[[Path], Outcome]
+
+
+def here(cells: Cells, candidates: Path, gpus: Sequence[int]) -> Leg:
+    """On GPUs of this machine, a worker process each."""
+    return lambda journal: tune_problems(cells, candidates, journal, budget_s=None, gpus=gpus, with_torch=False)
+
+
+def there(cells: Cells, candidates: Path, executor: str, count: int) -> Leg:
+    """On a Dask cluster, once all ``count`` workers have come."""
+    from pretuned.aot.daskgpus import dask_gpus
+
+    def leg(journal: Path) -> Outcome:
+        with dask_gpus(executor, candidates) as gpus:
+            found = list(gpus.joined())
+            end = time.monotonic() + _START_S
+            while len(found) < count and time.monotonic() < end:
+                time.sleep(0.1)
+                found += gpus.joined()
+            return tune_problems(
+                cells, candidates, journal, budget_s=None, executors=found, joined=gpus.joined, with_torch=False
+            )
+
+    return leg
+
+
+@contextlib.contextmanager
+def cluster(count: int, sm: int, folder: Path) -> Iterator[str]:
+    """A scheduler and a worker a GPU; the name that ``--executor`` takes."""
+    told, log = folder / "scheduler.json", folder / "dask.log"
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def begin(*words: object, **environment: str) -> None:
+        with log.open("ab") as sink:
+            processes.append(
+                subprocess.Popen([sys.executable, "-m", "dask", *map(str, words)], stdout=sink, stderr=sink,
+                                 env={**os.environ, **environment})
+            )  # fmt: skip
+
+    try:
+        begin("scheduler", "--host", "127.0.0.1", "--port", 0, "--no-dashboard", "--scheduler-file", told)
+        end, address = time.monotonic() + _START_S, ""
+        while not address:
+            if processes[0].poll() is not None or time.monotonic() > end:
+                sys.exit(f"the Dask scheduler does not start:\n{log.read_text()[-2000:]}")
+            with contextlib.suppress(OSError, ValueError):
+                address = json.loads(told.read_text())["address"]
+            time.sleep(0.1)
+        for i in range(count):
+            begin("worker", address, "--host", "127.0.0.1", "--nthreads", 1, "--no-dashboard", "--resources",
+                  f"sm{sm}=1", "--local-directory", folder, CUDA_VISIBLE_DEVICES=str(i))  # fmt: skip
+        yield address.replace("tcp:", "dask:")
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+        for process in processes:
+            process.wait()
+
+
+def timed(leg: Leg, journal: Path, gpus: int) -> dict[str, object]:
+    """Run a leg."""
+    begun = time.monotonic()
+    outcome = leg(journal)
+    wall_s = time.monotonic() - begun
+    row = {"gpus": gpus, "cells": outcome.measured, "measurements": outcome.measurements,
+           "failures": len(outcome.failures), "unfinished": outcome.left + outcome.unable,
+           "seconds": round(outcome.seconds, 2), "start_s": round(wall_s - outcome.seconds, 2)}  # fmt: skip
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def modelled_ns(journal: Path) -> dict[object, int]:
+    """The modelled choice's time in each cell."""
+    return {
+        (one.problem, one.bucket, one.modelled): next(t.time_ns for t in one.timings if t.variant == one.modelled)
+        for one in read_journal(journal).records
+        if isinstance(one, Measured)
+    }
+
+
+def disturbance(alone: Path, together: Path) -> dict[str, float]:
+    """Times of the same variants in the same cells, over those of one GPU alone."""
+    first, second = modelled_ns(alone), modelled_ns(together)
+    ratios = sorted(math.log(second[key] / first[key]) for key in first.keys() & second.keys())
+    tenth = len(ratios) // 10
+    return {"cells": len(ratios), "median": round(math.exp(statistics.median(ratios)), 4),
+            "p10": round(math.exp(ratios[tenth]), 4), "p90": round(math.exp(ratios[-1 - tenth]), 4)}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--candidates", type=Path, required=True)
+    parser.add_argument("--models", type=Path, default=MODELS)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="the buckets of M to measure")
+    parser.add_argument("--gpus", type=int, default=None, help="how many; the default is all")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    planned = plan(load_models([str(args.models)], tuple(Op)).shapes).buckets
+    cells = {problem: [M for M in buckets if M in args.rows] for problem, buckets in planned.items()}
+    with open_bundle(args.candidates) as bundle:
+        sm = bundle.target.sm
+    count = args.gpus or gpu_count()
+    if count < 2:
+        sys.exit(f"this takes several GPUs; this machine shows {count}")
+    legs: dict[str, dict[str, object]] = {}
+    times: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        both = {"all": range(count), "one": range(1)}
+        for leg, gpus in both.items():
+            legs[leg] = timed(here(cells, args.candidates, gpus), folder / f"{leg}.journal", len(gpus))
+        times["all"] = disturbance(folder / "one.journal", folder / "all.journal")
+        if importlib.util.find_spec("distributed"):
+            with cluster(count, sm, folder) as executor:
+                legs["dask"] = timed(there(cells, args.candidates, executor, count), folder / "dask.journal", count)
+            times["dask"] = disturbance(folder / "one.journal", folder / "dask.journal")
+        else:
+            print("distributed is not installed: no Dask leg")
+        gpu = read_journal(folder / "one.journal").header.gpu
+    alone_s = float(str(legs["one"]["seconds"]))
+    for row in legs.values():
+        row["efficiency"] = round(alone_s / (int(str(row["gpus"])) * float(str(row["seconds"]))), 3)
+    report = {"command": " ".join(["python", *sys.argv]), "python": platform.python_version(), "gpu": gpu.name,
+              "driver": gpu.driver, "rows": list(args.rows), "problems": len(cells), "legs": legs,
+              "times_over_one_gpus": times}  # fmt: skip
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["legs"], indent=1), json.dumps(times))
+    worst = min(float(str(row["efficiency"])) for row in legs.values())
+    sys.exit(0 if worst >= GOAL else f"an efficiency of {worst:.1%}, wanted {GOAL:.0%}")
+
+
+if __name__ == "__main__":
+    main()
