@@ -1,4 +1,4 @@
-"""The activations of MoE layers, between the two GEMMs: plain torch, differentiable, in float32."""
+"""The activations of MoE layers, between the two GEMMs: plain torch, differentiable."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def activate(
 
     ``silu``: gate * sigmoid(gate). ``gelu``: exact; ``gelu_tanh``: its tanh form. ``swiglu_oai`` (gpt-oss): gate
     clamped to at most 7, up to [-7, 7], then (up + 1) * gate * sigmoid(1.702 * gate). ``relu2`` (ungated): max(h, 0)^2.
+    torch computes each operation in float32; silu, gelu and relu2 round each result to h's dtype, swiglu_oai the last.
 
     Raises
     ------
@@ -31,21 +32,19 @@ def activate(
     """
     check_activation(activation, gated=gated, interleaved=interleaved)
     if not gated:
-        return _one(activation, h.float() if h.dtype in (torch.bfloat16, torch.float16) else h).to(h.dtype)
+        return _one(activation, h)
     if h.shape[-1] % 2:
         raise InputError(f"moe_mlp: gate and up have {h.shape[-1]} columns together, wanted an even number")
     if interleaved:
         gate, up = h[..., ::2], h[..., 1::2]
     else:
         gate, up = h.chunk(2, -1)
+    if activation != "swiglu_oai":
+        return _one(activation, gate) * up
     if h.dtype in (torch.bfloat16, torch.float16):
-        if not (h.requires_grad and torch.is_grad_enabled()):
-            return _in_place(activation, gate.float(), up).to(h.dtype)
         gate, up = gate.float(), up.float()
-    if activation == "swiglu_oai":
-        gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
-        return ((up + 1) * (gate * torch.sigmoid(_OAI_ALPHA * gate))).to(h.dtype)
-    return (_one(activation, gate) * up).to(h.dtype)
+    gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
+    return ((up + 1) * (gate * torch.sigmoid(_OAI_ALPHA * gate))).to(h.dtype)
 
 
 def check_activation(activation: str, *, gated: bool, interleaved: bool) -> None:
@@ -60,16 +59,6 @@ def check_activation(activation: str, *, gated: bool, interleaved: bool) -> None
         raise InputError(
             "moe_mlp: interleaved=True with gated=False: without a gate nothing is interleaved. Leave it out"
         )
-
-
-def _in_place(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The same bits, in gate's memory where no gradient keeps what was there: gate float32, up as it is."""
-    if activation == "swiglu_oai":
-        gate.clamp_(max=_OAI_LIMIT)
-        gate.mul_(torch.sigmoid_(_OAI_ALPHA * gate))
-        return gate.mul_(up.float().clamp_(-_OAI_LIMIT, _OAI_LIMIT).add_(1))
-    gate = functional.silu(gate, inplace=True) if activation == "silu" else _one(activation, gate)
-    return gate.mul_(up)
 
 
 def _one(activation: str, h: torch.Tensor) -> torch.Tensor:

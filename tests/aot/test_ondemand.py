@@ -157,6 +157,7 @@ def test_disabled_it_neither_measures_nor_writes(
 def test_without_any_bundle_torch_is_the_ordinary_choice(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(discover, "installed_places", tuple)  # not even those that ship
     monkeypatch.setenv("PRETUNED_DISABLE_AUTOTUNE", "1")
     reload()
     assert chosen(fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)) == {None}
@@ -260,7 +261,7 @@ def test_a_tuner_that_hangs_is_not_waited_for_for_ever(home: Path, tmp_path: Pat
             time.sleep(0.02)
         first.send_signal(signal.SIGSTOP)
         second = ask(home, tmp_path / "log", "0", "0.5")
-        assert answer(second) == [(op, "None", "None") for op in ("forward", "dX", "dW")]
+        assert [op for op, *_ in answer(second)] == ["forward", "dX", "dW"]  # the bundles' that ship
         assert len((tmp_path / "log").read_text().splitlines()) == 1
     finally:
         first.kill()
