@@ -108,6 +108,6 @@ def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     assert plain["gpus"] == []
     assert plain["environment"]["PRETUNED_STRICT"] == "1"
     assert plain["overlay"].startswith("none")
-    assert [Path(one["path"]).name for one in plain["bundles"]][0] == "sm90.msgpack"  # then those that ship
+    assert Path(plain["bundles"][0]["path"]).name == "sm90.msgpack"  # then those that ship
     assert any("no GPU here" in note for note in plain["notes"])
     assert run({}, "--nonsense").returncode == 2
