@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import platform
 import sys
 import time
@@ -32,6 +33,7 @@ from typing import Any
 
 import torch
 
+from pretuned.artifacts.store import open_bundle
 from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
 
 TOKENS = (1, 17, 128, 1000, 1024, 8192)
@@ -364,6 +366,15 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def kernels() -> dict[str, str]:
+    """The sha256 of the source of each kernel in the bundles named: what these results are of."""
+    found: dict[str, str] = {}
+    for path in sorted(Path(os.environ.get("PRETUNED_BUNDLES", "/nonexistent")).glob("*.msgpack")):
+        with open_bundle(path) as bundle:
+            found |= {kernel.name: kernel.source_sha256.hex() for kernel in bundle.kernels()}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the JSON file to write")
@@ -395,6 +406,7 @@ def main() -> None:
         shown = {key: value for key, value in report[name].items() if not key.startswith(("ours", "torch_"))}
         print(f"{name}: {json.dumps(shown)}", flush=True)
     report["run_by"] = run_by()
+    report["kernels"] = kernels()
     report["environment"] = environment(args.device) | {"seconds": round(time.perf_counter() - begun, 1)}
     wrong = list(itertools.chain(*(report[name]["wrong"] for name in parts)))
     if report["run_by"] != ("reference" if args.device == "cpu" else "bundle"):
