@@ -7,7 +7,7 @@ into the device's primary context, and launches go to the stream that the caller
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, addressof, byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 from dataclasses import dataclass
@@ -188,16 +188,13 @@ def _loading(device: int) -> Iterator[None]:
         lib.cuCtxPopCurrent_v2(byref(context))
 
 
-def load(
-    cubin: bytes, entry: str, *, threads: int, shared_bytes: int, device: int, parameters: Sequence[int] | None = None
-) -> Function:
+def load(cubin: bytes, entry: str, *, threads: int, shared_bytes: int, device: int) -> Function:
     """Load a cubin and make its kernel ready to launch: about 0.1 ms.
 
     Raises
     ------
     CudaError
-        where the driver refuses the code, or, from CUDA 12.4 on, where the kernel's own parameters are not of
-        the sizes ``parameters``, in bytes: a launch would read past them.
+        where the driver refuses the code.
     """
     lib, module, handle, per_sm = library(), c_void_p(), c_void_p(), c_int()
     with _loading(device):
@@ -208,24 +205,11 @@ def load(
             check(code, f"cuFuncSetAttribute({entry}, {shared_bytes} bytes of shared memory)")
         if hasattr(lib, "cuFuncLoad"):  # CUDA 12.4: under lazy loading the first launch would load it
             check(lib.cuFuncLoad(handle), f"cuFuncLoad({entry})")
-        if parameters is not None and hasattr(lib, "cuFuncGetParamInfo"):
-            found = _parameters(handle)
-            if found != list(parameters):
-                raise CudaError(f"{entry}: its parameters take {found} bytes, the record says {list(parameters)}")
         code = lib.cuOccupancyMaxActiveBlocksPerMultiprocessor(byref(per_sm), handle, threads, shared_bytes)
         check(code, f"cuOccupancyMaxActiveBlocksPerMultiprocessor({entry})")
     if not per_sm.value:
         raise CudaError(f"{entry}: no SM of this GPU holds a block of {threads} threads and {shared_bytes} bytes")
     return Function(handle.value or 0, module.value or 0, device, threads, shared_bytes, per_sm.value)
-
-
-def _parameters(function: c_void_p) -> list[int]:
-    """The size in bytes of each of a kernel's parameters."""
-    ask, offset, size = library().cuFuncGetParamInfo, c_size_t(), c_size_t()
-    found: list[int] = []
-    while ask(function, c_size_t(len(found)), byref(offset), byref(size)) == 0:
-        found.append(size.value)
-    return found
 
 
 def zeroed(size_bytes: int, device: int) -> int:

@@ -17,7 +17,7 @@ from .arguments import PREPARED, SIZES, STRIDES, Blocks
 from .counters import counters
 from .launchable import unlaunchable
 from .launcher import Launcher, starter
-from .tensormaps import MAP_BYTES, NO_MAP, TensorMaps
+from .tensormaps import NO_MAP, TensorMaps
 
 _MOST_TILES = 2**31 - 1
 _MOST_RAGGED_ROWS = RAGGED_SIZES[2]
@@ -50,22 +50,9 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int) -> L
     if variant.scratch_bytes:
         raise BundleCorrupt(f"variant {variant.entry} wants {variant.scratch_bytes} bytes of scratch: ABI 1 has none")
     function = driver.load(
-        cubin, variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=device,
-        parameters=_parameter_bytes(variant),
-    )  # fmt: skip
+        cubin, variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=device
+    )
     return LoadedKernel(variant, function, config, sm_count)
-
-
-def _parameter_bytes(variant: Variant) -> list[int]:
-    """What each parameter of the kernel takes, in bytes: its arguments, and Triton's two scratch pointers."""
-    found: list[int] = []
-    for _, kind in variant.arguments:
-        if kind.startswith("desc"):
-            rank = int(kind[4:])
-            found += [MAP_BYTES, *[4] * rank, *[8] * rank]
-        else:
-            found.append({"ptr": 8, "i64": 8, "i32": 4}[kind])
-    return [*found, 8, 8]
 
 
 @dataclass(frozen=True, slots=True)
