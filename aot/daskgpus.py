@@ -62,6 +62,7 @@ class DaskGpu:
         self._shipped = False
         self._tasks = client.get_executor(workers=[address], resources={tag: 1}, retries=0, pure=False)
         self._told: set[Future[Any]] = set()
+        self._latest: Future[Any] | None = None
         self._gone = ""
 
     @property
@@ -112,6 +113,8 @@ class DaskGpu:
         except Exception as error:  # the scheduler is gone
             _tell(told, GpuGone(DIED, f"the scheduler takes no jobs: {error or type(error).__name__}"))
         else:
+            # Dask is told that the task before is let go of after it has this one: its client sends every 10 ms.
+            self._latest = task
             task.add_done_callback(lambda done: self._pass_on(done, told))
         if self._gone:
             _tell(told, GpuGone(DIED, self._gone))
