@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -182,6 +183,23 @@ def test_a_variant_that_kills_workers_again_and_again_is_recorded_and_skipped(
     assert (outcome.measured, outcome.left, outcome.unable) == (small_plan.choices, 0, 0)
     assert sum("is out: the worker has left the cluster, or was killed" in note for note in notes) >= 3
     assert workers_of(cluster) != before
+
+
+def test_the_commands_measure_on_the_cluster(
+    cluster: Cluster, candidates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fake = functools.partial(dask_gpus, greet=faketimer.greet, run=faketimer.run)
+    monkeypatch.setattr("pretuned.aot.daskgpus.dask_gpus", fake)
+    monkeypatch.chdir(tmp_path)
+    given = ["--models", "shape:E=8,H=256,I=128,k=2 tokens=1..64", "--ops", "forward", "--executor", cluster.executor]
+    assert command(["measure", str(candidates), "-J", "a.journal", *given, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["finished"], told["gpu"]["name"]) == (True, "NVIDIA H200")
+    assert len(measured_keys(tmp_path / "a.journal")) == told["measured"] == told["cells"] > 0
+    assert command(["build", "--candidates", str(candidates), *given, "--json"]) == 0  # with a journal of its own
+    (built,) = json.loads(capsys.readouterr().out)["bundles"]
+    assert (built["source"], built["tuned"]["measured"]) == ("measured", told["cells"])
 
 
 def test_two_workers_on_one_gpu_are_refused(
