@@ -178,7 +178,12 @@ def plot(cells: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     for offset, colour, label, value in (
         (-0.12, "tab:blue", "torch grouped_mm / pretuned", lambda c: c["torch_grouped_mm_us"] / c["us"]),
-        (0.12, "tab:orange", "best peer of each cell / pretuned", lambda c: c.get("ratio")),
+        (
+            0.12,
+            "tab:orange",
+            "best peer of each cell, scaled by grouped_mm's drift / pretuned",
+            lambda c: c.get("ratio_scaled"),
+        ),
     ):
         points = [(keys.index((c["op"], c["tokens"])) + offset, value(c)) for c in cells if value(c)]
         axes.scatter(*zip(*points, strict=True), s=18, alpha=0.7, color=colour, label=label)

@@ -18,7 +18,6 @@ pytestmark = [
 ]
 
 MODEL = "Qwen/Qwen3-30B-A3B"
-MOST_MS = 50.0
 
 SCRIPT = f"""
 import json, sys
@@ -47,7 +46,7 @@ for T in (1, 3, 16, 100, 1000, 4096):
             grouped_gemm(first, up, rows)
             grouped_gemm(first, up, rows, bias=up_bias)
 torch.cuda.synchronize()
-print(json.dumps({{"count": done.count, "ms": done.seconds * 1e3, "again_ms": again.seconds * 1e3, "cells": done.cells,
+print(json.dumps({{"count": done.count, "ms": done.seconds * 1e3, "again": again.count, "cells": done.cells,
                   "loaded": loaded, "after": loaded_count(), "triton": "triton" in sys.modules}}))
 """
 
@@ -68,6 +67,5 @@ def test_no_call_of_the_model_loads_anything_afterwards(told: dict[str, float]) 
     assert not told["triton"]
 
 
-def test_it_is_quick(told: dict[str, float]) -> None:
-    assert told["ms"] < MOST_MS
-    assert told["again_ms"] < told["ms"]
+def test_again_it_has_nothing_to_do(told: dict[str, float]) -> None:
+    assert told["again"] == told["count"]
