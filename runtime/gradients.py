@@ -13,6 +13,7 @@ Every sum has a fixed order.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -63,11 +64,12 @@ class Call:
 
 def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are."""
-    zero = call.form.permute_y or call.form.zero_tail
     y = x.new_empty((call.y_rows, call.N)) if out is None else out
-    if zero or not call.K:  # a sum over nothing is zero
+    product = forward_rows(call, x)
+    by_kernel = call.form.zero_tail and not product.uses_index  # an index may leave out other rows, too
+    if call.form.permute_y or not call.K or (call.form.zero_tail and not by_kernel):  # a sum over nothing is zero
         y.zero_()
-    return rows(forward_rows(call, x), y)
+    return rows(dataclasses.replace(product, zero_tail=True) if by_kernel else product, y)
 
 
 def forward_rows(call: Call, x: torch.Tensor) -> Rows:
