@@ -12,9 +12,10 @@ import importlib.metadata
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from multiprocessing import current_process
+from typing import TypeVar
 
 from ..artifacts.errors import HostError
 from ..artifacts.store import open_bundle
@@ -24,6 +25,10 @@ from .records import DIED
 from .scratch import scratch_folder
 
 IDLE_S = 300.0  # a tuner that was killed tells nobody: its process on the GPU ends after this long without a job
+_LOOK_S = 0.5
+_ENDED = "its tuner has ended it"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class _Held:
     def __init__(self, session: Session, data: bytes) -> None:
         self.session, self._data = session, data
         self._idle: threading.Timer | None = None
+        self._closed = threading.Event()
         with contextlib.ExitStack() as stack:
             scratch = stack.enter_context(scratch_folder())
             path = scratch / "candidates.msgpack"
@@ -61,14 +67,21 @@ class _Held:
 
     def start(self) -> Hello:
         """A new process on the GPU."""
-        return self._gpu.start().result()
+        return self._awaited(self._gpu.start())
 
     def measure(self, job: Job) -> Result:
         """In the process on the GPU."""
+        return self._awaited(self._gpu.submit(job))
+
+    def _awaited(self, future: Future[T]) -> T:
+        """Its result; ``close`` may come at any time, and then not every future of the process is ever told."""
+        while not wait([future], timeout=_LOOK_S).done:
+            if self._closed.is_set():
+                raise WorkerLost(DIED, _ENDED)
         try:
-            return self._gpu.submit(job).result()
+            return future.result()
         except CancelledError:
-            raise WorkerLost(DIED, "another tuner ended it") from None
+            raise WorkerLost(DIED, _ENDED) from None
 
     def expire_later(self) -> None:
         """End some time after the last job."""
@@ -85,6 +98,7 @@ class _Held:
 
     def close(self) -> None:
         """End the process, whatever it does, and remove the candidates."""
+        self._closed.set()
         self.stay()
         self._stack.close()
 
@@ -145,7 +159,7 @@ async def end(session_id: str) -> None:
 def _holding(session: Session, data: bytes) -> _Held:
     """This session's, and no other: two would share the GPU's memory."""
     if session.id in _ended:
-        raise WorkerLost(DIED, "its tuner has ended")
+        raise WorkerLost(DIED, _ENDED)
     for other in [one for one in _held if one != session.id]:
         _held.pop(other).close()
     if session.id not in _held:

@@ -122,11 +122,11 @@ def torch_times(cells: Iterable[Cell], path: Path = PEERS) -> dict[Cell, float]:
 def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[list[Cell], dict[Cell, float]]:
     """The cells of a journal, each under the first model that has its problem, and torch's times in the same run."""
     from pretuned.aot.candidates import read_candidates
+    from pretuned.aot.evidence import measuring_chip
     from pretuned.aot.journal import read_journal
     from pretuned.aot.models import load_models
     from pretuned.aot.plan import plan
     from pretuned.aot.records import Measured, geometric_mean
-    from pretuned.aot.tune import measuring_chip
     from pretuned.aot.variants import Family
 
     contents = read_journal(path)

@@ -19,13 +19,14 @@ from pretuned.aot.build import Options, build, build_measured, compile_candidate
 from pretuned.aot.candidates import read_candidates
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.gpuworkers import LocalGpu
+from pretuned.aot.ground import fits
 from pretuned.aot.jobs import Hello, Job, Result, Setup
 from pretuned.aot.journal import read_journal
 from pretuned.aot.measured import measured_bundle
 from pretuned.aot.plan import Plan
 from pretuned.aot.records import DIED, FAULT, HUNG, WRONG, Failure, Measured
 from pretuned.aot.scratch import scratch_folder
-from pretuned.aot.tune import NoGpu, TuneObservers, fits, tune_problems
+from pretuned.aot.tune import NoGpu, TuneObservers, tune_problems
 from pretuned.aot.variants import Space, is_aligned, serves
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import HostError, InputError

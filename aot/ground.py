@@ -1,0 +1,96 @@
+"""What can be measured: cells that fit the GPU, the variants that serve them, and the cost model's order of those."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..artifacts.errors import InputError
+from ..artifacts.store import BundleFile
+from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
+from ..kernels.chips import Chip
+from ..kernels.cost import Ranker, Resources
+from .evidence import measuring_chip
+from .records import Measured
+from .variants import serves
+
+_FLUSH_BYTES = 256 << 20
+_RESERVE_BYTES = 2 << 30  # the context, code, and what a reference needs
+
+
+@dataclass(slots=True)
+class Ground:
+    """All that can be measured: which variants serve a problem, and how the cost model ranks them."""
+
+    cells: dict[Problem, tuple[int, ...]]
+    bundle: BundleFile
+    share: float
+    chip: Chip
+    able: dict[Problem, tuple[int, ...]] = field(default_factory=dict)
+    index: dict[tuple[Problem, bytes], int] = field(default_factory=dict)
+    too_large: int = 0
+    _rankers: dict[tuple[int, ...], Ranker] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float
+    ) -> Ground:
+        """Leaves out what does not fit the GPU's memory.
+
+        Raises
+        ------
+        InputError
+            if no candidate serves a problem.
+        """
+        variants = bundle.variants()
+        self = cls({}, bundle, share, measuring_chip(gpu, sm))
+        for problem in sorted(problems, key=lambda one: one.sort_key):
+            able = tuple(i for i, variant in enumerate(variants) if serves(variant, problem))
+            if not able:
+                raise InputError(
+                    f"candidates '{bundle.path}': no variant serves {problem}: run aot compile for the same models"
+                )
+            fitting = tuple(sorted(M for M in set(problems[problem]) if fits(problem, M, gpu.memory_mib)))
+            self.too_large += len(set(problems[problem])) - len(fitting)
+            self.cells[problem] = fitting
+            self.able[problem] = able
+            for i in reversed(able):
+                self.index[problem, variants[i].cubin_sha256] = i
+        return self
+
+    def has(self, record: Measured) -> bool:
+        """Whether a record is of a cell that is asked for, and of these candidates."""
+        return record.bucket in self.cells.get(record.problem, ()) and (record.problem, record.modelled) in self.index
+
+    def ranked(self, problem: Problem, bucket: int, without: Container[bytes] = ()) -> list[tuple[float, int]]:
+        """(estimate in us, variant), best first, less those whose cubin is in ``without``."""
+        able = self.able[problem]
+        if able not in self._rankers:
+            resources = [Resources.of(self.bundle.variant(i)) for i in able]
+            self._rankers[able] = Ranker(resources, problem.op, problem.dtype, self.chip)
+        ranked = [(us, able[i]) for us, i in self._rankers[able].rank(problem, bucket)]
+        return [(us, i) for us, i in ranked if self.bundle.variant(i).cubin_sha256 not in without]
+
+
+def fits(problem: Problem, M: int, memory_mib: int) -> bool:
+    """Whether a cell's tensors fit a GPU's memory: w, dw, M rows of both widths, and what a clean measurement needs."""
+    matrices = problem.E * problem.N * problem.K * (2 if problem.op is Op.DW else 1)
+    rows = M * (problem.N + problem.K)
+    wanted = (matrices + rows) * problem.dtype.itemsize + M * 16 + 2 * _FLUSH_BYTES + _RESERVE_BYTES
+    return wanted <= memory_mib * (1 << 20) * 9 // 10
+
+
+def weight_key(problem: Problem) -> tuple[int, int, int, DType, Layout]:
+    """The weights that a problem's measurements share with those of other ops, forms and buckets."""
+    return (problem.E, problem.N, problem.K, problem.dtype, problem.layout)
+
+
+def torch_can(problem: Problem) -> bool:
+    """Whether torch has one call for it: grouped_mm takes bf16, plain, the usual layout, rows of 16 bytes."""
+    plain = problem.dtype is DType.BF16 and problem.layout is Layout.NK and problem.fusion is Fusion.NONE
+    return plain and problem.N % 8 == 0 and problem.K % 8 == 0
+
+
+def expected_seconds(best_us: float) -> float:
+    """What measuring a cell takes, about: for the progress, and for what to begin with."""
+    return 0.1 + 80e-6 * best_us
