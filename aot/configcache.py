@@ -11,7 +11,8 @@ from pathlib import Path
 import msgpack
 
 from ..artifacts.blob import read_checked, write_checked
-from ..artifacts.types import DType, Fusion, Op
+from ..artifacts.schema import FUSIONS
+from ..artifacts.types import DType, Op
 from ..kernels.config import Config
 from ..runtime.pair import KernelPair, Preferred
 
@@ -110,10 +111,14 @@ def _pair(value: tuple[str, object, object]) -> KernelPair:
     return KernelPair(Op(op), _preferred(first), _preferred(second))
 
 
+# (Fusion(2**63) is an error in some versions of Python, and Fusion.NONE in others.)
+_FUSIONS = {one.value: one for one in FUSIONS}
+
+
 def _preferred(value: object) -> Preferred:
     if not isinstance(value, tuple):
         raise TypeError(f"{value!r} is no list of configs")
-    return Preferred(tuple((Fusion(fusion), Config.from_pairs(pairs)) for fusion, pairs in value))
+    return Preferred(tuple((_FUSIONS[fusion], Config.from_pairs(pairs)) for fusion, pairs in value))
 
 
 def dtype_of(dtype: object) -> DType:

@@ -7,7 +7,7 @@ Which claim wins, by the first of these that tells them apart:
 3. measured on different GPUs: the GPU of the bundle named first, as their times can't be compared;
    modelled by different versions of pretuned: the later one's, as its cost model knows more;
 4. the lower time: one GPU, or one cost model, and so comparable;
-5. the later Triton, then the lower digest: no meaning, but always the same.
+5. the later Triton, then the variants' order, then the lower digest: no meaning, but always the same.
 
 A GPU is one by its name, SM count and memory (to 2 %). But for rule 3 the order of the inputs decides nothing.
 A claim keeps its own runner-up. Everything else is a union: models, problems, buckets, GPUs; unaligned fallbacks
@@ -43,7 +43,7 @@ class Reason(enum.Enum):
     GPU = "another GPU: first bundle named"
     COST_MODEL = "later cost model"
     TIME = "lower time"
-    TIE = "equal: later Triton, or by digest"
+    TIE = "equal: later Triton, or by the variants' order"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class _Input:
     triton_rank: int
 
 
-Key = tuple[int, int, int, int, int, bytes]
+Key = tuple[int, int, int, int, int, tuple[int, ...], bytes]
 
 
 def merge(bundles: Mapping[str, Bundle]) -> Merged:
@@ -245,7 +245,8 @@ def _gpu_ranks(bundles: Sequence[Bundle]) -> dict[Gpu, int]:
 def _key(one: _Input, claim: Claim, behind: Sequence[int], gpus: Mapping[Gpu, int]) -> Key:
     measured = claim.gpu is not None
     rank = gpus[claim.gpu] if claim.gpu is not None else one.version_rank
-    return (not measured, behind[claim.variant], rank, claim.time_ns, one.triton_rank, one.digest)
+    tied = claim.variant, *((-1, -1) if claim.runner_up is None else (claim.runner_up, claim.runner_up_ns or 0))
+    return (not measured, behind[claim.variant], rank, claim.time_ns, one.triton_rank, tied, one.digest)
 
 
 def _reason(winner: Key, loser: Key, claim: Claim) -> Reason:
