@@ -1,4 +1,4 @@
-"""``python -m pretuned.runtime [--json]``: print what this machine would use; exit 0 if that is a bundle."""
+"""``python -m pretuned.runtime [--json]``: print what this machine would use, and why not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from ..artifacts.errors import PretunedError
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0 where each GPU has a usable bundle or there is no GPU, 1 otherwise."""
-    parser = argparse.ArgumentParser(prog="python -m pretuned.runtime", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m pretuned.runtime",
+        description="Show what this machine would use, and why not: GPUs, driver, places, bundles.",
+        epilog="Examples: python -m pretuned.runtime; python -m pretuned.runtime --json | head -20. "
+        "Exit code 0 where a bundle would be used, or the machine has no GPU; 1 otherwise.",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_args(arguments)
     from .doctor import examine  # imports torch

@@ -67,7 +67,7 @@ def decide(
         with snapshot.deciding:
             known = snapshot.decisions.get(key)
             if known is None:
-                known = _settle(snapshot, problem, bucket, local, aligned, strict)
+                known = settle(snapshot, problem, bucket, local, aligned, strict)
                 if isinstance(known, Miss) and jit.jit_allowed():
                     if capturing():
                         return known  # for now: the next call outside compiles
@@ -83,9 +83,10 @@ def naturally_aligned(problem: Problem) -> bool:
     return not (problem.N * size | problem.K * size) % 16
 
 
-def _settle(
+def settle(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
 ) -> Decision | Miss:
+    """As ``decide``, but nothing is remembered, compiled or told."""
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             return _decide(snapshot, problem, bucket, local, aligned, strict)
@@ -97,7 +98,7 @@ def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -
     if isinstance(made, str):
         return replace(missed, reason=f"{missed.reason} (allow_jit: {made})")
     snapshot.add(made)
-    return _settle(snapshot, missed.problem, missed.bucket, local, missed.aligned, strict)
+    return settle(snapshot, missed.problem, missed.bucket, local, missed.aligned, strict)
 
 
 def capturing() -> bool:

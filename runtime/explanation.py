@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..artifacts.errors import InputError
+from ..artifacts.errors import HostError, InputError, PretunedError
 from ..artifacts.names import printable
 from ..artifacts.types import DType, Gpu, Layout, Op, Problem, bucket_of
 from ..kernels import chips
-from . import discover, jit
+from . import discover, jit, settings
 from .candidates import Candidate, Match, Origin, chosen, modelled
 from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Skipped, Snapshot
-from .dispatch import miss_text, naturally_aligned, reason
+from .dispatch import miss_text, naturally_aligned, reason, settle
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,9 @@ class Explanation:
     """What a call would run. ``str()`` is a table, ``to_dict()`` is for JSON.
 
     ``candidates`` are ranked, the first is what runs; there are none where torch would run it, or Triton would first
-    compile it (``runs``, after ``allow_jit``). Past the first, times
-    are for this very bucket: what a bundle says of it, or else what the cost model expects.
+    compile it (``runs``, after ``allow_jit``). Past the first, times are for this very bucket: what a bundle says of
+    it, or else what the cost model expects. ``raises`` is the error that the call ends with instead, if any: of strict
+    mode, or of a file that PRETUNED_BUNDLES names.
     """
 
     problem: Problem
@@ -41,6 +42,7 @@ class Explanation:
     candidates: tuple[Candidate, ...]
     skipped: tuple[Skipped, ...]
     compiles: bool = False
+    raises: str | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -62,6 +64,7 @@ class Explanation:
             "aligned": self.aligned,
             "gpu": {"sm": self.local.sm, "name": self.local.gpu.name or None, "sm_count": self.local.gpu.sm_count},
             "runs": self.runs,
+            "raises": self.raises,
             "reason": self.reason,
             "candidates": [_row(candidate) for candidate in self.candidates],
             "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
@@ -72,15 +75,17 @@ class Explanation:
         lines += [] if self.aligned else ["  tensors are not aligned to 16 bytes: only unaligned variants can run"]
         best = self.chosen
         otherwise = "what Triton compiles in the first call (allow_jit)" if self.compiles else "torch"
-        lines.append(f"  runs: {best.config if best else otherwise}")
+        if self.raises is not None:
+            lines.append(f"  the call raises: {self.raises}")
+        lines.append(f"  {'runs' if self.raises is None else 'else'}: {best.config if best else otherwise}")
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
         lines.append(f"  why:  {self.reason}")
         if self.candidates:
-            lines.append(f"  {'rank':>4}  {'time':>10}  {'':8}  {'config':34}  {'for':32}  bundle")
+            lines.append(f"  {'rank':>4}  {'time':>10}  {'':8}  {'config':36}  {'for':32}  bundle")
         for place, one in enumerate(self.candidates[:_SHOWN], 1):
             lines.append(
-                f"  {place:>4}  {one.time_us:>7.1f} us  {one.source.value:8}  {one.config!s:34}  {_basis(one):32}  "
+                f"  {place:>4}  {one.time_us:>7.1f} us  {one.source.value:8}  {one.config!s:36}  {_basis(one):32}  "
                 f"{one.usable.path.name}"
             )
         lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped]
@@ -120,7 +125,9 @@ def explain(
     Raises
     ------
     InputError
-        if that is no call, or there is neither a GPU nor ``sm``.
+        if that is no call.
+    HostError
+        if there is neither a GPU nor ``sm``.
     """
     if isinstance(x, Problem):
         problem, natural = x, naturally_aligned(x)
@@ -131,11 +138,16 @@ def explain(
         natural = naturally_aligned(problem)
     if M is None or M < 1:
         raise InputError(f"explain: M is {M}, wanted the number of rows, at least 1")
-    local = made_up_gpu(sm) if sm is not None else local_gpu(current_device() if device is None else device)
-    return examine(discover.snapshot(), problem, M, local, aligned=natural if aligned is None else aligned)
+    local = made_up_gpu(sm) if sm is not None else _gpu_here(device)
+    strict = settings.settings().strict
+    return examine(
+        discover.snapshot(), problem, M, local, aligned=natural if aligned is None else aligned, strict=strict
+    )
 
 
-def examine(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool) -> Explanation:
+def examine(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, strict: bool = False
+) -> Explanation:
     """Explain a problem over the bundles of ``snapshot``, with every candidate ranked."""
     bucket = bucket_of(M)
     while True:
@@ -152,7 +164,28 @@ def examine(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, al
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
             why = reason(found[0], bucket, local) if found else miss_text(problem, bucket, local, view)
             compiles = not found and jit.would_compile(problem, local)
-            return Explanation(problem, M, aligned, local, why, tuple(found), view.skipped, compiles)
+            raises = _raises(snapshot, problem, bucket, local, aligned, strict)
+            return Explanation(problem, M, aligned, local, why, tuple(found), view.skipped, compiles, raises)
+
+
+def _raises(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
+) -> str | None:
+    """The error that a call ends with, in words, or None."""
+    try:
+        settle(snapshot, problem, bucket, local, aligned, strict)
+    except PretunedError as error:
+        return str(error)
+    return None
+
+
+def _gpu_here(device: int | None) -> LocalGpu:
+    try:
+        return local_gpu(current_device() if device is None else device)
+    except HostError as error:
+        raise HostError(
+            f"explain: {error}. CPU tensors run the torch reference; sm=90 explains for a GPU of 9.0 that is not here"
+        ) from None
 
 
 def fingerprint(device: int | None = None) -> str:

@@ -125,8 +125,27 @@ def test_what_is_no_call(how: dict[str, object], words: str, clean_places: Path)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_or_a_capability(clean_places: Path) -> None:
-    with pytest.raises(HostError, match="no CUDA GPU here"):
+    with pytest.raises(HostError, match=r"no CUDA GPU here.*sm=90 explains for a GPU of 9\.0"):
         explain(**NUMBERS, M=4)
+
+
+def test_what_the_call_would_raise(clean_places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = write(clean_places / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    reload()
+    assert explain(PROBLEM, M=64, sm=90).raises is None
+    monkeypatch.setenv("PRETUNED_STRICT", "1")
+    reload()
+    assert explain(PROBLEM, M=64, sm=90).raises is None
+    unbuilt = explain(PROBLEM, M=4096, sm=90)
+    assert unbuilt.chosen is not None
+    assert "the call raises: PRETUNED_STRICT" in str(unbuilt)
+    assert unbuilt.to_dict()["raises"] == unbuilt.raises
+    monkeypatch.delenv("PRETUNED_STRICT")
+    monkeypatch.setenv("PRETUNED_BUNDLES", f"{good}:{tmp_path / 'gone.msgpack'}")
+    reload()
+    missing = explain(PROBLEM, M=64, sm=90)
+    assert missing.chosen is not None
+    assert "gone.msgpack" in (missing.raises or "")
 
 
 @pytest.mark.parametrize("sm", chips.supported())
