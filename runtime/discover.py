@@ -75,7 +75,12 @@ class View:
         """Raise the error of a file that PRETUNED_BUNDLES names and that can't be used."""
         for skipped in self.skipped:
             if skipped.error is not None and skipped.place.is_named_file:
-                raise skipped.error
+                raise type(skipped.error)(blamed(str(skipped.error)))
+
+
+def blamed(reason: str) -> str:
+    """Why a file that PRETUNED_BUNDLES names can't be used, and what to do about its being named."""
+    return f"{reason.rstrip('.')}. PRETUNED_BUNDLES names this file: correct the variable, or unset it"
 
 
 class Rejected(Exception):

@@ -112,9 +112,11 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
         for i, (local, view) in enumerate(zip(gpus, views, strict=True))
         if not view.usable
     ]
-    problems += [str(one.error) for one in found if one.error is not None and one.place.is_named_file]
+    problems += [discover.blamed(str(one.error)) for one in found if one.error is not None and one.place.is_named_file]
     for view in views:
-        problems += [one.reason for one in view.skipped if one.error is not None and one.place.is_named_file]
+        problems += [
+            discover.blamed(one.reason) for one in view.skipped if one.error is not None and one.place.is_named_file
+        ]
     return Report(
         platform=platform_name(),
         python=platform.python_version(),

@@ -64,6 +64,7 @@ def test_a_named_file_that_is_missing(gpus: tuple[LocalGpu, ...], tmp_path: Path
     (problem,) = found.problems
     assert "gone.msgpack" in problem
     assert "No such file" in problem
+    assert "PRETUNED_BUNDLES names this file" in problem
 
 
 def test_a_damaged_bundle(tmp_path: Path) -> None:

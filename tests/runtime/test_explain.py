@@ -146,6 +146,7 @@ def test_what_the_call_would_raise(clean_places: Path, tmp_path: Path, monkeypat
     missing = explain(PROBLEM, M=64, sm=90)
     assert missing.chosen is not None
     assert "gone.msgpack" in (missing.raises or "")
+    assert "PRETUNED_BUNDLES names this file" in (missing.raises or "")
 
 
 @pytest.mark.parametrize("sm", chips.supported())
