@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..artifacts.errors import HostError, InputError, PretunedError
+from ..artifacts.errors import HostError, InputError, PretunedError, TargetMismatch
 from ..artifacts.names import printable
 from ..artifacts.types import DType, Gpu, Layout, Op, Problem, bucket_of
 from ..kernels import chips
@@ -88,7 +88,14 @@ class Explanation:
                 f"  {place:>4}  {one.time_us:>7.1f} us  {one.source.value:8}  {one.config!s:36}  {_basis(one):32}  "
                 f"{one.usable.path.name}"
             )
-        lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped]
+        ordinary = [
+            one for one in self.skipped if isinstance(one.error, TargetMismatch) and not one.place.is_named_file
+        ]
+        if best is None:
+            ordinary = []
+        lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped if one not in ordinary]
+        if ordinary:
+            lines.append(f"  skipped {len(ordinary)} for other capabilities")
         return "\n".join(map(printable, lines))
 
 
