@@ -88,10 +88,9 @@ class Explanation:
                 f"  {place:>4}  {one.time_us:>7.1f} us  {one.source.value:8}  {one.config!s:36}  {_basis(one):32}  "
                 f"{one.usable.path.name}"
             )
-        ordinary = [
-            one for one in self.skipped if isinstance(one.error, TargetMismatch) and not one.place.is_named_file
-        ]
-        if best is None:
+        mismatched = [one for one in self.skipped if isinstance(one.error, TargetMismatch)]
+        ordinary = [one for one in mismatched if not one.place.is_named_file and best is not None]
+        if len(ordinary) == 1:  # one is worth its name
             ordinary = []
         lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped if one not in ordinary]
         if ordinary:

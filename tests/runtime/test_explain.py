@@ -20,6 +20,15 @@ from pretuned.runtime.explanation import examine, made_up_gpu
 NUMBERS = {"E": 8, "N": 1024, "K": 768}
 
 
+def test_bundles_of_other_capabilities_are_counted(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, WIDE, 7.5)]}, gpus=[H200])
+    for name, sm in (("b", 80), ("c", 86)):
+        write(tmp_path / f"{name}.msgpack", {OTHER: [modelled(64, WIDE)]}, sm=sm)
+    told = examine(snapshot(tmp_path), PROBLEM, 50, ON_H200, aligned=True)
+    assert "skipped 2 for other capabilities" in str(told)
+    assert [Path(one["path"]).name for one in told.to_dict()["skipped"]] == ["b.msgpack", "c.msgpack"]
+
+
 def test_it_names_what_dispatch_runs(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, WIDE, 7.5, second=NARROW)]}, gpus=[H200])
     write(tmp_path / "b.msgpack", {OTHER: [modelled(64, WIDE)]}, sm=80)
