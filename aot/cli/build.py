@@ -185,7 +185,7 @@ def _show(report: Report, out: Path, verbose: bool) -> None:
     echo(
         f"Next:\n"
         f"  look inside     aot inspect {first}\n"
-        f"  in a Dockerfile COPY {out} /opt/pretuned/bundles\n"
+        f"  in a Dockerfile COPY {_in_context(out)} /opt/pretuned/bundles\n"
         f"  or right here   export PRETUNED_BUNDLES={folder}\n"
         f"  then            pretuned.runtime.grouped_gemm(x, w, m_sizes)"
     )
@@ -198,3 +198,9 @@ def _origin(one: Built) -> str:
     names = ", ".join(dict.fromkeys(gpu.name for gpu in one.gpus))
     rest = f"; the other {one.choices - one.measured} are modelled" if one.measured < one.choices else ""
     return f"{one.measured} of {one.choices} choices were measured on {names}{rest}"
+
+
+def _in_context(out: Path) -> Path:
+    """The folder as a Dockerfile's COPY takes it: below the folder of the build, not outside of it."""
+    outside = out.is_absolute() or ".." in out.parts
+    return Path(out.resolve().name or "bundles") if outside else out

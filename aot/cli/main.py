@@ -73,7 +73,8 @@ def aot(ctx: click.Context) -> None:
 
     \b
     Exit codes: 0 ok, 1 the environment (disk, GPU, packages), 2 the input
-    (options, models, bundles), 130 interrupted.
+    (options, models, bundles), 130 interrupted, 141 the reader of the output
+    has left.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from claims import H200, able, chosen, revised, with_twins
 
+from pretuned.aot.cli.build import _in_context
 from pretuned.aot.verify import verify
 from pretuned.artifacts import codec
 from pretuned.artifacts.store import publish
@@ -142,3 +144,8 @@ def test_prune(aot, here, put, small_bundle):
     none = aot("prune", one, "-m", "Qwen/Qwen3-30B-A3B", "-o", "none.msgpack")
     assert (none.code, none.out) == (2, "")
     assert "built for odd, small" in none.err
+
+
+@pytest.mark.parametrize(("out", "shown"), [("bundles", "bundles"), ("a/b", "a/b"), ("../x", "x"), ("/srv/y", "y")])
+def test_a_dockerfile_copies_from_below_its_own_folder(out: str, shown: str) -> None:
+    assert _in_context(Path(out)) == Path(shown)
