@@ -33,8 +33,8 @@ class LoadedKernel:
     sm_count: int
 
 
-def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int) -> LoadedKernel:
-    """Load a variant's verified cubin on a device.
+def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int, where: str | None = None) -> LoadedKernel:
+    """Load a variant's verified cubin on a device. ``where`` begins an error, else the kernel's name does.
 
     Raises
     ------
@@ -44,11 +44,13 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int) -> L
         where the variant's record is not one that this launcher knows.
     """
     wrong = unlaunchable(variant)
+    if not wrong and variant.scratch_bytes:
+        wrong = f"it wants {variant.scratch_bytes} bytes of scratch: ABI 1 has none"
     if wrong:
-        raise BundleCorrupt(f"variant {variant.entry}: {wrong}")
+        raise BundleCorrupt(
+            f"{where or f'variant {variant.entry}'}: {wrong}. Copy the bundle again, or rebuild it with `aot build`."
+        )
     config = Config.from_pairs(variant.config)
-    if variant.scratch_bytes:
-        raise BundleCorrupt(f"variant {variant.entry} wants {variant.scratch_bytes} bytes of scratch: ABI 1 has none")
     function = driver.load(
         cubin, variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=device
     )

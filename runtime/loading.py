@@ -13,7 +13,6 @@ from .device import LocalGpu
 from .discover import Snapshot
 from .dispatch import Miss, decide
 from .launch import LoadedKernel, load_kernel
-from .launchable import unlaunchable
 
 _lock = threading.Lock()
 _loaded: dict[tuple[bytes, int, int], LoadedKernel] = {}  # by bundle, variant, device
@@ -62,10 +61,11 @@ def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> Loaded
             if kernel is None:
                 variant = bundle.variant(index)
                 cubin = bundle.cubin(index)
-                wrong = unlaunchable(variant) or mismatch(cubin, bundle.target, later_abi=True)
+                wrong = mismatch(cubin, bundle.target, later_abi=True)
                 if wrong:
                     raise corrupt(bundle.path, f"variant {index}: {wrong}")
-                kernel = _loaded[key] = load_kernel(variant, cubin, device, sm_count)
+                where = f"bundle {bundle.path!r}: variant {index}"
+                kernel = _loaded[key] = load_kernel(variant, cubin, device, sm_count, where)
     return kernel
 
 

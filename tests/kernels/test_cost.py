@@ -93,8 +93,9 @@ def test_sparse_decode_takes_thin_tiles_one_a_program(problem: Problem) -> None:
 
 @pytest.mark.parametrize(("problem", "M"), [(QWEN30, 65536), (NEXT, 81920), (MIXTRAL, 16384), (MIXTRAL, 2048)])
 def test_a_long_prefill_takes_the_largest_tile(problem: Problem, M: int) -> None:
-    near = _near_best(problem, M, HOPPER, _h200(), within=1.05)
+    near = _near_best(problem, M, HOPPER, _h200(), within=1.06)  # measured: 3 stages within 6 % of 4, on either side
     assert near[0] == Config(128, 256, 64, 8, near[0].num_stages, tma=True)
+    assert Config(128, 256, 64, 8, 3, tma=True) in near
     assert Config(256, 128, 64, 8, 3, tma=True) not in near
 
 
