@@ -13,6 +13,7 @@ The names in a variant's ``arguments`` are the words of launch ABI 1:
 ``x_divisor``            int32: x's row of an index is ``index // x_divisor``
 ``flags``                int32: the fusions of the call, values of artifacts.types.Fusion, and ``ZERO_TAIL``
 ``counter``              device pointer to an int32 that is zero before and after the launch
+``y_map``                y again, as a TMA descriptor of ragged rows that a specialised kernel stores through
 =======================  =====================================================================
 
 Pointers that ``flags`` has no use for are null. dX runs the forward's kernel: its x is dy, its y is dx
@@ -62,12 +63,14 @@ class Spec:
 
     @property
     def tma(self) -> tuple[str, ...]:
-        """The operands that come through TMA: rows that an index picks can't."""
+        """What goes through TMA, in the arguments' order: rows that an index picks can't."""
         if not self.config.tma:
             return ()
+        stores = self.config.specialized and not self.fusion
         if self.op is Op.DW:
-            return ("dy", "x")
-        return ("w",) if Fusion.GATHER in self.fusion else ("x", "w")
+            return ("dy", "x", "dw") if stores else ("dy", "x")
+        operands = ("w",) if Fusion.GATHER in self.fusion else ("x", "w")
+        return (*operands, "y_map") if stores else operands
 
     def __str__(self) -> str:
         text = f"{self.op.value} {self.dtype.value} {self.config}"
@@ -126,7 +129,7 @@ def is_aligned(alignment: int, *values_bytes: int) -> bool:
 
 def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
     """(name, kind) of every argument in the kernel's order; kinds: ptr, i32, i64, desc2, desc3, desc4."""
-    ranks = {"w": 3, "x": 4 if spec.op is Op.DW else 2, "dy": 4}
+    ranks = {"w": 3, "x": 4 if spec.op is Op.DW else 2, "dy": 4, "dw": 3, "y_map": 4}
     if spec.op is Op.DW:
         pointers: tuple[str, ...] = ("dy", "x", "dw", "m_sizes")
         strides = ("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row")
@@ -135,6 +138,8 @@ def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
         strides = ("stride_x_m", "stride_w_e", "stride_w_row", "stride_y_m")
     if spec.config.specialized:
         pointers += ("counter",)
+    if "y_map" in spec.tma:
+        pointers = (*pointers[:3], "y_map", *pointers[3:])
     return (
         *((name, f"desc{ranks[name]}" if name in spec.tma else "ptr") for name in pointers),
         *((name, "i32") for name in ("M", "N", "K", "E")),
@@ -150,14 +155,14 @@ def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
     half = 64 if c.specialized else 0  # rows of the product, one box for each warpgroup
     if spec.op is Op.DW:
         dy = (1, 1, c.block_m, half or c.block_n)
-        blocks: dict[str, tuple[int, ...]] = {"dy": dy, "x": (1, 1, c.block_m, c.block_k)}
+        blocks: dict[str, tuple[int, ...]] = {"dy": dy, "x": (1, 1, c.block_m, c.block_k), "dw": (1, 64, 64)}
     else:
         w = (1, c.block_k, c.block_n) if _w_kn(spec) else (1, c.block_n, c.block_k)
-        blocks = {"x": (half or c.block_m, c.block_k), "w": w}
+        blocks = {"x": (half or c.block_m, c.block_k), "w": w, "y_map": (1, 1, 64, 64)}
     return {name: blocks[name] for name in spec.tma}
 
 
-def constants(spec: Spec) -> dict[str, int | str | bool]:
+def constants(spec: Spec) -> dict[str, int | str | bool | None]:
     """The kernel's compile-time arguments."""
     c = spec.config
     if c.specialized:
@@ -178,22 +183,21 @@ def constants(spec: Spec) -> dict[str, int | str | bool]:
     }
 
 
-def _specialized(spec: Spec) -> dict[str, int | str | bool]:
+def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
     c = spec.config
     if spec.op is Op.DW:
-        sizes: dict[str, int | str | bool] = {"BLOCK_M": c.block_m, "BLOCK_K": c.block_k}
-        columns, step, tables = c.block_k, (128 + c.block_k) * c.block_m, 1
+        sizes: dict[str, int | str | bool | None] = {"BLOCK_M": c.block_m, "BLOCK_K": c.block_k}
+        step = (128 + c.block_k) * c.block_m
     else:
         sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec), "INDEXED": bool(spec.fusion),
                  "GATHER": Fusion.GATHER in spec.fusion}  # fmt: skip
-        columns, step, tables = c.block_n, (128 + c.block_n) * c.block_k, 2
-    # Both warpgroups' results pass through shared memory in as few parts as find room beside the stages.
-    room = SPECIALIZED_SHARED_BYTES - 512 - 4 * MAX_EXPERTS * tables - c.num_stages * step * spec.dtype.itemsize
-    whole = 128 * columns * spec.dtype.itemsize
-    parts = next((parts for parts in (1, 2) if whole // parts <= room), 4)
+        sizes |= {"y_map": None} if spec.fusion else {}
+        step = (128 + c.block_n) * c.block_k
+    # Results pass through shared memory, 64 x 64 of each warpgroup at a time, where there is room in turns.
+    room = SPECIALIZED_SHARED_BYTES - 512 - c.num_stages * step * spec.dtype.itemsize
     return sizes | {
         "STAGES": c.num_stages,
-        "PARTS": parts,
+        "SLOTS": 2 if 4 * 64 * 64 * spec.dtype.itemsize <= room else 1,
         "GROUP_M": c.group_m,
         "EXPERTS": MAX_EXPERTS,
         "REGISTERS": 216,  # of a multiplying thread; the loading warp has what is left of 168 for each of 12 warps

@@ -16,6 +16,7 @@ from .tiles import (
     count_tiles,
     expert_rows,
     expert_tiles,
+    find,
     flat_index,
     locate,
     place,
@@ -25,6 +26,7 @@ from .tiles import (
 
 _WEIGHT: tl.constexpr = tl.constexpr(4)
 _BIAS: tl.constexpr = tl.constexpr(8)
+_FEW_EXPERTS: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
@@ -120,13 +122,13 @@ def rows(
     branch at run time 24 %.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
-    if SCAN:
-        total, used = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
-    else:
-        starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
-        tile_ends = expert_tiles(starts, ends, tiles_n, BLOCK_M)
-        total, used = tl.max(tile_ends, 0), tl.max(ends, 0)
     if PERSISTENT:
+        if SCAN:
+            total, used = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+        else:
+            starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
+            tile_ends = expert_tiles(starts, ends, tiles_n, BLOCK_M)
+            total, used = tl.max(tile_ends, 0), tl.max(ends, 0)
         for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=X_TMA and W_TMA):
             if SCAN:
                 expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
@@ -140,11 +142,18 @@ def rows(
             )  # fmt: skip
     else:
         tile = tl.program_id(0)
+        if SCAN:
+            total, used = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+            expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+        elif E <= _FEW_EXPERTS:  # a call of one tile a program is short: fewer experts are counted faster
+            total, used, expert, inner, row_start, row_end = find(
+                tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, _FEW_EXPERTS
+            )
+        else:
+            total, used, expert, inner, row_start, row_end = find(
+                tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS
+            )
         if tile < total:
-            if SCAN:
-                expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
-            else:
-                expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
             tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
             _tile(
                 x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,

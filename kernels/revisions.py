@@ -22,9 +22,9 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "tiles.py"), "d3969394564b31d8a8d3f12de2eaded6319202ff622c22adc71bb1914ae26891"
-_WEIGHT = ("grad_weight.py", "tiles.py"), "b8519d57c3403d921a7efc718b1f4472aaf75550ce910d4736fc76a23899b07d"
-_SPECIALIZED = ("specialized.py",), "807c876a37351b312fd88bc3348c0bc0c0e60d86a0528e43580ba6918309f2f4"
+_ROWS = ("forward.py", "tiles.py"), "a012cb19126529ad6c56b980af47582a3de28b49b93987611a179273303469a4"
+_WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f9b8a88ac643aad11d18a7e7c5e3"
+_SPECIALIZED = ("specialized.py",), "90407824587f0b64a856015c47840a7a50eeae951b985deef511adb153f5d292"
 REVISIONS = {
     "rows": Revision(1, *_ROWS),
     "rows_specialized": Revision(1, *_SPECIALIZED),

@@ -33,20 +33,48 @@ def _add(a, b):
 
 
 @gluon.jit
-def _expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """(rows, end row) of every expert, [EXPERTS] int32; counts below zero are zero, and no row passes M."""
+def _add_capped(a, b):
+    return gl.minimum(a + b, 0x7FFFFFFF)
+
+
+@gluon.jit
+def _counts(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The rows that each expert asks for, [EXPERTS] uint32: none below zero, none above M."""
     expert = gl.arange(0, EXPERTS, layout=LAYOUT)
     word = m_sizes + expert * m_sizes_step
     low = gl.load(word, mask=expert < E, other=0).to(gl.int64)
     high = gl.load(word + (m_sizes_step - 1), mask=expert < E, other=0).to(gl.int64)
     wide = (high << 32) | (low & 0xFFFFFFFF)
     count = gl.where(m_sizes_step == 1, low, wide)
-    limit = M.to(gl.int64)
-    count = gl.minimum(gl.maximum(count, 0), limit)
-    end = gl.associative_scan(count, 0, _add)
+    return gl.minimum(gl.maximum(count, 0), M.to(gl.int64)).to(gl.uint32)
+
+
+@gluon.jit
+def _expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """(rows, end row) of every expert, [EXPERTS] int32: no row passes M."""
+    count = _counts(m_sizes, m_sizes_step, M, E, EXPERTS, LAYOUT)
+    end = gl.associative_scan(count, 0, _add_capped)
+    limit = M.to(gl.uint32)
     start = gl.minimum(end - count, limit)
     end = gl.minimum(end, limit)
     return (end - start).to(gl.int32), end.to(gl.int32)
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr, FULL: gl.constexpr):
+    """(full, empty) of each stage of operands, (queue, filled, free) of the two slots that tell of tiles."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    queue = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    filled = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=FULL)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    return full, empty, queue, filled, free
 
 
 @gluon.jit
@@ -89,9 +117,8 @@ def _before(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _next_tile(counter, total):
-    """The next tile; the one who draws the last number leaves the counter at zero."""
-    drawn = gl.atomic_add(counter, 1, sem="relaxed")
+def _next_tile(counter, drawn, total):
+    """The tile that ``drawn`` stands for; the one who draws the last number leaves the counter at zero."""
     if drawn == total - 1:
         gl.store(counter, 0)
     return gl.num_programs(0) + drawn
@@ -107,72 +134,78 @@ def _flat(index, index_step, index_end, flags, row, row_end):
 
 
 @gluon.jit
-def _scaled(acc, moved, expert, row, col, row_end, N, BLOCK_N: gl.constexpr, MMA: gl.constexpr):
-    """(acc + bias) * weight, where the call has them."""
-    index, row_weights, bias, index_step, index_end, _x_divisor, flags = moved
-    n = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
-    added = gl.load(bias + expert.to(gl.int64) * N + n, mask=(n < N) & ((flags & _BIAS) != 0), other=0.0)
-    m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)).to(gl.int64)
+def _weights(moved, row, row_end, LAYOUT: gl.constexpr):
+    """The factor of each row, one where the call has none."""
+    index, row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
+    m = row + gl.arange(0, 64, layout=LAYOUT).to(gl.int64)
     flat, inside = _flat(index, index_step, index_end, flags, m, row_end)
-    scale = gl.load(row_weights + flat, mask=inside & ((flags & _WEIGHT) != 0), other=1.0)
-    return (acc + added.to(gl.float32)[None, :]) * scale[:, None]
+    return gl.load(row_weights + flat, mask=inside & ((flags & _WEIGHT) != 0), other=1.0)
 
 
 @gluon.jit
-def _store_part(
-    y, part, buffer, moved, row, col, row_end, N, stride_y_m,
-    BLOCK_N: gl.constexpr, INDEXED: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Stores 64 x BLOCK_N of a result through shared memory, so that whole lines are written."""
+def _targets(moved, row, row_end, LAYOUT: gl.constexpr):
+    """(the row of y that each row goes to, whether it goes anywhere)."""
+    index, _row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
+    m = row + gl.arange(0, 64, layout=LAYOUT).to(gl.int64)
+    flat, inside = _flat(index, index_step, index_end, flags, m, row_end)
+    return gl.where((flags & _SCATTER) != 0, flat, m).to(gl.int32), inside
+
+
+@gluon.jit
+def _biased(acc, moved, expert, col, N, BLOCK_N: gl.constexpr, MMA: gl.constexpr):
+    _index, _row_weights, bias, _index_step, _index_end, _x_divisor, flags = moved
+    if (flags & _BIAS) != 0:
+        n = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
+        added = gl.load(bias + expert.to(gl.int64) * N + n, mask=n < N, other=0.0)
+        acc += added.to(gl.float32)[None, :]
+    return acc
+
+
+@gluon.jit
+def _halves(tile):
+    """The left and the right half of a tile's columns."""
+    return tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def _store_lines(y, part, buffer, target, inside, col, N, stride_y_m, LAYOUT: gl.constexpr):
+    """Stores 64 x 64 through shared memory, so that whole lines are written."""
     buffer.store(part)
     tile = buffer.load(LAYOUT)
-    m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)).to(gl.int64)
-    n = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-    inside = m < row_end
-    if INDEXED:
-        index, _row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
-        flat, inside = _flat(index, index_step, index_end, flags, m, row_end)
-        m = gl.where((flags & _SCATTER) != 0, flat, m)
-    gl.store(y + m[:, None] * stride_y_m + n[None, :], tile, mask=inside[:, None] & (n < N)[None, :])
+    n = col + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    at = y + target.to(gl.int64)[:, None] * stride_y_m + n[None, :]
+    gl.store(at, tile, mask=inside[:, None] & (n < N)[None, :])
 
 
 @gluon.jit
-def _store(
-    y, acc, buffer, moved, row, col, row_end, N, stride_y_m,
-    BLOCK_N: gl.constexpr, PARTS: gl.constexpr, INDEXED: gl.constexpr,
-):  # fmt: skip
-    """Stores 64 x BLOCK_N in one, two or four parts: the buffer holds one."""
-    WIDTH: gl.constexpr = BLOCK_N // PARTS
-    LANES: gl.constexpr = WIDTH // 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    part = acc.to(y.dtype.element_ty)
-    if PARTS == 1:
-        _store_part(y, part, buffer, moved, row, col, row_end, N, stride_y_m, WIDTH, INDEXED, LAYOUT)
+def _store_box(y, part, buffer, row, row_end, col, expert, WEIGHT: gl.constexpr, SLOTS: gl.constexpr):
+    """Stores 64 x 64 by TMA, which cuts off rows and columns past the end. It reads the buffer on its own."""
+    tma.store_wait(SLOTS - 1)
+    gl.barrier()
+    buffer.store(part)
+    fence_async_shared()
+    gl.barrier()
+    if WEIGHT:
+        box = buffer._reinterpret(part.dtype, [1, 64, 64], y.layout)
+        tma.async_copy_shared_to_global(y, [expert, row, col], box)
     else:
-        left, right = part.reshape([64, 2, BLOCK_N // 2]).permute(0, 2, 1).split()
-        if PARTS == 2:
-            _store_part(y, left, buffer, moved, row, col, row_end, N, stride_y_m, WIDTH, INDEXED, LAYOUT)
-            _store_part(y, right, buffer, moved, row, col + WIDTH, row_end, N, stride_y_m, WIDTH, INDEXED, LAYOUT)
-        else:
-            a, b = left.reshape([64, 2, WIDTH]).permute(0, 2, 1).split()
-            c, d = right.reshape([64, 2, WIDTH]).permute(0, 2, 1).split()
-            _store_part(y, a, buffer, moved, row, col, row_end, N, stride_y_m, WIDTH, INDEXED, LAYOUT)
-            _store_part(y, b, buffer, moved, row, col + WIDTH, row_end, N, stride_y_m, WIDTH, INDEXED, LAYOUT)
-            _store_part(y, c, buffer, moved, row, col + 2 * WIDTH, row_end, N, stride_y_m, WIDTH, INDEXED, LAYOUT)
-            _store_part(y, d, buffer, moved, row, col + 3 * WIDTH, row_end, N, stride_y_m, WIDTH, INDEXED, LAYOUT)
+        box = buffer._reinterpret(part.dtype, [1, 1, 64, 64], y.layout)
+        tma.async_copy_shared_to_global(y, [_INDEX_END, row_end, _INDEX_END - row_end + row, col], box)
 
 
 @gluon.jit
 def _multiply(
-    half, a, b, full, empty, queue, filled, free, buffers, y, moved, N, stride_y_m, stride_y_e,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
-    INDEXED: gl.constexpr, GATHER: gl.constexpr,
+    half, a, b, full, empty, queue, filled, free, buffers, y, moved, N, stride_y_m,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
+    WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: multiplies its 64 rows of every tile, and stores them.
 
     A tile in the queue is (first row, column tile, end of the rows, steps of the reduction + 2^20 x expert).
+    y is a TMA descriptor, INDEXED a pointer.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     slot = gl.to_tensor(0)
@@ -183,6 +216,9 @@ def _multiply(
         steps = word & 0xFFFFF
         mine = row + half * 64
         if mine < row_end:
+            if INDEXED:  # read now, their latency passes while the product is computed
+                scale = _weights(moved, mine, row_end, gl.SliceLayout(1, mma))
+                target, inside = _targets(moved, mine, row_end, gl.SliceLayout(1, lines))
             acc = gl.zeros([64, BLOCK_N], gl.float32, mma)
             for step in range(steps):
                 mbarrier.wait(full.index(stage), phase)
@@ -204,23 +240,33 @@ def _multiply(
                 gl.barrier()
                 mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
             expert = word >> 20
+            first = col * BLOCK_N
             if INDEXED:
-                acc = _scaled(acc, moved, expert, mine, col * BLOCK_N, row_end, N, BLOCK_N, mma)
-            _store(
-                y + expert.to(gl.int64) * stride_y_e, acc, buffers.index(half), moved, mine, col * BLOCK_N, row_end, N,
-                stride_y_m, BLOCK_N, PARTS, INDEXED,
-            )  # fmt: skip
+                acc = _biased(acc, moved, expert, first, N, BLOCK_N, mma) * scale[:, None]
+            left, right = _halves(acc.to(buffers.dtype))
+            if BLOCK_N == 128:
+                parts = left, right
+            else:
+                parts = _halves(left) + _halves(right)
+            for i in gl.static_range(BLOCK_N // 64):
+                buffer = buffers.index(half * SLOTS + i % SLOTS)
+                if INDEXED:
+                    _store_lines(y, parts[i], buffer, target, inside, first + 64 * i, N, stride_y_m, lines)
+                else:
+                    _store_box(y, parts[i], buffer, mine, row_end, first + 64 * i, expert, WEIGHT, SLOTS)
         else:
             for _ in range(steps):
                 mbarrier.wait(full.index(stage), phase)
                 mbarrier.arrive(empty.index(stage), count=1)
                 stage, phase = _advance(stage, phase, STAGES)
         row, col, row_end, word = _take(queue, filled, free, slot, turn)
+    if not INDEXED:
+        tma.store_wait(0)
 
 
 @gluon.jit
 def _load_rows(
-    x, w, a, b, full, empty, queue, filled, free, ends, tile_ends, counter, moved, M, N, K, total, stride_x_m,
+    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step, stride_x_m,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, W_KN: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
@@ -232,14 +278,15 @@ def _load_rows(
     b_bytes: gl.constexpr = BLOCK_N * BLOCK_K * w.dtype.primitive_bitwidth // 8
     tiles_n = gl.cdiv(N, BLOCK_N)
     steps = gl.cdiv(K, BLOCK_K)
+    count, end = _expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
+    tile_end = gl.associative_scan((count // 128 + (count % 128 != 0).to(gl.int32)) * tiles_n, 0, _add)
+    total = gl.max(tile_end, 0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     slot = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     tile = gl.program_id(0)
     while tile < total:
-        tile_end = tile_ends.load(layout)
-        end = ends.load(layout)
         done = tile_end <= tile
         expert = gl.sum(done.to(gl.int32), 0)
         first_tile = gl.max(gl.where(done, tile_end, 0), 0)
@@ -257,7 +304,7 @@ def _load_rows(
         col = rest // height
         _publish(queue, filled, free, slot, turn, row, col, row_end, steps | (expert << 20), WARPS)
         slot, turn = _advance(slot, turn, 2)
-        tile = _next_tile(counter, total)
+        drawn = gl.atomic_add(counter, 1, sem="relaxed")  # looked at when this tile's loads are under way
         both = row + 64 < row_end
         if GATHER:
             index, _row_weights, _bias, index_step, index_end, x_divisor, flags = moved
@@ -287,70 +334,47 @@ def _load_rows(
                 b_tile = b.index(stage)._reinterpret(w.dtype, [1, BLOCK_N, BLOCK_K], w.layout)
                 tma.async_copy_global_to_shared(w, [expert, col * BLOCK_N, start], bar, b_tile)
             stage, phase = _advance(stage, phase, STAGES)
+        tile = _next_tile(counter, drawn, total)
     _publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
 
 
 @gluon.jit
 def rows_specialized(
-    x, w, y, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_x_m, stride_w_e, stride_w_row, stride_y_m,
-    m_sizes_step, index_step, index_end, x_divisor, flags,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GROUP_M: gl.constexpr,
+    x, w, y, y_map, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_x_m, stride_w_e, stride_w_row,
+    stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, W_KN: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
-    ``forward.rows``. x and w come through TMA, x in GATHER code through pointers.
+    ``forward.rows``. x and w come through TMA, x in GATHER code through pointers; y leaves through ``y_map``, a
+    ragged descriptor (``kernels/abi.py``, RAGGED_SIZES), in INDEXED code, which has none, through pointers.
     """
     element: gl.constexpr = w.dtype
-    a_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    b_layout: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=w.layout.swizzle_byte_width, element_bitwidth=w.layout.element_bitwidth, rank=2
-    )
-    a = gl.allocate_shared_memory(element, [2 * STAGES, 64, BLOCK_K], a_layout)
+    lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    a = gl.allocate_shared_memory(element, [2 * STAGES, 64, BLOCK_K], lines)
     if W_KN:
-        b = gl.allocate_shared_memory(element, [STAGES, BLOCK_K, BLOCK_N], b_layout)
+        b = gl.allocate_shared_memory(element, [STAGES, BLOCK_K, BLOCK_N], lines)
     else:
-        b = gl.allocate_shared_memory(element, [STAGES, BLOCK_N, BLOCK_K], b_layout)
-    WIDTH: gl.constexpr = BLOCK_N // PARTS
-    buffer_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    buffers = gl.allocate_shared_memory(element, [2, 64, WIDTH], buffer_layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    filled = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queue = gl.allocate_shared_memory(gl.int32, [2, 4], flat)
-    ends = gl.allocate_shared_memory(gl.int32, [EXPERTS], flat)
-    tile_ends = gl.allocate_shared_memory(gl.int32, [EXPERTS], flat)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=129 if GATHER else 1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    experts: gl.constexpr = gl.BlockedLayout([EXPERTS // 128 if EXPERTS > 128 else 1], [32], [4], [0])
-    count, end = _expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, experts)
-    tiles = (count // 128 + (count % 128 != 0).to(gl.int32)) * gl.cdiv(N, BLOCK_N)
-    tile_end = gl.associative_scan(tiles, 0, _add)
-    ends.store(end)
-    tile_ends.store(tile_end)
-    total = gl.max(tile_end, 0)
-    used = gl.max(end, 0)
+        b = gl.allocate_shared_memory(element, [STAGES, BLOCK_N, BLOCK_K], lines)
+    buffers = gl.allocate_shared_memory(element, [2 * SLOTS, 64, 64], lines)
+    full, empty, queue, filled, free = _barriers(STAGES, 129 if GATHER else 1)
     moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
+    result = y if INDEXED else y_map
     gl.barrier()
     gl.warp_specialize(
         [
             (_multiply, (
-                0, a, b, full, empty, queue, filled, free, buffers, y, moved, N, stride_y_m, 0, BLOCK_N,
-                STAGES, PARTS, True, not W_KN, INDEXED, GATHER,
+                0, a, b, full, empty, queue, filled, free, buffers, result, moved, N, stride_y_m, BLOCK_N, STAGES, SLOTS,
+                True, not W_KN, False, INDEXED, GATHER,
             )),
             (_multiply, (
-                1, a, b, full, empty, queue, filled, free, buffers, y, moved, N, stride_y_m, 0, BLOCK_N,
-                STAGES, PARTS, True, not W_KN, INDEXED, GATHER,
+                1, a, b, full, empty, queue, filled, free, buffers, result, moved, N, stride_y_m, BLOCK_N, STAGES, SLOTS,
+                True, not W_KN, False, INDEXED, GATHER,
             )),
             (_load_rows, (
-                x, w, a, b, full, empty, queue, filled, free, ends, tile_ends, counter, moved, M, N, K, total,
+                x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
                 stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER,
             )),
         ],
@@ -359,6 +383,9 @@ def rows_specialized(
     )  # fmt: skip
 
     if (flags & _ZERO_TAIL) != 0:
+        experts: gl.constexpr = gl.BlockedLayout([EXPERTS // 128], [32], [4], [0])
+        wanted = gl.sum(_counts(m_sizes, m_sizes_step, M, E, EXPERTS, experts).to(gl.int64), 0)
+        used = gl.minimum(wanted, M.to(gl.int64)).to(gl.int32)
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
         for row in range(used + 4 * gl.program_id(0), M, 4 * gl.num_programs(0)):
             m = row + gl.arange(0, 4, layout=gl.SliceLayout(1, layout)).to(gl.int64)
@@ -372,7 +399,7 @@ def rows_specialized(
 
 @gluon.jit
 def _load_weight(
-    dy, x, a, b, full, empty, queue, filled, free, ends, counter, N, K, total,
+    dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr,
 ):  # fmt: skip
@@ -385,6 +412,8 @@ def _load_weight(
     tiles_k = gl.cdiv(K, BLOCK_K)
     per_expert = tiles_n * tiles_k
     per_group = GROUP_M * tiles_k
+    total = E * per_expert
+    _count, end = _expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     slot = gl.to_tensor(0)
@@ -399,7 +428,6 @@ def _load_weight(
         rest = inner - group * per_group
         n = (first + rest % height) * 128
         k = rest // height
-        end = ends.load(layout)
         i = gl.arange(0, EXPERTS, layout=layout)
         row_start = gl.max(gl.where(i < expert, end, 0), 0)
         row_end = gl.max(gl.where(i <= expert, end, 0), 0)
@@ -407,7 +435,7 @@ def _load_weight(
         steps = gl.cdiv(count, BLOCK_M)
         _publish(queue, filled, free, slot, turn, n, k, N, steps | (expert << 20), WARPS)
         slot, turn = _advance(slot, turn, 2)
-        tile = _next_tile(counter, total)
+        drawn = gl.atomic_add(counter, 1, sem="relaxed")  # looked at when this tile's loads are under way
         both = n + 64 < N
         for row in range(0, count, BLOCK_M):
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -422,53 +450,40 @@ def _load_weight(
             b_tile = b.index(stage)._reinterpret(x.dtype, [1, 1, BLOCK_M, BLOCK_K], x.layout)
             tma.async_copy_global_to_shared(x, [_INDEX_END, row_end, at, k * BLOCK_K], bar, b_tile)
             stage, phase = _advance(stage, phase, STAGES)
+        tile = _next_tile(counter, drawn, total)
     _publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
 
 
 @gluon.jit
 def weight_specialized(
     dy, x, dw, m_sizes, counter, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row, m_sizes_step,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k]: ``grad_weight.weight``."""
+    """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k]: ``grad_weight.weight``.
+
+    All three are TMA descriptors.
+    """
     element: gl.constexpr = x.dtype
-    a_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    a = gl.allocate_shared_memory(element, [2 * STAGES, BLOCK_M, 64], a_layout)
-    b = gl.allocate_shared_memory(element, [STAGES, BLOCK_M, BLOCK_K], a_layout)
-    WIDTH: gl.constexpr = BLOCK_K // PARTS
-    buffers = gl.allocate_shared_memory(element, [2, 64, WIDTH], a_layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    filled = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queue = gl.allocate_shared_memory(gl.int32, [2, 4], flat)
-    ends = gl.allocate_shared_memory(gl.int32, [EXPERTS], flat)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    experts: gl.constexpr = gl.BlockedLayout([EXPERTS // 128 if EXPERTS > 128 else 1], [32], [4], [0])
-    _, end = _expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, experts)
-    ends.store(end)
-    total = E * gl.cdiv(N, 128) * gl.cdiv(K, BLOCK_K)
+    lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    a = gl.allocate_shared_memory(element, [2 * STAGES, BLOCK_M, 64], lines)
+    b = gl.allocate_shared_memory(element, [STAGES, BLOCK_M, BLOCK_K], lines)
+    buffers = gl.allocate_shared_memory(element, [2 * SLOTS, 64, 64], lines)
+    full, empty, queue, filled, free = _barriers(STAGES, 1)
     gl.barrier()
     gl.warp_specialize(
         [
             (_multiply, (
-                0, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, stride_dw_e,
-                BLOCK_K, STAGES, PARTS, False, False, False, False,
+                0, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, BLOCK_K, STAGES, SLOTS,
+                False, False, True, False, False,
             )),
             (_multiply, (
-                1, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, stride_dw_e,
-                BLOCK_K, STAGES, PARTS, False, False, False, False,
+                1, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, BLOCK_K, STAGES, SLOTS,
+                False, False, True, False, False,
             )),
             (_load_weight, (
-                dy, x, a, b, full, empty, queue, filled, free, ends, counter, N, K, total, BLOCK_M, BLOCK_K, STAGES,
-                GROUP_M, EXPERTS,
+                dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step, BLOCK_M,
+                BLOCK_K, STAGES, GROUP_M, EXPERTS,
             )),
         ],
         [4, 1],

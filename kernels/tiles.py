@@ -26,11 +26,17 @@ def flat_index(index, index_step, index_end, flags, row, row_end):
 
 
 @triton.jit
+def _add_capped(a, b):
+    return tl.minimum(a + b, 0x7FFFFFFF)
+
+
+@triton.jit
 def expert_rows(m_sizes, m_sizes_step, M, E, first, row, EXPERTS: tl.constexpr):
     """First row and end row of the experts from ``first`` on, whose rows begin at ``row``: each [EXPERTS] int32.
 
     ``m_sizes`` points at int32 words; a step of 2 means int64 counts (little endian). A count below
-    zero is zero, and no expert's rows pass M, whatever the counts say.
+    zero is zero, and no expert's rows pass M, whatever the counts say. (Sums stay below 2^31: counts that ask for
+    more than there is get rows of others only where M is 2^30 or more.)
     """
     expert = first + tl.arange(0, EXPERTS)
     word = m_sizes + expert * m_sizes_step
@@ -38,9 +44,9 @@ def expert_rows(m_sizes, m_sizes_step, M, E, first, row, EXPERTS: tl.constexpr):
     high = tl.load(word + (m_sizes_step - 1), mask=expert < E, other=0).to(tl.int64)
     wide = (high << 32) | (low & 0xFFFFFFFF)
     count = tl.where(m_sizes_step == 1, low, wide)
-    limit = tl.cast(M, tl.int64)
-    count = tl.minimum(tl.maximum(count, 0), limit)
-    end = row + tl.cumsum(count, 0)
+    count = tl.minimum(tl.maximum(count, 0), tl.cast(M, tl.int64)).to(tl.uint32)
+    limit = tl.cast(M, tl.uint32)
+    end = tl.associative_scan(count, 0, _add_capped) + tl.cast(row, tl.uint32)
     start = tl.minimum(end - count, limit)
     return start.to(tl.int32), tl.minimum(end, limit).to(tl.int32)
 
@@ -71,6 +77,15 @@ def locate(tile, tile_ends, ends, M):
         _locate,
     )
     return expert, tile - first_tile, row_start, row_end
+
+
+@triton.jit
+def find(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """(all tiles, end of the last expert's rows), then what ``locate`` says of ``tile``."""
+    starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
+    tile_ends = expert_tiles(starts, ends, tiles_n, BLOCK_M)
+    expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
+    return tl.max(tile_ends, 0), tl.max(ends, 0), expert, inner, row_start, row_end
 
 
 @triton.jit

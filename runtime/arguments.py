@@ -15,11 +15,15 @@ from .tensormaps import MAP_ALIGNMENT_BYTES, MAP_BYTES
 # Two maps; operands; row strides; [expert and row stride of w or dw, one]; index, row_weights, bias; M, index_end;
 # [N K E m_sizes_step index_step x_divisor flags, null]; grid; [the rest of CUlaunchConfig up to its stream].
 PREPARED = struct.Struct(f"={MAP_BYTES}s{MAP_BYTES}sQQqq24sQQQii40sI28s")
+STRIDE_B = struct.Struct("=280xq")  # the result's row stride, of PREPARED bytes of a row-grouped product
 STRIDES = struct.Struct("=qqq")
 SIZES = struct.Struct("=iiiiiii4xQ")
 _TAIL = struct.Struct("=6I4x")
 # The rest of CUlaunchConfig: the stream, no attributes; then the result, m_sizes and the counter.
 LAUNCH = struct.Struct(f"={PREPARED.size}sQ16xQQQ")
+# The same for a kernel that stores through a map of its result.
+_RESULT_MAP = 512
+MAPPED_LAUNCH = struct.Struct(f"{LAUNCH.format}{_RESULT_MAP - LAUNCH.size}x{MAP_BYTES}s")
 
 _OFFSETS = {
     "stride_a": 272, "stride_b": 280, "stride_e": 288, "stride_row": 296, "one": 304,
@@ -48,7 +52,7 @@ def config_tail(threads: int, shared_bytes: int) -> bytes:
 
 class Blocks:
     """Makes blocks for one variant. ``offsets`` says where each named value lies; ``maps`` are the descriptor
-    arguments in the order of their maps, each with the names of the sizes and strides that follow it."""
+    arguments in the order of their maps, the result's last, each with the names of the sizes and strides that follow."""
 
     def __init__(
         self,
@@ -57,7 +61,7 @@ class Blocks:
         maps: Mapping[str, tuple[str, ...]],
     ) -> None:
         places: list[int] = []
-        map_at = {name: i * MAP_BYTES for i, name in enumerate(maps)}
+        map_at = dict(zip(maps, (0, MAP_BYTES, _RESULT_MAP)))
         for name, kind in arguments:
             if kind.startswith("desc"):
                 places.append(map_at[name])
@@ -69,10 +73,10 @@ class Blocks:
     def new(self) -> Block:
         """A block of its own memory."""
         places = self._places
-        memory = bytearray(LAUNCH.size + 8 * len(places) + MAP_ALIGNMENT_BYTES)
+        memory = bytearray(MAPPED_LAUNCH.size + 8 * len(places) + MAP_ALIGNMENT_BYTES)
         pin = c_char.from_buffer(memory)
         offset = -addressof(pin) % MAP_ALIGNMENT_BYTES
         base = addressof(pin) + offset
         # (No array of ctypes: to make its type costs more than all the rest here.)
-        struct.pack_into(f"={len(places)}Q", memory, offset + LAUNCH.size, *(base + place for place in places))
-        return memory, offset, base + _CONFIG, base + LAUNCH.size, pin
+        struct.pack_into(f"={len(places)}Q", memory, offset + MAPPED_LAUNCH.size, *(base + place for place in places))
+        return memory, offset, base + _CONFIG, base + MAPPED_LAUNCH.size, pin

@@ -13,7 +13,7 @@ from ..artifacts.types import Fusion, Variant
 from ..kernels.abi import RAGGED_SIZES, ZERO_TAIL, ragged_strides, weight_tiles
 from ..kernels.config import Config
 from . import arguments, driver
-from .arguments import PREPARED, SIZES, STRIDES, Blocks
+from .arguments import PREPARED, SIZES, STRIDE_B, STRIDES, Blocks
 from .counters import counters
 from .launchable import unlaunchable
 from .launcher import Launcher, starter
@@ -21,6 +21,8 @@ from .tensormaps import NO_MAP, TensorMaps
 
 _MOST_TILES = 2**31 - 1
 _MOST_RAGGED_ROWS = RAGGED_SIZES[2]
+# The sizes and strides that follow a descriptor of a rank, where no kernel reads them.
+_UNREAD = {rank: ("null",) * rank + ("one",) * rank for rank in (3, 4)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +98,14 @@ def row_launcher(
     maps = {
         "x": ("M", "K", "stride_x_m", "one"),
         "w": ("E", *(("K", "N") if w_kn else ("N", "K")), "stride_w_e", "stride_w_row", "one"),
+        "y_map": _UNREAD[4],
     }
     start, repeater = starter(
         kernel.function,
         f"{variant.entry}, {config}",
         Blocks(variant.arguments, arguments.ROWS, maps),
         _counter_of(kernel),
+        _map_of_rows(variant, columns),
     )
     strides, sizes, tail = _constants(
         kernel, columns, reduction, E, m_sizes_step, fused, stride_w_e, stride_w_row
@@ -109,6 +113,7 @@ def row_launcher(
     pack = PREPARED.pack
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
     most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_TILES
+    most_rows = _MOST_RAGGED_ROWS if any(name == "y_map" for name, _ in variant.arguments) else _MOST_TILES
     w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)
     x_maps, w_maps = TensorMaps.of(variant, "x"), TensorMaps.of(variant, "w")
 
@@ -120,6 +125,8 @@ def row_launcher(
         tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, inlined
         if tiles > _MOST_TILES:
             raise InputError(f"M={M} rows and N={columns} columns make {tiles} tiles of {config}, the most is 2^31 - 1")
+        if M > most_rows:
+            raise InputError(f"M={M}, the most rows that leave through TMA is 2^30: split the batch")
         x_map = w_map = NO_MAP
         if x_maps is not None:
             key = (x, M, stride_x_m)
@@ -156,12 +163,13 @@ def weight_launcher(
         where dw's tiles pass 2^31.
     """
     config, variant = kernel.config, kernel.variant
-    maps = dict.fromkeys(("dy", "x"), ("null",) * 4 + ("one",) * 4)  # no kernel reads them
+    maps = {"dy": _UNREAD[4], "x": _UNREAD[4], "dw": _UNREAD[3]}
     start, repeater = starter(
         kernel.function,
         f"{variant.entry}, {config}",
         Blocks(variant.arguments, arguments.WEIGHT, maps),
         _counter_of(kernel),
+        _map_of_weight(variant, (E, N, K), (stride_dw_e, stride_dw_row)),
     )
     strides, sizes, tail = _constants(kernel, N, K, E, m_sizes_step, fused, stride_dw_e, stride_dw_row)
     pack = PREPARED.pack
@@ -189,6 +197,36 @@ def weight_launcher(
         )  # fmt: skip
 
     return Launcher(prepare, start, repeater)
+
+
+def _map_of_rows(variant: Variant, columns: int) -> Callable[[int, bytes], bytes] | None:
+    """Who describes y, ragged rows, to a kernel that stores through TMA."""
+    maps = TensorMaps.of(variant, "y_map")
+    if maps is None:
+        return None
+    sizes = *RAGGED_SIZES, columns
+
+    def map_of(y: int, prepared: bytes) -> bytes:
+        (stride_y_m,) = STRIDE_B.unpack_from(prepared)
+        key = (y, 0, stride_y_m)
+        return maps.known.get(key) or maps.encode(key, sizes, ragged_strides(stride_y_m))
+
+    return map_of
+
+
+def _map_of_weight(
+    variant: Variant, sizes: tuple[int, int, int], strides: tuple[int, int]
+) -> Callable[[int, bytes], bytes] | None:
+    """The same of dw."""
+    maps = TensorMaps.of(variant, "dw")
+    if maps is None:
+        return None
+
+    def map_of(dw: int, _prepared: bytes) -> bytes:
+        key = (dw, 0, 0)
+        return maps.known.get(key) or maps.encode(key, sizes, strides)
+
+    return map_of
 
 
 def _counter_of(kernel: LoadedKernel) -> Callable[[int], int] | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from . import driver
-from .arguments import LAUNCH, Blocks
+from .arguments import LAUNCH, MAPPED_LAUNCH, Blocks
 
 # As arguments.Block, with its two addresses as the driver's function takes them.
 _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
@@ -62,16 +62,17 @@ class Launcher:
 
 
 def starter(
-    function: driver.Function, what: str, blocks: Blocks, counter_of: Callable[[int], int] | None = None
-) -> tuple[Start, Repeater]:
+    function: driver.Function, what: str, blocks: Blocks, counter_of: Callable[[int], int] | None = None,
+    map_of: Callable[[int, bytes], bytes] | None = None,
+) -> tuple[Start, Repeater]:  # fmt: skip
     """What makes the driver call; the second does all of a call around it too, without one more call in Python.
 
     ``what`` names the kernel in an error; ``counter_of`` gives a kernel that counts its tiles the word for a
-    launch on a stream.
+    launch on a stream, and ``map_of(result, prepared)`` one that stores through TMA the result's descriptor.
     """
     driver_launch, argument = driver.launch_kernel(), driver.argument
     handle, device = argument(function.handle), function.device
-    pack = LAUNCH.pack_into
+    pack, pack_mapped = LAUNCH.pack_into, MAPPED_LAUNCH.pack_into
 
     def new() -> _Block:
         memory, offset, config, pointers, pin = blocks.new()
@@ -86,7 +87,11 @@ def starter(
         except IndexError:  # each is in use by another thread
             block = new()
         memory, offset, config, pointers, _ = block
-        pack(memory, offset, prepared, stream, result, m_sizes, 0 if counter_of is None else counter_of(stream))
+        word = 0 if counter_of is None else counter_of(stream)
+        if map_of is None:
+            pack(memory, offset, prepared, stream, result, m_sizes, word)
+        else:
+            pack_mapped(memory, offset, prepared, stream, result, m_sizes, word, map_of(result, prepared))
         code = driver_launch(config, handle, pointers, None)
         if code:
             recover(code, config, pointers)
@@ -135,6 +140,6 @@ def starter(
             give(block)
             return y
 
-        return again if counter_of is None else counted
+        return again if counter_of is None and map_of is None else counted
 
     return start, repeater
