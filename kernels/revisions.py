@@ -24,7 +24,7 @@ class Revision:
 
 _ROWS = ("forward.py", "tiles.py"), "a012cb19126529ad6c56b980af47582a3de28b49b93987611a179273303469a4"
 _WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f9b8a88ac643aad11d18a7e7c5e3"
-_SPECIALIZED = ("specialized.py",), "90407824587f0b64a856015c47840a7a50eeae951b985deef511adb153f5d292"
+_SPECIALIZED = ("specialized.py",), "032c2ca33b0f47d07813e9396af9149709737526a104d1aa431db891f84c122c"
 REVISIONS = {
     "rows": Revision(1, *_ROWS),
     "rows_specialized": Revision(1, *_SPECIALIZED),

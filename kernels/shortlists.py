@@ -48,14 +48,12 @@ HOPPER_POINTER: tuple[Row, ...] = (
 # sm_90, forward and dX, specialised: what won at large M.
 HOPPER_SPECIALIZED: tuple[Row, ...] = (
     (128, 256, 64, 8, 4),
-    (128, 256, 64, 8, 3),
     (128, 128, 64, 8, 6),
     (128, 128, 64, 8, 5),
 )
 # The same of dW: a tile is 128 x block_k.
 HOPPER_DW_SPECIALIZED: tuple[Row, ...] = (
     (32, 128, 256, 8, 8),
-    (32, 128, 256, 8, 6),
     (64, 128, 256, 8, 4),
 )
 # sm_90, dX: the same of dX.

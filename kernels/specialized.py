@@ -129,15 +129,15 @@ def _flat(index, index_step, index_end, flags, row, row_end):
     """index[row], and which rows count: see ``tiles.flat_index``."""
     inside = row < row_end
     indexed = (flags & _INDEXED) != 0
-    flat = gl.load(index + row * index_step, mask=inside & indexed, other=0)
-    return flat.to(gl.int64), inside & (((flat >= 0) & (flat < index_end)) | (not indexed))
+    flat = gl.load(index + row.to(gl.int64) * index_step, mask=inside & indexed, other=0)
+    return flat, inside & (((flat >= 0) & (flat < index_end)) | (not indexed))
 
 
 @gluon.jit
 def _weights(moved, row, row_end, LAYOUT: gl.constexpr):
     """The factor of each row, one where the call has none."""
     index, row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
-    m = row + gl.arange(0, 64, layout=LAYOUT).to(gl.int64)
+    m = row + gl.arange(0, 64, layout=LAYOUT)
     flat, inside = _flat(index, index_step, index_end, flags, m, row_end)
     return gl.load(row_weights + flat, mask=inside & ((flags & _WEIGHT) != 0), other=1.0)
 
@@ -146,9 +146,9 @@ def _weights(moved, row, row_end, LAYOUT: gl.constexpr):
 def _targets(moved, row, row_end, LAYOUT: gl.constexpr):
     """(the row of y that each row goes to, whether it goes anywhere)."""
     index, _row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
-    m = row + gl.arange(0, 64, layout=LAYOUT).to(gl.int64)
+    m = row + gl.arange(0, 64, layout=LAYOUT)
     flat, inside = _flat(index, index_step, index_end, flags, m, row_end)
-    return gl.where((flags & _SCATTER) != 0, flat, m).to(gl.int32), inside
+    return gl.where((flags & _SCATTER) != 0, flat, m), inside
 
 
 @gluon.jit
@@ -308,11 +308,11 @@ def _load_rows(
         both = row + 64 < row_end
         if GATHER:
             index, _row_weights, _bias, index_step, index_end, x_divisor, flags = moved
-            m = row + gl.arange(0, 128, layout=gl.SliceLayout(1, ROWS)).to(gl.int64)
+            m = row + gl.arange(0, 128, layout=gl.SliceLayout(1, ROWS))
             flat, inside = _flat(index, index_step, index_end, flags, m, row_end)
             source = gl.where((flags & _GATHER) != 0, flat // x_divisor, m)
             k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, ROWS))
-            x_at = x + gl.where(inside, source, 0)[:, None] * stride_x_m + k[None, :]
+            x_at = x + (gl.where(inside, source, 0).to(gl.int64)[:, None] * stride_x_m + k[None, :])
         for start in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
@@ -320,8 +320,9 @@ def _load_rows(
                 mbarrier.expect(bar, b_bytes)
                 both_halves = a.index(stage * 2)._reinterpret(w.dtype, [128, BLOCK_K], a.layout)
                 in_k = (start + k < K)[None, :]
-                async_copy.async_copy_global_to_shared(both_halves, x_at + start, mask=inside[:, None] & in_k)
+                async_copy.async_copy_global_to_shared(both_halves, x_at, mask=inside[:, None] & in_k)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
+                x_at += BLOCK_K
             else:
                 mbarrier.expect(bar, half_bytes + b_bytes, pred=both == 0)
                 mbarrier.expect(bar, 2 * half_bytes + b_bytes, pred=both)
