@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .types import Target
 
@@ -25,8 +25,7 @@ class UnknownAbi(ValueError):
     """A CUDA ELF file of a later toolkit, which says its capability in a way that nobody here knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class CubinHeader:
+class CubinHeader(NamedTuple):
     """``arch_specific`` is None where the header does not tell."""
 
     sm: int

@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ..artifacts.types import Choice, Gpu, Problem, Source, Variant
 from ..kernels import abi, chips
@@ -108,8 +108,7 @@ class _Claim:
     time_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Claims:
+class _Claims(NamedTuple):
     """Every claim on a problem: the origins that there are, best first, and of each its claims by bucket."""
 
     view: View

@@ -7,9 +7,8 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..artifacts.errors import BundleError, DriverTooOld, TargetMismatch
 from ..artifacts.names import printable
@@ -30,8 +29,7 @@ _snapshot: Snapshot | None = None
 _kept: list[BundleFile] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A bundle file in a place: open, or the error that keeps it closed."""
 
     place: Place
@@ -40,8 +38,7 @@ class Found:
     error: BundleError | None
 
 
-@dataclass(frozen=True, slots=True)
-class Usable:
+class Usable(NamedTuple):
     """A bundle that a GPU can use; ``order`` is its rank among all of them."""
 
     order: int
@@ -54,8 +51,7 @@ class Usable:
         return Path(self.bundle.path)
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
+class Skipped(NamedTuple):
     """A bundle that was found and is not used, and why."""
 
     place: Place
@@ -64,8 +60,7 @@ class Skipped:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """What a snapshot holds for one GPU."""
 
     usable: tuple[Usable, ...]

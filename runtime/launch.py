@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..artifacts.errors import BundleCorrupt, InputError
 from ..artifacts.types import Fusion, Variant
@@ -23,8 +23,7 @@ _MOST_TILES = 2**31 - 1
 _MOST_RAGGED_ROWS = RAGGED_SIZES[2]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedKernel:
+class LoadedKernel(NamedTuple):
     """A variant on a device: its code is loaded and its persistent grid is known."""
 
     variant: Variant
@@ -57,8 +56,7 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int, wher
     return LoadedKernel(variant, function, config, sm_count)
 
 
-@dataclass(frozen=True, slots=True)
-class Fused:
+class Fused(NamedTuple):
     """What a call does beside the product; ``fusion`` is what the kernel's flags say.
 
     ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
