@@ -115,7 +115,7 @@ def _decide(
         view = snapshot.view(local, installed=True)
         found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
         if not found or found[0].origin >= Origin.COMPATIBLE:
-            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned)[:1]
+            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
         if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
             raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
