@@ -28,8 +28,12 @@ class LoadedKernel(NamedTuple):
 
     variant: Variant
     function: driver.Function
-    config: Config
     sm_count: int
+
+    @property
+    def config(self) -> Config:
+        """The config of a GEMM's variant."""
+        return Config.from_pairs(self.variant.config)
 
 
 def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int, where: str | None = None) -> LoadedKernel:
@@ -49,11 +53,10 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int, wher
         raise BundleCorrupt(
             f"{where or f'variant {variant.entry}'}: {wrong}. Copy the bundle again, or rebuild it with `aot build`."
         )
-    config = Config.from_pairs(variant.config)
     function = driver.load(
         cubin, variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=device
     )
-    return LoadedKernel(variant, function, config, sm_count)
+    return LoadedKernel(variant, function, sm_count)
 
 
 class Fused(NamedTuple):
