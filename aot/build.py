@@ -16,6 +16,7 @@ from ..artifacts.store import publish
 from ..artifacts.types import Bundle, Kernel, Problem, Producer, Source
 from ..kernels.abi import Spec
 from ..kernels.chips import limits
+from ..kernels.passes import PassSpec
 from ..kernels.revisions import REVISIONS, source_sha256
 from .candidates import Candidates, read_candidates
 from .capabilities import target_of
@@ -31,7 +32,7 @@ from .scratch import scratch_folder
 from .summary import Built, Dropped, Report
 from .toolchain import toolchain
 from .tune import Outcome, TuneObservers, tune_problems
-from .variants import Family, Space, by_code, families, rejection, relabelled, specs
+from .variants import Family, Space, by_code, families, pass_specs, rejection, relabelled, specs
 from .workers import TIMEOUT_S, Compile, Job, Result, compile_all
 
 
@@ -193,7 +194,7 @@ def _measure(
 
 def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers) -> dict[int, list[Result]]:
     """Every cubin of every capability, all in one queue."""
-    jobs = [Job(group[0], sm) for sm in sms for group in by_code(specs(plan.problems, sm, options.space))]
+    jobs = [Job(spec, sm) for sm in sms for spec in to_compile(plan, sm, options.space)]
     watch.on_start(len(jobs))
     try:
         results = compile_all(
@@ -209,6 +210,11 @@ def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers)
     return {sm: [result for result in results if result.job.sm == sm] for sm in sms}
 
 
+def to_compile(plan: Plan, sm: int, space: Space) -> tuple[Spec | PassSpec, ...]:
+    """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes."""
+    return (*(group[0] for group in by_code(specs(plan.problems, sm, space))), *pass_specs(plan.problems))
+
+
 def _interrupted(jobs: Sequence[Job], cache: CompileCache | None) -> str:
     if cache is None:
         return "interrupted: without a compile cache nothing is kept"
@@ -218,11 +224,12 @@ def _interrupted(jobs: Sequence[Job], cache: CompileCache | None) -> str:
 
 def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tuple[Candidates, tuple[Dropped, ...]]:
     """What can ship, and all that can not, each with its reason."""
-    usable: dict[Spec, Compiled] = {}
+    usable: dict[Spec | PassSpec, Compiled] = {}
     dropped: list[Dropped] = []
     reasons: dict[Family, dict[str, None]] = {}
-    wanted = specs(plan.problems, sm, space)
-    for result, group in zip(results, by_code(wanted), strict=True):
+    wanted, beside = specs(plan.problems, sm, space), pass_specs(plan.problems)
+    groups: list[tuple[Spec | PassSpec, ...]] = [*by_code(wanted), *((spec,) for spec in beside)]
+    for result, group in zip(results, groups, strict=True):
         code, reason, kind = result.compiled, result.reason, "failed"
         if code is not None:
             reason, kind = rejection(code.variant, limits(sm)) or "", "pruned"
@@ -237,7 +244,7 @@ def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
         if family not in able:
             listed = "\n".join(f"  {reason}" for reason in list(reasons.get(family, {}))[:5])
             raise CompileError(f"sm_{sm}: not one variant of {family} can be used. What went wrong:\n{listed}")
-    compiled = tuple(usable[spec] for spec in wanted if spec in usable)
+    compiled = tuple(usable[spec] for spec in (*wanted, *beside) if spec in usable)
     tools = toolchain()
     producer = Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
     target, driver = target_of(sm), min_driver(sm, producer.ptxas)

@@ -19,7 +19,7 @@ from .compile import Compiled
 from .evidence import CellTimes, Evidence
 from .plan import Plan
 from .select import Loss, select_among
-from .variants import Family, families, is_aligned, serves
+from .variants import Family, families, is_aligned, serves, ships_unchosen
 
 CONFIG_LIMIT = 16  # of an op, dtype and layout, in all their families, fallbacks included
 
@@ -58,7 +58,7 @@ def choose(
 ) -> Chosen:
     """The variants to ship, of at most ``configs`` an op and dtype, and the best for each (problem, bucket).
 
-    Fallbacks always ship: they are what any other N and K runs on. Forms that move rows ship fewer
+    Fallbacks always ship: they are what any other N and K runs on; and so do passes. Forms that move rows ship fewer
     configs than the plain one, or the same. Choices point into ``evidence.gpus``.
 
     Raises
@@ -67,7 +67,7 @@ def choose(
         if no variant serves a problem.
     """
     ranked = _all_ranked(plan, compiled, sm, evidence)
-    ships = {i for i, one in enumerate(compiled) if one.variant.alignment == 1}
+    ships = {i for i, one in enumerate(compiled) if ships_unchosen(one.variant)}
     losses: list[Loss] = []
     for group in _by_op(ranked):
         served = _configs(group, ranked, compiled, configs)
@@ -204,7 +204,7 @@ def _ranked(
             raise CompileError(f"sm_{sm}: no variant is left for {problem}")
         if able not in rankers:
             resources = [Resources.of(compiled[i].variant) for i in able]
-            rankers[able] = Ranker(resources, family.op, family.dtype, chip)
+            rankers[able] = Ranker(resources, family.gemm, family.dtype, chip)
         for bucket in plan.buckets[problem]:
             estimates = [(us, able[i]) for us, i in rankers[able].rank(problem, bucket)]
             measured = evidence.cells.get((problem, bucket)) if evidence else None

@@ -17,8 +17,9 @@ from typing import Any
 
 from ..artifacts.errors import CompileError
 from ..artifacts.types import DType, TensorMap, Variant
-from ..kernels import abi
+from ..kernels import abi, passes
 from ..kernels.abi import Spec
+from ..kernels.passes import PassSpec
 from ..kernels.revisions import REVISIONS, source_sha256
 from .toolchain import toolchain
 
@@ -28,6 +29,9 @@ OPTIONS = ("enable_fp_fusion=True", "line_info=off")
 _ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF32: "fp32"}
 # CUtensorMapDataType (cuda.h); 11 rounds fp32 to tf32 on load, where the tensor core would cut it off.
 _MAP_ELEMENT = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
+_POINTS_AT = dict.fromkeys(("m_sizes", "index", "counter", "experts", "used"), "*i32") | dict.fromkeys(
+    ("row_weights", "dweights"), "*fp32"
+)  # and every other pointer at the dtype
 _OUTPUT_LIMIT_CHARS = 2000
 # How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.
 _SHARED = (
@@ -54,7 +58,12 @@ def min_driver(sm: int, ptxas: str) -> int:
     return major * 1000 + (minor * 10 if sm >= 100 and major == 12 else 0)
 
 
-def job_key(spec: Spec, sm: int) -> str:
+def arguments_of(spec: Spec | PassSpec) -> tuple[tuple[str, str], ...]:
+    """(name, kind) of every argument in the kernel's order."""
+    return passes.arguments(spec.op) if isinstance(spec, PassSpec) else abi.arguments(spec)
+
+
+def job_key(spec: Spec | PassSpec, sm: int) -> str:
     """What decides a cubin's bytes, as one digest: the name of a compile-cache entry."""
     tools = toolchain()
     parts = (repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(spec.kernel),
@@ -62,7 +71,7 @@ def job_key(spec: Spec, sm: int) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def compile_variant(spec: Spec, sm: int) -> Compiled:
+def compile_variant(spec: Spec | PassSpec, sm: int) -> Compiled:
     """Compile one variant for one capability.
 
     Raises
@@ -82,7 +91,7 @@ def compile_variant(spec: Spec, sm: int) -> Compiled:
         registers, stack_bytes, local_bytes = _resources(Path(scratch), cubin, spec.kernel)
     threads = re.search(r"^\.reqntid (\d+)", kernel.asm["ptx"], re.MULTILINE)
     maps = kernel.metadata.tensordesc_meta or ()
-    names = [name for name, kind in abi.arguments(spec) if kind.startswith("desc")]
+    names = [name for name, kind in arguments_of(spec) if kind.startswith("desc")]
     variant = Variant(
         kernel=spec.kernel,
         revision=REVISIONS[spec.kernel].revision,
@@ -95,7 +104,7 @@ def compile_variant(spec: Spec, sm: int) -> Compiled:
         max_experts=spec.max_experts,
         config=spec.config.pairs(),
         entry=kernel.metadata.name,
-        arguments=abi.arguments(spec),
+        arguments=arguments_of(spec),
         tensor_maps=tuple(
             TensorMap(name, _MAP_ELEMENT[spec.dtype], tuple(meta["block_size"]), meta["swizzle"])
             for name, meta in zip(names, maps, strict=True)
@@ -111,7 +120,7 @@ def compile_variant(spec: Spec, sm: int) -> Compiled:
     return Compiled(variant, cubin)
 
 
-def _triton_compile(spec: Spec, sm: int, scratch: str) -> Any:
+def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
     os.environ.update(TRITON_DISABLE_LINE_INFO="1", TRITON_ALWAYS_COMPILE="1", TRITON_CACHE_DIR=scratch)
     os.environ.pop("TRITON_INTERPRET", None)
     import triton
@@ -122,28 +131,34 @@ def _triton_compile(spec: Spec, sm: int, scratch: str) -> Any:
     home = REVISIONS[spec.kernel].sources[0].removesuffix(".py")
     function = getattr(import_module(f"..kernels.{home}", __package__), spec.kernel)
     names = list(function.arg_names)
-    boxes = abi.boxes(spec)
-    kinds = {name: _triton_type(name, kind, spec, boxes) for name, kind in abi.arguments(spec)}
+    constants: dict[str, int | str | bool]
+    if isinstance(spec, PassSpec):
+        boxes, constants, divisible = {}, {"BLOCK": spec.config.block}, passes.divisibility(spec)
+        warps, stages = spec.config.num_warps, 1
+    else:
+        boxes, constants, divisible = abi.boxes(spec), abi.constants(spec), abi.divisibility(spec)
+        # (A specialised kernel's options speak of one warpgroup, and its stages are its own.)
+        config = spec.config
+        warps, stages = (4, 1) if config.specialized else (config.num_warps, config.num_stages)
+    kinds = {name: _triton_type(name, kind, spec, boxes) for name, kind in arguments_of(spec)}
     source = (GluonASTSource if function.is_gluon() else ASTSource)(
         function,
         {name: kinds.get(name, "constexpr") for name in names},
-        abi.constants(spec),
-        {(names.index(name),): [["tt.divisibility", by]] for name, by in abi.divisibility(spec).items()},
+        constants,
+        {(names.index(name),): [["tt.divisibility", by]] for name, by in divisible.items()},
     )
-    config = spec.config
-    # (A specialised kernel's options speak of one warpgroup, and its stages are its own.)
-    warps, stages = (4, 1) if config.specialized else (config.num_warps, config.num_stages)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
-def _triton_type(name: str, kind: str, spec: Spec, boxes: dict[str, tuple[int, ...]]) -> str:
+def _triton_type(name: str, kind: str, spec: Spec | PassSpec, boxes: dict[str, tuple[int, ...]]) -> str:
     element = _ELEMENT[spec.dtype]
     if kind == "ptr":
-        return {"m_sizes": "*i32", "index": "*i32", "counter": "*i32", "row_weights": "*fp32"}.get(name, f"*{element}")
+        return _POINTS_AT.get(name, f"*{element}")
     if kind.startswith("desc"):
         box = boxes[name]
-        layout = f",{_SHARED.format(rank=len(box), bits=8 * spec.dtype.itemsize)}" if spec.config.specialized else ""
+        specialized = isinstance(spec, Spec) and spec.config.specialized
+        layout = f",{_SHARED.format(rank=len(box), bits=8 * spec.dtype.itemsize)}" if specialized else ""
         return f"tensordesc<{element}[{','.join(map(str, box))}]{layout}>"
     return kind
 

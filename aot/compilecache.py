@@ -9,11 +9,11 @@ import msgpack
 
 from ..artifacts.blob import read_checked, write_checked
 from ..artifacts.limits import MAX_ARGUMENTS, MAX_CUBIN_BYTES
-from ..artifacts.schema import pack_variant, read_variant
-from ..artifacts.types import DType, Fusion, Layout, Op, TensorMap, Variant
+from ..artifacts.schema import VARIANT_OPS, pack_variant, read_variant
+from ..artifacts.types import DType, Fusion, Layout, TensorMap, Variant
 from ..kernels.abi import Spec
-from ..kernels.abi import arguments as arguments_of
-from .compile import Compiled, job_key
+from ..kernels.passes import PassSpec
+from .compile import Compiled, arguments_of, job_key
 
 
 def default_dir() -> Path | None:
@@ -38,16 +38,16 @@ class CompileCache:
         self.directory = directory
         self.trouble = ""
 
-    def get(self, spec: Spec, sm: int) -> Compiled | None:
+    def get(self, spec: Spec | PassSpec, sm: int) -> Compiled | None:
         """The variant; None if it is missing, damaged, or in a place that others can write."""
         payload = read_checked(self._path(spec, sm))
         return None if payload is None else _unpack(payload, spec)
 
-    def has(self, spec: Spec, sm: int) -> bool:
+    def has(self, spec: Spec | PassSpec, sm: int) -> bool:
         """Whether there is an entry; ``get`` also checks it."""
         return self._path(spec, sm).is_file()
 
-    def put(self, spec: Spec, sm: int, compiled: Compiled) -> None:
+    def put(self, spec: Spec | PassSpec, sm: int, compiled: Compiled) -> None:
         """Keep the variant. A cache that can't be written costs the next run time, not this one its result."""
         if self.trouble:
             return
@@ -58,7 +58,7 @@ class CompileCache:
         except OSError as error:
             self.trouble = f"the compile cache {self.directory} can't be written: {error}"
 
-    def _path(self, spec: Spec, sm: int) -> Path:
+    def _path(self, spec: Spec | PassSpec, sm: int) -> Path:
         key = job_key(spec, sm)
         return self.directory / key[:2] / f"{key}.bin"
 
@@ -73,7 +73,7 @@ def _pack(compiled: Compiled) -> bytes:
     return packed
 
 
-def _unpack(payload: bytes, spec: Spec) -> Compiled | None:
+def _unpack(payload: bytes, spec: Spec | PassSpec) -> Compiled | None:
     """The entry, or None where another version wrote it in another form: it is then compiled again."""
     try:
         fields, cubin = msgpack.unpackb(
@@ -87,13 +87,13 @@ def _unpack(payload: bytes, spec: Spec) -> Compiled | None:
         (kernel, revision, abi, op, dtype, layout, fusion, alignment, max_experts, config, entry, arguments, maps,
          threads, shared, registers, spill, scratch) = fields  # fmt: skip
         variant = Variant(
-            kernel, revision, abi, Op(op), DType(dtype), Layout(layout), Fusion(fusion), alignment, max_experts,
-            config, entry, arguments, tuple(TensorMap(*m) for m in maps), threads, shared, registers, spill, scratch,
-            len(cubin), hashlib.sha256(cubin).digest(),
+            kernel, revision, abi, VARIANT_OPS[op], DType(dtype), Layout(layout), Fusion(fusion), alignment,
+            max_experts, config, entry, arguments, tuple(TensorMap(*m) for m in maps), threads, shared, registers,
+            spill, scratch, len(cubin), hashlib.sha256(cubin).digest(),
         )  # fmt: skip
         if read_variant(pack_variant(variant), len(cubin)) != variant:  # each field's type and range, as of a bundle's
             return None
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, msgpack.UnpackException):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, msgpack.UnpackException):
         return None
     have = (variant.kernel, variant.op, variant.dtype, variant.layout, variant.fusion, variant.alignment,
             variant.max_experts, variant.config, variant.arguments)  # fmt: skip

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from ..artifacts.errors import HostError
 from ..kernels.abi import Spec
+from ..kernels.passes import PassSpec
 from .compilecache import CompileCache
 from .plan import Plan
-from .variants import Space, by_code, families, specs
+from .variants import Space, by_code, families, pass_specs, specs
 from .workers import default_workers
 
 # Seen on two 2024 server cores with Triton 3.7: 374 variants of all ops took 161 s of CPU in all.
@@ -17,6 +18,7 @@ _VARIANT_S = 0.43
 _START_S = 1.5  # the workers import Triton
 _PROBLEM_S = 0.003  # ranking and selecting, for a problem and capability
 _CUBIN_BYTES = 37_000
+_PASS_BYTES = 14_000
 _CHOICE_BYTES = 24
 _SHIPPED = 7  # variants of a family: fewer where few shapes are asked for
 
@@ -51,18 +53,20 @@ def estimate(plan: Plan, sms: Sequence[int], cache: CompileCache | None, workers
     """An estimate per capability; the times add up, as the capabilities share the workers."""
     found = []
     for sm in sms:
-        wanted = [group[0] for group in by_code(specs(plan.problems, sm, Space()))]
+        beside = pass_specs(plan.problems)
+        wanted: list[Spec | PassSpec] = [group[0] for group in by_code(specs(plan.problems, sm, Space()))]
+        wanted += beside
         count = len(families(plan.problems))
         cached = _cached(wanted, sm, cache)
         fresh = len(wanted) - (cached or 0)
         seconds = fresh * _VARIANT_S / (workers or default_workers()) + _PROBLEM_S * len(plan.problems)
         seconds += _START_S if fresh and sm == sms[0] else 0.0
-        size = count * _SHIPPED * _CUBIN_BYTES + plan.choices * _CHOICE_BYTES
+        size = count * _SHIPPED * _CUBIN_BYTES + len(beside) * _PASS_BYTES + plan.choices * _CHOICE_BYTES
         found.append(Estimate(sm, count, len(plan.problems), plan.choices, len(wanted), cached, seconds, round(size)))
     return found
 
 
-def _cached(wanted: Sequence[Spec], sm: int, cache: CompileCache | None) -> int | None:
+def _cached(wanted: Sequence[Spec | PassSpec], sm: int, cache: CompileCache | None) -> int | None:
     if cache is None:
         return 0
     try:

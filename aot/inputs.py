@@ -70,7 +70,7 @@ def relative_error(result: torch.Tensor, inputs: Inputs, op: str = "forward") ->
 
     forward: y[g] = x[g] @ w[g].T; dX: dx[g] = dy[g] @ w[g]; dW: dw[g] = dy[g].T @ x[g].
     """
-    wrong = total = 0.0
+    wrong = total = torch.zeros((), dtype=torch.float64, device=result.device)  # read once: E may be hundreds
     start = 0
     torch.backends.cuda.matmul.allow_tf32 = False  # whatever the call under test was allowed
     for expert, rows in enumerate(inputs.m_sizes.tolist()):
@@ -85,6 +85,6 @@ def relative_error(result: torch.Tensor, inputs: Inputs, op: str = "forward") ->
             dy = inputs.dy[here].float()
             want = dy @ inputs.w[expert].float() if op == "dX" else dy.T @ inputs.x[here].float()
         got = result[expert if op == "dW" else here].float()
-        wrong += float((got - want).square().sum(dtype=torch.float64))
-        total += float(want.square().sum(dtype=torch.float64))
-    return (wrong / total) ** 0.5 if total else 0.0
+        wrong = wrong + (got - want).square().sum(dtype=torch.float64)
+        total = total + want.square().sum(dtype=torch.float64)
+    return float((wrong / total).sqrt()) if total else 0.0

@@ -26,11 +26,11 @@ from hashlib import sha256
 from ..artifacts import codec
 from ..artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
 from ..artifacts.names import is_text
-from ..artifacts.types import Bundle, DType, Gpu, Kernel, Layout, Op, Problem, Producer, Source
+from ..artifacts.types import Bundle, DType, Gpu, Kernel, Layout, Op, Pass, Problem, Producer, Source
 from ..kernels.abi import LAUNCH_ABI
-from .assembly import Claim, Codes, Making, assemble, gpu_key, is_fallback, united
+from .assembly import Claim, Codes, Making, assemble, gpu_key, united
 from .choose import CONFIG_LIMIT
-from .variants import Family
+from .variants import Family, ships_unchosen
 
 _MEMORY_TOLERANCE = 50  # one part in so many: drivers reserve differently
 
@@ -63,7 +63,7 @@ class Conflict:
 class TooMany:
     """An op, dtype and layout that ships more configs than one build would."""
 
-    op: Op
+    op: Op | Pass
     dtype: DType
     layout: Layout
     configs: int
@@ -259,17 +259,17 @@ def _reason(winner: Key, loser: Key, claim: Claim) -> Reason:
 
 
 def _fallbacks(inputs: Sequence[_Input], codes: Codes, behind: Sequence[int]) -> list[int]:
-    """Of each family the fallbacks of the latest revision, one of each config: from the later Triton."""
+    """Of each family the fallbacks (or passes) of the latest revision, one of each config: from the later Triton."""
     best: dict[tuple[Family, int, object], tuple[tuple[int, int, bytes], int]] = {}
     least: dict[tuple[Family, int], int] = {}
     for one in inputs:
         for place in codes.places(one.bundle):
             variant = codes[place]
-            if is_fallback(variant):
+            if ships_unchosen(variant):
                 family = (Family.of(variant), variant.max_experts)
                 least[family] = min(behind[place], least.get(family, behind[place]))
                 key = (behind[place], one.triton_rank, variant.cubin_sha256)
-                name = (*family, (variant.kernel, variant.config))
+                name = (*family, (variant.kernel, variant.alignment, variant.config))
                 best[name] = min((key, place), best.get(name, (key, place)))
     return [place for (family, experts, _), (key, place) in best.items() if key[0] == least[family, experts]]
 
@@ -297,7 +297,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _too_many(bundle: Bundle) -> tuple[TooMany, ...]:
-    configs: dict[tuple[Op, DType, Layout], set[object]] = {}
+    configs: dict[tuple[Op | Pass, DType, Layout], set[object]] = {}
     for one in bundle.variants:
         configs.setdefault((one.op, one.dtype, one.layout), set()).add(one.config)
     return tuple(TooMany(*group, len(found)) for group, found in configs.items() if len(found) > CONFIG_LIMIT)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from ..artifacts.errors import InputError
 from ..artifacts.types import Bundle, Problem
-from .assembly import Claim, Codes, Making, assemble, is_fallback, united
+from .assembly import Claim, Codes, Making, assemble, united
 from .plan import Plan
-from .variants import Family
+from .variants import Family, pass_specs, ships_unchosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Pruned:
 
 
 def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
-    """Keep the problems and buckets of ``plan``, what their choices use, and the fallbacks of their families.
+    """Keep the problems and buckets of ``plan``, what their choices use, and the fallbacks and passes of their ops.
 
     That is what a build for the plan alone would hold, with this bundle's choices; of its models only the plan's
     are told.
@@ -47,7 +47,7 @@ def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
             f"bundle {where!r} has a choice for none of the {len(plan.problems)} problems of these models; it was "
             f"built for {held}. aot build makes what is missing"
         )
-    families = {Family.of(problem) for problem in claims}
+    families = {Family.of(problem) for problem in claims} | {Family.of(one) for one in pass_specs(claims)}
     models = [
         replace(model, problems=tuple(problem for problem in model.problems if problem in claims))
         for model in plan.models
@@ -62,6 +62,6 @@ def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
     fallbacks = [
         place
         for place, code in enumerate(codes.codes)
-        if is_fallback(code.variant) and Family.of(code.variant) in families
+        if ships_unchosen(code.variant) and Family.of(code.variant) in families
     ]
     return Pruned(assemble(making, codes, claims, fallbacks), missing)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..artifacts.types import Gpu, Target
 from ..kernels.abi import Spec
+from ..kernels.passes import PassSpec
 from .tune import Outcome
 
 
@@ -14,7 +15,7 @@ from .tune import Outcome
 class Dropped:
     """A variant that does not ship: it ``failed`` to compile, or was ``pruned`` for what its cubin takes."""
 
-    spec: Spec
+    spec: Spec | PassSpec
     kind: str
     reason: str
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ..artifacts.types import DType, Fusion, Layout, Op, Problem, Variant
-from ..kernels import abi, space
+from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, Variant
+from ..kernels import abi, passes, space
 from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from ..kernels.chips import SmLimits
 from ..kernels.config import Config
 from ..kernels.cost import Resources, occupancy
+from ..kernels.passes import PassSpec
 
 BUILDS_OPS = tuple(Op)  # the ops that there are kernels for
 ALIGNMENT_BYTES = 16
@@ -25,15 +26,22 @@ Candidates = Callable[[Op, DType, int], tuple[Config, ...]]
 class Family:
     """What variants can stand in for each other."""
 
-    op: Op
+    op: Op | Pass
     dtype: DType
     layout: Layout
     fusion: Fusion
 
     @classmethod
-    def of(cls, one: Problem | Variant | Spec) -> Family:
+    def of(cls, one: Problem | Variant | Spec | PassSpec) -> Family:
         """The family of a problem, or of a variant."""
         return cls(one.op, one.dtype, one.layout, one.fusion)
+
+    @property
+    def gemm(self) -> Op:
+        """The op, of a family of problems."""
+        if isinstance(self.op, Pass):
+            raise ValueError(f"{self} is no family of GEMMs")
+        return self.op
 
     def __str__(self) -> str:
         text = f"{self.op.value} {self.dtype.value}"
@@ -53,7 +61,7 @@ class Space:
 
         The cost model tells forms that move rows from the plain one by little: half the candidates do.
         """
-        every = self.aligned(family.op, family.dtype, sm)
+        every = self.aligned(family.gemm, family.dtype, sm)
         if not family.fusion:
             return every
         firsts: dict[tuple[int, int, int, bool], Config] = {}
@@ -85,14 +93,20 @@ def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]
         few = all(problem.E <= MAX_EXPERTS for problem in members)
         for configs, alignment, experts in (
             (pool.candidates(family, sm), ALIGNMENT_BYTES, MAX_EXPERTS if few else MAX_EXPERTS_FALLBACK),
-            (pool.fallbacks(family.op, family.dtype, sm), 1, MAX_EXPERTS_FALLBACK),
+            (pool.fallbacks(family.gemm, family.dtype, sm), 1, MAX_EXPERTS_FALLBACK),
         ):
             found += [
-                Spec(family.op, family.dtype, config, family.layout, family.fusion, alignment, experts)
+                Spec(family.gemm, family.dtype, config, family.layout, family.fusion, alignment, experts)
                 for config in configs
                 if abi.counts(config, experts)
             ]
     return tuple(dict.fromkeys(found))
+
+
+def pass_specs(problems: Iterable[Problem]) -> tuple[PassSpec, ...]:
+    """The passes over rows that go with these problems: a layer of theirs needs them in each dtype, for any shape."""
+    every = tuple(problems)
+    return passes.specs(tuple(dict.fromkeys(one.dtype for one in every)), frozenset(one.op for one in every))
 
 
 def by_code(wanted: Iterable[Spec]) -> tuple[tuple[Spec, ...], ...]:
@@ -108,9 +122,14 @@ def by_code(wanted: Iterable[Spec]) -> tuple[tuple[Spec, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
-def relabelled(variant: Variant, spec: Spec) -> Variant:
+def relabelled(variant: Variant, spec: Spec | PassSpec) -> Variant:
     """A compiled variant, as that of another spec of its group."""
     return replace(variant, op=spec.op, layout=spec.layout, fusion=spec.fusion)
+
+
+def ships_unchosen(variant: Variant) -> bool:
+    """Whether a variant ships although no choice names it: a fallback, for any N and K, or a pass over rows."""
+    return variant.alignment == 1 or isinstance(variant.op, Pass)
 
 
 def is_aligned(problem: Problem) -> bool:
@@ -133,8 +152,11 @@ def rejection(variant: Variant, limits: SmLimits) -> str | None:
     """
     if variant.shared_bytes > limits.shared_per_block_bytes:
         return f"{variant.shared_bytes} bytes of shared memory, sm_{limits.sm} has {limits.shared_per_block_bytes}"
-    resources = Resources.of(variant)
-    if occupancy(resources, limits) == 0:
+    if isinstance(variant.op, Pass):
+        fits = variant.registers * variant.threads <= limits.registers_per_sm
+    else:
+        fits = occupancy(Resources.of(variant), limits) > 0
+    if not fits:
         return (f"{variant.registers} registers x {variant.threads} threads, "
                 f"sm_{limits.sm} has {limits.registers_per_sm} registers")  # fmt: skip
     if variant.spill_bytes > MAX_SPILL_BYTES and variant.alignment != 1:

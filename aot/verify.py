@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..artifacts.cubin import mismatch
+from ..artifacts.cubin import mismatch, other_parameters
 from ..artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from ..artifacts.store import open_bundle
 from ..artifacts.types import Bundle
-from ..kernels.abi import READS_ABI
+from ..kernels.abi import READS_ABI, parameter_bytes
 from ..runtime.launchable import unlaunchable
 
 
@@ -59,7 +59,7 @@ def sound(path: str, sha256: str | None = None) -> Bundle:
             raise BundleTooNew(f"{where}: launch ABI {variant.abi}, this version reads {_reads()}. Upgrade pretuned")
         if variant.abi < READS_ABI[0]:
             raise BundleTooOld(f"{where}: launch ABI {variant.abi}, this version reads {_reads()}. Build it again")
-        wrong = unlaunchable(variant)
+        wrong = unlaunchable(variant) or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
         if wrong:
             raise BundleCorrupt(f"{where}: {wrong}. Build it again with aot build")
     return bundle

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..artifacts.errors import CompileError, HostError
 from ..kernels.abi import Spec
+from ..kernels.passes import PassSpec
 from .compile import Compiled, compile_variant
 from .compilecache import CompileCache
 from .scratch import remove_tree, scratch_folder
@@ -26,14 +27,14 @@ from .scratch import remove_tree, scratch_folder
 TIMEOUT_S = 300.0  # a variant takes 0.2 to 5 s; a compiler that hangs is killed
 _TIDYING_S = 3.0  # what a worker without its parent takes at most to remove what was left
 
-Compile = Callable[[Spec, int], Compiled]
+Compile = Callable[[Spec | PassSpec, int], Compiled]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """A variant to compile for a capability."""
 
-    spec: Spec
+    spec: Spec | PassSpec
     sm: int
 
 

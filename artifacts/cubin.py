@@ -1,14 +1,17 @@
-"""What a cubin's ELF header says: that it is CUDA code, and for which capability."""
+"""What a cubin's ELF file says: that it is CUDA code, for which capability, and what parameters a kernel takes."""
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .types import Target
 
 EM_CUDA = 190
 _HEADER = struct.Struct("<4sBBBBB7xHHIQQQI")  # the fixed head of an ELF64 file, up to e_flags
+_TABLE = struct.Struct("<Q10xHHH")  # of the same head, from e_shoff on: e_shoff, e_shentsize, e_shnum, e_shstrndx
+_TABLE_AT = 40
+_SECTION = struct.Struct("<I20xQQ24x")  # of a section's header: its name, offset and size
 _CLASS_64 = 2
 _LITTLE_ENDIAN = 1
 
@@ -20,13 +23,23 @@ _ABI_OLD = 7
 _ABI_NEW = 8
 _OLD_ARCH_SPECIFIC = 1 << 11
 
+# Section .nv.info.KERNEL, as cuobjdump -elf tells it, of ptxas 12.8, 13.1 and 13.5 alike: attributes of (form, kind,
+# 16 bits), where form 4 is followed by as many bytes as the 16 bits say. Those of kind 0x17 are (index, ordinal,
+# offset, bits) of one parameter each, and its size is what stands from bit 18 on.
+_INFO = b".nv.info."
+_ATTRIBUTE = struct.Struct("<BBH")
+_SIZED = 4
+_PARAMETER = 0x17
+_PARAMETER_INFO = struct.Struct("<IHHI")
+_SIZE_SHIFT = 18
+_MOST_CHARS = 300  # of a reason
+
 
 class UnknownAbi(ValueError):
     """A CUDA ELF file of a later toolkit, which says its capability in a way that nobody here knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class CubinHeader:
+class CubinHeader(NamedTuple):
     """``arch_specific`` is None where the header does not tell."""
 
     sm: int
@@ -67,3 +80,88 @@ def mismatch(cubin: bytes, target: Target, *, later_abi: bool = False) -> str | 
         suffix = "a" if header.arch_specific else ""
         return f"code for sm_{header.sm}{suffix}, the bundle says {target}"
     return None
+
+
+def parameters(cubin: bytes, entry: str) -> tuple[int, ...] | None:
+    """The size in bytes of each parameter that kernel ``entry`` takes; None where the code does not say.
+
+    (It has no section table, or a later toolkit's way of telling.)
+
+    Raises
+    ------
+    ValueError
+        where there is no kernel of this name, or what is said of it contradicts itself.
+    """
+    sections = _kernels(cubin)
+    if sections is None:
+        return None
+    place = sections.get(entry)
+    if place is None:
+        raise ValueError(
+            f"it has no kernel {entry!r}, but {', '.join(sorted(sections)) or 'none at all'}"[:_MOST_CHARS]
+        )
+    found: dict[int, tuple[int, int]] = {}
+    at, end = place
+    while at + _ATTRIBUTE.size <= end:
+        form, kind, count = _ATTRIBUTE.unpack_from(cubin, at)
+        at += _ATTRIBUTE.size
+        if form != _SIZED:
+            continue
+        if at + count > end:
+            raise ValueError(f"what it says of kernel {entry!r} ends in the middle")
+        if kind == _PARAMETER and count == _PARAMETER_INFO.size:
+            _, ordinal, offset, bits = _PARAMETER_INFO.unpack_from(cubin, at)
+            found[ordinal] = (offset, bits >> _SIZE_SHIFT)
+        at += count
+    if not found:
+        return None
+    used = 0
+    for ordinal in range(len(found)):
+        offset, size = found.get(ordinal, (-1, 0))
+        if offset < used:
+            raise ValueError(f"kernel {entry!r} has no parameter {ordinal} of its own, and {len(found)} in all")
+        used = offset + size
+    return tuple(found[ordinal][1] for ordinal in range(len(found)))
+
+
+def other_parameters(cubin: bytes, entry: str, wanted: tuple[int, ...]) -> str | None:
+    """Why kernel ``entry`` does not take parameters of these sizes in bytes, or None; also where the code doesn't say.
+
+    The driver copies as many bytes as the code says from each address that a launch gives it: of another kernel's
+    arguments it would read past the end.
+    """
+    try:
+        found = parameters(cubin, entry)
+    except ValueError as error:
+        return str(error)
+    if found is None or found == wanted:
+        return None
+    if len(found) != len(wanted):
+        return f"kernel {entry!r} takes {len(found)} parameters, its record says {len(wanted)}"
+    first = next(i for i, (got, want) in enumerate(zip(found, wanted, strict=True)) if got != want)
+    return f"parameter {first} of kernel {entry!r} takes {found[first]} bytes, its record says {wanted[first]}"
+
+
+def _kernels(cubin: bytes) -> dict[str, tuple[int, int]] | None:
+    """Where in the file it is told of each kernel, by name: from, to. None where nothing here can find that."""
+    try:
+        read_header(cubin)
+    except UnknownAbi:
+        return None
+    table = 0
+    if len(cubin) >= _TABLE_AT + _TABLE.size:
+        table, header_bytes, count, names_of = _TABLE.unpack_from(cubin, _TABLE_AT)
+    if not table:
+        return None
+    if header_bytes != _SECTION.size or names_of >= count or table + count * header_bytes > len(cubin):
+        raise ValueError(f"its {count} sections, told at byte {table}, are not within its {len(cubin)} bytes")
+    headers = list(_SECTION.iter_unpack(cubin[table : table + count * header_bytes]))
+    _, names, _ = headers[names_of]
+    found = {}
+    for name, offset, size in headers:
+        if cubin.startswith(_INFO, names + name):
+            entry = cubin[names + name + len(_INFO) : cubin.find(b"\0", names + name)].decode("utf-8", "replace")
+            if offset + size > len(cubin):
+                raise ValueError(f"what it says of kernel {entry!r} ends at byte {offset + size} of {len(cubin)}")
+            found[entry] = (offset, offset + size)
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +74,7 @@ def _replace(final: Path, data: bytes) -> None:
 def _temp_file(folder: Path) -> Iterator[tuple[int, Path]]:
     """A new file, flocked while its publisher lives: one that can be locked is stale."""
     while True:
-        temp = folder / f".pretuned-{secrets.token_hex(8)}.tmp"
+        temp = folder / f".pretuned-{os.urandom(8).hex()}.tmp"
         fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:

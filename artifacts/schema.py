@@ -17,6 +17,7 @@ from .types import (
     Kernel,
     Layout,
     Op,
+    Pass,
     Problem,
     Producer,
     Source,
@@ -29,6 +30,7 @@ from .wire import Malformed, pack, parse, unpack
 VariantKind: TypeAlias = tuple[list[object], int]  # [op, dtype, layout, fusion] as the wire has them; max_experts
 
 OPS = {op.value: op for op in Op}
+VARIANT_OPS: dict[str, Op | Pass] = {**OPS, **{one.value: one for one in Pass}}
 DTYPES = {dtype.value: dtype for dtype in DType}
 LAYOUTS = {layout.value: layout for layout in Layout}
 FUSIONS = tuple(Fusion(bits) for bits in range(2 * max(f.value for f in Fusion)))
@@ -199,7 +201,7 @@ def read_variant(record: bytes, cubin_bytes: int) -> Variant:
         name(kernel, "variant.kernel"),
         integer(revision, "variant.revision", 0, lim.MAX_DIM),
         integer(abi, "variant.abi", 1, lim.MAX_DIM),
-        pick(op, "variant.op", OPS),
+        pick(op, "variant.op", VARIANT_OPS),
         pick(dtype, "variant.dtype", DTYPES),
         pick(layout, "variant.layout", LAYOUTS),
         FUSIONS[integer(fusion, "variant.fusion", 0, len(FUSIONS) - 1)],

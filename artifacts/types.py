@@ -23,6 +23,19 @@ class Op(enum.Enum):
     DW = "dW"
 
 
+class Pass(enum.Enum):
+    """One of the passes over rows between and after the grouped GEMMs: no product, any number of rows and columns.
+
+    - ``ACTIVATION``: a[i] = act(h[i])
+    - ``ACTIVATION_GRAD``: dh of a's gradient, and what the routing weights take part in
+    - ``COMBINE``: out[t] = sum over the slots s of token t of y[t, s]
+    """
+
+    ACTIVATION = "activation"
+    ACTIVATION_GRAD = "activation_grad"
+    COMBINE = "combine"
+
+
 class DType(enum.Enum):
     """Element type of the operands and the result; ``TF32`` is fp32 in memory, multiplied in tf32."""
 
@@ -147,12 +160,13 @@ class Variant:
     kernel assumes, in bytes, of every pointer, row stride and row length (16, or 1 for nothing);
     ``max_experts`` is the largest E. ``arguments`` are (name, kind) in the kernel's order, kind one
     of ``ptr i32 i64 desc2 desc3 desc4 desc5``; the launch ABI number ``abi`` fixes what the names mean.
+    That of a ``Pass`` is named by no choice: it runs whatever its dtype and alignment fit.
     """
 
     kernel: str
     revision: int
     abi: int
-    op: Op
+    op: Op | Pass
     dtype: DType
     layout: Layout
     fusion: Fusion

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgpack
 
@@ -28,8 +28,7 @@ def corrupt(where: str, what: str) -> BundleCorrupt:
     return BundleCorrupt(f"bundle {where!r}: {what}. Copy it again, or rebuild it with `aot build`.")
 
 
-@dataclass(frozen=True, slots=True)
-class Preamble:
+class Preamble(NamedTuple):
     """The first 63 bytes of a bundle, checked against the file's size."""
 
     file_bytes: int

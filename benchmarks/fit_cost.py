@@ -12,7 +12,6 @@ their constants). ``--write`` puts the constants into kernels/calibration.py. Th
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import sys
@@ -47,13 +46,12 @@ def source(constants: Constants, sm: int, told: str) -> str:
     """The fitted block of kernels/calibration.py."""
     rows = []
     family = constants.family(sm)
-    for field in dataclasses.fields(family):
-        value = getattr(family, field.name)
+    for name, value in family._asdict().items():
         if isinstance(value, WeightGrad | Specialized):
-            inner = (f"        {f.name}={getattr(value, f.name)!r}," for f in dataclasses.fields(value))
-            rows += [f"    {field.name}={type(value).__name__}(", *inner, "    ),"]
+            inner = (f"        {inner}={held!r}," for inner, held in value._asdict().items())
+            rows += [f"    {name}={type(value).__name__}(", *inner, "    ),"]
         else:
-            rows.append(f"    {field.name}={value!r},")
+            rows.append(f"    {name}={value!r},")
     shared = [f"_{name.upper()} = {getattr(constants, name)!r}" for name in SHARED]
     return "\n".join([told, "_HOPPER = Family(", *rows, ")", *shared]) + "\n"
 

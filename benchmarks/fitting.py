@@ -6,7 +6,6 @@ error, of losses above 5 % and of the way from where the search began: what the 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -88,14 +87,14 @@ def _get(owner: Any, name: str) -> float:
 def _put(owner: Any, name: str, value: float) -> Any:
     head, _, rest = name.partition(".")
     if rest:
-        return dataclasses.replace(owner, **{head: _put(getattr(owner, head), rest, value)})
+        return owner._replace(**{head: _put(getattr(owner, head), rest, value)})
     head, _, index = name.partition("/")
     held = getattr(owner, head)
     if isinstance(held, dict):
         value = {**held, int(index): value}  # type: ignore[assignment]
     elif index:
         value = (*held[: int(index)], value, *held[int(index) + 1 :])  # type: ignore[assignment]
-    return dataclasses.replace(owner, **{head: value})
+    return owner._replace(**{head: value})
 
 
 def values_of(constants: Constants, sm: int, ranges: Ranges) -> list[float]:
@@ -104,13 +103,13 @@ def values_of(constants: Constants, sm: int, ranges: Ranges) -> list[float]:
 
 def with_values(constants: Constants, sm: int, ranges: Ranges, values: Sequence[float]) -> Constants:
     family = constants.family(sm)
-    owner = next(f.name for f in dataclasses.fields(constants) if getattr(constants, f.name) is family)
+    owner = next(name for name in constants._fields if getattr(constants, name) is family)
     for (name, *_), value in zip(ranges, values, strict=True):
         if name in SHARED:
-            constants = dataclasses.replace(constants, **{name: value})  # type: ignore[arg-type]
+            constants = constants._replace(**{name: value})  # type: ignore[arg-type]
         else:
             family = _put(family, name, value)
-    return dataclasses.replace(constants, **{owner: family})  # type: ignore[arg-type]
+    return constants._replace(**{owner: family})  # type: ignore[arg-type]
 
 
 def objective(cells: Iterable[Cell], constants: Constants) -> float:

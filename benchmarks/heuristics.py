@@ -99,21 +99,25 @@ def judge(cell: Cell, ships: set[Resources], rankings: Rankings, torch_us: float
     return Judged(cell, str(pick.config), there.get(pick), pick is not ranked[0], min(cell.times_us), torch_us)
 
 
-def torch_times(cells: Iterable[Cell], path: Path = PEERS) -> dict[Cell, float]:
-    """torch grouped_mm of the sweeps' cells, from another run on an H200 (benchmarks/peers)."""
+def torch_times(cells: Iterable[Cell], sweeps: Iterable[Path] = (), path: Path = PEERS) -> dict[Cell, float]:
+    """torch grouped_mm of the sweeps' cells: of the same run where it was timed there, else of another on an H200."""
     gemms = {
         (name, n, k): gemm
         for name, _, H, width, _ in MODELS
         for gemm, n, k in (("gate_up", 2 * width, H), ("down", H, width))
     }
-    peers = {}
+    times = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        peers[row["model"], row["gemm"], row["op"], row["tokens"]] = row["us"].get("torch_grouped_mm")
+        times[row["model"], row["gemm"], row["op"], row["tokens"]] = row["us"].get("torch_grouped_mm")
+    for sweep in (json.loads(one.read_text()) for one in sweeps):
+        for row in sweep["cells"]:
+            if row.get("torch_us"):
+                times[row["model"], row["gemm"], sweep["op"], row["tokens"]] = row["torch_us"]
     found = {}
     for cell in cells:
         gemm = gemms[cell.model, cell.problem.N, cell.problem.K]
-        us = peers.get((cell.model, gemm, cell.problem.op.value, cell.tokens))
+        us = times.get((cell.model, gemm, cell.problem.op.value, cell.tokens))
         if us is not None:
             found[cell] = us
     return found
@@ -259,7 +263,9 @@ def main() -> None:
             cells, torch_us = journal_cells(args.measured[0], args.candidates, args.models or ["catalogue"])
         else:
             cells = [cell for path in args.measured for cell in load(path)]
-            torch_us = torch_times(cells)
+            if len({(cell.model, cell.problem, cell.M) for cell in cells}) < len(cells):
+                parser.error("two sweeps have the same cell")
+            torch_us = torch_times(cells, args.measured)
         judged = left_out(cells, torch_us, args.steps)
         table = summary(judged)
         show(table)

@@ -218,6 +218,18 @@ def divisibility(spec: Spec) -> dict[str, int]:
     return given
 
 
+def parameter_bytes(arguments: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+    """The size in bytes of each parameter of a kernel with these (name, kind), Triton's own two pointers included."""
+    found: list[int] = []
+    for _, kind in arguments:
+        if kind.startswith("desc"):
+            rank = int(kind[4:])
+            found += [128, *[4] * rank, *[8] * rank]
+        else:
+            found.append(4 if kind == "i32" else 8)
+    return (*found, 8, 8)
+
+
 def ragged_strides(row_stride: int) -> tuple[int, int, int]:
     """The strides, in elements, of a ragged descriptor's first three dimensions."""
     return (1 << 34) - row_stride, row_stride, row_stride

@@ -6,13 +6,12 @@ docs/cost-model.md says what has been checked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SIZES = (16, 32, 64, 128, 256)  # the tile sizes that ``rows`` and ``columns`` speak of
 
 
-@dataclass(frozen=True, slots=True)
-class WeightGrad:
+class WeightGrad(NamedTuple):
     """What sets dW apart: a tile takes few steps, each of ragged rows, and ends with a store of the whole tile.
 
     The defaults lie between neutral values and what an H200 showed. ``step_ns`` and ``issue_ns`` count for each
@@ -28,8 +27,7 @@ class WeightGrad:
     norm: float = 3.0  # joins memory, nearly all of it writes, and compute
 
 
-@dataclass(frozen=True, slots=True)
-class Specialized:
+class Specialized(NamedTuple):
     """What sets warp-specialised kernels apart: another tile's loads and products hide most of a tile's end.
 
     ``half``: how much of a tile whose second 64 rows are empty is saved. The last two are dW's.
@@ -43,8 +41,7 @@ class Specialized:
     weight_exposed: float = 0.3
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """What sets one generation of SM apart. The defaults are published figures and reasoning.
 
     ``rows`` and ``columns``: the share of the sustained rate that a tile of 16, 32, 64, 128, 256 rows
@@ -146,8 +143,7 @@ _STORE_NS = 311.0
 # fitted: end
 
 
-@dataclass(frozen=True, slots=True)
-class Constants:
+class Constants(NamedTuple):
     """Every number of the model: what all generations share, and each generation's own. Times in ns."""
 
     launch_ns: float = 4000.0  # an empty kernel in a CUDA graph on an H200: 4.06 us

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..artifacts.types import DType, Op, Problem
 from .calibration import CONSTANTS, Constants
@@ -20,8 +20,7 @@ from .routing import Rows, expected_rows
 __all__ = ["Ranker", "Resources", "estimate_us", "occupancy", "rank"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """A problem of M rows, all that does not depend on the variant."""
 
     op: Op

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..artifacts.types import DType, Op, Variant
 from .abi import MAX_EXPERTS
@@ -48,8 +49,7 @@ def occupancy(resources: Resources, sm_limits: SmLimits) -> int:
     return min(by_registers, by_shared, sm_limits.threads_per_sm // (warps * 32), sm_limits.blocks_per_sm)
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(NamedTuple):
     """A variant's times on a chip, in ns."""
 
     config: Config

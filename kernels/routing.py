@@ -9,15 +9,14 @@ experts within 14 % and the rows of the busiest expert within 25 % where rows ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 SKEW = 0.5
 BLOCKS = (16, 32, 64, 128, 256)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """M rows over E experts, in expectation.
 
     ``tiles[B]`` is sum_r E[ceil(rows_r / B)], B as in ``BLOCKS``. ``busiest`` is the rows of the first expert.

@@ -1,17 +1,49 @@
-"""The activations of MoE layers, between the two GEMMs: plain torch, differentiable."""
+"""The activations of MoE layers, between the two GEMMs: a bundle's kernel on CUDA, and plain torch.
+
+Both compute the same, torch rounding each of its steps to h's dtype, the kernel only the result.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from ..artifacts.errors import InputError
+from ..artifacts.types import Pass
+from ..kernels import passes as words
+from . import passes, products
+from .device import on
+from .inputs import DTYPES
 
 GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
 
 _OAI_LIMIT = 7.0  # gpt-oss: openai/gpt-oss model card and its reference implementation
 _OAI_ALPHA = 1.702
+
+_transformed = torch._C._are_functorch_transforms_active
+
+
+class Activation(NamedTuple):
+    """An activation that ``check_activation`` let pass."""
+
+    name: str
+    gated: bool
+    interleaved: bool
+
+    @property
+    def flags(self) -> int:
+        """What a kernel is told of it."""
+        gate = (words.GATED if self.gated else 0) | (words.INTERLEAVED if self.interleaved else 0)
+        return words.KINDS.index(self.name) | gate
+
+    def columns(self, h: torch.Tensor) -> int:
+        """The columns of a; InputError where h's are no gate and up."""
+        if self.gated and h.shape[-1] % 2:
+            raise InputError(f"moe_mlp: gate and up have {h.shape[-1]} columns together, wanted an even number")
+        return h.shape[-1] // 2 if self.gated else h.shape[-1]
 
 
 def activate(
@@ -23,7 +55,8 @@ def activate(
 
     ``silu``: gate * sigmoid(gate). ``gelu``: exact; ``gelu_tanh``: its tanh form. ``swiglu_oai`` (gpt-oss): gate
     clamped to at most 7, up to [-7, 7], then (up + 1) * gate * sigmoid(1.702 * gate). ``relu2`` (ungated): max(h, 0)^2.
-    torch computes each operation in float32; silu, gelu and relu2 round each result to h's dtype, swiglu_oai the last.
+    On CUDA a bundle's kernel computes it in float32 and rounds once, and so its gradient. Where torch does it, each
+    operation is computed in float32; silu, gelu and relu2 round each result to h's dtype, swiglu_oai the last.
 
     Raises
     ------
@@ -31,20 +64,169 @@ def activate(
         for an activation that is not known, or not with (without) a gate.
     """
     check_activation(activation, gated=gated, interleaved=interleaved)
-    if not gated:
-        return _one(activation, h)
-    if h.shape[-1] % 2:
-        raise InputError(f"moe_mlp: gate and up have {h.shape[-1]} columns together, wanted an even number")
-    if interleaved:
+    act = Activation(activation, gated, interleaved)
+    columns = act.columns(h)
+    if not products.on_gpu(h) or torch.compiler.is_compiling() or type(h) is not torch.Tensor or _transformed():
+        return by_torch(h, act)
+    rows = h.reshape(-1, h.shape[-1])
+    if torch.is_grad_enabled() and h.requires_grad:
+        a: torch.Tensor = _Activate.apply(rows, act)  # type: ignore[no-untyped-call]
+    else:
+        a = forward(rows, act)
+    return a.view(*h.shape[:-1], columns)
+
+
+def forward(h: torch.Tensor, act: Activation, bounds: torch.Tensor | None = None) -> torch.Tensor:
+    """a [M, I] of h [M, 2*I] or [M, I]. With ``bounds`` (``Routing.bounds``) rows of no expert hold anything."""
+    I = act.columns(h)  # noqa: E741
+    h = h.contiguous()
+    launch = _launcher(Pass.ACTIVATION, h, I)
+    if launch is None:
+        return by_torch(h, act)
+    with on(h.get_device()):
+        a = h.new_empty((h.shape[0], I))
+        used, flags = _used(bounds, act)
+        launch(h.shape[0], I, (h.data_ptr(), a.data_ptr(), used), (h.shape[0], I, flags))
+    return a
+
+
+class Needs(NamedTuple):
+    """Which results of ``gradient`` are wanted."""
+
+    dh: bool = True
+    a: bool = False
+    dweights: bool = False
+
+
+def gradient(
+    h: torch.Tensor, da: torch.Tensor, act: Activation, needs: Needs, *, weights: torch.Tensor | None = None,
+    index: torch.Tensor | None = None, bounds: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """dh[i] = act'(h[i]) * (t * da[i]), a[i] = t * act(h[i]), dweights[index[i]] = dot(da[i], act(h[i])).
+
+    h [M, 2*I] or [M, I], da [M, I]; t = weights[index[i]] with ``weights``, float32 by index (float64 beside float64),
+    else 1. ``index`` [M] is a permutation. With ``bounds`` rows of no expert get dweights of zero, and in dh and a they
+    hold anything. None stands for what is not needed.
+    """
+    M, I = da.shape  # noqa: E741
+    h, da = h.contiguous(), da.contiguous()
+    launch = _launcher(Pass.ACTIVATION_GRAD, h, I, da)
+    if launch is None:
+        return _gradient_by_torch(h, da, act, needs, weights, index, bounds)
+    with on(h.get_device()):
+        dh = torch.empty_like(h) if needs.dh else None
+        a = torch.empty_like(da) if needs.a else None
+        dweights = h.new_empty((M,), dtype=torch.float32) if needs.dweights else None
+        used, flags = _used(bounds, act)
+        flags |= (words.WRITES_DH if needs.dh else 0) | (words.WRITES_A if needs.a else 0)
+        flags |= (words.WEIGHTED if weights is not None else 0) | (words.WRITES_DWEIGHTS if needs.dweights else 0)
+        step = 2 if index is not None and index.dtype is torch.int64 else 1
+        launch(
+            M, I,
+            (h.data_ptr(), da.data_ptr(), _address(weights), _address(index), used, _address(dh), _address(a),
+             _address(dweights)),
+            (M, I, step, flags),
+        )  # fmt: skip
+    return dh, a, dweights
+
+
+def combine(y: torch.Tensor, experts: torch.Tensor, top_k: int, E: int) -> torch.Tensor:
+    """out[t] = sum over slots s, in their order, of y[t*top_k + s], summed in float32 (or wider) and rounded once.
+
+    y [T*top_k, H]; of slots whose ``experts`` (int32 [T*top_k]) are not in [0, E) nothing is read by a kernel, so they
+    may hold anything where ``combines`` says that there is one, and have to be zero elsewhere.
+    """
+    T, H = y.shape[0] // top_k, y.shape[1]
+    launch = _launcher(Pass.COMBINE, y, H)
+    if launch is None:
+        return y.view(T, top_k, H).sum(1)
+    with on(y.get_device()):
+        out = y.new_empty((T, H))
+        launch(T, H, (y.data_ptr(), experts.data_ptr(), out.data_ptr()), (T, H, top_k, E))
+    return out
+
+
+def combines(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """A y for ``combine``: unwritten where a kernel will read it, zeros where torch will."""
+    there = _launcher(Pass.COMBINE, like, columns, rows=rows) is not None
+    return like.new_empty((rows, columns)) if there else like.new_zeros((rows, columns))
+
+
+class _Activate(torch.autograd.Function):
+    """``activate`` by a kernel. A gradient that is to be differentiated again is torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, act: Activation) -> torch.Tensor:
+        ctx.save_for_backward(h)
+        ctx.act = act
+        return forward(h, act)
+
+    @staticmethod
+    def backward(ctx: Any, da: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        (h,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return torch.autograd.grad(by_torch(h, ctx.act), h, da, create_graph=True)[0], None
+        return gradient(h, da, ctx.act, Needs())[0], None
+
+
+def by_torch(h: torch.Tensor, act: Activation) -> torch.Tensor:
+    """``activate`` in torch's own operations, on any device."""
+    if not act.gated:
+        return _one(act.name, h)
+    if act.interleaved:
         gate, up = h[..., ::2], h[..., 1::2]
     else:
         gate, up = h.chunk(2, -1)
-    if activation != "swiglu_oai":
-        return _one(activation, gate) * up
+    if act.name != "swiglu_oai":
+        return _one(act.name, gate) * up
     if h.dtype in (torch.bfloat16, torch.float16):
         gate, up = gate.float(), up.float()
     gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
     return ((up + 1) * (gate * torch.sigmoid(_OAI_ALPHA * gate))).to(h.dtype)
+
+
+def _gradient_by_torch(
+    h: torch.Tensor, da: torch.Tensor, act: Activation, needs: Needs, weights: torch.Tensor | None,
+    index: torch.Tensor | None, bounds: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    scale = None if weights is None or index is None else weights[index.long()][:, None]
+    dh = dweights = None
+    with torch.enable_grad():
+        given = h.detach().requires_grad_()
+        a = by_torch(given, act)
+    if needs.dh:
+        (dh,) = torch.autograd.grad(a, given, da if scale is None else (da * scale).to(da.dtype))
+    a = a.detach()
+    if needs.dweights and index is not None:
+        wide = torch.promote_types(da.dtype, torch.float32)
+        dots = (da.to(wide) * a.to(wide)).sum(-1)
+        if bounds is not None:
+            dots = torch.where(torch.arange(len(dots), device=dots.device) < bounds[-1], dots, 0)
+        dweights = torch.zeros_like(dots).index_copy_(0, index.long(), dots)
+    return dh, (a if scale is None else (a * scale).to(a.dtype)) if needs.a else None, dweights
+
+
+def _launcher(
+    op: Pass, like: torch.Tensor, columns: int, *others: torch.Tensor, rows: int | None = None
+) -> passes.PassLauncher | None:
+    """The kernel for rows of so many columns, in tensors that are there or will be allocated; None for torch."""
+    dtype = DTYPES.get(like.dtype)
+    if dtype is None or not products.on_gpu(like) or not columns or not (like.shape[0] if rows is None else rows):
+        return None
+    there = [one.data_ptr() for one in (like, *others)] if rows is None else []
+    aligned = passes.aligned([columns * like.element_size()], there)
+    return passes.launcher(op, dtype, like.get_device(), aligned=aligned)
+
+
+def _used(bounds: torch.Tensor | None, act: Activation) -> tuple[int, int]:
+    """The address of the number of rows that belong to an expert, and the flags."""
+    if bounds is None:
+        return 0, act.flags
+    return bounds.data_ptr() + bounds.element_size() * (bounds.numel() - 1), act.flags | words.USED
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def check_activation(activation: str, *, gated: bool, interleaved: bool) -> None:

@@ -39,7 +39,7 @@ def run(
     InputError
         for tensors that can't be used, or don't fit each other.
     """
-    if _is_traced(x, w):
+    if is_traced(x, w):
         from .library import traced
 
         return traced(
@@ -102,10 +102,10 @@ def is_whole(x: object, w: object) -> bool:
     if (x.requires_grad or w.requires_grad) and torch.is_grad_enabled():
         return True
     wide = x.dtype is torch.float32 or w.dtype is torch.float32
-    return (wide and torch.is_autocast_enabled("cuda")) or _is_traced(x, w)
+    return (wide and torch.is_autocast_enabled("cuda")) or is_traced(x, w)
 
 
-def _is_traced(x: torch.Tensor, w: torch.Tensor) -> bool:
+def is_traced(x: torch.Tensor, w: torch.Tensor) -> bool:
     """Whether these stand for tensors to come: only an operator can take them."""
     if type(x) is torch.Tensor and type(w) in _PLAIN:  # a list and a generator would cost more than the rest
         return torch.compiler.is_compiling()

@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ..artifacts.types import Choice, Gpu, Problem, Source, Variant
 from ..kernels import abi, chips
@@ -108,8 +108,7 @@ class _Claim:
     time_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Claims:
+class _Claims(NamedTuple):
     """Every claim on a problem: the origins that there are, best first, and of each its claims by bucket."""
 
     view: View
@@ -149,9 +148,10 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
 
 
 def modelled(
-    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View, *, aligned: bool
-) -> list[Candidate]:
-    """What the cost model says of every variant that fits, whatever it was chosen for, best first."""
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View, *, aligned: bool,
+    most: int | None = None,
+) -> list[Candidate]:  # fmt: skip
+    """What the cost model says of every variant that fits, whatever it was chosen for; the best ``most`` of them."""
     if local.sm not in chips.LIMITS:
         return []
     _, fitting, ranker = _ranked(snapshot, problem, local, view, aligned)
@@ -161,11 +161,14 @@ def modelled(
         origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
         origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
         if math.isfinite(time_us) and variant.max_experts >= problem.E:
-            found.append(
-                Candidate(usable, index, variant, origin, Match.COST_MODEL, Source.MODELLED, bucket, time_us, None)
-            )
+            found.append((origin, time_us, usable.order, index, at))
     # All variants of one origin compete: the place only breaks ties.
-    return sorted(found, key=lambda one: (one.origin, one.time_us, one.usable.order, one.index))
+    return [
+        Candidate(
+            fitting[at][0], index, fitting[at][2], origin, Match.COST_MODEL, Source.MODELLED, bucket, time_us, None
+        )
+        for origin, time_us, _, index, at in sorted(found)[:most]
+    ]
 
 
 def chip_of(local: LocalGpu) -> chips.Chip:

@@ -7,22 +7,24 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..artifacts.errors import BundleError, DriverTooOld, TargetMismatch
 from ..artifacts.names import printable
 from ..artifacts.store import BundleFile, open_bundle, reading
-from ..artifacts.types import Choice, DType, Fusion, Layout, Op, Problem, Variant
+from ..artifacts.types import Choice, DType, Fusion, Layout, Op, Pass, Problem, Variant
 from . import jit
 from .device import LocalGpu
 from .places import Kind, Place, installed_places, places
 from .settings import Settings, settings
 
+if TYPE_CHECKING:
+    from ..kernels.passes import PassSpec
+
 _OVERLAY_LOCK_TIMEOUT_S = 0.2
 
-_Groups: TypeAlias = "dict[tuple[Op, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
+_Groups: TypeAlias = "dict[tuple[Op | Pass, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
 
 _log = logging.getLogger(__name__)
 _snapshot_lock = threading.Lock()
@@ -30,8 +32,7 @@ _snapshot: Snapshot | None = None
 _kept: list[BundleFile] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A bundle file in a place: open, or the error that keeps it closed."""
 
     place: Place
@@ -40,8 +41,7 @@ class Found:
     error: BundleError | None
 
 
-@dataclass(frozen=True, slots=True)
-class Usable:
+class Usable(NamedTuple):
     """A bundle that a GPU can use; ``order`` is its rank among all of them."""
 
     order: int
@@ -54,8 +54,7 @@ class Usable:
         return Path(self.bundle.path)
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
+class Skipped(NamedTuple):
     """A bundle that was found and is not used, and why."""
 
     place: Place
@@ -64,8 +63,7 @@ class Skipped:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """What a snapshot holds for one GPU."""
 
     usable: tuple[Usable, ...]
@@ -161,8 +159,8 @@ class Snapshot:
             self.reject(bundle, error)
             raise Rejected from error
 
-    def variants(self, bundle: BundleFile, problem: Problem) -> tuple[tuple[int, Variant], ...]:
-        """The bundle's variants of ``problem``'s kind, with their indices; Rejected where records are damaged."""
+    def variants(self, bundle: BundleFile, problem: Problem | PassSpec) -> tuple[tuple[int, Variant], ...]:
+        """The bundle's variants of this kind, or of a pass, with their indices; Rejected where records are damaged."""
         with self._lock:
             groups = self._variants.get(bundle.digest)
             if groups is None:
@@ -305,7 +303,7 @@ def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[bytes, BundleE
 
 
 def _grouped(bundle: BundleFile) -> _Groups:
-    gathered: dict[tuple[Op, DType, Layout, Fusion], list[tuple[int, Variant]]] = {}
+    gathered: dict[tuple[Op | Pass, DType, Layout, Fusion], list[tuple[int, Variant]]] = {}
     for i, variant in enumerate(bundle.variants()):
         gathered.setdefault((variant.op, variant.dtype, variant.layout, variant.fusion), []).append((i, variant))
     return {key: tuple(found) for key, found in gathered.items()}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,7 @@ from .places import Kind
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The variant that runs a problem at a bucket of rows, and why it. (``explain`` also tells the next best.)"""
 
     problem: Problem
@@ -36,8 +36,7 @@ class Decision:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Miss:
+class Miss(NamedTuple):
     """No bundle can run the problem here: torch does. ``reason`` says why and what to do."""
 
     problem: Problem
@@ -96,7 +95,7 @@ def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -
     """The decision over what the compiler makes now, or the miss and why there is nothing."""
     made = jit.compiled(missed.problem, local)
     if isinstance(made, str):
-        return replace(missed, reason=f"{missed.reason} (allow_jit: {made})")
+        return missed._replace(reason=f"{missed.reason} (allow_jit: {made})")
     snapshot.add(made)
     return settle(snapshot, missed.problem, missed.bucket, local, missed.aligned, strict)
 
@@ -111,12 +110,12 @@ def _decide(
 ) -> Decision | Miss:
     view = snapshot.view(local, installed=False)
     view.demand_named_files()
-    found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
+    found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1) if view.usable else []
     if not found or found[0].match is not Match.EXACT or found[0].origin >= Origin.COMPATIBLE:
         view = snapshot.view(local, installed=True)
         found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
         if not found or found[0].origin >= Origin.COMPATIBLE:
-            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned)[:1]
+            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
         if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
             raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))

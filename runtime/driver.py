@@ -10,9 +10,8 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, addressof, byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..artifacts.errors import CudaError
 
@@ -36,8 +35,7 @@ class LaunchConfig(ctypes.Structure):
     ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(NamedTuple):
     """A loaded kernel. ``per_sm`` is how many of its blocks one SM holds at once."""
 
     handle: int
@@ -129,8 +127,7 @@ def driver_version() -> int:
     return version.value
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """What the driver says of a GPU; ``sm`` is 10 * major + minor."""
 
     name: str

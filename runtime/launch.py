@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..artifacts.errors import BundleCorrupt, InputError
 from ..artifacts.types import Fusion, Variant
@@ -25,14 +25,17 @@ _MOST_RAGGED_ROWS = RAGGED_SIZES[2]
 _UNREAD = {rank: ("null",) * rank + ("one",) * rank for rank in (3, 4)}
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedKernel:
+class LoadedKernel(NamedTuple):
     """A variant on a device: its code is loaded and its persistent grid is known."""
 
     variant: Variant
     function: driver.Function
-    config: Config
     sm_count: int
+
+    @property
+    def config(self) -> Config:
+        """The config of a GEMM's variant."""
+        return Config.from_pairs(self.variant.config)
 
 
 def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int, where: str | None = None) -> LoadedKernel:
@@ -52,15 +55,13 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int, wher
         raise BundleCorrupt(
             f"{where or f'variant {variant.entry}'}: {wrong}. Copy the bundle again, or rebuild it with `aot build`."
         )
-    config = Config.from_pairs(variant.config)
     function = driver.load(
         cubin, variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=device
     )
-    return LoadedKernel(variant, function, config, sm_count)
+    return LoadedKernel(variant, function, sm_count)
 
 
-@dataclass(frozen=True, slots=True)
-class Fused:
+class Fused(NamedTuple):
     """What a call does beside the product; ``fusion`` is what the kernel's flags say.
 
     ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets

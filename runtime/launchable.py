@@ -6,9 +6,11 @@ that no launcher fills, or fills with something else, must be found before a ker
 
 from __future__ import annotations
 
-from ..artifacts.types import DType, Op, Variant
+from ..artifacts.types import DType, Op, Pass, Variant
 from ..kernels.abi import MAX_EXPERTS, counts
 from ..kernels.config import Config
+from ..kernels.passes import Block
+from ..kernels.passes import arguments as arguments_of_pass
 
 _NUMBERS = dict.fromkeys(
     ("M", "N", "K", "E", "m_sizes_step", "index_step", "index_end", "x_divisor", "flags"), ("i32",)
@@ -27,6 +29,8 @@ _WARP = 32
 
 def unlaunchable(variant: Variant) -> str | None:
     """Why no launcher can run this variant, or None. Its launch ABI is one that this version reads."""
+    if isinstance(variant.op, Pass):
+        return _unlaunchable_pass(variant, variant.op)
     try:
         config = Config.from_pairs(variant.config)
     except ValueError as error:
@@ -51,6 +55,23 @@ def unlaunchable(variant: Variant) -> str | None:
             return f"the tensor map of {one.argument} has elements of the type {one.element}, not {variant.dtype.value}"
     if not counts(config, variant.max_experts):
         return f"a specialized kernel counts {MAX_EXPERTS} experts at most, it says {variant.max_experts}"
-    if variant.threads % _WARP:
-        return f"it has {variant.threads} threads, wanted whole warps of {_WARP}"
-    return None
+    return _wrong_threads(variant)
+
+
+def _unlaunchable_pass(variant: Variant, op: Pass) -> str | None:
+    try:
+        Block.from_pairs(variant.config)
+    except ValueError as error:
+        return str(error)
+    wanted = arguments_of_pass(op)
+    if variant.arguments != wanted:
+        return f"its arguments are {_told(variant.arguments)}, launch ABI 1 has {_told(wanted)} for {op.value}"
+    return _wrong_threads(variant)
+
+
+def _wrong_threads(variant: Variant) -> str | None:
+    return f"it has {variant.threads} threads, wanted whole warps of {_WARP}" if variant.threads % _WARP else None
+
+
+def _told(arguments: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f"{name} {kind}" for name, kind in arguments)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from ..artifacts.cubin import mismatch
+from ..artifacts.cubin import mismatch, other_parameters
 from ..artifacts.errors import BundleError
 from ..artifacts.store import BundleFile
 from ..artifacts.types import Problem
 from ..artifacts.wire import corrupt
+from ..kernels.abi import parameter_bytes
 from .device import LocalGpu
 from .discover import Snapshot
 from .dispatch import Miss, decide
@@ -62,6 +63,7 @@ def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> Loaded
                 variant = bundle.variant(index)
                 cubin = bundle.cubin(index)
                 wrong = mismatch(cubin, bundle.target, later_abi=True)
+                wrong = wrong or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
                 if wrong:
                     raise corrupt(bundle.path, f"variant {index}: {wrong}")
                 where = f"bundle {bundle.path!r}: variant {index}"

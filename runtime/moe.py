@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ..artifacts.errors import InputError
-from .activation import activate, check_activation
+from ..artifacts.types import Layout
+from . import calls, inputs, layer
+from .activation import Activation, activate, check_activation
+from .form import check_fusions, form_of
+from .layer import Layer, MoeLayer, Routing, Weights
 from .ops import grouped_gemm
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Each expert's rows: ``gather_indices`` [T*k], the flat token*k + slot of each sorted row; ``m_sizes`` [E]."""
-
-    gather_indices: torch.Tensor
-    m_sizes: torch.Tensor
 
 
 def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
@@ -29,8 +23,9 @@ def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
     flat = topk_ids.reshape(-1).to(torch.int32)
     flat = torch.where((flat < 0) | (flat >= E), E, flat)
     experts, order = torch.sort(flat, stable=True)
-    bounds = torch.searchsorted(experts, torch.arange(E + 1, dtype=torch.int32, device=flat.device))
-    return Routing(order, (bounds[1:] - bounds[:-1]).to(torch.int32))
+    steps = torch.arange(E + 1, dtype=torch.int32, device=flat.device)
+    bounds = torch.searchsorted(experts, steps, out_int32=True)
+    return Routing(order, bounds[1:] - bounds[:-1], bounds, flat)
 
 
 def moe_mlp(
@@ -95,8 +90,67 @@ def moe_mlp(
             f"moe_mlp: gate_up_weight is {list(gate_up_weight.shape)} and down_weight {list(down_weight.shape)}, "
             "wanted three dimensions with the same number of experts first"
         )
-    routing = sort_routing(topk_ids, gate_up_weight.shape[0])
-    index, m_sizes = routing.gather_indices, routing.m_sizes
+    how = Layer(
+        k, Layout(w_layout) if w_layout in ("nk", "kn") else Layout.NK, Activation(activation, gated, interleaved)
+    )
+    if weights_on == "input" or calls.is_traced(x, gate_up_weight):
+        out = _composed(
+            x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout
+        )  # fmt: skip
+    else:
+        out = _fused(x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, w_layout)
+    return out.to(hidden.dtype).view(hidden.shape)
+
+
+def _fused(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, w_layout: str,
+) -> torch.Tensor:  # fmt: skip
+    """The layer as one function, with its own gradient."""
+    x, gate_up, gate_up_bias = calls.autocast(x, gate_up, gate_up_bias)
+    _, down, down_bias = calls.autocast(x, down, down_bias)
+    routing = sort_routing(ids, gate_up.shape[0])
+    x = _checked(x, gate_up, down, weights, how, gate_up_bias, down_bias, routing, w_layout)
+    with calls.without_autocast(x.device.type):
+        given = Weights(gate_up, down, gate_up_bias, down_bias)
+        if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
+            out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how)  # type: ignore[no-untyped-call]
+            return out
+        return layer.forward(how, x, given, routing, layer.flat(weights, x))[0]
+
+
+def _checked(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, how: Layer,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, routing: Routing, w_layout: str,
+) -> torch.Tensor:  # fmt: skip
+    """x with rows that can be used; InputError for what the GEMMs can't take."""
+    index, m_sizes, *_ = routing
+    first = inputs.check(x, gate_up, m_sizes, w_layout)
+    form = form_of(w_layout=w_layout, topk=how.top_k, permute_x=True, permute_y=True)
+    I = first.N // 2 if how.act.gated else first.N  # noqa: E741
+    second = inputs.check(x.new_empty((0, I)), down, m_sizes, w_layout)
+    for one, bias in ((first, gate_up_bias), (second, down_bias)):
+        check_fusions(
+            form, m_sizes, x.dtype, one.N, gather_indices=index, topk_weights=weights, fuse_mul_post=True, bias=bias
+        )
+    if second.N != first.K:
+        raise InputError(
+            f"moe_mlp: down_weight is {list(down.shape)}, wanted H={first.K} rows of an expert, hidden's columns"
+        )
+    if x.is_cuda:
+        inputs.check_cuda_dtype(x)
+    return first.x
+
+
+def _composed(
+    x: torch.Tensor, gate_up_weight: torch.Tensor, down_weight: torch.Tensor, topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor, how: Layer, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+    weights_on: str, w_layout: str,
+) -> torch.Tensor:  # fmt: skip
+    """The layer out of calls that torch can trace."""
+    T, k = topk_ids.shape
+    activation, gated, interleaved = how.act
+    index, m_sizes, *_ = sort_routing(topk_ids, gate_up_weight.shape[0])
     if weights_on == "output" or gate_up_bias is None:  # a product without a bias is linear: weighting it is the same
         first = weights_on == "input"
         h = grouped_gemm(
@@ -117,4 +171,4 @@ def moe_mlp(
         h, down_weight, m_sizes, k, index, permute_y=True, topk_weights=topk_weights if last else None,
         fuse_mul_post=last, is_first_gemm=False, w_layout=w_layout, bias=down_bias,
     )  # fmt: skip
-    return y.view(T, k, y.shape[-1]).sum(1).view(hidden.shape)
+    return y.view(T, k, y.shape[-1]).sum(1)

@@ -8,9 +8,9 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
+from typing import NamedTuple
 
 from ..artifacts.names import printable
 from .settings import Settings
@@ -32,8 +32,7 @@ class Kind(enum.Enum):
     PROCESS = "made by this process"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A directory of bundles, or one file that PRETUNED_BUNDLES names."""
 
     kind: Kind
@@ -79,7 +78,7 @@ def places(settings: Settings, system: Path = SYSTEM_DIRECTORY) -> tuple[Place, 
 def installed_places() -> tuple[Place, ...]:
     """The directories of the modules that installed packages name under the entry points ``pretuned.bundles``."""
     directories: dict[Path, None] = {}
-    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: (p.name, p.value)):
+    for point in sorted(_entry_points(), key=lambda p: (p.name, p.value)):
         try:
             spec = importlib.util.find_spec(point.module)
         except (ImportError, ValueError) as error:
@@ -87,6 +86,13 @@ def installed_places() -> tuple[Place, ...]:
             continue
         directories.update(dict.fromkeys(_directories(spec)))
     return tuple(Place(Kind.INSTALLED, directory) for directory in directories)
+
+
+def _entry_points() -> Iterator[EntryPoint]:
+    """As ``importlib.metadata.entry_points(group=...)``, which parses those of every package: twice the time."""
+    for distribution in distributions():
+        if ENTRY_POINTS in (distribution.read_text("entry_points.txt") or ""):
+            yield from distribution.entry_points.select(group=ENTRY_POINTS)
 
 
 def _directories(spec: importlib.machinery.ModuleSpec | None) -> Iterator[Path]:

@@ -20,7 +20,7 @@ class _Verbs(click.Group):
     """Each verb is imported when it is used: ``aot --version`` needs none of them."""
 
     def make_context(self, *given: Any, **named: Any) -> click.Context:
-        with quiet_without_reader():  # --version and --help print here
+        with quiet_without_reader():  # --help prints here
             return super().make_context(*given, **named)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -45,23 +45,26 @@ class _Verbs(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def _show_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        from ..versions import versions
+def _show_version(as_json: bool) -> None:
+    from ..versions import versions
 
-        facts = versions()
-        width = max(map(len, facts))
-        click.echo("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
-        ctx.exit()
+    facts = versions()
+    if as_json:
+        from .options import print_json
+
+        print_json(facts)
+        return
+    width = max(map(len, facts))
+    click.echo("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=False,
              invoke_without_command=True)  # fmt: skip
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
-              help="Show the versions that matter, and the compile cache's place.")  # fmt: skip
+@click.option("--version", is_flag=True, help="Show the versions that matter, and the compile cache's place.")
+@click.option("--json", "as_json", is_flag=True, help="With --version: print JSON, and nothing else, on stdout.")
 @click.option(_DEBUG, is_flag=True, expose_value=False, help="Show tracebacks. May stand after the verb too.")
 @click.pass_context
-def aot(ctx: click.Context) -> None:
+def aot(ctx: click.Context, version: bool, as_json: bool) -> None:
     """Compile MoE grouped-GEMM kernels ahead of time, into bundles that start instantly.
 
     \b
@@ -76,6 +79,11 @@ def aot(ctx: click.Context) -> None:
     (options, models, bundles), 130 interrupted, 141 the reader of the output
     has left.
     """
+    if version:
+        _show_version(as_json)
+        ctx.exit()
+    if as_json:
+        raise click.UsageError("--json stands after a verb (aot models --json), or with --version", ctx)
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

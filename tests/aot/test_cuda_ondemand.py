@@ -1,4 +1,4 @@
-"""The last resort and tuning on demand on a real GPU, with real Triton. Needs no bundle."""
+"""The last resort and tuning on demand on a real GPU, with real Triton. No bundle is needed, and none is used."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ E, H, WIDTH, K = 8, 512, 256, 2
 ASK = f"""
 import sys, torch, pretuned.aot
 from pretuned.aot import ondemand
+from pretuned.runtime import discover
+discover.installed_places = tuple
 real = ondemand._default._measure
 def counted(*args):
     open(sys.argv[1], "a").write("tuned\\n")
@@ -39,13 +41,15 @@ print([(pair.op.value, str(pair.first.config), str(pair.second.config)) for pair
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """No bundle anywhere, and an empty home."""
+    """No bundle anywhere, the shipped ones neither, and an empty home."""
     for name in ("PRETUNED_STRICT", "PRETUNED_DISABLE_AUTOTUNE", "PRETUNED_BUNDLES", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(discover, "installed_places", tuple)
     discover.forget_made()
     jit.forget()
     reload()
+    assert discover.snapshot().found(installed=True) == (), "these tests need a machine without bundles"
     yield tmp_path
     allow_jit(False)
     monkeypatch.undo()

@@ -22,9 +22,10 @@ import torch
 from fakemeasure import CONFIG, H100, H200, ON_H200
 
 import pretuned.aot
-from pretuned.aot import configcache, ondemand, overlay
+from pretuned.aot import configcache, demand, ondemand, overlay
 from pretuned.aot.configcache import CacheKey
-from pretuned.aot.ondemand import OnDemand, key_for
+from pretuned.aot.demand import OnDemand
+from pretuned.aot.ondemand import key_for
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import HostError, InputError, ProblemNotInBundle
 from pretuned.artifacts.store import publish
@@ -61,7 +62,7 @@ def key(seq_len: int = 64, E: int = 8, local: LocalGpu = ON_H200) -> CacheKey:
 
 def ship(home: Path, config: Config = OTHER, gpu: object = H200, modelled: bool = False, seq_len: int = 64) -> None:
     """Put a bundle for ``key()``'s layer where PRETUNED_BUNDLES looks."""
-    planned = ondemand._planned(key(seq_len), ondemand._shape(key(seq_len)))
+    planned = demand.planned_for(key(seq_len), demand.shape_of(key(seq_len)))
     made = fakemeasure.bundle(planned, config=config, gpu=gpu, modelled=modelled)  # type: ignore[arg-type]
     publish(home.parent.parent / "bundles" / "shipped.msgpack", codec.encode(made))
     reload()
@@ -301,9 +302,9 @@ def test_without_a_home_it_is_kept_in_the_process(home: Path, tmp_path: Path, mo
     asked = fakemeasure.on_demand(tmp_path / "log")
     assert chosen(asked.configs(key(), 0, force=False)) == {CONFIG}
     reload()
-    assert ondemand.measured_here(ondemand._planned(key(), ondemand._shape(key())).buckets, ON_H200)
+    assert demand.measured_here(demand.planned_for(key(), demand.shape_of(key())).buckets, ON_H200)
     asked.clear()
-    assert not ondemand.measured_here(ondemand._planned(key(), ondemand._shape(key())).buckets, ON_H200)
+    assert not demand.measured_here(demand.planned_for(key(), demand.shape_of(key())).buckets, ON_H200)
 
 
 def test_an_overlay_that_is_not_trusted_is_measured_once_a_process(home: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pretuned.aot.prune import prune
 from pretuned.aot.variants import Family
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import Bundle, Op
+from pretuned.artifacts.types import Bundle, Op, Pass
 
 SMALL = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
 BIG = "shape:E=16,H=512,I=256,k=2 tokens=1..256 name=big dtype=fp16"
@@ -52,6 +52,13 @@ def test_what_is_left_is_what_the_model_alone_would_have(made, both: Bundle) -> 
 
 def test_the_fallbacks_of_its_ops_stay(both: Bundle) -> None:
     done = prune(both, planned(SMALL, ops=(Op.FORWARD,)), "both")
+    dtypes = {problem.dtype for problem in done.bundle.choices}
+    passes = {one for one in both.variants if one.op in (Pass.ACTIVATION, Pass.COMBINE) and one.dtype in dtypes}
+    assert len(passes) == 4
+    assert {one for one in done.bundle.variants if isinstance(one.op, Pass)} == passes
+    done = replace(done, bundle=replace(done.bundle, variants=tuple(
+        one for one in done.bundle.variants if one not in passes
+    )))  # fmt: skip
     fallbacks = {one for one in both.variants if one.alignment == 1 and one.op is Op.FORWARD}
     needed = {Family.of(problem) for problem in done.bundle.choices}
     assert {one for one in done.bundle.variants if one.alignment == 1} == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,13 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
+from pretuned.aot.verify import sound
 from pretuned.artifacts import codec
-from pretuned.artifacts.cubin import mismatch
+from pretuned.artifacts.cubin import mismatch, other_parameters, parameters
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.artifacts.store import BundleFile, open_bundle, open_bytes
+from pretuned.artifacts.store import BundleFile, open_bundle, open_bytes, publish
 from pretuned.artifacts.types import Bundle, DType, Fusion, Kernel, Layout, Op, Target, TensorMap, Variant
-from pretuned.kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, arguments, boxes
+from pretuned.kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, arguments, boxes, parameter_bytes
 from pretuned.kernels.config import Config
 from pretuned.runtime.launchable import unlaunchable
 from pretuned.runtime.loading import loaded
@@ -169,3 +171,68 @@ def test_what_ships_passes(path: Path) -> None:
     with open_bundle(path) as file:
         for one in file.variants():
             assert unlaunchable(one) is None
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_code_that_ships_takes_the_parameters_that_its_record_says(path: Path) -> None:
+    with open_bundle(path) as file:
+        for i, one in enumerate(file.variants()):
+            assert parameters(file.cubin(i), one.entry) == parameter_bytes(one.arguments)
+
+
+OTHERS = {
+    "one argument fewer": (lambda one: replace(one, arguments=one.arguments[:-1]), "takes .. parameters, .* says"),
+    "one argument more": (
+        lambda one: replace(one, arguments=(*one.arguments, ("m_sizes_", "ptr"))), "takes .. parameters, .* says",
+    ),
+    "two arguments exchanged": (
+        lambda one: replace(one, arguments=(*one.arguments[:-2], one.arguments[-1], one.arguments[-2])),
+        "takes [48] bytes, its record says [48]",
+    ),
+    "a kernel that is not there": (lambda one: replace(one, entry="nowhere"), "no kernel 'nowhere', but "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_record_of_other_parameters_is_refused(path: Path, name: str, tmp_path: Path) -> None:
+    change, reason = OTHERS[name]
+    with open_bundle(path) as file:
+        whole = file.load()
+    i = next(i for i, one in enumerate(whole.variants) if one.arguments[-1][1] != one.arguments[-2][1])
+    changed = change(whole.variants[i])
+    assert "says" in reason or changed.arguments == whole.variants[i].arguments
+    made = replace(whole, variants=(changed,), cubins=(whole.cubins[i],), choices={}, models=(), kernels=tuple(
+        one for one in whole.kernels if (one.name, one.revision) == (changed.kernel, changed.revision)
+    ))  # fmt: skip
+    broken = pytest.raises(BundleCorrupt, match=f"bundle 'broken': variant 0: .*{reason}")
+    with open_bytes(codec.encode(made), "broken") as file, broken:
+        loaded(file, 0, 0, 132)
+    publish(tmp_path / "broken.msgpack", codec.encode(made))
+    with pytest.raises(BundleCorrupt, match=f"{reason}|launch ABI 1"):  # (aot verify looks at the names first)
+        sound(str(tmp_path / "broken.msgpack"))
+
+
+def test_code_that_is_cut_or_changed_is_refused_or_read_and_nothing_else() -> None:
+    """Its digest would tell; what reads it must be sound all the same."""
+    with open_bundle(SHIPPED[-1]) as file:
+        cubin, one = file.cubin(0), file.variant(0)
+    wanted, rng = parameter_bytes(one.arguments), random.Random(1)
+    table = struct.unpack_from("<Q", cubin, 40)[0]
+    told = {None: 0, "": 0}
+    for turn in range(3000):
+        changed = bytearray(cubin)
+        if turn % 3:
+            at = rng.choice((rng.randrange(64), rng.randrange(table, len(cubin)), rng.randrange(len(cubin))))
+            changed[at] = rng.randrange(256)
+        else:
+            del changed[rng.randrange(len(cubin)) :]
+        wrong = other_parameters(bytes(changed), one.entry, wanted)
+        told[wrong and ""] += 1
+    assert min(told.values()) > 100
+
+
+def test_a_later_toolkits_code_says_nothing_here() -> None:
+    assert parameters(elf(90, abi=9), "rows") is None
+    assert parameters(elf(90), "rows") is None  # no table of sections
+    assert other_parameters(elf(90, machine=62), "rows", ()) == "ELF machine 62, wanted 190 (CUDA)"

@@ -48,10 +48,10 @@ def test_dw_is_fitted_with_the_constants_of_the_others_held(tool: SimpleNamespac
     cells = [cell for cell in _cells(tool, Op.DW) if cell.model == "olmoe"]
     fitted, begun = tool.fitting.fit(cells, CONSTANTS, 40), CONSTANTS
     names = {name for name, *_ in tool.fitting.FITTED_DW}
-    own = {name for name in Specialized.__slots__ if name.startswith("weight_")}
+    own = {name for name in Specialized._fields if name.startswith("weight_")}
     assert names == {
         "write_share",
-        *(f"weight.{name}" for name in WeightGrad.__slots__),
+        *(f"weight.{name}" for name in WeightGrad._fields),
         *(f"specialized.{name}" for name in own),
     }
     for name in (*Constants.__slots__, *Family.__slots__):
@@ -59,7 +59,7 @@ def test_dw_is_fitted_with_the_constants_of_the_others_held(tool: SimpleNamespac
         held, was = (c if owner is Constants else c.hopper for c in (fitted, begun))
         if name not in ("hopper", "write_share", "weight", "specialized"):
             assert getattr(held, name) == getattr(was, name), name
-    for name in set(Specialized.__slots__) - own:
+    for name in set(Specialized._fields) - own:
         assert getattr(fitted.hopper.specialized, name) == getattr(begun.hopper.specialized, name), name
     assert fitted.hopper.weight != begun.hopper.weight
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pretuned.artifacts.types import Bundle, Choice, Gpu, Kernel, Problem, Source
+from pretuned.artifacts.types import Bundle, Choice, Gpu, Kernel, Op, Problem, Source
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 12080)
 H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 12080)
@@ -27,7 +27,7 @@ def with_twins(bundle: Bundle) -> Bundle:
     twins = [
         (replace(one, config=tuple((name, 1 if name == "group_m" else value) for name, value in one.config)), cubin)
         for one, cubin in zip(bundle.variants, bundle.cubins, strict=True)
-        if one.alignment > 1
+        if one.alignment > 1 and isinstance(one.op, Op)
     ]
     assert not {one for one, _ in twins} & set(bundle.variants)
     return replace(

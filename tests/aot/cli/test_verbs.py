@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from pretuned.aot.cli.main import _VERBS
-from pretuned.aot.compile import toolchain
+from pretuned.aot.toolchain import toolchain
+from pretuned.aot.versions import versions
 from pretuned.artifacts.store import open_bundle
 from pretuned.kernels.abi import LAUNCH_ABI
 
@@ -41,6 +42,17 @@ def test_version(aot):
     assert lines["triton"] == toolchain().triton
     for word in ("pretuned", "python", "ptxas", "bundle format", "launch ABI", "compile cache"):
         assert word in ended.out
+    for arguments in (("--version", "--json"), ("--json", "--version")):
+        ended = aot(*arguments)
+        assert (ended.code, ended.err) == (0, "")
+        assert json.loads(ended.out) == versions()
+
+
+def test_json_alone_says_where_it_belongs(aot):
+    for arguments in (("--json",), ("--json", "models")):
+        ended = aot(*arguments)
+        assert ended.code == 2
+        assert "aot models --json" in ended.err
 
 
 def test_models(aot):

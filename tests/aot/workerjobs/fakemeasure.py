@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from pretuned.aot.ondemand import OnDemand
+from pretuned.aot.demand import OnDemand
 from pretuned.aot.plan import Plan
 from pretuned.aot.variants import families
 from pretuned.artifacts.types import Bundle, Choice, Gpu, Kernel, Problem, Producer, Source, Target, Variant

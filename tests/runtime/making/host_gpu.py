@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from pretuned.artifacts.types import Fusion, Gpu, Op
-from pretuned.runtime import grouped_gemm, products, sort_routing
+from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Pass
+from pretuned.kernels import passes as words
+from pretuned.runtime import grouped_gemm, passes, products, sort_routing
+from pretuned.runtime.activation import Activation, by_torch
 from pretuned.runtime.device import LocalGpu
 
 T, TOPK, E, N, K = 7, 2, 4, 8, 12
@@ -80,12 +82,76 @@ def fake_weight(
     return launch
 
 
+def rows_at(address: int, rows: int, columns: int) -> torch.Tensor:
+    """float32 [rows, columns] there."""
+    return torch.from_numpy(at(address, rows * columns)).view(rows, columns)
+
+
+def activation_of(flags: int) -> Activation:
+    return Activation(words.KINDS[flags & 7], bool(flags & words.GATED), bool(flags & words.INTERLEAVED))
+
+
+def fake_activation(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    (h, a, used), (M, I, flags) = pointers, numbers  # noqa: E741
+    assert (rows, columns) == (M, I)
+    act = activation_of(flags)
+    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & words.USED else M
+    rows_at(a, M, I)[:end] = by_torch(rows_at(h, M, I * (1 + act.gated)), act)[:end]
+
+
+def fake_activation_grad(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    (h, da, row_weights, index, used, dh, a, dweights), (M, I, step, flags) = pointers, numbers  # noqa: E741
+    assert (rows, columns) == (M, I)
+    act = activation_of(flags)
+    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & words.USED else M
+    given = rows_at(h, M, I * (1 + act.gated))[:end].clone().requires_grad_()
+    with torch.enable_grad():
+        made = by_torch(given, act)
+    grad = rows_at(da, M, I)[:end]
+    scale, flat = torch.ones(end, 1), np.arange(M)
+    if flags & (words.WEIGHTED | words.WRITES_DWEIGHTS):
+        flat = at(index, M, ctypes.c_int64 if step == 2 else ctypes.c_int32)
+    if flags & words.WEIGHTED:
+        scale = torch.from_numpy(at(row_weights, M)[flat])[:end, None]
+    if flags & words.WRITES_DH:
+        rows_at(dh, M, given.shape[1])[:end] = torch.autograd.grad(made, given, grad * scale)[0]
+    if flags & words.WRITES_A:
+        rows_at(a, M, I)[:end] = made.detach() * scale
+    if flags & words.WRITES_DWEIGHTS:
+        dots = np.zeros(M, np.float32)
+        dots[:end] = (made.detach() * grad).sum(1).numpy()
+        at(dweights, M)[flat] = dots
+
+
+def fake_combine(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    (y, experts, out), (T, H, top_k, E) = pointers, numbers
+    assert (rows, columns) == (T, H)
+    here = torch.from_numpy(at(experts, T * top_k, ctypes.c_int32))
+    given = torch.where(((here >= 0) & (here < E))[:, None], rows_at(y, T * top_k, H), 0)
+    rows_at(out, T, H)[:] = given.view(T, top_k, H).sum(1)
+
+
+FAKES = {Pass.ACTIVATION: fake_activation, Pass.ACTIVATION_GRAD: fake_activation_grad, Pass.COMBINE: fake_combine}
+
+
 class Device:
     """A GPU that is host memory. ``there`` says which kernels its bundle has; ``launched`` which ones ran."""
 
     def __init__(self) -> None:
-        self.there = set(ALL)
+        self.there: set[object] = {*ALL, *Pass}
         self.launched: list[tuple[Op, Fusion]] = []
+        self.passed: list[Pass] = []
+
+    def passes(self, op: Pass, dtype: DType, device: int, *, aligned: bool) -> Callable[..., None] | None:
+        if op not in self.there:
+            return None
+        assert dtype is DType.FP32
+
+        def launch(*given: Any) -> None:
+            self.passed.append(op)
+            FAKES[op](*given)
+
+        return launch
 
     def kernel(self, problem: Any, *_: object) -> object | None:
         if (problem.op, problem.fusion) not in self.there:
@@ -102,6 +168,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         patch.setattr(products, "_kernel", simulated.kernel)
         patch.setattr(products, "row_launcher", fake_rows)
         patch.setattr(products, "weight_launcher", fake_weight)
+        patch.setattr(passes, "launcher", simulated.passes)
         patch.setattr(products, "stream_of", lambda _device: 0)
         patch.setattr(products, "local_gpu", lambda _device: LocalGpu(90, Gpu("", 132, 1 << 17, 0)))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -1,0 +1,177 @@
+"""The activation between the two GEMMs of an MoE layer, and its gradient: rows in, rows out, whatever their number.
+
+Which activation, with a gate or without, and how gate and up lie are chosen at run time by ``flags`` (see
+kernels/passes.py): a pass over memory does not feel a branch that all of it takes. Arithmetic is in fp32 and each
+result is rounded once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The values of kernels.passes.
+_KIND: tl.constexpr = tl.constexpr(7)
+_GELU: tl.constexpr = tl.constexpr(1)
+_GELU_TANH: tl.constexpr = tl.constexpr(2)
+_SWIGLU_OAI: tl.constexpr = tl.constexpr(3)
+_RELU2: tl.constexpr = tl.constexpr(4)
+_GATED: tl.constexpr = tl.constexpr(8)
+_INTERLEAVED: tl.constexpr = tl.constexpr(16)
+_USED: tl.constexpr = tl.constexpr(32)
+_WEIGHTED: tl.constexpr = tl.constexpr(64)
+_WRITES_DH: tl.constexpr = tl.constexpr(128)
+_WRITES_A: tl.constexpr = tl.constexpr(256)
+_WRITES_DWEIGHTS: tl.constexpr = tl.constexpr(512)
+
+_FAR: tl.constexpr = tl.constexpr(150.0)  # from here on a sigmoid is 0 or 1 in fp32, and squares are still finite
+
+
+@triton.jit
+def _act(g, flags):
+    """act(g) and act'(g). But for relu2 act(g) = g * s(g), where s is a sigmoid of a polynomial, or gelu's own."""
+    kind = flags & _KIND
+    near = tl.clamp(g, -_FAR, _FAR, propagate_nan=tl.PropagateNan.ALL)
+    square = near * near
+    if kind == _GELU:
+        s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        slope = 0.3989422804014327 * tl.exp(-0.5 * square)
+    else:
+        alpha = tl.where(kind == _GELU_TANH, 1.5957691216057308, tl.where(kind == _SWIGLU_OAI, 1.702, 1.0))
+        beta = tl.where(kind == _GELU_TANH, 0.07135481627155, 0.0)
+        s = tl.sigmoid(near * (alpha + beta * square))
+        slope = s * (1.0 - s) * (alpha + 3.0 * beta * square)
+    positive = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    is_relu2 = kind == _RELU2
+    return (
+        tl.where(is_relu2, positive * positive, g * s),
+        tl.where(is_relu2, 2.0 * positive, s + near * slope),
+    )
+
+
+@triton.jit
+def _gate_and_up(h, columns, first, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Gate and up of one row's columns [first, first + BLOCK), in fp32; without a gate h itself and ones."""
+    col = first + tl.arange(0, BLOCK)
+    if INTERLEAVED:
+        both = 2 * first + tl.arange(0, 2 * BLOCK)
+        pair = tl.load(h + both, mask=both < 2 * columns, other=0.0)
+        gate, up = tl.split(tl.reshape(pair, (BLOCK, 2)))
+    else:
+        gate = tl.load(h + col, mask=col < columns, other=0.0)
+        up = tl.load(h + columns + col, mask=(col < columns) & ((flags & _GATED) != 0), other=1.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _limited(gate, up, flags):
+    """gpt-oss clamps the gate to at most 7 and up to [-7, 7], and adds one to it: (gate, up, the limit)."""
+    is_oai = (flags & _KIND) == _SWIGLU_OAI
+    limit = tl.where(is_oai, 7.0, float("inf"))
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + tl.where(is_oai, 1.0, 0.0)
+    return gate, up, limit
+
+
+@triton.jit
+def _row_of(flags, columns):
+    """The columns of one row of h."""
+    return tl.where((flags & _GATED) != 0, 2, 1) * columns
+
+
+@triton.jit
+def _end_of(used, M, flags):
+    """The rows that belong to an expert."""
+    end = M
+    if (flags & _USED) != 0:
+        end = tl.minimum(tl.load(used), M)
+    return end
+
+
+@triton.jit
+def _forward(h, a, columns, first, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    gate, up = _gate_and_up(h, columns, first, flags, BLOCK, INTERLEAVED)
+    gate, up, _limit = _limited(gate, up, flags)
+    act, _slope = _act(gate, flags)
+    col = first + tl.arange(0, BLOCK)
+    tl.store(a + col, (act * up).to(a.dtype.element_ty), mask=col < columns)
+
+
+@triton.jit
+def activation(h, a, used, M, columns, flags, BLOCK: tl.constexpr):
+    """a[i] = act(gate of h[i]) * up of h[i]; without a gate act(h[i]).
+
+    h [M, 2*columns] (or [M, columns]), a [M, columns], rows dense; ``used`` int32 [1]: rows from there on are left as
+    they are. One program for BLOCK columns of a row.
+    """
+    blocks = tl.cdiv(columns, BLOCK)
+    row = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * BLOCK
+    if row < _end_of(used, M, flags):
+        h += row.to(tl.int64) * _row_of(flags, columns)
+        a += row.to(tl.int64) * columns
+        if (flags & _INTERLEAVED) != 0:
+            _forward(h, a, columns, first, flags, BLOCK, True)
+        else:
+            _forward(h, a, columns, first, flags, BLOCK, False)
+
+
+@triton.jit
+def _backward(h, da, dh, a, scale, columns, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """One row's dh and a, and its part of the routing weight's gradient: dot(da, act(h))."""
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.range(0, columns, BLOCK):
+        col = first + tl.arange(0, BLOCK)
+        inside = col < columns
+        gate, up = _gate_and_up(h, columns, first, flags, BLOCK, INTERLEAVED)
+        d = tl.load(da + col, mask=inside, other=0.0).to(tl.float32)
+        kept_gate, kept_up, limit = _limited(gate, up, flags)
+        act, slope = _act(kept_gate, flags)
+        whole = act * kept_up
+        sums += tl.where(inside, d * whole, 0.0)
+        tl.store(a + col, (scale * whole).to(a.dtype.element_ty), mask=inside & ((flags & _WRITES_A) != 0))
+        d *= scale
+        dgate = tl.where(gate > limit, 0.0, d * kept_up * slope).to(dh.dtype.element_ty)
+        dup = tl.where(tl.abs(up) > limit, 0.0, d * act).to(dh.dtype.element_ty)
+        writes = (flags & _WRITES_DH) != 0
+        if INTERLEAVED:
+            both = 2 * first + tl.arange(0, 2 * BLOCK)
+            pair = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
+            tl.store(dh + both, pair, mask=(both < 2 * columns) & writes)
+        else:
+            tl.store(dh + col, dgate, mask=inside & writes)
+            tl.store(dh + columns + col, dup, mask=inside & writes & ((flags & _GATED) != 0))
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def activation_grad(
+    h, da, row_weights, index, used, dh, a, dweights, M, columns, index_step, flags, BLOCK: tl.constexpr
+):  # fmt: skip
+    """dh[i] = act'(h[i]) * t(i) * da[i], a[i] = t(i) * act(h[i]), dweights[index[i]] = dot(da[i], act(h[i])).
+
+    h and dh [M, 2*columns] (or [M, columns]), da and a [M, columns], rows dense. With WEIGHTED t(i) =
+    row_weights[index[i]], float32, else 1; ``index`` points at int32 words, a step of 2 means int64. Only what
+    ``flags`` ask for is written. Of rows from ``used`` on nothing is read or written, but dweights, a zero.
+    One program a row, which adds its columns up in a fixed order.
+    """
+    row = tl.program_id(0)
+    at = row.to(tl.int64)
+    flat = at
+    if (flags & (_WEIGHTED | _WRITES_DWEIGHTS)) != 0:
+        flat = tl.load(index + at * index_step).to(tl.int64)
+    dot = 0.0
+    if row < _end_of(used, M, flags):
+        scale = 1.0
+        if (flags & _WEIGHTED) != 0:
+            scale = tl.load(row_weights + flat)
+        h += at * _row_of(flags, columns)
+        dh += at * _row_of(flags, columns)
+        da += at * columns
+        a += at * columns
+        if (flags & _INTERLEAVED) != 0:
+            dot = _backward(h, da, dh, a, scale, columns, flags, BLOCK, True)
+        else:
+            dot = _backward(h, da, dh, a, scale, columns, flags, BLOCK, False)
+    if (flags & _WRITES_DWEIGHTS) != 0:
+        tl.store(dweights + flat, dot)

@@ -1,0 +1,141 @@
+"""The contract of the passes over rows (artifacts.types.Pass), in plain Python: arguments, flags, the grid.
+
+Their words of launch ABI 1, beside those of kernels/abi.py (``M`` counts rows, ``columns`` those of a row of a or y):
+
+=========================  ===================================================================
+``h a da dh y out``        device pointers to dense rows in the variant's dtype
+``row_weights dweights``   device pointers to float32, by index
+``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
+``M columns top_k E``      int32
+``index_step``             int32: 1 for an int32 index, 2 for int64
+``flags``                  int32: the activation (``KINDS``) and the flags below
+=========================  ===================================================================
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..artifacts.types import DType, Fusion, Layout, Op, Pass
+
+# Of ``flags``: the activation, then how it is done. kernels/activation.py has the same values.
+KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
+GATED = 8
+INTERLEAVED = 16
+USED = 32  # ``used`` says how many rows belong to an expert
+WEIGHTED = 64
+WRITES_DH = 128
+WRITES_A = 256
+WRITES_DWEIGHTS = 512
+
+_ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    Pass.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags")),
+    Pass.ACTIVATION_GRAD: (
+        ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"), ("M", "columns", "index_step", "flags"),
+    ),
+    Pass.COMBINE: (("y", "experts", "out"), ("M", "columns", "top_k", "E")),
+}  # fmt: skip
+_ROW_POINTERS = ("h", "a", "da", "dh", "y", "out")
+_WARPS = 8
+_THREAD_BYTES = 8  # of a row that one thread has, twice that of h: 16 of each would take all registers
+MOST_EXPERTS = 65536  # what a variant's record says: any number
+
+
+class Block(NamedTuple):
+    """The config of a pass: a program does ``block`` columns at a time with ``num_warps`` warps."""
+
+    block: int
+    num_warps: int
+
+    def __str__(self) -> str:
+        return f"block {self.block} w{self.num_warps}"
+
+    def pairs(self) -> tuple[tuple[str, int], ...]:
+        """As a bundle stores it."""
+        return (("block", self.block), ("num_warps", self.num_warps))
+
+    @classmethod
+    def from_pairs(cls, pairs: tuple[tuple[str, int], ...]) -> Block:
+        """Back from ``pairs``.
+
+        Raises
+        ------
+        ValueError
+            if they are not a block's.
+        """
+        given = dict(pairs)
+        if sorted(given) != ["block", "num_warps"]:
+            raise ValueError(f"config has the fields {sorted(given)}, wanted ['block', 'num_warps']")
+        if not 1 <= given["block"] <= 65536:
+            raise ValueError(f"block is {given['block']}, wanted 1 to 65536")
+        return cls(**given)
+
+
+class PassSpec(NamedTuple):
+    """One variant of a pass before it is compiled, as ``abi.Spec`` is one of a GEMM."""
+
+    op: Pass
+    dtype: DType
+    alignment: int = 16
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel's function."""
+        return self.op.value
+
+    @property
+    def config(self) -> Block:
+        """The columns that all threads have at once."""
+        return Block(32 * _WARPS * _THREAD_BYTES // self.dtype.itemsize, _WARPS)
+
+    @property
+    def layout(self) -> Layout:
+        """No w is read: what a variant's record says."""
+        return Layout.NK
+
+    @property
+    def fusion(self) -> Fusion:
+        """Nothing is fused with a product."""
+        return Fusion.NONE
+
+    @property
+    def max_experts(self) -> int:
+        """Any number."""
+        return MOST_EXPERTS
+
+    def __str__(self) -> str:
+        return f"{self.op.value} {self.dtype.value} {self.config}" + (" unaligned" if self.alignment == 1 else "")
+
+
+def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[PassSpec, ...]:
+    """The passes that go with these GEMMs, aligned and not: the gradient's only beside dX or dW."""
+    passes = [Pass.COMBINE] if ops else []
+    passes += [Pass.ACTIVATION] if Op.FORWARD in ops else []
+    passes += [Pass.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
+    kinds = dict.fromkeys(dtype_of(dtype) for dtype in dtypes)
+    return tuple(PassSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1))
+
+
+def dtype_of(dtype: DType) -> DType:
+    """The dtype of the passes beside GEMMs of this one: tf32 is fp32 in memory."""
+    return DType.FP32 if dtype is DType.TF32 else dtype
+
+
+def arguments(op: Pass) -> tuple[tuple[str, str], ...]:
+    """(name, kind) of every argument in the kernel's order."""
+    pointers, numbers = _ARGUMENTS[op]
+    return (*((name, "ptr") for name in pointers), *((name, "i32") for name in numbers))
+
+
+def divisibility(spec: PassSpec) -> dict[str, int]:
+    """As ``abi.divisibility``."""
+    if spec.alignment == 1:
+        return {}
+    pointers, _ = _ARGUMENTS[spec.op]
+    rows = dict.fromkeys((name for name in pointers if name in _ROW_POINTERS), spec.alignment)
+    return rows | {"columns": spec.alignment // spec.dtype.itemsize}
+
+
+def programs(op: Pass, M: int, columns: int, block: int) -> int:
+    """The grid: one program a row, or for each block of its columns."""
+    return M if op is Pass.ACTIVATION_GRAD else M * -(-columns // block)

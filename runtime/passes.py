@@ -1,0 +1,162 @@
+"""The passes over rows between and after the GEMMs, by a bundle's kernels: found once, launched with plain numbers.
+
+No choice names them: the best that is there runs. Where no bundle has one, the caller's torch does the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterable
+from ctypes import addressof, c_char
+
+from ..artifacts.errors import BundleError, InputError
+from ..artifacts.types import DType, Pass, Variant
+from ..kernels import abi, chips
+from ..kernels.passes import Block, PassSpec, programs
+from . import discover, driver
+from .device import LocalGpu, current_stream, local_gpu, platform_supported
+from .discover import Rejected, Snapshot, Usable
+from .launch import LoadedKernel
+from .launchable import unlaunchable
+from .loading import loaded
+
+_MOST_PROGRAMS = 2**31 - 1
+_ALIGNMENT_BYTES = 16
+_WORD_BYTES = 8
+_CONFIG = "7I4xQ16x"  # CUlaunchConfig: grid, block, shared bytes; the stream; no attributes
+
+# The launchers of one snapshot.
+_launchers: tuple[object, dict[tuple[Pass, DType, bool, int], PassLauncher | None]] = (None, {})
+
+
+class PassLauncher:
+    """Launches one loaded pass. It does not synchronise, and any thread may call it."""
+
+    __slots__ = ("_block", "_fixed", "_free", "_handle", "_kernel", "_launch", "_op", "_pack", "_pointers", "_size")
+
+    def __init__(self, kernel: LoadedKernel, op: Pass) -> None:
+        variant, function = kernel.variant, kernel.function
+        kinds = [kind for _, kind in variant.arguments]
+        packed = struct.Struct("=" + "".join("Q" if kind == "ptr" else "i4x" for kind in kinds) + _CONFIG)
+        self._pack, self._size = packed.pack_into, packed.size
+        self._pointers = len(kinds)
+        self._kernel, self._op, self._block = kernel, op, Block.from_pairs(variant.config).block
+        self._fixed = (1, 1, function.threads, 1, 1, function.shared_bytes)
+        self._launch, self._handle = driver.launch_kernel(), driver.argument(function.handle)
+        self._free = [self._new()]
+
+    def __call__(self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """Launch over ``rows`` rows, on torch's current stream; ``pointers`` and ``numbers`` are the arguments.
+
+        Raises
+        ------
+        InputError
+            where that makes more programs than a launch can have.
+        CudaError
+            where the driver refuses the launch.
+        """
+        grid = programs(self._op, rows, columns, self._block)
+        if grid > _MOST_PROGRAMS:
+            raise InputError(f"{rows} rows of {columns} columns make {grid} programs, the most is 2^31 - 1: split them")
+        function = self._kernel.function
+        try:
+            block = self._free.pop()
+        except IndexError:  # each is in use by another thread
+            block = self._new()
+        memory, config, arguments, _ = block
+        self._pack(memory, 0, *pointers, *numbers, grid, *self._fixed, current_stream(function.device))
+        code = self._launch(config, self._handle, arguments, None)
+        if code == driver.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
+            driver.make_current(function.device)
+            code = self._launch(config, self._handle, arguments, None)
+        self._free.append(block)
+        driver.check(code, f"cuLaunchKernelEx({self._kernel.variant.entry})")
+
+    def _new(self) -> tuple[bytearray, object, object, c_char]:
+        """Memory for the arguments, the launch configuration and the pointers to the arguments."""
+        count = self._pointers
+        memory = bytearray(self._size + _WORD_BYTES * (count + 3))
+        pin = c_char.from_buffer(memory)
+        base = addressof(pin)
+        null = base + self._size  # the two scratch pointers that every kernel takes: none
+        places = [*(base + _WORD_BYTES * i for i in range(count)), null, null]
+        struct.pack_into(f"={len(places)}Q", memory, self._size + _WORD_BYTES, *places)
+        config = base + _WORD_BYTES * count
+        return memory, driver.argument(config), driver.argument(null + _WORD_BYTES), pin
+
+
+def launcher(op: Pass, dtype: DType, device: int, *, aligned: bool) -> PassLauncher | None:
+    """The launcher of the best kernel of this pass on ``cuda:device``; None where no usable bundle has one.
+
+    ``aligned`` says whether every pointer and row is a multiple of 16 bytes. It is remembered, so only a first call
+    reads anything. Legal in a graph capture.
+
+    Raises
+    ------
+    CudaError
+        if the driver refuses the code.
+    """
+    global _launchers
+    snapshot = discover.snapshot()
+    if _launchers[0] is not snapshot:
+        _launchers = snapshot, {}
+    known = _launchers[1]
+    key = (op, dtype, aligned, device)
+    if key not in known:
+        kernel = _kernel(snapshot, op, dtype, device, aligned)
+        known[key] = None if kernel is None else PassLauncher(kernel, op)
+    return known[key]
+
+
+def aligned(row_bytes: Iterable[int], pointers: Iterable[int]) -> bool:
+    """Whether every row and pointer keeps to 16 bytes."""
+    return abi.is_aligned(_ALIGNMENT_BYTES, *row_bytes, *pointers)
+
+
+def ranked(snapshot: Snapshot, op: Pass, dtype: DType, local: LocalGpu, *, aligned: bool) -> list[tuple[Usable, int]]:
+    """The kernels of this pass that ``local`` can run, best first: (bundle, variant's index).
+
+    Code for this very capability first, then aligned code, the later revision, the place of the bundle. Installed
+    packages are asked only if no other place has any.
+    """
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            for installed in (False, True):
+                found = [
+                    (usable, i, variant)
+                    for usable in snapshot.view(local, installed=installed).usable
+                    for i, variant in snapshot.variants(usable.bundle, PassSpec(op, dtype))
+                    if _runs(variant, local, aligned)
+                ]
+                if found:
+                    found.sort(key=lambda one: _rank(one[0], one[1], one[2], local))
+                    return [(usable, i) for usable, i, _ in found]
+            return []
+
+
+def _rank(usable: Usable, index: int, variant: Variant, local: LocalGpu) -> tuple[int, ...]:
+    native = usable.bundle.target.sm == local.sm
+    return (not native, -variant.alignment, -variant.revision, usable.order, index)
+
+
+def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
+    first, last = abi.READS_ABI
+    limits = chips.LIMITS.get(local.sm)
+    fits = limits is None or variant.shared_bytes <= limits.shared_per_block_bytes
+    return first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)
+
+
+def _kernel(snapshot: Snapshot, op: Pass, dtype: DType, device: int, aligned: bool) -> LoadedKernel | None:
+    if not platform_supported():
+        return None
+    local = local_gpu(device)
+    while True:  # each turn drops a bundle
+        found = ranked(snapshot, op, dtype, local, aligned=aligned)
+        if not found:
+            return None
+        usable, index = found[0]
+        try:
+            return loaded(usable.bundle, index, device, local.gpu.sm_count)
+        except BundleError as error:
+            snapshot.reject(usable.bundle, error)

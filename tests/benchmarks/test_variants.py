@@ -1,0 +1,78 @@
+"""The sweep's file: written after every cell, gone on from, and of one bundle's variants alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script, whose neighbours it imports as a script does."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import variants
+
+    yield variants
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
+            del sys.modules[name]
+
+
+def parts(sweep: Path) -> tuple[dict[str, object], list[dict[str, object]]]:
+    """A committed sweep's head and cells."""
+    known = json.loads(sweep.read_text())
+    cells = known.pop("cells")
+    known.pop("seconds")
+    return known, cells
+
+
+def test_a_sweep_goes_on_where_it_was_ended(tool: ModuleType, tmp_path: Path) -> None:
+    head, cells = parts(RESULTS / "sweep-h200-dW-bf16.json")
+    out = tmp_path / "sweep.json"
+    begun = tool.Sweep(out, head)
+    for cell in cells[:3]:
+        begun.add(cell)
+    again = tool.Sweep(out, head | {"command": "the same, once more"})
+    assert [again.has(one["model"], one["gemm"], one["tokens"]) for one in cells[:5]] == [True] * 3 + [False] * 2
+    for cell in cells[3:]:
+        again.add(cell)
+    whole = json.loads(out.read_text())
+    assert whole["cells"] == cells
+    assert whole["seconds"] >= 0
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+
+
+def test_a_sweep_of_other_variants_is_no_place_for_a_cell(tool: ModuleType, tmp_path: Path) -> None:
+    head, cells = parts(RESULTS / "sweep-h200-dX-bf16.json")
+    out = tmp_path / "sweep.json"
+    tool.Sweep(out, head).add(cells[0])
+    with pytest.raises(SystemExit, match=r"another variants: name another --out"):
+        tool.Sweep(out, head | {"variants": {}})
+    with pytest.raises(SystemExit, match=r"another op, gpu: name"):
+        tool.Sweep(out, head | {"op": "dW", "gpu": "NVIDIA H100"})
+
+
+def test_heuristics_take_torchs_time_of_the_same_run(tool: ModuleType, tmp_path: Path) -> None:
+    import heuristics
+
+    head, cells = parts(RESULTS / "sweep-h200-dX-bf16.json")
+    few, many = (next(one for one in cells if one["tokens"] == T) for T in (16, 8192))
+    out = tmp_path / "sweep.json"
+    sweep = tool.Sweep(out, head)
+    sweep.add(few | {"torch_us": 12.5})
+    sweep.add(many | {"torch_us": None})
+    there = heuristics.load(out)
+    assert [len(one.times_us) > 0 for one in there] == [True, True]
+    times = heuristics.torch_times(there, [out])
+    assert times[there[0]] == 12.5
+    assert times[there[1]] == heuristics.torch_times(there)[there[1]]  # of another run
+    assert there[0] not in heuristics.torch_times(there)

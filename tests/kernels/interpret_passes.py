@@ -1,0 +1,98 @@
+"""Runs cases of the passes over rows (JSON on standard input) under Triton's interpreter, against torch in float64."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from pretuned.artifacts.types import Pass
+from pretuned.kernels import activation, combine, passes
+from pretuned.runtime.activation import Activation, by_torch
+
+GUARD = 3.0  # what a result holds where the kernel must not write
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
+
+
+def run(case: dict[str, Any]) -> list[str]:
+    """What is wrong, in words."""
+    return run_combine(case) if case["pass"] == "combine" else run_activation(case)
+
+
+def launch(op: Pass, case: dict[str, Any], values: dict[str, Any]) -> None:
+    kernel = {"combine": combine.combine}.get(op.value) or getattr(activation, op.value)
+    grid = passes.programs(op, case["M"], case["columns"], case["block"])
+    values |= {"M": case["M"], "columns": case["columns"]}
+    kernel[(grid,)](*(values[name] for name, _ in passes.arguments(op)), BLOCK=case["block"])
+
+
+def run_activation(case: dict[str, Any]) -> list[str]:
+    M, columns, used = case["M"], case["columns"], case["used"]
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}[case["dtype"]]
+    act = Activation(case["activation"], case["gated"], case["interleaved"])
+    g = torch.Generator().manual_seed(case["seed"])
+    h = (4 * torch.randn(M, columns * (2 if act.gated else 1), generator=g)).to(dtype)
+    da = torch.randn(M, columns, generator=g).to(dtype)
+    weights = torch.rand(M, generator=g)
+    index = torch.randperm(M, generator=g).to(torch.int64 if case["wide"] else torch.int32)
+    end = M if used is None else min(used, M)
+    h[end:], da[end:] = float("nan"), float("nan")  # rows of no expert hold anything
+    flags = act.flags | (passes.USED if used is not None else 0)
+    fresh = {"a": torch.full((M + 1, columns), GUARD, dtype=dtype)}
+    given: dict[str, Any] = {"h": h, "used": torch.tensor([used or 0], dtype=torch.int32)}
+    wide = h[:end].double().requires_grad_()
+    want = by_torch(wide, act)
+    scale = torch.ones(end, 1, dtype=torch.float64)
+    if case["pass"] == "activation":
+        launch(Pass.ACTIVATION, case, given | fresh | {"flags": flags})
+        return compared("a", fresh["a"], want.detach(), end, dtype)
+    if case["weighted"]:
+        scale = weights.double()[index.long()][:end, None]
+    writes = case["writes"]
+    for name, flag in (("dh", passes.WRITES_DH), ("a", passes.WRITES_A), ("dweights", passes.WRITES_DWEIGHTS)):
+        flags |= flag if name in writes else 0
+    flags |= passes.WEIGHTED if case["weighted"] else 0
+    fresh |= {"dh": torch.full((M + 1, h.shape[1]), GUARD, dtype=dtype), "dweights": torch.full((M + 1,), GUARD)}
+    given |= {
+        "da": da,
+        "row_weights": weights,
+        "index": index.view(torch.int32),
+        "index_step": 2 if case["wide"] else 1,
+    }
+    launch(Pass.ACTIVATION_GRAD, case, given | fresh | {"flags": flags})
+    (dh,) = torch.autograd.grad(want, wide, da[:end].double() * scale)
+    dots = torch.zeros(M, dtype=torch.float64)
+    dots[index[:end].long()] = (da[:end].double() * want.detach()).sum(1)
+    wrong = compared("dh", fresh["dh"], dh, end if "dh" in writes else 0, dtype)
+    wrong += compared("a", fresh["a"], want.detach() * scale, end if "a" in writes else 0, dtype)
+    return wrong + compared("dweights", fresh["dweights"], dots, M if "dweights" in writes else 0, torch.float32)
+
+
+def run_combine(case: dict[str, Any]) -> list[str]:
+    T, columns, top_k, E = case["M"], case["columns"], case["top_k"], 5
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}[case["dtype"]]
+    g = torch.Generator().manual_seed(case["seed"])
+    y = torch.randn(T * top_k, columns, generator=g).to(dtype)
+    experts = torch.randint(-2, E + 2, (T * top_k,), generator=g, dtype=torch.int32)
+    here = (experts >= 0) & (experts < E)
+    y[~here] = float("nan")
+    out = torch.full((T + 1, columns), GUARD, dtype=dtype)
+    launch(Pass.COMBINE, case, {"y": y, "experts": experts, "out": out, "top_k": top_k, "E": E})
+    want = torch.where(here[:, None], y, 0).double().view(T, top_k, columns).sum(1)
+    return compared("out", out, want, T, dtype)
+
+
+def compared(name: str, got: torch.Tensor, want: torch.Tensor, rows: int, dtype: torch.dtype) -> list[str]:
+    wrong = []
+    if not (got[rows:] == GUARD).all():
+        wrong.append(f"{name}: rows from {rows} on were written")
+    error = (got[:rows].double() - want[:rows]).norm() / want[:rows].norm().clamp(min=1e-30)
+    if rows and not error < TOLERANCE[dtype]:
+        wrong.append(f"{name}: off by {float(error):.2e}")
+    return wrong
+
+
+if __name__ == "__main__":
+    json.dump([run(case) for case in json.load(sys.stdin)], sys.stdout)

@@ -1,0 +1,135 @@
+"""The passes over rows: their kernels under Triton's interpreter against the equations, and their contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretuned.artifacts.types import DType, Op, Pass
+from pretuned.kernels import passes
+
+WORKER = Path(__file__).with_name("interpret_passes.py")
+ALL = ["dh", "a", "dweights"]
+
+
+def run(cases: list[dict[str, object]]) -> list[list[str]]:
+    """What is wrong with each, from a process that interprets Triton."""
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, WORKER], input=json.dumps(cases), env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    wrong: list[list[str]] = json.loads(done.stdout)
+    return wrong
+
+
+def case(**changes: object) -> dict[str, object]:
+    base: dict[str, object] = {
+        "pass": "activation_grad", "M": 7, "columns": 40, "block": 16, "dtype": "fp32", "activation": "silu",
+        "gated": True, "interleaved": False, "used": None, "weighted": False, "writes": ALL, "wide": True,
+        "top_k": 2, "seed": 0,
+    }  # fmt: skip
+    return base | changes
+
+
+FORMS = [
+    *((name, True, interleaved) for name in passes.KINDS[:4] for interleaved in (False, True)),
+    *((name, False, False) for name in ("silu", "gelu", "gelu_tanh", "relu2")),
+]
+CASES = {
+    f"{which}, {name}{', interleaved' if interleaved else '' if gated else ', ungated'}, {dtype}": case(
+        **{"pass": which}, activation=name, gated=gated, interleaved=interleaved, dtype=dtype, weighted=True, used=6
+    )
+    for which in ("activation", "activation_grad")
+    for name, gated, interleaved in FORMS
+    for dtype in ("fp32", "fp16")
+} | {
+    "int32 index": case(wide=False, weighted=True),
+    "no weights, but their gradient": case(),
+    "dh alone": case(writes=["dh"], used=3),
+    "a alone": case(writes=["a"], weighted=True),
+    "dweights alone": case(writes=["dweights"], used=3),
+    "nothing": case(writes=[]),
+    "no row is used": case(used=0, weighted=True),
+    "more rows used than there are": case(used=9, weighted=True),
+    "one column": case(columns=1),
+    "activation of one column": case(**{"pass": "activation"}, columns=1, used=2),
+    "combine": case(**{"pass": "combine"}),
+    "combine, one slot": case(**{"pass": "combine"}, top_k=1),
+    "combine, many slots": case(**{"pass": "combine"}, top_k=11, dtype="fp16"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[str]]:
+    return dict(zip(CASES, run(list(CASES.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_matches_the_equation(results: dict[str, list[str]], name: str) -> None:
+    assert results[name] == []
+
+
+def test_random_shapes() -> None:
+    rng = random.Random(11)
+    cases = []
+    for seed in range(40):
+        name, gated, interleaved = rng.choice(FORMS)
+        M = rng.choice([1, 2, 9])
+        cases.append(
+            case(
+                **{"pass": rng.choice(["activation", "activation_grad", "combine"])}, M=M, seed=seed, activation=name,
+                gated=gated, interleaved=interleaved, columns=rng.choice([1, 3, 16, 17, 63, 64]),
+                block=rng.choice([16, 64]), used=rng.choice([None, *range(M + 2)]), weighted=rng.random() < 0.5,
+                wide=rng.random() < 0.5, writes=[one for one in ALL if rng.random() < 0.7],
+                dtype=rng.choice(["fp32", "fp16"]), top_k=rng.choice([1, 3, 8, 9]),
+            )
+        )  # fmt: skip
+    for given, wrong in zip(cases, run(cases), strict=True):
+        assert wrong == [], given
+
+
+def test_the_kernels_have_the_flags_of_the_contract() -> None:
+    from pretuned.kernels import activation
+
+    for number, name in enumerate(passes.KINDS):
+        if name != "silu":
+            assert getattr(activation, f"_{name.upper()}").value == number
+    for name in ("GATED", "INTERLEAVED", "USED", "WEIGHTED", "WRITES_DH", "WRITES_A", "WRITES_DWEIGHTS"):
+        assert getattr(activation, f"_{name}").value == getattr(passes, name)
+    assert activation._KIND.value >= len(passes.KINDS) - 1
+    assert activation._KIND.value & passes.GATED == 0
+
+
+@pytest.mark.parametrize("op", Pass)
+def test_the_kernels_take_the_arguments_of_the_contract(op: Pass) -> None:
+    from pretuned.kernels import activation, combine
+
+    kernel = combine.combine if op is Pass.COMBINE else getattr(activation, op.value)
+    assert [*(name for name, _ in passes.arguments(op)), "BLOCK"] == list(kernel.arg_names)
+
+
+def test_which_passes_go_with_which_gemms() -> None:
+    def of(*ops: Op, dtypes: tuple[DType, ...] = (DType.BF16,)) -> list[tuple[Pass, DType]]:
+        return list(dict.fromkeys((one.op, one.dtype) for one in passes.specs(dtypes, frozenset(ops))))
+
+    bf16, fp32 = DType.BF16, DType.FP32
+    assert of(Op.FORWARD) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION, bf16)]
+    assert of(Op.DX) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION_GRAD, bf16)]
+    assert len(of(*Op)) == 3
+    assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [(Pass.COMBINE, fp32), (Pass.ACTIVATION, fp32)]
+    assert of() == []
+
+
+def test_a_block_is_read_back_and_nothing_else_is() -> None:
+    block = passes.PassSpec(Pass.COMBINE, DType.BF16).config
+    assert passes.Block.from_pairs(block.pairs()) == block
+    for pairs in ((("block", 1024),), (("block", 0), ("num_warps", 4)), (("block_k", 16), ("num_warps", 4))):
+        with pytest.raises(ValueError, match="wanted"):
+            passes.Block.from_pairs(pairs)

@@ -1,0 +1,165 @@
+"""The layer's launches, on a GPU that is host memory: which there are, and that they add up to the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import host_gpu
+import pytest
+import torch
+from host_gpu import ALL, Device
+
+from pretuned.artifacts.types import Fusion, Op, Pass
+from pretuned.runtime import activate, moe_mlp
+from pretuned.runtime.activation import GATED
+
+T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
+NAMES = ("hidden", "up", "down", "up_bias", "down_bias", "weights")
+ONE = (Op.DX, Fusion.NONE)
+device = host_gpu.device
+
+
+def tensors(gated: bool, layout: str, biased: bool) -> dict[str, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    wide = 2 * I if gated else I
+    up, down = (E, wide, H), (E, H, I)
+    if layout == "kn":
+        up, down = (E, H, wide), (E, I, H)
+    found = random(T, H), random(*up), random(*down), random(E, wide), random(E, H), torch.rand(T, TOPK)
+    every = dict(zip(NAMES, found, strict=True))
+    return {name: one if biased or "bias" not in name else None for name, one in every.items()}
+
+
+def step(
+    given: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor, **how: Any
+) -> dict[str, torch.Tensor]:
+    """The layer's result, and the gradients of ``needs``."""
+    leaves = {
+        name: None if one is None else one.clone().requires_grad_(name in needs) for name, one in given.items()
+    }  # fmt: skip
+    out = moe_mlp(
+        leaves["hidden"], leaves["up"], leaves["down"], ids, leaves["weights"], gate_up_bias=leaves["up_bias"],
+        down_bias=leaves["down_bias"], **how,
+    )  # fmt: skip
+    asked = {name: one for name, one in leaves.items() if name in needs and one is not None}
+    if not asked:
+        return {"out": out.detach()}
+    dout = torch.linspace(-1, 1, out.numel()).view_as(out)
+    return {"out": out.detach(), **dict(zip(asked, torch.autograd.grad(out, list(asked.values()), dout), strict=True))}
+
+
+IDS = torch.randint(-1, E + 1, (T, TOPK), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture
+def both(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The reference's step, then the simulated GPU's: compared, and what the GPU ran is in ``device``."""
+
+    def compare(given: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor, **how: Any) -> None:
+        host_gpu.on(monkeypatch, False)
+        wanted = step(given, needs, ids, **how)
+        host_gpu.on(monkeypatch, True)
+        device.launched.clear()
+        device.passed.clear()
+        got = step(given, needs, ids, **how)
+        assert set(got) == set(wanted)
+        for name, one in wanted.items():
+            torch.testing.assert_close(
+                got[name], one, rtol=1e-5, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+    return compare
+
+
+@pytest.mark.parametrize("there", ["all", "no passes", "no GEMMs"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("swiglu_oai", True), ("relu2", False)])
+def test_the_launches_add_up_to_the_reference(
+    device: Device, both: Any, activation: str, gated: bool, layout: str, biased: bool, there: str
+) -> None:
+    device.there = {"all": {*ALL, *Pass}, "no passes": set(ALL), "no GEMMs": set(Pass)}[there]
+    given = tensors(gated, layout, biased)
+    how: dict[str, Any] = {"activation": activation, "gated": gated, "w_layout": layout}
+    both(given, set(NAMES), IDS, **how)
+    both(given, set(), IDS, **how)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("there", ["all", "no passes"])
+def test_each_gradient_alone(device: Device, both: Any, name: str, there: str) -> None:
+    device.there = {"all": {*ALL, *Pass}, "no passes": set(ALL)}[there]
+    both(tensors(True, "nk", True), {name}, IDS)
+
+
+@pytest.mark.parametrize(
+    ("needs", "gemms", "passed"),
+    [
+        (set(), [], []),
+        ({"hidden"}, [ONE, (Op.DX, Fusion.SCATTER)], [Pass.ACTIVATION_GRAD, Pass.COMBINE]),  # LoRA: frozen weights
+        ({"weights"}, [ONE], [Pass.ACTIVATION_GRAD]),
+        ({"down"}, [(Op.DW, Fusion.NONE)], [Pass.ACTIVATION_GRAD]),
+        ({"up"}, [ONE, (Op.DW, Fusion.NONE)], [Pass.ACTIVATION_GRAD]),
+        ({"down_bias"}, [(Op.DW, Fusion.NONE)], []),
+    ],
+)
+def test_only_what_needs_a_gradient_is_computed(
+    device: Device, both: Any, needs: set[str], gemms: list[Any], passed: list[Pass]
+) -> None:
+    both(tensors(True, "nk", True), needs, IDS)
+    assert device.launched == [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.SCATTER), *gemms]
+    assert device.passed == [Pass.ACTIVATION, Pass.COMBINE, *passed]
+
+
+@pytest.mark.parametrize("ids", [torch.full((T, TOPK), -1), torch.full((T, TOPK), 2), torch.empty(0, TOPK).long()])
+def test_nobody_here_everybody_on_one_and_no_tokens(both: Any, ids: torch.Tensor) -> None:
+    given = tensors(True, "nk", True)
+    for name in ("hidden", "weights"):
+        one = given[name]
+        given[name] = None if one is None else one[: len(ids)]
+    both(given, set(NAMES), ids)
+
+
+def test_what_rows_of_no_expert_hold_reaches_nothing(
+    device: Device, both: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poisoned(self: torch.Tensor, *size: Any, **how: Any) -> torch.Tensor:
+        made = self.new_full(size[0] if len(size) == 1 and not isinstance(size[0], int) else size, 0, **how)
+        return made.fill_(float("nan")) if made.dtype.is_floating_point else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda one: torch.full_like(one, float("nan")))
+    both(tensors(True, "nk", True), set(NAMES), IDS)
+
+
+@pytest.mark.parametrize("activation", GATED)
+def test_the_activation_alone(device: Device, monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
+    h = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    host_gpu.on(monkeypatch, False)
+    wanted = activate(h, activation)
+    (first,) = torch.autograd.grad(wanted.square().sum(), h, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), h)
+    host_gpu.on(monkeypatch, True)
+    got = activate(h, activation)
+    torch.testing.assert_close(got, wanted)
+    (dh,) = torch.autograd.grad(got.square().sum(), h)
+    torch.testing.assert_close(dh, first)
+    assert device.passed == [Pass.ACTIVATION, Pass.ACTIVATION_GRAD]
+    (again,) = torch.autograd.grad(activate(h, activation).square().sum(), h, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(again.sum(), h)[0], second)
+
+
+def test_a_second_gradient_of_the_layer_is_refused(both: Any) -> None:
+    given = tensors(True, "nk", False)
+    hidden = given["hidden"]
+    assert hidden is not None
+    hidden.requires_grad_()
+    out = moe_mlp(hidden, given["up"], given["down"], IDS, given["weights"])
+    (dx,) = torch.autograd.grad(out.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
