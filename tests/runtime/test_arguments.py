@@ -10,14 +10,27 @@ import pytest
 from pretuned.artifacts.types import DType, Op
 from pretuned.kernels.abi import Spec, arguments
 from pretuned.kernels.config import Config
-from pretuned.runtime.arguments import LAUNCH, PREPARED, ROWS, SIZES, STRIDES, WEIGHT, Block, Blocks, config_tail
+from pretuned.runtime.arguments import (
+    LAUNCH,
+    MAPPED_LAUNCH,
+    PREPARED,
+    ROWS,
+    SIZES,
+    STRIDE_B,
+    STRIDES,
+    WEIGHT,
+    Block,
+    Blocks,
+    config_tail,
+)
 from pretuned.runtime.driver import LaunchConfig
 
-MAPS = bytes(range(128)), bytes(range(128, 256))
+MAPS = bytes(range(128)), bytes(range(128, 256)), bytes(range(64, 192))
 X_MAP = ("M", "K", "stride_x_m", "one")
 W_MAP = ("E", "N", "K", "stride_w_e", "stride_w_row", "one")
-ROW_MAPS = {"x": X_MAP, "w": W_MAP}
-WEIGHT_MAPS = dict.fromkeys(("dy", "x"), ("null",) * 4 + ("one",) * 4)
+RAGGED = ("null",) * 4 + ("one",) * 4
+ROW_MAPS = {"x": X_MAP, "w": W_MAP, "y_map": RAGGED}
+WEIGHT_MAPS = {"dy": RAGGED, "x": RAGGED, "dw": ("null",) * 3 + ("one",) * 3}
 BIG = 1 << 40  # what must not be cut to 32 bits
 NUMBERS = {"M": 3, "index_end": 4, "N": 5, "K": 6, "E": 7, "m_sizes_step": 2, "index_step": 1, "x_divisor": 8}
 KINDS = [{}, {"tma": True}, {"tma": True, "specialized": True}]
@@ -31,10 +44,11 @@ def spec(op: Op, kind: dict[str, bool]) -> Spec:
 def packed(block: Block) -> Block:
     sizes = SIZES.pack(5, 6, 7, 2, 1, 8, 9, 0)
     prepared = PREPARED.pack(
-        *MAPS, BIG + 1, BIG + 2, BIG + 11, BIG + 12, STRIDES.pack(BIG + 13, BIG + 14, 1),
+        *MAPS[:2], BIG + 1, BIG + 2, BIG + 11, BIG + 12, STRIDES.pack(BIG + 13, BIG + 14, 1),
         BIG + 5, BIG + 6, BIG + 7, 3, 4, sizes, 1234, config_tail(256, 70_000),
     )  # fmt: skip
-    LAUNCH.pack_into(block[0], block[1], prepared, BIG + 20, BIG + 3, BIG + 4, BIG + 8)
+    assert STRIDE_B.unpack_from(prepared) == (BIG + 12,)
+    MAPPED_LAUNCH.pack_into(block[0], block[1], prepared, BIG + 20, BIG + 3, BIG + 4, BIG + 8, MAPS[2])
     return block
 
 
@@ -66,7 +80,7 @@ def test_rows_read_every_argument_where_the_kernel_has_it(kind: dict[str, bool])
         "x": BIG + 1, "w": BIG + 2, "y": BIG + 3, "stride_x_m": BIG + 11, "stride_y_m": BIG + 12,
         "stride_w_e": BIG + 13, "stride_w_row": BIG + 14, "flags": 9, "one": 1, "null": 0,
     }  # fmt: skip
-    wanted = named | dict(zip(("x", "w"), MAPS, strict=True)) if "tma" in kind else named
+    wanted = named | dict(zip(("x", "w", "y_map"), MAPS, strict=True)) if "tma" in kind else named
     assert read(Op.FORWARD, kind) == [(name, wanted[name]) for name, _ in read(Op.FORWARD, kind)]
 
 
@@ -76,7 +90,8 @@ def test_weights_read_every_argument_where_the_kernel_has_it(kind: dict[str, boo
         "dy": BIG + 1, "x": BIG + 2, "dw": BIG + 3, "stride_dy_m": BIG + 11, "stride_x_m": BIG + 12,
         "stride_dw_e": BIG + 13, "stride_dw_row": BIG + 14, "flags": 9, "one": 1, "null": 0,
     }  # fmt: skip
-    wanted = named | dict(zip(("dy", "x"), MAPS, strict=True)) if "tma" in kind else named
+    given = MAPS if "specialized" in kind else MAPS[:2]
+    wanted = named | dict(zip(("dy", "x", "dw"), given, strict=False)) if "tma" in kind else named
     assert read(Op.DW, kind) == [(name, wanted[name]) for name, _ in read(Op.DW, kind)]
 
 
