@@ -94,3 +94,8 @@ def torch_can(problem: Problem) -> bool:
 def expected_seconds(best_us: float) -> float:
     """What measuring a cell takes, about: for the progress, and for what to begin with."""
     return 0.1 + 80e-6 * best_us
+
+
+def weight_seconds(problem: Problem) -> float:
+    """What making the weights anew takes, about: a guess, to decide whether a cell is worth taking to another GPU."""
+    return 0.02 + problem.E * problem.N * problem.K / 20e9

@@ -12,7 +12,7 @@ from typing import Any
 from ..artifacts.errors import HostError
 from ..artifacts.types import Problem
 from .contenders import Winners, contenders
-from .ground import Ground, expected_seconds, torch_can, weight_key
+from .ground import Ground, expected_seconds, torch_can, weight_key, weight_seconds
 from .jobs import GpuExecutor, GpuGone, Hello, Job, Result, WorkerLost
 from .journal import Journal, described
 from .outcome import Outcome, Progress, TuneObservers
@@ -22,7 +22,6 @@ _RESTARTS = 3  # of a worker that does not start, one after the other
 _LOOK_S = 0.5  # how often to ask for GPUs that have joined
 _DESERTED_S = 60.0  # how long to wait for one where all have left
 _KILLS = 2  # GPUs that a variant may take with it, alone, before it is to blame
-_WORTH_TAKING_S = 0.25  # of another GPU's queue: the weights are made anew
 
 SAME_GPU = "use the same GPU: give each worker its own with CUDA_VISIBLE_DEVICES"
 
@@ -229,13 +228,19 @@ class Run:
             trial.kills = 0
 
     def _taken(self) -> deque[_Trial]:
-        """Half of what waits for the GPU that has most to do, from the end of its queue."""
+        """Of what waits for the GPU that has most to do, from the end of its queue, all that is done sooner elsewhere.
+
+        That is about half of it, less where the weights take long to be made anew; in the end it is single cells.
+        """
         taken: deque[_Trial] = deque()
         longest = max(self.lanes, key=lambda lane: lane.waiting_s)
-        wanted_s = longest.waiting_s / 2
-        if wanted_s >= _WORTH_TAKING_S:
-            while longest.waiting and sum(trial.seconds for trial in taken) < wanted_s:
-                taken.appendleft(longest.waiting.pop())
+        if not longest.waiting:
+            return taken
+        left_s, taken_s = longest.waiting_s, weight_seconds(longest.waiting[-1].problem)
+        while longest.waiting and taken_s + longest.waiting[-1].seconds <= left_s:
+            trial = longest.waiting.pop()
+            left_s, taken_s = left_s - trial.seconds, taken_s + trial.seconds
+            taken.appendleft(trial)
         return taken
 
     def _contenders(self, trial: _Trial) -> tuple[int, ...]:

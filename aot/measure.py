@@ -17,7 +17,7 @@ import torch
 
 from ..artifacts.errors import BundleError, CudaError, HostError, InputError
 from ..artifacts.store import open_bundle
-from ..artifacts.types import Fusion, Layout, Op, Problem
+from ..artifacts.types import DType, Fusion, Layout, Op, Problem
 from ..kernels.config import Config
 from ..runtime import launch
 from ..runtime.device import local_gpu
@@ -92,6 +92,7 @@ class Bench:
         size = _REFERENCE_SIZE
         square = torch.randn(size, size, device=self.device).to(torch.bfloat16)
         self._held = square, torch.empty_like(square)  # a graph holds addresses, not tensors
+        self._warm_up()
         self._reference = self.clock.capture(lambda: torch.mm(square, square, out=self._held[1]))
         self.clock.rounds_us([self._reference], _WARM_UP_ROUNDS)
         times = sorted(self.clock.rounds_us([self._reference], 20)[0])
@@ -100,6 +101,16 @@ class Bench:
             self.notes += (
                 f"times scatter, one matrix product took {times[0]:.0f} to {times[-1]:.0f} us: is it in use by others?",
             )
+
+    def _warm_up(self) -> None:
+        """All that a job does but launch variants, once on something tiny: what torch loads late is loaded now."""
+        with torch.no_grad():
+            for op in Op:
+                problem = Problem(op, DType.BF16, 8, 64, 64)
+                on = self._tensors(problem, 16)
+                judge = self._judge(problem, on)
+                for m_sizes in self._routings(problem, 16, on.top_k):
+                    judge.error(on, judge.reference(on, m_sizes.tolist()))
 
     def run(self, job: Job) -> Result:
         """Measure a job's contenders."""

@@ -4,9 +4,10 @@
     python benchmarks/scaling.py --candidates candidates.msgpack --out benchmarks/results/scaling-h200.json
 
 ``efficiency`` is one GPU's seconds over N times those of N GPUs; ``seconds`` are of the measuring, the making of the
-weights included, as the tuner counts them, and ``start_s`` what comes before: processes, torch, CUDA contexts. How
-GPUs side by side disturb each other's times is told as the ratio of the modelled choices' times, cell by cell.
-The Dask leg starts a scheduler and workers on loopback, each worker with one GPU in CUDA_VISIBLE_DEVICES.
+weights included, as the tuner counts them, and ``start_s`` what comes before: processes, torch, CUDA contexts, which
+``efficiency_with_start`` counts too. How GPUs side by side disturb each other's times is told as the ratio of the
+modelled choices' times, cell by cell. The Dask legs start a scheduler and workers on loopback, each worker with one
+GPU in CUDA_VISIBLE_DEVICES: once through the tuner's own call, once through ``aot measure --executor dask://...``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pretuned.aot.journal import read_journal
 from pretuned.aot.models import load_models
@@ -36,35 +38,60 @@ from pretuned.artifacts.store import open_bundle
 from pretuned.artifacts.types import Op, Problem
 
 MODELS = Path(__file__).with_name("scaling-models.txt")
-ROWS = (32, 512, 8192)  # decode, a small and a large prefill
 GOAL = 0.9
 _START_S = 120.0
 
 Cells = Mapping[Problem, Sequence[int]]
-Leg = Callable[[Path], Outcome]
+Leg = Callable[[Path], Mapping[str, object]]  # what Outcome.to_dict() has
 
 
 def here(cells: Cells, candidates: Path, gpus: Sequence[int]) -> Leg:
     """On GPUs of this machine, a worker process each."""
-    return lambda journal: tune_problems(cells, candidates, journal, budget_s=None, gpus=gpus, with_torch=False)
+
+    def leg(journal: Path) -> Mapping[str, object]:
+        return told(tune_problems(cells, candidates, journal, budget_s=None, gpus=gpus, with_torch=False))
+
+    return leg
 
 
 def there(cells: Cells, candidates: Path, executor: str, count: int) -> Leg:
     """On a Dask cluster, once all ``count`` workers have come."""
     from pretuned.aot.daskgpus import dask_gpus
 
-    def leg(journal: Path) -> Outcome:
+    def leg(journal: Path) -> Mapping[str, object]:
         with dask_gpus(executor, candidates) as gpus:
             found = list(gpus.joined())
             end = time.monotonic() + _START_S
             while len(found) < count and time.monotonic() < end:
                 time.sleep(0.1)
                 found += gpus.joined()
-            return tune_problems(
-                cells, candidates, journal, budget_s=None, executors=found, joined=gpus.joined, with_torch=False
+            return told(
+                tune_problems(
+                    cells, candidates, journal, budget_s=None, executors=found, joined=gpus.joined, with_torch=False
+                )
             )
 
     return leg
+
+
+def command(models: Path, candidates: Path, executor: str) -> Leg:
+    """On the same cluster, by the command line."""
+
+    def leg(journal: Path) -> Mapping[str, object]:
+        words = [sys.executable, "-m", "pretuned.aot", "measure", candidates, "--models", models, "--journal", journal,
+                 "--executor", executor, "--budget", "none", "--no-torch", "--json"]  # fmt: skip
+        done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"aot measure --executor {executor} ended with {done.returncode}")
+        outcome: dict[str, object] = json.loads(done.stdout)
+        return outcome
+
+    return leg
+
+
+def told(outcome: Outcome) -> Mapping[str, object]:
+    """As ``aot measure --json`` tells it, the seconds not rounded."""
+    return {**outcome.to_dict(), "seconds": outcome.seconds}
 
 
 @contextlib.contextmanager
@@ -100,16 +127,26 @@ def cluster(count: int, sm: int, folder: Path) -> Iterator[str]:
             process.wait()
 
 
-def timed(leg: Leg, journal: Path, gpus: int) -> dict[str, object]:
+def timed(leg: Leg, journal: Path, gpus: int) -> dict[str, Any]:
     """Run a leg."""
     begun = time.monotonic()
-    outcome = leg(journal)
+    done: Mapping[str, Any] = leg(journal)
     wall_s = time.monotonic() - begun
-    row = {"gpus": gpus, "cells": outcome.measured, "measurements": outcome.measurements,
-           "failures": len(outcome.failures), "unfinished": outcome.left + outcome.unable,
-           "seconds": round(outcome.seconds, 2), "start_s": round(wall_s - outcome.seconds, 2)}  # fmt: skip
+    row = {"gpus": gpus, "cells": done["measured"], "measurements": done["measurements"],
+           "failures": len(done["failed"]), "unfinished": done["left"] + done["unable"],
+           "seconds": round(done["seconds"], 2), "start_s": round(wall_s - done["seconds"], 2)}  # fmt: skip
     print(json.dumps(row), flush=True)
     return row
+
+
+def judged(legs: Mapping[str, dict[str, Any]]) -> None:
+    """Adds to each leg what share of the ideal it reaches: one GPU's time over its own times its GPUs."""
+    alone = legs["one"]
+    for row in legs.values():
+        both = {"efficiency": 0.0, "efficiency_with_start": 1.0}
+        for name, start in both.items():
+            ideal, taken = (one["seconds"] + start * one["start_s"] for one in (alone, row))
+            row[name] = round(ideal / (row["gpus"] * taken), 3)
 
 
 def modelled_ns(journal: Path) -> dict[object, int]:
@@ -134,18 +171,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--candidates", type=Path, required=True)
     parser.add_argument("--models", type=Path, default=MODELS)
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="the buckets of M to measure")
+    parser.add_argument("--rows", type=int, nargs="+", help="the buckets of M to measure, if not all of the models'")
     parser.add_argument("--gpus", type=int, default=None, help="how many; the default is all")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     planned = plan(load_models([str(args.models)], tuple(Op)).shapes).buckets
-    cells = {problem: [M for M in buckets if M in args.rows] for problem, buckets in planned.items()}
+    cells = {
+        problem: [M for M in buckets if args.rows is None or M in args.rows] for problem, buckets in planned.items()
+    }
     with open_bundle(args.candidates) as bundle:
         sm = bundle.target.sm
     count = args.gpus or gpu_count()
     if count < 2:
         sys.exit(f"this takes several GPUs; this machine shows {count}")
-    legs: dict[str, dict[str, object]] = {}
+    legs: dict[str, dict[str, Any]] = {}
     times: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -156,19 +195,20 @@ def main() -> None:
         if importlib.util.find_spec("distributed"):
             with cluster(count, sm, folder) as executor:
                 legs["dask"] = timed(there(cells, args.candidates, executor, count), folder / "dask.journal", count)
+                if args.rows is None:  # the command line measures all of the models' rows
+                    by_command = command(args.models, args.candidates, executor)
+                    legs["command"] = timed(by_command, folder / "command.journal", count)
             times["dask"] = disturbance(folder / "one.journal", folder / "dask.journal")
         else:
-            print("distributed is not installed: no Dask leg")
+            print("distributed is not installed: no Dask legs")
         gpu = read_journal(folder / "one.journal").header.gpu
-    alone_s = float(str(legs["one"]["seconds"]))
-    for row in legs.values():
-        row["efficiency"] = round(alone_s / (int(str(row["gpus"])) * float(str(row["seconds"]))), 3)
+    judged(legs)
     report = {"command": " ".join(["python", *sys.argv]), "python": platform.python_version(), "gpu": gpu.name,
-              "driver": gpu.driver, "rows": list(args.rows), "problems": len(cells), "legs": legs,
+              "driver": gpu.driver, "rows": args.rows, "problems": len(cells), "legs": legs,
               "times_over_one_gpus": times}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["legs"], indent=1), json.dumps(times))
-    worst = min(float(str(row["efficiency"])) for row in legs.values())
+    worst = min(row["efficiency"] for row in legs.values())
     sys.exit(0 if worst >= GOAL else f"an efficiency of {worst:.1%}, wanted {GOAL:.0%}")
 
 

@@ -85,8 +85,8 @@ def forward(h: torch.Tensor, act: Activation, bounds: torch.Tensor | None = None
         return by_torch(h, act)
     with on(h.get_device()):
         a = h.new_empty((h.shape[0], I))
-        used, flags = _used(bounds, act)
-        launch(h.shape[0], I, (h.data_ptr(), a.data_ptr(), used), (h.shape[0], I, flags))
+        address, flag = used(bounds)
+        launch(h.shape[0], I, (h.data_ptr(), a.data_ptr(), address), (h.shape[0], I, act.flags | flag))
     return a
 
 
@@ -117,13 +117,13 @@ def gradient(
         dh = torch.empty_like(h) if needs.dh else None
         a = torch.empty_like(da) if needs.a else None
         dweights = h.new_empty((M,), dtype=torch.float32) if needs.dweights else None
-        used, flags = _used(bounds, act)
-        flags |= (words.WRITES_DH if needs.dh else 0) | (words.WRITES_A if needs.a else 0)
+        address, flags = used(bounds)
+        flags |= act.flags | (words.WRITES_DH if needs.dh else 0) | (words.WRITES_A if needs.a else 0)
         flags |= (words.WEIGHTED if weights is not None else 0) | (words.WRITES_DWEIGHTS if needs.dweights else 0)
         step = 2 if index is not None and index.dtype is torch.int64 else 1
         launch(
             M, I,
-            (h.data_ptr(), da.data_ptr(), _address(weights), _address(index), used, _address(dh), _address(a),
+            (h.data_ptr(), da.data_ptr(), _address(weights), _address(index), address, _address(dh), _address(a),
              _address(dweights)),
             (M, I, step, flags),
         )  # fmt: skip
@@ -218,11 +218,9 @@ def _launcher(
     return passes.launcher(op, dtype, like.get_device(), aligned=aligned)
 
 
-def _used(bounds: torch.Tensor | None, act: Activation) -> tuple[int, int]:
-    """The address of the number of rows that belong to an expert, and the flags."""
-    if bounds is None:
-        return 0, act.flags
-    return bounds.data_ptr() + bounds.element_size() * (bounds.numel() - 1), act.flags | words.USED
+def used(bounds: torch.Tensor | None) -> tuple[int, int]:
+    """The address of the number of rows that belong to an expert, and the flag that says so."""
+    return (0, 0) if bounds is None else (bounds.data_ptr() + 4 * (bounds.shape[0] - 1), words.USED)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

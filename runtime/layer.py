@@ -67,12 +67,12 @@ def forward(
     k, layout, act = layer
     index, m_sizes, bounds, experts = routing
     M, E = index.shape[0], m_sizes.shape[0]
-    h = x.new_empty((M, _columns(given.gate_up, layout)))
+    h = x.new_empty((M, columns(given.gate_up, layout)))
     rows(Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=given.gate_up_bias), h)
     if not x.shape[1]:
         h.zero_()  # a sum over nothing
     a = passes.forward(h, act, bounds)
-    y = passes.combines(x, M, _columns(given.down, layout))
+    y = passes.combines(x, M, columns(given.down, layout))
     if not a.shape[1]:
         y.zero_()
     rows(
@@ -88,10 +88,14 @@ class MoeLayer(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None, weights: torch.Tensor, routing: Routing, layer: Layer,
+        plan: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The layer; what a gradient needs is saved."""
+        """The layer; what a gradient needs is saved. ``plan`` is a ``layerplans.Plan``."""
         given = Weights(gate_up, down, gate_up_bias, down_bias)
-        out, h = forward(layer, x, given, routing, flat(weights, x))
+        if plan is None:
+            out, h = forward(layer, x, given, routing, flat(weights, x))
+        else:
+            out, h = plan.forward(x, given, routing, weights)
         needs_x, needs_up, needs_down, needs_up_bias, _, needs_weights = ctx.needs_input_grad[:6]
         inner = needs_x or needs_up or needs_up_bias  # dh is needed
         ctx.save_for_backward(
@@ -110,7 +114,7 @@ class MoeLayer(torch.autograd.Function):
             ctx.layer, dout, x, Weights(gate_up, down, None, down_bias), weights, h, Routing(*routing),
             ctx.needs_input_grad[:6],
         )  # fmt: skip
-        return (*found, None, None)
+        return (*found, None, None, None)
 
 
 def gradients(
@@ -167,7 +171,8 @@ def flat(weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return weights.detach().to(wide).reshape(-1).contiguous()
 
 
-def _columns(w: torch.Tensor, layout: Layout) -> int:
+def columns(w: torch.Tensor, layout: Layout) -> int:
+    """The columns of a product with w."""
     return w.shape[1 if layout is Layout.NK else 2]
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..artifacts.errors import InputError
 from ..artifacts.types import Layout
-from . import calls, inputs, layer
+from . import calls, inputs, layer, layerplans
 from .activation import Activation, activate, check_activation
 from .form import check_fusions, form_of
 from .layer import Layer, MoeLayer, Routing, Weights
 from .ops import grouped_gemm
+
+_MOST_PLANS = 1024  # of about 2 KB
+_plans: dict[object, layerplans.Plan] = {}
+_tracing = torch.compiler.is_dynamo_compiling
+_transformed = torch._C._are_functorch_transforms_active
+# Function.apply does this and, for calls inside torch.func's transforms, more.
+_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, MoeLayer).apply
 
 
 def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
@@ -21,7 +30,7 @@ def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
     """
     # int32 sorts in half the passes of int64.
     flat = topk_ids.reshape(-1).to(torch.int32)
-    flat = torch.where((flat < 0) | (flat >= E), E, flat)
+    flat = torch.where(flat < 0, E, flat)
     experts, order = torch.sort(flat, stable=True)
     steps = torch.arange(E + 1, dtype=torch.int32, device=flat.device)
     bounds = torch.searchsorted(experts, steps, out_int32=True)
@@ -75,6 +84,21 @@ def moe_mlp(
     InputError
         for tensors that can't be used, or parameters that exclude each other.
     """
+    key: object = None
+    if not _tracing():
+        try:
+            key = (
+                gate_up_weight.data_ptr(), down_weight.data_ptr(), topk_ids.shape, activation, gated, interleaved,
+                gate_up_bias is None, down_bias is None, weights_on, w_layout,
+            )  # fmt: skip
+            plan = _plans.get(key)
+        except (AttributeError, TypeError, RuntimeError):  # something that is no usable tensor: the checks will say
+            plan, key = None, None
+        if plan is not None:
+            given = Weights(gate_up_weight, down_weight, gate_up_bias, down_bias)
+            out = _again(plan, hidden, given, topk_ids, topk_weights)
+            if out is not None:
+                return out
     check_activation(activation, gated=gated, interleaved=interleaved)
     if weights_on not in ("output", "input"):
         raise InputError(f"moe_mlp: weights_on is {weights_on!r}, wanted 'output' or 'input'")
@@ -98,32 +122,56 @@ def moe_mlp(
             x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout
         )  # fmt: skip
     else:
-        out = _fused(x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, w_layout)
+        given = Weights(gate_up_weight, down_weight, gate_up_bias, down_bias)
+        out, routing = _fused(x, given, topk_ids, topk_weights, how, w_layout)
+        made = None if key is None else layerplans.plan(how, hidden, given, topk_ids, topk_weights, routing)
+        if made is not None:
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = made
     return out.to(hidden.dtype).view(hidden.shape)
 
 
+def _again(
+    plan: layerplans.Plan, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor | None:
+    """The call by a plan; None where it is another one."""
+    biases = [one for one in given[2:] if one is not None]
+    if not plan.takes(hidden, *given[:2], ids, weights, *biases):
+        return None
+    grad = plan.grad and torch.is_grad_enabled()
+    if grad and _transformed():
+        return None
+    x = hidden if hidden.dim() == 2 else hidden.view(-1, hidden.shape[-1])
+    routing = sort_routing(ids, given.gate_up.shape[0])
+    if grad:
+        out = _apply(x, *given, weights, routing, plan.how, plan)
+    else:
+        out, _ = plan.forward(x, given, routing, weights)
+    return out if hidden.dim() == 2 else out.view(hidden.shape)
+
+
 def _fused(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, w_layout: str,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, given: Weights, ids: torch.Tensor, weights: torch.Tensor, how: Layer, w_layout: str
+) -> tuple[torch.Tensor, Routing]:
     """The layer as one function, with its own gradient."""
-    x, gate_up, gate_up_bias = calls.autocast(x, gate_up, gate_up_bias)
-    _, down, down_bias = calls.autocast(x, down, down_bias)
+    x, gate_up, gate_up_bias = calls.autocast(x, given.gate_up, given.gate_up_bias)
+    _, down, down_bias = calls.autocast(x, given.down, given.down_bias)
+    given = Weights(gate_up, down, gate_up_bias, down_bias)
     routing = sort_routing(ids, gate_up.shape[0])
-    x = _checked(x, gate_up, down, weights, how, gate_up_bias, down_bias, routing, w_layout)
+    x = _checked(x, given, weights, how, routing, w_layout)
     with calls.without_autocast(x.device.type):
-        given = Weights(gate_up, down, gate_up_bias, down_bias)
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
             out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how)  # type: ignore[no-untyped-call]
-            return out
-        return layer.forward(how, x, given, routing, layer.flat(weights, x))[0]
+            return out, routing
+        return layer.forward(how, x, given, routing, layer.flat(weights, x))[0], routing
 
 
 def _checked(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, how: Layer,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, routing: Routing, w_layout: str,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, given: Weights, weights: torch.Tensor, how: Layer, routing: Routing, w_layout: str
+) -> torch.Tensor:
     """x with rows that can be used; InputError for what the GEMMs can't take."""
+    gate_up, down, gate_up_bias, down_bias = given
     index, m_sizes, *_ = routing
     first = inputs.check(x, gate_up, m_sizes, w_layout)
     form = form_of(w_layout=w_layout, topk=how.top_k, permute_x=True, permute_y=True)

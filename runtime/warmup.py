@@ -12,13 +12,15 @@ from typing import TypeAlias
 
 from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ..artifacts.store import BundleFile
-from ..artifacts.types import Model, Problem, bucket_of
+from ..artifacts.types import Model, Pass, Problem, bucket_of
+from ..kernels.passes import dtype_of
 from . import discover
 from .candidates import why_not
 from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Snapshot, View
 from .dispatch import forms_of, naturally_aligned
 from .loading import loaded, prepare
+from .passes import ranked
 from .settings import settings
 
 _ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those of the last bucket
@@ -50,7 +52,8 @@ def preload(
 ) -> Preloaded:
     """Load every variant that the calls of a deployment can come to; afterwards such calls load nothing.
 
-    Every form of a product counts, whatever is fused with it, and tensors that are not aligned to 16 bytes do too.
+    Every form of a product counts, whatever is fused with it, and tensors that are not aligned to 16 bytes do too; so
+    do the passes of ``moe_mlp`` over rows.
 
     Parameters
     ----------
@@ -99,7 +102,8 @@ def preload(
             continue
         if kernel is not None:
             kernels.add(kernel.function.handle)
-    for bundle, index in fallbacks_of(dict.fromkeys(problem for problem, _ in cells), snapshot, local):
+    met = dict.fromkeys(problem for problem, _ in cells)
+    for bundle, index in (*fallbacks_of(met, snapshot, local), *passes_of(met, snapshot, local)):
         try:
             kernels.add(loaded(bundle, index, device, local.gpu.sm_count).function.handle)
         except BundleError as error:
@@ -134,6 +138,18 @@ def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGp
                     if variant.alignment == 1 and why_not(variant, problem, local, aligned=False) is None
                 )
             )
+
+
+def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
+    """The passes over rows that a layer of these problems comes to, on aligned tensors and others."""
+    dtypes = dict.fromkeys(dtype_of(problem.dtype) for problem in problems)
+    found = [
+        ranked(snapshot, op, dtype, local, aligned=aligned)[:1]
+        for op in Pass
+        for dtype in dtypes
+        for aligned in (True, False)
+    ]
+    return list(dict.fromkeys((usable.bundle, index) for row in found for usable, index in row))
 
 
 def records_of(names: Sequence[str], view: View) -> list[Model]:

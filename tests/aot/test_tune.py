@@ -403,6 +403,17 @@ def test_the_cells_of_one_weight_are_shared_out_in_the_end(mine: Path, small_pla
     assert [Path(f"{mine}.on-{i}").exists() for i in range(3)] == [True, True, True]
 
 
+@pytest.mark.parametrize(("E", "N", "used"), [(8, 4096, [True, True, False]), (256, 7168, [True, False, False])])
+def test_single_cells_are_taken_where_their_weights_are_soon_made(
+    mine: Path, tmp_path: Path, E: int, N: int, used: list[bool]
+) -> None:
+    problem = Problem(Op.FORWARD, DType.BF16, E, N, 4096)
+    with gpus(mine, run=faketimer.slow_and_told, count=3) as here:
+        outcome = tune_problems({problem: (16, 32, 64)}, mine, tmp_path / "journal", executors=here)
+    assert (outcome.measured, outcome.left) == (3, 0)
+    assert [Path(f"{mine}.on-{i}").exists() for i in range(3)] == used
+
+
 def test_two_workers_on_one_gpu_are_refused(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
     with (
         gpus(candidates, greet=faketimer.same_uuid, count=2) as here,

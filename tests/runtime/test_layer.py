@@ -11,7 +11,7 @@ import torch
 from host_gpu import ALL, Device
 
 from pretuned.artifacts.types import Fusion, Op, Pass
-from pretuned.runtime import activate, moe_mlp
+from pretuned.runtime import activate, layerplans, moe, moe_mlp, reload
 from pretuned.runtime.activation import GATED
 
 T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
@@ -163,3 +163,68 @@ def test_a_second_gradient_of_the_layer_is_refused(both: Any) -> None:
     (dx,) = torch.autograd.grad(out.square().sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Plans of float32 too, which the simulated GPU computes in; how many tokens each call by a plan had."""
+    taken: list[int] = []
+    real = layerplans.Plan.forward
+
+    def forward(self: layerplans.Plan, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        taken.append(len(x))
+        return real(self, x, *rest)
+
+    monkeypatch.setattr(layerplans, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(layerplans.Plan, "forward", forward)
+    monkeypatch.setattr(moe, "_plans", {})
+    return taken
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("needs", [set(), set(NAMES)])
+def test_a_call_that_comes_again_is_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], layout: str, biased: bool, needs: set[str]
+) -> None:
+    given = tensors(True, layout, biased)
+    host_gpu.on(monkeypatch, False)
+    wanted = step(given, needs, IDS, w_layout=layout)
+    host_gpu.on(monkeypatch, True)
+    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)  # the same tensors again, as a model has them
+    for _ in range(3):
+        got = step(leaves, needs, IDS, w_layout=layout)
+        for name, one in wanted.items():
+            torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
+    assert planned == [T, T]
+
+
+def test_a_call_that_is_another_one_is_not(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:
+    host_gpu.on(monkeypatch, True)
+    given = tensors(True, "nk", False)
+    hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
+    assert hidden is not None
+    assert weights is not None
+
+    def call(x: torch.Tensor, ids: torch.Tensor, t: torch.Tensor, **how: Any) -> torch.Tensor:
+        return moe_mlp(x, up, down, ids, t, **how)
+
+    wanted = call(hidden, IDS, weights)
+    assert torch.equal(call(hidden, IDS, weights), wanted)
+    assert planned == [T]
+    shifted = torch.empty(T * H + 1)[1:].view(T, H).copy_(hidden)  # not as well aligned
+    sparse = torch.empty(T, 2 * H)[:, :H].copy_(hidden)
+    for x, ids, t in (
+        (shifted, IDS, weights),
+        (sparse, IDS, weights),
+        (hidden.view(3, 3, H), IDS, weights),
+        (hidden, IDS.int(), weights),
+        (hidden, IDS, weights.double()),
+    ):
+        torch.testing.assert_close(call(x, ids, t).view(T, H), wanted)
+    assert planned == [T]
+    assert not torch.equal(call(hidden, IDS, weights, activation="gelu"), wanted)
+    reload()
+    call(hidden, IDS, weights)
+    assert planned == [T]  # the bundles may be others

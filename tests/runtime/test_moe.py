@@ -127,7 +127,11 @@ def test_routing_is_a_stable_sort_with_the_others_last(ids: list[list[int]], E: 
     routing = sort_routing(torch.tensor(ids, dtype=kind).reshape(-1, 2), E)
     here = sorted((i for i, one in enumerate(flat) if 0 <= one < E), key=lambda i: flat[i])
     others = [i for i, one in enumerate(flat) if not 0 <= one < E]
-    assert routing.gather_indices.tolist() == here + others
+    order = routing.gather_indices.tolist()
+    assert order[: len(here)] == here
+    assert sorted(order[len(here) :]) == others
+    assert routing.bounds.tolist() == [sum(0 <= one < g for one in flat) for g in range(E + 1)]
+    assert [0 <= one < E for one in routing.experts.tolist()] == [0 <= one < E for one in flat]
     assert routing.m_sizes.tolist() == [flat.count(g) for g in range(E)]
     assert routing.m_sizes.dtype is torch.int32
 

@@ -1,0 +1,119 @@
+"""Layers that come again: what was checked and chosen the first time, in readiness. As ``plans``, for ``moe_mlp``.
+
+A plan belongs to the weights and the shapes of one layer. It takes a call only if its tensors pass one guard
+(``recent.py``) and hidden begins as well aligned as the first; any other goes the long way, which checks everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..artifacts.types import Op, Pass
+from . import discover, passes, products, recent
+from .activation import used
+from .device import allocator, device_is_current, only_device
+from .inputs import DTYPES, row_stride
+from .launcher import Launcher
+from .layer import Layer, Routing, Weights, columns
+from .products import Rows
+
+_ALIGNMENT_BYTES = 16
+_KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a call of it does
+
+
+class Plan:
+    """One layer's forward. No tensor is kept: a plan would hold a model's weights."""
+
+    __slots__ = (
+        "_act", "_activation", "_alone", "_combine", "_device", "_dtype", "_empty", "_first", "_low", "_same",
+        "_second", "_sizes", "_snapshot", "_stream", "_stride_x", "grad", "how",
+    )  # fmt: skip
+
+    def __init__(
+        self, how: Layer, x: torch.Tensor, given: Weights, sizes: tuple[int, int, int, int, int, int],
+        launches: tuple[Launcher, Launcher], passing: tuple[passes.PassLauncher, passes.PassLauncher],
+        same: recent.Guard, grad: bool,
+    ) -> None:  # fmt: skip
+        self.how, self.grad = how, grad
+        self._same, self._low, self._sizes = same, x.data_ptr() & _ALIGNMENT_BYTES - 1, sizes
+        self._first, self._second = launches
+        self._activation, self._combine = passing
+        self._act, self._device, self._dtype = how.act.flags, x.get_device(), x.dtype
+        self._alone, self._snapshot = only_device(), discover.snapshot()
+        self._empty, self._stream = allocator(x.device), products.stream_of
+        self._stride_x = row_stride(x, x.shape[1])
+
+    def takes(self, hidden: torch.Tensor, *others: torch.Tensor) -> bool:
+        """Whether a call on these tensors (biases last, where there are any) is like the first."""
+        return (
+            self._same(hidden, *others)
+            and hidden.data_ptr() & _ALIGNMENT_BYTES - 1 == self._low
+            and discover.snapshot() is self._snapshot
+            and (self._alone or device_is_current(self._device))
+        )
+
+    def forward(
+        self, x: torch.Tensor, given: Weights, routing: Routing, row_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [T, H] and h, without a look at the tensors: ``takes`` had one."""
+        T, k, E, H, wide, I = self._sizes  # noqa: E741
+        M, dtype, empty = T * k, self._dtype, self._empty
+        gate_up, down, gate_up_bias, down_bias = given
+        index, m_sizes, bounds, experts = routing
+        at_index, at_sizes, stream = index.data_ptr(), m_sizes.data_ptr(), self._stream(self._device)
+        h = empty((M, wide), (wide, 1), dtype)
+        self._first(
+            x.data_ptr(), gate_up.data_ptr(), h.data_ptr(), at_sizes, self._stride_x, wide, M, stream,
+            at_index, 0, 0 if gate_up_bias is None else gate_up_bias.data_ptr(), M,
+        )  # fmt: skip
+        a = empty((M, I), (I, 1), dtype)
+        address, flag = used(bounds)
+        self._activation(M, I, (h.data_ptr(), a.data_ptr(), address), (M, I, self._act | flag))
+        y = empty((M, H), (H, 1), dtype)
+        self._second(
+            a.data_ptr(), down.data_ptr(), y.data_ptr(), at_sizes, I, H, M, stream,
+            at_index, row_weights.data_ptr(), 0 if down_bias is None else down_bias.data_ptr(), M,
+        )  # fmt: skip
+        out = empty((T, H), (H, 1), dtype)
+        self._combine(T, H, (y.data_ptr(), experts.data_ptr(), out.data_ptr()), (T, H, k, E))
+        return out, h
+
+
+def plan(
+    how: Layer, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
+) -> Plan | None:
+    """A plan of the call on these tensors, as the caller passed them; None where the next one needs another look."""
+    x = hidden.reshape(-1, hidden.shape[-1])
+    (T, H), k, (M,) = x.shape, how.top_k, routing.gather_indices.shape
+    wide = columns(given.gate_up, how.layout)
+    I = wide // 2 if how.act.gated else wide  # noqa: E741
+    if not products.on_gpu(x) or x.dtype not in _KINDS or not (M and H and I) or not hidden.is_contiguous():
+        return None
+    if any(one is not None and (one.dtype is not x.dtype or not one.is_contiguous()) for one in given[2:]):
+        return None
+    if {given.gate_up.dtype, given.down.dtype} != {x.dtype}:
+        return None
+    if weights.dtype is not torch.float32 or not weights.is_contiguous():
+        return None
+    index, m_sizes, *_ = routing
+    row_weights = weights.detach().reshape(-1)
+    h, a, y = x.new_empty((M, wide)), x.new_empty((M, I)), x.new_empty((M, H))
+    first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, how.layout, M, index, k, bias=given.gate_up_bias)
+    second = Rows(
+        Op.FORWARD, a, given.down, m_sizes, how.layout, M, index, 0, True, row_weights, given.down_bias
+    )  # fmt: skip
+    launches = products.row_launch(first, h), products.row_launch(second, y)
+    size, dtype, device = x.element_size(), DTYPES[x.dtype], x.get_device()
+    passing: list[Any] = [
+        passes.launcher(op, dtype, device, aligned=passes.aligned([width * size], ()))
+        for op, width in ((Pass.ACTIVATION, I), (Pass.COMBINE, H))
+    ]
+    tensors = [one for one in (hidden, *given[:2], ids, weights, *given[2:]) if one is not None]
+    same = recent.guard(*tensors)
+    if same is None or None in launches or None in passing:
+        return None
+    grad = any(one.requires_grad for one in tensors)
+    sizes = T, k, m_sizes.shape[0], H, wide, I
+    return Plan(how, x, given, sizes, launches, tuple(passing), same, grad)  # type: ignore[arg-type]

@@ -1,0 +1,193 @@
+"""The passes over rows and the whole layer on a real GPU. PRETUNED_BUNDLES is as for test_cuda_training.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from pretuned.artifacts.types import Pass
+from pretuned.kernels.passes import KINDS
+from pretuned.runtime import activation, moe_mlp, passes, sort_routing
+from pretuned.runtime.activation import Activation, Needs, by_torch
+from pretuned.runtime.inputs import DTYPES
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(
+        not os.environ.get("PRETUNED_BUNDLES"), reason="needs PRETUNED_BUNDLES to name bundles for this GPU"
+    ),
+]
+
+E, H, I, TOPK = 8, 768, 512, 2  # noqa: E741
+MOST = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-6}  # one rounding, and fp32's arithmetic
+FORMS = [
+    *(Activation(name, True, interleaved) for name in KINDS[:4] for interleaved in (False, True)),
+    *(Activation(name, False, False) for name in ("silu", "gelu", "gelu_tanh", "relu2")),
+]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return (scale * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)
+
+
+def near(got: torch.Tensor | None, want: torch.Tensor, most: float) -> None:
+    assert got is not None
+    error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
+    assert float(error) < most, f"off by {float(error):.2e}, at most {most:.0e}"
+
+
+def demand(op: Pass, dtype: torch.dtype, columns: int) -> None:
+    """A bundle has the kernel: nothing here is to be torch's."""
+    aligned = passes.aligned([columns * dtype.itemsize], ())
+    assert passes.launcher(op, DTYPES[dtype], torch.cuda.current_device(), aligned=aligned) is not None
+
+
+@pytest.mark.parametrize("columns", [512, 768, 1536, 40, 33, 1])
+@pytest.mark.parametrize("dtype", list(MOST), ids=str)
+@pytest.mark.parametrize("act", FORMS, ids=str)
+def test_the_activation_and_its_gradient(act: Activation, dtype: torch.dtype, columns: int) -> None:
+    demand(Pass.ACTIVATION, dtype, columns)
+    demand(Pass.ACTIVATION_GRAD, dtype, columns)
+    M, end = 300, 217
+    h = random(M, columns * (2 if act.gated else 1), dtype=dtype, scale=4)
+    da, weights = random(M, columns, dtype=dtype), torch.rand(M, device="cuda")
+    index = torch.randperm(M, device="cuda")
+    bounds = torch.tensor([0, 100, end], device="cuda", dtype=torch.int32)
+    h[end:], da[end:] = float("nan"), float("nan")
+    wide = h[:end].double().requires_grad_()
+    want = by_torch(wide, act)
+    near(activation.forward(h, act, bounds)[:end], want.detach(), MOST[dtype])
+    scale = weights[index][:end, None].double()
+    (dh,) = torch.autograd.grad(want, wide, da[:end].double() * scale)
+    found = activation.gradient(h, da, act, Needs(True, True, True), weights=weights, index=index, bounds=bounds)
+    near(found[0][:end] if found[0] is not None else None, dh, MOST[dtype])
+    near(found[1][:end] if found[1] is not None else None, want.detach() * scale, MOST[dtype])
+    dots = torch.zeros(M, device="cuda", dtype=torch.float64)
+    dots[index[:end]] = (da[:end].double() * want.detach()).sum(1)
+    near(found[2], dots, 1e-5)
+    again = activation.gradient(h, da, act, Needs(True, True, True), weights=weights, index=index.int(), bounds=bounds)
+    assert all(torch.equal(one[:end], two[:end]) for one, two in zip(found[:2], again[:2], strict=True))  # type: ignore[index]
+    assert torch.equal(found[2], again[2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 8, 11])
+@pytest.mark.parametrize("columns", [2048, 768, 33])
+@pytest.mark.parametrize("dtype", list(MOST), ids=str)
+def test_combine(dtype: torch.dtype, columns: int, top_k: int) -> None:
+    demand(Pass.COMBINE, dtype, columns)
+    T = 123
+    y, experts = random(T * top_k, columns, dtype=dtype), torch.randint(-2, E + 2, (T * top_k,), device="cuda").int()
+    here = (experts >= 0) & (experts < E)
+    y[~here] = float("nan")
+    want = torch.where(here[:, None], y, 0).double().view(T, top_k, columns).sum(1)
+    near(activation.combine(y, experts, top_k, E), want, MOST[dtype])
+
+
+def test_offsets_past_2_31() -> None:
+    M, columns = 1_200_000, 1024
+    h = torch.zeros(M, 2 * columns, device="cuda", dtype=torch.bfloat16)
+    h[-1] = random(2 * columns)
+    act = Activation("silu", True, False)
+    da = torch.zeros(M, columns, device="cuda", dtype=torch.bfloat16)
+    da[-1] = random(columns, seed=1)
+    a = activation.forward(h, act)
+    near(a[-1], by_torch(h[-1:].double(), act)[0], MOST[torch.bfloat16])
+    assert not a[:-1].any()
+    last = h[-1:].double().requires_grad_()
+    (want,) = torch.autograd.grad(by_torch(last, act), last, da[-1:].double())
+    dh, _, _ = activation.gradient(h, da, act, Needs())
+    near(None if dh is None else dh[-1:], want, MOST[torch.bfloat16])
+
+
+def layer(dtype: torch.dtype, gated: bool, layout: str, biased: bool) -> dict[str, torch.Tensor]:
+    wide = 2 * I if gated else I
+    up, down = random(E, wide, H, scale=H**-0.5, dtype=dtype), random(E, H, I, scale=I**-0.5, dtype=dtype)
+    if layout == "kn":
+        up, down = (one.transpose(1, 2).contiguous() for one in (up, down))
+    found = {"gate_up_weight": up, "down_weight": down}
+    if biased:
+        found |= {"gate_up_bias": random(E, wide, dtype=dtype), "down_bias": random(E, H, dtype=dtype, seed=3)}
+    return found
+
+
+def step(hidden: torch.Tensor, given: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor, **how: Any
+         ) -> list[torch.Tensor]:  # fmt: skip
+    """The layer's result, and all its gradients."""
+    leaves = {name: one.detach().requires_grad_() for name, one in given.items()}
+    x, t = hidden.detach().requires_grad_(), weights.detach().requires_grad_()
+    out = moe_mlp(x, topk_ids=ids, topk_weights=t, **leaves, **how)
+    dout = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out).to(out)
+    return [out.detach(), *torch.autograd.grad(out, [x, t, *leaves.values()], dout)]
+
+
+@pytest.mark.parametrize("dtype", list(MOST), ids=str)
+@pytest.mark.parametrize(
+    ("activation_", "gated", "layout", "biased"),
+    [("silu", True, "nk", False), ("swiglu_oai", True, "kn", True), ("relu2", False, "nk", True)],
+)
+@pytest.mark.parametrize("T", [1, 37, 700])
+def test_the_layer_is_near_float64(
+    T: int, activation_: str, gated: bool, layout: str, biased: bool, dtype: torch.dtype
+) -> None:
+    given = layer(dtype, gated, layout, biased)
+    hidden, weights = random(T, H, dtype=dtype), torch.rand(T, TOPK, device="cuda")
+    ids = torch.randint(-2, E, (T, TOPK), device="cuda")  # some on other ranks
+    how: dict[str, Any] = {"activation": activation_, "gated": gated, "w_layout": layout}
+    got = step(hidden, given, ids, weights, **how)
+    wide = {name: one.double().cpu() for name, one in given.items()}
+    want = step(hidden.double().cpu(), wide, ids.cpu(), weights.double().cpu(), **how)
+    most = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}[dtype]
+    for one, other in zip(got, want, strict=True):
+        near(one.cpu(), other, most)
+    for one, other in zip(got, step(hidden, given, ids, weights, **how), strict=True):  # by a plan, where there is one
+        assert torch.equal(one, other)
+
+
+def test_torch_in_place_of_the_passes_is_as_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = layer(torch.bfloat16, True, "nk", False)
+    hidden, weights = random(200, H), torch.rand(200, TOPK, device="cuda")
+    ids = torch.randint(-2, E, (200, TOPK), device="cuda")
+    got = step(hidden, given, ids, weights)
+    monkeypatch.setattr(passes, "launcher", lambda *_, **__: None)
+    for one, other in zip(got, step(hidden, given, ids, weights), strict=True):
+        near(one, other, 2e-2)
+
+
+def test_a_step_is_captured_and_replayed_with_other_routing() -> None:
+    given = {name: one.requires_grad_() for name, one in layer(torch.bfloat16, True, "nk", False).items()}
+    hidden = random(128, H).requires_grad_()
+    weights, ids = (
+        torch.rand(128, TOPK, device="cuda").requires_grad_(),
+        torch.randint(0, E, (128, TOPK), device="cuda"),
+    )
+    dout = random(128, H, seed=5)
+    leaves = [hidden, weights, *given.values()]
+
+    def run() -> list[torch.Tensor]:
+        out = moe_mlp(hidden, topk_ids=ids, topk_weights=weights, **given)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    other = torch.randint(-2, E, (128, TOPK), device="cuda")
+    ids.copy_(other)
+    graph.replay()
+    for one, want in zip(captured, run(), strict=True):
+        assert torch.equal(one, want)
+
+
+def test_routing_is_that_of_the_host() -> None:
+    ids = torch.randint(-3, E + 3, (999, TOPK), device="cuda")
+    here, there = sort_routing(ids, E), sort_routing(ids.cpu(), E)
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one.cpu(), other)
