@@ -131,7 +131,7 @@ def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
     home = REVISIONS[spec.kernel].sources[0].removesuffix(".py")
     function = getattr(import_module(f"..kernels.{home}", __package__), spec.kernel)
     names = list(function.arg_names)
-    constants: dict[str, int | str | bool]
+    constants: dict[str, int | str | bool | None]
     if isinstance(spec, PassSpec):
         boxes, constants, divisible = {}, {"BLOCK": spec.config.block}, passes.divisibility(spec)
         warps, stages = spec.config.num_warps, 1

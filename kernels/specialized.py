@@ -244,10 +244,7 @@ def _multiply(
             if INDEXED:
                 acc = _biased(acc, moved, expert, first, N, BLOCK_N, mma) * scale[:, None]
             left, right = _halves(acc.to(buffers.dtype))
-            if BLOCK_N == 128:
-                parts = left, right
-            else:
-                parts = _halves(left) + _halves(right)
+            parts = (left, right) if BLOCK_N == 128 else _halves(left) + _halves(right)
             for i in gl.static_range(BLOCK_N // 64):
                 buffer = buffers.index(half * SLOTS + i % SLOTS)
                 if INDEXED:
@@ -367,12 +364,12 @@ def rows_specialized(
     gl.warp_specialize(
         [
             (_multiply, (
-                0, a, b, full, empty, queue, filled, free, buffers, result, moved, N, stride_y_m, BLOCK_N, STAGES, SLOTS,
-                True, not W_KN, False, INDEXED, GATHER,
+                0, a, b, full, empty, queue, filled, free, buffers, result, moved, N, stride_y_m, BLOCK_N, STAGES,
+                SLOTS, True, not W_KN, False, INDEXED, GATHER,
             )),
             (_multiply, (
-                1, a, b, full, empty, queue, filled, free, buffers, result, moved, N, stride_y_m, BLOCK_N, STAGES, SLOTS,
-                True, not W_KN, False, INDEXED, GATHER,
+                1, a, b, full, empty, queue, filled, free, buffers, result, moved, N, stride_y_m, BLOCK_N, STAGES,
+                SLOTS, True, not W_KN, False, INDEXED, GATHER,
             )),
             (_load_rows, (
                 x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,

@@ -51,8 +51,8 @@ def config_tail(threads: int, shared_bytes: int) -> bytes:
 
 
 class Blocks:
-    """Makes blocks for one variant. ``offsets`` says where each named value lies; ``maps`` are the descriptor
-    arguments in the order of their maps, the result's last, each with the names of the sizes and strides that follow."""
+    """Makes blocks for one variant. ``offsets`` says where each named value lies; ``maps`` are the descriptors, the
+    two operands' and the result's, each with the names of the sizes and strides that follow it."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Blocks:
         maps: Mapping[str, tuple[str, ...]],
     ) -> None:
         places: list[int] = []
-        map_at = dict(zip(maps, (0, MAP_BYTES, _RESULT_MAP)))
+        map_at = dict(zip(maps, (0, MAP_BYTES, _RESULT_MAP), strict=True))
         for name, kind in arguments:
             if kind.startswith("desc"):
                 places.append(map_at[name])

@@ -126,7 +126,7 @@ def row_launcher(
         tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, inlined
         if tiles > _MOST_TILES:
             raise InputError(f"M={M} rows and N={columns} columns make {tiles} tiles of {config}, the most is 2^31 - 1")
-        if M > most_rows:
+        if most_rows < M:
             raise InputError(f"M={M}, the most rows that leave through TMA is 2^30: split the batch")
         x_map = w_map = NO_MAP
         if x_maps is not None:

@@ -42,7 +42,7 @@ def candidates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_cell_is_measured_and_kept(candidates: Path, tmp_path: Path) -> None:
     """Every op and form of one shape; the whole way through a worker process."""
     with open_bundle(candidates) as bundle:
-        kinds = {(one.op, one.layout, one.fusion) for one in bundle.variants()}
+        kinds = {(one.op, one.layout, one.fusion) for one in bundle.variants() if isinstance(one.op, Op)}
     problems = {
         Problem(op, DType.BF16, E, N, K, layout, fusion): (16, 1024) for op, layout, fusion in sorted(kinds, key=str)
     }
