@@ -6,6 +6,7 @@ No choice names them: the best that is there runs. Where no bundle has one, the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import struct
 from collections.abc import Iterable
 from ctypes import addressof, c_char
@@ -26,6 +27,7 @@ _ALIGNMENT_BYTES = 16
 _WORD_BYTES = 8
 _CONFIG = "7I4xQ16x"  # CUlaunchConfig: grid, block, shared bytes; the stream; no attributes
 
+_log = logging.getLogger(__name__)
 # The launchers of one snapshot.
 _launchers: tuple[object, dict[tuple[Pass, DType, bool, int], PassLauncher | None]] = (None, {})
 
@@ -106,6 +108,9 @@ def launcher(op: Pass, dtype: DType, device: int, *, aligned: bool) -> PassLaunc
     if key not in known:
         kernel = _kernel(snapshot, op, dtype, device, aligned)
         known[key] = None if kernel is None else PassLauncher(kernel, op)
+        if kernel is None:
+            _log.info("pretuned: no usable bundle has a kernel for %s %s: torch does it; aot build adds it to new ones",
+                      op.value, dtype.value)  # fmt: skip
     return known[key]
 
 
