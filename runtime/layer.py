@@ -155,6 +155,8 @@ def gradients(
     if dh is not None:
         if needs_x:
             each = passes.combines(dout, M, dout.shape[1])
+            if not dh.shape[1]:
+                each.zero_()
             rows(Rows(Op.DX, dh, given.gate_up, m_sizes, layout, M, index, 0, True), each)
             dx = passes.combine(each, experts, k, E)
             del each

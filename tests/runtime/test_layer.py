@@ -10,6 +10,7 @@ import pytest
 import torch
 from host_gpu import ALL, Device
 
+from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.types import Fusion, Op, Pass
 from pretuned.runtime import activate, layerplans, moe, moe_mlp, reload
 from pretuned.runtime.activation import GATED
@@ -221,6 +222,8 @@ def test_a_call_that_is_another_one_is_not(monkeypatch: pytest.MonkeyPatch, devi
         (hidden.view(3, 3, H), IDS, weights),
         (hidden, IDS.int(), weights),
         (hidden, IDS, weights.double()),
+        (hidden, IDS, weights.t().contiguous().t()),
+        (hidden, IDS, torch.nn.Parameter(weights)),  # a gradient is wanted now
     ):
         torch.testing.assert_close(call(x, ids, t).view(T, H), wanted)
     assert planned == [T]
@@ -228,3 +231,22 @@ def test_a_call_that_is_another_one_is_not(monkeypatch: pytest.MonkeyPatch, devi
     reload()
     call(hidden, IDS, weights)
     assert planned == [T]  # the bundles may be others
+
+
+def test_a_sum_over_nothing_is_zero(both: Any) -> None:
+    given: dict[str, torch.Tensor | None] = dict.fromkeys(NAMES)
+    given |= {"hidden": torch.rand(T, H), "up": torch.rand(E, 0, H), "down": torch.rand(E, H, 0)}
+    given |= {"weights": torch.rand(T, TOPK)}
+    both(given, {"hidden", "weights", "down"}, IDS)
+    leaves = [one for one in (given["hidden"], given["up"], given["down"]) if one is not None]
+    assert not moe_mlp(*leaves, IDS, torch.rand(T, TOPK)).any()
+
+
+@pytest.mark.parametrize(
+    ("down", "says"),
+    [((E, H + 1, I), "wanted H=12 rows"), ((E, H, I + 1), "K=8, x's last dimension"), ((E + 1, H, I), "same number")],
+)
+def test_weights_that_do_not_fit_each_other(down: tuple[int, ...], says: str) -> None:
+    given = tensors(True, "nk", False)
+    with pytest.raises(InputError, match=says):
+        moe_mlp(given["hidden"], given["up"], torch.rand(down), IDS, given["weights"])

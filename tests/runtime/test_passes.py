@@ -13,7 +13,8 @@ import pytest
 from made import ELF, ON_A100, ON_H200, ON_L40S, PROBLEM, WIDE, bundle, modelled, snapshot
 
 from pretuned.artifacts.codec import encode
-from pretuned.artifacts.store import publish
+from pretuned.artifacts.errors import BundleCorrupt, CudaError, InputError
+from pretuned.artifacts.store import BundleFile, publish
 from pretuned.artifacts.types import DType, Fusion, Kernel, Layout, Pass, Variant
 from pretuned.kernels import passes as words
 from pretuned.kernels.passes import Block, PassSpec
@@ -137,3 +138,92 @@ def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pyte
     assert grid == (rows if op is Pass.ACTIVATION_GRAD else rows * 3)
     wanted = ([*pointers, *numbers], [0, 0], [grid, 1, 1, 256, 1, 1], 4096, 79, None, 0)
     assert seen == [wanted] * 2
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes that the next launches return, then success; a GPU that loads every variant but damaged ones."""
+    codes: list[int] = []
+    monkeypatch.setattr(passes.driver, "launch_kernel", lambda: lambda *_: codes.pop(0) if codes else 0)
+    monkeypatch.setattr(passes.driver, "argument", lambda address: address)
+    monkeypatch.setattr(passes.driver, "make_current", lambda device: codes.append(0))
+    monkeypatch.setattr(passes, "current_stream", lambda device: 0)
+    monkeypatch.setattr(passes, "platform_supported", lambda: True)
+    monkeypatch.setattr(passes, "local_gpu", lambda device: ON_H200)
+    monkeypatch.setattr(passes, "_launchers", (None, {}))
+
+    def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
+        if "damaged" in Path(bundle.path).name:
+            raise BundleCorrupt("its cubin is not what the index says")
+        return LoadedKernel(bundle.variant(index), Function(5, 6, device, 256, 0, 8), sm_count)
+
+    monkeypatch.setattr(passes, "loaded", loaded)
+    return codes
+
+
+def made(op: Pass = Pass.COMBINE) -> passes.PassLauncher:
+    return passes.PassLauncher(LoadedKernel(record(op), Function(5, 6, 0, 256, 0, 8), 132), op)
+
+
+def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(
+    tmp_path: Path, driver: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write(tmp_path / name, [record(Pass.COMBINE)]) for name in ("a-damaged.msgpack", "b.msgpack")]
+    here = snapshot(*paths)
+    monkeypatch.setattr(passes.discover, "snapshot", lambda: here)
+    first = passes.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True)
+    assert first is not None
+    assert passes.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is first
+    assert [skipped.path.name for skipped in here.view(ON_H200, installed=False).skipped] == ["a-damaged.msgpack"]
+
+
+def test_where_no_bundle_has_it_that_is_told_once(
+    tmp_path: Path, driver: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = snapshot(write(tmp_path / "a.msgpack", []))
+    monkeypatch.setattr(passes.discover, "snapshot", lambda: here)
+    with caplog.at_level("INFO", "pretuned.runtime.passes"):
+        for _ in range(2):
+            assert passes.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
+    assert len(caplog.records) == 1
+    assert "no usable bundle has a kernel for combine bf16" in caplog.text
+    monkeypatch.setattr(passes, "platform_supported", lambda: False)
+    assert passes.launcher(Pass.ACTIVATION, DType.BF16, 0, aligned=True) is None
+
+
+def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(
+    driver: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(code: int, call: str) -> None:
+        if code:
+            raise CudaError(f"{call}: CUDA error {code}")
+
+    monkeypatch.setattr(passes.driver, "check", check)
+    launch = made()
+    driver.append(700)
+    with pytest.raises(CudaError, match=r"cuLaunchKernelEx\(combine\): CUDA error 700"):
+        launch(2, 3, (1, 2, 3), (2, 3, 1, 1))
+    launch(2, 3, (1, 2, 3), (2, 3, 1, 1))
+    driver.append(passes.driver.INVALID_CONTEXT)  # a thread that has not touched CUDA: once more
+    launch(2, 3, (1, 2, 3), (2, 3, 1, 1))
+    assert driver == []
+
+
+def test_two_threads_never_share_a_block(driver: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def launch(config: object, handle: object, arguments: object, extra: None) -> int:
+        seen.append(arguments)
+        if len(seen) == 1:  # another thread, while the first is in the driver
+            other(2, 3, (1, 2, 3), (2, 3, 1, 1))
+        return 0
+
+    monkeypatch.setattr(passes.driver, "launch_kernel", lambda: launch)
+    other = made()
+    other(2, 3, (1, 2, 3), (2, 3, 1, 1))
+    assert len(set(seen)) == 2
+
+
+def test_more_programs_than_a_launch_can_have(driver: list[int]) -> None:
+    with pytest.raises(InputError, match=r"2147483648 rows of 5 columns make 2147483648 programs.*split them"):
+        made()(2**31, 5, (1, 2, 3), (2**31 - 1, 5, 1, 1))
