@@ -49,7 +49,7 @@ def here(cells: Cells, candidates: Path, gpus: Sequence[int]) -> Leg:
     """On GPUs of this machine, a worker process each."""
 
     def leg(journal: Path) -> Mapping[str, object]:
-        return told(tune_problems(cells, candidates, journal, budget_s=None, gpus=gpus, with_torch=False))
+        return told(tune_problems(cells, candidates, journal, budget_s=None, gpus=gpus))
 
     return leg
 
@@ -65,11 +65,7 @@ def there(cells: Cells, candidates: Path, executor: str, count: int) -> Leg:
             while len(found) < count and time.monotonic() < end:
                 time.sleep(0.1)
                 found += gpus.joined()
-            return told(
-                tune_problems(
-                    cells, candidates, journal, budget_s=None, executors=found, joined=gpus.joined, with_torch=False
-                )
-            )
+            return told(tune_problems(cells, candidates, journal, budget_s=None, executors=found, joined=gpus.joined))
 
     return leg
 
@@ -79,7 +75,7 @@ def command(models: Path, candidates: Path, executor: str) -> Leg:
 
     def leg(journal: Path) -> Mapping[str, object]:
         words = [sys.executable, "-m", "pretuned.aot", "measure", candidates, "--models", models, "--journal", journal,
-                 "--executor", executor, "--budget", "none", "--no-torch", "--json"]  # fmt: skip
+                 "--executor", executor, "--budget", "none", "--json"]  # fmt: skip
         done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             sys.exit(f"aot measure --executor {executor} ended with {done.returncode}")

@@ -125,7 +125,7 @@ class Sweep:
     """The cells of one op, in the file that they are written to, and go on from."""
 
     def __init__(self, out: Path, head: dict[str, object]) -> None:
-        self._out, self._head, self._begun = out, head, time.time()
+        self._out, self._head = out, head
         self._cells: list[dict[str, object]] = []
         self._seconds = 0.0
         if out.exists():
@@ -138,12 +138,12 @@ class Sweep:
     def has(self, model: str, gemm: str, tokens: int) -> bool:
         return any((one["model"], one["gemm"], one["tokens"]) == (model, gemm, tokens) for one in self._cells)
 
-    def add(self, cell: dict[str, object]) -> None:
-        """Keep a cell. A file is whole, whenever the run ends."""
+    def add(self, cell: dict[str, object], seconds: float) -> None:
+        """Keep a cell that took so long. A file is whole, whenever the run ends."""
         self._cells.append(cell)
-        seconds = round(self._seconds + time.time() - self._begun, 1)
+        self._seconds = round(self._seconds + seconds, 2)
         temp = self._out.with_name(f".{self._out.name}.tmp")
-        temp.write_text(json.dumps({**self._head, "seconds": seconds, "cells": self._cells}, indent=1) + "\n")
+        temp.write_text(json.dumps({**self._head, "seconds": self._seconds, "cells": self._cells}, indent=1) + "\n")
         temp.replace(self._out)
 
 
@@ -235,8 +235,9 @@ def main() -> None:
             todo = [(op, T) for op in ops for T in tokens if not sweeps[op].has(name, gemm, T)]
             w = method.weights(E, N, K, TORCH[args.dtype]) if todo else None  # made once for all of them
             for op, T in todo:
+                begun = time.time()
                 cell = {"model": name, "gemm": gemm} | measured(clock, kernels[op], op, args.form, w, T, top_k)
-                sweeps[op].add(cell)
+                sweeps[op].add(cell, time.time() - begun)
                 times = cell["us"]
                 best = min(times, key=times.__getitem__)
                 print(f"{op.value:8}{name:14}{gemm:8} T={T:<5} floor {cell['floor_us']:8.1f} best {times[best]:8.1f} "

@@ -40,21 +40,21 @@ def test_a_sweep_goes_on_where_it_was_ended(tool: ModuleType, tmp_path: Path) ->
     out = tmp_path / "sweep.json"
     begun = tool.Sweep(out, head)
     for cell in cells[:3]:
-        begun.add(cell)
+        begun.add(cell, 1.5)
     again = tool.Sweep(out, head | {"command": "the same, once more"})
     assert [again.has(one["model"], one["gemm"], one["tokens"]) for one in cells[:5]] == [True] * 3 + [False] * 2
     for cell in cells[3:]:
-        again.add(cell)
+        again.add(cell, 0.25)
     whole = json.loads(out.read_text())
     assert whole["cells"] == cells
-    assert whole["seconds"] >= 0
+    assert whole["seconds"] == 4.5 + 0.25 * (len(cells) - 3)
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
 
 
 def test_a_sweep_of_other_variants_is_no_place_for_a_cell(tool: ModuleType, tmp_path: Path) -> None:
     head, cells = parts(RESULTS / "sweep-h200-dX-bf16.json")
     out = tmp_path / "sweep.json"
-    tool.Sweep(out, head).add(cells[0])
+    tool.Sweep(out, head).add(cells[0], 1.0)
     with pytest.raises(SystemExit, match=r"another variants: name another --out"):
         tool.Sweep(out, head | {"variants": {}})
     with pytest.raises(SystemExit, match=r"another op, gpu: name"):
@@ -68,8 +68,8 @@ def test_heuristics_take_torchs_time_of_the_same_run(tool: ModuleType, tmp_path:
     few, many = (next(one for one in cells if one["tokens"] == T) for T in (16, 8192))
     out = tmp_path / "sweep.json"
     sweep = tool.Sweep(out, head)
-    sweep.add(few | {"torch_us": 12.5})
-    sweep.add(many | {"torch_us": None})
+    sweep.add(few | {"torch_us": 12.5}, 1.0)
+    sweep.add(many | {"torch_us": None}, 1.0)
     there = heuristics.load(out)
     assert [len(one.times_us) > 0 for one in there] == [True, True]
     times = heuristics.torch_times(there, [out])
