@@ -117,14 +117,18 @@ def activation(h, a, used, M, columns, flags, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(h, da, dh, a, scale, columns, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """One row's dh and a, and its part of the routing weight's gradient: dot(da, act(h))."""
+def _backward(h, da, row_weight, dh, a, columns, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """One row's dh and a, and its routing weight's gradient: dot(da, act(h)).
+
+    The weight is loaded after the rows: its place comes from memory too, and nothing should wait for that.
+    """
     sums = tl.zeros((BLOCK,), tl.float32)
     for first in tl.range(0, columns, BLOCK):
         col = first + tl.arange(0, BLOCK)
         inside = col < columns
         gate, up = _gate_and_up(h, columns, first, flags, BLOCK, INTERLEAVED)
         d = tl.load(da + col, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(row_weight, mask=(flags & _WEIGHTED) != 0, other=1.0)
         kept_gate, kept_up, limit = _limited(gate, up, flags)
         act, slope = _act(kept_gate, flags)
         whole = act * kept_up
@@ -162,16 +166,14 @@ def activation_grad(
         flat = tl.load(index + at * index_step).to(tl.int64)
     dot = 0.0
     if row < _end_of(used, M, flags):
-        scale = 1.0
-        if (flags & _WEIGHTED) != 0:
-            scale = tl.load(row_weights + flat)
+        row_weight = row_weights + flat
         h += at * _row_of(flags, columns)
         dh += at * _row_of(flags, columns)
         da += at * columns
         a += at * columns
         if (flags & _INTERLEAVED) != 0:
-            dot = _backward(h, da, dh, a, scale, columns, flags, BLOCK, True)
+            dot = _backward(h, da, row_weight, dh, a, columns, flags, BLOCK, True)
         else:
-            dot = _backward(h, da, dh, a, scale, columns, flags, BLOCK, False)
+            dot = _backward(h, da, row_weight, dh, a, columns, flags, BLOCK, False)
     if (flags & _WRITES_DWEIGHTS) != 0:
         tl.store(dweights + flat, dot)

@@ -36,7 +36,7 @@ _ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Pass.COMBINE: (("y", "experts", "out"), ("M", "columns", "top_k", "E")),
 }  # fmt: skip
 _ROW_POINTERS = ("h", "a", "da", "dh", "y", "out")
-_WARPS = 8
+_WARPS = 4
 _THREAD_BYTES = 8  # of a row that one thread has, twice that of h: 16 of each would take all registers
 MOST_EXPERTS = 65536  # what a variant's record says: any number
 

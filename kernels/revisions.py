@@ -25,7 +25,7 @@ class Revision:
 _ROWS = ("forward.py", "tiles.py"), "a012cb19126529ad6c56b980af47582a3de28b49b93987611a179273303469a4"
 _WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f9b8a88ac643aad11d18a7e7c5e3"
 _SPECIALIZED = ("specialized.py",), "c39b272d45f9306e7472701aa9d110ff5eca52487716317160105675e31f1740"
-_ACTIVATION = ("activation.py",), "38d6b985b690579c2d2438d77a37aa3b19d42c5b69df2701013a90a267e37c10"
+_ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _COMBINE = ("combine.py",), "b6df3acaf195d338888ec639a35be55732c8bfc53e7b4dd3b7aac32d723decb9"
 REVISIONS = {
     "activation": Revision(1, *_ACTIVATION),
