@@ -25,8 +25,10 @@ from pretuned.artifacts.types import (
     Fusion,
     Gpu,
     Kernel,
+    Layout,
     Model,
     Op,
+    Pass,
     Problem,
     Producer,
     Source,
@@ -43,6 +45,28 @@ def test_round_trip(make):
     data = codec.encode(bundle)
     assert codec.decode(data, "x") == bundle
     assert codec.encode(codec.decode(data, "x")) == data
+
+
+def with_passes() -> Bundle:
+    """A pass of each kind beside the variants of the GEMMs."""
+    bundle = golden_bundles.medium()
+    first, cubin = bundle.variants[0], bundle.cubins[0]
+    passes = [dataclasses.replace(first, op=op, layout=Layout.NK, fusion=Fusion.NONE) for op in Pass]
+    return dataclasses.replace(
+        bundle, variants=(*bundle.variants, *passes), cubins=(*bundle.cubins, *[cubin] * len(passes))
+    )
+
+
+def test_passes_over_rows_are_variants_that_no_choice_can_name():
+    bundle = with_passes()
+    assert codec.decode(codec.encode(bundle), "x") == bundle
+    problem, row = next(iter(bundle.choices.items()))
+    named = (dataclasses.replace(row[0], variant=len(bundle.variants) - 1), *row[1:])
+    with pytest.raises(BundleCorrupt, match=r"is for \['combine', 'bf16', 'nk', 0\]"):
+        codec.encode(dataclasses.replace(bundle, choices={**bundle.choices, problem: named}))
+    other = {dataclasses.replace(one, op=Pass.COMBINE): row for one, row in bundle.choices.items()}
+    with pytest.raises(BundleCorrupt, match=r"problem.op is 'combine', wanted one of forward, dX, dW"):
+        codec.encode(dataclasses.replace(bundle, choices=other, models=()))
 
 
 def test_any_msgpack_reader_reads_it():
