@@ -88,7 +88,7 @@ _BLACKWELL = Family(
 )
 
 # fitted: begin
-# Fitted to sweeps with the sha256 7e91294cff50ae30 by python
+# Fitted to sweeps with the sha256 3840a05b6df048ff by python
 # benchmarks/fit_cost.py
 #   benchmarks/results/sweep-h200-dW-bf16.json
 #   benchmarks/results/sweep-h200-dX-bf16.json
@@ -97,49 +97,49 @@ _BLACKWELL = Family(
 #   --write
 #   --out benchmarks/results/fit-h200-bf16.json
 _HOPPER = Family(
-    sustained=0.8,
-    l2_bytes_per_clock=58.6,
-    rows=(0.287, 0.427, 1.08, 1.13, 0.765),
-    columns=(0.299, 0.441, 0.888, 0.84, 1.0),
-    one_cta={1: 0.25, 2: 0.4, 4: 0.904, 8: 1.0, 16: 1.0},
-    wgmma_columns=(0.2, 0.35, 0.616, 1.0, 1.0),
+    sustained=0.796,
+    l2_bytes_per_clock=58.8,
+    rows=(0.289, 0.433, 0.99, 1.08, 0.823),
+    columns=(0.298, 0.45, 0.948, 0.801, 1.0),
+    one_cta={1: 0.25, 2: 0.4, 4: 0.973, 8: 1.0, 16: 1.0},
+    wgmma_columns=(0.2, 0.35, 0.668, 0.996, 1.0),
     memory_share=0.96,
-    latency_ns=1310.0,
-    tma_latency_ns=837.0,
-    held_stages=0.309,
-    chain_norm=3.96,
-    pointer_step_ns=55.5,
-    tma_step_ns=7.92,
+    latency_ns=1150.0,
+    tma_latency_ns=886.0,
+    held_stages=0.279,
+    chain_norm=11.0,
+    pointer_step_ns=55.2,
+    tma_step_ns=7.61,
     pointer_wgmma=0.9,
-    persistent_exposed=0.414,
-    flight_norm=2.96,
-    tail_static=0.743,
-    tail_dynamic=0.369,
-    lockstep=0.662,
-    l2_usable=0.592,
-    norm=2.78,
-    write_share=0.825,
+    persistent_exposed=0.492,
+    flight_norm=4.39,
+    tail_static=0.711,
+    tail_dynamic=0.35,
+    lockstep=0.902,
+    l2_usable=0.586,
+    norm=2.68,
+    write_share=0.923,
     weight=WeightGrad(
-        step_ns=3.0,
-        issue_ns=4.39,
-        load_share=0.866,
-        row_bytes=34.5,
-        store_bytes_per_clock=21.8,
-        exposed=0.696,
-        norm=1.95,
+        step_ns=4.19,
+        issue_ns=7.68,
+        load_share=0.824,
+        row_bytes=22.5,
+        store_bytes_per_clock=25.8,
+        exposed=0.736,
+        norm=2.01,
     ),
     specialized=Specialized(
-        rate=1.07,
+        rate=1.06,
         half=1.0,
-        exposed=0.198,
-        start_ns=805.0,
-        weight_rate=1.17,
-        weight_exposed=0.176,
+        exposed=0.187,
+        start_ns=815.0,
+        weight_rate=1.13,
+        weight_exposed=0.199,
     ),
 )
-_COLD_NS = 2560.0
-_START_NS = 1510.0
-_STORE_NS = 311.0
+_COLD_NS = 2990.0
+_START_NS = 1630.0
+_STORE_NS = 315.0
 # fitted: end
 
 
