@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..artifacts.errors import BundleError, HostError, InputError
 from ..artifacts.store import BundleFile, open_bundle
-from ..artifacts.types import Gpu, Problem
+from ..artifacts.types import Gpu, Op, Problem
 from .contenders import SHARE
 from .gpuworkers import local_gpus
 from .ground import Ground
@@ -89,7 +89,8 @@ def tune_problems(
                 raise NoGpu(str(error)) from None
         greeted = _greet(executors, watch, lenient=joined is not None)
         sm, gpu = _same_gpu(greeted, bundle)
-        header = Header(sm, gpu, bundle.kernels)
+        measured = {variant.kernel for variant in bundle.variants() if isinstance(variant.op, Op)}
+        header = Header(sm, gpu, tuple(kernel for kernel in bundle.kernels if kernel.name in measured))
         held = stack.enter_context(open_journal(journal, header, watch.on_note))
         run = Run(Ground.of(problems, bundle, gpu, sm, share), greeted, joined, held, watch, with_torch, budget_s)
         return run.run()
