@@ -26,11 +26,13 @@ class Op(enum.Enum):
 class Pass(enum.Enum):
     """One of the passes over rows between and after the grouped GEMMs: no product, any number of rows and columns.
 
+    - ``GATHER``: out[i] = x[token of row i]
     - ``ACTIVATION``: a[i] = act(h[i])
     - ``ACTIVATION_GRAD``: dh of a's gradient, and what the routing weights take part in
     - ``COMBINE``: out[t] = sum over the slots s of token t of y[t, s]
     """
 
+    GATHER = "gather"
     ACTIVATION = "activation"
     ACTIVATION_GRAD = "activation_grad"
     COMBINE = "combine"

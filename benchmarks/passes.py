@@ -3,9 +3,9 @@
     python benchmarks/passes.py --out passes-h200.json
     python benchmarks/passes.py --blocks 512x4,1024x4,1024x8,2048x8 --out blocks.json     # compiles; needs Triton
 
-Activation (silu, halves), its gradient with routing weights, and the sum over a token's slots, in bf16, in CUDA graphs
-that take turns with torch's own operations, L2 flushed. ``--blocks`` times other columns x warps of a program than
-the bundle's. The method is benchmarks/method.py.
+Rows gathered, the activation (silu, halves), its gradient with routing weights, the sum over a token's slots: bf16, in
+CUDA graphs that take turns with torch's own operations, L2 flushed. ``--blocks`` times other columns x warps of a
+program than the bundle's. The method is benchmarks/method.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from variants import MODELS
 
 from pretuned.artifacts.types import DType, Pass
 from pretuned.kernels.passes import Block, PassSpec
-from pretuned.runtime import activation, passes
+from pretuned.runtime import activation, passes, tokens
 from pretuned.runtime.activation import Activation, Needs
 from pretuned.runtime.launch import load_kernel
 
@@ -48,15 +48,17 @@ class OtherBlock(PassSpec):
 def calls(T: int, H: int, width: int, top_k: int, E: int) -> Iterator[tuple[Pass, Callable[[], Any], int]]:
     """(pass, the call, the bytes that it moves at least)."""
     M = T * top_k
+    x, index = method.activations(T, H, torch.bfloat16), torch.randperm(M, device="cuda")
     h, da, y = (method.activations(M, columns, torch.bfloat16) for columns in (2 * width, width, H))
-    weights, index = torch.rand(M, device="cuda"), torch.randperm(M, device="cuda")
+    weights = torch.rand(M, device="cuda")
     bounds = torch.full((1,), M, device="cuda", dtype=torch.int32)
     experts = torch.randint(0, E, (M,), device="cuda").int()
     how: dict[str, Any] = {"weights": weights, "index": index, "bounds": bounds}
+    yield Pass.GATHER, functools.partial(tokens.gather, x, index, top_k, bounds), 2 * (M + T) * H + 8 * M
     yield Pass.ACTIVATION, functools.partial(activation.forward, h, SILU, bounds), 2 * 3 * M * width
     grad = functools.partial(activation.gradient, h, da, SILU, Needs(True, True, True), **how)
     yield Pass.ACTIVATION_GRAD, grad, 2 * 6 * M * width + 16 * M
-    yield Pass.COMBINE, functools.partial(activation.combine, y, experts, top_k, E), 2 * (M + T) * H + 4 * M
+    yield Pass.COMBINE, functools.partial(tokens.combine, y, experts, top_k, E), 2 * (M + T) * H + 4 * M
 
 
 def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:

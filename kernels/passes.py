@@ -3,7 +3,7 @@
 Their words of launch ABI 1, beside those of kernels/abi.py (``M`` counts rows, ``columns`` those of a row of a or y):
 
 =========================  ===================================================================
-``h a da dh y out``        device pointers to dense rows in the variant's dtype
+``h a da dh x y out``      device pointers to dense rows in the variant's dtype
 ``row_weights dweights``   device pointers to float32, by index
 ``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
 ``M columns top_k E``      int32
@@ -29,15 +29,17 @@ WRITES_A = 256
 WRITES_DWEIGHTS = 512
 
 _ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    Pass.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
     Pass.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags")),
     Pass.ACTIVATION_GRAD: (
         ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"), ("M", "columns", "index_step", "flags"),
     ),
     Pass.COMBINE: (("y", "experts", "out"), ("M", "columns", "top_k", "E")),
 }  # fmt: skip
-_ROW_POINTERS = ("h", "a", "da", "dh", "y", "out")
+_ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out")
 _WARPS = 4
-_THREAD_BYTES = 8  # of a row that one thread has, twice that of h: 16 of each would take all registers
+# Of a row, what one thread has at once: twice that of h, and combine has 8 rows under way.
+_THREAD_BYTES = {Pass.GATHER: 32, Pass.ACTIVATION: 16, Pass.ACTIVATION_GRAD: 8, Pass.COMBINE: 8}
 MOST_EXPERTS = 65536  # what a variant's record says: any number
 
 
@@ -86,7 +88,7 @@ class PassSpec(NamedTuple):
     @property
     def config(self) -> Block:
         """The columns that all threads have at once."""
-        return Block(32 * _WARPS * _THREAD_BYTES // self.dtype.itemsize, _WARPS)
+        return Block(32 * _WARPS * _THREAD_BYTES[self.op] // self.dtype.itemsize, _WARPS)
 
     @property
     def layout(self) -> Layout:
@@ -108,10 +110,10 @@ class PassSpec(NamedTuple):
 
 
 def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[PassSpec, ...]:
-    """The passes that go with these GEMMs, aligned and not: the gradient's only beside dX or dW."""
+    """The passes that go with these GEMMs, aligned and not: those of the gradient only beside dX or dW."""
     passes = [Pass.COMBINE] if ops else []
     passes += [Pass.ACTIVATION] if Op.FORWARD in ops else []
-    passes += [Pass.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
+    passes += [Pass.ACTIVATION_GRAD, Pass.GATHER] if ops & {Op.DX, Op.DW} else []
     kinds = dict.fromkeys(dtype_of(dtype) for dtype in dtypes)
     return tuple(PassSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1))
 
@@ -138,4 +140,4 @@ def divisibility(spec: PassSpec) -> dict[str, int]:
 
 def programs(op: Pass, M: int, columns: int, block: int) -> int:
     """The grid: one program a row, or for each block of its columns."""
-    return M if op is Pass.ACTIVATION_GRAD else M * -(-columns // block)
+    return M if op in (Pass.ACTIVATION_GRAD, Pass.GATHER) else M * -(-columns // block)

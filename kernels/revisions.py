@@ -26,11 +26,12 @@ _ROWS = ("forward.py", "tiles.py"), "a012cb19126529ad6c56b980af47582a3de28b49b93
 _WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f9b8a88ac643aad11d18a7e7c5e3"
 _SPECIALIZED = ("specialized.py",), "c39b272d45f9306e7472701aa9d110ff5eca52487716317160105675e31f1740"
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
-_COMBINE = ("combine.py",), "b6df3acaf195d338888ec639a35be55732c8bfc53e7b4dd3b7aac32d723decb9"
+_TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"
 REVISIONS = {
     "activation": Revision(1, *_ACTIVATION),
     "activation_grad": Revision(1, *_ACTIVATION),
-    "combine": Revision(1, *_COMBINE),
+    "combine": Revision(1, *_TOKENS),
+    "gather": Revision(1, *_TOKENS),
     "rows": Revision(1, *_ROWS),
     "rows_specialized": Revision(1, *_SPECIALIZED),
     "weight": Revision(1, *_WEIGHT),

@@ -15,7 +15,6 @@ from ..artifacts.types import Pass
 from ..kernels import passes as words
 from . import passes, products
 from .device import on
-from .inputs import DTYPES
 
 GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -80,12 +79,12 @@ def forward(h: torch.Tensor, act: Activation, bounds: torch.Tensor | None = None
     """a [M, I] of h [M, 2*I] or [M, I]. With ``bounds`` (``Routing.bounds``) rows of no expert hold anything."""
     I = act.columns(h)  # noqa: E741
     h = h.contiguous()
-    launch = _launcher(Pass.ACTIVATION, h, I)
+    launch = passes.for_rows(Pass.ACTIVATION, I, h.shape[0], h)
     if launch is None:
         return by_torch(h, act)
     with on(h.get_device()):
         a = h.new_empty((h.shape[0], I))
-        address, flag = used(bounds)
+        address, flag = passes.used(bounds)
         launch(h.shape[0], I, (h.data_ptr(), a.data_ptr(), address), (h.shape[0], I, act.flags | flag))
     return a
 
@@ -110,14 +109,14 @@ def gradient(
     """
     M, I = da.shape  # noqa: E741
     h, da = h.contiguous(), da.contiguous()
-    launch = _launcher(Pass.ACTIVATION_GRAD, h, I, da)
+    launch = passes.for_rows(Pass.ACTIVATION_GRAD, I, M, h, da)
     if launch is None:
         return _gradient_by_torch(h, da, act, needs, weights, index, bounds)
     with on(h.get_device()):
         dh = torch.empty_like(h) if needs.dh else None
         a = torch.empty_like(da) if needs.a else None
         dweights = h.new_empty((M,), dtype=torch.float32) if needs.dweights else None
-        address, flags = used(bounds)
+        address, flags = passes.used(bounds)
         flags |= act.flags | (words.WRITES_DH if needs.dh else 0) | (words.WRITES_A if needs.a else 0)
         flags |= (words.WEIGHTED if weights is not None else 0) | (words.WRITES_DWEIGHTS if needs.dweights else 0)
         step = 2 if index is not None and index.dtype is torch.int64 else 1
@@ -128,28 +127,6 @@ def gradient(
             (M, I, step, flags),
         )  # fmt: skip
     return dh, a, dweights
-
-
-def combine(y: torch.Tensor, experts: torch.Tensor, top_k: int, E: int) -> torch.Tensor:
-    """out[t] = sum over slots s, in their order, of y[t*top_k + s], summed in float32 (or wider) and rounded once.
-
-    y [T*top_k, H]; of slots whose ``experts`` (int32 [T*top_k]) are not in [0, E) nothing is read by a kernel, so they
-    may hold anything where ``combines`` says that there is one, and have to be zero elsewhere.
-    """
-    T, H = y.shape[0] // top_k, y.shape[1]
-    launch = _launcher(Pass.COMBINE, y, H)
-    if launch is None:
-        return y.view(T, top_k, H).sum(1)
-    with on(y.get_device()):
-        out = y.new_empty((T, H))
-        launch(T, H, (y.data_ptr(), experts.data_ptr(), out.data_ptr()), (T, H, top_k, E))
-    return out
-
-
-def combines(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """A y for ``combine``: unwritten where a kernel will read it, zeros where torch will."""
-    there = _launcher(Pass.COMBINE, like, columns, rows=rows) is not None
-    return like.new_empty((rows, columns)) if there else like.new_zeros((rows, columns))
 
 
 class _Activate(torch.autograd.Function):
@@ -204,23 +181,6 @@ def _gradient_by_torch(
             dots = torch.where(torch.arange(len(dots), device=dots.device) < bounds[-1], dots, 0)
         dweights = torch.zeros_like(dots).index_copy_(0, index.long(), dots)
     return dh, (a if scale is None else (a * scale).to(a.dtype)) if needs.a else None, dweights
-
-
-def _launcher(
-    op: Pass, like: torch.Tensor, columns: int, *others: torch.Tensor, rows: int | None = None
-) -> passes.PassLauncher | None:
-    """The kernel for rows of so many columns, in tensors that are there or will be allocated; None for torch."""
-    dtype = DTYPES.get(like.dtype)
-    if dtype is None or not products.on_gpu(like) or not columns or not (like.shape[0] if rows is None else rows):
-        return None
-    there = [one.data_ptr() for one in (like, *others)] if rows is None else []
-    aligned = passes.aligned([columns * like.element_size()], there)
-    return passes.launcher(op, dtype, like.get_device(), aligned=aligned)
-
-
-def used(bounds: torch.Tensor | None) -> tuple[int, int]:
-    """The address of the number of rows that belong to an expert, and the flag that says so."""
-    return (0, 0) if bounds is None else (bounds.data_ptr() + 4 * (bounds.shape[0] - 1), words.USED)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

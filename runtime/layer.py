@@ -22,7 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..artifacts.types import Layout, Op
-from . import activation as passes
+from . import activation, tokens
 from .activation import Activation, Needs
 from .products import Rows, rows, weight
 
@@ -71,14 +71,14 @@ def forward(
     rows(Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=given.gate_up_bias), h)
     if not x.shape[1]:
         h.zero_()  # a sum over nothing
-    a = passes.forward(h, act, bounds)
-    y = passes.combines(x, M, columns(given.down, layout))
+    a = activation.forward(h, act, bounds)
+    y = tokens.fresh(x, M, columns(given.down, layout))
     if not a.shape[1]:
         y.zero_()
     rows(
         Rows(Op.FORWARD, a, given.down, m_sizes, layout, M, index, 0, True, row_weights, given.down_bias), y
     )  # fmt: skip
-    return passes.combine(y, experts, k, E), h
+    return tokens.combine(y, experts, k, E), h
 
 
 class MoeLayer(torch.autograd.Function):
@@ -129,15 +129,14 @@ def gradients(
     inner = needs_x or needs_up or needs_up_bias
     dout = dout.contiguous()
     row_weights = flat(weights, dout)
-    tokens = index // k if k > 1 else index
-    dy = dout.index_select(0, tokens)
+    dy = tokens.gather(dout, index, k, bounds)
     dx = dup = ddown = dup_bias = ddown_bias = dweights = None
     a = dh = None
     if h is not None and (inner or needs_down or needs_weights):
         # (Where only t * act(h) is wanted, da is of no account.)
         whole = inner or needs_weights
         da = _times(dy, given.down, m_sizes, layout) if whole else h.new_zeros((M, act.columns(h)))
-        dh, a, dweights = passes.gradient(
+        dh, a, dweights = activation.gradient(
             h, da, act, Needs(inner, needs_down, needs_weights), weights=row_weights, index=index, bounds=bounds
         )
         del da
@@ -154,14 +153,14 @@ def gradients(
     del a, dy  # half of what the gradient takes beside its results
     if dh is not None:
         if needs_x:
-            each = passes.combines(dout, M, dout.shape[1])
+            each = tokens.fresh(dout, M, dout.shape[1])
             if not dh.shape[1]:
                 each.zero_()
             rows(Rows(Op.DX, dh, given.gate_up, m_sizes, layout, M, index, 0, True), each)
-            dx = passes.combine(each, experts, k, E)
+            dx = tokens.combine(each, experts, k, E)
             del each
         if needs_up and x is not None:
-            dup = weight(dh, x.index_select(0, tokens), m_sizes, layout=layout)
+            dup = weight(dh, tokens.gather(x, index, k, bounds), m_sizes, layout=layout)
         if needs_up_bias:
             dup_bias = weight(dh, dh.new_ones((M, _ONES)), m_sizes, strict=False)[:, :, 0].contiguous()
     return dx, dup, ddown, dup_bias, ddown_bias, dweights

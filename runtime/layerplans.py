@@ -6,15 +6,12 @@ A plan belongs to the weights and the shapes of one layer. It takes a call only 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..artifacts.types import Op, Pass
 from . import discover, passes, products, recent
-from .activation import used
 from .device import allocator, device_is_current, only_device
-from .inputs import DTYPES, row_stride
+from .inputs import row_stride
 from .launcher import Launcher
 from .layer import Layer, Routing, Weights, columns
 from .products import Rows
@@ -69,7 +66,7 @@ class Plan:
             at_index, 0, 0 if gate_up_bias is None else gate_up_bias.data_ptr(), M,
         )  # fmt: skip
         a = empty((M, I), (I, 1), dtype)
-        address, flag = used(bounds)
+        address, flag = passes.used(bounds)
         self._activation(M, I, (h.data_ptr(), a.data_ptr(), address), (M, I, self._act | flag))
         y = empty((M, H), (H, 1), dtype)
         self._second(
@@ -105,15 +102,11 @@ def plan(
         Op.FORWARD, a, given.down, m_sizes, how.layout, M, index, 0, True, row_weights, given.down_bias
     )  # fmt: skip
     launches = products.row_launch(first, h), products.row_launch(second, y)
-    size, dtype, device = x.element_size(), DTYPES[x.dtype], x.get_device()
-    passing: list[Any] = [
-        passes.launcher(op, dtype, device, aligned=passes.aligned([width * size], ()))
-        for op, width in ((Pass.ACTIVATION, I), (Pass.COMBINE, H))
-    ]
+    passing = passes.for_rows(Pass.ACTIVATION, I, M, like=x), passes.for_rows(Pass.COMBINE, H, T, like=x)
     tensors = [one for one in (hidden, *given[:2], ids, weights, *given[2:]) if one is not None]
     same = recent.guard(*tensors)
     if same is None or None in launches or None in passing:
         return None
     grad = any(one.requires_grad for one in tensors)
     sizes = T, k, m_sizes.shape[0], H, wide, I
-    return Plan(how, x, given, sizes, launches, tuple(passing), same, grad)  # type: ignore[arg-type]
+    return Plan(how, x, given, sizes, launches, passing, same, grad)  # type: ignore[arg-type]

@@ -8,16 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import struct
-from collections.abc import Iterable
 from ctypes import addressof, c_char
+
+import torch
 
 from ..artifacts.errors import BundleError, InputError
 from ..artifacts.types import DType, Pass, Variant
 from ..kernels import abi, chips
-from ..kernels.passes import Block, PassSpec, programs
-from . import discover, driver
+from ..kernels.passes import USED, Block, PassSpec, programs
+from . import discover, driver, products
 from .device import LocalGpu, current_stream, local_gpu, platform_supported
 from .discover import Rejected, Snapshot, Usable
+from .inputs import DTYPES
 from .launch import LoadedKernel
 from .launchable import unlaunchable
 from .loading import loaded
@@ -114,9 +116,24 @@ def launcher(op: Pass, dtype: DType, device: int, *, aligned: bool) -> PassLaunc
     return known[key]
 
 
-def aligned(row_bytes: Iterable[int], pointers: Iterable[int]) -> bool:
-    """Whether every row and pointer keeps to 16 bytes."""
-    return abi.is_aligned(_ALIGNMENT_BYTES, *row_bytes, *pointers)
+def for_rows(
+    op: Pass, columns: int, rows: int, *tensors: torch.Tensor, like: torch.Tensor | None = None
+) -> PassLauncher | None:
+    """As ``launcher``, for rows of these tensors, or of fresh ones like ``like``; None also where there is nothing.
+
+    Every tensor is dense, its rows of ``columns`` columns or of twice as many.
+    """
+    like = tensors[0] if like is None else like
+    kind = DTYPES.get(like.dtype)
+    if kind is None or not rows or not columns or not products.on_gpu(like):
+        return None
+    aligned = abi.is_aligned(_ALIGNMENT_BYTES, columns * like.element_size(), *(one.data_ptr() for one in tensors))
+    return launcher(op, kind, like.get_device(), aligned=aligned)
+
+
+def used(bounds: torch.Tensor | None) -> tuple[int, int]:
+    """The address of the number of rows that belong to an expert (the last of bounds), and the flag that says so."""
+    return (0, 0) if bounds is None else (bounds.data_ptr() + 4 * (bounds.shape[0] - 1), USED)
 
 
 def ranked(snapshot: Snapshot, op: Pass, dtype: DType, local: LocalGpu, *, aligned: bool) -> list[tuple[Usable, int]]:

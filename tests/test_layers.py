@@ -17,7 +17,7 @@ THIRD_PARTY = {
     "runtime": {"torch"},
 }
 # Those that hold kernels, and so import Triton.
-KERNEL_FILES = {"activation.py", "combine.py", "forward.py", "grad_weight.py", "specialized.py", "tiles.py"}
+KERNEL_FILES = {"activation.py", "forward.py", "grad_weight.py", "specialized.py", "tiles.py", "tokens.py"}
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
 
 

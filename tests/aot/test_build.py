@@ -258,15 +258,15 @@ def training(
     report = build(training_plan, (80, 90), options)
     for one in report.bundles:
         assert verify(str(one.path)).variants == one.variants
-    # NONE and the moving form in both layouts, aligned and not, and dW; on 90 what gathers is apart. And three passes.
-    assert [one.compiled + one.cached for one in report.bundles] == [2 * 2 * 2 + 2 + 6, 2 * (2 + 3) + 2 + 6]
+    # NONE and the moving form in both layouts, aligned and not, and dW; on 90 what gathers is apart. And four passes.
+    assert [one.compiled + one.cached for one in report.bundles] == [2 * 2 * 2 + 2 + 8, 2 * (2 + 3) + 2 + 8]
     return {one.target.sm: codec.decode(one.path.read_bytes(), str(one.path)) for one in report.bundles}
 
 
 def test_training_has_its_own_variant_for_every_form(training: dict[int, Bundle]) -> None:
     for sm, bundle in training.items():
         names = {(Family.of(one), one.alignment) for one in bundle.variants}
-        assert len(names) == len(bundle.variants) == 2 * (3 * 2 * 2 + 1 + 3)
+        assert len(names) == len(bundle.variants) == 2 * (3 * 2 * 2 + 1 + 4)
         for problem, choices in bundle.choices.items():
             for choice in choices:
                 assert Family.of(bundle.variants[choice.variant]) == Family.of(problem)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pretuned.artifacts.types import Pass
-from pretuned.kernels import activation, combine, passes
+from pretuned.kernels import activation, passes, tokens
 from pretuned.runtime.activation import Activation, by_torch
 
 GUARD = 3.0  # what a result holds where the kernel must not write
@@ -18,11 +18,11 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 def run(case: dict[str, Any]) -> list[str]:
     """What is wrong, in words."""
-    return run_combine(case) if case["pass"] == "combine" else run_activation(case)
+    return {"combine": run_combine, "gather": run_gather}.get(case["pass"], run_activation)(case)
 
 
 def launch(op: Pass, case: dict[str, Any], values: dict[str, Any]) -> None:
-    kernel = {"combine": combine.combine}.get(op.value) or getattr(activation, op.value)
+    kernel = getattr(tokens, op.value, None) or getattr(activation, op.value)
     grid = passes.programs(op, case["M"], case["columns"], case["block"])
     values |= {"M": case["M"], "columns": case["columns"]}
     kernel[(grid,)](*(values[name] for name, _ in passes.arguments(op)), BLOCK=case["block"])
@@ -68,6 +68,18 @@ def run_activation(case: dict[str, Any]) -> list[str]:
     wrong = compared("dh", fresh["dh"], dh, end if "dh" in writes else 0, dtype)
     wrong += compared("a", fresh["a"], want.detach() * scale, end if "a" in writes else 0, dtype)
     return wrong + compared("dweights", fresh["dweights"], dots, M if "dweights" in writes else 0, torch.float32)
+
+
+def run_gather(case: dict[str, Any]) -> list[str]:
+    T, M, columns, top_k, used = case["M"], case["M"] * case["top_k"], case["columns"], case["top_k"], case["used"]
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}[case["dtype"]]
+    g = torch.Generator().manual_seed(case["seed"])
+    x, out = torch.randn(T, columns, generator=g).to(dtype), torch.full((M + 1, columns), GUARD, dtype=dtype)
+    index = torch.randperm(M, generator=g).to(torch.int64 if case["wide"] else torch.int32)
+    given = {"x": x, "index": index.view(torch.int32), "used": torch.tensor([used or 0], dtype=torch.int32), "out": out}
+    flags = {"index_step": 2 if case["wide"] else 1, "flags": 0 if used is None else passes.USED, "top_k": top_k}
+    launch(Pass.GATHER, case | {"M": M}, given | flags)
+    return compared("out", out, x[index.long() // top_k].double(), M if used is None else min(used, M), dtype)
 
 
 def run_combine(case: dict[str, Any]) -> list[str]:

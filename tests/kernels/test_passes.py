@@ -60,6 +60,9 @@ CASES = {
     "more rows used than there are": case(used=9, weighted=True),
     "one column": case(columns=1),
     "activation of one column": case(**{"pass": "activation"}, columns=1, used=2),
+    "gather": case(**{"pass": "gather"}),
+    "gather, int32, some rows": case(**{"pass": "gather"}, wide=False, used=9, top_k=3, dtype="fp16"),
+    "gather, one slot": case(**{"pass": "gather"}, top_k=1, columns=5),
     "combine": case(**{"pass": "combine"}),
     "combine, one slot": case(**{"pass": "combine"}, top_k=1),
     "combine, many slots": case(**{"pass": "combine"}, top_k=11, dtype="fp16"),
@@ -79,12 +82,13 @@ def test_kernel_matches_the_equation(results: dict[str, list[str]], name: str) -
 def test_random_shapes() -> None:
     rng = random.Random(11)
     cases = []
+    which = ["gather", "activation", "activation_grad", "combine"]
     for seed in range(40):
         name, gated, interleaved = rng.choice(FORMS)
         M = rng.choice([1, 2, 9])
         cases.append(
             case(
-                **{"pass": rng.choice(["activation", "activation_grad", "combine"])}, M=M, seed=seed, activation=name,
+                **{"pass": rng.choice(which)}, M=M, seed=seed, activation=name,
                 gated=gated, interleaved=interleaved, columns=rng.choice([1, 3, 16, 17, 63, 64]),
                 block=rng.choice([16, 64]), used=rng.choice([None, *range(M + 2)]), weighted=rng.random() < 0.5,
                 wide=rng.random() < 0.5, writes=[one for one in ALL if rng.random() < 0.7],
@@ -96,8 +100,9 @@ def test_random_shapes() -> None:
 
 
 def test_the_kernels_have_the_flags_of_the_contract() -> None:
-    from pretuned.kernels import activation
+    from pretuned.kernels import activation, tokens
 
+    assert tokens._USED.value == passes.USED
     for number, name in enumerate(passes.KINDS):
         if name != "silu":
             assert getattr(activation, f"_{name.upper()}").value == number
@@ -109,9 +114,9 @@ def test_the_kernels_have_the_flags_of_the_contract() -> None:
 
 @pytest.mark.parametrize("op", Pass)
 def test_the_kernels_take_the_arguments_of_the_contract(op: Pass) -> None:
-    from pretuned.kernels import activation, combine
+    from pretuned.kernels import activation, tokens
 
-    kernel = combine.combine if op is Pass.COMBINE else getattr(activation, op.value)
+    kernel = getattr(tokens, op.value, None) or getattr(activation, op.value)
     assert [*(name for name, _ in passes.arguments(op)), "BLOCK"] == list(kernel.arg_names)
 
 
@@ -121,8 +126,8 @@ def test_which_passes_go_with_which_gemms() -> None:
 
     bf16, fp32 = DType.BF16, DType.FP32
     assert of(Op.FORWARD) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION, bf16)]
-    assert of(Op.DX) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION_GRAD, bf16)]
-    assert len(of(*Op)) == 3
+    assert of(Op.DX) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION_GRAD, bf16), (Pass.GATHER, bf16)]
+    assert len(of(*Op)) == len(Pass)
     assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [(Pass.COMBINE, fp32), (Pass.ACTIVATION, fp32)]
     assert of() == []
 

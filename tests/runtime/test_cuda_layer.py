@@ -10,9 +10,8 @@ import torch
 
 from pretuned.artifacts.types import Pass
 from pretuned.kernels.passes import KINDS
-from pretuned.runtime import activation, moe_mlp, passes, sort_routing
+from pretuned.runtime import activation, moe_mlp, passes, sort_routing, tokens
 from pretuned.runtime.activation import Activation, Needs, by_torch
-from pretuned.runtime.inputs import DTYPES
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -42,8 +41,7 @@ def near(got: torch.Tensor | None, want: torch.Tensor, most: float) -> None:
 
 def demand(op: Pass, dtype: torch.dtype, columns: int) -> None:
     """A bundle has the kernel: nothing here is to be torch's."""
-    aligned = passes.aligned([columns * dtype.itemsize], ())
-    assert passes.launcher(op, DTYPES[dtype], torch.cuda.current_device(), aligned=aligned) is not None
+    assert passes.for_rows(op, columns, 1, like=torch.empty(1, device="cuda", dtype=dtype)) is not None
 
 
 @pytest.mark.parametrize("columns", [512, 768, 1536, 40, 33, 1])
@@ -84,7 +82,19 @@ def test_combine(dtype: torch.dtype, columns: int, top_k: int) -> None:
     here = (experts >= 0) & (experts < E)
     y[~here] = float("nan")
     want = torch.where(here[:, None], y, 0).double().view(T, top_k, columns).sum(1)
-    near(activation.combine(y, experts, top_k, E), want, MOST[dtype])
+    near(tokens.combine(y, experts, top_k, E), want, MOST[dtype])
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+@pytest.mark.parametrize("columns", [2048, 768, 33])
+@pytest.mark.parametrize("dtype", list(MOST), ids=str)
+def test_gather(dtype: torch.dtype, columns: int, top_k: int) -> None:
+    demand(Pass.GATHER, dtype, columns)
+    T, end = 123, 100
+    x, index = random(T, columns, dtype=dtype), torch.randperm(T * top_k, device="cuda")
+    bounds = torch.tensor([0, end], device="cuda", dtype=torch.int32)
+    assert torch.equal(tokens.gather(x, index, top_k), x[index // top_k])
+    assert torch.equal(tokens.gather(x, index.int(), top_k, bounds)[:end], x[index // top_k][:end])
 
 
 def test_offsets_past_2_31() -> None:

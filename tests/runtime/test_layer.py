@@ -102,11 +102,15 @@ def test_each_gradient_alone(device: Device, both: Any, name: str, there: str) -
     ("needs", "gemms", "passed"),
     [
         (set(), [], []),
-        ({"hidden"}, [ONE, (Op.DX, Fusion.SCATTER)], [Pass.ACTIVATION_GRAD, Pass.COMBINE]),  # LoRA: frozen weights
-        ({"weights"}, [ONE], [Pass.ACTIVATION_GRAD]),
-        ({"down"}, [(Op.DW, Fusion.NONE)], [Pass.ACTIVATION_GRAD]),
-        ({"up"}, [ONE, (Op.DW, Fusion.NONE)], [Pass.ACTIVATION_GRAD]),
-        ({"down_bias"}, [(Op.DW, Fusion.NONE)], []),
+        (
+            {"hidden"},
+            [ONE, (Op.DX, Fusion.SCATTER)],
+            [Pass.GATHER, Pass.ACTIVATION_GRAD, Pass.COMBINE],
+        ),  # LoRA: frozen weights
+        ({"weights"}, [ONE], [Pass.GATHER, Pass.ACTIVATION_GRAD]),
+        ({"down"}, [(Op.DW, Fusion.NONE)], [Pass.GATHER, Pass.ACTIVATION_GRAD]),
+        ({"up"}, [ONE, (Op.DW, Fusion.NONE)], [Pass.GATHER, Pass.ACTIVATION_GRAD, Pass.GATHER]),
+        ({"down_bias"}, [(Op.DW, Fusion.NONE)], [Pass.GATHER]),
     ],
 )
 def test_only_what_needs_a_gradient_is_computed(

@@ -123,6 +123,15 @@ def fake_activation_grad(rows: int, columns: int, pointers: tuple[int, ...], num
         at(dweights, M)[flat] = dots
 
 
+def fake_gather(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    (x, index, used, out), (M, H, top_k, step, flags) = pointers, numbers
+    assert (rows, columns) == (M, H)
+    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & words.USED else M
+    token = at(index, M, ctypes.c_int64 if step == 2 else ctypes.c_int32) // top_k
+    for i in range(end):
+        at(out + 4 * i * H, H)[:] = at(x + 4 * int(token[i]) * H, H)
+
+
 def fake_combine(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     (y, experts, out), (T, H, top_k, E) = pointers, numbers
     assert (rows, columns) == (T, H)
@@ -131,7 +140,10 @@ def fake_combine(rows: int, columns: int, pointers: tuple[int, ...], numbers: tu
     rows_at(out, T, H)[:] = given.view(T, top_k, H).sum(1)
 
 
-FAKES = {Pass.ACTIVATION: fake_activation, Pass.ACTIVATION_GRAD: fake_activation_grad, Pass.COMBINE: fake_combine}
+FAKES = {
+    Pass.GATHER: fake_gather, Pass.ACTIVATION: fake_activation, Pass.ACTIVATION_GRAD: fake_activation_grad,
+    Pass.COMBINE: fake_combine,
+}  # fmt: skip
 
 
 class Device:

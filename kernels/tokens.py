@@ -1,11 +1,34 @@
-"""The end of an MoE layer: each token's rows added up."""
+"""Rows of tokens: copied into the sorted order, and each token's added up again."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+_USED: tl.constexpr = tl.constexpr(32)  # the value of kernels.passes
 _SLOTS: tl.constexpr = tl.constexpr(8)  # whose loads are under way at once
+
+
+@triton.jit
+def gather(x, index, used, out, M, columns, top_k, index_step, flags, BLOCK: tl.constexpr):
+    """out[i] = x[index[i] // top_k].
+
+    x [T, columns], out [M, columns], rows dense; ``index`` points at int32 words, a step of 2 means int64. With USED
+    rows from ``used`` on are left as they are. One program a row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = (tl.load(index + row * index_step) // top_k).to(tl.int64)
+    end = M
+    if (flags & _USED) != 0:
+        end = tl.minimum(tl.load(used), M)
+    if row < end:
+        for first in tl.range(0, columns, BLOCK):
+            col = first + tl.arange(0, BLOCK)
+            tl.store(
+                out + row * columns + col,
+                tl.load(x + token * columns + col, mask=col < columns, other=0.0),
+                mask=col < columns,
+            )
 
 
 @triton.jit

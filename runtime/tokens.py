@@ -1,0 +1,49 @@
+"""Rows of tokens: copied into the sorted order, and each token's added up again. By a bundle's kernel, or by torch."""
+
+from __future__ import annotations
+
+import torch
+
+from ..artifacts.types import Pass
+from . import passes
+from .device import on
+
+
+def gather(x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tensor | None = None) -> torch.Tensor:
+    """x[index[i] // top_k] of x [T, H], [M, H]; ``index`` [M] int32 or int64 is within [0, T*top_k).
+
+    With ``bounds`` (``layer.Routing``) rows of no expert hold anything.
+    """
+    M, H = index.shape[0], x.shape[1]
+    x = x.contiguous()
+    launch = passes.for_rows(Pass.GATHER, H, M, x)
+    if launch is None:
+        return x.index_select(0, index // top_k if top_k > 1 else index)
+    with on(x.get_device()):
+        out = x.new_empty((M, H))
+        address, flags = passes.used(bounds)
+        step = 2 if index.dtype is torch.int64 else 1
+        launch(M, H, (x.data_ptr(), index.data_ptr(), address, out.data_ptr()), (M, H, top_k, step, flags))
+    return out
+
+
+def combine(y: torch.Tensor, experts: torch.Tensor, top_k: int, E: int) -> torch.Tensor:
+    """out[t] = sum over slots s, in their order, of y[t*top_k + s], summed in float32 (or wider) and rounded once.
+
+    y [T*top_k, H], as ``fresh`` makes it: of slots whose ``experts`` (int32 [T*top_k]) are not in [0, E) a kernel reads
+    nothing, and torch the zeros that stand there.
+    """
+    T, H = y.shape[0] // top_k, y.shape[1]
+    launch = passes.for_rows(Pass.COMBINE, H, T, y)
+    if launch is None:
+        return y.view(T, top_k, H).sum(1)
+    with on(y.get_device()):
+        out = y.new_empty((T, H))
+        launch(T, H, (y.data_ptr(), experts.data_ptr(), out.data_ptr()), (T, H, top_k, E))
+    return out
+
+
+def fresh(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """A y for ``combine`` to be stored to: unwritten where a kernel will read it, zeros where torch will."""
+    there = passes.for_rows(Pass.COMBINE, columns, rows, like=like) is not None
+    return like.new_empty((rows, columns)) if there else like.new_zeros((rows, columns))
