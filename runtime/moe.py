@@ -14,7 +14,7 @@ from .form import check_fusions, form_of
 from .layer import Layer, MoeLayer, Routing, Weights
 from .ops import grouped_gemm
 
-_MOST_PLANS = 1024  # of about 2 KB
+_MOST_PLANS = 4096  # of about 2 KB
 _plans: dict[object, layerplans.Plan] = {}
 _tracing = torch.compiler.is_dynamo_compiling
 _transformed = torch._C._are_functorch_transforms_active
