@@ -35,5 +35,5 @@ def test_within_two_percent_for_a_tenth_of_the_measurements(tuner, tmp_path, mon
     with pytest.raises(SystemExit) as ended:
         tuner.main()
     assert not ended.value.code
-    assert "36 problems  144 cells" in capsys.readouterr().out
+    assert "36 problems  180 cells" in capsys.readouterr().out
     assert out.stat().st_size > 1000
