@@ -58,7 +58,11 @@ def calls(T: int, H: int, width: int, top_k: int, E: int) -> Iterator[tuple[Pass
     yield Pass.ACTIVATION, functools.partial(activation.forward, h, SILU, bounds), 2 * 3 * M * width
     grad = functools.partial(activation.gradient, h, da, SILU, Needs(True, True, True), **how)
     yield Pass.ACTIVATION_GRAD, grad, 2 * 6 * M * width + 16 * M
-    yield Pass.COMBINE, functools.partial(tokens.combine, y, experts, top_k, E), 2 * (M + T) * H + 4 * M
+
+    def combine() -> torch.Tensor:
+        return tokens.combine(y, experts, top_k, E, passes.for_rows(Pass.COMBINE, H, T, y))
+
+    yield Pass.COMBINE, combine, 2 * (M + T) * H + 4 * M
 
 
 def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:

@@ -72,13 +72,13 @@ def forward(
     if not x.shape[1]:
         h.zero_()  # a sum over nothing
     a = activation.forward(h, act, bounds)
-    y = tokens.fresh(x, M, columns(given.down, layout))
+    y, launch = tokens.fresh(x, M, columns(given.down, layout), k)
     if not a.shape[1]:
         y.zero_()
     rows(
         Rows(Op.FORWARD, a, given.down, m_sizes, layout, M, index, 0, True, row_weights, given.down_bias), y
     )  # fmt: skip
-    return tokens.combine(y, experts, k, E), h
+    return tokens.combine(y, experts, k, E, launch), h
 
 
 class MoeLayer(torch.autograd.Function):
@@ -153,11 +153,11 @@ def gradients(
     del a, dy  # half of what the gradient takes beside its results
     if dh is not None:
         if needs_x:
-            each = tokens.fresh(dout, M, dout.shape[1])
+            each, launch = tokens.fresh(dout, M, dout.shape[1], k)
             if not dh.shape[1]:
                 each.zero_()
             rows(Rows(Op.DX, dh, given.gate_up, m_sizes, layout, M, index, 0, True), each)
-            dx = tokens.combine(each, experts, k, E)
+            dx = tokens.combine(each, experts, k, E, launch)
             del each
         if needs_up and x is not None:
             dup = weight(dh, tokens.gather(x, index, k, bounds), m_sizes, layout=layout)

@@ -27,23 +27,24 @@ def gather(x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tenso
     return out
 
 
-def combine(y: torch.Tensor, experts: torch.Tensor, top_k: int, E: int) -> torch.Tensor:
+def fresh(like: torch.Tensor, rows: int, columns: int, top_k: int) -> tuple[torch.Tensor, passes.PassLauncher | None]:
+    """A y [rows, columns] to be stored to, and who will ``combine`` it: unwritten for a kernel, zeros for torch."""
+    launch = passes.for_rows(Pass.COMBINE, columns, rows // top_k, like=like)
+    return (like.new_zeros if launch is None else like.new_empty)((rows, columns)), launch
+
+
+def combine(
+    y: torch.Tensor, experts: torch.Tensor, top_k: int, E: int, launch: passes.PassLauncher | None
+) -> torch.Tensor:
     """out[t] = sum over slots s, in their order, of y[t*top_k + s], summed in float32 (or wider) and rounded once.
 
-    y [T*top_k, H], as ``fresh`` makes it: of slots whose ``experts`` (int32 [T*top_k]) are not in [0, E) a kernel reads
-    nothing, and torch the zeros that stand there.
+    y [T*top_k, H] and ``launch`` are as ``fresh`` made them: of slots whose ``experts`` (int32 [T*top_k]) are not in
+    [0, E) a kernel reads nothing, and torch the zeros that stand there.
     """
     T, H = y.shape[0] // top_k, y.shape[1]
-    launch = passes.for_rows(Pass.COMBINE, H, T, y)
     if launch is None:
         return y.view(T, top_k, H).sum(1)
     with on(y.get_device()):
         out = y.new_empty((T, H))
         launch(T, H, (y.data_ptr(), experts.data_ptr(), out.data_ptr()), (T, H, top_k, E))
     return out
-
-
-def fresh(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """A y for ``combine`` to be stored to: unwritten where a kernel will read it, zeros where torch will."""
-    there = passes.for_rows(Pass.COMBINE, columns, rows, like=like) is not None
-    return like.new_empty((rows, columns)) if there else like.new_zeros((rows, columns))

@@ -82,7 +82,8 @@ def test_combine(dtype: torch.dtype, columns: int, top_k: int) -> None:
     here = (experts >= 0) & (experts < E)
     y[~here] = float("nan")
     want = torch.where(here[:, None], y, 0).double().view(T, top_k, columns).sum(1)
-    near(tokens.combine(y, experts, top_k, E), want, MOST[dtype])
+    launch = passes.for_rows(Pass.COMBINE, columns, T, y)
+    near(tokens.combine(y, experts, top_k, E, launch), want, MOST[dtype])
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 8])
