@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 E, H, I, TOPK = 8, 768, 512, 2  # noqa: E741
-MOST = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-6}  # one rounding, and fp32's arithmetic
+MOST = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 4e-6}  # one rounding, and fp32's arithmetic
 FORMS = [
     *(Activation(name, True, interleaved) for name in KINDS[:4] for interleaved in (False, True)),
     *(Activation(name, False, False) for name in ("silu", "gelu", "gelu_tanh", "relu2")),
@@ -68,8 +68,8 @@ def test_the_activation_and_its_gradient(act: Activation, dtype: torch.dtype, co
     dots[index[:end]] = (da[:end].double() * want.detach()).sum(1)
     near(found[2], dots, 1e-5)
     again = activation.gradient(h, da, act, Needs(True, True, True), weights=weights, index=index.int(), bounds=bounds)
-    assert all(torch.equal(one[:end], two[:end]) for one, two in zip(found[:2], again[:2], strict=True))  # type: ignore[index]
-    assert torch.equal(found[2], again[2])  # type: ignore[arg-type]
+    assert all(torch.equal(one[:end], two[:end]) for one, two in zip(found[:2], again[:2], strict=True))
+    assert torch.equal(found[2], again[2])
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 8, 11])
@@ -182,6 +182,7 @@ def test_a_step_is_captured_and_replayed_with_other_routing() -> None:
         out = moe_mlp(hidden, topk_ids=ids, topk_weights=weights, **given)
         return [out, *torch.autograd.grad(out, leaves, dout)]
 
+    torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         run()
