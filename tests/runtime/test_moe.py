@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import activate, moe_mlp, sort_routing
-from pretuned.runtime.activation import GATED, UNGATED
+from pretuned.artifacts.types import Layout
+from pretuned.runtime import activate, moe, moe_mlp, sort_routing
+from pretuned.runtime import layer as layer_module
+from pretuned.runtime.activation import GATED, UNGATED, Activation
 
 T, TOPK, E, H, I = 9, 3, 5, 8, 4  # noqa: E741  (I is the expert's width, here as everywhere)
 
@@ -186,3 +188,38 @@ def test_without_a_gradient_the_activation_has_the_same_bits(
     kept = activate(h.clone().requires_grad_(), activation, interleaved=interleaved).detach()
     torch.testing.assert_close(without, kept, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(h.view(torch.int16), before.view(torch.int16))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    T=st.integers(0, 7), k=st.integers(1, 4), E=st.integers(1, 5), H=st.integers(1, 9), I=st.integers(1, 6),
+    act=st.sampled_from([*((one, True, False) for one in GATED), *((one, False, False) for one in UNGATED),
+                         ("gelu", True, True)]),
+    biased=st.booleans(), needs=st.lists(st.booleans(), min_size=6, max_size=6), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_the_layers_own_gradient_is_that_of_the_calls_that_torch_traces(
+    T: int, k: int, E: int, H: int, I: int, act: tuple[str, bool, bool], biased: bool, needs: list[bool], seed: int  # noqa: E741
+) -> None:  # fmt: skip
+    how = layer_module.Layer(k, Layout.NK, Activation(*act))
+    generator = torch.Generator().manual_seed(seed)
+    wide = 2 * I if act[1] else I
+    shapes = (T, H), (E, wide, H), (E, H, I), (T, k), *(((E, wide), (E, H)) if biased else ())
+    tensors = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_(need)
+        for shape, need in zip(shapes, needs, strict=False)
+    ]
+    hidden, up, down, weights, *biases = tensors
+    up_bias, down_bias = biases or (None, None)
+    ids = torch.randint(-1, E + 1, (T, k), generator=generator)
+    out = moe_mlp(
+        hidden, up, down, ids, weights, act[0], gated=act[1], interleaved=act[2], gate_up_bias=up_bias,
+        down_bias=down_bias,
+    )  # fmt: skip
+    want = moe._composed(hidden, up, down, ids, weights, how, up_bias, down_bias, "output", "nk")
+    torch.testing.assert_close(out, want)
+    asked = [one for one in tensors if one.requires_grad]
+    if asked and T:
+        dout = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        found = torch.autograd.grad(out, asked, dout), torch.autograd.grad(want, asked, dout)
+        for got, other in zip(*found, strict=True):
+            torch.testing.assert_close(got, other)
