@@ -327,7 +327,8 @@ def test_compile_with_changing_tokens() -> None:
         for tensor in (hidden, ids, weights):
             torch._dynamo.mark_dynamic(tensor, 0)
         y, want = compiled(hidden, up, down, ids, weights), moe_mlp(hidden, up, down, ids, weights)
-        assert torch.equal(y, want)
+        # (Traced, the layer is made of library calls, and its activation rounds each step to bf16.)
+        torch.testing.assert_close(y, want, rtol=2e-2, atol=2e-2)
         dy = torch.randn_like(y)
         inputs = [hidden, weights, up, down]
         for one, other in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(want, inputs, dy), strict=True):
