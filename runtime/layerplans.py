@@ -96,7 +96,8 @@ def plan(
         return None
     index, m_sizes, *_ = routing
     row_weights = weights.detach().reshape(-1)
-    h, a, y = x.new_empty((M, wide)), x.new_empty((M, I)), x.new_empty((M, H))
+    # (A row each: a launcher asks how its operands are aligned, and nothing else of them.)
+    h, a, y = (x.new_empty((1, length)).expand(M, length) for length in (wide, I, H))
     first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, how.layout, M, index, k, bias=given.gate_up_bias)
     second = Rows(
         Op.FORWARD, a, given.down, m_sizes, how.layout, M, index, 0, True, row_weights, given.down_bias

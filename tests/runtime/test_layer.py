@@ -254,3 +254,50 @@ def test_weights_that_do_not_fit_each_other(down: tuple[int, ...], says: str) ->
     given = tensors(True, "nk", False)
     with pytest.raises(InputError, match=says):
         moe_mlp(given["hidden"], given["up"], torch.rand(down), IDS, given["weights"])
+
+
+@pytest.mark.parametrize("there", [set(Pass), {*ALL, Pass.ACTIVATION}, set(ALL)])
+def test_without_every_kernel_there_is_no_plan(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], there: set[object]
+) -> None:
+    host_gpu.on(monkeypatch, True)
+    device.there = there
+    given = tensors(True, "nk", False)
+    results = [moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"]) for _ in range(2)]
+    assert torch.equal(*results)
+    assert planned == []
+
+
+def test_what_autocast_casts_and_biases_with_gaps_are_not_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    given = tensors(True, "nk", True)
+    monkeypatch.setattr(layerplans, "_KINDS", (torch.bfloat16,))
+    host_gpu.on(monkeypatch, False)
+    hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
+    assert hidden is not None
+    low = hidden.bfloat16()
+    seen: list[object] = []
+    real = layerplans.plan
+    monkeypatch.setattr(layerplans, "plan", lambda *args: seen.append(real(*args)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = moe_mlp(low, up, down, IDS, weights)
+    assert out.dtype is torch.bfloat16
+    monkeypatch.setattr(layerplans, "_KINDS", (torch.float32,))
+    host_gpu.on(monkeypatch, True)
+    bias = torch.rand(2 * I, E).t()
+    moe_mlp(hidden, up, down, IDS, weights, gate_up_bias=bias)
+    assert seen == [None, None]
+
+
+def test_a_full_table_of_plans_begins_anew(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:
+    monkeypatch.setattr(moe, "_MOST_PLANS", 2)
+    host_gpu.on(monkeypatch, True)
+    given = tensors(True, "nk", False)
+    hidden, weights = given["hidden"], given["weights"]
+    assert hidden is not None
+    assert weights is not None
+    for count in (3, 4, 5, 5, 3):
+        moe_mlp(hidden[:count], given["up"], given["down"], IDS[:count], weights[:count])
+    assert planned == [5]
+    assert len(moe._plans) == 2
