@@ -371,7 +371,7 @@ def kernels() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted(Path(os.environ.get("PRETUNED_BUNDLES", "/nonexistent")).glob("*.msgpack")):
         with open_bundle(path) as bundle:
-            found |= {kernel.name: kernel.source_sha256.hex() for kernel in bundle.kernels()}
+            found |= {kernel.name: kernel.source_sha256.hex() for kernel in bundle.kernels}
     return found
 
 
