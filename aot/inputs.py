@@ -51,10 +51,13 @@ class Inputs:
     dy: torch.Tensor | None = None
 
 
-def weights(E: int, N: int, K: int, dtype: torch.dtype, device: str | torch.device = "cuda") -> torch.Tensor:
-    """w [E, N, K] ~ N(0, 0.05), made expert by expert: DeepSeek-V3's is 15 GB."""
+def weights(
+    E: int, N: int, K: int, dtype: torch.dtype, device: str | torch.device = "cuda", into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """w [E, N, K] ~ N(0, 0.05), made expert by expert: DeepSeek-V3's is 15 GB. ``into`` [>= E*N*K] holds it."""
     g = torch.Generator(device).manual_seed(1)
-    w = torch.empty(E, N, K, dtype=dtype, device=device)
+    flat = torch.empty(E * N * K, dtype=dtype, device=device) if into is None else into[: E * N * K]
+    w = flat.view(E, N, K)
     for matrix in w:
         matrix.copy_(torch.randn(N, K, generator=g, device=device) * 0.05)
     return w
