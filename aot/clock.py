@@ -18,6 +18,8 @@ class Clock:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self._device)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._events: list[torch.cuda.Event] = []
+        # One for all graphs, which are replayed one by one: one for each would keep its memory until the cache is emptied.
+        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
     def capture(self, call: Callable[[], object], *, warm: bool = True) -> torch.cuda.CUDAGraph:
         """A graph of ``call``; ``warm`` runs it once before, for what a first call does."""
@@ -28,7 +30,7 @@ class Clock:
                 call()
             # torch.cuda.graph() would empty the allocator's cache, which costs more than the measurement.
             torch.cuda.synchronize(self._device)
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 call()
             finally:
