@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,8 +19,9 @@ class Clock:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self._device)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._events: list[torch.cuda.Event] = []
-        # One for all graphs, which are replayed one by one: one for each would keep its memory until the cache is emptied.
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        # The graphs are replayed one by one, and share a pool: one for each would keep its memory until the cache is
+        # emptied. A graph of nothing much holds it.
+        self._holder: torch.cuda.CUDAGraph | None = None
 
     def capture(self, call: Callable[[], object], *, warm: bool = True) -> torch.cuda.CUDAGraph:
         """A graph of ``call``; ``warm`` runs it once before, for what a first call does."""
@@ -30,13 +32,19 @@ class Clock:
                 call()
             # torch.cuda.graph() would empty the allocator's cache, which costs more than the measurement.
             torch.cuda.synchronize(self._device)
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                call()
-            finally:
-                graph.capture_end()
+            if self._holder is None:
+                self._holder = torch.cuda.CUDAGraph()
+                self._captured(self._holder, self.flush[:16].zero_)
+            self._captured(graph, call, self._holder.pool())
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph
+
+    def _captured(self, graph: torch.cuda.CUDAGraph, call: Callable[[], object], pool: Any = None) -> None:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            call()
+        finally:
+            graph.capture_end()
 
     def rounds_us(self, graphs: Sequence[torch.cuda.CUDAGraph], rounds: int) -> list[list[float]]:
         """The times of each graph in each round, [graphs][rounds]: in turns, each round begun by another one."""
