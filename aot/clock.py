@@ -39,6 +39,10 @@ class Clock:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph
 
+    def release(self) -> None:
+        """Let go of the graphs' memory: the next capture begins anew. No graph is in use any more."""
+        self._holder = None
+
     def _captured(self, graph: torch.cuda.CUDAGraph, call: Callable[[], object], pool: Any = None) -> None:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:

@@ -121,6 +121,7 @@ class Bench:
             self._weights = None
             self._judges.clear()
             self._pools.clear()
+            self.clock.release()
             torch.cuda.empty_cache()
             return Result(None, notes=(f"{job.problem}, {job.bucket} rows: {str(error).splitlines()[0]}",))
         except (RuntimeError, CudaError) as error:

@@ -21,6 +21,7 @@ from .tensormaps import NO_MAP, TensorMaps
 
 _MOST_TILES = 2**31 - 1
 _MOST_RAGGED_ROWS = RAGGED_SIZES[2]
+_MOST_STEPS = (1 << 20) - 1  # of a reduction: a specialised kernel passes them on in 20 bits
 # The sizes and strides that follow a descriptor of a rank, where no kernel reads them.
 _UNREAD = {rank: ("null",) * rank + ("one",) * rank for rank in (3, 4)}
 
@@ -114,7 +115,7 @@ def row_launcher(
     pack = PREPARED.pack
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
     most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_TILES
-    most_rows = _MOST_RAGGED_ROWS if any(name == "y_map" for name, _ in variant.arguments) else _MOST_TILES
+    most_rows = _MOST_RAGGED_ROWS if config.specialized else _MOST_TILES  # it counts rows past a tile's end, too
     w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)
     x_maps, w_maps = TensorMaps.of(variant, "x"), TensorMaps.of(variant, "w")
 
@@ -127,7 +128,7 @@ def row_launcher(
         if tiles > _MOST_TILES:
             raise InputError(f"M={M} rows and N={columns} columns make {tiles} tiles of {config}, the most is 2^31 - 1")
         if most_rows < M:
-            raise InputError(f"M={M}, the most rows that leave through TMA is 2^30: split the batch")
+            raise InputError(f"M={M}, the most rows of {config} is 2^30: split the batch")
         x_map = w_map = NO_MAP
         if x_maps is not None:
             key = (x, M, stride_x_m)
@@ -180,6 +181,7 @@ def weight_launcher(
     programs = min(tiles, kernel.sm_count * kernel.function.per_sm) if config.persistent else tiles
     dy_maps, x_maps = TensorMaps.of(variant, "dy"), TensorMaps.of(variant, "x")
     dy_sizes, x_sizes = (*RAGGED_SIZES, N), (*RAGGED_SIZES, K)
+    most_rows = min(_MOST_RAGGED_ROWS, config.block_m * _MOST_STEPS) if config.specialized else _MOST_RAGGED_ROWS
 
     def prepare(
         dy: int, x: int, stride_dy_m: int, stride_x_m: int, M: int,
@@ -187,8 +189,8 @@ def weight_launcher(
     ) -> bytes:  # fmt: skip
         dy_map = x_map = NO_MAP
         if dy_maps is not None and x_maps is not None:
-            if M > _MOST_RAGGED_ROWS:
-                raise InputError(f"M={M}, the most rows of dW through TMA is 2^30: split the batch")
+            if most_rows < M:
+                raise InputError(f"M={M}, the most rows of dW by {config} is {most_rows}: split the batch")
             dy_key, x_key = (dy, 0, stride_dy_m), (x, 0, stride_x_m)
             dy_map = dy_maps.known.get(dy_key) or dy_maps.encode(dy_key, dy_sizes, ragged_strides(stride_dy_m))
             x_map = x_maps.known.get(x_key) or x_maps.encode(x_key, x_sizes, ragged_strides(stride_x_m))

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from ..artifacts.types import Layout, Op
 from . import activation, tokens
 from .activation import Activation, Needs
+from .calls import without_autocast
 from .products import Rows, rows, weight
 
 _ONES = 8  # columns that sum dh's rows, or weigh dout's: 16 bytes of a 16-bit type
@@ -67,17 +68,17 @@ def forward(
     k, layout, act = layer
     index, m_sizes, bounds, experts = routing
     M, E = index.shape[0], m_sizes.shape[0]
+    # (Kernels read a bias as dense.)
+    up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in given[2:])
     h = x.new_empty((M, columns(given.gate_up, layout)))
-    rows(Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=given.gate_up_bias), h)
+    rows(Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias), h)
     if not x.shape[1]:
         h.zero_()  # a sum over nothing
     a = activation.forward(h, act, bounds)
     y, launch = tokens.fresh(x, M, columns(given.down, layout), k)
     if not a.shape[1]:
         y.zero_()
-    rows(
-        Rows(Op.FORWARD, a, given.down, m_sizes, layout, M, index, 0, True, row_weights, given.down_bias), y
-    )  # fmt: skip
+    rows(Rows(Op.FORWARD, a, given.down, m_sizes, layout, M, index, 0, True, row_weights, down_bias), y)
     return tokens.combine(y, experts, k, E, launch), h
 
 
@@ -110,10 +111,11 @@ class MoeLayer(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, gate_up, down, down_bias, weights, h, *routing = ctx.saved_tensors
-        found = gradients(
-            ctx.layer, dout, x, Weights(gate_up, down, None, down_bias), weights, h, Routing(*routing),
-            ctx.needs_input_grad[:6],
-        )  # fmt: skip
+        with without_autocast(dout.device.type):
+            found = gradients(
+                ctx.layer, dout, x, Weights(gate_up, down, None, down_bias), weights, h, Routing(*routing),
+                ctx.needs_input_grad[:6],
+            )  # fmt: skip
         return (*found, None, None, None)
 
 
@@ -147,7 +149,7 @@ def gradients(
         ddown_bias = weight(dy, scale, m_sizes, strict=False)[:, :, 0].contiguous()
     if needs_weights and dweights is not None:
         dweights = dweights.view(weights.shape)
-        if given.down_bias is not None:
+        if given.down_bias is not None and E:
             dweights = dweights + _with_bias(dout, given.down_bias, experts.view(weights.shape), E)
         dweights = dweights.to(weights.dtype)
     del a, dy  # half of what the gradient takes beside its results

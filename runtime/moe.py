@@ -117,7 +117,8 @@ def moe_mlp(
     how = Layer(
         k, Layout(w_layout) if w_layout in ("nk", "kn") else Layout.NK, Activation(activation, gated, interleaved)
     )
-    if weights_on == "input" or calls.is_traced(x, gate_up_weight):
+    others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
+    if weights_on == "input" or any(calls.is_traced(x, one) for one in (gate_up_weight, *others)):
         out = _composed(
             x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout
         )  # fmt: skip

@@ -159,6 +159,18 @@ def test_the_layer_is_near_float64(
         assert torch.equal(one, other)
 
 
+def test_biases_of_any_strides() -> None:
+    given = layer(torch.bfloat16, True, "nk", True)
+    hidden, weights = random(40, H), torch.rand(40, TOPK, device="cuda")
+    ids = torch.randint(0, E, (40, TOPK), device="cuda")
+    cut = given["gate_up_bias"].repeat(1, 2)[:, : 2 * I]
+    spread = given["down_bias"][0].expand(E, H)
+    strided = given | {"gate_up_bias": cut, "down_bias": spread}
+    dense = given | {"gate_up_bias": cut.contiguous(), "down_bias": spread.contiguous()}
+    got, want = (moe_mlp(hidden, topk_ids=ids, topk_weights=weights, **one) for one in (strided, dense))
+    assert torch.equal(got, want)
+
+
 def test_torch_in_place_of_the_passes_is_as_near(monkeypatch: pytest.MonkeyPatch) -> None:
     given = layer(torch.bfloat16, True, "nk", False)
     hidden, weights = random(200, H), torch.rand(200, TOPK, device="cuda")

@@ -91,6 +91,31 @@ def test_the_launches_add_up_to_the_reference(
     both(given, set(), IDS, **how)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_biases_of_any_strides(device: Device, monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
+    given = tensors(True, "nk", True)
+    hidden, up, down, up_bias, down_bias, weights = given.values()
+    assert up_bias is not None
+    assert down_bias is not None
+    cut, spread = torch.cat([up_bias, up_bias], 1)[:, : 2 * I], down_bias[0].expand(E, H)
+    results = []
+    for simulated in (False, True):
+        host_gpu.on(monkeypatch, simulated)
+        leaf = hidden.clone().requires_grad_(grad)  # type: ignore[union-attr]
+        results.append(moe_mlp(leaf, up, down, IDS, weights, gate_up_bias=cut, down_bias=spread).detach())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-4)
+
+
+def test_no_experts_and_a_bias() -> None:
+    weights = torch.rand(T, TOPK, requires_grad=True)
+    out = moe_mlp(
+        torch.randn(T, H), torch.randn(0, 2 * I, H), torch.randn(0, H, I), IDS, weights, down_bias=torch.randn(0, H)
+    )
+    out.sum().backward()
+    assert weights.grad is not None
+    assert not weights.grad.any()
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("there", ["all", "no passes"])
 def test_each_gradient_alone(device: Device, both: Any, name: str, there: str) -> None:
