@@ -105,8 +105,7 @@ def in_turns(
 def room(models: str) -> torch.Tensor:
     """Memory for the largest weights, for all to lie in: nothing large is freed while times are taken.
 
-    On an H200 all that is bound by memory takes up to 12 % longer once a process has freed some ten GB
-    (benchmarks/freed.py).
+    On an H200 what is bound by memory takes longer once a process has freed much: benchmarks/freed.py.
     """
     most = max(E * N * K for _, gemms, E, _ in layers_of(models) for _, N, K in gemms)
     return torch.empty(most, dtype=torch.bfloat16, device="cuda")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import triton
 
 from pretuned.aot.compile import compile_variant
-from pretuned.artifacts.types import DType, Fusion, Op
+from pretuned.artifacts.types import DType, Fusion, Op, Pass
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.config import Config
+from pretuned.kernels.passes import PassSpec
 
 TMA = Config(64, 128, 64, 4, 3, tma=True)
 POINTERS = Config(64, 128, 32, 4, 3)
@@ -19,7 +20,7 @@ SPECS = [
       (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)),
     Spec(Op.DW, DType.BF16, Config(32, 128, 128, 4, 4, tma=True)),
 ]  # fmt: skip
-OLDER = [Spec(op, DType.BF16, POINTERS) for op in Op]
+OLDER = [*(Spec(op, DType.BF16, POINTERS) for op in Op), *(PassSpec(one, DType.BF16) for one in Pass)]
 
 if __name__ == "__main__":
     for sm, specs in ((90, SPECS), (80, OLDER)):
