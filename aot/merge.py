@@ -7,7 +7,8 @@ Which claim wins, by the first of these that tells them apart:
 3. measured on different GPUs: the GPU of the bundle named first, as their times can't be compared;
    modelled by different versions of pretuned: the later one's, as its cost model knows more;
 4. the lower time: one GPU, or one cost model, and so comparable;
-5. the later Triton, then the variants' order, then the lower digest: no meaning, but always the same.
+5. the later Triton, then the order of variants, runners-up and drivers: no meaning, but always the same, as two
+   claims that are equal in all this are one.
 
 A GPU is one by its name, SM count and memory (to 2 %). But for rule 3 the order of the inputs decides nothing.
 A claim keeps its own runner-up. Everything else is a union: models, problems, buckets, GPUs; unaligned fallbacks
@@ -21,9 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 
-from ..artifacts import codec
 from ..artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
 from ..artifacts.names import is_text
 from ..artifacts.types import Bundle, DType, Gpu, Kernel, Layout, Op, Pass, Problem, Producer, Source
@@ -93,12 +92,11 @@ class _Input:
 
     number: int
     bundle: Bundle
-    digest: bytes
     version_rank: int
     triton_rank: int
 
 
-Key = tuple[int, int, int, int, int, tuple[int, ...], bytes]
+Key = tuple[int, int, int, int, int, tuple[int, ...], tuple[str, int, int, int]]
 
 
 def merge(bundles: Mapping[str, Bundle]) -> Merged:
@@ -209,9 +207,7 @@ def _ranked(bundles: Sequence[Bundle]) -> list[_Input]:
     tritons = [_version(bundle.producer.triton) for bundle in bundles]
     newest, newest_triton = sorted(set(versions), reverse=True), sorted(set(tritons), reverse=True)
     return [
-        _Input(
-            i, bundle, sha256(codec.encode(bundle)).digest(), newest.index(versions[i]), newest_triton.index(tritons[i])
-        )
+        _Input(i, bundle, newest.index(versions[i]), newest_triton.index(tritons[i]))
         for i, bundle in enumerate(bundles)
     ]
 
@@ -246,7 +242,8 @@ def _key(one: _Input, claim: Claim, behind: Sequence[int], gpus: Mapping[Gpu, in
     measured = claim.gpu is not None
     rank = gpus[claim.gpu] if claim.gpu is not None else one.version_rank
     tied = claim.variant, *((-1, -1) if claim.runner_up is None else (claim.runner_up, claim.runner_up_ns or 0))
-    return (not measured, behind[claim.variant], rank, claim.time_ns, one.triton_rank, tied, one.digest)
+    gpu = ("", 0, 0, 0) if claim.gpu is None else gpu_key(claim.gpu)
+    return (not measured, behind[claim.variant], rank, claim.time_ns, one.triton_rank, tied, gpu)
 
 
 def _reason(winner: Key, loser: Key, claim: Claim) -> Reason:

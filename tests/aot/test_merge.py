@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from claims import H100, H200, able, chosen, revised, with_twins
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pretuned.aot.build import Options, build
@@ -246,6 +246,12 @@ MAKES = st.lists(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(makes=MAKES)
+@example(  # equal but for the driver: what broke the tie must be there still after the first merge
+    [
+        ({(0, 1): (0, 1, None), (0, 2): (0, 1, None), (2, 4): (0, 2, GPUS[2])}, 1, "0.1.0", "3.6.0"),
+        ({(0, 1): (0, 1, None), (2, 4): (0, 2, GPUS[1])}, 1, "0.1.0", "3.6.0"),
+    ]
+)
 def test_the_order_of_the_inputs_and_merging_in_steps_change_nothing(base: Bundle, makes) -> None:
     """With one GPU. In steps, too, as long as they were made by one version: a merged bundle lists several."""
     problems = [one for one in base.choices if one.fusion is Fusion.NONE or one.N == 256]
@@ -256,12 +262,12 @@ def test_the_order_of_the_inputs_and_merging_in_steps_change_nothing(base: Bundl
         bundle = chosen(base, cells, producer=producer)
         made.append(revised(bundle, revision) if revision else bundle)
     results = {codec.encode(merged(*order).bundle) for order in itertools.permutations(made)}
-    assert len(results) == 1
     (data,) = results
     whole = codec.decode(data, "whole")
     for again in made:
         if len({one.producer for one in made}) == 1:
-            assert codec.encode(merged(whole, again).bundle) == data
+            same = codec.encode(merged(whole, again).bundle) == data
+            assert same, "merging in steps changed something"  # bytes in a report would hide the example
     for problem, row in whole.choices.items():
         for choice in row:
             rivals = [
