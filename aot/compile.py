@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +21,7 @@ from ..kernels import abi, passes
 from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec
 from ..kernels.revisions import REVISIONS, source_sha256
+from .streaming import EVICT_FIRST, streaming
 from .toolchain import toolchain
 
 # Same code for everyone: no line info (it embeds paths and triples the size), fused multiply-add stated
@@ -66,8 +67,10 @@ def arguments_of(spec: Spec | PassSpec) -> tuple[tuple[str, str], ...]:
 def job_key(spec: Spec | PassSpec, sm: int) -> str:
     """What decides a cubin's bytes, as one digest: the name of a compile-cache entry."""
     tools = toolchain()
-    parts = (repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(spec.kernel),
-             str(REVISIONS[spec.kernel].revision), str(abi.LAUNCH_ABI), *OPTIONS)  # fmt: skip
+    parts = [repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(spec.kernel),
+             str(REVISIONS[spec.kernel].revision), str(abi.LAUNCH_ABI), *OPTIONS]  # fmt: skip
+    if isinstance(spec, Spec) and spec.config.streamed:
+        parts.append(f"{EVICT_FIRST:#x}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -148,7 +151,9 @@ def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
         {(names.index(name),): [["tt.divisibility", by]] for name, by in divisible.items()},
     )
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    streams = isinstance(spec, Spec) and spec.config.streamed
+    with streaming() if streams else nullcontext():
+        return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
 def _triton_type(name: str, kind: str, spec: Spec | PassSpec, boxes: dict[str, tuple[int, ...]]) -> str:

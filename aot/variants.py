@@ -64,9 +64,10 @@ class Space:
         every = self.aligned(family.gemm, family.dtype, sm)
         if not family.fusion:
             return every
-        firsts: dict[tuple[int, int, int, bool], Config] = {}
+        firsts: dict[tuple[object, ...], Config] = {}
         for config in every:
-            firsts.setdefault((config.block_m, config.block_n, config.block_k, config.specialized), config)
+            kind = config.block_m, config.block_n, config.block_k, config.specialized, config.streamed
+            firsts.setdefault(kind, config)
         return tuple(firsts.values())
 
 

@@ -157,7 +157,8 @@ def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
         dy = (1, 1, c.block_m, half or c.block_n)
         blocks: dict[str, tuple[int, ...]] = {"dy": dy, "x": (1, 1, c.block_m, c.block_k), "dw": (1, 64, 64)}
     else:
-        w = (1, c.block_k, c.block_n) if _w_kn(spec) else (1, c.block_n, c.block_k)
+        columns = c.block_n // 2 if c.specialized else c.block_n  # a tile may be half as wide
+        w = (1, c.block_k, columns) if _w_kn(spec) else (1, columns, c.block_k)
         blocks = {"x": (half or c.block_m, c.block_k), "w": w, "y_map": (1, 1, 64, 64)}
     return {name: blocks[name] for name in spec.tma}
 
@@ -190,7 +191,7 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
         step = (128 + c.block_k) * c.block_m
     else:
         sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec), "INDEXED": bool(spec.fusion),
-                 "GATHER": Fusion.GATHER in spec.fusion}  # fmt: skip
+                 "GATHER": Fusion.GATHER in spec.fusion, "GATED": False}  # fmt: skip
         sizes |= {"y_map": None} if spec.fusion else {}
         step = (128 + c.block_n) * c.block_k
     # Results pass through shared memory, 64 x 64 of each warpgroup at a time, where there is room in turns.

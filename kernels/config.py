@@ -16,7 +16,8 @@ class Config:
     so that both stay in L2. ``tma`` loads through TMA descriptors encoded by the host.
     A ``persistent`` kernel runs as many programs as fit the GPU, each over many tiles; any other
     runs one program a tile. A ``specialized`` kernel (sm_90) has one warp that loads and two warpgroups that
-    multiply, 64 rows of a tile each, and hands out its tiles as programs become free.
+    multiply, 64 rows of a tile each, and hands out its tiles as programs become free. One that is ``streamed``
+    (through TMA) marks w's lines as the first to leave L2: for weights that are read once.
     """
 
     block_m: int
@@ -28,6 +29,7 @@ class Config:
     tma: bool = False
     persistent: bool = True
     specialized: bool = False
+    streamed: bool = False
 
     def __str__(self) -> str:
         text = f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages} g{self.group_m}"
@@ -35,6 +37,7 @@ class Config:
             text
             + (" tma" if self.tma else "")
             + (" specialized" if self.specialized else " persistent" if self.persistent else "")
+            + (" streamed" if self.streamed else "")
         )
 
     def pairs(self) -> tuple[tuple[str, int], ...]:
@@ -62,7 +65,7 @@ class Config:
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Config))
-_FLAGS = ("tma", "persistent", "specialized")
+_FLAGS = ("tma", "persistent", "specialized", "streamed")
 
 
 def _power_of_two(value: int) -> bool:
@@ -83,4 +86,6 @@ def invalid(config: Config) -> str | None:
         return f"group_m is {config.group_m}, wanted 1 to 1024"
     if config.specialized and not (config.tma and config.persistent and config.num_warps == 8):
         return f"a specialized config has TMA, is persistent and multiplies with 8 warps: {config!r} does not"
+    if config.streamed and (not config.tma or config.specialized):
+        return f"a streamed config has TMA and is not specialized: {config!r}"
     return None

@@ -24,7 +24,15 @@ class Revision:
 
 _ROWS = ("forward.py", "tiles.py"), "a012cb19126529ad6c56b980af47582a3de28b49b93987611a179273303469a4"
 _WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f9b8a88ac643aad11d18a7e7c5e3"
-_SPECIALIZED = ("specialized.py",), "c39b272d45f9306e7472701aa9d110ff5eca52487716317160105675e31f1740"
+_SPECIALIZED = ("pipeline.py", "warpgroups.py")
+_ROWS_SPECIALIZED = (
+    ("specialized.py", *_SPECIALIZED),
+    "7c440cca8c551cc970bb4da23629506a4760d7a0e9922c1ea751ae035548ed87",
+)
+_WEIGHT_SPECIALIZED = (
+    ("specialized_weight.py", *_SPECIALIZED),
+    "62b159c59abed5b0cf2d1059574d8a03b5e7ebdd5725056c551bcdfa50c957f3",
+)
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"
 REVISIONS = {
@@ -33,9 +41,9 @@ REVISIONS = {
     "combine": Revision(1, *_TOKENS),
     "gather": Revision(1, *_TOKENS),
     "rows": Revision(1, *_ROWS),
-    "rows_specialized": Revision(1, *_SPECIALIZED),
+    "rows_specialized": Revision(1, *_ROWS_SPECIALIZED),
     "weight": Revision(1, *_WEIGHT),
-    "weight_specialized": Revision(1, *_SPECIALIZED),
+    "weight_specialized": Revision(1, *_WEIGHT_SPECIALIZED),
 }
 
 

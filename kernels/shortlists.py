@@ -45,6 +45,12 @@ HOPPER_POINTER: tuple[Row, ...] = (
     (16, 128, 128, 4, 3),
     (16, 64, 256, 4, 3),
 )
+# The same, streamed: at one token, w's lines leave L2 first.
+HOPPER_STREAMED: tuple[Row, ...] = (
+    (16, 64, 128, 4, 4),
+    (16, 128, 128, 4, 3),
+    (16, 64, 256, 4, 3),
+)
 # sm_90, forward and dX, specialised: what won at large M.
 HOPPER_SPECIALIZED: tuple[Row, ...] = (
     (128, 256, 64, 8, 4),

@@ -78,6 +78,8 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
             pool += _configs(double(lists.HOPPER_PERSISTENT[:1], op), tma=True, persistent=True, group_m=32)
             pool += _configs(double(lists.HOPPER_TILE, op), tma=True, persistent=False)
             pool += _configs(double(lists.HOPPER_POINTER, op), tma=False, persistent=False)
+            streamed = _configs(double(lists.HOPPER_STREAMED, op), tma=True, persistent=False)
+            pool += [replace(config, streamed=True) for config in streamed]
         elif tma:
             pool = _configs(double(lists.TMA_PERSISTENT[:15], op), tma=True, persistent=True)
             pool += _configs(double(lists.DECODE, op), tma=True, persistent=False)
