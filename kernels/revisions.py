@@ -27,11 +27,11 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f
 _SPECIALIZED = ("pipeline.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "7c440cca8c551cc970bb4da23629506a4760d7a0e9922c1ea751ae035548ed87",
+    "62bf57ef9d239da8983fe4ee6730ceb814604e5d1d7aed491778b50188a526f3",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "62b159c59abed5b0cf2d1059574d8a03b5e7ebdd5725056c551bcdfa50c957f3",
+    "6145e23bc115f63f1402e48a55d8dcfc0b259260970ac3cd65b49da9d844efa9",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"

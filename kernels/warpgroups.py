@@ -76,7 +76,7 @@ def _parts(tile):
         parts = (tile,)
     else:
         left, right = _halves(tile)
-        parts = (left, right) if WIDTH == 128 else _halves(left) + _halves(right)
+        parts = (left, right) if WIDTH == 128 else _halves(left) + _halves(right)  # type: ignore[assignment]
     return parts
 
 
