@@ -27,12 +27,12 @@ from .evidence import Evidence
 from .journal import read_journal
 from .measured import assembled, choose_from, evidence_for
 from .outdir import DEFAULT_NAME, check_writable, file_name, held
-from .plan import Plan
+from .plan import Plan, planned_on
 from .scratch import scratch_folder
 from .summary import Built, Dropped, Report
 from .toolchain import toolchain
 from .tune import Outcome, TuneObservers, tune_problems
-from .variants import Family, Space, by_code, families, pass_specs, rejection, relabelled, specs
+from .variants import Family, Space, by_code, families, optional, pass_specs, rejection, relabelled, specs
 from .workers import TIMEOUT_S, Compile, Job, Result, compile_all
 
 
@@ -108,11 +108,12 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
     toolchain()
     with held(options.out, watch.on_note):
         results = _compile(plan, sms, options, watch)
-        made = {sm: _usable(plan, sm, options.space, results[sm]) for sm in sms}
+        plans = {sm: planned_on(plan, (sm,), options.space) for sm in sms}
+        made = {sm: _usable(plans[sm], sm, options.space, results[sm]) for sm in sms}
         chosen = {}
         for sm, (candidates, dropped) in made.items():  # all of them before anything is written
-            evidence, outcome = _measure(plan, sm, candidates, options, watch)
-            picked = choose_from(plan, candidates, evidence, options.configs)
+            evidence, outcome = _measure(plans[sm], sm, candidates, options, watch)
+            picked = choose_from(plans[sm], candidates, evidence, options.configs)
             chosen[sm] = candidates, dropped, outcome, evidence, picked
         built = []
         for sm, (candidates, dropped, outcome, evidence, picked) in chosen.items():
@@ -120,8 +121,8 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
                 compiled=sum(result.compiled is not None and not result.cached for result in results[sm]),
                 cached=sum(result.cached for result in results[sm]),
             )
-            bundle = assembled(plan, candidates, picked, evidence)
-            built.append(_publish(plan, paths[sm], bundle, picked, dropped, counts, outcome, begun))
+            bundle = assembled(plans[sm], candidates, picked, evidence)
+            built.append(_publish(paths[sm], bundle, picked, dropped, counts, outcome, begun))
     notes = [options.cache.trouble] if options.cache and options.cache.trouble else []
     return Report(tuple(built), tuple(notes), time.monotonic() - begun)
 
@@ -139,13 +140,14 @@ def build_measured(plan: Plan, path: Path, options: Options, observers: Observer
     watch = observers or Observers()
     begun = time.monotonic()
     candidates = read_candidates(path, plan)
+    plan = planned_on(plan, (candidates.target.sm,), options.space)
     final = options.out / file_name(options.name, candidates.target.sm)
     with held(options.out, watch.on_note):
         evidence, outcome = _measure(plan, candidates.target.sm, candidates, options, watch, path)
         picked = choose_from(plan, candidates, evidence, options.configs)
         counts = _Counts(compiled=0, cached=len(candidates.compiled))
         bundle = assembled(plan, candidates, picked, evidence)
-        built = _publish(plan, final, bundle, picked, (), counts, outcome, begun)
+        built = _publish(final, bundle, picked, (), counts, outcome, begun)
     return Report((built,), (), time.monotonic() - begun)
 
 
@@ -162,6 +164,7 @@ def compile_candidates(plan: Plan, sm: int, path: Path, options: Options, observ
     target_of(sm)
     toolchain()
     check_writable(path.parent, "-o")
+    plan = planned_on(plan, (sm,), options.space)
     results = _compile(plan, (sm,), options, watch)[sm]
     candidates, dropped = _usable(plan, sm, options.space, results)
     chosen = choose_among_all(plan, candidates.compiled, sm)
@@ -169,7 +172,7 @@ def compile_candidates(plan: Plan, sm: int, path: Path, options: Options, observ
         compiled=sum(result.compiled is not None and not result.cached for result in results),
         cached=sum(result.cached for result in results),
     )
-    built = _publish(plan, path, assembled(plan, candidates, chosen, None), chosen, dropped, counts, None, begun)
+    built = _publish(path, assembled(plan, candidates, chosen, None), chosen, dropped, counts, None, begun)
     notes = [options.cache.trouble] if options.cache and options.cache.trouble else []
     return Report((built,), tuple(notes), time.monotonic() - begun)
 
@@ -241,7 +244,7 @@ def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
             reasons.setdefault(Family.of(spec), {})[reason] = None
     able = {Family.of(spec) for spec in usable}
     for family in families(plan.problems):
-        if family not in able:
+        if family not in able and not optional(family):
             listed = "\n".join(f"  {reason}" for reason in list(reasons.get(family, {}))[:5])
             raise CompileError(f"sm_{sm}: not one variant of {family} can be used. What went wrong:\n{listed}")
     compiled = tuple(usable[spec] for spec in (*wanted, *beside) if spec in usable)
@@ -270,7 +273,6 @@ class _Counts:
 
 
 def _publish(
-    plan: Plan,
     path: Path,
     bundle: Bundle,
     chosen: Chosen,
@@ -286,10 +288,10 @@ def _publish(
     return Built(
         path=path,
         target=bundle.target,
-        models=len({model.name for model in plan.models}),
-        shards=len(plan.models),
-        problems=len(plan.problems),
-        choices=plan.choices,
+        models=len({model.name for model in bundle.models}),
+        shards=len(bundle.models),
+        problems=len(bundle.choices),
+        choices=sum(map(len, bundle.choices.values())),
         measured=measured,
         gpus=bundle.gpus,
         variants=len(chosen.variants),

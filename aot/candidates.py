@@ -10,7 +10,7 @@ from ..artifacts.store import open_bundle
 from ..artifacts.types import Kernel, Producer, Target
 from .compile import Compiled
 from .plan import Plan
-from .variants import Family, families
+from .variants import Family, families, optional
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def read_candidates(path: str | Path, plan: Plan | None = None) -> Candidates:
     compiled = tuple(map(Compiled, bundle.variants, bundle.cubins))
     if plan is not None:
         there = {Family.of(variant) for variant in bundle.variants}
-        missing = [str(family) for family in families(plan.problems) if family not in there]
+        missing = [str(family) for family in families(plan.problems) if family not in there and not optional(family)]
         if missing:
             raise InputError(
                 f"candidates '{path}': no variants of {', '.join(missing)}: run aot compile for the same --models and "

@@ -19,7 +19,7 @@ from .compile import Compiled
 from .evidence import CellTimes, Evidence
 from .plan import Plan
 from .select import Loss, select_among
-from .variants import Family, families, is_aligned, serves, ships_unchosen
+from .variants import Family, families, is_aligned, optional, serves, ships_unchosen
 
 CONFIG_LIMIT = 16  # of an op, dtype and layout, in all their families, fallbacks included
 
@@ -59,7 +59,8 @@ def choose(
     """The variants to ship, of at most ``configs`` an op and dtype, and the best for each (problem, bucket).
 
     Fallbacks always ship: they are what any other N and K runs on; and so do passes. Forms that move rows ship fewer
-    configs than the plain one, or the same. Choices point into ``evidence.gpus``.
+    configs than the plain one, or the same. Choices point into ``evidence.gpus``. An optional problem that no variant
+    serves has no choice.
 
     Raises
     ------
@@ -96,7 +97,8 @@ def _chosen(
     losses: tuple[Loss, ...], evidence: Evidence | None,
 ) -> Chosen:  # fmt: skip
     place = {old: new for new, old in enumerate(ships)}
-    choices: dict[Problem, list[Choice]] = {problem: [] for problem in plan.problems}
+    served = {cell.problem for cell in itertools.chain.from_iterable(ranked.values())}
+    choices: dict[Problem, list[Choice]] = {problem: [] for problem in plan.problems if problem in served}
     for cell in itertools.chain.from_iterable(ranked.values()):
         choice = _measured_choice(cell, place, compiled, evidence) or _modelled_choice(cell, place)
         choices[cell.problem].append(choice)
@@ -152,10 +154,10 @@ def _measured_choice(
 
 
 def _by_op(members: Iterable[Family]) -> list[list[Family]]:
-    """The families of each op, dtype and layout."""
+    """The families of each op, dtype and layout; optional ones, of few configs, apart."""
     groups: dict[Family, list[Family]] = {}
     for family in members:
-        groups.setdefault(replace(family, fusion=Fusion.NONE), []).append(family)
+        groups.setdefault(replace(family, fusion=family.fusion & Fusion.SILU), []).append(family)
     return list(groups.values())
 
 
@@ -201,6 +203,8 @@ def _ranked(
     for problem in problems:
         able = tuple(i for i, one in enumerate(compiled) if serves(one.variant, problem))
         if not able:
+            if optional(problem):
+                continue
             raise CompileError(f"sm_{sm}: no variant is left for {problem}")
         if able not in rankers:
             resources = [Resources.of(compiled[i].variant) for i in able]

@@ -32,6 +32,7 @@ from . import child, configcache, fresh, overlay
 from .configcache import CacheKey, Configs
 from .modelshape import ModelShape
 from .plan import Plan, plan
+from .variants import optional
 
 WAIT_S = 1800.0  # for another process that tunes
 BUDGET_S = 120.0  # of measuring; compiling comes on top
@@ -264,8 +265,9 @@ def shape_of(key: CacheKey) -> ModelShape:
 
 
 def planned_for(key: CacheKey, shape: ModelShape) -> Plan:
-    """The shape's problems, at the key's bucket alone."""
+    """The shape's problems that calls of ``grouped_gemm`` run, at the key's bucket alone."""
     made = plan([shape])
+    made = made.without({one for one in made.problems if optional(one)})  # no call names a config of these
     return Plan(dict.fromkeys(made.problems, (key.bucket,)), made.models)
 
 

@@ -9,7 +9,7 @@ from ..artifacts.errors import HostError
 from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec
 from .compilecache import CompileCache
-from .plan import Plan
+from .plan import Plan, planned_on
 from .variants import Space, by_code, families, pass_specs, specs
 from .workers import default_workers
 
@@ -53,16 +53,17 @@ def estimate(plan: Plan, sms: Sequence[int], cache: CompileCache | None, workers
     """An estimate per capability; the times add up, as the capabilities share the workers."""
     found = []
     for sm in sms:
-        beside = pass_specs(plan.problems)
-        wanted: list[Spec | PassSpec] = [group[0] for group in by_code(specs(plan.problems, sm, Space()))]
+        here = planned_on(plan, (sm,))
+        beside = pass_specs(here.problems)
+        wanted: list[Spec | PassSpec] = [group[0] for group in by_code(specs(here.problems, sm, Space()))]
         wanted += beside
-        count = len(families(plan.problems))
+        count = len(families(here.problems))
         cached = _cached(wanted, sm, cache)
         fresh = len(wanted) - (cached or 0)
-        seconds = fresh * _VARIANT_S / (workers or default_workers()) + _PROBLEM_S * len(plan.problems)
+        seconds = fresh * _VARIANT_S / (workers or default_workers()) + _PROBLEM_S * len(here.problems)
         seconds += _START_S if fresh and sm == sms[0] else 0.0
-        size = count * _SHIPPED * _CUBIN_BYTES + len(beside) * _PASS_BYTES + plan.choices * _CHOICE_BYTES
-        found.append(Estimate(sm, count, len(plan.problems), plan.choices, len(wanted), cached, seconds, round(size)))
+        size = count * _SHIPPED * _CUBIN_BYTES + len(beside) * _PASS_BYTES + here.choices * _CHOICE_BYTES
+        found.append(Estimate(sm, count, len(here.problems), here.choices, len(wanted), cached, seconds, round(size)))
     return found
 
 

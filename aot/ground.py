@@ -12,7 +12,7 @@ from ..kernels.chips import Chip
 from ..kernels.cost import Ranker, Resources
 from .evidence import measuring_chip
 from .records import Measured
-from .variants import serves
+from .variants import optional, serves
 
 _FLUSH_BYTES = 256 << 20
 _RESERVE_BYTES = 2 << 30  # the context, code, and what a reference needs
@@ -40,12 +40,14 @@ class Ground:
         Raises
         ------
         InputError
-            if no candidate serves a problem.
+            if no candidate serves a problem that is not optional.
         """
         variants = bundle.variants()
         self = cls({}, bundle, share, measuring_chip(gpu, sm))
         for problem in sorted(problems, key=lambda one: one.sort_key):
             able = tuple(i for i, variant in enumerate(variants) if serves(variant, problem))
+            if not able and optional(problem):
+                continue
             if not able:
                 raise InputError(
                     f"candidates '{bundle.path}': no variant serves {problem}: run aot compile for the same models"

@@ -20,7 +20,7 @@ class Tensors:
 
     ``rows`` is x of the forward, [M, K] (or [T, K] where it is gathered), else dy, [M, N]. ``weights`` is w as
     ``problem.layout`` says, or x [M, K] for dW. ``result`` is y, dx or dw. ``index`` int32 [M] says which
-    rows are moved; x's row is ``index // top_k``.
+    rows are moved; x's row is ``index // top_k``. With silu ``result`` is [M, N/2].
     """
 
     problem: Problem

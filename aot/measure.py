@@ -12,18 +12,22 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 
 from ..artifacts.errors import BundleError, CudaError, HostError, InputError
 from ..artifacts.store import open_bundle
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem
+from ..kernels.abi import FLAGS, result_columns
 from ..kernels.config import Config
 from ..runtime import launch
 from ..runtime.device import local_gpu
 from .busy import busy
 from .clock import Clock
 from .evidence import LEAST_BAND
+from .gatedjudge import GatedJudge
 from .inputs import MAX_ERROR, balanced_rows, routed_rows, top_k_of, weights
 from .jobs import Hello, Job, Result, Setup
 from .judge import Judge
@@ -41,6 +45,8 @@ _NOISY = 0.05  # a median whose standard error is larger is told
 _REFERENCE_SIZE = 4096
 _STEADY_SCATTER = 0.1
 _RANDOM_ELEMENTS = 1 << 26  # made at once
+
+Judges: TypeAlias = Judge | GatedJudge
 
 _benches: dict[Setup, Bench] = {}
 
@@ -86,7 +92,7 @@ class Bench:
         self.clock = Clock(self.device)
         self._kernels: dict[int, launch.LoadedKernel] = {}
         self._weights: tuple[object, torch.Tensor] | None = None
-        self._judges: dict[object, Judge] = {}
+        self._judges: dict[object, Judges] = {}
         self._pools: dict[str, torch.Tensor] = {}
         self._current: int | None = None
         size = _REFERENCE_SIZE
@@ -105,8 +111,8 @@ class Bench:
     def _warm_up(self) -> None:
         """All that a job does but launch variants, once on something tiny: what torch loads late is loaded now."""
         with torch.no_grad():
-            for op in Op:
-                problem = Problem(op, DType.BF16, 8, 64, 64)
+            problems = [Problem(op, DType.BF16, 8, 64, 64) for op in Op]
+            for problem in (*problems, replace(problems[0], fusion=Fusion.SILU)):
                 on = self._tensors(problem, 16)
                 judge = self._judge(problem, on)
                 for m_sizes in self._routings(problem, 16, on.top_k):
@@ -182,7 +188,7 @@ class Bench:
         torch.cuda.synchronize(self.device)
         self._current = None
 
-    def _error(self, judge: Judge, on: Tensors, call: Callable[[], None], reference: torch.Tensor) -> float:
+    def _error(self, judge: Judges, on: Tensors, call: Callable[[], None], reference: torch.Tensor) -> float:
         on.result.fill_(float("nan"))
         call()
         return judge.error(on, reference)
@@ -268,7 +274,7 @@ class Bench:
         w = self._weight(problem)
         top_k = top_k_of(E, M)
         index = None
-        if problem.fusion:
+        if problem.fusion & FLAGS:
             g = torch.Generator(self.device).manual_seed(3)
             index = torch.randperm(M, generator=g, device=self.device).to(torch.int32)
         tokens = M // top_k if Fusion.GATHER in problem.fusion else M
@@ -277,7 +283,8 @@ class Bench:
             return Tensors(problem, M, dy, x, self._pool("result", E * N, K, dtype).view(E, N, K), top_k=top_k)
         columns, reduction = (N, K) if problem.op is Op.FORWARD else (K, N)
         rows = self._pool("rows", tokens, reduction, dtype)
-        return Tensors(problem, M, rows, w, self._pool("result", M, columns, dtype), index, top_k)
+        result = self._pool("result", M, result_columns(columns, problem.fusion), dtype)
+        return Tensors(problem, M, rows, w, result, index, top_k)
 
     def _weight(self, problem: Problem) -> torch.Tensor:
         """w as the problem has it: made once for all ops, forms and buckets that share it."""
@@ -289,10 +296,12 @@ class Bench:
         w = self._weights[1]
         return w if problem.layout is Layout.NK else w.view(problem.E, problem.K, problem.N)
 
-    def _judge(self, problem: Problem, on: Tensors) -> Judge:
-        key = (problem.op, problem.layout)
+    def _judge(self, problem: Problem, on: Tensors) -> Judges:
+        gated = Fusion.SILU in problem.fusion
+        key = (problem.op, problem.layout, gated)
         if key not in self._judges:
-            self._judges[key] = Judge(problem, None if problem.op is Op.DW else on.weights, self.device)
+            weights = None if problem.op is Op.DW else on.weights
+            self._judges[key] = GatedJudge(problem, on.weights) if gated else Judge(problem, weights, self.device)
         return self._judges[key]
 
     def _pool(self, name: str, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:

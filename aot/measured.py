@@ -11,7 +11,7 @@ from .choose import CONFIG_LIMIT, Chosen, choose
 from .evidence import Evidence
 from .journal import Contents
 from .plan import Plan
-from .variants import Family, families
+from .variants import Family, families, optional
 
 
 def measured_bundle(plan: Plan, candidates: Candidates, contents: Contents) -> Bundle:
@@ -55,7 +55,7 @@ def choose_from(plan: Plan, candidates: Candidates, evidence: Evidence | None, c
     sound = [one for one in candidates.compiled if one.variant.cubin_sha256 not in failed]
     there = {Family.of(one.variant) for one in sound}
     for family in families(plan.problems):
-        if family not in there:
+        if family not in there and not optional(family):
             listed = "\n".join(f"  {failure.reason}" for failure in list(failed.values())[:5])
             raise CompileError(
                 f"{candidates.target}: not one variant of {family} works on the GPU. What went wrong:\n{listed}"
@@ -80,5 +80,5 @@ def assembled(plan: Plan, candidates: Candidates, chosen: Chosen, evidence: Evid
         variants=tuple(one.variant for one in chosen.variants),
         cubins=tuple(one.cubin for one in chosen.variants),
         choices=choices,
-        models=plan.models,
+        models=plan.without(plan.buckets.keys() - choices.keys()).models,
     )

@@ -29,7 +29,7 @@ from ..artifacts.types import Bundle, DType, Gpu, Kernel, Layout, Op, Pass, Prob
 from ..kernels.abi import LAUNCH_ABI
 from .assembly import Claim, Codes, Making, assemble, gpu_key, united
 from .choose import CONFIG_LIMIT
-from .variants import Family, ships_unchosen
+from .variants import Family, optional, ships_unchosen
 
 _MEMORY_TOLERANCE = 50  # one part in so many: drivers reserve differently
 
@@ -295,7 +295,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 def _too_many(bundle: Bundle) -> tuple[TooMany, ...]:
     configs: dict[tuple[Op | Pass, DType, Layout], set[object]] = {}
-    for one in bundle.variants:
+    for one in (variant for variant in bundle.variants if not optional(variant)):
         configs.setdefault((one.op, one.dtype, one.layout), set()).add(one.config)
     return tuple(TooMany(*group, len(found)) for group, found in configs.items() if len(found) > CONFIG_LIMIT)
 

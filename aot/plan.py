@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ..artifacts.types import DType, Fusion, Layout, Model, Op, Problem, bucket_of
-from ..kernels.abi import code_of
-from .modelshape import ModelShape
+from ..kernels.abi import MAX_EXPERTS, code_of
+from .modelshape import Gemm, ModelShape
+from .variants import Family, Space, is_aligned, optional
 
 # What a layer does beside the product of GEMM 1 and of GEMM 2: GEMM 1 reads hidden states in token order, GEMM 2
 # writes them there, and what is gathered going forward is scattered coming back.
 _MOVES = {Op.FORWARD: (Fusion.GATHER, Fusion.SCATTER), Op.DX: (Fusion.SCATTER, Fusion.GATHER)}
+
+
+# Where silu in GEMM 1's epilogue is planned. Its tiles have 128 rows: where few of them are filled the plain product's
+# small tiles win by more than the activation costs (Qwen3-30B at T=128, 8 rows an expert, 1.07 x on an H200; at T=1024,
+# 64 rows, the epilogue wins), and below 1024 rows the activation is next to nothing.
+_GATED_ROWS = 1024
+_GATED_ROWS_PER_EXPERT = 16
+_GATED_DTYPES = (DType.BF16, DType.FP16)  # what specialised code multiplies
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +45,23 @@ class Plan:
         """The number of (problem, bucket) pairs: the choices that a finished bundle holds."""
         return sum(len(buckets) for buckets in self.buckets.values())
 
+    def without(self, problems: Collection[Problem]) -> Plan:
+        """The plan less these problems."""
+        models = (
+            replace(model, problems=tuple(one for one in model.problems if one not in problems))
+            for model in self.models
+        )
+        buckets = {one: row for one, row in self.buckets.items() if one not in problems}
+        return Plan(MappingProxyType(buckets), tuple(models))
+
 
 def plan(shapes: Iterable[ModelShape]) -> Plan:
     """The distinct problems of ``shapes``, their buckets, and the models they serve.
 
     A shard has, for each of its dtypes, layouts and ops, a problem for each of its two GEMMs, and of the forward
     and dX one more for each, with the rows moved on the way. Its buckets are the powers of two that its
-    M = tokens * k / ep falls in, from the least to the most tokens, the same for every op.
+    M = tokens * k / ep falls in, from the least to the most tokens, the same for every op. Of a forward with a gate
+    there is GEMM 1 with silu in its epilogue, too, in the larger buckets; what activation a model has is not known.
     """
     buckets: dict[Problem, set[int]] = {}
     models: dict[tuple[str, int, int, int, DType], set[Problem]] = {}
@@ -50,8 +69,12 @@ def plan(shapes: Iterable[ModelShape]) -> Plan:
         wanted = buckets_between(*shape.rows)
         for dtype in shape.dtypes:
             problems = set(problems_of(shape, dtype))
-            for problem in problems:
-                buckets.setdefault(problem, set()).update(wanted)
+            for problem in tuple(problems):
+                pays = gated_buckets(problem, wanted) if optional(problem) else wanted
+                if pays:
+                    buckets.setdefault(problem, set()).update(pays)
+                else:
+                    problems.remove(problem)
             key = (shape.name, shape.tp, shape.ep, shape.experts_per_token, dtype)
             models.setdefault(key, set()).update(problems)
     return Plan(
@@ -76,6 +99,36 @@ def problems_of(shape: ModelShape, dtype: DType) -> Iterator[Problem]:
                     continue
                 for fusion in (Fusion.NONE, code_of(op, moves)):
                     yield Problem(op, dtype, gemm.E, gemm.N, gemm.K, layout, fusion)
+            if op is Op.FORWARD and shape.gated:
+                yield from _gated(shape.gemms()[0], dtype, layout)
+
+
+def _gated(gemm: Gemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
+    """GEMM 1 with silu in its epilogue as ``moe_mlp`` runs it, if there is code for it.
+
+    Code needs whole 16 bytes a row of y too. w [E, K, N] is of models with other activations.
+    """
+    problem = Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K, layout, Fusion.SILU | Fusion.GATHER)
+    able = dtype in _GATED_DTYPES and layout is Layout.NK and gemm.E <= MAX_EXPERTS
+    if able and is_aligned(problem) and is_aligned(replace(problem, N=gemm.N // 2)):
+        yield problem
+
+
+def gated_buckets(problem: Problem, buckets: Iterable[int]) -> tuple[int, ...]:
+    """Those of ``buckets`` in which silu in the epilogue may pay."""
+    least = max(_GATED_ROWS, _GATED_ROWS_PER_EXPERT * problem.E)
+    return tuple(bucket for bucket in buckets if bucket >= least)
+
+
+def planned_on(plan: Plan, sms: Collection[int], pool: Space | None = None) -> Plan:
+    """The plan less the optional problems that none of these capabilities has code for."""
+    space = pool or Space()
+    idle = {
+        one
+        for one in plan.problems
+        if optional(one) and not any(space.candidates(Family.of(one), sm) for sm in sms)
+    }  # fmt: skip
+    return plan.without(idle) if idle else plan
 
 
 def buckets_between(least: int, most: int) -> tuple[int, ...]:

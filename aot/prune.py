@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..artifacts.errors import InputError
 from ..artifacts.types import Bundle, Problem
 from .assembly import Claim, Codes, Making, assemble, united
-from .plan import Plan
+from .plan import Plan, planned_on
 from .variants import Family, pass_specs, ships_unchosen
 
 
@@ -31,6 +31,7 @@ def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
     InputError
         if the bundle has not one of the plan's problems.
     """
+    plan = planned_on(plan, (bundle.target.sm,))
     codes = Codes([bundle])
     claims: dict[Problem, dict[int, Claim]] = {}
     missing: dict[Problem, tuple[int, ...]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,10 @@ ALIGNMENT_BYTES = 16
 # A few registers spilled outside the loop cost next to nothing; more than this many bytes a thread
 # means that the loop itself goes through memory.
 MAX_SPILL_BYTES = 64
+
+# Silu in the epilogue: a tile has the gate columns and the up columns of half as many of y.
+GATED_COLUMNS = (128, 256)
+GATED_CONFIGS = 3
 
 Candidates = Callable[[Op, DType, int], tuple[Config, ...]]
 
@@ -59,11 +64,15 @@ class Space:
     def candidates(self, family: Family, sm: int) -> tuple[Config, ...]:
         """The aligned candidates of a family: all, or where rows are moved the first of each kind and tile size.
 
-        The cost model tells forms that move rows from the plain one by little: half the candidates do.
+        The cost model tells forms that move rows from the plain one by little: half the candidates do. Silu in the
+        epilogue is of specialised code, and so of sm_90, alone; a few do.
         """
         every = self.aligned(family.gemm, family.dtype, sm)
         if not family.fusion:
             return every
+        if optional(family):
+            able = (config for config in every if config.specialized and config.block_n in GATED_COLUMNS)
+            return tuple(itertools.islice(able, GATED_CONFIGS))
         firsts: dict[tuple[object, ...], Config] = {}
         for config in every:
             kind = config.block_m, config.block_n, config.block_k, config.specialized, config.streamed
@@ -74,6 +83,11 @@ class Space:
 def fused(fusion: Fusion) -> str:
     """What a variant does beside the product, e.g. ``gather``; empty for nothing."""
     return "+".join(str(one.name).lower() for one in Fusion if one and one in fusion)
+
+
+def optional(one: Problem | Variant | Spec | Family) -> bool:
+    """Whether the form is one that a layer does without where there is no code for it: silu in the epilogue."""
+    return Fusion.SILU in one.fusion
 
 
 def families(problems: Iterable[Problem]) -> dict[Family, list[Problem]]:
@@ -92,9 +106,10 @@ def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]
     found: list[Spec] = []
     for family, members in families(problems).items():
         few = all(problem.E <= MAX_EXPERTS for problem in members)
+        rest = () if optional(family) else pool.fallbacks(family.gemm, family.dtype, sm)
         for configs, alignment, experts in (
             (pool.candidates(family, sm), ALIGNMENT_BYTES, MAX_EXPERTS if few else MAX_EXPERTS_FALLBACK),
-            (pool.fallbacks(family.gemm, family.dtype, sm), 1, MAX_EXPERTS_FALLBACK),
+            (rest, 1, MAX_EXPERTS_FALLBACK),
         ):
             found += [
                 Spec(family.gemm, family.dtype, config, family.layout, family.fusion, alignment, experts)

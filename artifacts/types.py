@@ -67,6 +67,7 @@ class Fusion(enum.Flag):
     SCATTER = 2  # y's rows are stored at a row index
     WEIGHT = 4  # each row of y is multiplied by its routing weight
     BIAS = 8  # bias[g] of [E, N] is added to each row
+    SILU = 16  # y is [M, N/2]: silu(gate) * up, the product's left and right half of columns
 
 
 class Source(enum.Enum):

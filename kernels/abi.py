@@ -6,12 +6,14 @@ The names in a variant's ``arguments`` are the words of launch ABI 1:
 ``x w y dy dw``          a device pointer, or a TMA descriptor by value (kind ``desc2`` ...)
 ``m_sizes index``        device pointers to 32-bit words: counts [E], and one index of each row
 ``row_weights bias``     device pointers: float32 weights by index, bias [E, N] in the dtype
-``M N K E``              int32: rows, the result's columns, the reduction, experts; of dW: dw's N and K
+``M N K E``              int32: rows, the result's columns, the reduction, experts; of dW: dw's N and K; of
+                         code with ``Fusion.SILU`` N is w's columns, gate and up, and y has half as many
 ``stride_x_m`` ...       int64, in elements: row strides of x, y, dy; expert and row stride of w, dw
 ``m_sizes_step``         int32: 1 for int32 counts, 2 for int64 counts; ``index_step`` likewise
 ``index_end``            int32: indices from here on, and below 0, take no part
 ``x_divisor``            int32: x's row of an index is ``index // x_divisor``
-``flags``                int32: the fusions of the call, values of artifacts.types.Fusion, and ``ZERO_TAIL``
+``flags``                int32: the fusions of the call, values of artifacts.types.Fusion below 16 (``Fusion.SILU`` is
+                         code of its own, no flag), and ``ZERO_TAIL``
 ``counter``              device pointer to an int32 that is zero before and after the launch
 ``y_map``                y again, as a TMA descriptor of ragged rows that a specialised kernel stores through
 =======================  =====================================================================
@@ -33,6 +35,7 @@ LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
 
 ZERO_TAIL = 16  # a flag: rows that belong to no expert are set to zero
+FLAGS = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS  # the fusions that ``flags`` tells a kernel of
 MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
 SPECIALIZED_SHARED_BYTES = 227 * 1024  # of sm_90
 MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
@@ -66,7 +69,7 @@ class Spec:
         """What goes through TMA, in the arguments' order: rows that an index picks can't."""
         if not self.config.tma:
             return ()
-        stores = self.config.specialized and not self.fusion
+        stores = self.config.specialized and (not self.fusion or Fusion.SILU in self.fusion)
         if self.op is Op.DW:
             return ("dy", "x", "dw") if stores else ("dy", "x")
         operands = ("w",) if Fusion.GATHER in self.fusion else ("x", "w")
@@ -76,6 +79,7 @@ class Spec:
         text = f"{self.op.value} {self.dtype.value} {self.config}"
         text += f" w={self.layout.value}" if self.layout is not Layout.NK else ""
         text += " gather" if Fusion.GATHER in self.fusion else ""
+        text += " silu" if Fusion.SILU in self.fusion else ""
         return text + (" unaligned" if self.alignment == 1 else "")
 
 
@@ -108,10 +112,25 @@ def code_of(op: Op, fusion: Fusion) -> Fusion:
     What a call does beside the product is chosen at run time, by flags; only gathering needs other loads,
     and the plain code is kept apart because it is faster. dW has plain code alone, and rows are gathered for it
     beforehand: through an index an H200 took 2.3 ms where the plain code took 0.8 (Qwen3-30B, gate_up, T=8192).
+    SILU, alone and with GATHER, has code of its own, which does nothing else.
+
+    Raises
+    ------
+    ValueError
+        for SILU with anything but GATHER, or of another op than the forward.
     """
+    if Fusion.SILU in fusion:
+        if op is not Op.FORWARD or fusion & ~(Fusion.SILU | Fusion.GATHER):
+            raise ValueError(f"there is no code for {fusion} of {op.value}: SILU goes with GATHER, of the forward")
+        return fusion
     if op is Op.DW or not fusion:
         return Fusion.NONE
     return Fusion.GATHER if Fusion.GATHER in fusion else Fusion.SCATTER
+
+
+def result_columns(columns: int, fusion: Fusion) -> int:
+    """The columns of y, of a product of so many: half as many where gate and up become one."""
+    return columns // 2 if Fusion.SILU in fusion else columns
 
 
 def counts(config: Config, max_experts: int) -> bool:
@@ -190,9 +209,11 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
         sizes: dict[str, int | str | bool | None] = {"BLOCK_M": c.block_m, "BLOCK_K": c.block_k}
         step = (128 + c.block_k) * c.block_m
     else:
-        sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec), "INDEXED": bool(spec.fusion),
-                 "GATHER": Fusion.GATHER in spec.fusion, "GATED": False}  # fmt: skip
-        sizes |= {"y_map": None} if spec.fusion else {}
+        gated = Fusion.SILU in spec.fusion
+        sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec),
+                 "INDEXED": bool(spec.fusion) and not gated, "GATHER": Fusion.GATHER in spec.fusion,
+                 "GATED": gated}  # fmt: skip
+        sizes |= {} if "y_map" in spec.tma else {"y_map": None}
         step = (128 + c.block_n) * c.block_k
     # Results pass through shared memory, 64 x 64 of each warpgroup at a time, where there is room in turns.
     room = SPECIALIZED_SHARED_BYTES - 512 - c.num_stages * step * spec.dtype.itemsize

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..artifacts.types import DType, Op, Problem
+from .abi import result_columns
 from .calibration import CONSTANTS, Constants
 from .chips import Chip
 from .profile import Profile, Resources, join, occupancy, profile
@@ -46,7 +47,8 @@ def _work(problem: Problem, M: int) -> _Work:
     if problem.op is Op.DW:  # experts without rows are written too, as zeros
         read_bytes, written_bytes = float(M * (N + K) * size), E * matrix_bytes
     else:
-        read_bytes, written_bytes = rows.active * matrix_bytes + M * reduction * size, float(M * columns * size)
+        read_bytes = rows.active * matrix_bytes + M * reduction * size
+        written_bytes = float(M * result_columns(columns, problem.fusion) * size)  # (silu is free beside them)
     return _Work(problem.op, E, M, N, columns, reduction, rows, matrix_bytes,
                  float(reduction * size), float(K * size), read_bytes, written_bytes, size)  # fmt: skip
 

@@ -7,6 +7,7 @@ is differentiable, but reads ``m_sizes`` on the host (a synchronisation on a GPU
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from ..artifacts.types import Layout
 
@@ -118,11 +119,13 @@ def rows(
     scatter: bool = False,
     row_weights: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    silu: bool = False,
 ) -> None:
     """y[to(m)] = weight(m) * (x[from(m)] @ w[g].T + bias[g]) for every row m of expert g, written into y.
 
     from(m) = index[m] // gather_divisor, or m where that is 0; to(m) = index[m] with ``scatter``, else m; weight(m) =
-    row_weights[index[m]]. Rows whose index is not in [0, index_end) take no part; other rows of y are untouched.
+    row_weights[index[m]]. Rows whose index is not in [0, index_end) take no part; other rows of y are untouched. With
+    ``silu`` y has N/2 columns: silu(gate) * up of all this, gate and up its left and right half, rounded once.
     """
     w = _columns_last(w, layout)
     for g, (first, end) in enumerate(expert_bounds(m_sizes, M)):
@@ -136,6 +139,9 @@ def rows(
             part = part + bias[g].to(part.dtype)
         if row_weights is not None:
             part = part * row_weights[flat].to(part.dtype)[:, None]
+        if silu:
+            gate, up = part.chunk(2, 1)
+            part = functional.silu(gate) * up
         y[flat if scatter else row] = part.to(y.dtype)
 
 

@@ -27,7 +27,7 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f
 _SPECIALIZED = ("pipeline.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "62bf57ef9d239da8983fe4ee6730ceb814604e5d1d7aed491778b50188a526f3",
+    "c5b41a7198e65f8bd6cd35ba663015ff59a35f85c961cf7e1d14710323746454",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),

@@ -129,13 +129,14 @@ def rows_specialized(
     x, w, y, y_map, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_x_m, stride_w_e, stride_w_row,
     stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, W_KN: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr,
-    GATED: gl.constexpr, REGISTERS: gl.constexpr,
+    EXPERTS: gl.constexpr, W_KN: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     ``forward.rows``. x and w come through TMA, x in GATHER code through pointers; y leaves through ``y_map``, a
     ragged descriptor (``kernels/abi.py``, RAGGED_SIZES), in INDEXED code, which has none, through pointers.
+    GATED code stores silu(gate) * up in its place, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
     """
     element: gl.constexpr = w.dtype
     lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -143,7 +143,8 @@ def forms_of(problem: Problem) -> tuple[Problem, ...]:
     """The problem, then its product in the other forms that there is code for."""
     if problem.op is Op.DW:
         return (problem,)
-    others = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
+    others: tuple[Fusion, ...] = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
+    others += (Fusion.SILU | Fusion.GATHER,) if problem.op is Op.FORWARD else ()
     return (problem, *(replace(problem, fusion=one, top_k=0) for one in others if one is not problem.fusion))
 
 

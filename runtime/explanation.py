@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..artifacts.errors import HostError, InputError, PretunedError, TargetMismatch
 from ..artifacts.names import printable
-from ..artifacts.types import DType, Gpu, Layout, Op, Problem, bucket_of
+from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
 from ..kernels import chips
-from . import discover, jit, settings
+from . import discover, epilogue, jit, settings
 from .candidates import Candidate, Match, Origin, chosen, modelled
 from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Skipped, Snapshot
@@ -58,7 +58,8 @@ class Explanation:
         """The same as plain values."""
         p = self.problem
         return {
-            "problem": {"op": p.op.value, "dtype": p.dtype.value, "E": p.E, "N": p.N, "K": p.K, "w": p.layout.value},
+            "problem": {"op": p.op.value, "dtype": p.dtype.value, "E": p.E, "N": p.N, "K": p.K, "w": p.layout.value,
+                        "fused": [str(one.name).lower() for one in Fusion if one and one in p.fusion]},
             "M": self.M,
             "bucket": bucket_of(self.M),
             "aligned": self.aligned,
@@ -154,7 +155,18 @@ def explain(
 def examine(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, strict: bool = False
 ) -> Explanation:
-    """Explain a problem over the bundles of ``snapshot``, with every candidate ranked."""
+    """Explain a problem over the bundles of ``snapshot``, with every candidate ranked.
+
+    One with silu in its epilogue runs where that pays, else the plain product does, and the activation after it.
+    """
+    if Fusion.SILU in problem.fusion:
+        ruled = epilogue.verdict(snapshot, problem, M, local, aligned=aligned)
+        if ruled.chosen is None:
+            plain = examine(snapshot, epilogue.plain_of(problem), M, local, aligned=aligned, strict=strict)
+            why = f"the product and then the activation, as {ruled.reason}. The product: {plain.reason}"
+            return replace(plain, problem=problem, reason=why)
+        view = snapshot.view(local, installed=True)
+        return Explanation(problem, M, aligned, local, ruled.reason, (ruled.chosen,), view.skipped)
     bucket = bucket_of(M)
     while True:
         with contextlib.suppress(Rejected):

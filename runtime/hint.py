@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem
+from ..kernels.abi import result_columns
 from .device import LocalGpu
 from .discover import View
 
@@ -20,11 +21,13 @@ def build_line(problem: Problem, bucket: int, sm: int) -> str:
     """The command that builds this very problem, up to ``bucket`` rows and more, for capability ``sm``.
 
     The problem is written as a GEMM of a layer without a gate: the second, H = N and I = K, or the first, H = K
-    and I = N. (top_k decides nothing about a product, so it is 1.)
+    and I = N; with silu in its epilogue the first of one with a gate, I = N/2. (top_k decides nothing about a product,
+    so it is 1.)
     """
-    first = (problem.op, problem.fusion) in _FIRST_GEMM
-    H, width = (problem.K, problem.N) if first else (problem.N, problem.K)
-    options = " gated=0" if first else ""
+    gated = Fusion.SILU in problem.fusion
+    first = gated or (problem.op, problem.fusion) in _FIRST_GEMM
+    H, width = (problem.K, result_columns(problem.N, problem.fusion)) if first else (problem.N, problem.K)
+    options = " gated=0" if first and not gated else ""
     options += "" if problem.dtype is DType.BF16 else f" dtype={problem.dtype.value}"
     options += "" if problem.layout is Layout.NK else f" layout={problem.layout.value}"
     options += f" ops={problem.op.value}"

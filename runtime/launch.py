@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..artifacts.errors import BundleCorrupt, InputError
 from ..artifacts.types import Fusion, Variant
-from ..kernels.abi import RAGGED_SIZES, ZERO_TAIL, ragged_strides, weight_tiles
+from ..kernels.abi import FLAGS, RAGGED_SIZES, ZERO_TAIL, ragged_strides, result_columns, weight_tiles
 from ..kernels.config import Config
 from . import arguments, driver
 from .arguments import PREPARED, SIZES, STRIDE_B, STRIDES, Blocks
@@ -63,7 +63,7 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int, wher
 
 
 class Fused(NamedTuple):
-    """What a call does beside the product; ``fusion`` is what the kernel's flags say.
+    """What a call does beside the product; the kernel's flags say of ``fusion`` what its code leaves open.
 
     ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
     the rows of y that belong to no expert to zero.
@@ -92,9 +92,9 @@ def row_launcher(
 ) -> Launcher:
     """A launcher (x, w, y, m_sizes, stride_x_m, stride_y_m, M, stream) of y[g] = x[g] @ w[g].T.
 
-    In the kernel's words: ``columns`` of y, ``reduction``, and ``w_kn`` where w's columns are the
-    contiguous ones. A fused call takes four more: the addresses of index, row_weights and bias (0 for
-    none), and index_end.
+    In the kernel's words: ``columns`` of the product (of code with SILU y has half as many), ``reduction``, and
+    ``w_kn`` where w's columns are the contiguous ones. A fused call takes four more: the addresses of index,
+    row_weights and bias (0 for none), and index_end.
     """
     config, variant = kernel.config, kernel.variant
     maps = {
@@ -107,7 +107,7 @@ def row_launcher(
         f"{variant.entry}, {config}",
         Blocks(variant.arguments, arguments.ROWS, maps),
         _counter_of(kernel),
-        _map_of_rows(variant, columns),
+        _map_of_rows(variant, result_columns(columns, variant.fusion)),
     )
     strides, sizes, tail = _constants(
         kernel, columns, reduction, E, m_sizes_step, fused, stride_w_e, stride_w_row
@@ -242,7 +242,7 @@ def _constants(
     kernel: LoadedKernel, N: int, K: int, E: int, m_sizes_step: int, fused: Fused, stride_e: int, stride_row: int
 ) -> tuple[bytes, bytes, bytes]:
     """What a launcher fixes, packed."""
-    flags = fused.fusion.value | (ZERO_TAIL if fused.zero_tail else 0)
+    flags = (fused.fusion & FLAGS).value | (ZERO_TAIL if fused.zero_tail else 0)
     sizes = SIZES.pack(N, K, E, m_sizes_step, fused.index_step, fused.x_divisor, flags, 0)
     tail = arguments.config_tail(kernel.function.threads, kernel.function.shared_bytes)
     return STRIDES.pack(stride_e, stride_row, 1), sizes, tail

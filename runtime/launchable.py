@@ -6,7 +6,7 @@ that no launcher fills, or fills with something else, must be found before a ker
 
 from __future__ import annotations
 
-from ..artifacts.types import DType, Op, Pass, Variant
+from ..artifacts.types import DType, Fusion, Op, Pass, Variant
 from ..kernels.abi import MAX_EXPERTS, counts
 from ..kernels.config import Config
 from ..kernels.passes import Block
@@ -44,6 +44,8 @@ def unlaunchable(variant: Variant) -> str | None:
     lacking = [name for name in _NEEDED.get(variant.op, _NEEDED_OF_ROWS) if name not in given]
     if config.specialized and "counter" not in given:
         lacking.append("counter")
+    if Fusion.SILU in variant.fusion and "y_map" not in given:
+        lacking.append("y_map")  # there is no other code that stores half of the columns
     if lacking:
         return f"its arguments lack {', '.join(lacking)}"
     if variant.op is Op.DW and given["dy"] != given["x"]:

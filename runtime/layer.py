@@ -11,7 +11,8 @@ With index g[i] of sorted row i, its token g[i] // k, its expert e and its weigh
     dgate_up[e] = sum of outer(dh[i], x[token])             dgate_up_bias[e] = sum of dh[i]
     dx[token] = sum over its slots of dh[i] @ gate_up[e]
 
-h is kept for the gradient and a is not: the pass that computes dh has it at hand. Every sum has a fixed order.
+h is kept for the gradient and a is not: the pass that computes dh has it at hand. Where nothing needs a gradient the
+first product may store a itself, and there is no h. Every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from ..artifacts.types import Layout, Op
 from . import activation, tokens
 from .activation import Activation, Needs
 from .calls import without_autocast
-from .products import Rows, rows, weight
+from .products import Rows, gated_rows, rows, weight
 
+GATED_IN_PRODUCT = Activation("silu", gated=True, interleaved=False)  # what a product's epilogue can do
 _ONES = 8  # columns that sum dh's rows, or weigh dout's: 16 bytes of a 16-bit type
 
 
@@ -62,24 +64,30 @@ class Weights(NamedTuple):
 
 
 def forward(
-    layer: Layer, x: torch.Tensor, given: Weights, routing: Routing, row_weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [T, H] and h [T*k, 2*I] of x [T, H]; ``row_weights`` [T*k] float32, or float64 beside float64."""
+    layer: Layer, x: torch.Tensor, given: Weights, routing: Routing, row_weights: torch.Tensor, *, keeps_h: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out [T, H] and h [T*k, 2*I] of x [T, H]; ``row_weights`` [T*k] float32, or float64 beside float64.
+
+    Without ``keeps_h`` there is none, and silu(gate) * up may be the first product's own work (``epilogue.py``).
+    """
     k, layout, act = layer
     index, m_sizes, bounds, experts = routing
     M, E = index.shape[0], m_sizes.shape[0]
     # (Kernels read a bias as dense.)
     up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in given[2:])
-    h = x.new_empty((M, columns(given.gate_up, layout)))
-    rows(Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias), h)
-    if not x.shape[1]:
-        h.zero_()  # a sum over nothing
-    a = activation.forward(h, act, bounds)
+    first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias)
+    h = None
+    a = gated_rows(first) if act == GATED_IN_PRODUCT and not keeps_h else None
+    if a is None:
+        h = rows(first, x.new_empty((M, columns(given.gate_up, layout))))
+        if not x.shape[1]:
+            h.zero_()  # a sum over nothing
+        a = activation.forward(h, act, bounds)
     y, launch = tokens.fresh(x, M, columns(given.down, layout), k)
     if not a.shape[1]:
         y.zero_()
     rows(Rows(Op.FORWARD, a, given.down, m_sizes, layout, M, index, 0, True, row_weights, down_bias), y)
-    return tokens.combine(y, experts, k, E, launch), h
+    return tokens.combine(y, experts, k, E, launch), h if keeps_h else None
 
 
 class MoeLayer(torch.autograd.Function):
@@ -94,9 +102,9 @@ class MoeLayer(torch.autograd.Function):
         """The layer; what a gradient needs is saved. ``plan`` is a ``layerplans.Plan``."""
         given = Weights(gate_up, down, gate_up_bias, down_bias)
         if plan is None:
-            out, h = forward(layer, x, given, routing, flat(weights, x))
+            out, h = forward(layer, x, given, routing, flat(weights, x), keeps_h=True)
         else:
-            out, h = plan.forward(x, given, routing, weights)
+            out, h = plan.forward(x, given, routing, weights, keeps_h=True)
         needs_x, needs_up, needs_down, needs_up_bias, _, needs_weights = ctx.needs_input_grad[:6]
         inner = needs_x or needs_up or needs_up_bias  # dh is needed
         ctx.save_for_backward(

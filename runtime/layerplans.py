@@ -13,7 +13,7 @@ from . import discover, passes, products, recent
 from .device import allocator, device_is_current, only_device
 from .inputs import row_stride
 from .launcher import Launcher
-from .layer import Layer, Routing, Weights, columns
+from .layer import GATED_IN_PRODUCT, Layer, Routing, Weights, columns
 from .products import Rows
 
 _ALIGNMENT_BYTES = 16
@@ -24,18 +24,19 @@ class Plan:
     """One layer's forward. No tensor is kept: a plan would hold a model's weights."""
 
     __slots__ = (
-        "_act", "_activation", "_alone", "_combine", "_device", "_dtype", "_empty", "_first", "_low", "_same",
+        "_act", "_activation", "_alone", "_combine", "_device", "_dtype", "_empty", "_first", "_gated", "_low", "_same",
         "_second", "_sizes", "_snapshot", "_stream", "_stride_x", "grad", "how",
     )  # fmt: skip
 
     def __init__(
         self, how: Layer, x: torch.Tensor, given: Weights, sizes: tuple[int, int, int, int, int, int],
         launches: tuple[Launcher, Launcher], passing: tuple[passes.PassLauncher, passes.PassLauncher],
-        same: recent.Guard, grad: bool,
+        same: recent.Guard, grad: bool, gated: Launcher | None,
     ) -> None:  # fmt: skip
         self.how, self.grad = how, grad
         self._same, self._low, self._sizes = same, x.data_ptr() & _ALIGNMENT_BYTES - 1, sizes
         self._first, self._second = launches
+        self._gated = gated
         self._activation, self._combine = passing
         self._act, self._device, self._dtype = how.act.flags, x.get_device(), x.dtype
         self._alone, self._snapshot = only_device(), discover.snapshot()
@@ -52,22 +53,28 @@ class Plan:
         )
 
     def forward(
-        self, x: torch.Tensor, given: Weights, routing: Routing, row_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [T, H] and h, without a look at the tensors: ``takes`` had one."""
+        self, x: torch.Tensor, given: Weights, routing: Routing, row_weights: torch.Tensor, *, keeps_h: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """out [T, H] and, with ``keeps_h``, h, without a look at the tensors: ``takes`` had one."""
         T, k, E, H, wide, I = self._sizes  # noqa: E741
         M, dtype, empty = T * k, self._dtype, self._empty
         gate_up, down, gate_up_bias, down_bias = given
         index, m_sizes, bounds, experts = routing
         at_index, at_sizes, stream = index.data_ptr(), m_sizes.data_ptr(), self._stream(self._device)
-        h = empty((M, wide), (wide, 1), dtype)
-        self._first(
-            x.data_ptr(), gate_up.data_ptr(), h.data_ptr(), at_sizes, self._stride_x, wide, M, stream,
-            at_index, 0, 0 if gate_up_bias is None else gate_up_bias.data_ptr(), M,
-        )  # fmt: skip
-        a = empty((M, I), (I, 1), dtype)
-        address, flag = passes.used(bounds)
-        self._activation(M, I, (h.data_ptr(), a.data_ptr(), address), (M, I, self._act | flag))
+        h, a = None, empty((M, I), (I, 1), dtype)
+        if self._gated is not None and not keeps_h:
+            self._gated(
+                x.data_ptr(), gate_up.data_ptr(), a.data_ptr(), at_sizes, self._stride_x, I, M, stream,
+                at_index, 0, 0, M,
+            )  # fmt: skip
+        else:
+            h = empty((M, wide), (wide, 1), dtype)
+            self._first(
+                x.data_ptr(), gate_up.data_ptr(), h.data_ptr(), at_sizes, self._stride_x, wide, M, stream,
+                at_index, 0, 0 if gate_up_bias is None else gate_up_bias.data_ptr(), M,
+            )  # fmt: skip
+            address, flag = passes.used(bounds)
+            self._activation(M, I, (h.data_ptr(), a.data_ptr(), address), (M, I, self._act | flag))
         y = empty((M, H), (H, 1), dtype)
         self._second(
             a.data_ptr(), down.data_ptr(), y.data_ptr(), at_sizes, I, H, M, stream,
@@ -75,7 +82,7 @@ class Plan:
         )  # fmt: skip
         out = empty((T, H), (H, 1), dtype)
         self._combine(T, H, (y.data_ptr(), experts.data_ptr(), out.data_ptr()), (T, H, k, E))
-        return out, h
+        return out, h if keeps_h else None
 
 
 def plan(
@@ -109,5 +116,6 @@ def plan(
     if same is None or None in launches or None in passing:
         return None
     grad = any(one.requires_grad for one in tensors)
+    gated = products.gated_launch(first, a) if how.act == GATED_IN_PRODUCT else None
     sizes = T, k, m_sizes.shape[0], H, wide, I
-    return Plan(how, x, given, sizes, launches, passing, same, grad)  # type: ignore[arg-type]
+    return Plan(how, x, given, sizes, launches, passing, same, grad, gated)  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ def _again(
     if grad:
         out = _apply(x, *given, weights, routing, plan.how, plan)
     else:
-        out, _ = plan.forward(x, given, routing, weights)
+        out, _ = plan.forward(x, given, routing, weights, keeps_h=False)
     return out if hidden.dim() == 2 else out.view(hidden.shape)
 
 
@@ -165,7 +165,7 @@ def _fused(
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
             out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how)  # type: ignore[no-untyped-call]
             return out, routing
-        return layer.forward(how, x, given, routing, layer.flat(weights, x))[0], routing
+        return layer.forward(how, x, given, routing, layer.flat(weights, x), keeps_h=False)[0], routing
 
 
 def _checked(

@@ -15,10 +15,10 @@ import torch
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem, bucket_of
 from ..kernels import reference
 from ..kernels.abi import code_of, gemm_of, is_aligned
-from . import apart, discover, fallback, jit, pinned, settings
+from . import apart, discover, epilogue, fallback, jit, pinned, settings
 from .device import current_stream, local_gpu, on, platform_supported
 from .inputs import check_cuda_dtype, row_stride, rows_usable
-from .launch import Fused, row_launcher, weight_launcher
+from .launch import Fused, LoadedKernel, row_launcher, weight_launcher
 from .launcher import Launcher
 from .loading import prepare
 from .pinned import Pin
@@ -201,6 +201,63 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launcher | None:
     return _launcher(key, build)
 
 
+def gated_launch(call: Rows, a: torch.Tensor) -> Launcher | None:
+    """The launcher of a kernel that stores silu(gate) * up of this product into a [M, N/2], for all calls like it.
+
+    None where no bundle has one that pays (``epilogue.py``), and for a call with anything beside a gather.
+    """
+    x, w, m_sizes, index = call.x, call.w, call.m_sizes, call.index
+    E, N, K = call.sizes
+    if call.op is not Op.FORWARD or call.fusion is not Fusion.GATHER or call.zero_tail or N % 2 or index is None:
+        return None
+    index_step = 2 if index.dtype is torch.int64 else 1
+    strides = _weight_strides(w)
+    aligned = _rows_aligned(call, a)
+    device = x.get_device()
+    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, index_step, m_sizes.dtype, call.layout.value)
+    key = ("gated", *fixed, bucket_of(call.M), aligned, device, _tf32(x.dtype))
+
+    def build() -> Launcher | None:
+        problem = dataclasses.replace(
+            _problem(call.op, x, E, N, K, call.layout, call.fusion), fusion=Fusion.SILU | Fusion.GATHER
+        )
+        kernel = _gated_kernel(problem, call.M, device, aligned)
+        if kernel is None:
+            return None
+        gemm = gemm_of(problem)
+        return row_launcher(
+            kernel, columns=gemm.columns, reduction=gemm.reduction, E=E, w_kn=gemm.w_kn,
+            stride_w_e=strides[0], stride_w_row=strides[1], m_sizes_step=_step(m_sizes),
+            fused=Fused(problem.fusion, index_step, call.gather_divisor),
+        )  # fmt: skip
+
+    return _launcher(key, build)
+
+
+def gated_rows(call: Rows) -> torch.Tensor | None:
+    """silu(gate) * up of this product, [M, N/2], by one kernel; None where ``gated_launch`` has none.
+
+    Rows of no expert hold anything.
+    """
+    if not (call.M and call.x.shape[1] and call.w.shape[0]) or not on_gpu(call.x):
+        return None
+    if not rows_usable(call.x):
+        call = dataclasses.replace(call, x=call.x.contiguous())
+    x, w, index = call.x, call.w, call.index
+    with on(x.get_device()):
+        I = call.sizes[1] // 2  # noqa: E741
+        # (A row is enough to ask: a launcher asks how its operands are aligned, and nothing else of them.)
+        launch = gated_launch(call, x.new_empty((1, I)).expand(call.M, I)) if I else None
+        if launch is None:
+            return None
+        a = x.new_empty((call.M, I))
+        launch(
+            x.data_ptr(), w.data_ptr(), a.data_ptr(), call.m_sizes.data_ptr(), row_stride(x, x.shape[1]), I,
+            call.M, stream_of(x.get_device()), _address(index), 0, 0, call.index_end(0),
+        )  # fmt: skip
+    return a
+
+
 def weight_launch(
     dy: torch.Tensor, x: torch.Tensor, dw: torch.Tensor, m_sizes: torch.Tensor, pin: Pin | None = None,
     strict: bool | None = None,
@@ -252,6 +309,12 @@ def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | Non
             return named
     demanded = settings.settings().strict if strict is None else strict
     return prepare(discover.snapshot(), problem, M, local_gpu(device), device, aligned=aligned, strict=demanded)
+
+
+def _gated_kernel(problem: Problem, M: int, device: int, aligned: bool) -> LoadedKernel | None:
+    if not platform_supported():
+        return None
+    return epilogue.kernel(discover.snapshot(), problem, M, device, aligned=aligned)
 
 
 def _problem(op: Op, x: torch.Tensor, E: int, N: int, K: int, layout: Layout, fusion: Fusion) -> Problem:

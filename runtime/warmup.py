@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ..artifacts.store import BundleFile
-from ..artifacts.types import Model, Pass, Problem, bucket_of
+from ..artifacts.types import Fusion, Model, Pass, Problem, bucket_of
 from ..kernels.passes import dtype_of
-from . import discover
+from . import discover, epilogue
 from .candidates import why_not
 from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Snapshot, View
@@ -92,10 +92,14 @@ def preload(
         for problem in (problem for usable in view.usable for problem in usable.bundle.problems()):
             wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     cells = cells_of(wanted, snapshot, local)
-    kernels = set()
+    kernels: set[object] = set()
     strict = settings().strict
     for problem, bucket in cells:
         aligned = naturally_aligned(problem)
+        if Fusion.SILU in problem.fusion:  # what a layer runs where it pays, and nobody misses elsewhere
+            fused = epilogue.kernel(snapshot, problem, bucket, device, aligned=aligned)
+            kernels.update(() if fused is None else (fused.function.handle,))
+            continue
         try:
             kernel = prepare(snapshot, problem, bucket, local, device, aligned=aligned, strict=strict)
         except ProblemNotInBundle:  # strict mode: the call itself will raise

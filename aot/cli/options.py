@@ -15,7 +15,7 @@ from ..capabilities import parse_sm
 from ..compilecache import CompileCache, default_dir
 from ..models import load_models
 from ..native import native_sm
-from ..plan import Plan, plan
+from ..plan import Plan, plan, planned_on
 from ..variants import BUILDS_OPS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -75,7 +75,7 @@ def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[Plan, tuple[i
         raise mistakes[0]
     if mistakes:
         raise InputError("\n".join(map(str, mistakes)))
-    return plan(loaded.shapes), sms, loaded.notes
+    return planned_on(plan(loaded.shapes), sms), sms, loaded.notes
 
 
 def wanted_ops(text: str | None) -> tuple[Op, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...artifacts.types import DType, Gpu, Op, Problem
+from ...kernels.abi import result_columns
 from ...kernels.chips import Chip, chip_for, chip_named
 from ...kernels.routing import expected_rows
 
@@ -32,14 +33,15 @@ def roofline(problem: Problem, M: int, chip: Chip) -> Roofline:
 
     compute = 2 M N K / rate. memory = bytes / bandwidth, everything read or written once, s bytes an element:
 
-    - forward, dX: (A N K + M N + M K) s, A the expected active experts of the routing in kernels/routing.py
+    - forward, dX: (A N K + M N + M K) s, A the expected active experts of the routing in kernels/routing.py; with silu
+      in the epilogue M N / 2 are written
     - dW: (E N K + M N + M K) s, as dw of every expert is written
 
     Rates and bandwidth are the published ones of ``chip``: dense, at boost clock.
     """
     E, N, K, size = problem.E, problem.N, problem.K, problem.dtype.itemsize
     experts = float(E) if problem.op is Op.DW else expected_rows(E, M).active
-    moved_bytes = (experts * N * K + M * (N + K)) * size
+    moved_bytes = (experts * N * K + M * (result_columns(N, problem.fusion) + K)) * size
     rates = {DType.FP32: chip.fp32_tflops, DType.TF32: chip.tf32_tflops}
     tflops = rates.get(problem.dtype, chip.bf16_tflops)
     return Roofline(moved_bytes / chip.bandwidth_gbs * 1e-3, 2.0 * M * N * K / tflops * 1e-6)

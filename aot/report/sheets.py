@@ -10,7 +10,8 @@ from ...kernels.chips import LIMITS
 from ...kernels.cost import Resources, estimate_us
 from ..assembly import config_text
 from ..journal import Contents
-from ..plan import Plan
+from ..plan import Plan, gated_buckets, planned_on
+from ..variants import optional
 from .cells import Candidate, Cell, Gemm, GemmKey, Sheet, State, gemm_key
 from .roofline import chip_of, roofline
 from .search import Key, Search, searches
@@ -30,6 +31,7 @@ def sheet(
     ``known`` are variants beside the bundle's that journals may name.
     """
     sm = bundle.target.sm if bundle is not None else journals[0].header.sm
+    plan = plan if plan is None else planned_on(plan, (sm,))
     variants: dict[bytes, Variant] = {}
     for variant in (*known, *(bundle.variants if bundle else ())):
         variants.setdefault(variant.cubin_sha256, variant)
@@ -157,7 +159,9 @@ def _wanted(bundle: Bundle | None, plan: Plan | None) -> list[Key]:
     found: dict[Key, None] = {}
     for model in bundle.models:
         buckets = {one.bucket for problem in model.problems for one in bundle.choices[problem]}
-        found |= dict.fromkeys((problem, bucket) for problem in model.problems for bucket in buckets)
+        for problem in model.problems:
+            some = gated_buckets(problem, buckets) if optional(problem) else buckets
+            found |= dict.fromkeys((problem, bucket) for bucket in some)
     return list(found)
 
 

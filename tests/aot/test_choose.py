@@ -9,9 +9,9 @@ import pytest
 from pretuned.aot.choose import CONFIG_LIMIT, Chosen, choose
 from pretuned.aot.compile import Compiled
 from pretuned.aot.models import load_models
-from pretuned.aot.plan import Plan, plan
-from pretuned.aot.variants import BUILDS_OPS, Family, Space, families, is_aligned, specs
-from pretuned.artifacts.types import Fusion, Layout, Op, Variant
+from pretuned.aot.plan import Plan, plan, planned_on
+from pretuned.aot.variants import BUILDS_OPS, GATED_CONFIGS, Family, Space, families, is_aligned, optional, specs
+from pretuned.artifacts.types import Fusion, Layout, Op, Problem, Variant
 from pretuned.kernels import abi, space
 from pretuned.kernels.abi import Spec
 
@@ -42,6 +42,7 @@ def catalogue() -> Plan:
 
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_whole_catalogue(catalogue: Plan, sm: int) -> None:
+    catalogue = planned_on(catalogue, (sm,))
     begun = time.process_time()
     chosen = _choose(catalogue, sm)
     assert time.process_time() - begun < 5.0
@@ -63,6 +64,21 @@ def test_the_whole_catalogue(catalogue: Plan, sm: int) -> None:
             assert is_aligned(problem) == (variants[one.variant].alignment == 16)
     used = {i for choices in chosen.choices.values() for one in choices for i in (one.variant, one.runner_up)}
     assert all(i in used for i, one in enumerate(variants) if one.alignment == 16)
+
+
+def test_silu_in_the_epilogue_changes_no_other_choice(catalogue: Plan) -> None:
+    every = planned_on(catalogue, (90,))
+    gated = {one for one in every.problems if optional(one)}
+    assert len(gated) > 20
+    chosen, before = _choose(every, 90), _choose(every.without(gated), 90)
+    assert len(chosen.variants) <= len(before.variants) + GATED_CONFIGS
+
+    def told(found: Chosen, problem: Problem) -> list[tuple[object, ...]]:
+        return [(one.bucket, found.variants[one.variant].variant.config, one.time_ns) for one in found.choices[problem]]
+
+    for problem in every.problems:
+        if problem not in gated:
+            assert told(chosen, problem) == told(before, problem)
 
 
 def test_forms_that_move_rows_share_the_plain_ones_configs(catalogue: Plan) -> None:

@@ -201,9 +201,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
     real = layerplans.Plan.forward
 
-    def forward(self: layerplans.Plan, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self: layerplans.Plan, x: torch.Tensor, *rest: Any, **how: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         taken.append(len(x))
-        return real(self, x, *rest)
+        return real(self, x, *rest, **how)
 
     monkeypatch.setattr(layerplans, "_KINDS", (torch.float32,))
     monkeypatch.setattr(layerplans.Plan, "forward", forward)
@@ -228,6 +230,80 @@ def test_a_call_that_comes_again_is_planned(
         for name, one in wanted.items():
             torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
     assert planned == [T, T]
+
+
+GATED = (Op.FORWARD, Fusion.SILU | Fusion.GATHER)
+UNGATED = [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.SCATTER)]
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_silu_is_the_first_products_work_where_no_gradient_needs_h(
+    device: Device, both: Callable[..., None], layout: str
+) -> None:
+    device.there |= {GATED}
+    given = tensors(True, layout, False)
+    both(given, set(), IDS, w_layout=layout)
+    assert device.launched == [GATED, (Op.FORWARD, Fusion.SCATTER)]
+    assert device.passed == [Pass.COMBINE]
+    both(given, {"hidden"}, IDS, w_layout=layout)
+    assert device.launched[0] == UNGATED[0]  # (the second's launcher is known)
+    assert Pass.ACTIVATION in device.passed
+    device.there -= {GATED}  # no bundle has it, or it does not pay
+    reload()
+    both(given, set(), IDS, w_layout=layout)
+    assert device.launched == UNGATED
+
+
+@pytest.mark.parametrize(
+    ("how", "biased"),
+    [
+        ({"activation": "gelu"}, False),
+        ({"activation": "swiglu_oai"}, False),
+        ({"interleaved": True}, False),
+        ({"gated": False}, False),
+        ({}, True),
+        ({"weights_on": "input"}, False),
+    ],
+)
+def test_nothing_else_is(device: Device, both: Callable[..., None], how: dict[str, Any], biased: bool) -> None:
+    device.there |= {GATED}
+    both(tensors(how.get("gated", True), "nk", biased), set(), IDS, **how)
+    assert device.launched == UNGATED
+
+
+def test_a_plan_keeps_h_only_for_a_gradient(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    device.there |= {GATED}
+    host_gpu.on(monkeypatch, False)
+    given = tensors(True, "nk", False)
+    leaves = [given[name] for name in ("hidden", "up", "down")]
+    wanted = moe_mlp(*leaves, IDS, given["weights"])
+    host_gpu.on(monkeypatch, True)
+    for one in leaves:
+        assert one is not None
+        one.requires_grad_()
+    for needs in (False, False, True):
+        passes_run = [Pass.ACTIVATION, Pass.COMBINE] if needs else [Pass.COMBINE]
+        device.passed.clear()
+        with torch.set_grad_enabled(needs):
+            out = moe_mlp(*leaves, IDS, given["weights"])
+        torch.testing.assert_close(out.detach(), wanted, rtol=1e-5, atol=1e-4)
+        assert device.passed == passes_run
+    assert planned == [T, T]
+    dx = torch.autograd.grad(out.sum(), leaves[0])[0]  # h is there
+    host_gpu.on(monkeypatch, False)
+    right = torch.autograd.grad(moe_mlp(*leaves, IDS, given["weights"]).sum(), leaves[0])[0]
+    torch.testing.assert_close(dx, right, rtol=1e-5, atol=1e-4)
+
+
+def test_no_tokens_and_no_width(device: Device, both: Callable[..., None]) -> None:
+    device.there |= {GATED}
+    given = tensors(True, "nk", False)
+    both(given | {"hidden": torch.rand(0, H), "weights": torch.rand(0, TOPK)}, set(), IDS[:0])
+    assert device.launched == []
+    both(given | {"up": torch.rand(E, 0, H), "down": torch.rand(E, H, 0)}, set(), IDS)
+    assert GATED not in device.launched
 
 
 def test_a_call_that_is_another_one_is_not(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:

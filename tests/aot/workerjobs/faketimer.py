@@ -12,7 +12,7 @@ from pretuned.aot.jobs import Hello, Job, Result, Setup
 from pretuned.aot.records import FAULT, WRONG, Duel, Failure, Measured, Timing
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import Gpu
+from pretuned.artifacts.types import Fusion, Gpu
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
 
@@ -58,6 +58,15 @@ def wrong(setup: Setup, job: Job) -> Result:
     if not rest or job.contenders[0] == bad:
         return Result(None, failures)
     return Result(run(setup, Job(job.problem, job.bucket, rest)).measured, failures)
+
+
+def wrong_gated(setup: Setup, job: Job) -> Result:
+    """Everything with silu in its epilogue computes something else."""
+    if Fusion.SILU not in job.problem.fusion:
+        return run(setup, job)
+    with open_bundle(setup.candidates) as bundle:
+        shas = [bundle.variant(i).cubin_sha256 for i in job.contenders]
+    return Result(None, tuple(Failure(job.problem, job.bucket, sha, WRONG, "relative error 0.5") for sha in shas))
 
 
 def faults(setup: Setup, job: Job) -> Result:

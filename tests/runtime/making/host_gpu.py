@@ -58,7 +58,10 @@ def fake_rows(
                     value = value + at(bias + 4 * g * columns, columns)
                 if Fusion.WEIGHT in flags:
                     value = value * at(row_weights, index_end)[flat]
-                at(y + 4 * target * stride_y, columns)[:] = value
+                if Fusion.SILU in flags:
+                    gate, up = np.split(value, 2)
+                    value = gate / (1 + np.exp(-gate)) * up
+                at(y + 4 * target * stride_y, len(value))[:] = value
             row += count
         for m in range(row, M) if fused.zero_tail else ():
             at(y + 4 * m * stride_y, columns)[:] = 0
@@ -165,6 +168,9 @@ class Device:
 
         return launch
 
+    def gated(self, problem: Any, *_: object) -> object | None:
+        return self.kernel(problem)
+
     def kernel(self, problem: Any, *_: object) -> object | None:
         if (problem.op, problem.fusion) not in self.there:
             return None
@@ -178,6 +184,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     with monkeypatch.context() as patch:
         patch.setattr(products, "_launchers", (None, {}))
         patch.setattr(products, "_kernel", simulated.kernel)
+        patch.setattr(products, "_gated_kernel", simulated.gated)
         patch.setattr(products, "row_launcher", fake_rows)
         patch.setattr(products, "weight_launcher", fake_weight)
         patch.setattr(passes, "launcher", simulated.passes)

@@ -1,0 +1,273 @@
+"""Silu in the first GEMM's epilogue, from the plan to the bundle: real code, made-up times (faketimer.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import faketimer
+import pytest
+
+from pretuned.aot import gpuworkers
+from pretuned.aot.build import Options, build, build_measured, compile_candidates
+from pretuned.aot.candidates import read_candidates
+from pretuned.aot.compile import compile_variant
+from pretuned.aot.compilecache import CompileCache
+from pretuned.aot.demand import planned_for, shape_of
+from pretuned.aot.diff import diff
+from pretuned.aot.estimate import estimate
+from pretuned.aot.jobs import Job, Result, Setup
+from pretuned.aot.journal import read_journal
+from pretuned.aot.measured import measured_bundle
+from pretuned.aot.merge import merge
+from pretuned.aot.models import load_models
+from pretuned.aot.modelshape import ModelShape
+from pretuned.aot.ondemand import key_for
+from pretuned.aot.plan import Plan, gated_buckets, plan, planned_on
+from pretuned.aot.prune import prune
+from pretuned.aot.report.roofline import roofline
+from pretuned.aot.report.sheets import sheet
+from pretuned.aot.scratch import scratch_folder
+from pretuned.aot.tune import tune_problems
+from pretuned.aot.variants import GATED_COLUMNS, GATED_CONFIGS, Space, optional, specs
+from pretuned.aot.verify import sound
+from pretuned.artifacts import codec
+from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import Bundle, DType, Fusion, Layout, Op, Problem, Source, Variant
+from pretuned.kernels import space
+from pretuned.kernels.abi import Spec
+from pretuned.kernels.chips import chip_for
+from pretuned.kernels.config import Config
+from pretuned.runtime.device import LocalGpu
+
+BOTH = Fusion.SILU | Fusion.GATHER
+QWEN3 = ModelShape(
+    "Qwen/Qwen3-30B-A3B", E=128, k=8, H=2048, I=768, shared_experts=0, gated=True, dtypes=(DType.BF16,), tp=1, ep=1,
+    tokens=(1, 65536), ops=(Op.FORWARD,),
+)  # fmt: skip
+MODEL = "shape:E=8,H=256,I=128,k=2 tokens=256..1024 name=gated"
+WIDE = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+HALF = Config(128, 128, 64, 8, 6, tma=True, specialized=True)
+SMALL = Config(64, 64, 64, 4, 3, tma=True)
+
+
+def _aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
+    return (WIDE, HALF, SMALL) if sm == 90 else (replace(SMALL, tma=sm >= 90),)
+
+
+def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
+    return (Config(16, 32, 32, 4, 2),)
+
+
+SPACE = Space(_aligned, _fallbacks)
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    return plan(load_models([MODEL], (Op.FORWARD,)).shapes)
+
+
+@pytest.fixture(scope="module")
+def candidates(tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, planned: Plan) -> Path:
+    path = tmp_path_factory.mktemp("gated") / "candidates.msgpack"
+    compile_candidates(planned, 90, path, Options(path.parent, cache=CompileCache(compiled_dir), space=SPACE))
+    return path
+
+
+@contextlib.contextmanager
+def gpus(candidates: Path, run: Callable[[Setup, Job], Result] = faketimer.run) -> Iterator[list[gpuworkers.LocalGpu]]:
+    """A worker process without a GPU."""
+    with open_bundle(candidates) as bundle, scratch_folder() as scratch:
+        one = gpuworkers.LocalGpu(
+            Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=run, timeout_s=60.0
+        )
+        try:
+            yield [one]
+        finally:
+            one.shutdown()
+
+
+def problem_of(planned: Plan) -> Problem:
+    (found,) = (one for one in planned.problems if optional(one))
+    return found
+
+
+def gated_code(bundle: Bundle) -> list[Variant]:
+    return [one for one in bundle.variants if optional(one)]
+
+
+def test_what_is_planned(planned: Plan) -> None:
+    assert problem_of(planned) == Problem(Op.FORWARD, DType.BF16, 8, 256, 256, fusion=BOTH)
+    assert planned.buckets[problem_of(planned)] == (1024, 2048)  # of 512 to 2048 rows
+    assert problem_of(planned) in planned.models[0].problems
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gated": False},
+        {"ops": (Op.DX, Op.DW)},
+        {"dtypes": (DType.FP32, DType.TF32)},
+        {"layouts": (Layout.KN,)},
+        {"tokens": (1, 128)},  # 8 rows an expert
+        {"E": 1024},
+        {"I": 764},  # 1528 columns are whole 16 bytes, half of them aren't
+        {"H": 2044},
+    ],
+)
+def test_where_it_is_not_planned(changes: dict[str, object]) -> None:
+    assert sum(map(optional, plan([QWEN3]).problems)) == 1
+    made = plan([replace(QWEN3, **changes)])  # type: ignore[arg-type]
+    assert made.problems
+    assert not any(map(optional, made.problems))
+    assert not any(optional(problem) for model in made.models for problem in model.problems)
+
+
+@pytest.mark.parametrize(("E", "least"), [(8, 1024), (64, 1024), (128, 2048), (512, 8192)])
+def test_its_buckets_have_rows_for_every_expert(E: int, least: int) -> None:
+    problem = Problem(Op.FORWARD, DType.BF16, E, 1536, 2048, fusion=BOTH)
+    assert min(gated_buckets(problem, [1 << power for power in range(20)])) == least
+
+
+def test_a_capability_without_its_code_has_no_such_problem(planned: Plan) -> None:
+    for sms, has in (((80,), False), ((100, 120), False), ((90,), True), ((80, 90), True)):
+        here = planned_on(planned, sms)
+        assert any(map(optional, here.problems)) is has
+        assert any(optional(one) for model in here.models for one in model.problems) is has
+        assert len(here.problems) == 4 + has
+    (old, new) = estimate(planned, (80, 90), None)
+    assert (old.problems, new.problems) == (4, 5)
+    assert old.choices == new.choices - 2
+
+
+def test_its_code_is_that_of_few_specialised_configs(planned: Plan) -> None:
+    found = [one for one in specs(planned.problems, 90, Space()) if optional(one)]
+    assert 0 < len(found) <= GATED_CONFIGS
+    assert all(one.config.specialized and one.config.block_n in GATED_COLUMNS for one in found)
+    assert {(one.fusion, one.alignment) for one in found} == {(BOTH, 16)}
+    assert found[0].config == space.candidates(Op.FORWARD, DType.BF16, 90)[0]
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("fusion", [Fusion.SILU, BOTH])
+@pytest.mark.parametrize("config", [WIDE, HALF], ids=str)
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
+def test_it_compiles(dtype: DType, config: Config, fusion: Fusion, layout: Layout) -> None:
+    made = compile_variant(Spec(Op.FORWARD, dtype, config, layout, fusion), 90)
+    variant = made.variant
+    assert (variant.kernel, variant.fusion, variant.spill_bytes) == ("rows_specialized", fusion, 0)
+    maps = {one.argument: one.box for one in variant.tensor_maps}
+    assert set(maps) == {"w", "y_map"} | ({"x"} if fusion is Fusion.SILU else set())
+    assert maps["y_map"] == (1, 1, 64, 64)
+    assert variant.threads * variant.registers <= 65536
+
+
+def test_a_build_for_several_capabilities(planned: Plan, compiled_dir: Path, tmp_path: Path) -> None:
+    options = Options(tmp_path, cache=CompileCache(compiled_dir), space=SPACE)
+    older, newer = (sound(str(one.path)) for one in build(planned, (80, 90), options).bundles)
+    assert not gated_code(older)
+    assert not any(map(optional, older.choices))
+    assert [len(one.problems) for one in (*older.models, *newer.models)] == [4, 5]
+    assert 0 < len(gated_code(newer)) <= 2
+    problem = problem_of(planned)
+    assert [one.bucket for one in newer.choices[problem]] == [1024, 2048]
+    for gated in newer.choices[problem]:  # no estimate is above that of the product in the same config
+        assert gated.source is Source.MODELLED
+        assert newer.variants[gated.variant].fusion is BOTH
+        assert newer.variants[gated.variant].config in (WIDE.pairs(), HALF.pairs())
+    assert codec.encode(codec.decode(codec.encode(newer), "again")) == codec.encode(newer)
+    again = build(planned, (80, 90), options)
+    assert all(one.unchanged for one in again.bundles)
+
+
+def test_the_tuner_measures_it_like_the_others(candidates: Path, planned: Plan, tmp_path: Path) -> None:
+    journal = tmp_path / "h200.journal"
+    with gpus(candidates) as here:
+        outcome = tune_problems(planned.buckets, candidates, journal, executors=here)
+    assert (outcome.measured, outcome.left) == (planned.choices, 0)
+    found = read_candidates(candidates, planned)
+    bundle = measured_bundle(planned, found, read_journal(journal))
+    problem = problem_of(planned)
+    for choice in bundle.choices[problem]:
+        chosen = bundle.variants[choice.variant]
+        assert (choice.source, chosen.fusion) == (Source.MEASURED, BOTH)
+        assert choice.time_ns == faketimer.time_ns(Job(problem, choice.bucket, ()), chosen.cubin_sha256)
+    told = sheet("t", {}, bundle, [read_journal(journal)], None)
+    cells = [cell for gemm in told.gemms for cell in gemm.cells if cell.problem == problem]
+    assert [(cell.bucket, cell.state.value) for cell in cells] == [(1024, "measured"), (2048, "measured")]
+    assert not any(cell.state.value == "missing" for gemm in told.gemms for cell in gemm.cells)
+
+
+def test_code_of_it_that_is_wrong_does_not_ship_and_hinders_nothing(
+    candidates: Path, planned: Plan, compiled_dir: Path, tmp_path: Path
+) -> None:
+    journal = tmp_path / "h200.journal"
+    with gpus(candidates, run=faketimer.wrong_gated) as here:
+        outcome = tune_problems(planned.buckets, candidates, journal, executors=here)
+    assert len(outcome.failures) == 2
+    options = Options(tmp_path, cache=CompileCache(compiled_dir), space=SPACE, journal=journal)
+    (built,) = build_measured(planned, candidates, options).bundles
+    (other,) = build(planned, (90,), dataclasses.replace(options, name="other")).bundles
+    assert built.path.read_bytes() == other.path.read_bytes()
+    bundle = sound(str(built.path))
+    assert (built.problems, built.choices, built.measured) == (4, 12, 12)
+    assert not gated_code(bundle)
+    assert not any(map(optional, bundle.choices))
+    assert len(bundle.models[0].problems) == 4
+
+
+def test_candidates_of_an_earlier_version_are_measured_and_built_without_it(
+    planned: Plan, compiled_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "old.msgpack"
+    earlier = planned.without({problem_of(planned)})
+    compile_candidates(earlier, 90, path, Options(tmp_path, cache=CompileCache(compiled_dir), space=SPACE))
+    journal = tmp_path / "h200.journal"
+    with gpus(path) as here:
+        outcome = tune_problems(planned.buckets, path, journal, executors=here)
+    assert outcome.total == outcome.measured == earlier.choices
+    (built,) = build_measured(planned, path, Options(tmp_path / "out", journal=journal)).bundles
+    assert built.problems == len(earlier.problems)
+
+
+def test_merge_diff_and_prune(
+    planned: Plan, compiled_dir: Path, tmp_path: Path, options: Callable[..., Options]
+) -> None:
+    given = Options(tmp_path, cache=CompileCache(compiled_dir), space=SPACE)
+    problem = problem_of(planned)
+    (built,) = build(planned, (90,), given).bundles
+    earlier = planned.without({problem})
+    (plain,) = build(earlier, (90,), dataclasses.replace(given, name="plain")).bundles
+    new, old = sound(str(built.path)), sound(str(plain.path))
+    both = merge({"new": new, "old": old}).bundle
+    assert both.choices[problem] == tuple(
+        replace(one, variant=both.variants.index(new.variants[one.variant]),
+                runner_up=None if one.runner_up is None else both.variants.index(new.variants[one.runner_up]))
+        for one in new.choices[problem]
+    )  # fmt: skip
+    changes = diff(old, both)
+    assert changes.problems_added == (problem,)
+    assert {one.fusion for one in changes.variants_added} == {BOTH}
+    kept = prune(both, planned, "both")
+    assert not kept.missing
+    assert set(kept.bundle.choices) == set(planned.problems)
+    lacking = prune(old, planned, "old")
+    assert dict(lacking.missing) == {problem: (1024, 2048)}
+    (older,) = build(planned, (80,), dataclasses.replace(given, name="older")).bundles
+    assert not prune(sound(str(older.path)), planned, "older").missing  # there is no such code for sm_80
+
+
+def test_tuning_on_demand_leaves_it_out() -> None:
+    key = key_for(LocalGpu(90, faketimer.H200), 8, 256, 128, 2, "bf16", 1024)
+    assert not any(map(optional, planned_for(key, shape_of(key)).problems))
+
+
+def test_its_roofline_writes_half_of_the_columns() -> None:
+    plain, M, chip = Problem(Op.FORWARD, DType.BF16, 8, 1024, 512), 4096, chip_for(90)
+    saved = M * 512 * 2 / chip.bandwidth_gbs * 1e-3
+    gated = roofline(replace(plain, fusion=BOTH), M, chip)
+    assert roofline(plain, M, chip).memory_us - gated.memory_us == pytest.approx(saved)
+    assert roofline(plain, M, chip).compute_us == gated.compute_us

@@ -1,0 +1,168 @@
+"""When a layer without gradients runs silu(gate) * up in the first product's epilogue: over bundle files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made import H100, H200, ON_A100, ON_H100, ON_H200, SPECS, Spec, measured, modelled, snapshot, write
+
+from pretuned.artifacts.types import Choice, DType, Fusion, Gpu, Model, Op, Problem
+from pretuned.kernels.config import Config
+from pretuned.runtime import jit
+from pretuned.runtime.candidates import Match, Origin
+from pretuned.runtime.device import LocalGpu
+from pretuned.runtime.dispatch import forms_of
+from pretuned.runtime.epilogue import least_pass_us, plain_of, verdict
+from pretuned.runtime.explanation import examine
+from pretuned.runtime.hint import build_line
+from pretuned.runtime.warmup import cells_of
+
+BOTH = Fusion.SILU | Fusion.GATHER
+M = 8192
+PLAIN = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
+GATED = replace(PLAIN, fusion=BOTH)
+WIDE = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+CODE = (Spec(WIDE, fusion=Fusion.GATHER), Spec(WIDE, fusion=BOTH))
+PASS_US = 0.75 * M * 3 * 768 * 2 / 4800e3  # h is read and the result written at an H200's 4.8 TB/s
+
+
+def book(path: Path, plain: Choice, *gated: Choice, gpus: tuple[Gpu, ...] = (H200,), **how: object) -> Path:
+    choices = {PLAIN: [plain]} | ({GATED: list(gated)} if gated else {})
+    return write(path, choices, gpus=gpus, specs=how.pop("specs", CODE), **how)
+
+
+def used(path: Path, local: LocalGpu = ON_H200, rows: int = M, problem: Problem = GATED) -> bool:
+    found = verdict(snapshot(path), problem, rows, local, aligned=True)
+    assert (found.chosen is None) == ("faster" not in found.reason)
+    return found.chosen is not None
+
+
+@pytest.mark.parametrize(
+    ("gated_us", "runs"),
+    [(200.0, True), (210.0, True), (210.0 + PASS_US - 0.01, True), (210.0 + PASS_US + 0.01, False)],
+)
+def test_measured_it_may_take_what_the_pass_would_beside_the_product(
+    tmp_path: Path, gated_us: float, runs: bool
+) -> None:
+    book(tmp_path / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, gated_us))
+    assert used(tmp_path) is runs
+    assert used(tmp_path, rows=M - 100) is runs  # the same bucket
+    assert not used(tmp_path, rows=M // 2)  # there is no choice for that
+    assert not used(tmp_path, rows=M + 1)
+
+
+def test_what_the_pass_takes_on_a_gpu_that_nobody_knows_is_nothing(tmp_path: Path) -> None:
+    other = replace(H200, name="NVIDIA H300")
+    assert least_pass_us(GATED, M, H200) == pytest.approx(PASS_US)
+    assert least_pass_us(GATED, M, other) == 0
+    for gated_us, runs in ((210.1, False), (210.0, True)):
+        book(tmp_path / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, gated_us), gpus=(other,))
+        assert used(tmp_path, LocalGpu(90, other)) is runs
+
+
+def test_on_another_gpu_of_the_capability_the_times_are_still_of_one(tmp_path: Path) -> None:
+    book(tmp_path / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, 212.0))
+    chosen = verdict(snapshot(tmp_path), GATED, M, ON_H100, aligned=True).chosen
+    assert chosen is not None
+    assert (chosen.origin, chosen.match, chosen.index, chosen.gpu) == (
+        Origin.THIS_CAPABILITY, Match.EXACT, 1, H200)  # fmt: skip
+    assert not used(tmp_path, ON_A100)
+
+
+@pytest.mark.parametrize(("gated_us", "runs"), [(209.0, True), (210.0, True), (210.1, False)])
+def test_modelled_it_may_not_take_longer_than_the_product(tmp_path: Path, gated_us: float, runs: bool) -> None:
+    book(tmp_path / "a.msgpack", modelled(M, 0, 210.0), modelled(M, 1, gated_us), gpus=())
+    assert used(tmp_path) is runs
+
+
+def test_times_of_two_sources_are_not_compared(tmp_path: Path) -> None:
+    book(tmp_path / "1/a.msgpack", measured(M, 0, 210.0), modelled(M, 1, 100.0))
+    book(tmp_path / "2/a.msgpack", modelled(M, 0, 210.0), measured(M, 1, 100.0))
+    book(tmp_path / "3/a.msgpack", measured(M, 0, 210.0), measured(M, 1, 100.0, gpu=1), gpus=(H200, H100))
+    for place in "123":
+        assert not used(tmp_path / place)
+        assert "not of one source" in verdict(snapshot(tmp_path / place), GATED, M, ON_H200, aligned=True).reason
+    newer = replace(H200, driver=H200.driver + 1)  # one GPU all the same
+    book(tmp_path / "4/a.msgpack", measured(M, 0, 210.0), measured(M, 1, 100.0, gpu=1), gpus=(H200, newer))
+    assert used(tmp_path / "4")
+
+
+def test_the_choice_is_of_the_bundle_that_runs_the_product(tmp_path: Path) -> None:
+    book(tmp_path / "1/plain.msgpack", measured(M, 0, 190.0))
+    book(tmp_path / "2/both.msgpack", measured(M, 0, 210.0), measured(M, 1, 200.0))
+    assert not used(tmp_path / "1")
+    assert used(tmp_path / "2")
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    told = verdict(found, GATED, M, ON_H200, aligned=True)
+    assert told.chosen is None
+    assert "plain.msgpack has no choice for it at M <= 8192" in told.reason
+    # and the first place's product is what the layer runs
+    ran = examine(found, PLAIN, M, ON_H200, aligned=True).chosen
+    assert ran is not None
+    assert ran.usable.path.name == "plain.msgpack"
+
+
+def test_a_variant_that_can_not_run_the_call_is_none(tmp_path: Path) -> None:
+    for name, code in {"abi": replace(CODE[1], abi=2), "shared": replace(CODE[1], shared_bytes=250_000)}.items():
+        book(tmp_path / name / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, 200.0), specs=(CODE[0], code))
+        told = verdict(snapshot(tmp_path / name), GATED, M, ON_H200, aligned=True)
+        assert told.chosen is None
+        assert "can't run here" in told.reason
+    book(tmp_path / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, 200.0))
+    assert verdict(snapshot(tmp_path / "a.msgpack"), GATED, M, ON_H200, aligned=False).chosen is None
+
+
+def test_a_product_that_no_choice_of_its_own_runs_says_nothing(tmp_path: Path) -> None:
+    other = replace(PLAIN, N=1024)
+    write(tmp_path / "a.msgpack", {other: [modelled(M, 0)]}, specs=CODE)
+    told = verdict(snapshot(tmp_path), GATED, M, ON_H200, aligned=True)
+    assert told.chosen is None
+    assert "nothing to compare" in told.reason
+    write(tmp_path / "b/b.msgpack", {replace(other, fusion=Fusion.NONE): [modelled(M, 0)]}, specs=SPECS)
+    told = verdict(snapshot(tmp_path / "b"), GATED, M, ON_H200, aligned=True)
+    assert told.reason == "no bundle runs the product itself"
+
+
+def test_explain_says_what_runs_and_why(tmp_path: Path) -> None:
+    book(tmp_path / "1/a.msgpack", measured(M, 0, 210.0), measured(M, 1, 212.0))
+    told = examine(snapshot(tmp_path / "1"), GATED, M, ON_H200, aligned=True)
+    assert told.problem == GATED
+    assert told.runs == "bundle"
+    assert "fused=gather+silu" in str(told)
+    assert "212.0 us measured, the product 210.0 us and the pass 5.9 us at least" in str(told)
+    row = json.loads(json.dumps(told.to_dict()))
+    assert row["problem"]["fused"] == ["gather", "silu"]
+    assert [one["variant"] for one in row["candidates"]] == [1]
+    book(tmp_path / "2/a.msgpack", measured(M, 0, 210.0), measured(M, 1, 220.0))
+    told = examine(snapshot(tmp_path / "2"), GATED, M, ON_H200, aligned=True)
+    assert told.chosen is not None
+    assert told.chosen.index == 0
+    assert "the product and then the activation, as it is slower: 220.0 us" in str(told)
+    assert "measured on this GPU, for this problem and M <= 8192" in str(told)
+
+
+def test_preload_comes_to_it_from_any_form(tmp_path: Path) -> None:
+    book(tmp_path / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, 200.0),
+         models=[Model("m", 1, 1, 8, DType.BF16, (PLAIN, GATED))])  # fmt: skip
+    found = snapshot(tmp_path)
+    for problem in (PLAIN, GATED):
+        assert (GATED, M) in cells_of({problem: [M]}, found, ON_H200)
+    assert GATED in forms_of(replace(PLAIN, fusion=Fusion.NONE))
+    assert not any(Fusion.SILU in one.fusion for one in forms_of(replace(PLAIN, op=Op.DX)))
+
+
+def test_nothing_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "_allowed", True)
+    monkeypatch.setattr(jit, "compiled", lambda *_: pytest.fail("compiled"))
+    assert not used(tmp_path)
+
+
+def test_words_for_it() -> None:
+    assert plain_of(GATED) == PLAIN
+    assert plain_of(replace(GATED, fusion=Fusion.SILU)) == replace(PLAIN, fusion=Fusion.NONE)
+    assert build_line(GATED, M, 90) == (
+        'aot build --models "shape:E=128,H=2048,I=768,k=1 ops=forward" --sm 90'
+    )  # fmt: skip
