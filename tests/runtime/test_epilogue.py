@@ -80,6 +80,14 @@ def test_modelled_it_may_not_take_longer_than_the_product(tmp_path: Path, gated_
     assert used(tmp_path) is runs
 
 
+def test_modelled_its_tiles_must_be_half_full(tmp_path: Path) -> None:
+    for rows, runs in ((M, True), (M // 2, False)):
+        book(tmp_path / "a.msgpack", modelled(rows, 0, 210.0), modelled(rows, 1, 200.0), gpus=())
+        assert used(tmp_path, rows=rows) is runs
+        book(tmp_path / "a.msgpack", measured(rows, 0, 210.0), measured(rows, 1, 200.0))
+        assert used(tmp_path, rows=rows)
+
+
 def test_times_of_two_sources_are_not_compared(tmp_path: Path) -> None:
     book(tmp_path / "1/a.msgpack", measured(M, 0, 210.0), modelled(M, 1, 100.0))
     book(tmp_path / "2/a.msgpack", modelled(M, 0, 210.0), measured(M, 1, 100.0))
