@@ -71,7 +71,8 @@ def activations(M: int, K: int, dtype: torch.dtype, device: str | torch.device =
 def relative_error(result: torch.Tensor, inputs: Inputs, op: str = "forward") -> float:
     """||result - ref|| / ||ref||, ref in fp32, expert by expert. NaN where anything is not finite.
 
-    forward: y[g] = x[g] @ w[g].T; dX: dx[g] = dy[g] @ w[g]; dW: dw[g] = dy[g].T @ x[g].
+    forward: y[g] = x[g] @ w[g].T; dX: dx[g] = dy[g] @ w[g]; dW: dw[g] = dy[g].T @ x[g];
+    silu: silu(gate) * up of the forward's left and right half of columns.
     """
     wrong = total = torch.zeros((), dtype=torch.float64, device=result.device)  # read once: E may be hundreds
     start = 0
@@ -81,8 +82,11 @@ def relative_error(result: torch.Tensor, inputs: Inputs, op: str = "forward") ->
         start += rows
         if not rows and op != "dW":
             continue
-        if op == "forward":
+        if op in ("forward", "silu"):
             want = inputs.x[here].float() @ inputs.w[expert].float().T
+            if op == "silu":
+                gate, up = want.chunk(2, 1)
+                want = torch.nn.functional.silu(gate) * up
         else:
             assert inputs.dy is not None
             dy = inputs.dy[here].float()

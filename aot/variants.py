@@ -65,14 +65,17 @@ class Space:
         """The aligned candidates of a family: all, or where rows are moved the first of each kind and tile size.
 
         The cost model tells forms that move rows from the plain one by little: half the candidates do. Silu in the
-        epilogue is of specialised code, and so of sm_90, alone; a few do.
+        epilogue is of specialised code, and so of sm_90, alone: the first of each width and order of tiles.
         """
         every = self.aligned(family.gemm, family.dtype, sm)
         if not family.fusion:
             return every
         if optional(family):
-            able = (config for config in every if config.specialized and config.block_n in GATED_COLUMNS)
-            return tuple(itertools.islice(able, GATED_CONFIGS))
+            gated: dict[tuple[int, int], Config] = {}
+            for config in every:
+                if config.specialized and config.block_n in GATED_COLUMNS:
+                    gated.setdefault((config.block_n, config.group_m), config)
+            return tuple(itertools.islice(gated.values(), GATED_CONFIGS))
         firsts: dict[tuple[object, ...], Config] = {}
         for config in every:
             kind = config.block_m, config.block_n, config.block_k, config.specialized, config.streamed

@@ -6,7 +6,8 @@
 Every step runs in a process of its own, as a user's would:
 
 - ``correct``: every catalogue model's two GEMMs at T = 1, 16, 128, 1024, 8192, skewed routing, against fp32;
-- ``training``: their dX and dW, and the forward gathered, scattered and weighted, at T = 1 ... 8192 too;
+- ``training``: their dX and dW, and the forward gathered, with silu in its epilogue where that runs, scattered and
+  weighted, at T = 1 ... 8192 too;
 - ``forms``: other dtypes, unaligned sizes, int64 counts, strides, empty experts, NaN in one expert;
 - ``cold``: context up and inputs ready: the first call, with finding, opening and loading; and from process start;
 - ``host``: host time of one call, beside torch's;
@@ -137,11 +138,13 @@ def forms() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    """dX, dW, the gathered and the scattered, weighted forward of every catalogue model's two GEMMs."""
+    """dX, dW, the gathered, gated and the scattered, weighted forward of every catalogue model's two GEMMs."""
     import method
     import torch
 
+    from pretuned.artifacts.types import Layout, Op
     from pretuned.runtime import grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
+    from pretuned.runtime.products import Rows, gated_rows
 
     worst: dict[str, float] = {}
     wrong: list[str] = []
@@ -176,7 +179,18 @@ def training() -> dict[str, Any]:
             index = torch.randperm(M, device="cuda", generator=torch.Generator("cuda").manual_seed(4))
             tokens, topk_weights = method.activations(T, K, w.dtype), torch.rand(T, top_k, device="cuda") + 0.5
             y = grouped_gemm(tokens, w, m_sizes, top_k, index, permute_x=True)
-            judge("gather", where, y, method.Inputs(tokens[index // top_k], w, m_sizes), "forward")
+            gathered = method.Inputs(tokens[index // top_k], w, m_sizes)
+            judge("gather", where, y, gathered, "forward")
+            if name.endswith(" gate_up"):  # where a layer without gradients runs it
+                a, again = (
+                    gated_rows(Rows(Op.FORWARD, tokens, w, m_sizes, Layout.NK, M, index, top_k)) for _ in range(2)
+                )
+                if a is not None and again is not None:
+                    judge("gather, silu", where, a, gathered, "silu")
+                    if not torch.equal(a, again):
+                        wrong.append(f"bits differ {where}")
+                del a, again
+            del gathered
             y = grouped_gemm(x, w, m_sizes, top_k, index, permute_y=True, topk_weights=topk_weights,
                              fuse_mul_post=True)  # fmt: skip
             y = y[index].float() / topk_weights.flatten()[index, None]

@@ -8,7 +8,8 @@ very problem and bucket, that it takes less time:
   takes beside it. That is 3/4 of the time in which the GPU's memory, at its published rate, moves h and the result
   once: of the passes timed on an H200 at 1024 tokens and more the quickest, which finds h in L2, took 0.86 of it
   (benchmarks/results/trials/activation-in-the-epilogue.json). It is zero for a GPU whose rate is not known;
-- modelled: its estimate is not above the plain product's.
+- modelled: its estimate is not above the plain product's, and an expert has 64 rows, half of a tile, in the mean: there
+  every trial on an H200 won, with 8 it lost, and the cost model does not tell the two kinds of tiles apart so well.
 
 Else the layer runs the plain product and the pass, as it does with a bias, another activation or a gradient.
 """
@@ -30,6 +31,7 @@ from .dispatch import Decision, settle
 from .launch import LoadedKernel
 from .loading import loaded
 
+_MODELLED_ROWS = 64  # of an expert
 _PASS_SHARE = 0.75  # of the time in which the memory moves what the pass moves
 
 
@@ -98,6 +100,8 @@ def _verdict(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu,
     gpu = None if choice.gpu is None else bundle.gpus[choice.gpu]
     if not _comparable(choice, gpu, ran):
         return Verdict(None, "its time and the product's are not of one source")
+    if gpu is None and bucket < _MODELLED_ROWS * problem.E:
+        return Verdict(None, f"its time is modelled, and {bucket} rows are fewer than {_MODELLED_ROWS} an expert")
     time_us = choice.time_ns / 1e3
     saved_us = 0.0 if gpu is None else least_pass_us(problem, bucket, gpu)
     times = f"{time_us:.1f} us {choice.source.value}, the product {ran.time_us:.1f} us"

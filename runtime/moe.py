@@ -79,6 +79,12 @@ def moe_mlp(
     torch.Tensor
         [T, H] in hidden's dtype, in hidden's shape. Slots are summed in their order, in fp32, and rounded once.
 
+    Notes
+    -----
+    Where nothing needs a gradient, silu(gate) * up of halves without a bias is computed in the first product's epilogue
+    if a bundle's times say that this is faster (``runtime/epilogue.py`` has the rule); then the product is not rounded
+    in between. A call that needs a gradient, and any other activation, runs the product and a pass over its rows.
+
     Raises
     ------
     InputError

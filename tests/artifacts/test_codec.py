@@ -47,6 +47,24 @@ def test_round_trip(make):
     assert codec.encode(codec.decode(data, "x")) == data
 
 
+@pytest.mark.parametrize("fusion", [Fusion.SILU, Fusion.SILU | Fusion.GATHER])
+def test_silu_in_the_epilogue_is_16(fusion):
+    small = golden_bundles.small()
+    (variant,), ((problem, choices),) = small.variants, small.choices.items()
+    gated = dataclasses.replace(problem, fusion=fusion)
+    bundle = dataclasses.replace(
+        small,
+        variants=(dataclasses.replace(variant, fusion=fusion),),
+        choices={gated: choices},
+        models=tuple(dataclasses.replace(model, problems=(gated,)) for model in small.models),
+    )
+    data = codec.encode(bundle)
+    assert codec.decode(data, "x") == bundle
+    (key,) = craft.parts(data)[0]["problems"]
+    assert msgpack.unpackb(key)[6] == fusion.value == 16 + (fusion & Fusion.GATHER).value
+    assert f" fused={'gather+' if Fusion.GATHER in fusion else ''}silu" in str(gated)
+
+
 def with_passes() -> Bundle:
     """A pass of each kind beside the variants of the GEMMs."""
     bundle = golden_bundles.medium()
@@ -261,7 +279,7 @@ SMALL = codec.encode(golden_bundles.small())
         craft.changed(SMALL, target=[80, False]),
         craft.changed(SMALL, target={"arch_specific": False, "sm": 80}),
         craft.changed(SMALL, producer={}),
-        craft.changed_variant(SMALL, fusion=16),
+        craft.changed_variant(SMALL, fusion=32),  # of a later version
         craft.changed_variant(SMALL, op="backward"),
         craft.changed_variant(SMALL, dtype=["bf16"]),
         craft.changed_variant(SMALL, layout=0),

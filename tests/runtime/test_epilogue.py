@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import craft
+import msgpack
 import pytest
 from made import H100, H200, ON_A100, ON_H100, ON_H200, SPECS, Spec, measured, modelled, snapshot, write
 
@@ -76,6 +78,14 @@ def test_on_another_gpu_of_the_capability_the_times_are_still_of_one(tmp_path: P
 def test_modelled_it_may_not_take_longer_than_the_product(tmp_path: Path, gated_us: float, runs: bool) -> None:
     book(tmp_path / "a.msgpack", modelled(M, 0, 210.0), modelled(M, 1, gated_us), gpus=())
     assert used(tmp_path) is runs
+
+
+def test_modelled_its_tiles_must_be_half_full(tmp_path: Path) -> None:
+    for rows, runs in ((M, True), (M // 2, False)):
+        book(tmp_path / "a.msgpack", modelled(rows, 0, 210.0), modelled(rows, 1, 200.0), gpus=())
+        assert used(tmp_path, rows=rows) is runs
+        book(tmp_path / "a.msgpack", measured(rows, 0, 210.0), measured(rows, 1, 200.0))
+        assert used(tmp_path, rows=rows)
 
 
 def test_times_of_two_sources_are_not_compared(tmp_path: Path) -> None:
@@ -158,6 +168,23 @@ def test_nothing_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(jit, "_allowed", True)
     monkeypatch.setattr(jit, "compiled", lambda *_: pytest.fail("compiled"))
     assert not used(tmp_path)
+
+
+def test_a_form_of_a_later_version_is_skipped_with_its_bundle(tmp_path: Path) -> None:
+    newer = book(tmp_path / "1/newer.msgpack", measured(M, 0, 100.0), measured(M, 1, 90.0))
+    book(tmp_path / "2/known.msgpack", measured(M, 0, 210.0), measured(M, 1, 200.0))
+    index, _ = craft.parts(newer.read_bytes())
+    unknown = msgpack.unpackb(index["variants"][1]) | {"fusion": 33}
+    data = craft.changed(newer.read_bytes(), variants=[index["variants"][0], msgpack.packb(unknown)])
+    newer.chmod(0o644)
+    newer.write_bytes(data)
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    chosen = verdict(found, GATED, M, ON_H200, aligned=True).chosen
+    assert chosen is not None
+    assert chosen.usable.path.name == "known.msgpack"
+    (skipped,) = found.view(ON_H200, installed=True).skipped
+    assert skipped.path.name == "newer.msgpack"
+    assert "variant 1 is for ['forward', 'bf16', 'nk', 33]" in skipped.reason
 
 
 def test_words_for_it() -> None:
