@@ -104,14 +104,15 @@ def problems_of(shape: ModelShape, dtype: DType) -> Iterator[Problem]:
 
 
 def _gated(gemm: Gemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
-    """GEMM 1 with silu in its epilogue as ``moe_mlp`` runs it, if there is code for it.
+    """GEMM 1 with silu in its epilogue as ``moe_mlp`` runs it, rows gathered on load or before, if there is code for it.
 
     Code needs whole 16 bytes a row of y too. w [E, K, N] is of models with other activations.
     """
-    problem = Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K, layout, Fusion.SILU | Fusion.GATHER)
+    problem = Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K, layout, Fusion.SILU)
     able = dtype in _GATED_DTYPES and layout is Layout.NK and gemm.E <= MAX_EXPERTS
     if able and is_aligned(problem) and is_aligned(replace(problem, N=gemm.N // 2)):
         yield problem
+        yield replace(problem, fusion=Fusion.SILU | Fusion.GATHER)
 
 
 def gated_buckets(problem: Problem, buckets: Iterable[int]) -> tuple[int, ...]:
