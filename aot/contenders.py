@@ -64,14 +64,15 @@ def contenders(ranked: Sequence[Knobs], near: Sequence[Knobs], twin: Knobs | Non
     """The configs to measure, the modelled choice first: about ``share`` of ``ranked``, but at least two or three.
 
     ``ranked`` are all candidates of the cell, the model's best first; ``near`` and ``twin`` are what ``Winners.near``
-    and ``Winners.twin`` say. Where the same product was measured in another form, only its winner is tried.
+    and ``Winners.twin`` say. Where the same product was measured in another form, only its winner is tried. A larger
+    share than usual is filled up by the model's order.
     """
     able = set(ranked)
     if twin in able and share < 1:
         return list(dict.fromkeys((ranked[0], twin)))
     most = max(_LEAST if len(ranked) >= _MANY else FIRST, math.floor(share * len(ranked)))
     chosen = list(ranked[:FIRST])
-    for config in near if share < 1 else ranked:
+    for config in near if share <= SHARE else (*near, *ranked) if share < 1 else ranked:
         if len(chosen) >= most:
             break
         if config in able and config not in chosen:

@@ -135,6 +135,7 @@ def test_a_tenth_is_measured_the_modelled_choice_first() -> None:
     assert contenders(MANY, [MANY[1], MANY[20]], None) == [*MANY[:2], MANY[20]]
     assert contenders(MANY, [NAMES[0]], None) == MANY[:2]  # it can't run here
     assert contenders(MANY, MANY, None, share=1.0) == MANY
+    assert contenders(MANY, [MANY[20]], None, share=0.2) == [*MANY[:2], MANY[20], *MANY[2:]][: len(MANY) // 5]
     assert contenders(MANY[:10], [MANY[5]], None) == MANY[:2]
     assert contenders(MANY[:1], [], None) == MANY[:1]
     assert contenders(MANY, [MANY[3]], MANY[9]) == [MANY[0], MANY[9]]
