@@ -277,26 +277,30 @@ NARROW = Resources(Config(64, 256, 64, 4, 4, tma=True), 128, 180256, 203)
 
 
 def _with(**told: float | bool) -> Constants:
+    """The constants, of kernels that neither halve columns nor split a last wave if not told."""
     hopper = CONSTANTS.hopper
-    return CONSTANTS._replace(hopper=hopper._replace(specialized=hopper.specialized._replace(**told)))
+    special = hopper.specialized._replace(**({"half_columns": False, "split_tail": False} | told))
+    return CONSTANTS._replace(hopper=hopper._replace(specialized=special))
 
 
 def test_few_long_waves_are_counted_whole() -> None:
     """320 tiles of 128 rows on 132 SMs take three waves, 576 of 64 rows five: measured 994 and 879 us."""
     problem = Problem(Op.DX, DType.BF16, 8, 28672, 4096)
-    wide, narrow = (estimate_us(problem, 2048, one, _h200()) for one in (SPECIALIZED, NARROW))
+    wide, narrow = (estimate_us(problem, 2048, one, _h200(), _with()) for one in (SPECIALIZED, NARROW))
     assert wide / narrow == pytest.approx(994 / 879, rel=0.1)
-    assert narrow < wide
 
 
 def test_row_tiles_out_of_step_read_long_columns_of_weights_again() -> None:
     """Measured 7542 us of a specialised kernel beside 6891 of a plain one; and 3364 beside 3596 with short columns."""
-    long, short = (Problem(Op.FORWARD, DType.BF16, 256, n, k) for n, k in ((4096, 7168), (7168, 2048)))
-    plain = Resources(Config(128, 256, 64, 8, 3, tma=True), 256, 180248, 222)
-    assert estimate_us(long, 65536, SPECIALIZED, _h200()) > estimate_us(long, 65536, plain, _h200())
-    assert estimate_us(short, 65536, SPECIALIZED, _h200()) < estimate_us(short, 65536, plain, _h200())
-    again = _with(apart=0.0)
-    assert estimate_us(long, 65536, SPECIALIZED, _h200(), again) < estimate_us(long, 65536, plain, _h200(), again)
+
+    def dearer(N: int, K: int, M: int) -> float:
+        problem = Problem(Op.FORWARD, DType.BF16, 256, N, K)
+        without = estimate_us(problem, M, SPECIALIZED, _h200(), _with(apart=0.0))
+        return estimate_us(problem, M, SPECIALIZED, _h200(), _with()) / without
+
+    assert dearer(4096, 7168, 65536) > 1.05
+    assert 1.0 <= dearer(7168, 2048, 65536) < dearer(4096, 7168, 65536)
+    assert dearer(4096, 7168, 1024) < 1.01  # hardly an expert has a second row tile to share with
 
 
 @given(count=st.floats(0.001, 300.0), spread=st.floats(0.0, 4.0), saved=st.sampled_from([0.0, 0.4]))
@@ -317,7 +321,7 @@ def test_what_the_kernels_may_learn_is_switched_on_by_itself() -> None:
     odd = Problem(Op.FORWARD, DType.BF16, 32, 2880, 2880)  # 11.25 tiles of columns: 12, or 11.5
     few = Problem(Op.DX, DType.BF16, 8, 28672, 4096)  # 2.4 waves
     for problem, M, told, least in ((odd, 32768, {"half_columns": True}, 0.93), (few, 2048, {"split_tail": True}, 0.8)):
-        before = estimate_us(problem, M, SPECIALIZED, _h200())
+        before = estimate_us(problem, M, SPECIALIZED, _h200(), _with())
         after = estimate_us(problem, M, SPECIALIZED, _h200(), _with(**told))
         assert least * before < after < 0.985 * before
         assert estimate_us(problem, M, NARROW, _h200(), _with(**told)) == estimate_us(problem, M, NARROW, _h200())
