@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from sweeps import Cell, Rankings
+import numpy as np
+from sweeps import Cell
+from vectors import Part, parts
 
 from pretuned.artifacts.types import Op
 from pretuned.kernels.calibration import Constants, Family, WeightGrad
@@ -42,8 +44,9 @@ FITTED: tuple[tuple[str, float, float, float], ...] = (
     ("lockstep", 0.02, 4.0, 2.0),
     ("l2_usable", 0.1, 0.9, 1.4),
     ("norm", 2.0, 12.0, 1.4),
+    ("step_norm", 1.5, 64.0, 1.5),
     ("specialized.rate", 0.9, 1.3, 1.1),
-    ("specialized.half", 0.05, 1.0, 1.5),
+    ("specialized.norm", 2.0, 12.0, 1.4),
     ("specialized.exposed", 0.02, 1.0, 1.5),
     ("specialized.start_ns", 50.0, 5000.0, 2.0),
 )
@@ -65,14 +68,16 @@ SHARED = ("cold_ns", "start_ns", "store_ns")  # of every generation: the others 
 _FAMILY = Family(
     0.79, 50.0, (0.3, 0.42, 1.0, 1.0, 0.87), (0.3, 0.44, 0.75, 0.97, 1.0), {1: 0.25, 2: 0.4, 4: 0.9, 8: 1.0, 16: 1.0},
     wgmma_columns=(0.2, 0.35, 0.65, 0.95, 1.0), memory_share=0.935, latency_ns=1000.0, tma_latency_ns=1000.0,
-    held_stages=0.5, chain_norm=7.0, flight_norm=4.0, norm=4.0, write_share=0.7, weight=WeightGrad(),
+    held_stages=0.5, chain_norm=7.0, flight_norm=4.0, norm=4.0, step_norm=4.0, write_share=0.7, weight=WeightGrad(),
 )  # fmt: skip
 PRIOR = Constants(cold_ns=3000.0, start_ns=1500.0, store_ns=300.0, hopper=_FAMILY)
 
 SHARPNESS = 0.01  # two estimates this far apart (in log) count as clearly ranked
-ERROR_WEIGHT, EXCESS_WEIGHT, PRIOR_WEIGHT = 0.08, 1.0, 0.004
+EXCESS_WEIGHT, PRIOR_WEIGHT = 1.0, 0.004
+ERROR_WEIGHT, ERROR_WEIGHT_DW = 0.3, 1.0  # dW's first choices lose next to nothing: its errors tell more
 HEAT = 0.001
 EXCESS = 0.05
+NEAR = 0.3  # a variant this far (in log) from the cell's best is slow, however slow it is
 
 Ranges = Sequence[tuple[str, float, float, float]]
 
@@ -112,34 +117,40 @@ def with_values(constants: Constants, sm: int, ranges: Ranges, values: Sequence[
     return constants._replace(**{owner: family})  # type: ignore[arg-type]
 
 
-def objective(cells: Iterable[Cell], constants: Constants) -> float:
-    rankings, total, count = Rankings(constants), 0.0, 0
-    for cell in cells:
-        ranked = rankings.of(cell)
-        best_us, first_us = min(cell.times_us), ranked[0][0]
-        weights = losses = errors = near = 0.0
-        for estimate_us, i in ranked:
-            loss = math.log(cell.times_us[i] / best_us)
-            weight = (estimate_us / first_us) ** (-1.0 / SHARPNESS)
-            weights += weight
-            losses += weight * (loss + EXCESS_WEIGHT * max(0.0, loss - EXCESS))
-            if loss < 0.6:  # what is slower still never matters
-                near += 1.0
-                errors += abs(math.log(estimate_us / cell.times_us[i]))
-        total += losses / weights + ERROR_WEIGHT * errors / near
-        count += 1
+def objective(cells: Sequence[Cell], constants: Constants, error_weight: float = ERROR_WEIGHT) -> float:
+    """How bad the constants are: what is lost by the first choices, and how far the estimates are off."""
+    return _objective(parts(cells), constants, error_weight)
+
+
+def _objective(packed: Sequence[Part], constants: Constants, error_weight: float) -> float:
+    total, count = 0.0, 0
+    for part in packed:
+        log_us = np.log(part.estimates_us(constants))
+        behind = log_us - np.minimum.reduceat(log_us, part.starts)[part.cell_of]
+        weight = np.exp(behind / -SHARPNESS)
+        losses = weight * (part.loss + EXCESS_WEIGHT * np.maximum(0.0, part.loss - EXCESS))
+        near = part.loss < NEAR
+        errors = np.where(near, np.abs(log_us - part.log_us), 0.0)
+        summed, starts = np.add.reduceat, part.starts
+        total += float(np.sum(summed(losses, starts) / summed(weight, starts)))
+        total += error_weight * float(np.sum(summed(errors, starts) / summed(near.astype(float), starts)))
+        count += len(part.cells)
     return total / count
 
 
-def search(cells: Sequence[Cell], begun: Constants, ranges: Ranges, steps: int, seed: int = 0) -> Constants:
+def search(
+    cells: Sequence[Cell], begun: Constants, ranges: Ranges, steps: int, seed: int = 0,
+    error_weight: float = ERROR_WEIGHT,
+) -> Constants:  # fmt: skip
     """``steps`` changes of one to three constants, each kept where it helps; at first also what is a little worse."""
     rng = random.Random(seed)
-    sm = cells[0].chip.sm
+    sm, packed = cells[0].chip.sm, parts(cells)
     prior = [min(high, max(low, v)) for v, (_, low, high, _) in zip(values_of(begun, sm, ranges), ranges, strict=True)]
 
     def judged(values: Sequence[float]) -> float:
         away = sum((math.log(v / p) / math.log(f)) ** 2 for v, p, (*_, f) in zip(values, prior, ranges, strict=True))
-        return objective(cells, with_values(begun, sm, ranges, values)) + PRIOR_WEIGHT * away / len(FITTED)
+        moved = with_values(begun, sm, ranges, values)
+        return _objective(packed, moved, error_weight) + PRIOR_WEIGHT * away / len(FITTED)
 
     best = at = list(prior)
     best_score = at_score = judged(prior)
@@ -161,8 +172,10 @@ def search(cells: Sequence[Cell], begun: Constants, ranges: Ranges, steps: int, 
 
 def fit(cells: Sequence[Cell], begun: Constants, steps: int, seed: int = 0) -> Constants:
     """The constants of the rows' kernels by forward and dX, then, those held, dW's own by dW."""
-    for ranges, ops, share in ((FITTED, (Op.FORWARD, Op.DX), 1.0), (FITTED_DW, (Op.DW,), 0.5)):
-        chosen = [cell for cell in cells if cell.problem.op in ops]
-        if chosen:
-            begun = search(chosen, begun, ranges, int(steps * share), seed)
+    rows = [cell for cell in cells if cell.problem.op is not Op.DW]
+    weights = [cell for cell in cells if cell.problem.op is Op.DW]
+    if rows:
+        begun = search(rows, begun, FITTED, steps, seed)
+    if weights:
+        begun = search(weights, begun, FITTED_DW, steps // 2, seed, ERROR_WEIGHT_DW)
     return begun

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from ..artifacts.types import DType, Op, Problem
 from .abi import result_columns
-from .calibration import CONSTANTS, Constants
+from .calibration import CONSTANTS, Constants, Specialized
 from .chips import Chip
+from .config import Config
 from .profile import Profile, Resources, join, occupancy, profile
 from .routing import Rows, expected_rows
 
@@ -58,27 +59,56 @@ def _waves(count: float) -> float:
     return 1.0 if count <= 1.0 else 0.5 * (math.ceil(count) + count + 0.5)
 
 
+def _mean_waves(count: float, spread: float, saved: float) -> float:
+    """The mean of ceil over count - spread .. count + spread; a last wave at most half full takes ``saved`` less."""
+    high = count + spread
+    if high <= 1.0 and not saved:
+        return 1.0
+    low = count - spread if count > spread else 0.0
+    if high - low < 1e-9:
+        low = 0.999 * high
+    return max(1.0 - saved, (_ceil_area(high, saved) - _ceil_area(low, saved)) / (high - low))
+
+
+def _ceil_area(count: float, saved: float) -> float:
+    """The integral of ceil, less ``saved`` in the first half of each unit, from 0 to ``count``."""
+    whole = int(count)
+    area = (whole + 1.0) * (count - 0.5 * whole)
+    return area - saved * (0.5 * whole + min(0.5, count - whole)) if saved else area
+
+
 def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     """Forward and dX, without the start."""
     config, family, rows = profile.config, c.family(chip.sm), work.rows
     row_tiles = rows.tiles[config.block_m]
     column_tiles = -(-work.columns // config.block_n)
     tiles = row_tiles * column_tiles
-    steps = tiles * -(-work.reduction // config.block_k)
+    tile_steps = -(-work.reduction // config.block_k)
+    slots = float(chip.sm_count * profile.occupancy)
+    per_slot = tiles / slots
     empty = 0.0
     if not config.persistent:  # the grid is for the most tiles that M rows can make
         first = min(work.E, work.M)
         empty = ((work.M - first) // config.block_m + first) * column_tiles - tiles
     total_bytes = work.read_bytes + work.written_bytes * family.memory_share / family.write_share
     l2_bytes = chip.l2_mib * 1048576 * family.l2_usable
-    groups = row_tiles / (rows.active * config.group_m)
+    height = row_tiles / rows.active  # of an expert
+    groups = height / config.group_m
     if groups > 1.0 and work.matrix_bytes > l2_bytes:  # each group of row tiles reads the weights again
         total_bytes += (groups - 1.0) * rows.active * (work.matrix_bytes - l2_bytes)
-    slab_bytes = config.group_m * config.block_m * work.left_row_bytes
+    slab_bytes = min(height, config.group_m) * config.block_m * work.left_row_bytes
     if slab_bytes > l2_bytes:  # each column of tiles reads the group's rows again
         total_bytes += (column_tiles - 1.0) * work.M * work.left_row_bytes * (1.0 - l2_bytes / slab_bytes)
-    slots = float(chip.sm_count * profile.occupancy)
-    per_sm, per_slot = tiles / chip.sm_count, tiles / slots
+    share, saved = 1.0, 0.0  # of a tile's time; of a last wave's
+    if config.specialized:
+        special = family.specialized
+        share, saved = _share(config, row_tiles, work, special), 1.0 - c.split_waves if special.split_tail else 0.0
+        if row_tiles > rows.active and per_slot > 1.0:  # row tiles that share weights come out of step
+            near_bytes = chip.l2_mib * 1048576 * c.l2_near
+            wave_bytes = slots * config.block_n * work.left_row_bytes / height
+            if wave_bytes > near_bytes:
+                again = (row_tiles - rows.active) * (1.0 - 1.0 / per_slot) * (1.0 - near_bytes / wave_bytes)
+                total_bytes += special.apart * again * work.matrix_bytes
     filled = min(config.block_m, work.M / rows.active)  # rows of a tile that carry data
     flight_bytes = profile.column_flight_bytes + filled * profile.row_flight_bytes
     tile_bytes = total_bytes / tiles
@@ -91,15 +121,26 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
         memory_ns += profile.tail * (sharp_ns - last / per_slot * memory_ns) if full else sharp_ns
     if per_slot > 1.0:  # the slots begin their second tiles together, with nothing under way
         memory_ns += family.lockstep * profile.tile_ns * min(1.0, per_slot - 1.0) / per_slot
-    if config.specialized:  # empty second halves are not multiplied
-        whole = rows.tiles[64] / 2.0 / row_tiles
-        steps *= 1.0 - family.specialized.half * (1.0 - whole)
-    rate_ns = steps * profile.step_ns / chip.sm_count * _waves(per_sm) / per_sm
-    waves = _waves(per_slot)
-    chain_ns = waves * steps / tiles * profile.chain_ns + (waves - 1.0) * profile.tile_ns
+    spread = 0.5 * column_tiles * math.sqrt(rows.active) / slots
+    waves = _mean_waves(per_slot, spread, saved)
+    worked = waves if share == 1.0 else _mean_waves(per_slot * share, spread, saved)
+    beside = profile.occupancy
+    rate_ns = tile_steps * profile.step_ns
+    rate_ns *= worked if beside == 1 else _mean_waves(per_slot * share * beside, spread * beside, saved)
+    chain_ns = worked * tile_steps * profile.chain_ns + (waves - 1.0) * profile.tile_ns
     if empty > 0.0:
         chain_ns += empty * c.empty_program_ns / slots
     return join(memory_ns, max(rate_ns, chain_ns), profile.norm)
+
+
+def _share(config: Config, row_tiles: float, work: _Work, special: Specialized) -> float:
+    """The mean time of a specialised tile over that of a whole one: some have half the rows, or columns."""
+    thin = 2.0 - work.rows.tiles[64] / row_tiles  # share of the tiles whose second 64 rows are empty
+    share = 1.0 - 0.5 * special.half * thin
+    if special.half_columns:
+        half = config.block_n // 2
+        share *= -(-work.columns // half) / 2.0 / -(-work.columns // config.block_n)
+    return share
 
 
 def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:

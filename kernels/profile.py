@@ -87,6 +87,7 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
     if config.specialized:
         math_ns /= family.specialized.weight_rate if op is Op.DW else family.specialized.rate
         exposed = family.specialized.weight_exposed if op is Op.DW else family.specialized.exposed
+        norm = norm if op is Op.DW else family.specialized.norm
     under_way = max(0.5, config.num_stages - 1 - (family.held_stages if wgmma else 0.0))
     if resources.alignment < 16:
         load_per_ns, under_way = load_per_ns / c.unaligned_load, 0.5
@@ -100,7 +101,7 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
     return Profile(
         config,
         occupancy(resources, limits(chip.sm)),
-        join(math_ns, load_ns, family.norm) + issue_ns,
+        join(math_ns, load_ns, family.step_norm) + issue_ns,
         join(loaded_ns, latency_ns / under_way, family.chain_norm) + overhead_ns,
         loaded_ns + overhead_ns,
         start_ns + tile_ns,

@@ -26,8 +26,9 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     import fitting
     import selection
     import sweeps
+    import vectors
 
-    modules = {"fit_cost": fit_cost, "fitting": fitting, "selection": selection, "sweeps": sweeps}
+    modules = {"fit_cost": fit_cost, "fitting": fitting, "selection": selection, "sweeps": sweeps, "vectors": vectors}
     yield SimpleNamespace(**modules)
     for name in modules:
         sys.modules.pop(name, None)
@@ -63,6 +64,22 @@ def test_dw_is_fitted_with_the_constants_of_the_others_held(tool: SimpleNamespac
     for name in set(Specialized._fields) - own:
         assert getattr(fitted.hopper.specialized, name) == getattr(begun.hopper.specialized, name), name
     assert fitted.hopper.weight != begun.hopper.weight
+
+
+@pytest.mark.parametrize("told", [{}, {"half_columns": True, "split_tail": True, "half": 0.9}])
+def test_the_fit_sees_the_model_itself(tool: SimpleNamespace, told: dict[str, float]) -> None:
+    """The arrays that the search evaluates hold what kernels/cost.py says, cell by cell."""
+    hopper = CONSTANTS.hopper
+    constants = CONSTANTS._replace(hopper=hopper._replace(specialized=hopper.specialized._replace(**told)))
+    cells = [cell for cell in _cells(tool, *Op) if cell.tokens in (1, 1024, 8192)]
+    rankings, seen = tool.sweeps.Rankings(constants), 0
+    for part in tool.vectors.parts(cells):
+        estimates = part.estimates_us(constants).tolist()
+        for start, cell in zip(part.starts.tolist(), part.cells, strict=True):
+            found = {i: estimates[start + i] for i in range(len(cell.variants))}
+            assert found == pytest.approx({i: us for us, i in rankings.of(cell)}, rel=1e-12)
+            seen += 1
+    assert seen == len(cells) == 108
 
 
 def test_values_are_read_back_as_they_were_put(tool: SimpleNamespace) -> None:

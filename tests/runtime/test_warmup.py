@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from made import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.store import BundleFile
 from pretuned.artifacts.types import DType, Model, Problem
-from pretuned.runtime import preload
+from pretuned.runtime import preload, warmup
 from pretuned.runtime.dispatch import Decision, Miss, decide
 from pretuned.runtime.warmup import _rows, buckets, cells_of, fallbacks_of, records_of, rows_of
 
@@ -107,6 +108,29 @@ def test_forms_that_no_bundle_has_code_for_are_left_out(tmp_path: Path, caplog: 
     cells = cells_of({PROBLEM: [64]}, snapshot(tmp_path), ON_H200)
     assert cells == [(PROBLEM, 64)]
     assert not caplog.records
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_collection_delays_it_and_none_is_left_out_afterwards(
+    clean_places: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    """A full one takes 80 ms where torch is imported, whatever little was allocated."""
+    seen = []
+
+    def ask() -> int:
+        seen.append(gc.isenabled())
+        raise HostError("far enough")
+
+    monkeypatch.setattr(warmup, "current_device", ask)
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(HostError, match="far enough"):
+            preload()
+        assert seen == [False]
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
