@@ -1,9 +1,8 @@
 """Whether the rows of x are gathered beforehand, into a scratch [M, K], for the plain product: the other way is code
 that gathers them as it loads.
 
-Rows that an index picks can't be loaded by TMA. On an H200 that costs products that compute much 13 to 16 % (T=8192),
-and a pass over the rows costs less; where the weights are most of the traffic, or the rows are short of work, it is the
-other way round. So the pass runs only where one bundle says of both codes, for this very problem and bucket, that it
+Rows that an index picks can't be loaded by TMA. Products that compute much lose more by that than a pass over the rows
+takes; where the weights are most of the traffic, or a row makes little work, it is the other way round. So the pass runs only where one bundle says of both codes, for this very problem and bucket, that it
 pays with the pass added, whose time is ``pass_us``:
 
 - measured, on one GPU: the plain product and the pass take less;
