@@ -2,8 +2,9 @@
 that gathers them as it loads.
 
 Rows that an index picks can't be loaded by TMA. Products that compute much lose more by that than a pass over the rows
-takes; where the weights are most of the traffic, or a row makes little work, it is the other way round. So the pass runs only where one bundle says of both codes, for this very problem and bucket, that it
-pays with the pass added, whose time is ``pass_us``:
+takes; where the weights are most of the traffic, or a row makes little work, it is the other way round. So the pass
+runs only where one bundle says of both codes, for this very problem and bucket, that it pays with the pass added, whose
+time is ``pass_us``:
 
 - measured, on one GPU: the plain product and the pass take less;
 - modelled: they take less by more than 5 %, which is what the cost model does not tell apart.
