@@ -7,20 +7,19 @@ import difflib
 import gc
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ..artifacts.store import BundleFile
 from ..artifacts.types import Fusion, Model, Pass, Problem, bucket_of
 from ..kernels.passes import dtype_of
-from . import discover, epilogue, gathered
+from . import discover
 from .candidates import why_not
 from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Snapshot, View
 from .dispatch import forms_of, naturally_aligned
-from .launch import LoadedKernel
 from .loading import loaded, prepare
 from .passkernels import ranked
 from .settings import settings
@@ -107,13 +106,12 @@ def preload(
         for problem in (problem for usable in view.usable for problem in usable.bundle.problems()):
             wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     cells = cells_of(wanted, snapshot, local)
-    kernels: set[object] = set()
+    kernels = set()
     strict = settings().strict
     for problem, bucket in cells:
-        aligned = naturally_aligned(problem)
-        kernels.update(one.function.handle for one in _where_it_pays(snapshot, problem, bucket, device, aligned))
-        if Fusion.SILU in problem.fusion:  # nobody misses it
+        if Fusion.SILU in problem.fusion:  # see rivals_of; nobody misses it
             continue
+        aligned = naturally_aligned(problem)
         try:
             kernel = prepare(snapshot, problem, bucket, local, device, aligned=aligned, strict=strict)
         except ProblemNotInBundle:  # strict mode: the call itself will raise
@@ -121,7 +119,8 @@ def preload(
         if kernel is not None:
             kernels.add(kernel.function.handle)
     met = dict.fromkeys(problem for problem, _ in cells)
-    for bundle, index in (*fallbacks_of(met, snapshot, local), *passes_of(met, snapshot, local)):
+    more = *rivals_of(cells, snapshot, local), *fallbacks_of(met, snapshot, local), *passes_of(met, snapshot, local)
+    for bundle, index in more:
         try:
             kernels.add(loaded(bundle, index, device, local.gpu.sm_count).function.handle)
         except BundleError as error:
@@ -132,23 +131,51 @@ def preload(
     return done
 
 
-def _where_it_pays(
-    snapshot: Snapshot, problem: Problem, bucket: int, device: int, aligned: bool
-) -> Iterator[LoadedKernel]:
-    """What runs in place of a problem's own choice, or of a layer's, where a bundle's times say that it is faster."""
-    if Fusion.GATHER not in problem.fusion and Fusion.SILU not in problem.fusion:
-        return
-    # What a pass takes hangs on top_k, and on who vouches for an index: the dearest, the cheapest, and none.
-    for top_k, checks in ((1, True), (problem.E, False), (0, False)):
-        if Fusion.SILU in problem.fusion:
-            found = [epilogue.kernel(snapshot, problem, bucket, device, aligned=aligned, top_k=top_k, checks=checks)]
-        else:
-            found = [
-                gathered.kernel(snapshot, problem, bucket, device, top_k=top_k, fusion=fusion, aligned=aligned,
-                                checks=checks)
-                for fusion in (Fusion.GATHER, Fusion.GATHER | Fusion.BIAS)
-            ]  # fmt: skip
-        yield from (one for one in found if one is not None)
+def rivals_of(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
+    """Every variant that could run in place of a cell's own choice, or of a layer's, where times say that it is faster.
+
+    What a pass takes hangs on the call (``gathered.py``, ``epilogue.py``), so here it takes nothing: none is missed.
+    """
+    met: dict[Problem, set[int]] = {}
+    for problem, bucket in cells:
+        if problem.fusion & (Fusion.GATHER | Fusion.SILU):
+            met.setdefault(problem, set()).add(bucket)
+    while met:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            return list(
+                dict.fromkeys(
+                    (one.bundle, index)
+                    for problem, buckets in met.items()
+                    for one in snapshot.view(local, installed=True).usable
+                    for index in _could_run(snapshot, one.bundle, problem, buckets, local)
+                )
+            )
+    return []
+
+
+def _could_run(
+    snapshot: Snapshot, bundle: BundleFile, problem: Problem, buckets: Collection[int], local: LocalGpu
+) -> Iterator[int]:
+    own = {choice.bucket: choice for choice in snapshot.find(bundle, problem) if choice.bucket in buckets}
+    if Fusion.SILU in problem.fusion:
+        found = [choice.variant for choice in own.values()]
+    else:
+        plain = replace(problem, fusion=Fusion.NONE, top_k=0)
+        faster = [
+            choice.variant
+            for choice in (snapshot.find(bundle, plain) if own else ())
+            if choice.bucket in own and choice.time_ns < own[choice.bucket].time_ns
+        ]
+        indexed = {
+            (variant.config, variant.alignment): index
+            for index, variant in snapshot.variants(bundle, replace(plain, fusion=Fusion.SCATTER))
+        }
+        variants = [snapshot.variant(bundle, index) for index in dict.fromkeys(faster)]
+        alike = [indexed.get((variant.config, variant.alignment)) for variant in variants]
+        found = faster + [index for index in alike if index is not None]
+    for index in dict.fromkeys(found):
+        if why_not(snapshot.variant(bundle, index), problem, local, aligned=True) is None:
+            yield index
 
 
 def cells_of(wanted: Mapping[Problem, Iterable[int]], snapshot: Snapshot, local: LocalGpu) -> list[_Cell]:
