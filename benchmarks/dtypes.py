@@ -38,8 +38,8 @@ TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "
 # What takes turns: the 16-bit types together, float32 in one precision at a time.
 GROUPS = (("bf16", "fp16"), ("tf32",), ("fp32",))
 # Relative Frobenius error against fp64. 16 bits: the result is rounded once, each element by at most u = 2^-8, 2^-11.
-# tf32: each factor of a product is, by at most 2^-11; cut off instead, 7.7e-4 in all is expected. fp32: sums of up to 28672 terms, whose errors of 2^-24 each walk
-# at random: sqrt(28672) 2^-24.
+# tf32: each factor of a product is, by at most 2^-11; cut off instead, 7.7e-4 in all is expected. fp32: sums of up to
+# 28672 terms, whose errors of 2^-24 each walk at random: sqrt(28672) 2^-24.
 BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10, "fp32": 1e-5}
 FP32_FLOP = 1.5e12
 ROWS = 256  # of a result that are checked; of each expert's dw 16
