@@ -104,7 +104,7 @@ def problems_of(shape: ModelShape, dtype: DType) -> Iterator[Problem]:
 
 
 def _gated(gemm: Gemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
-    """GEMM 1 with silu in its epilogue as ``moe_mlp`` runs it, rows gathered on load or before, where there is code.
+    """GEMM 1 with silu in its epilogue as ``moe_mlp`` runs it, rows gathered on load or before, if there is code.
 
     Code needs whole 16 bytes a row of y too. w [E, K, N] is of models with other activations.
     """

@@ -6,8 +6,8 @@
 Every step runs in a process of its own, as a user's would:
 
 - ``correct``: every catalogue model's two GEMMs at T = 1, 16, 128, 1024, 8192, skewed routing, against fp32;
-- ``training``: their dX and dW, and the forward gathered, with silu in its epilogue where that runs, scattered and
-  weighted, at T = 1 ... 8192 too;
+- ``training``: their dX and dW, and the forward gathered (on load, or beforehand where that runs), with silu in its
+  epilogue where that runs, scattered and weighted, at T = 1 ... 8192 too;
 - ``forms``: other dtypes, unaligned sizes, int64 counts, strides, empty experts, NaN in one expert;
 - ``cold``: context up and inputs ready: the first call, with finding, opening and loading; and from process start;
 - ``host``: host time of one call, beside torch's;
@@ -144,7 +144,8 @@ def training() -> dict[str, Any]:
 
     from pretuned.artifacts.types import Layout, Op
     from pretuned.runtime import grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
-    from pretuned.runtime.products import Rows, gated_rows
+    from pretuned.runtime.gathered import GatherFirst
+    from pretuned.runtime.products import Rows, gated_rows, row_launch, rows
 
     worst: dict[str, float] = {}
     wrong: list[str] = []
@@ -181,10 +182,15 @@ def training() -> dict[str, Any]:
             y = grouped_gemm(tokens, w, m_sizes, top_k, index, permute_x=True)
             gathered = method.Inputs(tokens[index // top_k], w, m_sizes)
             judge("gather", where, y, gathered, "forward")
+            bounds = torch.zeros(E + 1, dtype=torch.int32, device="cuda")
+            bounds[1:] = m_sizes.cumsum(0)
+            call = Rows(Op.FORWARD, tokens, w, m_sizes, Layout.NK, M, index, top_k, bounds=bounds)  # as a layer's is
+            first = isinstance(row_launch(call, y), GatherFirst)
+            judge(
+                "gather beforehand" if first else "gather", where, rows(call, torch.empty_like(y)), gathered, "forward"
+            )
             if name.endswith(" gate_up"):  # where a layer without gradients runs it
-                a, again = (
-                    gated_rows(Rows(Op.FORWARD, tokens, w, m_sizes, Layout.NK, M, index, top_k)) for _ in range(2)
-                )
+                a, again = (gated_rows(call) for _ in range(2))
                 if a is not None and again is not None:
                     judge("gather, silu", where, a, gathered, "silu")
                     if not torch.equal(a, again):

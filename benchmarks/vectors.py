@@ -31,6 +31,7 @@ _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "group_m": lambda config, work: config.group_m,
     "persistent": lambda config, work: config.persistent,
     "specialized": lambda config, work: config.specialized,
+    "streamed": lambda config, work: config.streamed,
     "E": lambda config, work: work.E,
     "M": lambda config, work: work.M,
     "N": lambda config, work: work.N,
@@ -172,6 +173,9 @@ def _rows_ns(p: SimpleNamespace, g: SimpleNamespace, chip: Chip, c: Constants) -
     memory_ns = whole_ns + np.where(last > 0, tail_ns, 0.0)
     again_ns = family.lockstep * p.tile_ns * np.minimum(1.0, per_slot - 1.0) / per_slot
     memory_ns = memory_ns + np.where(per_slot > 1.0, again_ns, 0.0)
+    pushed = np.minimum(1.0, g.read_bytes / (c.dirty_l2 * chip.l2_mib * 1048576))
+    streamed_ns = np.minimum(c.streamed_share * g.read_bytes / chip.bandwidth_gbs, c.streamed_most_ns)
+    memory_ns = memory_ns + np.where(g.streamed > 0, streamed_ns - c.dirty_ns * pushed, 0.0)
     spread = 0.5 * column_tiles * np.sqrt(g.active) / slots
     waves = _mean_waves(per_slot, spread, saved)
     worked = _mean_waves(per_slot * share, spread, saved)

@@ -31,15 +31,15 @@ class Specialized(NamedTuple):
     """What sets warp-specialised kernels apart: another tile's loads and products hide most of a tile's end.
 
     ``half`` and ``apart`` are held, not fitted: docs/cost-model.md says why. ``half_columns`` and ``split_tail``
-    say what the kernels do; the last two numbers are dW's.
+    say what the kernels of rows do; the last two numbers are dW's.
     """
 
     rate: float = 1.05  # of the other kernels' tensor rate
     norm: float = 6.0  # as ``Family.norm``: loads go on through a tile's end
     half: float = 0.4  # of half a tile's time, what is saved where its second 64 rows are empty
-    apart: float = 0.7  # of the weights that row tiles share, what is read again once programs are out of step
-    half_columns: bool = False  # a tile whose right half lies past the last column takes half its time
-    split_tail: bool = False  # a last wave that is at most half full is split into tiles of half the columns
+    apart: float = 0.5  # of the weights that row tiles share, what is read again once programs are out of step
+    half_columns: bool = True  # a tile whose right half lies past the last column takes half its time
+    split_tail: bool = True  # a last wave that is at most half full is split into tiles of half the columns
     exposed: float = 0.2  # as ``persistent_exposed``
     start_ns: float = 1000.0  # more than the other kernels take to start
     weight_rate: float = 1.1
@@ -94,7 +94,7 @@ _BLACKWELL = Family(
 )
 
 # fitted: begin
-# Fitted to sweeps with the sha256 3840a05b6df048ff by python
+# Fitted to sweeps with the sha256 c11f1468aadfc9b9 by python
 # benchmarks/fit_cost.py
 #   benchmarks/results/sweep-h200-dW-bf16.json
 #   benchmarks/results/sweep-h200-dX-bf16.json
@@ -103,54 +103,54 @@ _BLACKWELL = Family(
 #   --write
 #   --out benchmarks/results/fit-h200-bf16.json
 _HOPPER = Family(
-    sustained=0.808,
-    l2_bytes_per_clock=61.6,
-    rows=(0.271, 0.403, 1.02, 0.991, 0.865),
-    columns=(0.307, 0.462, 0.88, 0.858, 1.0),
+    sustained=0.798,
+    l2_bytes_per_clock=60.0,
+    rows=(0.269, 0.423, 1.16, 1.04, 0.861),
+    columns=(0.307, 0.457, 0.782, 0.961, 1.0),
     one_cta={1: 0.25, 2: 0.4, 4: 1.0, 8: 1.0, 16: 1.0},
-    wgmma_columns=(0.2, 0.35, 0.684, 0.898, 1.0),
-    memory_share=0.955,
-    latency_ns=999.0,
-    tma_latency_ns=832.0,
-    held_stages=0.254,
+    wgmma_columns=(0.2, 0.35, 0.654, 0.835, 1.0),
+    memory_share=0.96,
+    latency_ns=1060.0,
+    tma_latency_ns=827.0,
+    held_stages=0.29,
     chain_norm=10.3,
-    pointer_step_ns=49.4,
-    tma_step_ns=9.4,
+    pointer_step_ns=55.8,
+    tma_step_ns=6.68,
     pointer_wgmma=0.9,
-    persistent_exposed=0.346,
-    flight_norm=3.86,
-    tail_static=0.674,
-    tail_dynamic=0.51,
-    lockstep=0.972,
-    l2_usable=0.717,
-    norm=2.73,
-    step_norm=7.0,
+    persistent_exposed=0.356,
+    flight_norm=3.67,
+    tail_static=0.759,
+    tail_dynamic=0.359,
+    lockstep=0.62,
+    l2_usable=0.641,
+    norm=2.86,
+    step_norm=5.76,
     write_share=0.95,
     weight=WeightGrad(
-        step_ns=3.38,
-        issue_ns=8.49,
-        load_share=0.711,
-        row_bytes=19.2,
+        step_ns=3.34,
+        issue_ns=4.73,
+        load_share=0.737,
+        row_bytes=20.9,
         store_bytes_per_clock=64.0,
-        exposed=0.651,
-        norm=2.26,
+        exposed=0.715,
+        norm=2.13,
     ),
     specialized=Specialized(
         rate=1.01,
-        norm=7.4,
+        norm=5.56,
         half=0.4,
-        apart=0.7,
-        half_columns=False,
-        split_tail=False,
-        exposed=0.187,
-        start_ns=804.0,
-        weight_rate=1.04,
-        weight_exposed=0.116,
+        apart=0.5,
+        half_columns=True,
+        split_tail=True,
+        exposed=0.24,
+        start_ns=623.0,
+        weight_rate=1.06,
+        weight_exposed=0.113,
     ),
 )
-_COLD_NS = 3990.0
-_START_NS = 1280.0
-_STORE_NS = 620.0
+_COLD_NS = 3830.0
+_START_NS = 1490.0
+_STORE_NS = 329.0
 # fitted: end
 
 
@@ -166,6 +166,10 @@ class Constants(NamedTuple):
     unaligned_load: float = 6.0  # loads of one element each: no 16-byte copies, no pipeline
     crowded_registers: float = 0.5  # rate left when the accumulators alone pass 128 registers a thread
     split_waves: float = 0.6  # what a split last wave takes of a whole one
+    dirty_ns: float = 5000.0  # what writing back takes where a call pushes all dirty lines out of L2 ...
+    dirty_l2: float = 1.5  # ... which it does once it reads so much, in sizes of L2; ``streamed`` loads don't ...
+    streamed_share: float = 0.056  # ... but cost this share of their bytes' time ...
+    streamed_most_ns: float = 20000.0  # ... up to so much
     l2_near: float = 0.5  # share of L2 that one SM's partition is: what programs out of step still share
     fma_rows: tuple[float, ...] = (0.3, 0.45, 0.6, 0.65, 0.65)  # IEEE fp32 dots run on the FMA pipes
     empty_program_ns: float = 300.0  # a program that finds no tile

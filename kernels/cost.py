@@ -121,6 +121,8 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
         memory_ns += profile.tail * (sharp_ns - last / per_slot * memory_ns) if full else sharp_ns
     if per_slot > 1.0:  # the slots begin their second tiles together, with nothing under way
         memory_ns += family.lockstep * profile.tile_ns * min(1.0, per_slot - 1.0) / per_slot
+    if config.streamed:
+        memory_ns += _streamed_ns(work, chip, c)
     spread = 0.5 * column_tiles * math.sqrt(rows.active) / slots
     waves = _mean_waves(per_slot, spread, saved)
     worked = waves if share == 1.0 else _mean_waves(per_slot * share, spread, saved)
@@ -131,6 +133,12 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     if empty > 0.0:
         chain_ns += empty * c.empty_program_ns / slots
     return join(memory_ns, max(rate_ns, chain_ns), profile.norm)
+
+
+def _streamed_ns(work: _Work, chip: Chip, c: Constants) -> float:
+    """What it takes more, or less, to read the weights through lines that leave L2 first."""
+    pushed = min(1.0, work.read_bytes / (c.dirty_l2 * chip.l2_mib * 1048576))
+    return min(c.streamed_share * work.read_bytes / chip.bandwidth_gbs, c.streamed_most_ns) - c.dirty_ns * pushed
 
 
 def _share(config: Config, row_tiles: float, work: _Work, special: Specialized) -> float:

@@ -110,10 +110,11 @@ class PassSpec(NamedTuple):
 
 
 def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[PassSpec, ...]:
-    """The passes that go with these GEMMs, aligned and not: those of the gradient only beside dX or dW."""
+    """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW."""
     passes = [Pass.COMBINE] if ops else []
     passes += [Pass.ACTIVATION] if Op.FORWARD in ops else []
-    passes += [Pass.ACTIVATION_GRAD, Pass.GATHER] if ops & {Op.DX, Op.DW} else []
+    passes += [Pass.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
+    passes += [Pass.GATHER] if ops else []
     kinds = dict.fromkeys(dtype_of(dtype) for dtype in dtypes)
     return tuple(PassSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1))
 

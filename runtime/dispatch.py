@@ -144,7 +144,7 @@ def forms_of(problem: Problem) -> tuple[Problem, ...]:
     if problem.op is Op.DW:
         return (problem,)
     others: tuple[Fusion, ...] = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
-    others += (Fusion.SILU | Fusion.GATHER,) if problem.op is Op.FORWARD else ()
+    others += (Fusion.SILU, Fusion.SILU | Fusion.GATHER) if problem.op is Op.FORWARD else ()
     return (problem, *(replace(problem, fusion=one, top_k=0) for one in others if one is not problem.fusion))
 
 

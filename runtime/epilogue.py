@@ -1,8 +1,9 @@
 """Whether silu(gate) * up is computed in the first product's epilogue, where a layer keeps no h for a gradient.
 
 The code for it (``Fusion.SILU``) stores half of the columns and saves the pass over h, but its product alone is about
-2 % slower than the plain one (H200), and has no small tiles. So it runs only where one bundle says of both, for this
-very problem and bucket, that it takes less time:
+2 % slower than the plain one (H200), and has no small tiles. Rows are gathered as it loads, or beforehand by a
+pass, as they are for the plain product (``gathered.py``): the quicker of either is compared. So it runs only where one
+bundle says of both, for this very problem and bucket, that it takes less time:
 
 - measured, on one GPU: the fused product takes no longer than the plain product's choice and the least that the pass
   takes beside it. That is 3/4 of the time in which the GPU's memory, at its published rate, moves h and the result
@@ -21,13 +22,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..artifacts.errors import BundleError
-from ..artifacts.types import Choice, Fusion, Gpu, Problem, Source, bucket_of
+from ..artifacts.types import Fusion, Gpu, Problem, Source, bucket_of
 from ..kernels import chips
 from ..kernels.abi import code_of, result_columns
-from .candidates import Candidate, Match, same_gpu, why_not
+from . import gathered, rivals
+from .candidates import Candidate
 from .device import LocalGpu, local_gpu
 from .discover import Rejected, Snapshot
-from .dispatch import Decision, settle
 from .launch import LoadedKernel
 from .loading import loaded
 
@@ -36,27 +37,38 @@ _PASS_SHARE = 0.75  # of the time in which the memory moves what the pass moves
 
 
 class Verdict(NamedTuple):
-    """The variant with silu in its epilogue that runs, or None for the plain product and a pass; and why."""
+    """The variant with silu in its epilogue that runs, or None for the plain product and a pass; and why.
+
+    Asked of code that gathers, one that does not is for rows gathered beforehand.
+    """
 
     chosen: Candidate | None
     reason: str
 
 
-def verdict(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool) -> Verdict:
-    """Which of the two runs M rows of ``problem``, one with ``Fusion.SILU``; the module says by what rule."""
+def verdict(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, top_k: int = 1,
+    checks: bool = False,
+) -> Verdict:  # fmt: skip
+    """Which of the two runs M rows of ``problem``, one with ``Fusion.SILU``; the module says by what rule.
+
+    ``top_k`` and ``checks`` are as ``gathered.verdict`` has them.
+    """
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
-            return _verdict(snapshot, problem, bucket_of(M), local, aligned)
+            return _verdict(snapshot, problem, bucket_of(M), local, aligned, top_k, checks)
 
 
-def kernel(snapshot: Snapshot, problem: Problem, M: int, device: int, *, aligned: bool) -> LoadedKernel | None:
+def kernel(
+    snapshot: Snapshot, problem: Problem, M: int, device: int, *, aligned: bool, top_k: int = 1, checks: bool = False
+) -> LoadedKernel | None:
     """The variant that ``verdict`` names, loaded on ``cuda:device``; None where the plain product is to run.
 
     Nothing is compiled, and nothing is logged: the plain product is an ordinary choice.
     """
     local = local_gpu(device)
     while True:  # each turn drops a bundle
-        chosen = verdict(snapshot, problem, M, local, aligned=aligned).chosen
+        chosen = verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k, checks=checks).chosen
         if chosen is None:
             return None
         try:
@@ -82,42 +94,33 @@ def least_pass_us(problem: Problem, M: int, gpu: Gpu) -> float:
     return _PASS_SHARE * moved_bytes / chip.bandwidth_gbs * 1e-3
 
 
-def _verdict(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool) -> Verdict:
-    plain = settle(snapshot, plain_of(problem), bucket, local, aligned, False)
-    if not isinstance(plain, Decision):
-        return Verdict(None, "no bundle runs the product itself")
-    ran = plain.chosen
-    if ran.match is not Match.EXACT:
-        return Verdict(None, f"the product's own choice is {plain.reason}: there is nothing to compare times with")
-    bundle = ran.usable.bundle
-    choice = next((one for one in snapshot.find(bundle, problem) if one.bucket == bucket), None)
-    if choice is None:
-        return Verdict(None, f"{ran.usable.path.name} has no choice for it at M <= {bucket}")
-    variant = snapshot.variant(bundle, choice.variant)
-    lacking = why_not(variant, problem, local, aligned=aligned)
-    if lacking is not None:
-        return Verdict(None, f"its variant can't run here: {lacking}")
-    gpu = None if choice.gpu is None else bundle.gpus[choice.gpu]
-    if not _comparable(choice, gpu, ran):
-        return Verdict(None, "its time and the product's are not of one source")
-    if gpu is None and bucket < _MODELLED_ROWS * problem.E:
+def _verdict(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, top_k: int, checks: bool
+) -> Verdict:
+    plain = plain_of(problem)
+    ran = rivals.own(snapshot, plain, bucket, local, aligned)
+    if isinstance(ran, str):
+        return Verdict(None, ran)
+    fused = rivals.rival(snapshot, ran, problem, bucket, local, aligned)
+    product_us, time_us = ran.time_us, fused.time_us if isinstance(fused, Candidate) else 0.0
+    before = ""
+    if Fusion.GATHER in problem.fusion:
+        split = gathered.against(snapshot, ran, plain, bucket, local, top_k, plain.fusion, aligned, checks)
+        product_us = split.time_us
+        gather_us = gathered.pass_us_for(snapshot, ran, plain, bucket, local, top_k, aligned)
+        other = rivals.rival(snapshot, ran, replace(problem, fusion=Fusion.SILU), bucket, local, aligned)
+        if isinstance(other, Candidate) and not isinstance(gather_us, str):
+            other_us = other.time_us + gather_us + (gathered.CHECK_US if checks else 0.0)
+            margin = gathered.MARGIN if other.source is Source.MODELLED else 1.0
+            if isinstance(fused, str) or other_us * margin < time_us:
+                fused, time_us, before = other, other_us, " with the rows gathered beforehand"
+    if isinstance(fused, str):
+        return Verdict(None, fused)
+    if fused.gpu is None and bucket < _MODELLED_ROWS * problem.E:
         return Verdict(None, f"its time is modelled, and {bucket} rows are fewer than {_MODELLED_ROWS} an expert")
-    time_us = choice.time_ns / 1e3
-    saved_us = 0.0 if gpu is None else least_pass_us(problem, bucket, gpu)
-    times = f"{time_us:.1f} us {choice.source.value}, the product {ran.time_us:.1f} us"
+    saved_us = 0.0 if fused.gpu is None else least_pass_us(problem, bucket, fused.gpu)
+    times = f"{time_us:.1f} us {fused.source.value}{before}, the product {product_us:.1f} us"
     times += f" and the pass {saved_us:.1f} us at least" if saved_us else ""
-    if time_us > ran.time_us + saved_us:
+    if time_us > product_us + saved_us:
         return Verdict(None, f"it is slower: {times}")
-    fused = Candidate(
-        ran.usable, choice.variant, variant, ran.origin, Match.EXACT, choice.source, bucket, time_us, gpu
-    )  # fmt: skip
     return Verdict(fused, f"silu in the epilogue is faster at M <= {bucket}: {times}")
-
-
-def _comparable(choice: Choice, gpu: Gpu | None, ran: Candidate) -> bool:
-    """Whether the two times are of one source: one GPU, or one cost model."""
-    if choice.source is not ran.source:
-        return False
-    if choice.source is Source.MODELLED:
-        return True
-    return gpu is not None and ran.gpu is not None and same_gpu(gpu, ran.gpu)

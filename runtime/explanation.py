@@ -11,7 +11,7 @@ from ..artifacts.errors import HostError, InputError, PretunedError, TargetMisma
 from ..artifacts.names import printable
 from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
 from ..kernels import chips
-from . import discover, epilogue, jit, settings
+from . import discover, epilogue, gathered, jit, settings
 from .candidates import Candidate, Match, Origin, chosen, modelled
 from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Skipped, Snapshot
@@ -30,8 +30,9 @@ class Explanation:
 
     ``candidates`` are ranked, the first is what runs; there are none where torch would run it, or Triton would first
     compile it (``runs``, after ``allow_jit``). Past the first, times are for this very bucket: what a bundle says of
-    it, or else what the cost model expects. ``raises`` is the error that the call ends with instead, if any: of strict
-    mode, or of a file that PRETUNED_BUNDLES names.
+    it, or else what the cost model expects. With ``gathered_first`` a pass gathers the rows of x beforehand, and the
+    first is for the product that is left: its time is without the pass, whose time ``reason`` has. ``raises`` is the
+    error that the call ends with instead, if any: of strict mode, or of a file that PRETUNED_BUNDLES names.
     """
 
     problem: Problem
@@ -43,6 +44,7 @@ class Explanation:
     skipped: tuple[Skipped, ...]
     compiles: bool = False
     raises: str | None = None
+    gathered_first: bool = False
 
     @property
     def chosen(self) -> Candidate | None:
@@ -66,6 +68,7 @@ class Explanation:
             "gpu": {"sm": self.local.sm, "name": self.local.gpu.name or None, "sm_count": self.local.gpu.sm_count},
             "runs": self.runs,
             "raises": self.raises,
+            "gathered_first": self.gathered_first,
             "reason": self.reason,
             "candidates": [_row(candidate) for candidate in self.candidates],
             "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
@@ -79,6 +82,8 @@ class Explanation:
         if self.raises is not None:
             lines.append(f"  the call raises: {self.raises}")
         lines.append(f"  {'runs' if self.raises is None else 'else'}: {best.config if best else otherwise}")
+        if self.gathered_first:
+            lines.append("  after a pass that gathers the rows of x, into a scratch [M, K]")
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
         lines.append(f"  why:  {self.reason}")
@@ -113,6 +118,7 @@ def explain(
     sm: int | None = None,
     device: int | None = None,
     aligned: bool | None = None,
+    top_k: int = 1,
 ) -> Explanation:
     """What ``grouped_gemm`` would run, without running it.
 
@@ -128,6 +134,8 @@ def explain(
         Which GPU, if neither x nor ``sm`` says; torch's current one.
     aligned
         Whether pointers, rows and strides are multiples of 16 bytes; what x, w and the sizes say, if None.
+    top_k
+        Of a Problem that gathers: how many sorted rows read each row of x, the experts of a token (of dX: 1).
 
     Raises
     ------
@@ -145,28 +153,38 @@ def explain(
         natural = naturally_aligned(problem)
     if M is None or M < 1:
         raise InputError(f"explain: M is {M}, wanted the number of rows, at least 1")
+    if top_k < 1:
+        raise InputError(f"explain: top_k is {top_k}, wanted the number of experts of a token, at least 1")
     local = made_up_gpu(sm) if sm is not None else _gpu_here(device)
     strict = settings.settings().strict
     return examine(
-        discover.snapshot(), problem, M, local, aligned=natural if aligned is None else aligned, strict=strict
-    )
+        discover.snapshot(), problem, M, local, aligned=natural if aligned is None else aligned, strict=strict,
+        top_k=top_k,
+    )  # fmt: skip
 
 
 def examine(
-    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, strict: bool = False
-) -> Explanation:
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, strict: bool = False,
+    top_k: int = 1,
+) -> Explanation:  # fmt: skip
     """Explain a problem over the bundles of ``snapshot``, with every candidate ranked.
 
-    One with silu in its epilogue runs where that pays, else the plain product does, and the activation after it.
+    One with silu in its epilogue runs where that pays, else the plain product does, and the activation after it. Rows
+    are gathered beforehand where that pays, for an index that need not be checked.
     """
     if Fusion.SILU in problem.fusion:
-        ruled = epilogue.verdict(snapshot, problem, M, local, aligned=aligned)
+        ruled = epilogue.verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k)
         if ruled.chosen is None:
-            plain = examine(snapshot, epilogue.plain_of(problem), M, local, aligned=aligned, strict=strict)
+            plain = examine(
+                snapshot, epilogue.plain_of(problem), M, local, aligned=aligned, strict=strict, top_k=top_k
+            )  # fmt: skip
             why = f"the product and then the activation, as {ruled.reason}. The product: {plain.reason}"
             return replace(plain, problem=problem, reason=why)
         view = snapshot.view(local, installed=True)
-        return Explanation(problem, M, aligned, local, ruled.reason, (ruled.chosen,), view.skipped)
+        first = Fusion.GATHER in problem.fusion and Fusion.GATHER not in ruled.chosen.variant.fusion
+        return Explanation(
+            problem, M, aligned, local, ruled.reason, (ruled.chosen,), view.skipped, gathered_first=first
+        )
     bucket = bucket_of(M)
     while True:
         with contextlib.suppress(Rejected):
@@ -183,7 +201,25 @@ def examine(
             why = reason(found[0], bucket, local) if found else miss_text(problem, bucket, local, view)
             compiles = not found and jit.would_compile(problem, local)
             raises = _raises(snapshot, problem, bucket, local, aligned, strict)
-            return Explanation(problem, M, aligned, local, why, tuple(found), view.skipped, compiles, raises)
+            ruled_rows = _gathered_first(snapshot, problem, M, local, aligned, top_k)
+            before = None if ruled_rows is None else ruled_rows.chosen
+            if ruled_rows is not None:
+                why = f"{why}; {ruled_rows.reason}" if before is None else ruled_rows.reason
+            found = found if before is None else [before, *found]
+            return Explanation(
+                problem, M, aligned, local, why, tuple(found), view.skipped, compiles, raises, before is not None
+            )
+
+
+def _gathered_first(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int
+) -> gathered.Verdict | None:
+    """Whether rows are gathered beforehand; None where none are gathered, or no choice of a bundle runs the problem."""
+    if Fusion.GATHER not in problem.fusion:
+        return None
+    code = replace(problem, fusion=Fusion.GATHER)
+    ruled = gathered.verdict(snapshot, code, M, local, top_k=top_k, fusion=problem.fusion, aligned=aligned)
+    return ruled if ruled.time_us else None
 
 
 def _raises(

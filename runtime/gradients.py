@@ -69,15 +69,20 @@ def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> tor
     by_kernel = call.form.zero_tail and not product.uses_index  # an index may leave out other rows, too
     if call.form.permute_y or not call.K or (call.form.zero_tail and not by_kernel):  # a sum over nothing is zero
         y.zero_()
-    return rows(dataclasses.replace(product, zero_tail=True) if by_kernel else product, y)
+    if by_kernel:
+        product = dataclasses.replace(product, zero_tail=True)
+    elif out is not None and product.loose:
+        product = dataclasses.replace(product, loose=False)
+    return rows(product, y)
 
 
 def forward_rows(call: Call, x: torch.Tensor) -> Rows:
-    """The forward as a product."""
+    """The forward as a product, into a y of its own."""
     form, bias = call.form, call.fusions.bias
     return Rows(
         Op.FORWARD, x, call.w, call.m_sizes, form.layout, call.M, call.fusions.index, call.x_divisor, form.permute_y,
         call.flat_weights(x), None if bias is None else bias.detach().contiguous(), form.pin_forward,
+        loose=not (form.permute_y or form.zero_tail),
     )  # fmt: skip
 
 

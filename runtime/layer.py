@@ -75,7 +75,7 @@ def forward(
     M, E = index.shape[0], m_sizes.shape[0]
     # (Kernels read a bias as dense.)
     up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in given[2:])
-    first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias)
+    first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias, bounds=bounds)
     h = None
     a = gated_rows(first) if act == GATED_IN_PRODUCT and not keeps_h else None
     if a is None:

@@ -11,8 +11,8 @@ import torch
 from ..artifacts.types import Op, Pass
 from . import discover, passes, products, recent
 from .device import allocator, device_is_current, only_device
+from .gathered import GatherFirst, Launch
 from .inputs import row_stride
-from .launcher import Launcher
 from .layer import GATED_IN_PRODUCT, Layer, Routing, Weights, columns
 from .products import Rows
 
@@ -24,19 +24,20 @@ class Plan:
     """One layer's forward. No tensor is kept: a plan would hold a model's weights."""
 
     __slots__ = (
-        "_act", "_activation", "_alone", "_combine", "_device", "_dtype", "_empty", "_first", "_gated", "_low", "_same",
-        "_second", "_sizes", "_snapshot", "_stream", "_stride_x", "grad", "how",
+        "_act", "_activation", "_alone", "_combine", "_device", "_dtype", "_empty", "_first", "_gated", "_gathers",
+        "_low", "_same", "_second", "_sizes", "_snapshot", "_stream", "_stride_x", "grad", "how",
     )  # fmt: skip
 
     def __init__(
         self, how: Layer, x: torch.Tensor, given: Weights, sizes: tuple[int, int, int, int, int, int],
-        launches: tuple[Launcher, Launcher], passing: tuple[passes.PassLauncher, passes.PassLauncher],
-        same: recent.Guard, grad: bool, gated: Launcher | None,
+        launches: tuple[Launch, Launch], passing: tuple[passes.PassLauncher, passes.PassLauncher],
+        same: recent.Guard, grad: bool, gated: Launch | None,
     ) -> None:  # fmt: skip
         self.how, self.grad = how, grad
         self._same, self._low, self._sizes = same, x.data_ptr() & _ALIGNMENT_BYTES - 1, sizes
         self._first, self._second = launches
         self._gated = gated
+        self._gathers = isinstance(launches[0], GatherFirst), isinstance(gated, GatherFirst)
         self._activation, self._combine = passing
         self._act, self._device, self._dtype = how.act.flags, x.get_device(), x.dtype
         self._alone, self._snapshot = only_device(), discover.snapshot()
@@ -65,16 +66,17 @@ class Plan:
         if self._gated is not None and not keeps_h:
             self._gated(
                 x.data_ptr(), gate_up.data_ptr(), a.data_ptr(), at_sizes, self._stride_x, I, M, stream,
-                at_index, 0, 0, M,
+                at_index, 0, 0, M, *((0, passes.used(bounds)[0]) if self._gathers[1] else ()),
             )  # fmt: skip
         else:
             h = empty((M, wide), (wide, 1), dtype)
+            used, flag = passes.used(bounds)
             self._first(
                 x.data_ptr(), gate_up.data_ptr(), h.data_ptr(), at_sizes, self._stride_x, wide, M, stream,
                 at_index, 0, 0 if gate_up_bias is None else gate_up_bias.data_ptr(), M,
+                *((0, used) if self._gathers[0] else ()),
             )  # fmt: skip
-            address, flag = passes.used(bounds)
-            self._activation(M, I, (h.data_ptr(), a.data_ptr(), address), (M, I, self._act | flag))
+            self._activation(M, I, (h.data_ptr(), a.data_ptr(), used), (M, I, self._act | flag))
         y = empty((M, H), (H, 1), dtype)
         self._second(
             a.data_ptr(), down.data_ptr(), y.data_ptr(), at_sizes, I, H, M, stream,
@@ -101,11 +103,13 @@ def plan(
         return None
     if weights.dtype is not torch.float32 or not weights.is_contiguous():
         return None
-    index, m_sizes, *_ = routing
+    index, m_sizes, bounds, _ = routing
     row_weights = weights.detach().reshape(-1)
     # (A row each: a launcher asks how its operands are aligned, and nothing else of them.)
     h, a, y = (x.new_empty((1, length)).expand(M, length) for length in (wide, I, H))
-    first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, how.layout, M, index, k, bias=given.gate_up_bias)
+    first = Rows(
+        Op.FORWARD, x, given.gate_up, m_sizes, how.layout, M, index, k, bias=given.gate_up_bias, bounds=bounds
+    )  # fmt: skip
     second = Rows(
         Op.FORWARD, a, given.down, m_sizes, how.layout, M, index, 0, True, row_weights, given.down_bias
     )  # fmt: skip

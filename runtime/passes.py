@@ -5,7 +5,6 @@ No choice names them: the best that is there runs. Where no bundle has one, the 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import struct
 from ctypes import addressof, c_char
@@ -13,16 +12,16 @@ from ctypes import addressof, c_char
 import torch
 
 from ..artifacts.errors import BundleError, InputError
-from ..artifacts.types import DType, Pass, Variant
-from ..kernels import abi, chips
-from ..kernels.passes import USED, Block, PassSpec, programs
+from ..artifacts.types import DType, Pass
+from ..kernels import abi
+from ..kernels.passes import USED, Block, programs
 from . import discover, driver, products
-from .device import LocalGpu, current_stream, local_gpu, platform_supported
-from .discover import Rejected, Snapshot, Usable
+from .device import current_stream, local_gpu, platform_supported
+from .discover import Snapshot
 from .inputs import DTYPES
 from .launch import LoadedKernel
-from .launchable import unlaunchable
 from .loading import loaded
+from .passkernels import ranked
 
 _MOST_PROGRAMS = 2**31 - 1
 _ALIGNMENT_BYTES = 16
@@ -134,39 +133,6 @@ def for_rows(
 def used(bounds: torch.Tensor | None) -> tuple[int, int]:
     """The address of the number of rows that belong to an expert (the last of bounds), and the flag that says so."""
     return (0, 0) if bounds is None else (bounds.data_ptr() + 4 * (bounds.shape[0] - 1), USED)
-
-
-def ranked(snapshot: Snapshot, op: Pass, dtype: DType, local: LocalGpu, *, aligned: bool) -> list[tuple[Usable, int]]:
-    """The kernels of this pass that ``local`` can run, best first: (bundle, variant's index).
-
-    Code for this very capability first, then aligned code, the later revision, the place of the bundle. Installed
-    packages are asked only if no other place has any.
-    """
-    while True:  # each turn drops a bundle
-        with contextlib.suppress(Rejected):
-            for installed in (False, True):
-                found = [
-                    (usable, i, variant)
-                    for usable in snapshot.view(local, installed=installed).usable
-                    for i, variant in snapshot.variants(usable.bundle, PassSpec(op, dtype))
-                    if _runs(variant, local, aligned)
-                ]
-                if found:
-                    found.sort(key=lambda one: _rank(one[0], one[1], one[2], local))
-                    return [(usable, i) for usable, i, _ in found]
-            return []
-
-
-def _rank(usable: Usable, index: int, variant: Variant, local: LocalGpu) -> tuple[int, ...]:
-    native = usable.bundle.target.sm == local.sm
-    return (not native, -variant.alignment, -variant.revision, usable.order, index)
-
-
-def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
-    first, last = abi.READS_ABI
-    limits = chips.LIMITS.get(local.sm)
-    fits = limits is None or variant.shared_bytes <= limits.shared_per_block_bytes
-    return first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)
 
 
 def _kernel(snapshot: Snapshot, op: Pass, dtype: DType, device: int, aligned: bool) -> LoadedKernel | None:

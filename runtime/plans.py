@@ -15,6 +15,7 @@ from ..artifacts.types import Layout, Op
 from . import products, recent
 from .autograd import GroupedGemm
 from .device import allocator, device_is_current, only_device
+from .gathered import GatherFirst, Launch, in_range
 from .gradients import Call, forward_rows
 from .inputs import row_stride
 from .launcher import Launcher
@@ -36,11 +37,11 @@ class Plan:
     """One call's launches. Calling it does the call, or returns None and does nothing where it is another one."""
 
     __slots__ = (
-        "_alone", "_device", "_dtype", "_dw", "_dx", "_empty", "_grad", "_launch", "_low", "_moved", "_plain", "_same",
-        "_saved", "_stream", "_strides", "_tensors", "_x_columns", "_y", "_zero", "form", "sizes",
+        "_alone", "_device", "_dtype", "_dw", "_dx", "_empty", "_gathers", "_grad", "_launch", "_low", "_moved",
+        "_plain", "_same", "_saved", "_stream", "_strides", "_tensors", "_x_columns", "_y", "_zero", "form", "sizes",
     )  # fmt: skip
 
-    def __init__(self, call: Call, x: torch.Tensor, launch: Launcher, same: recent.Guard) -> None:
+    def __init__(self, call: Call, x: torch.Tensor, launch: Launch, same: recent.Guard) -> None:
         # (No tensor is kept: a plan would hold a model's weights.)
         fusions, rows = call.fusions, forward_rows(call, x)
         self.form, self.sizes = call.form, (call.M, call.x_rows, call.y_rows)
@@ -55,10 +56,11 @@ class Plan:
         tensors = (fusions.weights, fusions.bias, fusions.index)
         self._tensors = tuple(i for i, one in enumerate(tensors) if one is not None)
         self._grad = any(t is not None and t.requires_grad for t in (x, call.w, fusions.weights, fusions.bias))
+        self._gathers = (x.shape[0], rows.gather_divisor) if isinstance(launch, GatherFirst) else None
         # dX and dW of a plain call are launched from here too, once a backward asked for them.
         self._plain = call.form.plain and not self._tensors
         self._saved = x.stride(), call.w.stride(), call.w.data_ptr() & _ALIGNMENT_BYTES - 1
-        self._dx: Launcher | None = None
+        self._dx: Launch | None = None
         self._dw: Launcher | None = None
 
     def __call__(
@@ -95,6 +97,9 @@ class Plan:
                 index.data_ptr() if uses_index and index is not None else 0,
                 0 if weights is None else weights.data_ptr(), 0 if bias is None else bias.data_ptr(), index_end,
             )  # fmt: skip
+            if self._gathers is not None and index is not None:
+                checked = in_range(index, *self._gathers)  # (kept until it is launched)
+                moved += (checked.data_ptr(), 0)
         self._launch(
             x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), *self._strides, self._stream(self._device),
             *moved,
@@ -136,13 +141,14 @@ class Plan:
                    M, stream)  # fmt: skip
         if w is not None and needs[0]:
             dx = self._empty((M, K), (K, 1), self._dtype)
-            launch = self._dx
-            if launch is None:
-                launch = self._dx = products.row_launch(Rows(Op.DX, dy, w, m_sizes, form.layout, M, zero_tail=True), dx)
-                if launch is None:
+            launch_dx = self._dx
+            if launch_dx is None:
+                product = Rows(Op.DX, dy, w, m_sizes, form.layout, M, zero_tail=True)
+                launch_dx = self._dx = products.row_launch(product, dx)
+                if launch_dx is None:
                     self._plain = False
                     return None
-            launch(at, w.data_ptr(), dx.data_ptr(), m_sizes.data_ptr(), N, K, M, stream)
+            launch_dx(at, w.data_ptr(), dx.data_ptr(), m_sizes.data_ptr(), N, K, M, stream)
         return dx, dw
 
 

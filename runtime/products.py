@@ -7,17 +7,19 @@ Elsewhere it is the reference.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
-from ..artifacts.types import DType, Fusion, Layout, Op, Problem, bucket_of
+from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, bucket_of
 from ..kernels import reference
 from ..kernels.abi import code_of, gemm_of, is_aligned
-from . import apart, discover, epilogue, fallback, jit, pinned, settings
+from . import apart, discover, epilogue, fallback, gathered, jit, pinned, settings
 from .device import current_stream, local_gpu, on, platform_supported
-from .inputs import check_cuda_dtype, row_stride, rows_usable
+from .gathered import GatherFirst, Launch
+from .inputs import DTYPES, check_cuda_dtype, row_stride, rows_usable
 from .launch import Fused, LoadedKernel, row_launcher, weight_launcher
 from .launcher import Launcher
 from .loading import prepare
@@ -28,7 +30,8 @@ _MOST_LAUNCHERS = 1 << 14
 _FUSIONS = tuple(map(Fusion, range(16)))  # by value: enum arithmetic costs more than the rest of a launch
 stream_of = current_stream
 _INDEXED = (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT).value
-_launchers: tuple[object, dict[tuple[object, ...], Launcher | None]] = (None, {})  # of one snapshot
+_L = TypeVar("_L", bound=Launch)
+_launchers: tuple[object, dict[tuple[object, ...], Launch | None]] = (None, {})  # of one snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class Rows:
     ``w`` is 3-D in ``layout``; ``M`` counts the sorted rows. from(m) = index[m] // ``gather_divisor`` (m where that
     is 0), to(m) = index[m] with ``scatter``; ``row_weights`` float32 by index, ``bias`` [E, columns of y].
     ``zero_tail`` sets the rows of y that belong to no expert to zero; without an index, all others are written.
+    ``bounds`` (``layer.Routing``) may be given where every index has its row, also in x; ``loose`` says that rows of y
+    whose index has none may hold anything.
     """
 
     op: Op
@@ -53,6 +58,8 @@ class Rows:
     bias: torch.Tensor | None = None
     pin: Pin | None = None
     zero_tail: bool = False
+    bounds: torch.Tensor | None = None
+    loose: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -82,6 +89,16 @@ class Rows:
         """The layout that makes this the forward's equation: dX reads w the other way round."""
         other = Layout.KN if self.layout is Layout.NK else Layout.NK
         return self.layout if self.op is Op.FORWARD else other
+
+    def may_gather_first(self, aligned: bool) -> bool:
+        """Whether the plain product of rows gathered beforehand would do the same: ``gathered.py`` says when it is to.
+
+        Where nothing else reads the index, that writes the rows of an index out of range, too.
+        """
+        if not self.gather_divisor or self.pin is not None or not aligned or not self.x.shape[0]:
+            return False
+        kept = self.bounds is not None or self.loose or self.scatter or self.row_weights is not None
+        return kept and row_stride(self.x, self.x.shape[1]) == self.x.shape[1]
 
 
 def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
@@ -167,6 +184,10 @@ def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
     if call.fusion:
         index = _address(call.index) if call.uses_index else 0
         moved = (index, _address(call.row_weights), _address(call.bias), index_end)
+    checked = None
+    if isinstance(launch, GatherFirst):
+        checked = index_in_range(call)
+        moved += (_address(checked), used_rows(call))
     launch(
         x.data_ptr(), w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
         row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), call.M, stream_of(x.get_device()), *moved,
@@ -174,7 +195,19 @@ def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
     return True
 
 
-def row_launch(call: Rows, y: torch.Tensor) -> Launcher | None:
+def index_in_range(call: Rows) -> torch.Tensor | None:
+    """The index that a ``GatherFirst`` reads, to be kept until it is launched; None where the call's own will do."""
+    if call.index is None or call.bounds is not None:
+        return None
+    return gathered.in_range(call.index, call.x.shape[0], call.gather_divisor)
+
+
+def used_rows(call: Rows) -> int:
+    """The address of the number of rows that belong to an expert; 0 where nobody has it."""
+    return 0 if call.bounds is None else call.bounds.data_ptr() + 4 * (call.bounds.shape[0] - 1)
+
+
+def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
     """The launcher of a bundle's kernel for this product and all like it; None where there is none."""
     x, w, m_sizes, index, fusion = call.x, call.w, call.m_sizes, call.index, call.fusion
     E, N, K = call.sizes
@@ -182,26 +215,37 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launcher | None:
     strides = _weight_strides(w)
     aligned = _rows_aligned(call, y)
     device = x.get_device()
-    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype, call.zero_tail)
+    first = call.may_gather_first(aligned)
+    checks = call.bounds is None
+    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype, call.zero_tail,
+             first and 1 + checks)  # fmt: skip
     # (By its value: an enum's hash is a call in Python.)
     key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin, _tf32(x.dtype))
 
-    def build() -> Launcher | None:
+    def build() -> Launch | None:
         problem = _problem(call.op, x, E, N, K, call.layout, fusion)
         kernel = _kernel(problem, call.M, device, aligned, call.pin, None)
         if kernel is None:
             return None
-        gemm = gemm_of(problem)
-        return row_launcher(
+        gemm, gather, left = gemm_of(problem), None, fusion
+        plain = _gathered_kernel(problem, call, device, checks) if first else None
+        if plain is not None:
+            gather = _gather_pass(x)
+        if plain is not None and gather is not None:
+            kernel, left = plain, fusion & ~Fusion.GATHER
+        launch = row_launcher(
             kernel, columns=gemm.columns, reduction=gemm.reduction, E=E, w_kn=gemm.w_kn,
             stride_w_e=strides[0], stride_w_row=strides[1], m_sizes_step=_step(m_sizes),
-            fused=Fused(fusion, index_step, call.gather_divisor or 1, call.zero_tail),
+            fused=Fused(left, index_step, call.gather_divisor or 1, call.zero_tail),
         )  # fmt: skip
+        if gather is None:
+            return launch
+        return GatherFirst(gather, launch, x, gemm.reduction, call.gather_divisor, index_step, left)
 
     return _launcher(key, build)
 
 
-def gated_launch(call: Rows, a: torch.Tensor) -> Launcher | None:
+def gated_launch(call: Rows, a: torch.Tensor) -> Launch | None:
     """The launcher of a kernel that stores silu(gate) * up of this product into a [M, N/2], for all calls like it.
 
     None where no bundle has one that pays (``epilogue.py``), and for a call with anything beside a gather.
@@ -214,22 +258,32 @@ def gated_launch(call: Rows, a: torch.Tensor) -> Launcher | None:
     strides = _weight_strides(w)
     aligned = _rows_aligned(call, a)
     device = x.get_device()
-    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, index_step, m_sizes.dtype, call.layout.value)
+    # (Rows whose index is out of range are not asked for.)
+    first = dataclasses.replace(call, loose=True).may_gather_first(aligned)
+    checks = call.bounds is None
+    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, index_step, m_sizes.dtype, call.layout.value,
+             first and 1 + checks)  # fmt: skip
     key = ("gated", *fixed, bucket_of(call.M), aligned, device, _tf32(x.dtype))
 
-    def build() -> Launcher | None:
+    def build() -> Launch | None:
         problem = dataclasses.replace(
             _problem(call.op, x, E, N, K, call.layout, call.fusion), fusion=Fusion.SILU | Fusion.GATHER
         )
-        kernel = _gated_kernel(problem, call.M, device, aligned)
+        kernel = _gated_kernel(problem, call, device, aligned, call.gather_divisor if first else 0, checks)
         if kernel is None:
             return None
-        gemm = gemm_of(problem)
-        return row_launcher(
+        gemm, fusion = gemm_of(problem), kernel.variant.fusion
+        gather = None if Fusion.GATHER in fusion else _gather_pass(x)
+        if gather is None and Fusion.GATHER not in fusion:
+            return None
+        launch = row_launcher(
             kernel, columns=gemm.columns, reduction=gemm.reduction, E=E, w_kn=gemm.w_kn,
             stride_w_e=strides[0], stride_w_row=strides[1], m_sizes_step=_step(m_sizes),
-            fused=Fused(problem.fusion, index_step, call.gather_divisor),
+            fused=Fused(fusion, index_step, call.gather_divisor),
         )  # fmt: skip
+        if gather is None:
+            return launch
+        return GatherFirst(gather, launch, x, gemm.reduction, call.gather_divisor, index_step, fusion)
 
     return _launcher(key, build)
 
@@ -251,9 +305,14 @@ def gated_rows(call: Rows) -> torch.Tensor | None:
         if launch is None:
             return None
         a = x.new_empty((call.M, I))
+        moved: tuple[int, ...] = (_address(index), 0, 0, call.index_end(0))
+        checked = None
+        if isinstance(launch, GatherFirst):
+            checked = index_in_range(call)
+            moved += (_address(checked), used_rows(call))
         launch(
             x.data_ptr(), w.data_ptr(), a.data_ptr(), call.m_sizes.data_ptr(), row_stride(x, x.shape[1]), I,
-            call.M, stream_of(x.get_device()), _address(index), 0, 0, call.index_end(0),
+            call.M, stream_of(x.get_device()), *moved,
         )  # fmt: skip
     return a
 
@@ -283,7 +342,7 @@ def weight_launch(
     return _launcher(key, build)
 
 
-def _launcher(key: tuple[object, ...], build: Any) -> Launcher | None:
+def _launcher(key: tuple[object, ...], build: Callable[[], _L | None]) -> _L | None:
     global _launchers
     snapshot = discover.snapshot()
     if _launchers[0] is not snapshot:
@@ -296,8 +355,8 @@ def _launcher(key: tuple[object, ...], build: Any) -> Launcher | None:
         if built is None and jit.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
             return None
         known[key] = built
-    found: Launcher | None = known.get(key)
-    return found
+    found: Any = known.get(key)  # what this very build made
+    return cast("_L | None", found)
 
 
 def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | None, strict: bool | None) -> Any:
@@ -311,10 +370,26 @@ def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | Non
     return prepare(discover.snapshot(), problem, M, local_gpu(device), device, aligned=aligned, strict=demanded)
 
 
-def _gated_kernel(problem: Problem, M: int, device: int, aligned: bool) -> LoadedKernel | None:
+def _gated_kernel(
+    problem: Problem, call: Rows, device: int, aligned: bool, top_k: int, checks: bool
+) -> LoadedKernel | None:
     if not platform_supported():
         return None
-    return epilogue.kernel(discover.snapshot(), problem, M, device, aligned=aligned)
+    return epilogue.kernel(discover.snapshot(), problem, call.M, device, aligned=aligned, top_k=top_k, checks=checks)
+
+
+def _gathered_kernel(problem: Problem, call: Rows, device: int, checks: bool) -> LoadedKernel | None:
+    if not platform_supported():
+        return None
+    return gathered.kernel(
+        discover.snapshot(), problem, call.M, device, top_k=call.gather_divisor, fusion=call.fusion, checks=checks
+    )
+
+
+def _gather_pass(x: torch.Tensor) -> Any:
+    from . import passes  # here: it asks this module where a tensor is
+
+    return passes.launcher(Pass.GATHER, DTYPES[x.dtype], x.get_device(), aligned=True)
 
 
 def _problem(op: Op, x: torch.Tensor, E: int, N: int, K: int, layout: Layout, fusion: Fusion) -> Problem:

@@ -15,13 +15,14 @@ from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ..artifacts.store import BundleFile
 from ..artifacts.types import Fusion, Model, Pass, Problem, bucket_of
 from ..kernels.passes import dtype_of
-from . import discover, epilogue
+from . import discover, epilogue, gathered
 from .candidates import why_not
 from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Snapshot, View
 from .dispatch import forms_of, naturally_aligned
+from .launch import LoadedKernel
 from .loading import loaded, prepare
-from .passes import ranked
+from .passkernels import ranked
 from .settings import settings
 
 _ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those of the last bucket
@@ -110,9 +111,8 @@ def preload(
     strict = settings().strict
     for problem, bucket in cells:
         aligned = naturally_aligned(problem)
-        if Fusion.SILU in problem.fusion:  # what a layer runs where it pays, and nobody misses elsewhere
-            fused = epilogue.kernel(snapshot, problem, bucket, device, aligned=aligned)
-            kernels.update(() if fused is None else (fused.function.handle,))
+        kernels.update(one.function.handle for one in _where_it_pays(snapshot, problem, bucket, device, aligned))
+        if Fusion.SILU in problem.fusion:  # nobody misses it
             continue
         try:
             kernel = prepare(snapshot, problem, bucket, local, device, aligned=aligned, strict=strict)
@@ -130,6 +130,25 @@ def preload(
     _log.info("pretuned: %d variants preloaded for %d problems in %.1f ms", done.count, done.problems,
               done.seconds * 1e3)  # fmt: skip
     return done
+
+
+def _where_it_pays(
+    snapshot: Snapshot, problem: Problem, bucket: int, device: int, aligned: bool
+) -> Iterator[LoadedKernel]:
+    """What runs in place of a problem's own choice, or of a layer's, where a bundle's times say that it is faster."""
+    if Fusion.GATHER not in problem.fusion and Fusion.SILU not in problem.fusion:
+        return
+    # What a pass takes hangs on top_k, and on who vouches for an index: the dearest, the cheapest, and none.
+    for top_k, checks in ((1, True), (problem.E, False), (0, False)):
+        if Fusion.SILU in problem.fusion:
+            found = [epilogue.kernel(snapshot, problem, bucket, device, aligned=aligned, top_k=top_k, checks=checks)]
+        else:
+            found = [
+                gathered.kernel(snapshot, problem, bucket, device, top_k=top_k, fusion=fusion, aligned=aligned,
+                                checks=checks)
+                for fusion in (Fusion.GATHER, Fusion.GATHER | Fusion.BIAS)
+            ]  # fmt: skip
+        yield from (one for one in found if one is not None)
 
 
 def cells_of(wanted: Mapping[Problem, Iterable[int]], snapshot: Snapshot, local: LocalGpu) -> list[_Cell]:

@@ -90,8 +90,10 @@ def gpus(candidates: Path, run: Callable[[Setup, Job], Result] = faketimer.run) 
             one.shutdown()
 
 
-def problem_of(planned: Plan) -> Problem:
-    (found,) = (one for one in planned.problems if optional(one))
+def problems_of(planned: Plan) -> tuple[Problem, ...]:
+    """The form for rows gathered beforehand, and the one that gathers them."""
+    found = tuple(one for one in planned.problems if optional(one))
+    assert [one.fusion for one in found] == [Fusion.SILU, BOTH]
     return found
 
 
@@ -100,9 +102,10 @@ def gated_code(bundle: Bundle) -> list[Variant]:
 
 
 def test_what_is_planned(planned: Plan) -> None:
-    assert problem_of(planned) == Problem(Op.FORWARD, DType.BF16, 8, 256, 256, fusion=BOTH)
-    assert planned.buckets[problem_of(planned)] == (1024, 2048)  # of 512 to 2048 rows
-    assert problem_of(planned) in planned.models[0].problems
+    for problem, fusion in zip(problems_of(planned), (Fusion.SILU, BOTH), strict=True):
+        assert problem == Problem(Op.FORWARD, DType.BF16, 8, 256, 256, fusion=fusion)
+        assert planned.buckets[problem] == (1024, 2048)  # of 512 to 2048 rows
+        assert problem in planned.models[0].problems
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,7 @@ def test_what_is_planned(planned: Plan) -> None:
     ],
 )
 def test_where_it_is_not_planned(changes: dict[str, object]) -> None:
-    assert sum(map(optional, plan([QWEN3]).problems)) == 1
+    assert sum(map(optional, plan([QWEN3]).problems)) == 2
     made = plan([replace(QWEN3, **changes)])  # type: ignore[arg-type]
     assert made.problems
     assert not any(map(optional, made.problems))
@@ -137,18 +140,20 @@ def test_a_capability_without_its_code_has_no_such_problem(planned: Plan) -> Non
         here = planned_on(planned, sms)
         assert any(map(optional, here.problems)) is has
         assert any(optional(one) for model in here.models for one in model.problems) is has
-        assert len(here.problems) == 4 + has
+        assert len(here.problems) == 4 + 2 * has
     (old, new) = estimate(planned, (80, 90), None)
-    assert (old.problems, new.problems) == (4, 5)
-    assert old.choices == new.choices - 2
+    assert (old.problems, new.problems) == (4, 6)
+    assert old.choices == new.choices - 4
 
 
 def test_its_code_is_that_of_few_specialised_configs(planned: Plan) -> None:
     found = [one for one in specs(planned.problems, 90, Space()) if optional(one)]
-    assert 0 < len(found) <= GATED_CONFIGS
     assert all(one.config.specialized and one.config.block_n in GATED_COLUMNS for one in found)
-    assert {(one.fusion, one.alignment) for one in found} == {(BOTH, 16)}
-    assert found[0].config == space.candidates(Op.FORWARD, DType.BF16, 90)[0]
+    assert {one.alignment for one in found} == {16}
+    first, gathers = ([one.config for one in found if one.fusion is fusion] for fusion in (Fusion.SILU, BOTH))
+    assert first == gathers  # both codes of each
+    assert 0 < len(first) <= GATED_CONFIGS
+    assert first[0] == space.candidates(Op.FORWARD, DType.BF16, 90)[0]
 
 
 @pytest.mark.parametrize("layout", list(Layout))
@@ -170,14 +175,15 @@ def test_a_build_for_several_capabilities(planned: Plan, compiled_dir: Path, tmp
     older, newer = (sound(str(one.path)) for one in build(planned, (80, 90), options).bundles)
     assert not gated_code(older)
     assert not any(map(optional, older.choices))
-    assert [len(one.problems) for one in (*older.models, *newer.models)] == [4, 5]
-    assert 0 < len(gated_code(newer)) <= 2
-    problem = problem_of(planned)
-    assert [one.bucket for one in newer.choices[problem]] == [1024, 2048]
-    for gated in newer.choices[problem]:  # no estimate is above that of the product in the same config
-        assert gated.source is Source.MODELLED
-        assert newer.variants[gated.variant].fusion is BOTH
-        assert newer.variants[gated.variant].config in (WIDE.pairs(), HALF.pairs())
+    assert [len(one.problems) for one in (*older.models, *newer.models)] == [4, 6]
+    assert {one.fusion for one in gated_code(newer)} == {Fusion.SILU, BOTH}
+    assert len(gated_code(newer)) <= 4
+    for problem in problems_of(planned):
+        assert [one.bucket for one in newer.choices[problem]] == [1024, 2048]
+        for gated in newer.choices[problem]:  # no estimate is above that of the product in the same config
+            assert gated.source is Source.MODELLED
+            assert newer.variants[gated.variant].fusion is problem.fusion
+            assert newer.variants[gated.variant].config in (WIDE.pairs(), HALF.pairs())
     assert codec.encode(codec.decode(codec.encode(newer), "again")) == codec.encode(newer)
     again = build(planned, (80, 90), options)
     assert all(one.unchanged for one in again.bundles)
@@ -190,14 +196,14 @@ def test_the_tuner_measures_it_like_the_others(candidates: Path, planned: Plan, 
     assert (outcome.measured, outcome.left) == (planned.choices, 0)
     found = read_candidates(candidates, planned)
     bundle = measured_bundle(planned, found, read_journal(journal))
-    problem = problem_of(planned)
-    for choice in bundle.choices[problem]:
-        chosen = bundle.variants[choice.variant]
-        assert (choice.source, chosen.fusion) == (Source.MEASURED, BOTH)
-        assert choice.time_ns == faketimer.time_ns(Job(problem, choice.bucket, ()), chosen.cubin_sha256)
     told = sheet("t", {}, bundle, [read_journal(journal)], None)
-    cells = [cell for gemm in told.gemms for cell in gemm.cells if cell.problem == problem]
-    assert [(cell.bucket, cell.state.value) for cell in cells] == [(1024, "measured"), (2048, "measured")]
+    for problem in problems_of(planned):
+        for choice in bundle.choices[problem]:
+            chosen = bundle.variants[choice.variant]
+            assert (choice.source, chosen.fusion) == (Source.MEASURED, problem.fusion)
+            assert choice.time_ns == faketimer.time_ns(Job(problem, choice.bucket, ()), chosen.cubin_sha256)
+        cells = [cell for gemm in told.gemms for cell in gemm.cells if cell.problem == problem]
+        assert [(cell.bucket, cell.state.value) for cell in cells] == [(1024, "measured"), (2048, "measured")]
     assert not any(cell.state.value == "missing" for gemm in told.gemms for cell in gemm.cells)
 
 
@@ -207,7 +213,7 @@ def test_code_of_it_that_is_wrong_does_not_ship_and_hinders_nothing(
     journal = tmp_path / "h200.journal"
     with gpus(candidates, run=faketimer.wrong_gated) as here:
         outcome = tune_problems(planned.buckets, candidates, journal, executors=here)
-    assert len(outcome.failures) == 2
+    assert len(outcome.failures) == 4
     options = Options(tmp_path, cache=CompileCache(compiled_dir), space=SPACE, journal=journal)
     (built,) = build_measured(planned, candidates, options).bundles
     (other,) = build(planned, (90,), dataclasses.replace(options, name="other")).bundles
@@ -223,7 +229,7 @@ def test_candidates_of_an_earlier_version_are_measured_and_built_without_it(
     planned: Plan, compiled_dir: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "old.msgpack"
-    earlier = planned.without({problem_of(planned)})
+    earlier = planned.without(set(problems_of(planned)))
     compile_candidates(earlier, 90, path, Options(tmp_path, cache=CompileCache(compiled_dir), space=SPACE))
     journal = tmp_path / "h200.journal"
     with gpus(path) as here:
@@ -237,25 +243,26 @@ def test_merge_diff_and_prune(
     planned: Plan, compiled_dir: Path, tmp_path: Path, options: Callable[..., Options]
 ) -> None:
     given = Options(tmp_path, cache=CompileCache(compiled_dir), space=SPACE)
-    problem = problem_of(planned)
+    problems = problems_of(planned)
     (built,) = build(planned, (90,), given).bundles
-    earlier = planned.without({problem})
+    earlier = planned.without(set(problems))
     (plain,) = build(earlier, (90,), dataclasses.replace(given, name="plain")).bundles
     new, old = sound(str(built.path)), sound(str(plain.path))
     both = merge({"new": new, "old": old}).bundle
-    assert both.choices[problem] == tuple(
-        replace(one, variant=both.variants.index(new.variants[one.variant]),
-                runner_up=None if one.runner_up is None else both.variants.index(new.variants[one.runner_up]))
-        for one in new.choices[problem]
-    )  # fmt: skip
+    for problem in problems:
+        assert both.choices[problem] == tuple(
+            replace(one, variant=both.variants.index(new.variants[one.variant]),
+                    runner_up=None if one.runner_up is None else both.variants.index(new.variants[one.runner_up]))
+            for one in new.choices[problem]
+        )  # fmt: skip
     changes = diff(old, both)
-    assert changes.problems_added == (problem,)
-    assert {one.fusion for one in changes.variants_added} == {BOTH}
+    assert changes.problems_added == problems
+    assert {one.fusion for one in changes.variants_added} == {Fusion.SILU, BOTH}
     kept = prune(both, planned, "both")
     assert not kept.missing
     assert set(kept.bundle.choices) == set(planned.problems)
     lacking = prune(old, planned, "old")
-    assert dict(lacking.missing) == {problem: (1024, 2048)}
+    assert dict(lacking.missing) == dict.fromkeys(problems, (1024, 2048))
     (older,) = build(planned, (80,), dataclasses.replace(given, name="older")).bundles
     assert not prune(sound(str(older.path)), planned, "older").missing  # there is no such code for sm_80
 

@@ -53,8 +53,9 @@ def test_what_is_left_is_what_the_model_alone_would_have(made, both: Bundle) -> 
 def test_the_fallbacks_of_its_ops_stay(both: Bundle) -> None:
     done = prune(both, planned(SMALL, ops=(Op.FORWARD,)), "both")
     dtypes = {problem.dtype for problem in done.bundle.choices}
-    passes = {one for one in both.variants if one.op in (Pass.ACTIVATION, Pass.COMBINE) and one.dtype in dtypes}
-    assert len(passes) == 4
+    ops = (Pass.ACTIVATION, Pass.COMBINE, Pass.GATHER)
+    passes = {one for one in both.variants if one.op in ops and one.dtype in dtypes}
+    assert len(passes) == 6
     assert {one for one in done.bundle.variants if isinstance(one.op, Pass)} == passes
     done = replace(done, bundle=replace(done.bundle, variants=tuple(
         one for one in done.bundle.variants if one not in passes

@@ -83,10 +83,9 @@ def _ratio(problem: Problem, M: int, one: Config, other: Config) -> float:
 
 
 @pytest.mark.parametrize("problem", [QWEN30, NEXT])
-def test_sparse_decode_takes_thin_tiles_one_a_program(problem: Problem) -> None:
+def test_sparse_decode_takes_thin_tiles(problem: Problem) -> None:
     near = _near_best(problem, 16 * 8, HOPPER, _h200())
-    assert near[0].block_m == 16
-    assert not near[0].persistent
+    assert near[0].block_m == 16  # measured: one a program and persistent ones within 1 % of each other
     assert Config(16, 64, 256, 4, 3, tma=True, persistent=False) in near
     assert Config(16, 64, 128, 4, 4, tma=True, persistent=False) in near
 

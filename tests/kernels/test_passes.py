@@ -125,10 +125,12 @@ def test_which_passes_go_with_which_gemms() -> None:
         return list(dict.fromkeys((one.op, one.dtype) for one in passes.specs(dtypes, frozenset(ops))))
 
     bf16, fp32 = DType.BF16, DType.FP32
-    assert of(Op.FORWARD) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION, bf16)]
+    assert of(Op.FORWARD) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION, bf16), (Pass.GATHER, bf16)]
     assert of(Op.DX) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION_GRAD, bf16), (Pass.GATHER, bf16)]
     assert len(of(*Op)) == len(Pass)
-    assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [(Pass.COMBINE, fp32), (Pass.ACTIVATION, fp32)]
+    assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [
+        (Pass.COMBINE, fp32), (Pass.ACTIVATION, fp32), (Pass.GATHER, fp32)
+    ]  # fmt: skip
     assert of() == []
 
 

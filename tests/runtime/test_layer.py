@@ -297,6 +297,49 @@ def test_a_plan_keeps_h_only_for_a_gradient(
     torch.testing.assert_close(dx, right, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_rows_gathered_beforehand_add_up_to_the_reference(
+    device: Device, both: Callable[..., None], layout: str, biased: bool
+) -> None:
+    device.first = True
+    left = (Op.FORWARD, Fusion.SCATTER if biased else Fusion.NONE)
+    given = tensors(True, layout, biased)
+    both(given, set(NAMES), IDS, w_layout=layout)
+    assert device.launched[:2] == [UNGATED[0], left]  # (the other is asked for first)
+    assert device.passed[:3] == [Pass.GATHER, Pass.ACTIVATION, Pass.COMBINE]
+    both(given, set(), IDS, w_layout=layout)
+    assert device.passed == [Pass.GATHER, Pass.ACTIVATION, Pass.COMBINE]
+    device.there -= {Pass.GATHER}
+    reload()
+    both(given, set(), IDS, w_layout=layout)
+    assert device.passed == [Pass.ACTIVATION, Pass.COMBINE]
+
+
+def test_rows_gathered_beforehand_and_silu_in_the_epilogue(
+    monkeypatch: pytest.MonkeyPatch, device: Device, both: Callable[..., None], planned: list[int]
+) -> None:
+    device.first = True
+    device.there |= {(Op.FORWARD, Fusion.SILU)}
+    given = tensors(True, "nk", False)
+    both(given, set(), IDS)
+    assert device.launched[:2] == [(Op.FORWARD, Fusion.SILU), UNGATED[1]]  # (the plan asks for the other form, too)
+    assert device.passed == [Pass.GATHER, Pass.COMBINE]
+    host_gpu.on(monkeypatch, False)
+    leaves = [given[name] for name in ("hidden", "up", "down")]
+    wanted = moe_mlp(*leaves, IDS, given["weights"])
+    host_gpu.on(monkeypatch, True)
+    for one in leaves:
+        assert one is not None
+        one.requires_grad_()
+    for grad in (False, False, True, True):  # by a plan from the second on
+        device.passed.clear()
+        with torch.set_grad_enabled(grad):
+            out = moe_mlp(*leaves, IDS, given["weights"])
+        torch.testing.assert_close(out.detach(), wanted, rtol=1e-5, atol=1e-4)
+        assert device.passed == [Pass.GATHER, *([Pass.ACTIVATION] if grad else []), Pass.COMBINE]
+
+
 def test_no_tokens_and_no_width(device: Device, both: Callable[..., None]) -> None:
     device.there |= {GATED}
     given = tensors(True, "nk", False)

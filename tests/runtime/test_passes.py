@@ -18,7 +18,7 @@ from pretuned.artifacts.store import BundleFile, publish
 from pretuned.artifacts.types import DType, Fusion, Kernel, Layout, Pass, Variant
 from pretuned.kernels import passes as words
 from pretuned.kernels.passes import Block, PassSpec
-from pretuned.runtime import passes
+from pretuned.runtime import passes, passkernels
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.driver import Function, LaunchConfig
 from pretuned.runtime.launch import LoadedKernel
@@ -50,7 +50,7 @@ def write(path: Path, variants: Sequence[Variant], sm: int = 90) -> Path:
 
 
 def best(paths: Sequence[Path], local: LocalGpu = ON_H200, *, aligned: bool = True) -> list[tuple[str, int]]:
-    found = passes.ranked(snapshot(*paths), Pass.COMBINE, DType.BF16, local, aligned=aligned)
+    found = passkernels.ranked(snapshot(*paths), Pass.COMBINE, DType.BF16, local, aligned=aligned)
     return [(usable.path.name, index - 3) for usable, index in found]
 
 
@@ -93,7 +93,7 @@ def test_installed_bundles_are_asked_where_no_other_has_it(tmp_path: Path) -> No
     without = write(tmp_path / "own" / "a.msgpack", [])
     write(tmp_path / "package" / "b.msgpack", [record(Pass.COMBINE)])
     found = snapshot(without, installed=[tmp_path / "package"])
-    ((usable, _),) = passes.ranked(found, Pass.COMBINE, DType.BF16, ON_H200, aligned=True)
+    ((usable, _),) = passkernels.ranked(found, Pass.COMBINE, DType.BF16, ON_H200, aligned=True)
     assert usable.path.name == "b.msgpack"
 
 

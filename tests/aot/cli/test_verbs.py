@@ -73,12 +73,12 @@ def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     assert "Nothing was built" in ended.out
     told = json.loads(aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90", "--json").out)
     assert [one["sm"] for one in told["capabilities"]] == [80, 90]
-    assert len(told["problems"]) == 22  # forward 5 a shard, dX 4, dW 2
+    assert len(told["problems"]) == 24  # forward 6 a shard, dX 4, dW 2
     assert {(one["op"], one["fused"]) for one in told["problems"]} == {
         *((op, fused) for op in ("forward", "dX") for fused in ("", "gather", "scatter")), ("dW", ""),
-        ("forward", "gather+silu"),
+        ("forward", "silu"), ("forward", "gather+silu"),
     }  # fmt: skip
-    assert [one["problems"] for one in told["capabilities"]] == [20, 22]
+    assert [one["problems"] for one in told["capabilities"]] == [20, 24]
     only = json.loads(aot("plan", "-m", "Qwen/Qwen3-30B-A3B", "--sm", "90", "--ops", "forward", "--json").out)
     assert {one["op"] for one in only["problems"]} == {"forward"}
     assert all(one["cached"] == 0 and one["variants"] > 16 for one in told["capabilities"])

@@ -1,0 +1,198 @@
+"""Whether the rows of x are gathered beforehand, into a scratch [M, K], for the plain product: the other way is code
+that gathers them as it loads.
+
+Rows that an index picks can't be loaded by TMA. Products that compute much lose more by that than a pass over the rows
+takes; where the weights are most of the traffic, or a row makes little work, it is the other way round. So the pass
+runs only where one bundle says of both codes, for this very problem and bucket, that it pays with the pass added, whose
+time is ``pass_us``:
+
+- measured, on one GPU: the plain product and the pass take less;
+- modelled: they take less by more than 5 %, which is what the cost model does not tell apart.
+
+A call that scatters, weighs or has a bias as well needs the indexed code for it. No plan has choices for that beside a
+gather: it is taken in the plain choice's config, at 5 % above its time (the most that an index costs a large tile).
+
+The code that gathers stays for a GPU whose memory's rate is not known, a bundle without the pass, a kernel that the
+caller names, and rows of x that are not dense or not aligned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ..artifacts.errors import BundleError
+from ..artifacts.types import Fusion, Gpu, Pass, Problem, Source, bucket_of
+from ..kernels import chips
+from ..kernels.abi import code_of, gemm_of
+from ..kernels.passes import USED, dtype_of
+from . import passkernels, rivals
+from .candidates import Candidate, why_not
+from .device import LocalGpu, allocator, local_gpu
+from .discover import Rejected, Snapshot
+from .launch import LoadedKernel
+from .launcher import Launcher
+from .loading import loaded
+
+# The pass's time: within 10 % of every gather at 1024 tokens and more in benchmarks/results/passes-h200.json (0.94 to
+# 1.09 of it; with fewer tokens a few us are all that it takes, and the file says up to 2.2 us more).
+_FIXED_US = 4.0
+_TRAFFIC_TIMES = 1.6  # the time in which the memory, at its published rate, moves the bytes once
+_INDEX_BYTES = 8
+CHECK_US = 4.0  # bringing an index that nobody vouches for into range: one launch
+MARGIN = 1.05  # of modelled times
+_INDEXED = 1.05  # what an index costs the plain product
+
+_Gather: TypeAlias = Callable[[int, int, tuple[int, ...], tuple[int, ...]], None]
+
+
+class Verdict(NamedTuple):
+    """The variant that multiplies rows gathered beforehand, or None for the code that gathers; and why.
+
+    ``time_us`` is the one that counts: with the pass, if that runs.
+    """
+
+    chosen: Candidate | None
+    reason: str
+    time_us: float = 0.0
+
+
+class GatherFirst:
+    """Launches the pass and then the product of its rows: called as a ``Launcher`` is, with two addresses more.
+
+    ``index_in_range`` is read by the pass, and unlike ``index`` has no entry that x has no row for; 0 says that index
+    is such. At ``used`` stands how many rows belong to an expert, the others are not gathered; 0 for all of them.
+    The scratch is torch's, of its current stream, which ``stream`` has to be: in a graph capture, of the graph's pool.
+    """
+
+    __slots__ = ("_columns", "_divisor", "_dtype", "_empty", "_gather", "_indexed", "_product", "_step")
+
+    def __init__(
+        self, gather: _Gather, product: Launcher, like: torch.Tensor, columns: int, divisor: int, index_step: int,
+        fusion: Fusion,
+    ) -> None:  # fmt: skip
+        self._gather, self._product = gather, product
+        self._empty, self._dtype, self._columns = allocator(like.device), like.dtype, columns
+        self._divisor, self._step = divisor, index_step
+        self._indexed = fusion & ~Fusion.SILU
+
+    def __call__(
+        self, first: int, second: int, result: int, m_sizes: int, stride_a: int, stride_b: int, M: int, stream: int,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, index_in_range: int = 0, used: int = 0,
+    ) -> None:  # fmt: skip
+        K = self._columns
+        scratch = self._empty((M, K), (K, 1), self._dtype)
+        at = scratch.data_ptr()
+        self._gather(
+            M, K, (first, index_in_range or index, used, at), (M, K, self._divisor, self._step, USED if used else 0)
+        )
+        moved: tuple[int, ...] = ()
+        if self._indexed:
+            picks = self._indexed & (Fusion.SCATTER | Fusion.WEIGHT)
+            moved = (index if picks else 0, row_weights, bias, index_end)
+        self._product(at, second, result, m_sizes, K, stride_b, M, stream, *moved)
+
+
+Launch: TypeAlias = "Launcher | GatherFirst"
+
+
+def in_range(index: torch.Tensor, rows: int, divisor: int) -> torch.Tensor:
+    """The index as the pass may read it: one that x [rows, K] has no row for becomes another, whose row is not used."""
+    return index.clamp(0, rows * divisor - 1)
+
+
+def verdict(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, fusion: Fusion = Fusion.GATHER,
+    aligned: bool = True, checks: bool = False,
+) -> Verdict:  # fmt: skip
+    """Which of the two runs M rows of ``problem``, one with the code that gathers; the module says by what rule.
+
+    ``fusion`` is all that the call does; ``top_k`` sorted rows read each row of x, 0 says that x can't be gathered
+    beforehand; ``checks`` says that the index has to be brought into range.
+    """
+    bucket = bucket_of(M)
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            ran = rivals.own(snapshot, problem, bucket, local, aligned)
+            if isinstance(ran, str):
+                return Verdict(None, ran)
+            return against(snapshot, ran, problem, bucket, local, top_k, fusion, aligned, checks)
+
+
+def kernel(
+    snapshot: Snapshot, problem: Problem, M: int, device: int, *, top_k: int, fusion: Fusion = Fusion.GATHER,
+    aligned: bool = True, checks: bool = False,
+) -> LoadedKernel | None:  # fmt: skip
+    """The variant that ``verdict`` names, loaded on ``cuda:device``; None where the code that gathers is to run."""
+    local = local_gpu(device)
+    while True:  # each turn drops a bundle
+        ruled = verdict(snapshot, problem, M, local, top_k=top_k, fusion=fusion, aligned=aligned, checks=checks)
+        if ruled.chosen is None:
+            return None
+        try:
+            return loaded(ruled.chosen.usable.bundle, ruled.chosen.index, device, local.gpu.sm_count)
+        except BundleError as error:
+            snapshot.reject(ruled.chosen.usable.bundle, error)
+
+
+def against(
+    snapshot: Snapshot, ran: Candidate, problem: Problem, bucket: int, local: LocalGpu, top_k: int, fusion: Fusion,
+    aligned: bool, checks: bool,
+) -> Verdict:  # fmt: skip
+    """As ``verdict``, where ``ran`` is the choice of the code that gathers."""
+    gather_us = pass_us_for(snapshot, ran, problem, bucket, local, top_k, aligned)
+    if isinstance(gather_us, str):
+        return Verdict(None, gather_us, ran.time_us)
+    gather_us += CHECK_US if checks else 0.0
+    plain = replace(problem, fusion=Fusion.NONE, top_k=0)
+    found = rivals.rival(snapshot, ran, plain, bucket, local, aligned)
+    if isinstance(found, Candidate) and code_of(problem.op, fusion & ~Fusion.GATHER):
+        found = _indexed(snapshot, found, replace(plain, fusion=Fusion.SCATTER), local, aligned)
+    if isinstance(found, str):
+        return Verdict(None, f"rows are gathered on load: of the plain code, {found}", ran.time_us)
+    times = f"{found.time_us:.1f} us {found.source.value} and the pass {gather_us:.1f} us, "
+    times += f"gathered on load {ran.time_us:.1f} us"
+    time_us = found.time_us + gather_us
+    if time_us * (MARGIN if found.source is Source.MODELLED else 1.0) >= ran.time_us:
+        return Verdict(None, f"rows gathered on load are no slower: {times}", ran.time_us)
+    return Verdict(found, f"rows gathered beforehand are faster at M <= {bucket}: the product {times}", time_us)
+
+
+def pass_us_for(
+    snapshot: Snapshot, ran: Candidate, problem: Problem, bucket: int, local: LocalGpu, top_k: int, aligned: bool
+) -> float | str:
+    """The pass's time on the GPU that ``ran`` was measured on (modelled: here); in words why there is none."""
+    gpu = local.gpu if ran.gpu is None else ran.gpu
+    if not top_k or not aligned:
+        return "rows are gathered on load: the pass is for dense, aligned rows"
+    gather_us = pass_us(bucket, gemm_of(problem).reduction, problem.dtype.itemsize, top_k, gpu)
+    if gather_us is None:
+        return "rows are gathered on load: the memory's rate of this GPU is not known"
+    if not passkernels.ranked(snapshot, Pass.GATHER, dtype_of(problem.dtype), local, aligned=True):
+        return "rows are gathered on load: no usable bundle has the pass that gathers them"
+    return gather_us
+
+
+def pass_us(M: int, K: int, itemsize: int, top_k: int, gpu: Gpu) -> float | None:
+    """What the pass takes for M rows of K elements, in us; None for a GPU whose memory's rate is not known.
+
+    It reads the index, M/top_k rows of x from memory and again from L2, and writes M rows.
+    """
+    chip = chips.chip_named(gpu.name)
+    if chip is None:
+        return None
+    moved_bytes = (M + M / top_k) * K * itemsize + _INDEX_BYTES * M
+    return _FIXED_US + _TRAFFIC_TIMES * moved_bytes / chip.bandwidth_gbs * 1e-3
+
+
+def _indexed(snapshot: Snapshot, plain: Candidate, problem: Problem, local: LocalGpu, aligned: bool) -> Candidate | str:
+    """The indexed code in the plain choice's config."""
+    for index, variant in snapshot.variants(plain.usable.bundle, problem):
+        alike = variant.config == plain.variant.config and variant.alignment == plain.variant.alignment
+        if alike and why_not(variant, problem, local, aligned=aligned) is None:
+            return replace(plain, index=index, variant=variant, time_us=_INDEXED * plain.time_us)
+    return "none in that config stores by index"

@@ -1,0 +1,45 @@
+"""Which kernel of a pass over rows runs here: the ranking, over the bundles of a snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+
+from ..artifacts.types import DType, Pass, Variant
+from ..kernels import abi, chips
+from ..kernels.passes import PassSpec
+from .device import LocalGpu
+from .discover import Rejected, Snapshot, Usable
+from .launchable import unlaunchable
+
+
+def ranked(snapshot: Snapshot, op: Pass, dtype: DType, local: LocalGpu, *, aligned: bool) -> list[tuple[Usable, int]]:
+    """The kernels of this pass that ``local`` can run, best first: (bundle, variant's index).
+
+    Code for this very capability first, then aligned code, the later revision, the place of the bundle. Installed
+    packages are asked only if no other place has any.
+    """
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            for installed in (False, True):
+                found = [
+                    (usable, i, variant)
+                    for usable in snapshot.view(local, installed=installed).usable
+                    for i, variant in snapshot.variants(usable.bundle, PassSpec(op, dtype))
+                    if _runs(variant, local, aligned)
+                ]
+                if found:
+                    found.sort(key=lambda one: _rank(one[0], one[1], one[2], local))
+                    return [(usable, i) for usable, i, _ in found]
+            return []
+
+
+def _rank(usable: Usable, index: int, variant: Variant, local: LocalGpu) -> tuple[int, ...]:
+    native = usable.bundle.target.sm == local.sm
+    return (not native, -variant.alignment, -variant.revision, usable.order, index)
+
+
+def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
+    first, last = abi.READS_ABI
+    limits = chips.LIMITS.get(local.sm)
+    fits = limits is None or variant.shared_bytes <= limits.shared_per_block_bytes
+    return first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)

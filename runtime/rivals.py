@@ -1,0 +1,51 @@
+"""Other code for a product, held against the choice that dispatch makes: what one bundle says of both, no more.
+
+Times of two bundles, two GPUs or two sources are never compared.
+"""
+
+from __future__ import annotations
+
+from ..artifacts.types import Choice, Gpu, Problem, Source
+from .candidates import Candidate, Match, same_gpu, why_not
+from .device import LocalGpu
+from .discover import Snapshot
+from .dispatch import Decision, settle
+
+
+def own(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool) -> Candidate | str:
+    """What runs the problem without a rival, if a choice for this very problem and bucket does; else why not."""
+    decided = settle(snapshot, problem, bucket, local, aligned, False)
+    if not isinstance(decided, Decision):
+        return "no bundle runs the product itself"
+    if decided.chosen.match is not Match.EXACT:
+        return f"the product's own choice is {decided.reason}: there is nothing to compare times with"
+    return decided.chosen
+
+
+def rival(
+    snapshot: Snapshot, ran: Candidate, problem: Problem, bucket: int, local: LocalGpu, aligned: bool
+) -> Candidate | str:
+    """The choice of the same bundle for another form of the product, if its time compares with ``ran``'s."""
+    bundle = ran.usable.bundle
+    choice = next((one for one in snapshot.find(bundle, problem) if one.bucket == bucket), None)
+    if choice is None:
+        return f"{ran.usable.path.name} has no choice for it at M <= {bucket}"
+    variant = snapshot.variant(bundle, choice.variant)
+    lacking = why_not(variant, problem, local, aligned=aligned)
+    if lacking is not None:
+        return f"its variant can't run here: {lacking}"
+    gpu = None if choice.gpu is None else bundle.gpus[choice.gpu]
+    if not _comparable(choice, gpu, ran):
+        return "its time and the product's are not of one source"
+    return Candidate(
+        ran.usable, choice.variant, variant, ran.origin, Match.EXACT, choice.source, bucket, choice.time_ns / 1e3, gpu
+    )
+
+
+def _comparable(choice: Choice, gpu: Gpu | None, ran: Candidate) -> bool:
+    """Whether the two times are of one source: one GPU, or one cost model."""
+    if choice.source is not ran.source:
+        return False
+    if choice.source is Source.MODELLED:
+        return True
+    return gpu is not None and ran.gpu is not None and same_gpu(gpu, ran.gpu)
