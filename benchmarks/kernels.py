@@ -94,11 +94,9 @@ def layers_of(text: str) -> list[tuple[str, list[tuple[str, int, int]], int, int
     ]  # fmt: skip
 
 
-def in_turns(
-    clock: method.Clock, ours: Callable[[], Any], torchs: Callable[[], Any], budget_ms: float = 400.0
-) -> list[float]:
-    """The medians of two calls in microseconds: up to 50 rounds, at least 5, within the budget where that goes."""
-    graphs = [clock.capture(ours), clock.capture(torchs)]
+def in_turns(clock: method.Clock, *calls: Callable[[], Any], budget_ms: float = 400.0) -> list[float]:
+    """The medians of calls in microseconds: up to 50 rounds, at least 5, within the budget where that goes."""
+    graphs = [clock.capture(call) for call in calls]
     one = sum(times[-1] for times in clock.rounds_us(graphs, 2))
     rounds = clock.rounds_us(graphs, max(5, min(50, int(budget_ms * 1000 / max(one, 1.0)))))
     return [statistics.median(times) for times in rounds]
