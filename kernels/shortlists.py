@@ -123,6 +123,19 @@ HOPPER_DW_POINTER: tuple[Row, ...] = (
     (32, 128, 128, 4, 3),
     (16, 64, 128, 4, 4),
 )
+# sm_90, tf32, as they are: with fewer than 64 rows or 4 warps a tile runs on mma.sync. wgmma wants the reduction
+# contiguous in both operands of this type; others are turned round in shared memory first: dX's w, and both of dW's.
+HOPPER_TF32: tuple[Row, ...] = ((128, 128, 32, 8, 4),)
+HOPPER_TF32_DX: tuple[Row, ...] = (
+    (64, 64, 32, 2, 4),
+    (32, 256, 32, 4, 3),
+    (32, 128, 64, 4, 3),
+)
+HOPPER_TF32_DW: tuple[Row, ...] = (
+    (32, 64, 128, 2, 3),
+    (16, 32, 256, 4, 4),
+    (32, 64, 64, 2, 4),
+)
 # Blackwell, TMA, nothing measured: 128 rows for large M, 64-row tiles where experts have few rows.
 TMA_PERSISTENT: tuple[Row, ...] = (
     (128, 256, 64, 8, 3),

@@ -91,6 +91,9 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
             pool = _configs(double(lists.POINTER_PERSISTENT, op), tma=False, persistent=True)
             pool += _configs(double(lists.POINTER_DECODE, op), tma=False, persistent=False)
             pool += _configs(double(lists.POINTER_PERSISTENT[4:5], op), tma=False, persistent=True, group_m=1)
+    if sm == 90 and dtype is DType.TF32:
+        rows = {Op.FORWARD: lists.HOPPER_TF32, Op.DX: lists.HOPPER_TF32_DX, Op.DW: lists.HOPPER_TF32_DW}[op]
+        pool = _configs(rows, tma=True, persistent=True) + pool
     if sm == 90 and dtype in (DType.BF16, DType.FP16):
         rows = lists.HOPPER_DW_SPECIALIZED if op is Op.DW else lists.HOPPER_SPECIALIZED
         first = _configs(rows, tma=True, persistent=True)
