@@ -241,10 +241,10 @@ def test_moving_rows_has_one_candidate_of_a_kind_and_tile_size() -> None:
             Space().candidates(Family(Op.FORWARD, DType.BF16, Layout.NK, fusion), sm)
             for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
         )
-        tiles = [(one.block_m, one.block_n, one.block_k, one.specialized) for one in gathers]
+        tiles = [(one.block_m, one.block_n, one.block_k, one.specialized, one.streamed) for one in gathers]
         assert gathers == scatters
         assert len(set(tiles)) == len(tiles) < len(plain)
-        assert set(tiles) == {(one.block_m, one.block_n, one.block_k, one.specialized) for one in plain}
+        assert set(tiles) == {(one.block_m, one.block_n, one.block_k, one.specialized, one.streamed) for one in plain}
         assert list(gathers) == [one for one in plain if one in gathers]
 
 
