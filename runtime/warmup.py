@@ -166,10 +166,10 @@ def _could_run(
             for choice in (snapshot.find(bundle, plain) if own else ())
             if choice.bucket in own and choice.time_ns < own[choice.bucket].time_ns
         ]
-        indexed = {
-            (variant.config, variant.alignment): index
-            for index, variant in snapshot.variants(bundle, replace(plain, fusion=Fusion.SCATTER))
-        }
+        indexed: dict[object, int] = {}  # the first of a config that can run, as gathered.py takes it
+        for index, variant in snapshot.variants(bundle, replace(plain, fusion=Fusion.SCATTER)):
+            if why_not(variant, problem, local, aligned=True) is None:
+                indexed.setdefault((variant.config, variant.alignment), index)
         variants = [snapshot.variant(bundle, index) for index in dict.fromkeys(faster)]
         alike = [indexed.get((variant.config, variant.alignment)) for variant in variants]
         found = faster + [index for index in alike if index is not None]

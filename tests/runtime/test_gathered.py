@@ -52,12 +52,12 @@ def a_pass() -> Variant:
 
 def book(
     folder: Path, on_load: Choice, plain: Choice, *, gpus: tuple[Gpu, ...] = (H200,), has_pass: bool = True,
-    silu: tuple[Choice | None, Choice | None] = (None, None),
+    silu: tuple[Choice | None, Choice | None] = (None, None), specs: tuple[Spec, ...] = CODE,
 ) -> Path:  # fmt: skip
     """A folder of a bundle of these choices: that gathers, that does not, and the two of silu in the epilogue."""
     rows = {ON_LOAD: on_load, PLAIN: plain, replace(PLAIN, fusion=BOTH): silu[0],
             replace(PLAIN, fusion=Fusion.SILU): silu[1]}  # fmt: skip
-    made = bundle({one: [row] for one, row in rows.items() if row is not None}, gpus=gpus, specs=CODE)
+    made = bundle({one: [row] for one, row in rows.items() if row is not None}, gpus=gpus, specs=specs)
     if has_pass:
         made = replace(
             made, variants=(*made.variants, a_pass()), cubins=(*made.cubins, ELF),
@@ -215,6 +215,15 @@ def test_preload_loads_what_may_run_after_a_pass(tmp_path: Path) -> None:
         warmup.cells_of({PLAIN: [M]}, snapshot(book(tmp_path, measured(M, 0, 3.0), measured(M, 1, 2.0),
                                                     silu=(measured(M, 4, 3.0), measured(M, 5, 2.0)))), ON_H200)
     )  # fmt: skip
+
+
+def test_preload_loads_the_very_indexed_code_that_runs(tmp_path: Path) -> None:
+    """A merged bundle may have a config twice, for few experts and for many."""
+    few, many = (Spec(WIDE, fusion=Fusion.SCATTER, max_experts=most) for most in (64, 1024))
+    for at, specs in ((3, (*CODE, many)), (6, (*CODE[:3], few, *CODE[4:], many)), (3, (*CODE, few))):
+        book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 200.0), specs=specs)
+        assert beforehand(tmp_path, fusion=Fusion.GATHER | Fusion.BIAS) == at
+        assert {index for _, index in warmup.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {1, at}
 
 
 def test_a_choice_of_another_bucket_is_no_rival(tmp_path: Path) -> None:
