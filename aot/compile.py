@@ -69,8 +69,9 @@ def job_key(spec: Spec | PassSpec, sm: int) -> str:
     tools = toolchain()
     parts = [repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(spec.kernel),
              str(REVISIONS[spec.kernel].revision), str(abi.LAUNCH_ABI), *OPTIONS]  # fmt: skip
-    if isinstance(spec, Spec) and spec.config.streamed:
-        parts.append(f"{EVICT_FIRST:#x}")
+    if isinstance(spec, Spec):
+        parts += [repr(abi.constants(spec)), repr(abi.boxes(spec)), repr(abi.divisibility(spec))]
+        parts += [f"{EVICT_FIRST:#x}"] if spec.config.streamed else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

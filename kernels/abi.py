@@ -219,11 +219,20 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
     room = SPECIALIZED_SHARED_BYTES - 512 - c.num_stages * step * spec.dtype.itemsize
     return sizes | {
         "STAGES": c.num_stages,
-        "SLOTS": 2 if 4 * 64 * 64 * spec.dtype.itemsize <= room else 1,
+        "SLOTS": 2 if 4 * 64 * 64 * spec.dtype.itemsize <= room and _even_parts(spec) else 1,
         "GROUP_M": c.group_m,
         "EXPERTS": MAX_EXPERTS,
         "REGISTERS": 216,  # of a multiplying thread; the loading warp has what is left of 168 for each of 12 warps
     }
+
+
+def _even_parts(spec: Spec) -> bool:
+    """Whether every tile leaves in an even number of 64 columns: two buffers in turns need it, the first comes first.
+
+    TMA reads a buffer while the next tile is on its way. Half a tile of 128 columns, as an edge or as silu of both
+    halves, is one part, so the next tile's first would meet it in the same buffer.
+    """
+    return spec.op is Op.DW or "y_map" not in spec.tma or spec.config.block_n >= 256
 
 
 def divisibility(spec: Spec) -> dict[str, int]:
