@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..artifacts.errors import HostError, InputError, PretunedError, TargetMismatch
+from ..artifacts.errors import BundleError, HostError, InputError, PretunedError, TargetMismatch
 from ..artifacts.names import printable
 from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
 from ..kernels import chips
@@ -32,7 +32,8 @@ class Explanation:
     compile it (``runs``, after ``allow_jit``). Past the first, times are for this very bucket: what a bundle says of
     it, or else what the cost model expects. With ``gathered_first`` a pass gathers the rows of x beforehand, and the
     first is for the product that is left: its time is without the pass, whose time ``reason`` has. ``raises`` is the
-    error that the call ends with instead, if any: of strict mode, or of a file that PRETUNED_BUNDLES names.
+    error that the call ends with instead, if any: of strict mode, or of a file that PRETUNED_BUNDLES names. ``assumed``
+    says, of rows that are gathered, which top_k was taken where none was given.
     """
 
     problem: Problem
@@ -45,6 +46,7 @@ class Explanation:
     compiles: bool = False
     raises: str | None = None
     gathered_first: bool = False
+    assumed: str | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -69,6 +71,7 @@ class Explanation:
             "runs": self.runs,
             "raises": self.raises,
             "gathered_first": self.gathered_first,
+            "assumed": self.assumed,
             "reason": self.reason,
             "candidates": [_row(candidate) for candidate in self.candidates],
             "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
@@ -77,6 +80,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.problem} M={self.M} (bucket {bucket_of(self.M)}) on {self.local}"]
         lines += [] if self.aligned else ["  tensors are not aligned to 16 bytes: only unaligned variants can run"]
+        lines += [f"  assumed: {self.assumed}"] if self.assumed is not None else []
         best = self.chosen
         otherwise = "what Triton compiles in the first call (allow_jit)" if self.compiles else "torch"
         if self.raises is not None:
@@ -118,9 +122,11 @@ def explain(
     sm: int | None = None,
     device: int | None = None,
     aligned: bool | None = None,
-    top_k: int = 1,
+    top_k: int | None = None,
 ) -> Explanation:
     """What ``grouped_gemm`` would run, without running it.
+
+    Rows that are gathered are taken to be so by an index of ``sort_routing``, which need not be checked.
 
     Parameters
     ----------
@@ -135,7 +141,9 @@ def explain(
     aligned
         Whether pointers, rows and strides are multiples of 16 bytes; what x, w and the sizes say, if None.
     top_k
-        Of a Problem that gathers: how many sorted rows read each row of x, the experts of a token (of dX: 1).
+        Of a Problem that gathers: how many sorted rows read each row of x, the experts of a token (of dX: 1). If None,
+        the fewest that a model with this product has, of those that the bundles were built for, or 1 if there is none;
+        ``assumed`` then says so.
 
     Raises
     ------
@@ -153,7 +161,7 @@ def explain(
         natural = naturally_aligned(problem)
     if M is None or M < 1:
         raise InputError(f"explain: M is {M}, wanted the number of rows, at least 1")
-    if top_k < 1:
+    if top_k is not None and top_k < 1:
         raise InputError(f"explain: top_k is {top_k}, wanted the number of experts of a token, at least 1")
     local = made_up_gpu(sm) if sm is not None else _gpu_here(device)
     strict = settings.settings().strict
@@ -165,13 +173,17 @@ def explain(
 
 def examine(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, strict: bool = False,
-    top_k: int = 1,
+    top_k: int | None = None,
 ) -> Explanation:  # fmt: skip
-    """Explain a problem over the bundles of ``snapshot``, with every candidate ranked.
+    """Explain a problem over the bundles of ``snapshot``, with every candidate ranked; ``top_k`` is as in ``explain``.
 
     One with silu in its epilogue runs where that pays, else the plain product does, and the activation after it. Rows
     are gathered beforehand where that pays, for an index that need not be checked.
     """
+    if top_k is None:
+        top_k, assumed = _assumed(snapshot, problem, local)
+        told = examine(snapshot, problem, M, local, aligned=aligned, strict=strict, top_k=top_k)
+        return replace(told, assumed=assumed)
     if Fusion.SILU in problem.fusion:
         ruled = epilogue.verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k)
         if ruled.chosen is None:
@@ -209,6 +221,26 @@ def examine(
             return Explanation(
                 problem, M, aligned, local, why, tuple(found), view.skipped, compiles, raises, before is not None
             )
+
+
+def _assumed(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tuple[int, str | None]:
+    """How many sorted rows read each row of x where nobody says; and in words whose number that is, if rows do."""
+    if Fusion.GATHER not in problem.fusion or problem.op is Op.DX:
+        return 1, None
+    if problem.top_k:
+        return problem.top_k, None
+    product = replace(problem, fusion=Fusion.NONE, top_k=0)
+    names: dict[int, str] = {}
+    for usable in snapshot.view(local, installed=True).usable:
+        with contextlib.suppress(BundleError):  # its choices may be whole, and run
+            for model in usable.bundle.models():
+                if any(replace(one, fusion=Fusion.NONE, top_k=0) == product for one in model.problems):
+                    names.setdefault(model.top_k, model.name)
+    if not names:
+        return 1, "top_k=1, as no bundle has a model with this product"
+    least, *more = sorted(names)
+    others = "".join(f"; {names[one]} has {one}" for one in more)
+    return least, f"top_k={least}, as {names[least]} has{others}"
 
 
 def _gathered_first(

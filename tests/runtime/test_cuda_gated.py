@@ -262,7 +262,7 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so(monkeypatch: pytest.Monk
         assert bool(ran) is (found.chosen is None), found.reason
         (plan,) = moe._plans.values()
         assert (plan._gated is None) is (found.chosen is None)
-        told = explain(problem, M=T)
+        told = explain(problem, M=T, top_k=1)
         assert (told.chosen is not None and told.chosen.variant.fusion is BOTH) is (found.chosen is not None)
         print(f"{problem} M={T}: {found.reason}")
 

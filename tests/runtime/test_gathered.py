@@ -18,7 +18,7 @@ from made import ELF, H200, ON_A100, ON_H100, ON_H200, Spec, bundle, measured, m
 
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.store import publish
-from pretuned.artifacts.types import Choice, DType, Fusion, Gpu, Kernel, Layout, Op, Pass, Problem, Variant
+from pretuned.artifacts.types import Choice, DType, Fusion, Gpu, Kernel, Layout, Model, Op, Pass, Problem, Variant
 from pretuned.kernels import passes as words
 from pretuned.kernels.config import Config
 from pretuned.kernels.passes import PassSpec
@@ -53,11 +53,12 @@ def a_pass() -> Variant:
 def book(
     folder: Path, on_load: Choice, plain: Choice, *, gpus: tuple[Gpu, ...] = (H200,), has_pass: bool = True,
     silu: tuple[Choice | None, Choice | None] = (None, None), specs: tuple[Spec, ...] = CODE,
+    models: tuple[Model, ...] = (),
 ) -> Path:  # fmt: skip
     """A folder of a bundle of these choices: that gathers, that does not, and the two of silu in the epilogue."""
     rows = {ON_LOAD: on_load, PLAIN: plain, replace(PLAIN, fusion=BOTH): silu[0],
             replace(PLAIN, fusion=Fusion.SILU): silu[1]}  # fmt: skip
-    made = bundle({one: [row] for one, row in rows.items() if row is not None}, gpus=gpus, specs=specs)
+    made = bundle({one: [row] for one, row in rows.items() if row is not None}, gpus=gpus, specs=specs, models=models)
     if has_pass:
         made = replace(
             made, variants=(*made.variants, a_pass()), cubins=(*made.cubins, ELF),
@@ -196,6 +197,33 @@ def test_explain_tells_of_the_pass(tmp_path: Path) -> None:
     assert "measured on this GPU, for this problem" in told.reason
     assert "rows gathered on load are no slower" in told.reason
     assert not examine(snapshot(tmp_path), PLAIN, M, ON_H200, aligned=True).gathered_first
+
+
+def test_explain_takes_the_top_k_of_a_model_and_says_so(tmp_path: Path) -> None:
+    """The pass reads M / top_k rows of x: what pays with eight experts a token doesn't with one."""
+    gain_us = 0.5 * (PASS_US + gathered.pass_us(M, ON_LOAD.K, 2, 1, H200))  # type: ignore[operator]
+    times = measured(M, 0, 300.0), measured(M, 1, 300.0 - gain_us)
+    asked = replace(ON_LOAD, fusion=Fusion.GATHER | Fusion.WEIGHT)  # a form that no plan has
+    eight, two = (Model(name, 1, 1, k, DType.BF16, (PLAIN,)) for name, k in (("eight", 8), ("two", 2)))
+
+    def told(*models: Model, problem: Problem = ON_LOAD, top_k: int | None = None) -> tuple[bool, str | None]:
+        book(tmp_path, *times, models=models)
+        found = examine(snapshot(tmp_path), problem, M, ON_H200, aligned=True, top_k=top_k)
+        if found.assumed is not None:
+            assert f"  assumed: {found.assumed}" in str(found)
+        return found.gathered_first, found.to_dict()["assumed"]
+
+    assert told() == (False, "top_k=1, as no bundle has a model with this product")
+    assert told(eight) == (True, "top_k=8, as eight has")
+    assert told(eight, problem=asked)[1] == "top_k=8, as eight has"
+    assert told(eight, two)[1] == "top_k=2, as two has; eight has 8"
+    assert told(eight, top_k=1) == (False, None)
+    assert told(top_k=8) == (True, None)
+    assert told(eight, problem=PLAIN) == (False, None)
+    assert told(eight, problem=replace(ON_LOAD, op=Op.DX))[1] is None
+    book(tmp_path, *times, models=(eight,), silu=(measured(M, 4, 500.0), None))
+    gated = examine(snapshot(tmp_path), replace(PLAIN, fusion=BOTH), M, ON_H200, aligned=True)
+    assert (gated.gathered_first, gated.assumed) == (True, "top_k=8, as eight has")
 
 
 def test_preload_loads_what_may_run_after_a_pass(tmp_path: Path) -> None:
