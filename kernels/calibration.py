@@ -31,7 +31,7 @@ class Specialized(NamedTuple):
     """What sets warp-specialised kernels apart: another tile's loads and products hide most of a tile's end.
 
     ``half`` and ``apart`` are held, not fitted: docs/cost-model.md says why. ``half_columns`` and ``split_tail``
-    say what the kernels of rows do; the last two numbers are dW's.
+    say what the kernels of rows do, but for code with silu in its epilogue; the last two numbers are dW's.
     """
 
     rate: float = 1.05  # of the other kernels' tensor rate

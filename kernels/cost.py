@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..artifacts.types import DType, Op, Problem
+from ..artifacts.types import DType, Fusion, Op, Problem
 from .abi import result_columns
 from .calibration import CONSTANTS, Constants, Specialized
 from .chips import Chip
@@ -38,6 +38,7 @@ class _Work(NamedTuple):
     read_bytes: float  # everything once
     written_bytes: float
     itemsize: int
+    gated: bool  # silu in the epilogue: its code multiplies every tile at its whole width
 
 
 def _work(problem: Problem, M: int) -> _Work:
@@ -51,7 +52,8 @@ def _work(problem: Problem, M: int) -> _Work:
         read_bytes = rows.active * matrix_bytes + M * reduction * size
         written_bytes = float(M * result_columns(columns, problem.fusion) * size)  # (silu is free beside them)
     return _Work(problem.op, E, M, N, columns, reduction, rows, matrix_bytes,
-                 float(reduction * size), float(K * size), read_bytes, written_bytes, size)  # fmt: skip
+                 float(reduction * size), float(K * size), read_bytes, written_bytes, size,
+                 Fusion.SILU in problem.fusion)  # fmt: skip
 
 
 def _waves(count: float) -> float:
@@ -102,7 +104,8 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     share, saved = 1.0, 0.0  # of a tile's time; of a last wave's
     if config.specialized:
         special = family.specialized
-        share, saved = _share(config, row_tiles, work, special), 1.0 - c.split_waves if special.split_tail else 0.0
+        share = _share(config, row_tiles, work, special)
+        saved = 1.0 - c.split_waves if special.split_tail and not work.gated else 0.0
         if row_tiles > rows.active and per_slot > 1.0:  # row tiles that share weights come out of step
             near_bytes = chip.l2_mib * 1048576 * c.l2_near
             wave_bytes = slots * config.block_n * work.left_row_bytes / height
@@ -145,7 +148,7 @@ def _share(config: Config, row_tiles: float, work: _Work, special: Specialized) 
     """The mean time of a specialised tile over that of a whole one: some have half the rows, or columns."""
     thin = 2.0 - work.rows.tiles[64] / row_tiles  # share of the tiles whose second 64 rows are empty
     share = 1.0 - 0.5 * special.half * thin
-    if special.half_columns:
+    if special.half_columns and not work.gated:
         half = config.block_n // 2
         share *= -(-work.columns // half) / 2.0 / -(-work.columns // config.block_n)
     return share

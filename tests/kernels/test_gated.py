@@ -11,6 +11,7 @@ from torch.nn import functional
 from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.abi import FLAGS, Spec, arguments, boxes, code_of, constants, divisibility
+from pretuned.kernels.calibration import CONSTANTS
 from pretuned.kernels.chips import chip_for
 from pretuned.kernels.config import Config
 from pretuned.kernels.cost import Resources, estimate_us
@@ -62,6 +63,24 @@ def test_its_estimate_is_the_products_with_half_of_the_columns_written() -> None
         times = [estimate_us(one, M, resources, chip) for one in (replace(plain, fusion=BOTH), plain)]
         assert times[0] < times[1]
         assert times[1] - times[0] <= M * 768 * 2 / chip.bandwidth_gbs * 1e-3 * 2  # no more than that takes
+
+
+@pytest.mark.parametrize("fusion", [Fusion.SILU, BOTH])
+def test_its_estimate_has_none_of_what_half_tiles_save(fusion: Fusion) -> None:
+    """Its kernel multiplies every tile at its whole width, past the last column and in the last wave too."""
+    assert constants(spec(fusion))["GATED"] is True
+    resources, hopper = Resources(CONFIG, 384, 220_000, 168), CONSTANTS.hopper
+
+    def us(problem: Problem, M: int, name: str, value: bool) -> float:
+        told = CONSTANTS._replace(hopper=hopper._replace(specialized=hopper.specialized._replace(**{name: value})))
+        return estimate_us(problem, M, resources, chip_for(90), told)
+
+    odd = Problem(Op.FORWARD, DType.BF16, 32, 2 * 1344, 2880, fusion=fusion)  # 10.5 tiles of columns
+    few = Problem(Op.FORWARD, DType.BF16, 8, 4096, 28672, fusion=fusion)  # a last wave of less than half
+    for problem, M, name in ((odd, 32768, "half_columns"), (few, 2048, "split_tail")):
+        assert us(problem, M, name, True) == us(problem, M, name, False)
+        plain = replace(problem, fusion=fusion & ~Fusion.SILU)
+        assert us(plain, M, name, True) < 0.99 * us(plain, M, name, False)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
