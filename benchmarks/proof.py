@@ -145,7 +145,8 @@ def training() -> dict[str, Any]:
     from pretuned.artifacts.types import Layout, Op
     from pretuned.runtime import grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
     from pretuned.runtime.gathered import GatherFirst
-    from pretuned.runtime.products import Rows, gated_rows, row_launch, rows
+    from pretuned.runtime.productlaunchers import row_launch
+    from pretuned.runtime.products import Rows, gated_rows, rows
 
     worst: dict[str, float] = {}
     wrong: list[str] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.types import Op, Pass
-from . import discover, passes, products, recent
+from . import discover, passes, productlaunchers, products, recent
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch
 from .inputs import row_stride
@@ -113,13 +113,13 @@ def plan(
     second = Rows(
         Op.FORWARD, a, given.down, m_sizes, how.layout, M, index, 0, True, row_weights, given.down_bias
     )  # fmt: skip
-    launches = products.row_launch(first, h), products.row_launch(second, y)
+    launches = productlaunchers.row_launch(first, h), productlaunchers.row_launch(second, y)
     passing = passes.for_rows(Pass.ACTIVATION, I, M, like=x), passes.for_rows(Pass.COMBINE, H, T, like=x)
     tensors = [one for one in (hidden, *given[:2], ids, weights, *given[2:]) if one is not None]
     same = recent.guard(*tensors)
     if same is None or None in launches or None in passing:
         return None
     grad = any(one.requires_grad for one in tensors)
-    gated = products.gated_launch(first, a) if how.act == GATED_IN_PRODUCT else None
+    gated = productlaunchers.gated_launch(first, a) if how.act == GATED_IN_PRODUCT else None
     sizes = T, k, m_sizes.shape[0], H, wide, I
     return Plan(how, x, given, sizes, launches, passing, same, grad, gated)  # type: ignore[arg-type]

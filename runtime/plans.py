@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from ..artifacts.types import Layout, Op
-from . import products, recent
+from . import productlaunchers, products, recent
 from .autograd import GroupedGemm
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch, in_range
@@ -132,7 +132,7 @@ class Plan:
             first, second = (x, dy) if swapped else (dy, x)
             launch = self._dw
             if launch is None:
-                launch = self._dw = products.weight_launch(first, second, dw, m_sizes)
+                launch = self._dw = productlaunchers.weight_launch(first, second, dw, m_sizes)
                 if launch is None:
                     self._plain = False
                     return None
@@ -144,7 +144,7 @@ class Plan:
             launch_dx = self._dx
             if launch_dx is None:
                 product = Rows(Op.DX, dy, w, m_sizes, form.layout, M, zero_tail=True)
-                launch_dx = self._dx = products.row_launch(product, dx)
+                launch_dx = self._dx = productlaunchers.row_launch(product, dx)
                 if launch_dx is None:
                     self._plain = False
                     return None
@@ -169,7 +169,7 @@ def plan(
         return None
     if weights is not None and weights.dtype is not torch.float32:
         return None
-    launch = products.row_launch(forward_rows(call, x), y)
+    launch = productlaunchers.row_launch(forward_rows(call, x), y)
     same = recent.guard(x, call.w, call.m_sizes, *[t for t in (weights, bias, index) if t is not None])
     return None if launch is None or same is None else Plan(call, x, launch, same)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from pretuned.artifacts.types import Choice, DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.abi import Spec
-from pretuned.runtime import activation, discover, epilogue, explain, moe, moe_mlp, products, sort_routing
+from pretuned.runtime import activation, discover, epilogue, explain, moe, moe_mlp, productlaunchers, sort_routing
 from pretuned.runtime.candidates import why_not
 from pretuned.runtime.device import local_gpu
 from pretuned.runtime.launch import LoadedKernel
@@ -70,12 +70,12 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
 
     def only(one: LoadedKernel | None) -> None:
         moe._plans.clear()
-        monkeypatch.setattr(products, "_launchers", (None, {}))
-        monkeypatch.setattr(products, "_gated_kernel", lambda *_: one)
+        monkeypatch.setattr(productlaunchers, "_launchers", (None, {}))
+        monkeypatch.setattr(productlaunchers, "_gated_kernel", lambda *_: one)
 
     yield only
     moe._plans.clear()
-    products._launchers = (None, {})
+    productlaunchers._launchers = (None, {})
 
 
 def test_there_is_one_where_a_choice_says_so() -> None:
@@ -110,7 +110,7 @@ def test_the_product_is_near_the_reference_and_stays_in_its_rows(
         room = torch.full((M + 3, I + 64), nan, device="cuda", dtype=torch.bfloat16)
         a = room[1 : M + 1, :I]
         call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, M, index, k)
-        launch = products.gated_launch(call, a)
+        launch = productlaunchers.gated_launch(call, a)
         assert launch is not None
         stream = torch.cuda.current_stream().cuda_stream
         launch(

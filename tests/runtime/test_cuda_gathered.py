@@ -15,7 +15,7 @@ import torch
 
 from pretuned.artifacts.types import DType, Fusion, Layout, Op, Pass, Problem
 from pretuned.kernels.abi import code_of
-from pretuned.runtime import discover, moe, moe_mlp, passes, products, sort_routing
+from pretuned.runtime import discover, moe, moe_mlp, passes, productlaunchers, products, sort_routing
 from pretuned.runtime.candidates import why_not
 from pretuned.runtime.device import local_gpu
 from pretuned.runtime.gathered import GatherFirst
@@ -60,13 +60,13 @@ class Switch:
         self.patch = patch
 
     def __call__(self, first: bool) -> None:
-        self.patch.setattr(products, "_launchers", (None, {}))
+        self.patch.setattr(productlaunchers, "_launchers", (None, {}))
         moe._plans.clear()
-        self.patch.setattr(products, "_gathered_kernel", lambda *given: self.kernel(*given) if first else None)
+        self.patch.setattr(productlaunchers, "_gathered_kernel", lambda *given: self.kernel(*given) if first else None)
 
     def kernel(self, problem: Problem, call: Rows, _device: int, _checks: bool) -> LoadedKernel | None:
         code = code_of(problem.op, call.fusion & ~Fusion.GATHER)
-        on_load = products._kernel(problem, call.M, 0, True, None, None)
+        on_load = productlaunchers._kernel(problem, call.M, 0, True, None, None)
         kind = replace(problem, fusion=code)
         found = None if on_load is None else same_config(kind, on_load.variant.config) or same_config(kind, None)
         if found is None:
@@ -80,7 +80,7 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Switch]:
         pytest.skip("the bundles have no pass that gathers")
     yield Switch(monkeypatch)
     moe._plans.clear()
-    products._launchers = (None, {})
+    productlaunchers._launchers = (None, {})
 
 
 def routed(E: int, T: int, kind: str) -> Routing:
@@ -108,7 +108,7 @@ def run(call: Rows, rows: int, switch: Switch, **changes: Any) -> tuple[torch.Te
         y = torch.full((rows, call.sizes[1] if call.op is Op.FORWARD else call.sizes[2]), NAN, device="cuda",
                        dtype=torch.bfloat16)  # fmt: skip
         one = replace(call, **changes) if changes else call
-        assert isinstance(products.row_launch(one, y), GatherFirst) is first
+        assert isinstance(productlaunchers.row_launch(one, y), GatherFirst) is first
         results.append(products.rows(one, y))
     return results[0], results[1]
 
@@ -245,7 +245,7 @@ def test_silu_in_the_epilogue_of_rows_gathered_beforehand(
             results = []
             for one in kernels:
                 switch(True)
-                monkeypatch.setattr(products, "_gated_kernel", lambda *_, one=one: one)
+                monkeypatch.setattr(productlaunchers, "_gated_kernel", lambda *_, one=one: one)
                 a = products.gated_rows(call)
                 assert a is not None
                 results.append(a[:used])

@@ -24,7 +24,7 @@ from pretuned.runtime import (
     grouped_gemm_dX,
     moe_mlp,
     preload,
-    products,
+    productlaunchers,
     reload,
     sort_routing,
 )
@@ -137,19 +137,19 @@ def test_the_kernels_are_a_bundles_and_not_torchs() -> None:
     for form in FORMS:
         given = tensors(form, 100, torch.bfloat16)
         call(form, routed(100), given).sum().backward()
-    assert products._launchers[1]
-    assert all(launch is not None for launch in products._launchers[1].values())
+    assert productlaunchers._launchers[1]
+    assert all(launch is not None for launch in productlaunchers._launchers[1].values())
 
 
 def test_what_a_bundle_lacks_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = products._kernel
+    real = productlaunchers._kernel
     for lacking in ({Fusion.GATHER}, {Fusion.GATHER, Fusion.SCATTER}, {Fusion.GATHER, Fusion.SCATTER, Fusion.NONE}):
 
         def kernel(problem: Problem, *rest: Any, lacking: set[Fusion] = lacking) -> Any:
             return None if problem.fusion in lacking else real(problem, *rest)
 
-        monkeypatch.setattr(products, "_kernel", kernel)
-        monkeypatch.setattr(products, "_launchers", (None, {}))
+        monkeypatch.setattr(productlaunchers, "_kernel", kernel)
+        monkeypatch.setattr(productlaunchers, "_launchers", (None, {}))
         for form in FORMS:
             for layout in ("nk", "kn"):
                 check(form, routed(100, "elsewhere"), torch.bfloat16, layout)

@@ -22,7 +22,7 @@ from pretuned.artifacts.types import Choice, DType, Fusion, Gpu, Kernel, Layout,
 from pretuned.kernels import passes as words
 from pretuned.kernels.config import Config
 from pretuned.kernels.passes import PassSpec
-from pretuned.runtime import epilogue, gathered, grouped_gemm, grouped_gemm_dX, products, rivals, warmup
+from pretuned.runtime import epilogue, gathered, grouped_gemm, grouped_gemm_dX, productlaunchers, rivals, warmup
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.explanation import examine
 from pretuned.runtime.gathered import GatherFirst, pass_us, verdict
@@ -314,7 +314,7 @@ def test_any_index_gives_what_the_code_that_gathers_gives(
     with pytest.MonkeyPatch.context() as patch:
         host_gpu.on(patch, True)
         for device.first in (False, True):
-            patch.setattr(products, "_launchers", (None, {}))
+            patch.setattr(productlaunchers, "_launchers", (None, {}))
             out = torch.full((T * TOPK if permute_y else len(index), N), 7.0) if into else None
             results.append(
                 grouped_gemm(x, w, sizes, TOPK, flat, permute_x=True, permute_y=permute_y, topk_weights=weights,
@@ -372,7 +372,7 @@ def test_the_scratch_is_of_the_call(first: Device, monkeypatch: pytest.MonkeyPat
         with torch.no_grad():
             grouped_gemm(x, w, torch.tensor([3, 0, 5, 6]), TOPK, index, permute_x=True)
     assert made.count((T * TOPK, K)) == 3
-    (launch,) = (one for one in products._launchers[1].values() if isinstance(one, GatherFirst))
+    (launch,) = (one for one in productlaunchers._launchers[1].values() if isinstance(one, GatherFirst))
     assert not any(isinstance(getattr(launch, name), torch.Tensor) for name in GatherFirst.__slots__)
 
 

@@ -7,7 +7,7 @@ import torch
 from host_gpu import ALL, TOPK, Device, E, K, N, T, device, on, ran, tensors
 
 from pretuned.artifacts.types import Fusion, Op
-from pretuned.runtime import grouped_gemm, moe_mlp, products
+from pretuned.runtime import grouped_gemm, moe_mlp, productlaunchers
 
 __all__ = ["device"]  # a fixture
 
@@ -70,7 +70,7 @@ def test_only_the_gradients_that_are_needed_run(device: Device, monkeypatch: pyt
         (True, True, {"dX_only": True}, [Op.DX]),
         (True, True, {"dW_only": True}, [Op.DW]),
     ):
-        monkeypatch.setattr(products, "_launchers", (None, {}))
+        monkeypatch.setattr(productlaunchers, "_launchers", (None, {}))
         device.launched.clear()
         a, b = x.clone().requires_grad_(needs_x), w.clone().requires_grad_(needs_w)
         grouped_gemm(a, b, m_sizes, **options).sum().backward()

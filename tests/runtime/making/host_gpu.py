@@ -16,7 +16,7 @@ import torch
 from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Pass
 from pretuned.kernels import passes as words
 from pretuned.kernels.abi import code_of
-from pretuned.runtime import grouped_gemm, passes, products, sort_routing
+from pretuned.runtime import grouped_gemm, passes, productlaunchers, products, sort_routing
 from pretuned.runtime.activation import Activation, by_torch
 from pretuned.runtime.device import LocalGpu
 
@@ -196,15 +196,16 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     simulated = Device()
     with monkeypatch.context() as patch:
-        patch.setattr(products, "_launchers", (None, {}))
-        patch.setattr(products, "_kernel", simulated.kernel)
-        patch.setattr(products, "_gated_kernel", simulated.gated)
-        patch.setattr(products, "_gathered_kernel", simulated.gathered)
-        patch.setattr(products, "row_launcher", fake_rows)
-        patch.setattr(products, "weight_launcher", fake_weight)
+        patch.setattr(productlaunchers, "_launchers", (None, {}))
+        patch.setattr(productlaunchers, "_kernel", simulated.kernel)
+        patch.setattr(productlaunchers, "_gated_kernel", simulated.gated)
+        patch.setattr(productlaunchers, "_gathered_kernel", simulated.gathered)
+        patch.setattr(productlaunchers, "row_launcher", fake_rows)
+        patch.setattr(productlaunchers, "weight_launcher", fake_weight)
         patch.setattr(passes, "launcher", simulated.passes)
         patch.setattr(products, "stream_of", lambda _device: 0)
-        patch.setattr(products, "local_gpu", lambda _device: LocalGpu(90, Gpu("", 132, 1 << 17, 0)))
+        for module in (products, productlaunchers):
+            patch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", 132, 1 << 17, 0)))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
         yield simulated

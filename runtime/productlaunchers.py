@@ -1,0 +1,220 @@
+"""The launchers of the products: a bundle's kernel, readied for one call and kept for all calls like it.
+
+``products.py`` launches them, and so do the plans of calls that come again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, bucket_of
+from ..kernels.abi import code_of, gemm_of, is_aligned
+from . import discover, epilogue, gathered, jit, pinned, settings
+from .device import local_gpu, platform_supported
+from .gathered import GatherFirst, Launch
+from .inputs import DTYPES, check_cuda_dtype, row_stride
+from .launch import Fused, LoadedKernel, row_launcher, weight_launcher
+from .launcher import Launcher
+from .loading import prepare
+from .pinned import Pin
+
+if TYPE_CHECKING:
+    from .products import Rows
+
+_ALIGNMENT_BYTES = 16
+_MOST_LAUNCHERS = 1 << 14
+_L = TypeVar("_L", bound=Launch)
+_launchers: tuple[object, dict[tuple[object, ...], Launch | None]] = (None, {})  # of one snapshot
+
+
+def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
+    """The launcher of a bundle's kernel for this product and all like it; None where there is none."""
+    x, w, m_sizes, index, fusion = call.x, call.w, call.m_sizes, call.index, call.fusion
+    E, N, K = call.sizes
+    index_step = 2 if call.uses_index and index is not None and index.dtype is torch.int64 else 1
+    strides = _weight_strides(w)
+    aligned = rows_aligned(call, y)
+    device = x.get_device()
+    first = call.may_gather_first(aligned)
+    checks = call.bounds is None
+    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype, call.zero_tail,
+             first and 1 + checks)  # fmt: skip
+    # (By its value: an enum's hash is a call in Python.)
+    key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin, _tf32(x.dtype))
+
+    def build() -> Launch | None:
+        problem = _problem(call.op, x, E, N, K, call.layout, fusion)
+        kernel = _kernel(problem, call.M, device, aligned, call.pin, None)
+        if kernel is None:
+            return None
+        fused = Fused(fusion, index_step, call.gather_divisor or 1, call.zero_tail)
+        plain = _gathered_kernel(problem, call, device, checks) if first else None
+        ready = None if plain is None else _after_gather(plain, problem, call, fused)
+        return ready or _of_rows(kernel, problem, call, fused)
+
+    return _launcher(key, build)
+
+
+def gated_launch(call: Rows, a: torch.Tensor) -> Launch | None:
+    """The launcher of a kernel that stores silu(gate) * up of this product into a [M, N/2], for all calls like it.
+
+    None where no bundle has one that pays (``epilogue.py``), and for a call with anything beside a gather.
+    """
+    x, w, m_sizes, index = call.x, call.w, call.m_sizes, call.index
+    E, N, K = call.sizes
+    if call.op is not Op.FORWARD or call.fusion is not Fusion.GATHER or call.zero_tail or N % 2 or index is None:
+        return None
+    index_step = 2 if index.dtype is torch.int64 else 1
+    strides = _weight_strides(w)
+    aligned = rows_aligned(call, a)
+    device = x.get_device()
+    # (Rows whose index is out of range are not asked for.)
+    first = dataclasses.replace(call, loose=True).may_gather_first(aligned)
+    checks = call.bounds is None
+    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, index_step, m_sizes.dtype, call.layout.value,
+             first and 1 + checks)  # fmt: skip
+    key = ("gated", *fixed, bucket_of(call.M), aligned, device, _tf32(x.dtype))
+
+    def build() -> Launch | None:
+        problem = dataclasses.replace(
+            _problem(call.op, x, E, N, K, call.layout, call.fusion), fusion=Fusion.SILU | Fusion.GATHER
+        )
+        kernel = _gated_kernel(problem, call, device, aligned, call.gather_divisor if first else 0, checks)
+        if kernel is None:
+            return None
+        fused = Fused(problem.fusion, index_step, call.gather_divisor)
+        on_load = Fusion.GATHER in kernel.variant.fusion
+        return (_of_rows if on_load else _after_gather)(kernel, problem, call, fused)
+
+    return _launcher(key, build)
+
+
+def weight_launch(
+    dy: torch.Tensor, x: torch.Tensor, dw: torch.Tensor, m_sizes: torch.Tensor, pin: Pin | None = None,
+    strict: bool | None = None,
+) -> Launcher | None:  # fmt: skip
+    """The launcher of a bundle's kernel for this dW and all like it; None where there is none."""
+    E, N, K = dw.shape
+    M, size = x.shape[0], x.element_size()
+    pointers = (dy.data_ptr(), x.data_ptr(), dw.data_ptr())
+    lengths = (N, K, row_stride(dy, N), row_stride(x, K))
+    aligned = is_aligned(_ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
+    device = x.get_device()
+    key = ("weight", x.dtype, E, N, K, m_sizes.dtype, strict, bucket_of(M), aligned, device, pin, _tf32(x.dtype))
+
+    def build() -> Launcher | None:
+        problem = _problem(Op.DW, x, E, N, K, Layout.NK, Fusion.NONE)
+        kernel = _kernel(problem, M, device, aligned, pin, strict)
+        if kernel is None:
+            return None
+        return weight_launcher(
+            kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=_step(m_sizes)
+        )  # fmt: skip
+
+    return _launcher(key, build)
+
+
+def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Launcher:
+    """The launcher of a kernel for a product of rows."""
+    gemm, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.w)
+    return row_launcher(
+        kernel, columns=gemm.columns, reduction=gemm.reduction, E=problem.E, w_kn=gemm.w_kn, stride_w_e=stride_w_e,
+        stride_w_row=stride_w_row, m_sizes_step=_step(call.m_sizes), fused=fused,
+    )  # fmt: skip
+
+
+def _after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> GatherFirst | None:
+    """The same after a pass that gathers the rows, of a kernel that does not; None where there is no such pass."""
+    from . import passes  # here: it asks products where a tensor is
+
+    gather = passes.launcher(Pass.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
+    if gather is None:
+        return None
+    left = fused._replace(fusion=fused.fusion & ~Fusion.GATHER)
+    product, columns = _of_rows(kernel, problem, call, left), gemm_of(problem).reduction
+    return GatherFirst(gather, product, call.x, columns, call.gather_divisor, fused.index_step, left.fusion)
+
+
+def _launcher(key: tuple[object, ...], build: Callable[[], _L | None]) -> _L | None:
+    global _launchers
+    snapshot = discover.snapshot()
+    if _launchers[0] is not snapshot:
+        _launchers = snapshot, {}
+    known = _launchers[1]
+    if key not in known:
+        if len(known) >= _MOST_LAUNCHERS:
+            known.clear()
+        built = build()
+        if built is None and jit.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
+            return None
+        known[key] = built
+    found: Any = known.get(key)  # what this very build made
+    return cast("_L | None", found)
+
+
+def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | None, strict: bool | None) -> Any:
+    if not platform_supported():
+        return None
+    if pin is not None:
+        named = pinned.kernel(pin, problem, M, device, aligned=aligned)
+        if named is not None:
+            return named
+    demanded = settings.settings().strict if strict is None else strict
+    return prepare(discover.snapshot(), problem, M, local_gpu(device), device, aligned=aligned, strict=demanded)
+
+
+def _gated_kernel(
+    problem: Problem, call: Rows, device: int, aligned: bool, top_k: int, checks: bool
+) -> LoadedKernel | None:
+    if not platform_supported():
+        return None
+    return epilogue.kernel(discover.snapshot(), problem, call.M, device, aligned=aligned, top_k=top_k, checks=checks)
+
+
+def _gathered_kernel(problem: Problem, call: Rows, device: int, checks: bool) -> LoadedKernel | None:
+    if not platform_supported():
+        return None
+    return gathered.kernel(
+        discover.snapshot(), problem, call.M, device, top_k=call.gather_divisor, fusion=call.fusion, checks=checks
+    )
+
+
+def _problem(op: Op, x: torch.Tensor, E: int, N: int, K: int, layout: Layout, fusion: Fusion) -> Problem:
+    dtype, code = check_cuda_dtype(x), code_of(op, fusion)
+    if _tf32(x.dtype):
+        tf32 = Problem(op, DType.TF32, E, N, K, layout, code)
+        if discover.snapshot().serves(tf32, local_gpu(x.get_device())):
+            return tf32
+    return Problem(op, dtype, E, N, K, layout, code)
+
+
+def _tf32(dtype: torch.dtype) -> bool:
+    """Whether the user lets torch multiply float32 matrices in tf32 on CUDA."""
+    if dtype is not torch.float32:
+        return False
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
+
+
+def rows_aligned(call: Rows, y: torch.Tensor) -> bool:
+    x, w, size = call.x, call.w, call.x.element_size()
+    stride_w_e, stride_w_row = _weight_strides(w)
+    lengths = (x.shape[1], y.shape[1], row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), stride_w_e, stride_w_row)
+    apart_in_memory = stride_w_row >= w.shape[2] and stride_w_e >= w.shape[1] * w.shape[2]
+    pointers = (x.data_ptr(), w.data_ptr(), y.data_ptr())
+    return apart_in_memory and is_aligned(_ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
+
+
+def _weight_strides(w: torch.Tensor) -> tuple[int, int]:
+    """Elements from expert to expert and from row to row; a dimension of one has whatever is usual."""
+    E, first, second = w.shape
+    return (w.stride(0) if E > 1 else first * second), (w.stride(1) if first > 1 else second)
+
+
+def _step(m_sizes: torch.Tensor) -> int:
+    return 2 if m_sizes.dtype is torch.int64 else 1
