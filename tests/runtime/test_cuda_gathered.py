@@ -134,6 +134,9 @@ def test_it_is_the_code_that_gathers(switch: Switch, E: int, K: int, N: int, kin
 @pytest.mark.parametrize("layout", list(Layout))
 def test_dx_of_dy_in_token_order(switch: Switch, layout: Layout) -> None:
     E, N, K, T = 8, 512, 768, 500
+    code = Problem(Op.DX, DType.BF16, E, N, K, layout, Fusion.GATHER)
+    if same_config(code, None) is None:  # such as those of the catalogue, all of w [E, N, K]
+        pytest.skip(f"the bundles have no {code} for this GPU")
     routing, M = routed(E, T, "elsewhere"), T * TOPK
     w = random(E, N, K, scale=N**-0.5)
     if layout is Layout.KN:
