@@ -8,6 +8,7 @@ weights included, as the tuner counts them, and ``start_s`` what comes before: p
 ``efficiency_with_start`` counts too. How GPUs side by side disturb each other's times is told as the ratio of the
 modelled choices' times, cell by cell. The Dask legs start a scheduler and workers on loopback, each worker with one
 GPU in CUDA_VISIBLE_DEVICES: once through the tuner's own call, once through ``aot measure --executor dask://...``.
+It exits 1 where a leg's ``efficiency`` is below 0.9, and has written its figures then too.
 """
 
 from __future__ import annotations
