@@ -221,6 +221,7 @@ def test_explain_takes_the_top_k_of_a_model_and_says_so(tmp_path: Path) -> None:
     assert told(top_k=8) == (True, None)
     assert told(eight, problem=PLAIN) == (False, None)
     assert told(eight, problem=replace(ON_LOAD, op=Op.DX))[1] is None
+    assert told(eight, problem=replace(ON_LOAD, top_k=4))[1] is None  # it says so itself
     book(tmp_path, *times, models=(eight,), silu=(measured(M, 4, 500.0), None))
     gated = examine(snapshot(tmp_path), replace(PLAIN, fusion=BOTH), M, ON_H200, aligned=True)
     assert (gated.gathered_first, gated.assumed) == (True, "top_k=8, as eight has")
