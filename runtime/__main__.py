@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 
 from ..artifacts.errors import PretunedError
 
@@ -19,7 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_args(arguments)
-    from .doctor import examine  # imports torch
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
+        from .doctor import examine  # imports torch
 
     try:
         report = examine()

@@ -24,11 +24,11 @@ def doctor(as_json: bool) -> int:
       aot doctor
       aot doctor --json
     """
-    from ...runtime.doctor import examine
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
-        report = examine()  # imports torch, which takes seconds
+        from ...runtime.doctor import examine  # imports torch, which takes seconds
+
+        report = examine()
     if as_json:
         print_json({"builder": versions(), "runtime": report.to_dict()})
     else:

@@ -148,6 +148,18 @@ def test_doctor(aot_process):
     assert "compile cache" in aot_process("doctor").out
 
 
+@pytest.mark.parametrize("words", [["pretuned.aot", "doctor"], ["pretuned.runtime"]])
+def test_doctor_without_numpy_warns_of_nothing(words: list[str], here):
+    """torch warns where there is none, as after ``pip install pretuned[aot]`` alone; nothing here needs it."""
+    code = (
+        f"import runpy, sys; sys.modules['numpy'] = None; sys.argv = {words!r}; "
+        f"runpy.run_module({words[0]!r}, run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=here)
+    assert "packages" in done.stdout, done.stderr
+    assert "NumPy" not in done.stderr
+
+
 def test_a_reader_that_leaves_early_is_told_nothing(here):
     done = subprocess.run(
         f"'{sys.executable}' -m pretuned.aot models --json | head -c 1",
