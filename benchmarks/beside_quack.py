@@ -102,8 +102,9 @@ class Taken:
 def taken(clock: method.Clock, call: Callable[[], torch.Tensor]) -> Taken:
     held: list[torch.Tensor] = []
 
-    def once() -> None:
+    def once() -> torch.Tensor:
         held[:] = [call()]
+        return held[0]
 
     clock.flush.zero_()  # the counter, too
     return Taken(clock.capture(once), held[0])

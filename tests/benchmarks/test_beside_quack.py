@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -102,6 +104,54 @@ def test_the_fastest_comes_first_and_none_twice(tools):
     assert str(configs.usual(best, "dW", 1)[0]) == "128x256co11dk32"
 
 
+class Product:
+    """Takes what quack.gemm.gemm takes, and does it in torch: D[g] = A[g] @ B[g].T."""
+
+    def __init__(self, shared: set[int]) -> None:
+        self.shared = shared  # the storages that A and B may lie in
+
+    def gemm(
+        self, A, B, D, C, counter, tile_M, tile_N, cluster_M, cluster_N, *, tile_K, is_dynamic_persistent, **given
+    ):
+        assert C is None
+        assert (counter is not None) == is_dynamic_persistent
+        assert {A.untyped_storage().data_ptr(), B.untyped_storage().data_ptr()} <= self.shared
+        (name,) = (name for name in given if name.startswith("cu_seqlens"))
+        assert given[name].dtype is torch.int32
+        offsets = given[name].tolist()
+        if tile_M == 64:
+            raise ValueError("a tile too low")
+        for g, (start, end) in enumerate(itertools.pairwise(offsets)):
+            here = slice(start, end)
+            if name == "cu_seqlens_k":
+                D[g] = A[:, here] @ B[:, here].T
+            elif tile_M == 128 or g:
+                D[here] = A[here] @ B[g].T
+
+
+class ClockOfCalls:
+    """A clock whose graphs are calls that write where the captured one did, for a machine without a GPU."""
+
+    def __init__(self) -> None:
+        self.flush = torch.zeros(64, dtype=torch.int8)
+
+    def capture(self, call):
+        result = call()
+
+        class Graph:
+            replay = staticmethod(lambda: result.copy_(call()))
+
+        return Graph
+
+    def rounds_us(self, graphs, rounds):
+        taken = []
+        for graph in graphs:
+            begun = time.perf_counter()
+            graph.replay()
+            taken.append([1e6 * (time.perf_counter() - begun)] * rounds)
+        return taken
+
+
 def test_the_call_is_on_views(tools):
     """Shapes, strides and addresses as QuACK is given them: nothing is copied."""
     beside, configs = tools
@@ -109,33 +159,40 @@ def test_the_call_is_on_views(tools):
     inputs = beside.method.Inputs(
         torch.randn(M, K), torch.randn(E, N, K), torch.tensor([5, 0, 7], dtype=torch.int32), torch.randn(M, N)
     )
+    shared = {t.untyped_storage().data_ptr() for t in (inputs.x, inputs.w, inputs.dy)}
     out, counter = torch.empty(E * N * K), torch.zeros(1, dtype=torch.int32)
-
-    class Product:
-        """Takes what quack.gemm.gemm takes, and does it in torch: D[g] = A[g] @ B[g].T."""
-
-        @staticmethod
-        def gemm(A, B, D, C, counter, tile_M, tile_N, cluster_M, cluster_N, *, tile_K, is_dynamic_persistent, **given):
-            assert C is None
-            assert (counter is not None) == is_dynamic_persistent
-            storage = {t.untyped_storage().data_ptr() for t in (inputs.x, inputs.w, inputs.dy)}
-            assert {A.untyped_storage().data_ptr(), B.untyped_storage().data_ptr()} <= storage
-            assert D.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
-            (name,) = (name for name in given if name.startswith("cu_seqlens"))
-            offsets = given[name].tolist()
-            assert given[name].dtype is torch.int32
-            for g in range(E):
-                here = slice(offsets[g], offsets[g + 1])
-                if name == "cu_seqlens_k":
-                    D[g] = A[:, here] @ B[:, here].T
-                else:
-                    D[here] = A[here] @ B[g].T
 
     for op in beside.OPS:
         for text in ("128x192pp12", "128x256co11dk32"):
             out.fill_(float("nan"))
-            result = beside.quack_call(Product, configs.Config.parse(text), op, inputs, out, counter)()
+            product = Product(shared)
+            result = beside.quack_call(product, configs.Config.parse(text), op, inputs, out, counter)()
             assert beside.method.relative_error(result, inputs, op) < 1e-6
+
+
+@pytest.mark.parametrize("op", ["forward", "dX", "dW"])
+def test_a_cell_leaves_out_what_fails_or_is_wrong(tools, monkeypatch, op):
+    beside, configs = tools
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    E, N, K, M, dtype = 3, 16, 32, 24, torch.bfloat16
+    inputs = beside.method.Inputs(
+        torch.randn(M, K).to(dtype), torch.randn(E, N, K).to(dtype), torch.tensor([9, 0, 15], dtype=torch.int32),
+        torch.randn(M, N).to(dtype),
+    )  # fmt: skip
+    shared = {t.untyped_storage().data_ptr() for t in (inputs.x, inputs.w, inputs.dy)}
+    tried = [configs.Config.parse(text) for text in ("128x192pp12", "192x128pp12", "64x256pp12d")]
+    out = torch.empty(E * N * K, dtype=dtype)
+    cell = beside.measure_cell(Product(shared), ClockOfCalls(), op, inputs, out, tried, budget_ms=1.0)
+    assert "ValueError: a tile too low" in cell["failed"]["quack 64x256pp12d"]
+    right = {"ours", "quack 128x192pp12", "torch_grouped_mm", "dense_same_flops"}
+    if op == "dW":
+        right |= {"quack 192x128pp12"}
+        assert len(cell["failed"]) == 1
+    else:  # 192 leaves out the first expert: what was NaN stays NaN
+        assert cell["failed"]["quack 192x128pp12"] == "wrong: relative error nan"
+    assert set(cell["us"]) == right
+    assert all(cell["error"][name] < beside.method.MAX_ERROR for name in right)
+    assert beside.judged({"model": "m", "gemm": "down", "op": op, "tokens": 3} | cell)["ratio"] > 0
 
 
 def test_a_run_is_judged(tools):
