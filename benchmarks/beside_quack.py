@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ import torch
 from quack_configs import Cell, Config, read, to_try
 from variants import MODELS
 
-from kernels import geometric_mean, layers_of, ours_and_torch, room
+from kernels import dense, geometric_mean, layers_of, ours_and_torch, room
 
 INSTALL = "pip install quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.8.1'"
 PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi", "triton")
@@ -124,15 +124,14 @@ def measure_cell(
 ) -> dict[str, Any]:  # fmt: skip
     """Errors and medians of all on one problem, by name, for ``budget_ms`` each; what fails is told of and left out."""
     ours, grouped_mm = ours_and_torch(op, inputs)
-    M = inputs.x.shape[0]
-    dense_out = out[: M * inputs.w.shape[1]].view(M, -1)
-    dense = method.Inputs(inputs.x, inputs.w[:1], torch.tensor([M]))
+    product = dense(op, inputs)
+    one_expert = replace(inputs, w=inputs.w[:1], m_sizes=torch.tensor([len(inputs.x)]))
     counter = clock.flush[:4].view(torch.int32)
     problems: dict[str, tuple[Callable[[], torch.Tensor], method.Inputs, str]] = {
         OURS: (ours, inputs, op),
         **{f"quack {c}": (quack_call(module, c, op, inputs, out, counter), inputs, op) for c in configs},
         TORCH: (grouped_mm, inputs, op),
-        DENSE: (lambda: torch.matmul(dense.x, dense.w[0].T, out=dense_out), dense, "forward"),
+        DENSE: ((lambda: product()[None]) if op == "dW" else product, one_expert, op),
     }
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     error: dict[str, float] = {}
