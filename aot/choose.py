@@ -127,7 +127,8 @@ def _measured_choice(
 ) -> Choice | None:
     """The fastest of those that ship; the modelled one where that is not slower by more than noise.
 
-    None where nothing was measured, or a variant that was not looks better even so.
+    None where nothing was measured, or the modelled one was not and looks better even so. Where it was, and lost, it
+    is not taken back for the sake of a third that was not measured.
     """
     if cell.measured is None or evidence is None:
         return None
@@ -139,7 +140,7 @@ def _measured_choice(
     best, modelled = timed[0][2], next(iter(sha))
     if best != modelled and sha[modelled] in times_ns and not cell.measured.beats(sha[best], sha[modelled]):
         best = modelled
-    if any(cell.times_us[i] < cell.times_us[best] for i in sha if sha[i] not in times_ns):
+    if sha[modelled] not in times_ns and cell.times_us[modelled] < cell.times_us[best]:
         return None
     second = next(((ns, i) for ns, _, i in timed if i != best), None)
     return Choice(
@@ -219,7 +220,11 @@ def _ranked(
 def _times_us(
     estimates: Sequence[tuple[float, int]], measured: CellTimes | None, compiled: Sequence[Compiled]
 ) -> dict[int, float]:
-    """The times measured, and the other estimates on their scale."""
+    """The times measured, and the other estimates on their scale.
+
+    Where the model's first was measured, none of the others counts as faster than the fastest that was: it was passed
+    over by the same model, and the scale of a few estimates is no evidence.
+    """
     if measured is None:
         return {i: us for us, i in estimates}
     known = {
@@ -235,7 +240,8 @@ def _times_us(
                 known[i] = max(known[i], known[first] * NOT_FASTER)
     ratios = [math.log(known[i] / us) for us, i in estimates if i in known and math.isfinite(us)]
     scale = UNMEASURED * math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
-    return {i: known.get(i, us * scale) for us, i in estimates}
+    least = UNMEASURED * min(known.values()) if first is not None and first == estimates[0][1] else 0.0
+    return {i: known.get(i, max(us * scale, least)) for us, i in estimates}
 
 
 def _ns(us: float) -> int:

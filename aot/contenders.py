@@ -42,7 +42,13 @@ class Winners:
         return list(dict.fromkeys(here[cell] for cell in ordered[:_NEAREST]))
 
     def twin(self, problem: Problem, bucket: int) -> Knobs | None:
-        """The winner of the same product and bucket with its rows moved another way, if one was measured."""
+        """The winner of the same product and bucket with its rows moved another way, if one was measured.
+
+        None for a plain product: it has more configs than the forms that move rows, which follow it. What won there
+        says little of the others, and where the plain one alone is measured anew, nothing would be left to compare.
+        """
+        if problem.fusion is Fusion.NONE:
+            return None
         here = self._found.get((problem.op, problem.dtype), {})
         for fusion in (one for one in FORMS if one is not problem.fusion):
             config = here.get((replace(problem, fusion=fusion), bucket))
@@ -64,12 +70,14 @@ def contenders(ranked: Sequence[Knobs], near: Sequence[Knobs], twin: Knobs | Non
     """The configs to measure, the modelled choice first: about ``share`` of ``ranked``, but at least two or three.
 
     ``ranked`` are all candidates of the cell, the model's best first; ``near`` and ``twin`` are what ``Winners.near``
-    and ``Winners.twin`` say. Where the same product was measured in another form, only its winner is tried. A larger
-    share than usual is filled up by the model's order.
+    and ``Winners.twin`` say. Where the same product was measured in another form, only its winner is tried beside the
+    modelled choice, or the model's second where both are one: a choice without a rival was not compared with anything.
+    A larger share than usual tries all three, and elsewhere is filled up by the model's order.
     """
     able = set(ranked)
     if twin in able and share < 1:
-        return list(dict.fromkeys((ranked[0], twin)))
+        few = dict.fromkeys((ranked[0], twin, *ranked[1:FIRST]))
+        return list(few)[: FIRST if share <= SHARE else FIRST + 1]
     most = max(_LEAST if len(ranked) >= _MANY else FIRST, math.floor(share * len(ranked)))
     chosen = list(ranked[:FIRST])
     for config in near if share <= SHARE else (*near, *ranked) if share < 1 else ranked:

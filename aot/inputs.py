@@ -10,27 +10,38 @@ from dataclasses import dataclass
 import torch
 
 FLUSH_BYTES = 256 << 20
+SKEW = 0.3
 MAX_ERROR = 1e-2
 
 
-def routed_rows(E: int, top_k: int, T: int, seed: int = 0, device: str | torch.device = "cpu") -> torch.Tensor:
-    """Rows of each expert, int32 [E], for T tokens: skewed by rank (exponent 0.3), some experts empty."""
+def routed_rows(
+    E: int, top_k: int, T: int, seed: int = 0, device: str | torch.device = "cpu", skew: float = SKEW
+) -> torch.Tensor:
+    """Rows of each expert, int32 [E], for T tokens: skewed by rank (exponent ``skew``), some experts empty.
+
+    With ``skew`` 0 every expert is as likely as any other, and none is left out.
+    """
     g = torch.Generator().manual_seed(seed * 7919 + T * 31 + E)
     rank = (torch.randperm(E, generator=g) + 1).to(device)
     if torch.device(device).type != "cpu":
         g = torch.Generator(device).manual_seed(seed * 7919 + T * 31 + E)
-    logits = torch.randn(T, E, generator=g, device=device) - 0.3 * torch.log(rank.float())
-    none = E // 32 if E >= 32 else int(E >= 16)
+    logits = torch.randn(T, E, generator=g, device=device) - skew * torch.log(rank.float())
+    none = (E // 32 if E >= 32 else int(E >= 16)) if skew else 0
     if none:
         logits[:, rank > E - none] = -50.0
     chosen = logits.softmax(-1).topk(top_k, -1).indices
     return torch.bincount(chosen.flatten(), minlength=E).to(torch.int32)
 
 
-def balanced_rows(E: int, M: int) -> torch.Tensor:
-    """Rows of each expert, int32 [E]: as even as M rows can be, the experts with one more row spread out."""
-    places = torch.arange(E, dtype=torch.int64)
-    return ((places + 1) * M // E - places * M // E).to(torch.int32)
+def measured_routings(E: int, M: int, device: str | torch.device = "cpu") -> tuple[torch.Tensor, ...]:
+    """Rows of each expert, int32 [E], M in all, by routing: what ``records.ROUTINGS`` names, in that order.
+
+    Both are drawn. Rows that are exactly even are no model of a routing that is even on average: M and E are mostly
+    powers of two, so that every expert would have, say, 128 rows and fill tiles of 128, where half of those drawn have
+    a few rows more and take two.
+    """
+    top_k = top_k_of(E, M)
+    return tuple(routed_rows(E, top_k, M // top_k, seed, device, skew) for seed, skew in enumerate((SKEW, 0.0)))
 
 
 def top_k_of(E: int, M: int) -> int:

@@ -26,7 +26,7 @@ from ..artifacts.types import Gpu, Kernel
 from ..kernels.chips import supported
 from .outdir import holder
 from .outfile import without_waiting
-from .records import Record, from_value, gpu_value, to_value
+from .records import EVEN_ROUTINGS, ROUTINGS, Record, from_value, gpu_value, to_value
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
@@ -36,13 +36,17 @@ _LONGEST_WAIT_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a journal's times hold for. ``gpu.driver`` is the first session's; every record has its own."""
+    """What a journal's times hold for. ``gpu.driver`` is the first session's; every record has its own.
+
+    ``routings`` name how rows fell on the experts, in the order of a record's times.
+    """
 
     sm: int
     gpu: Gpu
     kernels: tuple[Kernel, ...]
     pretuned: str = ""
     format: int = FORMAT
+    routings: tuple[str, ...] = ROUTINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +221,11 @@ def _check_same(path: Path, old: Header, new: Header) -> None:
             f"journal '{path}': measured on {described(a, old.sm)}, this is {described(b, new.sm)}. "
             "Times of one say nothing of the other: name a new file with --journal"
         )
+    if old.routings != new.routings:
+        raise InputError(
+            f"journal '{path}': measured on {' and '.join(old.routings)} rows, this version measures on "
+            f"{' and '.join(new.routings)} ones: name a new file with --journal (aot build still reads this one)"
+        )
     theirs = {kernel.name: kernel for kernel in old.kernels}
     for kernel in new.kernels:
         was = theirs.get(kernel.name, kernel)
@@ -265,6 +274,7 @@ def _header_value(header: Header) -> dict[str, object]:
         "sm": header.sm,
         "gpu": gpu_value(header.gpu),
         "driver": header.gpu.driver,
+        "routings": list(header.routings),
     }
 
 
@@ -286,7 +296,14 @@ def _header(value: dict[str, object]) -> Header:
         ),
         tuple(_kernel(*one) for one in kernels),
         name(value["pretuned"], "pretuned", is_text),
+        routings=_routings(value.get("routings", list(EVEN_ROUTINGS))),
     )
+
+
+def _routings(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"routings is {shown(value)}, wanted a list of names")
+    return tuple(name(one, "a routing", is_label) for one in value)
 
 
 def _kernel(kernel: object, revision: object, source: object) -> Kernel:

@@ -28,7 +28,7 @@ from .busy import busy
 from .clock import Clock
 from .evidence import LEAST_BAND
 from .gatedjudge import GatedJudge
-from .inputs import MAX_ERROR, balanced_rows, routed_rows, top_k_of, weights
+from .inputs import MAX_ERROR, measured_routings, top_k_of, weights
 from .jobs import Hello, Job, Result, Setup
 from .judge import Judge
 from .launches import TORCH, Tensors, caller, torch_caller
@@ -115,7 +115,7 @@ class Bench:
             for problem in (*problems, replace(problems[0], fusion=Fusion.SILU)):
                 on = self._tensors(problem, 16)
                 judge = self._judge(problem, on)
-                for m_sizes in self._routings(problem, 16, on.top_k):
+                for m_sizes in measured_routings(problem.E, 16, self.device):
                     judge.error(on, judge.reference(on, m_sizes.tolist()))
 
     def run(self, job: Job) -> Result:
@@ -149,7 +149,7 @@ class Bench:
 
     def _measured(self, job: Job) -> Result:
         on = self._tensors(job.problem, job.bucket)
-        routings = self._routings(job.problem, job.bucket, on.top_k)
+        routings = measured_routings(job.problem.E, job.bucket, self.device)
         failures: list[Failure] = []
         graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         errors: dict[int, float] = {}
@@ -264,10 +264,6 @@ class Bench:
             if "CUDA" in str(error):
                 raise
             return None  # what it does not support
-
-    def _routings(self, problem: Problem, M: int, top_k: int) -> list[torch.Tensor]:
-        skewed = routed_rows(problem.E, top_k, M // top_k, device=self.device)
-        return [skewed, balanced_rows(problem.E, M).to(self.device)]
 
     def _tensors(self, problem: Problem, M: int) -> Tensors:
         dtype, E, N, K = TORCH[problem.dtype], problem.E, problem.N, problem.K

@@ -16,7 +16,8 @@ from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
 
 MAX_REASON_CHARS = 1 << 16
 
-ROUTINGS = ("skewed", "balanced")  # how rows fall on experts: inputs.routed_rows and inputs.balanced_rows
+ROUTINGS = ("skewed", "uniform")  # how rows fall on experts: inputs.measured_routings
+EVEN_ROUTINGS = ("skewed", "balanced")  # of journals that name none: the second exactly even
 
 # Why a variant failed. One that failed anywhere never ships.
 WRONG = "wrong"  # its numbers are off

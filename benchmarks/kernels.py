@@ -3,11 +3,11 @@
     python benchmarks/kernels.py --out kernels-h200.json --plot kernels-h200.svg       # the bundles that ship
     PRETUNED_BUNDLES=bundles python benchmarks/kernels.py --models models.txt --out mine.json
 
-Per cell (model, GEMM, op, tokens): ours, torch grouped_mm, the best of the libraries in benchmarks/peers that were
-measured in one run, and QuACK, whose times there are derived from another (both scaled by how grouped_mm drifted
-since), the ratios, the fraction of the floor, and the variant. Then the geometric means by op and tokens, and the
-cells lost. Ours and grouped_mm take turns. The method is benchmarks/method.py. Models are the six
-that the peers were measured on, by name, or what ``aot build --models`` takes.
+Per cell (model, GEMM, op, tokens): ours, torch grouped_mm, from 1024 tokens on a loop of matmuls and one dense matmul
+of as many FLOPs, all in turns; the best of the libraries in benchmarks/peers that were measured in one run, and QuACK,
+whose times there are derived from another (both scaled by how grouped_mm drifted since), the ratios, the fraction of
+the floor, and the variant. Then the geometric means by op and tokens, and the cells lost. The method is
+benchmarks/method.py. Models are the six that the peers were measured on, by name, or what ``aot build --models`` takes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gem
 
 PEERS = Path(__file__).with_name("peers") / "h200.jsonl"
 DERIVED = "quack"  # not measured in the run of the others: see benchmarks/peers/README.md
+LOOP = "matmul_loop"  # no library: it needs the rows on the host, and is timed here in the same run
 # What is bound by memory first: arithmetic heats the chip, and its clock falls.
 COLUMNS = (
     (("forward", (1, 16, 128)),),
@@ -69,6 +70,15 @@ def matmul_loop(op: str, inputs: method.Inputs) -> Callable[[], None]:
                 inputs.dy[rows].T @ inputs.x[rows]
 
     return call
+
+
+def dense(op: str, inputs: method.Inputs) -> Callable[[], torch.Tensor]:
+    """One torch matmul of as many FLOPs: every row by one expert's weights, or all rows into one of dw."""
+    if op == "forward":
+        return lambda: inputs.x @ inputs.w[0].T
+    assert inputs.dy is not None
+    dy = inputs.dy
+    return (lambda: dy @ inputs.w[0]) if op == "dX" else (lambda: dy.T @ inputs.x)
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -125,16 +135,15 @@ def measure(models: str, columns: Iterable[tuple[str, tuple[int, ...]]], where: 
                     ours, torchs = ours_and_torch(op, inputs)
                     error = method.relative_error(ours(), inputs, op)
                     active = E if op == "dW" else int((m_sizes > 0).sum())
-                    ours_us, torch_us = in_turns(clock, ours, torchs)
+                    beside = [torchs, matmul_loop(op, inputs), dense(op, inputs)] if T >= 1024 else [torchs]
+                    ours_us, torch_us, *others_us = in_turns(clock, ours, *beside)
                     cell = {
                         "model": name, "gemm": gemm, "op": op, "tokens": T, "M": M, "E": E, "N": N, "K": K,
                         "error": error, "us": ours_us, "torch_grouped_mm_us": torch_us,
                         "floor_us": method.floor_us(M, N, K, active),
                     }  # fmt: skip
-                    if T == 8192 or T == 1024:
-                        cell["matmul_loop_us"] = clock.median_us(matmul_loop(op, inputs), 10)
-                        left = torch.randn(M, K, device="cuda", dtype=w.dtype)
-                        cell["dense_same_flops_us"] = clock.median_us(lambda a=left, b=w[0]: a @ b.T, 10)
+                    if others_us:
+                        cell["matmul_loop_us"], cell["dense_same_flops_us"] = others_us
                     if op == "forward":
                         cell["chosen"] = str(explain(inputs.x, w, m_sizes).candidates[0].config)
                     cells.append(cell)
@@ -157,7 +166,8 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
         cell["drift"] = cell["torch_grouped_mm_us"] / known["torch_grouped_mm"]
         if DERIVED in known:
             cell["quack_ratio_scaled"] = known.pop(DERIVED) * cell["drift"] / cell["us"]
-        best = min(known, key=known.__getitem__)
+        known.pop(LOOP, None)
+        best = min((one for one in known if not one.endswith("_gather")), key=known.__getitem__)  # rows sorted before
         cell |= {"best_peer": best, "best_peer_us": known[best], "ratio": known[best] / cell["us"],
                  "ratio_scaled": known[best] * cell["drift"] / cell["us"]}  # fmt: skip
     for op, tokens in sorted({(c["op"], c["tokens"]) for c in cells}, key=lambda k: (k[0] != "forward", k)):
@@ -165,6 +175,9 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
         torchs = geometric_mean(c["torch_grouped_mm_us"] / c["us"] for c in some)
         floor = geometric_mean((c["floor_us"] + LAUNCH_US) / c["us"] for c in some)
         line = f"{op:8} T={tokens:<5} x grouped_mm {torchs:.2f}   of floor + launch {floor:.2f}"
+        if all("matmul_loop_us" in c for c in some):
+            line += f"   x loop {geometric_mean(c['matmul_loop_us'] / c['us'] for c in some):.2f}"
+            line += f"   of dense {geometric_mean(c['dense_same_flops_us'] / c['us'] for c in some):.2f}"
         known = [c for c in some if "ratio" in c]
         if known:
             line += (f"   x best peer {geometric_mean(c['ratio'] for c in known):.3f}"

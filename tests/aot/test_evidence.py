@@ -79,6 +79,18 @@ def test_the_fastest_measured_one_is_chosen_with_its_time_gpu_and_runner_up(mode
     assert (choice.source, choice.time_ns, choice.gpu) == (Source.MEASURED, 40_000, 0)
 
 
+def test_a_modelled_choice_that_lost_is_not_taken_back_for_one_that_was_not_measured(model_first: int) -> None:
+    """The slowest tile by the model wins, so that the scaled estimates of the other two lie below both times."""
+    times = {model_first: 50_000, 3: 49_000}
+    assert model_first != 3
+    cell = record(times, model_first)
+    choice = chosen([cell])
+    assert (choice.source, choice.time_ns) == (Source.MEASURED, 49_000)
+    # Where the model's first was not measured, it is still taken before one that looks slower.
+    other = next(i for i in range(3) if i != model_first)
+    assert chosen([record({other: 50_000, 3: 49_000}, other)]).source is Source.MODELLED
+
+
 def test_within_the_noise_the_modelled_choice_stays(model_first: int) -> None:
     both = [COMPILED[model_first], COMPILED[(model_first + 1) % 4]]
     other = (model_first + 1) % 4
@@ -139,7 +151,14 @@ def test_a_tenth_is_measured_the_modelled_choice_first() -> None:
     assert contenders(MANY[:10], [MANY[5]], None) == MANY[:2]
     assert contenders(MANY[:1], [], None) == MANY[:1]
     assert contenders(MANY, [MANY[3]], MANY[9]) == [MANY[0], MANY[9]]
-    assert contenders(MANY, [MANY[3]], MANY[0]) == [MANY[0]]
+
+
+def test_the_winner_of_another_form_always_has_a_rival() -> None:
+    assert contenders(MANY, [MANY[3]], MANY[0]) == MANY[:2]
+    assert contenders(MANY, [MANY[3]], MANY[1]) == MANY[:2]
+    assert contenders(MANY, [MANY[3]], MANY[9], share=0.34) == [MANY[0], MANY[9], MANY[1]]
+    assert contenders(MANY, [MANY[3]], MANY[0], share=0.34) == MANY[:2]
+    assert contenders(MANY[:1], [], MANY[0], share=0.34) == MANY[:1]
 
 
 def test_winners_are_asked_nearest_first() -> None:
@@ -155,3 +174,13 @@ def test_winners_are_asked_nearest_first() -> None:
     assert winners.twin(gathers, 1024) == NAMES[1]
     assert winners.twin(gathers, 2048) is None
     assert winners.twin(PROBLEM, 1024) is None
+
+
+def test_a_plain_product_measured_after_its_forms_is_not_narrowed_to_what_won_there() -> None:
+    """As where the plain form is measured anew, and what a journal has of the others is kept."""
+    winners = Winners()
+    gathers = replace(PROBLEM, fusion=Fusion.GATHER)
+    winners.add(gathers, 1024, NAMES[1])
+    assert winners.twin(PROBLEM, 1024) is None
+    assert winners.twin(replace(PROBLEM, fusion=Fusion.SCATTER), 1024) == NAMES[1]
+    assert winners.near(PROBLEM, 1024) == [NAMES[1]]
