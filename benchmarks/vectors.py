@@ -32,6 +32,7 @@ _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "persistent": lambda config, work: config.persistent,
     "specialized": lambda config, work: config.specialized,
     "streamed": lambda config, work: config.streamed,
+    "narrow": lambda config, work: config.narrow,
     "E": lambda config, work: work.E,
     "M": lambda config, work: work.M,
     "N": lambda config, work: work.N,
@@ -187,7 +188,8 @@ def _rows_ns(p: SimpleNamespace, g: SimpleNamespace, chip: Chip, c: Constants) -
 def _weight_ns(p: SimpleNamespace, g: SimpleNamespace, chip: Chip, c: Constants) -> Floats:
     family = c.family(chip.sm)
     tiles_n, tiles_k = np.ceil(g.N / g.block_n), np.ceil(g.columns / g.block_k)
-    tiles, steps = g.E * tiles_n * tiles_k, g.row_tiles * tiles_n * tiles_k
+    worked_k = np.where(g.narrow > 0, np.ceil(g.columns / (g.block_k // 2)) / 2.0, tiles_k)
+    tiles, steps = g.E * tiles_n * tiles_k, g.row_tiles * tiles_n * worked_k
     slots = chip.sm_count * p.occupancy
     per_sm, per_slot = tiles / chip.sm_count, tiles / slots
     l2_bytes = chip.l2_mib * 1048576 * family.l2_usable

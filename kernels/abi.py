@@ -174,7 +174,8 @@ def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
     half = 64 if c.specialized else 0  # rows of the product, one box for each warpgroup
     if spec.op is Op.DW:
         dy = (1, 1, c.block_m, half or c.block_n)
-        blocks: dict[str, tuple[int, ...]] = {"dy": dy, "x": (1, 1, c.block_m, c.block_k), "dw": (1, 64, 64)}
+        x = (1, 1, c.block_m, c.block_k // 2 if c.narrow else c.block_k)
+        blocks: dict[str, tuple[int, ...]] = {"dy": dy, "x": x, "dw": (1, 64, 64)}
     else:
         columns = c.block_n // 2 if c.specialized else c.block_n  # a tile may be half as wide
         w = (1, c.block_k, columns) if _w_kn(spec) else (1, columns, c.block_k)
@@ -206,7 +207,7 @@ def constants(spec: Spec) -> dict[str, int | str | bool | None]:
 def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
     c = spec.config
     if spec.op is Op.DW:
-        sizes: dict[str, int | str | bool | None] = {"BLOCK_M": c.block_m, "BLOCK_K": c.block_k}
+        sizes: dict[str, int | str | bool | None] = {"BLOCK_M": c.block_m, "BLOCK_K": c.block_k, "NARROW": c.narrow}
         step = (128 + c.block_k) * c.block_m
     else:
         gated = Fusion.SILU in spec.fusion
@@ -232,7 +233,9 @@ def _even_parts(spec: Spec) -> bool:
     TMA reads a buffer while the next tile is on its way. Half a tile of 128 columns, as an edge or as silu of both
     halves, is one part, so the next tile's first would meet it in the same buffer.
     """
-    return spec.op is Op.DW or "y_map" not in spec.tma or spec.config.block_n >= 256
+    if spec.op is Op.DW:
+        return not spec.config.narrow or spec.config.block_k >= 256
+    return "y_map" not in spec.tma or spec.config.block_n >= 256
 
 
 def divisibility(spec: Spec) -> dict[str, int]:

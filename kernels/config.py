@@ -17,7 +17,9 @@ class Config:
     A ``persistent`` kernel runs as many programs as fit the GPU, each over many tiles; any other
     runs one program a tile. A ``specialized`` kernel (sm_90) has one warp that loads and two warpgroups that
     multiply, 64 rows of a tile each, and hands out its tiles as programs become free. One that is ``streamed``
-    (through TMA) marks w's lines as the first to leave L2: for weights that are read once.
+    (through TMA) marks w's lines as the first to leave L2: for weights that are read once. A specialized kernel of
+    dW that is ``narrow`` multiplies its last columns at half a tile's width where that is enough (one of rows always
+    does).
     """
 
     block_m: int
@@ -30,6 +32,7 @@ class Config:
     persistent: bool = True
     specialized: bool = False
     streamed: bool = False
+    narrow: bool = False
 
     def __str__(self) -> str:
         text = f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages} g{self.group_m}"
@@ -38,6 +41,7 @@ class Config:
             + (" tma" if self.tma else "")
             + (" specialized" if self.specialized else " persistent" if self.persistent else "")
             + (" streamed" if self.streamed else "")
+            + (" narrow" if self.narrow else "")
         )
 
     def pairs(self) -> tuple[tuple[str, int], ...]:
@@ -65,7 +69,7 @@ class Config:
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Config))
-_FLAGS = ("tma", "persistent", "specialized", "streamed")
+_FLAGS = ("tma", "persistent", "specialized", "streamed", "narrow")
 
 
 def _power_of_two(value: int) -> bool:
@@ -88,4 +92,6 @@ def invalid(config: Config) -> str | None:
         return f"a specialized config has TMA, is persistent and multiplies with 8 warps: {config!r} does not"
     if config.streamed and (not config.tma or config.specialized):
         return f"a streamed config has TMA and is not specialized: {config!r}"
+    if config.narrow and not config.specialized:
+        return f"a narrow config is specialized: {config!r}"
     return None

@@ -174,6 +174,8 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float
         read_bytes += again * work.M * work.N * work.itemsize * (1.0 - l2_bytes / slab_bytes)
     written_bytes = work.written_bytes * (1.0 + family.weight.row_bytes / (config.block_k * work.itemsize))
     memory_ns = (read_bytes / family.memory_share + written_bytes / family.write_share) / chip.bandwidth_gbs
+    if config.narrow:  # the last tile may have half the columns, and half a tile's work
+        steps *= -(-work.columns // (config.block_k // 2)) / (2.0 * tiles_k)
     rate_ns = steps * profile.step_ns / chip.sm_count * _waves(per_sm) / per_sm
     waves, used = _waves(per_slot), rows.active / work.E  # tiles of experts without rows have no steps
     chain_ns = waves * used * _steps_ns(profile, steps / tiles / used) + (waves - 1.0) * profile.tile_ns

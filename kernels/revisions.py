@@ -31,7 +31,7 @@ _ROWS_SPECIALIZED = (
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "6145e23bc115f63f1402e48a55d8dcfc0b259260970ac3cd65b49da9d844efa9",
+    "ebe3bca37d09f681db12d041bda45d3cca21f5f6a8576b2bf0bb713ca1a9a6ba",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"

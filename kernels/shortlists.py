@@ -56,6 +56,7 @@ HOPPER_SPECIALIZED: tuple[Row, ...] = (
     (128, 256, 64, 8, 4),
     (128, 128, 64, 8, 6),
     (128, 128, 64, 8, 5),
+    (128, 256, 64, 8, 3),
 )
 # The same of dW: a tile is 128 x block_k.
 HOPPER_DW_SPECIALIZED: tuple[Row, ...] = (

@@ -98,7 +98,9 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         rows = lists.HOPPER_DW_SPECIALIZED if op is Op.DW else lists.HOPPER_SPECIALIZED
         first = _configs(rows, tma=True, persistent=True)
         first += _configs(rows[:1], tma=True, persistent=True, group_m=1 if op is Op.DW else 32)
-        pool = [replace(config, specialized=True) for config in first] + pool
+        special = [replace(config, specialized=True) for config in first]
+        special += [replace(special[0], narrow=True)] if op is Op.DW else []
+        pool = special + pool
     valid = [config for config in dict.fromkeys(pool) if not invalid(config)]
     fitting = [config for config in valid if shared_bytes_at_least(op, dtype, config, sm) <= shared_limit]
     return tuple(fitting[: FP32_LIMIT if dtype is DType.FP32 else LIMIT])

@@ -12,8 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .pipeline import (
     INDEX_END,
+    NARROW_BIT,
     advance,
     barriers,
+    expect,
     expert_ends,
     next_tile,
     publish,
@@ -25,13 +27,17 @@ from .warpgroups import multiply
 def _load_weight(
     dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr,
+    EXPERTS: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp of dW: both operands end with the expert's rows, see ``kernels/abi.py``, RAGGED_SIZES."""
+    """The loading warp of dW: both operands end with the expert's rows, see ``kernels/abi.py``, RAGGED_SIZES.
+
+    In NARROW code a tile whose right half lies past the last column is loaded at half its width.
+    """
     WARPS: gl.constexpr = 1
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
     half_bytes: gl.constexpr = 64 * BLOCK_M * x.dtype.primitive_bitwidth // 8
-    b_bytes: gl.constexpr = BLOCK_K * BLOCK_M * x.dtype.primitive_bitwidth // 8
+    HALF: gl.constexpr = BLOCK_K // 2
+    b_bytes: gl.constexpr = HALF * BLOCK_M * x.dtype.primitive_bitwidth // 8
     tiles_n = gl.cdiv(N, 128)
     tiles_k = gl.cdiv(K, BLOCK_K)
     per_expert = tiles_n * tiles_k
@@ -57,22 +63,30 @@ def _load_weight(
         row_end = gl.max(gl.where(i <= expert, end, 0), 0)
         count = row_end - row_start
         steps = gl.cdiv(count, BLOCK_M)
-        publish(queue, filled, free, slot, turn, n, 2 * k, N, steps | (expert << 20), WARPS)
+        second = (2 * k + 1) * HALF
+        wide = second < K if NARROW else gl.to_tensor(True)
+        word = steps | (expert << 20) | gl.where(wide, 0, NARROW_BIT)
+        publish(queue, filled, free, slot, turn, n, 2 * k, N, word, WARPS)
         slot, turn = advance(slot, turn, 2)
         drawn = gl.atomic_add(counter, 1, sem="relaxed")  # looked at when this tile's loads are under way
         both = n + 64 < N
         for row in range(0, count, BLOCK_M):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
-            mbarrier.expect(bar, half_bytes + b_bytes, pred=both == 0)
-            mbarrier.expect(bar, 2 * half_bytes + b_bytes, pred=both)
+            expect(bar, half_bytes, both, b_bytes, wide)
             at = INDEX_END - count + row
             left = a.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
             right = a.index(stage * 2 + 1)._reinterpret(x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
             tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n], bar, left)
             tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n + 64], bar, right, pred=both)
-            b_tile = b.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, BLOCK_K], x.layout)
-            tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_tile)
+            if NARROW:
+                b_left = b.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, HALF], x.layout)
+                b_right = b.index(stage * 2 + 1)._reinterpret(x.dtype, [1, 1, BLOCK_M, HALF], x.layout)
+                tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_left)
+                tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, second], bar, b_right, pred=wide)
+            else:
+                b_tile = b.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, BLOCK_K], x.layout)
+                tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_tile)
             stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, drawn, total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
@@ -82,7 +96,7 @@ def _load_weight(
 def weight_specialized(
     dy, x, dw, m_sizes, counter, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row, m_sizes_step,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, REGISTERS: gl.constexpr,
+    EXPERTS: gl.constexpr, NARROW: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k]: ``grad_weight.weight``.
 
@@ -99,15 +113,15 @@ def weight_specialized(
         [
             (multiply, (
                 0, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, BLOCK_K, STAGES, SLOTS,
-                False, False, True, False, False, False, False,
+                False, False, True, False, False, False, NARROW,
             )),
             (multiply, (
                 1, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, BLOCK_K, STAGES, SLOTS,
-                False, False, True, False, False, False, False,
+                False, False, True, False, False, False, NARROW,
             )),
             (_load_weight, (
                 dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step, BLOCK_M,
-                BLOCK_K, STAGES, GROUP_M, EXPERTS,
+                BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW,
             )),
         ],
         [4, 1],

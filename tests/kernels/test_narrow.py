@@ -1,0 +1,62 @@
+"""dW whose last columns are multiplied at half a tile's width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pretuned.artifacts.types import DType, Layout, Op, Problem
+from pretuned.kernels import abi
+from pretuned.kernels.abi import Spec
+from pretuned.kernels.chips import chip_for
+from pretuned.kernels.config import Config, invalid
+from pretuned.kernels.cost import Resources, estimate_us
+from pretuned.kernels.space import candidates
+
+WIDE = Config(32, 128, 256, 8, 8, tma=True, specialized=True)
+NARROW = replace(WIDE, narrow=True)
+
+
+def test_what_can_be_narrow() -> None:
+    assert invalid(NARROW) is None
+    assert str(NARROW) == f"{WIDE} narrow"
+    assert "specialized" in str(invalid(replace(NARROW, specialized=False)))
+
+
+def test_a_bundle_from_before_has_none() -> None:
+    before = tuple(pair for pair in WIDE.pairs() if pair[0] != "narrow")
+    assert Config.from_pairs(before) == WIDE
+    assert Config.from_pairs(NARROW.pairs()) == NARROW
+
+
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("op", Op)
+def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
+    found = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.narrow]
+    assert found == ([NARROW] if op is Op.DW and dtype in (DType.BF16, DType.FP16) else [])
+
+
+def test_x_comes_in_halves() -> None:
+    wide, narrow = (Spec(Op.DW, DType.BF16, config) for config in (WIDE, NARROW))
+    assert abi.boxes(wide)["x"] == (1, 1, 32, 256)
+    assert abi.boxes(narrow) == abi.boxes(wide) | {"x": (1, 1, 32, 128)}
+    assert abi.constants(narrow) == abi.constants(wide) | {"NARROW": True}
+
+
+def test_a_half_of_one_part_leaves_through_one_buffer() -> None:
+    slim = replace(NARROW, block_k=128)
+    assert abi.constants(Spec(Op.DW, DType.BF16, slim))["SLOTS"] == 1
+    assert abi.constants(Spec(Op.DW, DType.BF16, replace(slim, narrow=False)))["SLOTS"] == 2
+
+
+@pytest.mark.parametrize(
+    ("K", "least", "most"), [(2880, 0.94, 0.985), (1408, 0.9, 0.985), (2048, 1.0, 1.0), (3008, 1.0, 1.0)]
+)
+def test_its_estimate_is_less_where_half_is_enough(K: int, least: float, most: float) -> None:
+    """gpt-oss, gate_up, at T=8192: measured 1716 and 1767 us, with K=2880."""
+    problem = Problem(Op.DW, DType.BF16, 32, 5760, K, layout=Layout.NK)
+    wide, narrow = (
+        estimate_us(problem, 32768, Resources(config, 384, 229784, 168, 16), chip_for(90)) for config in (WIDE, NARROW)
+    )
+    assert least * wide <= narrow <= most * wide
