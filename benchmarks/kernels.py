@@ -4,10 +4,10 @@
     PRETUNED_BUNDLES=bundles python benchmarks/kernels.py --models models.txt --out mine.json
 
 Per cell (model, GEMM, op, tokens): ours, torch grouped_mm, from 1024 tokens on a loop of matmuls and one dense matmul
-of as many FLOPs, all in turns; the best of the libraries in benchmarks/peers that were measured in one run, and QuACK,
-whose times there are derived from another (both scaled by how grouped_mm drifted since), the ratios, the fraction of
-the floor, and the variant. Then the geometric means by op and tokens, and the cells lost. The method is
-benchmarks/method.py. Models are the six that the peers were measured on, by name, or what ``aot build --models`` takes.
+of as many FLOPs, all in turns; the best of the libraries in benchmarks/peers, which were measured in one run (as it
+was, and scaled by how grouped_mm drifted since), the ratios, the fraction of the floor, and the variant. Then the
+geometric means by op and tokens, and the cells lost. The method is benchmarks/method.py. Models are the six that the
+peers were measured on, by name, or what ``aot build --models`` takes. QuACK: benchmarks/beside_quack.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from variants import MODELS
 from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
 
 PEERS = Path(__file__).with_name("peers") / "h200.jsonl"
-DERIVED = "quack"  # not measured in the run of the others: see benchmarks/peers/README.md
 LOOP = "matmul_loop"  # no library: it needs the rows on the host, and is timed here in the same run
 # What is bound by memory first: arithmetic heats the chip, and its clock falls.
 COLUMNS = (
@@ -164,8 +163,6 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
         if known is None:
             continue
         cell["drift"] = cell["torch_grouped_mm_us"] / known["torch_grouped_mm"]
-        if DERIVED in known:
-            cell["quack_ratio_scaled"] = known.pop(DERIVED) * cell["drift"] / cell["us"]
         known.pop(LOOP, None)
         best = min((one for one in known if not one.endswith("_gather")), key=known.__getitem__)  # rows sorted before
         cell |= {"best_peer": best, "best_peer_us": known[best], "ratio": known[best] / cell["us"],
@@ -182,26 +179,24 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
         if known:
             line += (f"   x best peer {geometric_mean(c['ratio'] for c in known):.3f}"
                      f" (scaled by drift {against(known, 'ratio_scaled')})")  # fmt: skip
-            line += f"   x QuACK {against(known, 'quack_ratio_scaled')}" * any("quack_ratio_scaled" in c for c in known)
         lines.append(line)
     known = [c for c in cells if "ratio" in c]
     if known:
         lines.append(f"all {len(known)} cells: x grouped_mm "
                      f"{geometric_mean(c['torch_grouped_mm_us'] / c['us'] for c in cells):.2f}, "
                      f"x best peer {geometric_mean(c['ratio'] for c in known):.3f} "
-                     f"(scaled by drift {against(known, 'ratio_scaled')}), "
-                     f"x QuACK {against(known, 'quack_ratio_scaled')}; "
+                     f"(scaled by drift {against(known, 'ratio_scaled')}); "
                      f"grouped_mm's drift {geometric_mean(c['drift'] for c in known):.3f}")  # fmt: skip
     return lines
 
 
 def against(cells: list[dict[str, Any]], ratio: str) -> str:
     """The geometric mean of a ratio to another library, and how many of the cells are behind it by over 3 %."""
-    known = [cell[ratio] for cell in cells if ratio in cell]
+    known = [cell[ratio] for cell in cells]
     return f"{geometric_mean(known):.3f}, behind by over 3 %: {sum(one < 0.97 for one in known)} of {len(known)}"
 
 
-def plot(cells: list[dict[str, Any]], path: Path) -> None:
+def plot(cells: list[dict[str, Any]], gpu: str, path: Path) -> None:
     """Every cell's ratio to torch grouped_mm and to the best peer, by op and tokens."""
     import matplotlib as mpl
 
@@ -224,7 +219,7 @@ def plot(cells: list[dict[str, Any]], path: Path) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(keys)), [f"{op}\nT={tokens}" for op, tokens in keys])
     axes.set_ylabel("times faster (above 1: pretuned is faster)")
-    axes.set_title(f"Grouped GEMM, bf16, {torch.cuda.get_device_name()}: 6 models x 2 GEMMs")
+    axes.set_title(f"Grouped GEMM, bf16, {gpu}: 6 models x 2 GEMMs")
     axes.legend()
     figure.savefig(path)
 
@@ -249,7 +244,7 @@ def main() -> None:
               "summary": lines, "wrong": len(wrong), "cells": cells}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot:
-        plot(cells, args.plot)
+        plot(cells, report["gpu"], args.plot)
     sys.exit(f"{len(wrong)} cells are wrong" if wrong else 0)
 
 
