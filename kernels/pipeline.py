@@ -12,12 +12,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
 NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's word: only the left half of its columns counts
+BESIDE_BIT: gl.constexpr = gl.constexpr(-0x80000000)  # ... a cluster's two tiles are beside each other, not one below the other
 # What ``flags`` says, as in forward.py and tiles.py.
 GATHER_FLAG: gl.constexpr = gl.constexpr(1)
 SCATTER_FLAG: gl.constexpr = gl.constexpr(2)
 WEIGHT_FLAG: gl.constexpr = gl.constexpr(4)
 BIAS_FLAG: gl.constexpr = gl.constexpr(8)
 ZERO_TAIL_FLAG: gl.constexpr = gl.constexpr(16)
+# Remarks for aot/clusters.py: what follows, up to the end.
+BOTH: gl.constexpr = gl.constexpr("// cluster: both\n\tmov.b32 $0, 0;")  # is done here and in the other program
+LEADER: gl.constexpr = gl.constexpr("// cluster: leader\n\tmov.b32 $0, 0;")  # is done in the first program alone
+END: gl.constexpr = gl.constexpr("// cluster: end\n\tmov.b32 $0, 0;")
+CLUSTER_SYNC: gl.constexpr = gl.constexpr(
+    "// cluster: sync\n\tfence.mbarrier_init.release.cluster;\n\tbarrier.cluster.arrive.relaxed.aligned;\n\t"
+    "barrier.cluster.wait.acquire.aligned;\n\tmov.b32 $0, 0;"
+)
 INDEXED_FLAGS: gl.constexpr = gl.constexpr(1 | 2 | 4)
 
 
@@ -55,8 +64,25 @@ def expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr, FULL: gl.constexpr):
-    """(full, empty) of each stage of operands, (queue, filled, free) of the two slots that tell of tiles."""
+def _say(TEXT: gl.constexpr):
+    gl.inline_asm_elementwise(TEXT, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def say(CLUSTER: gl.constexpr, TEXT: gl.constexpr):
+    """In code for clusters, a remark in the PTX: what is between two of them goes to both programs (aot/clusters.py)."""
+    if CLUSTER:
+        _say(TEXT)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, FULL: gl.constexpr, CLUSTER: gl.constexpr = False):
+    """(full, empty) of each stage of operands, (queue, filled, free) of the two slots that tell of tiles.
+
+    In a cluster both programs' warpgroups empty a stage, and the leader's slots are free when the other's three took too.
+    """
+    EMPTY: gl.constexpr = 4 if CLUSTER else 2
+    FREE: gl.constexpr = 5 if CLUSTER else 2
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     queue = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -64,29 +90,34 @@ def barriers(STAGES: gl.constexpr, FULL: gl.constexpr):
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=FULL)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=EMPTY)
     for i in gl.static_range(2):
         mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+        mbarrier.init(free.index(i), count=FREE)
+    if CLUSTER:
+        gl.barrier()
+        _say(CLUSTER_SYNC)
     return full, empty, queue, filled, free
 
 
 @gluon.jit
-def publish(queue, filled, free, slot, phase, a, b, c, d, WARPS: gl.constexpr):
+def publish(queue, filled, free, slot, phase, a, b, c, d, WARPS: gl.constexpr, CLUSTER: gl.constexpr = False):
     """Puts four numbers into the queue for both warpgroups; waits until they took what was there."""
     mbarrier.wait(free.index(slot), phase ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     i = gl.arange(0, 4, layout=layout)
+    say(CLUSTER, BOTH)
     queue.index(slot).store(gl.where(i == 0, a, gl.where(i == 1, b, gl.where(i == 2, c, d))))
     gl.barrier()
     mbarrier.arrive(filled.index(slot), count=1)
+    say(CLUSTER, END)
 
 
 @gluon.jit
-def take(queue, filled, free, slot, phase):
+def take(queue, filled, free, slot, phase, CLUSTER: gl.constexpr = False, WARPS: gl.constexpr = 4):
     """The next four numbers of the queue."""
     mbarrier.wait(filled.index(slot), phase)
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     i = gl.arange(0, 4, layout=layout)
     values = queue.index(slot).load(layout)
     a = gl.sum(gl.where(i == 0, values, 0), 0)
@@ -94,8 +125,29 @@ def take(queue, filled, free, slot, phase):
     c = gl.sum(gl.where(i == 2, values, 0), 0)
     d = gl.sum(gl.where(i == 3, values, 0), 0)
     gl.barrier()
+    say(CLUSTER, LEADER)
     mbarrier.arrive(free.index(slot), count=1)
+    say(CLUSTER, END)
     return a, b, c, d
+
+
+@gluon.jit
+def release(bar, pred, CLUSTER: gl.constexpr):
+    """This warpgroup is done with a stage: in a cluster both loading warps are told."""
+    say(CLUSTER, BOTH)
+    mbarrier.arrive(bar, count=1, pred=pred)
+    say(CLUSTER, END)
+
+
+@gluon.jit
+def drain(empty, free, stage, phase, slot, turn, leads, STAGES: gl.constexpr):
+    """A loading warp's last act in a cluster: the other program arrives here no more, so this one may end."""
+    for _ in gl.static_range(STAGES):
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        stage, phase = advance(stage, phase, STAGES)
+    for _ in gl.static_range(2):
+        mbarrier.wait(free.index(slot), turn ^ 1, pred=leads)
+        slot, turn = advance(slot, turn, 2)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from .pipeline import (
     WEIGHT_FLAG,
     advance,
     before,
+    release,
     take,
 )
 
@@ -110,7 +111,7 @@ def _store_box(y, part, buffer, row, row_end, col, expert, WEIGHT: gl.constexpr,
 def _tile(
     half, a, b, full, empty, buffers, y, moved, row, row_end, first, expert, steps, stage, phase, N, stride_y_m,
     WIDTH: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
-    WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
+    WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr, CLUSTER: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's 64 rows of one tile, WIDTH columns from ``first`` on. Returns the stage and phase after it."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
@@ -134,12 +135,12 @@ def _tile(
         acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         gl.barrier()
-        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=step > 0)
+        release(empty.index(before(stage, STAGES)), step > 0, CLUSTER)
         stage, phase = advance(stage, phase, STAGES)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     if steps > 0:
         gl.barrier()
-        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
+        release(empty.index(before(stage, STAGES)), True, CLUSTER)
     if INDEXED:
         acc = _biased(acc, moved, expert, first, N, WIDTH, mma) * scale[:, None]
     if GATED:
@@ -162,6 +163,7 @@ def multiply(
     half, a, b, full, empty, queue, filled, free, buffers, y, moved, N, stride_y_m,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
     WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr, NARROW: gl.constexpr,
+    CLUSTER: gl.constexpr = False, ROW_STEP: gl.constexpr = 0, COL_STEP: gl.constexpr = 0,
 ):  # fmt: skip
     """One warpgroup: multiplies its 64 rows of every tile, and stores them.
 
@@ -173,28 +175,38 @@ def multiply(
     phase = gl.to_tensor(0)
     slot = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    row, col, row_end, word = take(queue, filled, free, slot, turn)
+    row, col, row_end, word = take(queue, filled, free, slot, turn, CLUSTER)
     while row >= 0:
         slot, turn = advance(slot, turn, 2)
         steps = word & 0xFFFFF
         expert = (word >> 20) & 0x3FF
+        narrow = (word & NARROW_BIT) != 0
         mine = row + half * 64
-        if mine < row_end:
-            if NARROW and (word & NARROW_BIT) != 0:
+        limit = row_end
+        if CLUSTER:
+            rank = gl.program_id(0) % 2
+            tall = (ROW_STEP > 0) & ((word >= 0) | (COL_STEP == 0))
+            mine += gl.where(tall, rank * ROW_STEP, 0)
+            col += gl.where(tall, 0, rank * COL_STEP)
+            columns = N // 2 if GATED else N
+            narrow = narrow | ((col + 1) * HALF >= columns)
+            limit = gl.where(col * HALF < columns, row_end, 0)
+        if mine < limit:
+            if NARROW and narrow:
                 stage, phase = _tile(
                     half, a, b, full, empty, buffers, y, moved, mine, row_end, col * HALF, expert, steps, stage, phase,
-                    N, stride_y_m, HALF, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, False,
+                    N, stride_y_m, HALF, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, False, CLUSTER,
                 )  # fmt: skip
             else:
                 stage, phase = _tile(
                     half, a, b, full, empty, buffers, y, moved, mine, row_end, col * HALF, expert, steps, stage, phase,
-                    N, stride_y_m, BLOCK_N, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, GATED,
+                    N, stride_y_m, BLOCK_N, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, GATED, CLUSTER,
                 )  # fmt: skip
         else:
             for _ in range(steps):
                 mbarrier.wait(full.index(stage), phase)
-                mbarrier.arrive(empty.index(stage), count=1)
+                release(empty.index(stage), True, CLUSTER)
                 stage, phase = advance(stage, phase, STAGES)
-        row, col, row_end, word = take(queue, filled, free, slot, turn)
+        row, col, row_end, word = take(queue, filled, free, slot, turn, CLUSTER)
     if not INDEXED:
         tma.store_wait(0)
