@@ -5,8 +5,9 @@
 
 Per cell (model, GEMM, op, tokens): ours, torch grouped_mm, from 1024 tokens on a loop of matmuls and one dense matmul
 of as many FLOPs, all in turns; the best of the libraries in benchmarks/peers, which were measured in one run (as it
-was, and scaled by how grouped_mm drifted since), the ratios, the fraction of the floor, and the variant. Then the
-geometric means by op and tokens, and the cells lost. The method is benchmarks/method.py. Models are the six that the
+was, and scaled by how grouped_mm drifted since), the ratios, the fraction of the floor, that of the roof (what the chip
+allows such tiles), and the variant. Then the geometric means by op and tokens, and the cells lost. The method is
+benchmarks/method.py. Models are the six that the
 peers were measured on, by name, or what ``aot build --models`` takes. QuACK: benchmarks/beside_quack.py.
 """
 
@@ -80,6 +81,24 @@ def dense(op: str, inputs: method.Inputs) -> Callable[[], torch.Tensor]:
     return (lambda: dy @ inputs.w[0]) if op == "dX" else (lambda: dy.T @ inputs.x)
 
 
+def tile_waste(op: str, N: int, K: int, rows: torch.Tensor) -> float:
+    """What the best tiles multiply over what is asked: rows go by 64, of dW by 32; columns by 128, dw's rows by 64."""
+    padded = [math.ceil(n / step) * step / n for n, step in
+              {"forward": ((N, 128),), "dX": ((K, 128),), "dW": ((N, 64), (K, 128))}[op]]  # fmt: skip
+    step = 32 if op == "dW" else 64
+    return math.prod(padded) * float((rows + step - 1).div(step, rounding_mode="floor").sum() * step / rows.sum())
+
+
+def roof_us(cell: dict[str, Any]) -> float:
+    """What the chip allows: a launch, and every byte once or the product with its tiles' waste, whichever is longer.
+
+    The product at the speed of the dense one of as many FLOPs, timed in turns: so at the clock that power allowed then.
+    """
+    M, N, K = cell["M"], cell["N"], cell["K"]
+    dense_us = cell.get("dense_same_flops_us", 2e6 * M * N * K / method.FLOPS) * cell["tile_waste"]
+    return LAUNCH_US + max(dense_us, method.bytes_us(M, N, K, cell["active"]))
+
+
 def geometric_mean(values: Iterable[float]) -> float:
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs)) if logs else float("nan")
@@ -139,7 +158,8 @@ def measure(models: str, columns: Iterable[tuple[str, tuple[int, ...]]], where: 
                     cell = {
                         "model": name, "gemm": gemm, "op": op, "tokens": T, "M": M, "E": E, "N": N, "K": K,
                         "error": error, "us": ours_us, "torch_grouped_mm_us": torch_us,
-                        "floor_us": method.floor_us(M, N, K, active),
+                        "floor_us": method.floor_us(M, N, K, active), "active": active,
+                        "tile_waste": tile_waste(op, N, K, m_sizes.cpu()),
                     }  # fmt: skip
                     if others_us:
                         cell["matmul_loop_us"], cell["dense_same_flops_us"] = others_us
@@ -152,13 +172,14 @@ def measure(models: str, columns: Iterable[tuple[str, tuple[int, ...]]], where: 
 
 
 def compare(cells: list[dict[str, Any]]) -> list[str]:
-    """Adds the best peer of each cell, scaled by grouped_mm's drift; returns the table's lines."""
+    """Adds each cell's roof and best peer, scaled by grouped_mm's drift; returns the table's lines."""
     peers = {}
     for line in PEERS.read_text().splitlines():
         row = json.loads(line)
         peers[row["model"], row["gemm"], row["op"], row["tokens"]] = row["us"]
     lines = []
     for cell in cells:
+        cell["roof_us"] = roof_us(cell)
         known = peers.get((cell["model"], cell["gemm"], cell["op"], cell["tokens"]))
         if known is None:
             continue
@@ -171,7 +192,8 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
         some = [c for c in cells if (c["op"], c["tokens"]) == (op, tokens)]
         torchs = geometric_mean(c["torch_grouped_mm_us"] / c["us"] for c in some)
         floor = geometric_mean((c["floor_us"] + LAUNCH_US) / c["us"] for c in some)
-        line = f"{op:8} T={tokens:<5} x grouped_mm {torchs:.2f}   of floor + launch {floor:.2f}"
+        roof = geometric_mean(c["roof_us"] / c["us"] for c in some)
+        line = f"{op:8} T={tokens:<5} x grouped_mm {torchs:.2f}   of floor + launch {floor:.2f}   of roof {roof:.2f}"
         if all("matmul_loop_us" in c for c in some):
             line += f"   x loop {geometric_mean(c['matmul_loop_us'] / c['us'] for c in some):.2f}"
             line += f"   of dense {geometric_mean(c['dense_same_flops_us'] / c['us'] for c in some):.2f}"

@@ -19,6 +19,7 @@ __all__ = [
     "Clock",
     "Inputs",
     "activations",
+    "bytes_us",
     "floor_us",
     "relative_error",
     "routed_rows",
@@ -35,5 +36,9 @@ def floor_us(M: int, N: int, K: int, active: int, itemsize: int = 2) -> float:
 
     ``active``: the experts whose weights are moved; those with rows, but all of them for dW.
     """
-    moved = itemsize * (active * N * K + M * K + M * N)
-    return 1e6 * max(2.0 * M * N * K / FLOPS, moved / BYTES_PER_S)
+    return max(2e6 * M * N * K / FLOPS, bytes_us(M, N, K, active, itemsize))
+
+
+def bytes_us(M: int, N: int, K: int, active: int, itemsize: int = 2) -> float:
+    """Every byte moved once."""
+    return 1e6 * itemsize * (active * N * K + M * K + M * N) / BYTES_PER_S
