@@ -27,6 +27,7 @@ import method
 import torch
 from variants import MODELS
 
+from pretuned.artifacts.types import DType, Op, Problem
 from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
 
 PEERS = Path(__file__).with_name("peers") / "h200.jsonl"
@@ -163,16 +164,33 @@ def measure(models: str, columns: Iterable[tuple[str, tuple[int, ...]]], where: 
                     }  # fmt: skip
                     if others_us:
                         cell["matmul_loop_us"], cell["dense_same_flops_us"] = others_us
-                    if op == "forward":
-                        cell["chosen"] = str(explain(inputs.x, w, m_sizes).candidates[0].config)
+                    chosen = explain(Problem(Op(op), DType.BF16, E, N, K), M=M).chosen
+                    cell["chosen"] = str(chosen.config) if chosen else "torch"
                     cells.append(cell)
-                    print(f"{name:13}{gemm:8}{op:8}T={T:<5} {cell['us']:9.1f} us, grouped_mm x "
-                          f"{cell['torch_grouped_mm_us'] / cell['us']:.2f}", flush=True)  # fmt: skip
+                    print(f"{named(cell)} {cell['us']:9.1f} us", flush=True)
     return cells
 
 
+def named(cell: dict[str, Any]) -> str:
+    return f"{cell['model']:13}{cell['gemm']:8}{cell['op']:8}T={cell['tokens']:<5}"
+
+
+def each(cells: list[dict[str, Any]]) -> list[str]:
+    """A line a cell, after ``compare``; then those behind their best peer by over 3 %, the worst first."""
+
+    def line(cell: dict[str, Any]) -> str:
+        us = cell["us"]
+        text = f"{named(cell)} {us:9.1f} us   x grouped_mm {cell['torch_grouped_mm_us'] / us:.2f}"
+        if "ratio" in cell:
+            text += f"   x {cell['best_peer']} {cell['ratio']:.2f} (scaled {cell['ratio_scaled']:.2f})"
+        return text + f"   of floor {cell['floor_us'] / us:.2f}, of roof {cell['roof_us'] / us:.2f}   {cell['chosen']}"
+
+    behind = sorted((c for c in cells if c.get("ratio_scaled", 1.0) < 0.97), key=lambda c: c["ratio_scaled"])
+    return [*map(line, cells), "", f"behind by over 3 %: {len(behind)}", *map(line, behind), ""]
+
+
 def compare(cells: list[dict[str, Any]]) -> list[str]:
-    """Adds each cell's roof and best peer, scaled by grouped_mm's drift; returns the table's lines."""
+    """Adds each cell's roof and best peer, scaled by grouped_mm's drift; returns the means' lines, by op and tokens."""
     peers = {}
     for line in PEERS.read_text().splitlines():
         row = json.loads(line)
@@ -259,7 +277,7 @@ def main() -> None:
     for columns in COLUMNS:
         cells += measure(args.models, [one for one in columns if one[0] in ops], where)
     lines = compare(cells)
-    print("\n".join(lines))
+    print("\n".join(("", *each(cells), *lines)))
     wrong = [c for c in cells if not c["error"] < method.MAX_ERROR]
     report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
               "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
