@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,6 +81,22 @@ def test_the_fit_sees_the_model_itself(tool: SimpleNamespace, told: dict[str, fl
             assert found == pytest.approx({i: us for us, i in rankings.of(cell)}, rel=1e-12)
             seen += 1
     assert seen == len(cells) == 108
+
+
+@pytest.mark.parametrize(("K", "less"), [(2880, True), (2816, False), (128, True)])
+def test_the_fit_sees_narrow_configs(tool: SimpleNamespace, K: int, less: bool) -> None:
+    """No sweep has timed one, so their share of a tile is held equal here, beside the same configs without it."""
+    cell = next(cell for cell in _cells(tool, Op.DW) if cell.tokens == 8192 and cell.model == "gpt-oss-20b")
+    wide = [one for one in cell.variants if one.config.specialized]
+    narrow = [replace(one, config=replace(one.config, narrow=True)) for one in wide]
+    several = replace(
+        cell, problem=replace(cell.problem, K=K), variants=(*wide, *narrow), times_us=(1.0,) * (2 * len(wide))
+    )
+    (part,) = tool.vectors.parts([several])
+    ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(several)}
+    assert dict(enumerate(part.estimates_us(CONSTANTS).tolist())) == pytest.approx(ranked, rel=1e-12)
+    assert wide
+    assert all((ranked[len(wide) + i] < ranked[i]) is less for i in range(len(wide)))
 
 
 def test_values_are_read_back_as_they_were_put(tool: SimpleNamespace) -> None:
