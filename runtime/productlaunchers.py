@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT_BYTES = 16
 _MOST_LAUNCHERS = 1 << 14
+_UNKNOWN = object()
 _L = TypeVar("_L", bound=Launch)
 _launchers: tuple[object, dict[tuple[object, ...], Launch | None]] = (None, {})  # of one snapshot
 
@@ -145,14 +146,14 @@ def _launcher(key: tuple[object, ...], build: Callable[[], _L | None]) -> _L | N
     if _launchers[0] is not snapshot:
         _launchers = snapshot, {}
     known = _launchers[1]
-    if key not in known:
+    found: Any = known.get(key, _UNKNOWN)  # one look: another thread may clear the table after it
+    if found is _UNKNOWN:
         if len(known) >= _MOST_LAUNCHERS:
             known.clear()
-        built = build()
-        if built is None and jit.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
+        found = build()
+        if found is None and jit.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
             return None
-        known[key] = built
-    found: Any = known.get(key)  # what this very build made
+        known[key] = found
     return cast("_L | None", found)
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from host_gpu import ALL, TOPK, Device, E, K, N, T, device, on, ran, tensors
 
-from pretuned.artifacts.types import Fusion, Op
+from pretuned.artifacts.types import Fusion, Layout, Op
 from pretuned.runtime import grouped_gemm, moe_mlp, productlaunchers
+from pretuned.runtime.products import Rows
 
 __all__ = ["device"]  # a fixture
 
@@ -58,6 +59,32 @@ def test_a_call_like_an_earlier_one_chooses_nothing(device: Device, monkeypatch:
         x, w = torch.randn(rows, K, requires_grad=True), torch.randn(E, N, K)
         grouped_gemm(x, w, torch.tensor([rows, 0, 0, 0]))
         assert len(device.launched) == chosen
+
+
+def test_a_table_that_another_thread_clears_loses_no_call(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full tables begin anew. What a call found, or built, is its own even so."""
+
+    class Cleared(dict[object, object]):
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+        def __setitem__(self, key: object, value: object) -> None:
+            self.clear()
+
+    on(monkeypatch, True)
+    x, w, m_sizes = torch.randn(8, K), torch.randn(E, N, K), torch.tensor([3, 0, 5, 0])
+    call, y = Rows(Op.FORWARD, x, w, m_sizes, Layout.NK, 8), torch.empty(8, N)
+    first = productlaunchers.row_launch(call, y)
+    snapshot, known = productlaunchers._launchers
+    assert first is not None
+    assert first in known.values()
+    for table, same in ((Cleared(known), True), (Cleared(), False)):
+        monkeypatch.setattr(productlaunchers, "_launchers", (snapshot, table))
+        launch = productlaunchers.row_launch(call, y)
+        assert launch is not None
+        assert (launch is first) is same
 
 
 def test_only_the_gradients_that_are_needed_run(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
