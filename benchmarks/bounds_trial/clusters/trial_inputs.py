@@ -1,0 +1,97 @@
+"""What a measurement runs on: the routing, the weights, the activations, and the reference in full.
+
+Weights are N(0, 0.05), activations N(0, 1), the rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+MAX_ERROR = 1e-2
+
+
+def routed_rows(E: int, top_k: int, T: int, seed: int = 0, device: str | torch.device = "cpu") -> torch.Tensor:
+    """Rows of each expert, int32 [E], for T tokens: skewed by rank (exponent 0.3), some experts empty."""
+    g = torch.Generator().manual_seed(seed * 7919 + T * 31 + E)
+    rank = (torch.randperm(E, generator=g) + 1).to(device)
+    if torch.device(device).type != "cpu":
+        g = torch.Generator(device).manual_seed(seed * 7919 + T * 31 + E)
+    logits = torch.randn(T, E, generator=g, device=device) - 0.3 * torch.log(rank.float())
+    none = E // 32 if E >= 32 else int(E >= 16)
+    if none:
+        logits[:, rank > E - none] = -50.0
+    chosen = logits.softmax(-1).topk(top_k, -1).indices
+    return torch.bincount(chosen.flatten(), minlength=E).to(torch.int32)
+
+
+def balanced_rows(E: int, M: int) -> torch.Tensor:
+    """Rows of each expert, int32 [E]: as even as M rows can be, the experts with one more row spread out."""
+    places = torch.arange(E, dtype=torch.int64)
+    return ((places + 1) * M // E - places * M // E).to(torch.int32)
+
+
+def top_k_of(E: int, M: int) -> int:
+    """A usual number of experts a token: 8, but at most a quarter of them, and M is a multiple of it."""
+    k = 8
+    while k > 1 and (k * 4 > E or M % k):
+        k //= 2
+    return k
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One problem's tensors on the GPU: x [M, K], w [E, N, K], m_sizes [E], and for a gradient dy [M, N]."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    m_sizes: torch.Tensor
+    dy: torch.Tensor | None = None
+
+
+def weights(
+    E: int, N: int, K: int, dtype: torch.dtype, device: str | torch.device = "cuda", into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """w [E, N, K] ~ N(0, 0.05), made expert by expert: DeepSeek-V3's is 15 GB. ``into`` [>= E*N*K] holds it."""
+    g = torch.Generator(device).manual_seed(1)
+    flat = torch.empty(E * N * K, dtype=dtype, device=device) if into is None else into[: E * N * K]
+    w = flat.view(E, N, K)
+    for matrix in w:
+        matrix.copy_(torch.randn(N, K, generator=g, device=device) * 0.05)
+    return w
+
+
+def activations(M: int, K: int, dtype: torch.dtype, device: str | torch.device = "cuda") -> torch.Tensor:
+    """x [M, K] ~ N(0, 1)."""
+    return torch.randn(M, K, generator=torch.Generator(device).manual_seed(2), device=device).to(dtype)
+
+
+def relative_error(result: torch.Tensor, inputs: Inputs, op: str = "forward") -> float:
+    """||result - ref|| / ||ref||, ref in fp32, expert by expert. NaN where anything is not finite.
+
+    forward: y[g] = x[g] @ w[g].T; dX: dx[g] = dy[g] @ w[g]; dW: dw[g] = dy[g].T @ x[g];
+    silu: silu(gate) * up of the forward's left and right half of columns.
+    """
+    wrong = total = torch.zeros((), dtype=torch.float64, device=result.device)  # read once: E may be hundreds
+    start = 0
+    torch.backends.cuda.matmul.allow_tf32 = False  # whatever the call under test was allowed
+    for expert, rows in enumerate(inputs.m_sizes.tolist()):
+        here = slice(start, start + rows)
+        start += rows
+        if not rows and op != "dW":
+            continue
+        if op in ("forward", "silu"):
+            want = inputs.x[here].float() @ inputs.w[expert].float().T
+            if op == "silu":
+                gate, up = want.chunk(2, 1)
+                want = torch.nn.functional.silu(gate) * up
+        else:
+            assert inputs.dy is not None
+            dy = inputs.dy[here].float()
+            want = dy @ inputs.w[expert].float() if op == "dX" else dy.T @ inputs.x[here].float()
+        got = result[expert if op == "dW" else here].float()
+        wrong = wrong + (got - want).square().sum(dtype=torch.float64)
+        total = total + want.square().sum(dtype=torch.float64)
+    return float((wrong / total).sqrt()) if total else 0.0

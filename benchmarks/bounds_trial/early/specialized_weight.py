@@ -1,0 +1,130 @@
+"""dW for sm_90, warp-specialised: one warp loads through TMA, two warpgroups multiply.
+
+A tile is 128 rows of dw, 64 for each warpgroup (warpgroups.py), by BLOCK_K columns. Tiles are handed out as programs
+become free. The arguments are those of ``grad_weight.weight``, and ``counter``, an int32 that is zero before and after.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .pipeline import (
+    INDEX_END,
+    NARROW_BIT,
+    QUEUE,
+    advance,
+    barriers,
+    expect,
+    expert_ends,
+    next_tile,
+    publish,
+)
+from .warpgroups import multiply
+
+
+@gluon.jit
+def _load_weight(
+    dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr, NARROW: gl.constexpr,
+):  # fmt: skip
+    """The loading warp of dW: both operands end with the expert's rows, see ``kernels/abi.py``, RAGGED_SIZES.
+
+    In NARROW code a tile whose right half lies past the last column is loaded at half its width.
+    """
+    WARPS: gl.constexpr = 1
+    layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
+    half_bytes: gl.constexpr = 64 * BLOCK_M * x.dtype.primitive_bitwidth // 8
+    HALF: gl.constexpr = BLOCK_K // 2
+    b_bytes: gl.constexpr = HALF * BLOCK_M * x.dtype.primitive_bitwidth // 8
+    tiles_n = gl.cdiv(N, 128)
+    tiles_k = gl.cdiv(K, BLOCK_K)
+    per_expert = tiles_n * tiles_k
+    per_group = GROUP_M * tiles_k
+    total = E * per_expert
+    _count, end = expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    slot = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    tile = gl.program_id(0)
+    while tile < total:
+        expert = tile // per_expert
+        inner = tile - expert * per_expert
+        group = inner // per_group
+        first = group * GROUP_M
+        height = gl.minimum(tiles_n - first, GROUP_M)
+        rest = inner - group * per_group
+        n = (first + rest % height) * 128
+        k = rest // height
+        i = gl.arange(0, EXPERTS, layout=layout)
+        row_start = gl.max(gl.where(i < expert, end, 0), 0)
+        row_end = gl.max(gl.where(i <= expert, end, 0), 0)
+        count = row_end - row_start
+        steps = gl.cdiv(count, BLOCK_M)
+        second = (2 * k + 1) * HALF
+        wide = second < K if NARROW else gl.to_tensor(True)
+        word = steps | (expert << 20) | gl.where(wide, 0, NARROW_BIT)
+        publish(queue, filled, free, slot, turn, n, 2 * k, N, word, WARPS)
+        slot, turn = advance(slot, turn, QUEUE)
+        drawn = gl.atomic_add(counter, 1, sem="relaxed")  # looked at when this tile's loads are under way
+        both = n + 64 < N
+        for row in range(0, count, BLOCK_M):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            bar = full.index(stage)
+            expect(bar, half_bytes, both, b_bytes, wide)
+            at = INDEX_END - count + row
+            left = a.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
+            right = a.index(stage * 2 + 1)._reinterpret(x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
+            tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n], bar, left)
+            tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n + 64], bar, right, pred=both)
+            if NARROW:
+                b_left = b.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, HALF], x.layout)
+                b_right = b.index(stage * 2 + 1)._reinterpret(x.dtype, [1, 1, BLOCK_M, HALF], x.layout)
+                tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_left)
+                tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, second], bar, b_right, pred=wide)
+            else:
+                b_tile = b.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, BLOCK_K], x.layout)
+                tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_tile)
+            stage, phase = advance(stage, phase, STAGES)
+        tile = next_tile(counter, drawn, total)
+    publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
+
+
+@gluon.jit
+def weight_specialized(
+    dy, x, dw, m_sizes, counter, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row, m_sizes_step,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr, NARROW: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k]: ``grad_weight.weight``.
+
+    All three are TMA descriptors.
+    """
+    element: gl.constexpr = x.dtype
+    lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    a = gl.allocate_shared_memory(element, [2 * STAGES, BLOCK_M, 64], lines)
+    b = gl.allocate_shared_memory(element, [2 * STAGES, BLOCK_M, BLOCK_K // 2], lines)
+    buffers = gl.allocate_shared_memory(element, [2 * SLOTS, 64, 64], lines)
+    full, empty, queue, filled, free = barriers(STAGES, 1)
+    gl.barrier()
+    gl.warp_specialize(
+        [
+            (multiply, (
+                0, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, BLOCK_K, STAGES, SLOTS,
+                False, False, True, False, False, False, NARROW,
+            )),
+            (multiply, (
+                1, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, BLOCK_K, STAGES, SLOTS,
+                False, False, True, False, False, False, NARROW,
+            )),
+            (_load_weight, (
+                dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step, BLOCK_M,
+                BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW,
+            )),
+        ],
+        [4, 1],
+        [REGISTERS, 504 - 2 * REGISTERS],
+    )  # fmt: skip
