@@ -69,7 +69,7 @@ class Spec:
         """What goes through TMA, in the arguments' order: rows that an index picks can't."""
         if not self.config.tma:
             return ()
-        stores = self.config.specialized and (not self.fusion or Fusion.SILU in self.fusion)
+        stores = self.config.specialized and (not self.fusion or bool(self.fusion & (Fusion.GATHER | Fusion.SILU)))
         if self.op is Op.DW:
             return ("dy", "x", "dw") if stores else ("dy", "x")
         operands = ("w",) if Fusion.GATHER in self.fusion else ("x", "w")

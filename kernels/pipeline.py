@@ -19,6 +19,7 @@ WEIGHT_FLAG: gl.constexpr = gl.constexpr(4)
 BIAS_FLAG: gl.constexpr = gl.constexpr(8)
 ZERO_TAIL_FLAG: gl.constexpr = gl.constexpr(16)
 INDEXED_FLAGS: gl.constexpr = gl.constexpr(1 | 2 | 4)
+MOVED_FLAGS: gl.constexpr = gl.constexpr(2 | 4 | 8)  # what a result that leaves by TMA can't be
 
 
 @gluon.jit

@@ -27,11 +27,11 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f
 _SPECIALIZED = ("pipeline.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "c5b41a7198e65f8bd6cd35ba663015ff59a35f85c961cf7e1d14710323746454",
+    "87724631f74f7ba09f6e961f2d26245a7b5286fed62475ed9561668830d9537a",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "ebe3bca37d09f681db12d041bda45d3cca21f5f6a8576b2bf0bb713ca1a9a6ba",
+    "d54785b33f04fdf3c6cee930e1b149f3f658f96e714b2d62dc65606073d3e5a3",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"

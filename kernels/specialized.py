@@ -27,6 +27,33 @@ from .warpgroups import flat_index, multiply
 
 
 @gluon.jit
+def _held(pointer):
+    """The same addresses, each in registers of its own.
+
+    Otherwise the column is taken out of them and added again for every copy, through one register: each copy then
+    waits until the one before has read its address (1.1 x the time of the whole kernel).
+    """
+    word = pointer.to(gl.int64, bitcast=True)
+    word = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [word], dtype=gl.int64, is_pure=True, pack=1)
+    return gl.max_contiguous(gl.multiple_of(word.to(pointer.dtype, bitcast=True), [1, 16]), [1, 8])
+
+
+@gluon.jit
+def _rows_at(x, moved, row, row_end, stride_x_m, k, LAYOUT: gl.constexpr):
+    """Where x has the rows that the tile's rows from ``row`` on are made of: [64, BLOCK_K] pointers.
+
+    Rows past the end read the last row again: no mask in the loop, and what they compute is never stored.
+    """
+    index, _row_weights, _bias, index_step, index_end, x_divisor, flags = moved
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    m = gl.minimum(row + gl.arange(0, 64, layout=lanes), row_end - 1)
+    flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
+    source = gl.where((flags & GATHER_FLAG) != 0, flat // x_divisor, m)
+    start = gl.where(inside, source, 0).to(gl.int64) * stride_x_m
+    return _held(x + (gl.convert_layout(start, gl.SliceLayout(1, LAYOUT))[:, None] + k[None, :]))
+
+
+@gluon.jit
 def _load_rows(
     x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step, stride_x_m,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -39,7 +66,7 @@ def _load_rows(
     """
     HALF: gl.constexpr = BLOCK_N // 2
     WARPS: gl.constexpr = 4 if GATHER else 1
-    layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32 // WARPS], [32], [WARPS], [0])
+    layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [WARPS], [0])  # each warp has all
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [4, 1], [1, 0])
     half_bytes: gl.constexpr = 64 * BLOCK_K * w.dtype.primitive_bitwidth // 8
     b_bytes: gl.constexpr = HALF * BLOCK_K * w.dtype.primitive_bitwidth // 8
@@ -88,23 +115,15 @@ def _load_rows(
         drawn = gl.atomic_add(counter, 1, sem="relaxed")  # looked at when this tile's loads are under way
         both = row + 64 < row_end
         if GATHER:
-            index, _row_weights, _bias, index_step, index_end, x_divisor, flags = moved
-            m = row + gl.arange(0, 128, layout=gl.SliceLayout(1, ROWS))
-            flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
-            source = gl.where((flags & GATHER_FLAG) != 0, flat // x_divisor, m)
             k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, ROWS))
-            x_at = x + (gl.where(inside, source, 0).to(gl.int64)[:, None] * stride_x_m + k[None, :])
+            upper_at = _rows_at(x, moved, row, row_end, stride_x_m, k, ROWS)
+            lower_at = _rows_at(x, moved, row + 64, row_end, stride_x_m, k, ROWS)
         for start in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
             if GATHER:
                 mbarrier.expect(bar, b_bytes, pred=wide == 0)
                 mbarrier.expect(bar, 2 * b_bytes, pred=wide)
-                both_halves = a.index(stage * 2)._reinterpret(w.dtype, [128, BLOCK_K], a.layout)
-                in_k = (start + k < K)[None, :]
-                async_copy.async_copy_global_to_shared(both_halves, x_at, mask=inside[:, None] & in_k)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
-                x_at += BLOCK_K
             else:
                 expect(bar, half_bytes, both, b_bytes, wide)
                 tma.async_copy_global_to_shared(x, [row, start], bar, a.index(stage * 2))
@@ -119,6 +138,20 @@ def _load_rows(
                 right = b.index(stage * 2 + 1)._reinterpret(w.dtype, [1, HALF, BLOCK_K], w.layout)
                 tma.async_copy_global_to_shared(w, [expert, col * HALF, start], bar, left)
                 tma.async_copy_global_to_shared(w, [expert, second, start], bar, right, pred=wide)
+            if GATHER:
+                upper = a.index(stage * 2)
+                lower = a.index(stage * 2 + 1)
+                if start + BLOCK_K <= K:
+                    async_copy.async_copy_global_to_shared(upper, upper_at)
+                    if both:
+                        async_copy.async_copy_global_to_shared(lower, lower_at)
+                else:
+                    in_k = (start + k < K)[None, :]
+                    async_copy.async_copy_global_to_shared(upper, upper_at, mask=in_k)
+                    async_copy.async_copy_global_to_shared(lower, lower_at, mask=in_k & both)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+                upper_at += BLOCK_K
+                lower_at += BLOCK_K
             stage, phase = advance(stage, phase, STAGES)
         number = next_tile(counter, drawn, total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
@@ -135,7 +168,8 @@ def rows_specialized(
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     ``forward.rows``. x and w come through TMA, x in GATHER code through pointers; y leaves through ``y_map``, a
-    ragged descriptor (``kernels/abi.py``, RAGGED_SIZES), in INDEXED code, which has none, through pointers.
+    ragged descriptor (``kernels/abi.py``, RAGGED_SIZES), in INDEXED code through pointers: GATHER code has both, and
+    takes the descriptor for tiles of which nothing else is asked.
     GATED code stores silu(gate) * up in its place, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
     """
     element: gl.constexpr = w.dtype
@@ -148,17 +182,16 @@ def rows_specialized(
     buffers = gl.allocate_shared_memory(element, [2 * SLOTS, 64, 64], lines)
     full, empty, queue, filled, free = barriers(STAGES, 129 if GATHER else 1)
     moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
-    result = y if INDEXED else y_map
     gl.barrier()
     gl.warp_specialize(
         [
             (multiply, (
-                0, a, b, full, empty, queue, filled, free, buffers, result, moved, N, stride_y_m, BLOCK_N, STAGES,
-                SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
+                0, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
+                STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
             )),
             (multiply, (
-                1, a, b, full, empty, queue, filled, free, buffers, result, moved, N, stride_y_m, BLOCK_N, STAGES,
-                SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
+                1, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
+                STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
             )),
             (_load_rows, (
                 x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,

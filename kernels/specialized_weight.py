@@ -15,12 +15,23 @@ from .pipeline import (
     NARROW_BIT,
     advance,
     barriers,
+    counts,
     expect,
     expert_ends,
     next_tile,
     publish,
 )
 from .warpgroups import multiply
+
+
+@gluon.jit
+def _by_rows(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The place of each expert, [EXPERTS] int32, where those with the most rows come first."""
+    mine = counts(m_sizes, m_sizes_step, M, E, EXPERTS, gl.SliceLayout(1, LAYOUT))[:, None]
+    other = counts(m_sizes, m_sizes_step, M, E, EXPERTS, gl.SliceLayout(0, LAYOUT))[None, :]
+    this = gl.arange(0, EXPERTS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    that = gl.arange(0, EXPERTS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.sum(((other > mine) | ((other == mine) & (that < this))).to(gl.int32), 1)
 
 
 @gluon.jit
@@ -31,9 +42,11 @@ def _load_weight(
 ):  # fmt: skip
     """The loading warp of dW: both operands end with the expert's rows, see ``kernels/abi.py``, RAGGED_SIZES.
 
-    In NARROW code a tile whose right half lies past the last column is loaded at half its width.
+    In NARROW code a tile whose right half lies past the last column is loaded at half its width. Where tiles are few
+    the experts with the most rows come first, so that the last tiles, which other programs wait for, are short.
     """
     WARPS: gl.constexpr = 1
+    FEW: gl.constexpr = 32
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
     half_bytes: gl.constexpr = 64 * BLOCK_M * x.dtype.primitive_bitwidth // 8
     HALF: gl.constexpr = BLOCK_K // 2
@@ -43,6 +56,11 @@ def _load_weight(
     per_expert = tiles_n * tiles_k
     per_group = GROUP_M * tiles_k
     total = E * per_expert
+    by_rows = (E <= FEW) & (total <= 16 * gl.num_programs(0))
+    pairs: gl.constexpr = gl.BlockedLayout([4, 8], [8, 4], [1, 1], [1, 0])
+    place = gl.arange(0, FEW, layout=gl.SliceLayout(1, pairs))
+    if by_rows:
+        place = _by_rows(m_sizes, m_sizes_step, M, E, FEW, pairs)
     _count, end = expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -52,6 +70,9 @@ def _load_weight(
     while tile < total:
         expert = tile // per_expert
         inner = tile - expert * per_expert
+        if by_rows:
+            this = gl.arange(0, FEW, layout=gl.SliceLayout(1, pairs))
+            expert = gl.sum(gl.where(place == expert, this, 0), 0)
         group = inner // per_group
         first = group * GROUP_M
         height = gl.minimum(tiles_n - first, GROUP_M)
@@ -112,12 +133,12 @@ def weight_specialized(
     gl.warp_specialize(
         [
             (multiply, (
-                0, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, BLOCK_K, STAGES, SLOTS,
-                False, False, True, False, False, False, NARROW,
+                0, a, b, full, empty, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K, STAGES,
+                SLOTS, False, False, True, False, False, False, NARROW,
             )),
             (multiply, (
-                1, a, b, full, empty, queue, filled, free, buffers, dw, (), K, stride_dw_row, BLOCK_K, STAGES, SLOTS,
-                False, False, True, False, False, False, NARROW,
+                1, a, b, full, empty, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K, STAGES,
+                SLOTS, False, False, True, False, False, False, NARROW,
             )),
             (_load_weight, (
                 dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step, BLOCK_M,

@@ -16,6 +16,7 @@ from .pipeline import (
     BIAS_FLAG,
     INDEX_END,
     INDEXED_FLAGS,
+    MOVED_FLAGS,
     NARROW_BIT,
     SCATTER_FLAG,
     WEIGHT_FLAG,
@@ -108,7 +109,8 @@ def _store_box(y, part, buffer, row, row_end, col, expert, WEIGHT: gl.constexpr,
 
 @gluon.jit
 def _tile(
-    half, a, b, full, empty, buffers, y, moved, row, row_end, first, expert, steps, stage, phase, N, stride_y_m,
+    half, a, b, full, empty, buffers, y, y_map, moved, row, row_end, first, expert, steps, stage, phase, N,
+    stride_y_m,
     WIDTH: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
     WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
@@ -147,26 +149,35 @@ def _tile(
         result = gate / (1.0 + gl.exp(-gate)) * up
     else:
         result = acc
+    if INDEXED and GATHER:
+        # By TMA where nothing else is asked for: it stores every row, and those without an index are to be left alone.
+        boxed = ((moved[6] & MOVED_FLAGS) == 0) & (gl.sum(inside.to(gl.int32), 0) == gl.minimum(row_end - row, 64))
+        if boxed == 0:
+            tma.store_wait(0)  # the tile before may still be read out of the buffers
+            gl.barrier()
     parts = _parts(result.to(buffers.dtype))
     for i in gl.static_range(len(parts)):
         buffer = buffers.index(half * SLOTS + i % SLOTS)
-        if INDEXED:
-            _store_lines(y, parts[i], buffer, target, inside, first + 64 * i, N, stride_y_m, lines)
+        if not INDEXED:  # noqa: SIM114 - the next case is looked at as the kernel runs
+            _store_box(y_map, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS)
+        elif GATHER and boxed:
+            _store_box(y_map, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS)
         else:
-            _store_box(y, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS)
+            _store_lines(y, parts[i], buffer, target, inside, first + 64 * i, N, stride_y_m, lines)
     return stage, phase
 
 
 @gluon.jit
 def multiply(
-    half, a, b, full, empty, queue, filled, free, buffers, y, moved, N, stride_y_m,
+    half, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
     WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: multiplies its 64 rows of every tile, and stores them.
 
     A tile in the queue is (first row, column in halves of BLOCK_N, end of the rows, steps of the reduction +
-    2^20 x expert + 2^30 where only the left half of its columns counts). y is a TMA descriptor, INDEXED a pointer.
+    2^20 x expert + 2^30 where only the left half of its columns counts). y_map is a TMA descriptor, y a pointer:
+    INDEXED code stores through y, GATHER code through y_map where nothing else is asked for.
     """
     HALF: gl.constexpr = BLOCK_N // 2
     stage = gl.to_tensor(0)
@@ -182,13 +193,13 @@ def multiply(
         if mine < row_end:
             if NARROW and (word & NARROW_BIT) != 0:
                 stage, phase = _tile(
-                    half, a, b, full, empty, buffers, y, moved, mine, row_end, col * HALF, expert, steps, stage, phase,
-                    N, stride_y_m, HALF, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, False,
+                    half, a, b, full, empty, buffers, y, y_map, moved, mine, row_end, col * HALF, expert, steps, stage,
+                    phase, N, stride_y_m, HALF, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, False,
                 )  # fmt: skip
             else:
                 stage, phase = _tile(
-                    half, a, b, full, empty, buffers, y, moved, mine, row_end, col * HALF, expert, steps, stage, phase,
-                    N, stride_y_m, BLOCK_N, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, GATED,
+                    half, a, b, full, empty, buffers, y, y_map, moved, mine, row_end, col * HALF, expert, steps, stage,
+                    phase, N, stride_y_m, BLOCK_N, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, GATED,
                 )  # fmt: skip
         else:
             for _ in range(steps):
@@ -196,5 +207,5 @@ def multiply(
                 mbarrier.arrive(empty.index(stage), count=1)
                 stage, phase = advance(stage, phase, STAGES)
         row, col, row_end, word = take(queue, filled, free, slot, turn)
-    if not INDEXED:
+    if GATHER or not INDEXED:
         tma.store_wait(0)

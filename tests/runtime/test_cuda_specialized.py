@@ -1,0 +1,138 @@
+"""Each specialised variant of the bundles for this GPU, whatever would be chosen. PRETUNED_BUNDLES names them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from pretuned.artifacts.types import DType, Fusion, Layout, Op
+from pretuned.kernels import reference
+from pretuned.kernels.config import Config
+from pretuned.runtime import discover
+from pretuned.runtime.device import current_stream, local_gpu
+from pretuned.runtime.inputs import DTYPES
+from pretuned.runtime.launch import PLAIN, Fused, LoadedKernel, row_launcher, weight_launcher
+from pretuned.runtime.loading import loaded
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(
+        not os.environ.get("PRETUNED_BUNDLES"), reason="needs PRETUNED_BUNDLES to name bundles for this GPU"
+    ),
+]
+
+NAN = float("nan")
+MOST = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# E, N, K and how the rows fall: few tiles, of which those of many rows come first; many; no whole tile.
+WEIGHTS = [(5, 512, 768), (8, 4096, 4096), (32, 384, 512), (32, 136, 72), (33, 512, 512), (64, 256, 264)]
+ROWS = [(8, 768, 512), (5, 136, 400), (33, 2048, 1032), (3, 264, 1000)]  # E, columns, reduction
+FALLS = ("random", "one", "equal", "rising")
+FLAGS = [
+    Fusion.NONE, Fusion.GATHER, Fusion.SCATTER, Fusion.GATHER | Fusion.WEIGHT,
+    Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS,
+]  # fmt: skip
+
+
+def specialized(op: Op, fusion: Fusion) -> list[LoadedKernel]:
+    snapshot, local = discover.snapshot(), local_gpu(0)
+    found = {}
+    for one in snapshot.view(local, installed=True).usable:
+        for i, variant in enumerate(one.bundle.variants):
+            wanted = variant.op is op and variant.fusion == fusion and variant.dtype in (DType.BF16, DType.FP16)
+            if wanted and Config.from_pairs(variant.config).specialized:
+                found[variant.config, variant.dtype, variant.layout] = one.bundle, i
+    if not found:
+        pytest.skip(f"the bundles have no specialised code of {op.value} {fusion} for this GPU")
+    return [loaded(bundle, i, 0, local.gpu.sm_count) for bundle, i in found.values()]
+
+
+def fallen(E: int, M: int, fall: str) -> torch.Tensor:
+    """Rows of each expert, int32 [E], M in all; ties, experts without rows, and all rows in one."""
+    if fall == "one":
+        return torch.full((E,), 0).scatter(0, torch.tensor(E // 2), M).int()
+    if fall == "equal":
+        counts = torch.full((E,), M // E)
+        counts[-1] += M - M // E * E
+        return counts.int()
+    if fall == "rising":
+        share = torch.arange(E).float() ** 3
+        counts = (share / share.sum() * M).int()
+        counts[-1] += M - counts.sum()
+        return counts
+    return torch.bincount(torch.randint(0, E, (M,)).clamp(min=E // 4), minlength=E).int()
+
+
+def dtype_of(kernel: LoadedKernel) -> torch.dtype:
+    return next(key for key, value in DTYPES.items() if value is kernel.variant.dtype)
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Within rounding of float32 sums; NaN, which nothing was stored over, in the same places."""
+    assert torch.equal(got.isnan(), want.isnan())
+    got, want = got.float().nan_to_num(), want.float().nan_to_num()
+    assert float((got - want).norm()) <= MOST[torch.bfloat16] * float(want.norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("fall", FALLS)
+@pytest.mark.parametrize(("E", "N", "K"), WEIGHTS)
+def test_dw(E: int, N: int, K: int, fall: str) -> None:
+    for M in (1, 300, 5000):
+        m_sizes = fallen(E, M, fall).cuda()
+        for kernel in specialized(Op.DW, Fusion.NONE):
+            dtype = dtype_of(kernel)
+            dy, x = (torch.randn(M, n, device="cuda").to(dtype) for n in (N, K))
+            dw = torch.full((E, N, K), NAN, device="cuda", dtype=dtype)
+            launch = weight_launcher(kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=1)
+            for _ in range(2):  # the counter is as it was
+                launch(dy.data_ptr(), x.data_ptr(), dw.data_ptr(), m_sizes.data_ptr(), N, K, M, current_stream(0))
+            want = torch.zeros(E, N, K, device="cuda")
+            end = 0
+            for e, count in enumerate(m_sizes.tolist()):
+                want[e] = dy[end : end + count].float().T @ x[end : end + count].float()
+                end += count
+            near(dw, want)
+
+
+@pytest.mark.parametrize("fusion", FLAGS)
+@pytest.mark.parametrize("wrong", [0, 3])
+@pytest.mark.parametrize(("E", "N", "K"), ROWS)
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+def test_code_that_gathers(op: Op, E: int, N: int, K: int, wrong: int, fusion: Fusion) -> None:
+    """In the kernel's words: N columns, K the reduction. ``wrong`` of the rows have an index that is out of range."""
+    top_k = 2
+    for T, fall in ((1, "one"), (40, "random"), (900, "rising"), (900, "equal")):
+        M = T * top_k
+        m_sizes = fallen(E, M, fall).cuda()
+        index = torch.randperm(M).int()
+        index[torch.randperm(M)[:wrong]] = -1
+        index = index.cuda()
+        for kernel in specialized(op, Fusion.GATHER):
+            dtype = dtype_of(kernel)
+            divisor = top_k if Fusion.GATHER in fusion else 0
+            x = torch.randn(T if divisor else M, K, device="cuda").to(dtype)
+            kn = (kernel.variant.layout is Layout.KN) == (op is Op.FORWARD)
+            w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda").to(dtype) * K**-0.5
+            row_weights = torch.rand(M, device="cuda") if Fusion.WEIGHT in fusion else None
+            bias = torch.randn(E, N, device="cuda").to(dtype) if Fusion.BIAS in fusion else None
+            y = torch.full((M, N), NAN, device="cuda", dtype=dtype)
+            want = y.float()
+            end = M if fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT) else 0
+            launch = row_launcher(
+                kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
+                m_sizes_step=1, fused=Fused(fusion, 1, top_k) if fusion else PLAIN,
+            )  # fmt: skip
+            extra = (index if fusion else None, row_weights, bias)
+            for _ in range(2):
+                launch(
+                    x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0),
+                    *(0 if one is None else one.data_ptr() for one in extra), end,
+                )  # fmt: skip
+            reference.rows(
+                x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK,
+                index=index if fusion else None, index_end=end, gather_divisor=divisor,
+                scatter=Fusion.SCATTER in fusion, row_weights=row_weights,
+                bias=None if bias is None else bias.float(),
+            )  # fmt: skip
+            near(y, want)
