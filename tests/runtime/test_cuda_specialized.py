@@ -39,7 +39,7 @@ def specialized(op: Op, fusion: Fusion) -> list[LoadedKernel]:
     snapshot, local = discover.snapshot(), local_gpu(0)
     found = {}
     for one in snapshot.view(local, installed=True).usable:
-        for i, variant in enumerate(one.bundle.variants):
+        for i, variant in enumerate(one.bundle.variants()):
             wanted = variant.op is op and variant.fusion == fusion and variant.dtype in (DType.BF16, DType.FP16)
             if wanted and Config.from_pairs(variant.config).specialized:
                 found[variant.config, variant.dtype, variant.layout] = one.bundle, i
