@@ -30,9 +30,11 @@ OPTIONS = ("enable_fp_fusion=True", "line_info=off")
 _ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF32: "fp32"}
 # CUtensorMapDataType (cuda.h); 11 rounds fp32 to tf32 on load, where the tensor core would cut it off.
 _MAP_ELEMENT = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
-_POINTS_AT = dict.fromkeys(("m_sizes", "index", "counter", "experts", "used"), "*i32") | dict.fromkeys(
-    ("row_weights", "dweights"), "*fp32"
-)  # and every other pointer at the dtype
+_POINTS_AT = dict.fromkeys(("m_sizes", "index", "counter", "experts", "used", "ids", "bounds", "counts"), "*i32") | {
+    "row_weights": "*fp32",
+    "dweights": "*fp32",
+    "order": "*i64",
+}  # and every other pointer at the dtype
 _OUTPUT_LIMIT_CHARS = 2000
 # How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.
 _SHARED = (

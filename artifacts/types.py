@@ -30,12 +30,14 @@ class Pass(enum.Enum):
     - ``ACTIVATION``: a[i] = act(h[i])
     - ``ACTIVATION_GRAD``: dh of a's gradient, and what the routing weights take part in
     - ``COMBINE``: out[t] = sum over the slots s of token t of y[t, s]
+    - ``SORT_SLOTS``: the slots of all tokens in the order of their experts; of no dtype, its record says fp32
     """
 
     GATHER = "gather"
     ACTIVATION = "activation"
     ACTIVATION_GRAD = "activation_grad"
     COMBINE = "combine"
+    SORT_SLOTS = "sort_slots"
 
 
 class DType(enum.Enum):

@@ -223,7 +223,8 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
         "SLOTS": 2 if 4 * 64 * 64 * spec.dtype.itemsize <= room and _even_parts(spec) else 1,
         "GROUP_M": c.group_m,
         "EXPERTS": MAX_EXPERTS,
-        "REGISTERS": 216,  # of a multiplying thread; the loading warp has what is left of 168 for each of 12 warps
+        # Of a multiplying thread; the loading warps have what is left of 168 for each of 12 warps.
+        "REGISTERS": 208 if Fusion.GATHER in spec.fusion and Fusion.SILU in spec.fusion else 216,
     }
 
 

@@ -6,8 +6,10 @@ Their words of launch ABI 1, beside those of kernels/abi.py (``M`` counts rows, 
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
 ``row_weights dweights``   device pointers to float32, by index
 ``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
+``ids order``              device pointers, by slot: to 32-bit words, to int64
+``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1]
 ``M columns top_k E``      int32
-``index_step``             int32: 1 for an int32 index, 2 for int64
+``index_step ids_step``    int32: 1 for int32, 2 for int64
 ``flags``                  int32: the activation (``KINDS``) and the flags below
 =========================  ===================================================================
 """
@@ -27,6 +29,10 @@ WEIGHTED = 64
 WRITES_DH = 128
 WRITES_A = 256
 WRITES_DWEIGHTS = 512
+# What a launch of SORT_SLOTS does; kernels/slots.py has the same values.
+COUNTS = 1
+ADDS = 2
+PLACES = 4
 
 _ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Pass.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
@@ -35,16 +41,19 @@ _ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"), ("M", "columns", "index_step", "flags"),
     ),
     Pass.COMBINE: (("y", "experts", "out"), ("M", "columns", "top_k", "E")),
+    Pass.SORT_SLOTS: (("ids", "experts", "order", "bounds", "m_sizes", "counts"), ("M", "E", "ids_step", "flags")),
 }  # fmt: skip
 _ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out")
 _WARPS = 4
 # Of a row, what one thread has at once: twice that of h, and combine has 8 rows under way.
 _THREAD_BYTES = {Pass.GATHER: 32, Pass.ACTIVATION: 16, Pass.ACTIVATION_GRAD: 8, Pass.COMBINE: 8}
 MOST_EXPERTS = 65536  # what a variant's record says: any number
+MOST_SORTED_EXPERTS = 1022  # of SORT_SLOTS
+SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
 
 class Block(NamedTuple):
-    """The config of a pass: a program does ``block`` columns at a time with ``num_warps`` warps."""
+    """The config of a pass: a program does ``block`` columns (or slots) at a time with ``num_warps`` warps."""
 
     block: int
     num_warps: int
@@ -87,7 +96,9 @@ class PassSpec(NamedTuple):
 
     @property
     def config(self) -> Block:
-        """The columns that all threads have at once."""
+        """The columns that all threads have at once; of SORT_SLOTS one slot a thread."""
+        if self.op is Pass.SORT_SLOTS:
+            return Block(256, 8)
         return Block(32 * _WARPS * _THREAD_BYTES[self.op] // self.dtype.itemsize, _WARPS)
 
     @property
@@ -102,8 +113,8 @@ class PassSpec(NamedTuple):
 
     @property
     def max_experts(self) -> int:
-        """Any number."""
-        return MOST_EXPERTS
+        """Any number, but for what counts them."""
+        return MOST_SORTED_EXPERTS if self.op is Pass.SORT_SLOTS else MOST_EXPERTS
 
     def __str__(self) -> str:
         return f"{self.op.value} {self.dtype.value} {self.config}" + (" unaligned" if self.alignment == 1 else "")
@@ -116,12 +127,13 @@ def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[PassSpec, ...]
     passes += [Pass.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
     passes += [Pass.GATHER] if ops else []
     kinds = dict.fromkeys(dtype_of(dtype) for dtype in dtypes)
-    return tuple(PassSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1))
+    found = [PassSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
+    return (*found, *([PassSpec(Pass.SORT_SLOTS, DType.FP32, 1)] if ops else []))
 
 
-def dtype_of(dtype: DType) -> DType:
-    """The dtype of the passes beside GEMMs of this one: tf32 is fp32 in memory."""
-    return DType.FP32 if dtype is DType.TF32 else dtype
+def dtype_of(dtype: DType, op: Pass | None = None) -> DType:
+    """The dtype of the passes beside GEMMs of this one: tf32 is fp32 in memory, and SORT_SLOTS is recorded as fp32."""
+    return DType.FP32 if dtype is DType.TF32 or op is Pass.SORT_SLOTS else dtype
 
 
 def arguments(op: Pass) -> tuple[tuple[str, str], ...]:
@@ -140,5 +152,5 @@ def divisibility(spec: PassSpec) -> dict[str, int]:
 
 
 def programs(op: Pass, M: int, columns: int, block: int) -> int:
-    """The grid: one program a row, or for each block of its columns."""
-    return M if op in (Pass.ACTIVATION_GRAD, Pass.GATHER) else M * -(-columns // block)
+    """The grid: one program a row, or for each block of its columns. A caller of SORT_SLOTS says how many, as M."""
+    return M if op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS) else M * -(-columns // block)

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
 NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's word: only the left half of its columns counts
+WHOLE_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's column: each of its rows that is gathered has an index
 # What ``flags`` says, as in forward.py and tiles.py.
 GATHER_FLAG: gl.constexpr = gl.constexpr(1)
 SCATTER_FLAG: gl.constexpr = gl.constexpr(2)

@@ -27,13 +27,14 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f
 _SPECIALIZED = ("pipeline.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "87724631f74f7ba09f6e961f2d26245a7b5286fed62475ed9561668830d9537a",
+    "d3c61527df6c004b1a0e404553db607aa1b89b9a6153459aedae2aea6346bf2a",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "d54785b33f04fdf3c6cee930e1b149f3f658f96e714b2d62dc65606073d3e5a3",
+    "0ca8e6e8202b99b5257928651653b9b7169339353527bfc546fa2c2120772e03",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
+_SLOTS = ("slots.py",), "31f907a0469c454d59930589a6b7d7384f44398c774aae3f5f0fd694a7c69866"
 _TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"
 REVISIONS = {
     "activation": Revision(1, *_ACTIVATION),
@@ -42,6 +43,7 @@ REVISIONS = {
     "gather": Revision(1, *_TOKENS),
     "rows": Revision(1, *_ROWS),
     "rows_specialized": Revision(1, *_ROWS_SPECIALIZED),
+    "sort_slots": Revision(1, *_SLOTS),
     "weight": Revision(1, *_WEIGHT),
     "weight_specialized": Revision(1, *_WEIGHT_SPECIALIZED),
 }

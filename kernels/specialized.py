@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from .pipeline import (
     GATHER_FLAG,
     NARROW_BIT,
+    WHOLE_BIT,
     ZERO_TAIL_FLAG,
     add,
     advance,
@@ -40,7 +41,7 @@ def _held(pointer):
 
 @gluon.jit
 def _rows_at(x, moved, row, row_end, stride_x_m, k, LAYOUT: gl.constexpr):
-    """Where x has the rows that the tile's rows from ``row`` on are made of: [64, BLOCK_K] pointers.
+    """Where x has the rows that the tile's rows from ``row`` on are made of, [64, BLOCK_K] pointers, and which it has.
 
     Rows past the end read the last row again: no mask in the loop, and what they compute is never stored.
     """
@@ -50,7 +51,7 @@ def _rows_at(x, moved, row, row_end, stride_x_m, k, LAYOUT: gl.constexpr):
     flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
     source = gl.where((flags & GATHER_FLAG) != 0, flat // x_divisor, m)
     start = gl.where(inside, source, 0).to(gl.int64) * stride_x_m
-    return _held(x + (gl.convert_layout(start, gl.SliceLayout(1, LAYOUT))[:, None] + k[None, :]))
+    return _held(x + (gl.convert_layout(start, gl.SliceLayout(1, LAYOUT))[:, None] + k[None, :])), inside
 
 
 @gluon.jit
@@ -110,14 +111,16 @@ def _load_rows(
             second = (col + 1) * HALF
             wide = (number < whole) & (second < N)
         word = steps | (expert << 20) | gl.where(wide, 0, NARROW_BIT)
-        publish(queue, filled, free, slot, turn, row, col, row_end, word, WARPS)
+        place = col
+        if GATHER:
+            k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, ROWS))
+            upper_at, upper_has = _rows_at(x, moved, row, row_end, stride_x_m, k, ROWS)
+            lower_at, lower_has = _rows_at(x, moved, row + 64, row_end, stride_x_m, k, ROWS)
+            place = col | gl.where(gl.min((upper_has & lower_has).to(gl.int32), 0) != 0, WHOLE_BIT, 0)
+        publish(queue, filled, free, slot, turn, row, place, row_end, word, WARPS)
         slot, turn = advance(slot, turn, 2)
         drawn = gl.atomic_add(counter, 1, sem="relaxed")  # looked at when this tile's loads are under way
         both = row + 64 < row_end
-        if GATHER:
-            k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, ROWS))
-            upper_at = _rows_at(x, moved, row, row_end, stride_x_m, k, ROWS)
-            lower_at = _rows_at(x, moved, row + 64, row_end, stride_x_m, k, ROWS)
         for start in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)

@@ -20,6 +20,7 @@ from .pipeline import (
     NARROW_BIT,
     SCATTER_FLAG,
     WEIGHT_FLAG,
+    WHOLE_BIT,
     advance,
     before,
     take,
@@ -108,17 +109,43 @@ def _store_box(y, part, buffer, row, row_end, col, expert, WEIGHT: gl.constexpr,
 
 
 @gluon.jit
+def _by_boxes(
+    y_map, result, buffers, half, row, row_end, first, expert, SLOTS: gl.constexpr, WEIGHT: gl.constexpr
+):  # fmt: skip
+    parts = _parts(result.to(buffers.dtype))
+    for i in gl.static_range(len(parts)):
+        buffer = buffers.index(half * SLOTS + i % SLOTS)
+        _store_box(y_map, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS)
+
+
+@gluon.jit
+def _by_lines(
+    y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS: gl.constexpr,
+    MMA: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
+    acc = _biased(acc, moved, expert, first, N, acc.shape[1], MMA) * scale[:, None]
+    parts = _parts(acc.to(buffers.dtype))
+    for i in gl.static_range(len(parts)):
+        buffer = buffers.index(half * SLOTS + i % SLOTS)
+        _store_lines(y, parts[i], buffer, target, inside, first + 64 * i, N, stride_y_m, LINES)
+
+
+@gluon.jit
 def _tile(
-    half, a, b, full, empty, buffers, y, y_map, moved, row, row_end, first, expert, steps, stage, phase, N,
+    half, a, b, full, empty, buffers, y, y_map, moved, row, row_end, first, expert, whole, steps, stage, phase, N,
     stride_y_m,
     WIDTH: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
     WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's 64 rows of one tile, WIDTH columns from ``first`` on. Returns the stage and phase after it."""
+    """One warpgroup's 64 rows of one tile, WIDTH columns from ``first`` on. Returns the stage and phase after it.
+
+    GATHER code stores by TMA where nothing else is asked for and the tile is ``whole``: TMA stores every row, and those
+    without an index are to be left alone.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     DEPTH: gl.constexpr = b.shape[2] if B_NK else b.shape[1]
-    if INDEXED:  # read now, their latency passes while the product is computed
+    if INDEXED and not GATHER:  # read now, their latency passes while the product is computed
         scale = _weights(moved, row, row_end, gl.SliceLayout(1, mma))
         target, inside = _targets(moved, row, row_end, gl.SliceLayout(1, lines))
     acc = gl.zeros([64, WIDTH], gl.float32, mma)
@@ -142,28 +169,27 @@ def _tile(
     if steps > 0:
         gl.barrier()
         mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
-    if INDEXED:
-        acc = _biased(acc, moved, expert, first, N, WIDTH, mma) * scale[:, None]
     if GATED:
         gate, up = _halves(acc)
         result = gate / (1.0 + gl.exp(-gate)) * up
+        _by_boxes(y_map, result, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT)
+    elif not INDEXED:
+        _by_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT)
+    elif not GATHER:
+        _by_lines(
+            y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, mma, lines
+        )  # fmt: skip
     else:
-        result = acc
-    if INDEXED and GATHER:
-        # By TMA where nothing else is asked for: it stores every row, and those without an index are to be left alone.
-        boxed = ((moved[6] & MOVED_FLAGS) == 0) & (gl.sum(inside.to(gl.int32), 0) == gl.minimum(row_end - row, 64))
-        if boxed == 0:
+        if whole & ((moved[6] & MOVED_FLAGS) == 0):
+            _by_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT)
+        else:
             tma.store_wait(0)  # the tile before may still be read out of the buffers
             gl.barrier()
-    parts = _parts(result.to(buffers.dtype))
-    for i in gl.static_range(len(parts)):
-        buffer = buffers.index(half * SLOTS + i % SLOTS)
-        if not INDEXED:  # noqa: SIM114 - the next case is looked at as the kernel runs
-            _store_box(y_map, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS)
-        elif GATHER and boxed:
-            _store_box(y_map, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS)
-        else:
-            _store_lines(y, parts[i], buffer, target, inside, first + 64 * i, N, stride_y_m, lines)
+            scale = _weights(moved, row, row_end, gl.SliceLayout(1, mma))
+            target, inside = _targets(moved, row, row_end, gl.SliceLayout(1, lines))
+            _by_lines(
+                y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, mma, lines
+            )  # fmt: skip
     return stage, phase
 
 
@@ -175,9 +201,9 @@ def multiply(
 ):  # fmt: skip
     """One warpgroup: multiplies its 64 rows of every tile, and stores them.
 
-    A tile in the queue is (first row, column in halves of BLOCK_N, end of the rows, steps of the reduction +
-    2^20 x expert + 2^30 where only the left half of its columns counts). y_map is a TMA descriptor, y a pointer:
-    INDEXED code stores through y, GATHER code through y_map where nothing else is asked for.
+    A tile in the queue is (first row, column in halves of BLOCK_N + 2^30 where each row that is gathered has an index,
+    end of the rows, steps of the reduction + 2^20 x expert + 2^30 where only the left half of its columns counts).
+    y_map is a TMA descriptor, y a pointer, which INDEXED code stores through; GATHER code has both.
     """
     HALF: gl.constexpr = BLOCK_N // 2
     stage = gl.to_tensor(0)
@@ -190,16 +216,19 @@ def multiply(
         steps = word & 0xFFFFF
         expert = (word >> 20) & 0x3FF
         mine = row + half * 64
+        whole = (col & WHOLE_BIT) != 0
+        if GATHER:
+            col = col & (WHOLE_BIT - 1)
         if mine < row_end:
             if NARROW and (word & NARROW_BIT) != 0:
                 stage, phase = _tile(
-                    half, a, b, full, empty, buffers, y, y_map, moved, mine, row_end, col * HALF, expert, steps, stage,
-                    phase, N, stride_y_m, HALF, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, False,
+                    half, a, b, full, empty, buffers, y, y_map, moved, mine, row_end, col * HALF, expert, whole, steps,
+                    stage, phase, N, stride_y_m, HALF, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, False,
                 )  # fmt: skip
             else:
                 stage, phase = _tile(
-                    half, a, b, full, empty, buffers, y, y_map, moved, mine, row_end, col * HALF, expert, steps, stage,
-                    phase, N, stride_y_m, BLOCK_N, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, GATED,
+                    half, a, b, full, empty, buffers, y, y_map, moved, mine, row_end, col * HALF, expert, whole, steps,
+                    stage, phase, N, stride_y_m, BLOCK_N, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, GATED,
                 )  # fmt: skip
         else:
             for _ in range(steps):

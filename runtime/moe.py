@@ -8,7 +8,7 @@ import torch
 
 from ..artifacts.errors import InputError
 from ..artifacts.types import Layout
-from . import calls, inputs, layer, layerplans
+from . import calls, inputs, layer, layerplans, slots
 from .activation import Activation, activate, check_activation
 from .form import check_fusions, form_of
 from .layer import Layer, MoeLayer, Routing, Weights
@@ -28,9 +28,14 @@ def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
     topk_ids [T, k], any integer type: an id outside [0, E) (an expert on another rank) is sorted past the
     last expert and takes no part.
     """
+    sorted_slots = slots.sort_slots(topk_ids, E)
+    if sorted_slots is not None:
+        order, m_sizes, bounds, experts = sorted_slots
+        return Routing(order, m_sizes, bounds, experts)
+    flat = topk_ids.reshape(-1)
+    flat = flat if flat.dtype is torch.int64 else flat.to(torch.int32)
     # int32 sorts in half the passes of int64.
-    flat = topk_ids.reshape(-1).to(torch.int32)
-    flat = torch.where(flat < 0, E, flat)
+    flat = torch.where((flat >= 0) & (flat < E), flat, E).to(torch.int32)
     experts, order = torch.sort(flat, stable=True)
     steps = torch.arange(E + 1, dtype=torch.int32, device=flat.device)
     bounds = torch.searchsorted(experts, steps, out_int32=True)

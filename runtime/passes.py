@@ -36,7 +36,7 @@ _launchers: tuple[object, dict[tuple[Pass, DType, bool, int], PassLauncher | Non
 class PassLauncher:
     """Launches one loaded pass. It does not synchronise, and any thread may call it."""
 
-    __slots__ = ("_block", "_fixed", "_free", "_handle", "_kernel", "_launch", "_op", "_pack", "_pointers", "_size")
+    __slots__ = ("_fixed", "_free", "_handle", "_kernel", "_launch", "_op", "_pack", "_pointers", "_size", "block")
 
     def __init__(self, kernel: LoadedKernel, op: Pass) -> None:
         variant, function = kernel.variant, kernel.function
@@ -44,7 +44,7 @@ class PassLauncher:
         packed = struct.Struct("=" + "".join("Q" if kind == "ptr" else "i4x" for kind in kinds) + _CONFIG)
         self._pack, self._size = packed.pack_into, packed.size
         self._pointers = len(kinds)
-        self._kernel, self._op, self._block = kernel, op, Block.from_pairs(variant.config).block
+        self._kernel, self._op, self.block = kernel, op, Block.from_pairs(variant.config).block
         self._fixed = (1, 1, function.threads, 1, 1, function.shared_bytes)
         self._launch, self._handle = driver.launch_kernel(), driver.argument(function.handle)
         self._free = [self._new()]
@@ -59,7 +59,7 @@ class PassLauncher:
         CudaError
             where the driver refuses the launch.
         """
-        grid = programs(self._op, rows, columns, self._block)
+        grid = programs(self._op, rows, columns, self.block)
         if grid > _MOST_PROGRAMS:
             raise InputError(f"{rows} rows of {columns} columns make {grid} programs, the most is 2^31 - 1: split them")
         function = self._kernel.function

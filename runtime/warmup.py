@@ -206,13 +206,8 @@ def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGp
 
 def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
     """The passes over rows that a layer of these problems comes to, on aligned tensors and others."""
-    dtypes = dict.fromkeys(dtype_of(problem.dtype) for problem in problems)
-    found = [
-        ranked(snapshot, op, dtype, local, aligned=aligned)[:1]
-        for op in Pass
-        for dtype in dtypes
-        for aligned in (True, False)
-    ]
+    kinds = dict.fromkeys((op, dtype_of(problem.dtype, op)) for op in Pass for problem in problems)
+    found = [ranked(snapshot, *kind, local, aligned=aligned)[:1] for kind in kinds for aligned in (True, False)]
     return list(dict.fromkeys((usable.bundle, index) for row in found for usable, index in row))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pretuned.artifacts.types import Pass
-from pretuned.kernels import activation, passes, tokens
+from pretuned.kernels import activation, passes, slots, tokens
 from pretuned.runtime.activation import Activation, by_torch
 
 GUARD = 3.0  # what a result holds where the kernel must not write
@@ -18,7 +18,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 def run(case: dict[str, Any]) -> list[str]:
     """What is wrong, in words."""
-    return {"combine": run_combine, "gather": run_gather}.get(case["pass"], run_activation)(case)
+    own = {"combine": run_combine, "gather": run_gather, "sort_slots": run_sort}
+    return own.get(case["pass"], run_activation)(case)
 
 
 def launch(op: Pass, case: dict[str, Any], values: dict[str, Any]) -> None:
@@ -80,6 +81,34 @@ def run_gather(case: dict[str, Any]) -> list[str]:
     flags = {"index_step": 2 if case["wide"] else 1, "flags": 0 if used is None else passes.USED, "top_k": top_k}
     launch(Pass.GATHER, case | {"M": M}, given | flags)
     return compared("out", out, x[index.long() // top_k].double(), M if used is None else min(used, M), dtype)
+
+
+def run_sort(case: dict[str, Any]) -> list[str]:
+    M, E, block = case["M"], case["E"], case["block"]
+    g = torch.Generator().manual_seed(case["seed"])
+    ids = torch.randint(-1, E + 1, (M,), generator=g) if case["others"] else torch.randint(0, E, (M,), generator=g)
+    if case["one"]:
+        ids[:] = E - 1
+    if case["others"] and case["wide"]:
+        ids[::5] += 2**32  # its low word alone is an expert's
+    chunks = -(-M // block)
+    guards = {"experts": M, "order": M, "bounds": E + 1, "m_sizes": E, "counts": chunks * (E + 1)}
+    given: dict[str, Any] = {
+        name: torch.full((size + 1,), int(GUARD), dtype=torch.int64 if name == "order" else torch.int32)
+        for name, size in guards.items()
+    }
+    given["ids"] = (ids if case["wide"] else ids.int()).view(torch.int32)
+    given |= {"E": E, "ids_step": 2 if case["wide"] else 1}
+    steps = [(passes.COUNTS, chunks), (passes.ADDS, -(-(E + 1) // passes.SORTED_EXPERTS)), (passes.PLACES, chunks)]
+    for flags, grid in [(passes.COUNTS | passes.PLACES, 1)] if chunks == 1 else steps:
+        values = given | {"M": M, "flags": flags}
+        slots.sort_slots[(grid,)](*(values[name] for name, _ in passes.arguments(Pass.SORT_SLOTS)), BLOCK=block)
+    experts = torch.where((ids >= 0) & (ids < E), ids, E)
+    m_sizes = torch.bincount(experts, minlength=E + 1)[:E]
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), m_sizes.cumsum(0)])
+    want = {"experts": experts, "order": experts.sort(stable=True).indices, "bounds": bounds, "m_sizes": m_sizes}
+    wrong = [name for name, one in want.items() if not torch.equal(given[name][:-1].long(), one)]
+    return wrong + [f"{name}: past its end" for name in guards if given[name][-1] != GUARD]
 
 
 def run_combine(case: dict[str, Any]) -> list[str]:

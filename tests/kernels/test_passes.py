@@ -66,6 +66,20 @@ CASES = {
     "combine": case(**{"pass": "combine"}),
     "combine, one slot": case(**{"pass": "combine"}, top_k=1),
     "combine, many slots": case(**{"pass": "combine"}, top_k=11, dtype="fp16"),
+} | {
+    f"sort of {M} slots by {block}, E={E}{', int64' if wide else ''}{', others' if others else ''}": case(
+        **{"pass": "sort_slots"}, M=M, E=E, block=block, wide=wide, others=others, one=False
+    )
+    for M, E, block in [(1, 1, 32), (32, 5, 32), (33, 5, 32), (100, 128, 128), (300, 64, 64), (2100, 33, 32)]
+    for wide in (False, True)
+    for others in (False, True)
+} | {
+    "sort of slots of one expert": case(
+        **{"pass": "sort_slots"}, M=70, E=40, block=32, others=False, one=True
+    ),
+    "sort of slots, the most experts": case(
+        **{"pass": "sort_slots"}, M=200, E=passes.MOST_SORTED_EXPERTS, block=64, wide=False, others=True, one=False
+    ),
 }  # fmt: skip
 
 
@@ -100,8 +114,12 @@ def test_random_shapes() -> None:
 
 
 def test_the_kernels_have_the_flags_of_the_contract() -> None:
-    from pretuned.kernels import activation, tokens
+    from pretuned.kernels import activation, slots, tokens
 
+    for name in ("COUNTS", "ADDS", "PLACES"):
+        assert getattr(slots, f"_{name}").value == getattr(passes, name)
+    assert slots._COLUMNS.value == passes.SORTED_EXPERTS
+    assert slots._BINS.value == passes.MOST_SORTED_EXPERTS + 2
     assert tokens._USED.value == passes.USED
     for number, name in enumerate(passes.KINDS):
         if name != "silu":
@@ -114,9 +132,9 @@ def test_the_kernels_have_the_flags_of_the_contract() -> None:
 
 @pytest.mark.parametrize("op", Pass)
 def test_the_kernels_take_the_arguments_of_the_contract(op: Pass) -> None:
-    from pretuned.kernels import activation, tokens
+    from pretuned.kernels import activation, slots, tokens
 
-    kernel = getattr(tokens, op.value, None) or getattr(activation, op.value)
+    kernel = next(getattr(one, op.value) for one in (activation, slots, tokens) if hasattr(one, op.value))
     assert [*(name for name, _ in passes.arguments(op)), "BLOCK"] == list(kernel.arg_names)
 
 
@@ -125,11 +143,12 @@ def test_which_passes_go_with_which_gemms() -> None:
         return list(dict.fromkeys((one.op, one.dtype) for one in passes.specs(dtypes, frozenset(ops))))
 
     bf16, fp32 = DType.BF16, DType.FP32
-    assert of(Op.FORWARD) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION, bf16), (Pass.GATHER, bf16)]
-    assert of(Op.DX) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION_GRAD, bf16), (Pass.GATHER, bf16)]
+    sort = (Pass.SORT_SLOTS, fp32)  # of no dtype: it is recorded as fp32
+    assert of(Op.FORWARD) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION, bf16), (Pass.GATHER, bf16), sort]
+    assert of(Op.DX) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION_GRAD, bf16), (Pass.GATHER, bf16), sort]
     assert len(of(*Op)) == len(Pass)
     assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [
-        (Pass.COMBINE, fp32), (Pass.ACTIVATION, fp32), (Pass.GATHER, fp32)
+        (Pass.COMBINE, fp32), (Pass.ACTIVATION, fp32), (Pass.GATHER, fp32), sort
     ]  # fmt: skip
     assert of() == []
 

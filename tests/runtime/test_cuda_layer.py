@@ -10,7 +10,7 @@ import torch
 
 from pretuned.artifacts.types import Pass
 from pretuned.kernels.passes import KINDS
-from pretuned.runtime import activation, moe_mlp, passes, sort_routing, tokens
+from pretuned.runtime import activation, moe_mlp, passes, slots, sort_routing, tokens
 from pretuned.runtime.activation import Activation, Needs, by_torch
 
 pytestmark = [
@@ -212,8 +212,40 @@ def test_a_step_is_captured_and_replayed_with_other_routing() -> None:
         assert torch.equal(one, want)
 
 
-def test_routing_is_that_of_the_host() -> None:
-    ids = torch.randint(-3, E + 3, (999, TOPK), device="cuda")
-    here, there = sort_routing(ids, E), sort_routing(ids.cpu(), E)
-    for one, other in zip(here, there, strict=True):
-        assert torch.equal(one.cpu(), other)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
+@pytest.mark.parametrize("experts", [1, 8, 31, 128, 512, 1022, 1023])
+def test_routing_is_that_of_the_host(experts: int, dtype: torch.dtype) -> None:
+    kernel = slots.sort_slots(torch.zeros(4, dtype=dtype, device="cuda"), experts) is not None
+    assert kernel == (experts < 1023 and dtype is not torch.int16)
+    for T, k in ((1, 1), (1, 8), (128, 2), (257, 1), (999, TOPK), (4096, 8), (9000, 10)):
+        ids = torch.randint(-1, experts + 1, (T, k), device="cuda", dtype=dtype)
+        if dtype is torch.int64:
+            ids[::3] += 2**32  # no expert's, though its low word is
+        for given in (ids, ids[::2], torch.zeros_like(ids)):
+            here, there = sort_routing(given, experts), sort_routing(given.cpu(), experts)
+            for one, other in zip(here, there, strict=True):
+                assert one.dtype is other.dtype
+                assert torch.equal(one.cpu(), other)
+
+
+def test_routing_in_a_graph_and_on_other_streams() -> None:
+    ids = torch.randint(0, E, (700, TOPK), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sort_routing(ids, E)
+    for _ in range(3):
+        ids.random_(-1, E)
+        graph.replay()
+        for one, other in zip(captured, sort_routing(ids.cpu(), E), strict=True):
+            assert torch.equal(one.cpu(), other)
+    want = sort_routing(ids.cpu(), E)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            found += [sort_routing(ids, E) for _ in range(20)]
+    torch.cuda.synchronize()
+    for routing in found:
+        for one, other in zip(routing, want, strict=True):
+            assert torch.equal(one.cpu(), other)

@@ -21,6 +21,7 @@ from pretuned.runtime.activation import Activation, by_torch
 from pretuned.runtime.device import LocalGpu
 
 T, TOPK, E, N, K = 7, 2, 4, 8, 12
+SLOTS = 5  # of a chunk that is sorted
 ALL = {(op, fusion) for op in Op for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)}
 
 
@@ -146,9 +147,27 @@ def fake_combine(rows: int, columns: int, pointers: tuple[int, ...], numbers: tu
     rows_at(out, T, H)[:] = given.view(T, top_k, H).sum(1)
 
 
+def fake_sort(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    (ids, experts, order, bounds, m_sizes, counts), (M, E, step, flags) = pointers, numbers
+    chunks = -(-M // SLOTS)
+    assert (rows, columns) == (-(-(E + 1) // words.SORTED_EXPERTS) if flags == words.ADDS else chunks, 0)
+    assert (flags == words.COUNTS | words.PLACES) == (chunks == 1)
+    of_slot = at(experts, M, ctypes.c_int32)
+    if flags & words.COUNTS:
+        given = at(ids, M, ctypes.c_int64 if step == 2 else ctypes.c_int32)
+        of_slot[:] = np.where((given >= 0) & (given < E), given, E)
+    if flags & words.PLACES:
+        sizes = np.bincount(of_slot, minlength=E + 1)[:E]
+        at(m_sizes, E, ctypes.c_int32)[:] = sizes
+        at(bounds, E + 1, ctypes.c_int32)[:] = np.concatenate([[0], sizes.cumsum()])
+        at(order, M, ctypes.c_int64)[:] = np.argsort(of_slot, kind="stable")
+    if chunks > 1:
+        at(counts, chunks * (E + 1), ctypes.c_int32)[:] = 0  # it is as large as the contract says
+
+
 FAKES = {
     Pass.GATHER: fake_gather, Pass.ACTIVATION: fake_activation, Pass.ACTIVATION_GRAD: fake_activation_grad,
-    Pass.COMBINE: fake_combine,
+    Pass.COMBINE: fake_combine, Pass.SORT_SLOTS: fake_sort,
 }  # fmt: skip
 
 
@@ -161,7 +180,8 @@ class Device:
     def __init__(self) -> None:
         self.there: set[object] = {*ALL, *Pass}
         self.launched: list[tuple[Op, Fusion]] = []
-        self.passed: list[Pass] = []
+        self.passed: list[Pass] = []  # of rows
+        self.sorted: list[Pass] = []
         self.first = False
 
     def passes(self, op: Pass, dtype: DType, device: int, *, aligned: bool) -> Callable[..., None] | None:
@@ -170,9 +190,10 @@ class Device:
         assert dtype is DType.FP32
 
         def launch(*given: Any) -> None:
-            self.passed.append(op)
+            (self.sorted if op is Pass.SORT_SLOTS else self.passed).append(op)
             FAKES[op](*given)
 
+        launch.block = SLOTS  # type: ignore[attr-defined]
         return launch
 
     def gated(self, problem: Any, *_: object) -> object | None:

@@ -1,0 +1,111 @@
+"""The slots of tokens in the order of their experts: a stable counting sort, in one launch or three."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The values of kernels.passes.
+_COUNTS: tl.constexpr = tl.constexpr(1)
+_ADDS: tl.constexpr = tl.constexpr(2)
+_PLACES: tl.constexpr = tl.constexpr(4)
+_BINS: tl.constexpr = tl.constexpr(1024)  # experts, one more for slots of none, and one for what is no slot
+_FEW_BINS: tl.constexpr = tl.constexpr(256)  # the same where experts are few
+_CHUNKS: tl.constexpr = tl.constexpr(64)  # of which the counts are added up at a time, for
+_COLUMNS: tl.constexpr = tl.constexpr(32)  # so many experts
+_OTHERS: tl.constexpr = tl.constexpr(32)  # slots that each slot of a chunk is compared with at a time
+
+
+@triton.jit
+def _experts(ids, i, M, E, ids_step):
+    """Each slot's expert, E for none, E + 1 for what is no slot."""
+    word = ids + i.to(tl.int64) * ids_step
+    low = tl.load(word, mask=i < M, other=-1)
+    high = tl.load(word + (ids_step - 1), mask=i < M, other=-1)
+    here = (low >= 0) & (low < E) & ((ids_step == 1) | (high == 0))
+    return tl.where(i < M, tl.where(here, low, E), E + 1)
+
+
+@triton.jit
+def _before(expert, ids, chunk, M, E, ids_step, alone, BLOCK: tl.constexpr):
+    """How many slots of the chunk have the expert of each and come before it; ``alone``, or a lower one."""
+    own = tl.arange(0, BLOCK)
+    count = tl.zeros((BLOCK,), tl.int32)
+    for first in tl.range(0, tl.minimum(M - chunk * BLOCK, BLOCK), _OTHERS):
+        other = first + tl.arange(0, _OTHERS)
+        its = _experts(ids, chunk * BLOCK + other, M, E, ids_step)
+        ahead = (its[None, :] == expert[:, None]) & (other[None, :] < own[:, None])
+        ahead |= (its[None, :] < expert[:, None]) & alone
+        count += tl.sum(ahead.to(tl.int32), 1)
+    return count
+
+
+@triton.jit
+def _count(expert, counts, bounds, m_sizes, chunk, E, alone, BINS: tl.constexpr):
+    """How often each expert comes in this chunk; ``alone``, in all."""
+    found = tl.histogram(expert, BINS)
+    column = tl.arange(0, BINS)
+    if alone:
+        tl.store(m_sizes + column, found, mask=column < E)
+        tl.store(bounds + column, tl.cumsum(found, 0) - found, mask=column <= E)
+    else:
+        tl.store(counts + chunk * (E + 1) + column, found, mask=column <= E)
+
+
+@triton.jit
+def _bound(bounds, m_sizes, E, BINS: tl.constexpr):
+    """Where each expert's slots begin: every program stores the same."""
+    column = tl.arange(0, BINS)
+    size = tl.load(m_sizes + column, mask=column < E, other=0)
+    tl.store(bounds + column, tl.cumsum(size, 0) - size, mask=column <= E)
+
+
+@triton.jit
+def _add(counts, m_sizes, block, chunks, E):
+    """Of some experts: counts of the chunks before each, in place of its own, and those of all chunks."""
+    column = block * _COLUMNS + tl.arange(0, _COLUMNS)
+    total = tl.zeros((_COLUMNS,), tl.int32)
+    for first in tl.range(0, chunks, _CHUNKS):
+        chunk = first + tl.arange(0, _CHUNKS)
+        at = counts + chunk[:, None] * (E + 1) + column[None, :]
+        there = (chunk < chunks)[:, None] & (column <= E)[None, :]
+        count = tl.load(at, mask=there, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(count, 0) - count, mask=there)
+        total += tl.sum(count, 0)
+    tl.store(m_sizes + column, total, mask=column < E)
+
+
+@triton.jit
+def sort_slots(ids, experts, order, bounds, m_sizes, counts, M, E, ids_step, flags, BLOCK: tl.constexpr):
+    """order[bounds[e] + j] = the j-th slot i, in rising order, with ids[i] = e; after them the slots of no expert.
+
+    ids [M] points at int32 words, a step of 2 means int64; experts int32 [M]: ids, E where they are not in [0, E);
+    order int64 [M]; bounds int32 [E + 1]; m_sizes int32 [E]; counts: room for [chunks, E + 1] int32, of BLOCK slots
+    each. One program where there is one chunk, with COUNTS and PLACES of ``flags`` at once; else a launch for each:
+    COUNTS and PLACES with a program a chunk, ADDS between them with one for 32 experts. E is at most 1022.
+    """
+    chunk = tl.program_id(0)
+    few = E <= _FEW_BINS - 2
+    if flags == _ADDS:
+        _add(counts, m_sizes, chunk, tl.cdiv(M, BLOCK), E)
+    else:
+        alone = flags == _COUNTS | _PLACES
+        i = chunk * BLOCK + tl.arange(0, BLOCK)
+        expert = _experts(ids, i, M, E, ids_step)
+        if (flags & _COUNTS) != 0:
+            tl.store(experts + i, expert, mask=i < M)
+            if few:
+                _count(expert, counts, bounds, m_sizes, chunk, E, alone, _FEW_BINS)
+            else:
+                _count(expert, counts, bounds, m_sizes, chunk, E, alone, _BINS)
+        if (flags & _PLACES) != 0:
+            place = _before(expert, ids, chunk, M, E, ids_step, alone, BLOCK)
+            if not alone:
+                place += tl.load(counts + chunk * (E + 1) + expert, mask=i < M, other=0)
+                if few:
+                    _bound(bounds, m_sizes, E, _FEW_BINS)
+                else:
+                    _bound(bounds, m_sizes, E, _BINS)
+                tl.debug_barrier()
+                place += tl.load(bounds + expert, mask=i < M, other=0)
+            tl.store(order + place, i.to(tl.int64), mask=i < M)

@@ -1,0 +1,51 @@
+"""The slots of tokens in the order of their experts, by a bundle's kernel: torch's sort takes some twenty launches."""
+
+from __future__ import annotations
+
+import torch
+
+from ..artifacts.types import DType, Pass
+from ..kernels.passes import ADDS, COUNTS, MOST_SORTED_EXPERTS, PLACES, SORTED_EXPERTS
+from . import passes, products
+from .device import on
+
+_MOST_SLOTS = 2**29  # the kernel counts in int32
+_STEPS = {torch.int32: 1, torch.int64: 2}
+_tracing = torch.compiler.is_dynamo_compiling
+_transformed = torch._C._are_functorch_transforms_active
+
+
+def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """(order int64 [M], m_sizes int32 [E], bounds int32 [E + 1], experts int32 [M]) of ``ids``, M of any shape.
+
+    As ``layer.Routing`` has them; a slot whose id is not in [0, E) comes after all others, and its expert is E. The
+    order is stable. None where no kernel does it: torch is to.
+    """
+    step, M = _STEPS.get(ids.dtype), ids.numel()
+    if step is None or not 0 < M < _MOST_SLOTS or not 0 < E <= MOST_SORTED_EXPERTS:
+        return None
+    if _tracing() or type(ids) is not torch.Tensor or _transformed() or not products.on_gpu(ids):
+        return None
+    device = ids.get_device()
+    launch = passes.launcher(Pass.SORT_SLOTS, DType.FP32, device, aligned=True)
+    if launch is None:
+        return None
+    with on(device):
+        ids = ids.contiguous()
+        chunks = -(-M // launch.block)
+        order = torch.empty(M, dtype=torch.int64, device=ids.device)
+        experts, m_sizes, bounds, counts = (
+            torch.empty(size, dtype=torch.int32, device=ids.device)
+            for size in (M, E, E + 1, chunks * (E + 1) if chunks > 1 else 0)
+        )
+        pointers = (
+            ids.data_ptr(), experts.data_ptr(), order.data_ptr(), bounds.data_ptr(), m_sizes.data_ptr(),
+            counts.data_ptr(),
+        )  # fmt: skip
+        if chunks == 1:
+            launch(1, 0, pointers, (M, E, step, COUNTS | PLACES))
+        else:
+            launch(chunks, 0, pointers, (M, E, step, COUNTS))
+            launch(-(-(E + 1) // SORTED_EXPERTS), 0, pointers, (M, E, step, ADDS))
+            launch(chunks, 0, pointers, (M, E, step, PLACES))
+    return order, m_sizes, bounds, experts

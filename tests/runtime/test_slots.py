@@ -1,0 +1,68 @@
+"""The slots of tokens, sorted by a bundle's kernel (here its stand-in in host memory) or by torch: the same."""
+
+from __future__ import annotations
+
+import host_gpu
+import pytest
+import torch
+from host_gpu import Device, device  # noqa: F401 - a fixture
+
+from pretuned.artifacts.types import Pass
+from pretuned.kernels.passes import MOST_SORTED_EXPERTS
+from pretuned.runtime import slots, sort_routing
+
+
+@pytest.fixture(autouse=True)
+def on_gpu(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    host_gpu.on(monkeypatch, True)
+
+
+def same(ids: torch.Tensor, E: int, device: Device, launches: int) -> None:  # noqa: F811
+    device.sorted.clear()
+    by_kernel = sort_routing(ids, E)
+    assert len(device.sorted) == launches
+    device.there.discard(Pass.SORT_SLOTS)
+    by_torch = sort_routing(ids, E)
+    assert len(device.sorted) == launches
+    device.there.add(Pass.SORT_SLOTS)
+    for name, one in by_kernel._asdict().items():
+        other = getattr(by_torch, name)
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(("T", "k", "launches"), [(1, 1, 1), (1, 5, 1), (2, 3, 3), (40, 2, 3)])
+@pytest.mark.parametrize("E", [1, 7, 200])
+def test_kernel_and_torch_agree(
+    T: int,
+    k: int,
+    launches: int,
+    E: int,
+    dtype: torch.dtype,
+    device: Device,  # noqa: F811
+) -> None:
+    generator = torch.Generator().manual_seed(T + E)
+    ids = torch.randint(-2, E + 2, (T, k), generator=generator, dtype=dtype)
+    same(ids, E, device, launches)
+    same(ids.repeat_interleave(3, 0)[::3], E, device, launches)  # not dense
+    same(torch.full_like(ids, E), E, device, launches)  # nobody here
+
+
+def test_an_int64_id_whose_low_word_is_an_experts_is_none(device: Device) -> None:  # noqa: F811
+    ids = torch.tensor([[2**32 + 1, 1], [-(2**32), 0]])
+    same(ids, 2, device, 1)
+    assert sort_routing(ids, 2).m_sizes.tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")  # of a batch: torch's own remark
+def test_what_the_kernel_can_not_do_is_left_to_torch(device: Device) -> None:  # noqa: F811
+    ids = torch.tensor([[0, 1]])
+    assert slots.sort_slots(ids, MOST_SORTED_EXPERTS) is not None
+    assert slots.sort_slots(ids, MOST_SORTED_EXPERTS + 1) is None
+    assert slots.sort_slots(ids, 0) is None
+    assert slots.sort_slots(ids.to(torch.int16), 2) is None
+    assert slots.sort_slots(ids[:0], 2) is None
+    assert slots.sort_slots(torch.nn.Parameter(ids, requires_grad=False), 2) is None  # a tensor of another kind
+    torch.func.vmap(lambda one: sort_routing(one, 2).m_sizes)(torch.stack([ids, ids]))
+    same(ids.to(torch.uint8), 2, device, 0)
