@@ -6,7 +6,8 @@ Their words of launch ABI 1, beside those of kernels/abi.py (``M`` counts rows, 
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
 ``row_weights dweights``   device pointers to float32, by index
 ``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
-``ids order``              device pointers, by slot: to 32-bit words, to int64
+``ids order``              device pointers, by slot: to 32-bit words, to int64 (SORT_SLOTS has room in ``experts``
+                           for whole chunks, from a multiple of 16 bytes on)
 ``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1]
 ``M columns top_k E``      int32
 ``index_step ids_step``    int32: 1 for int32, 2 for int64
@@ -143,7 +144,9 @@ def arguments(op: Pass) -> tuple[tuple[str, str], ...]:
 
 
 def divisibility(spec: PassSpec) -> dict[str, int]:
-    """As ``abi.divisibility``."""
+    """As ``abi.divisibility``; of SORT_SLOTS ``experts`` is always new memory."""
+    if spec.op is Pass.SORT_SLOTS:
+        return {"experts": 16}
     if spec.alignment == 1:
         return {}
     pointers, _ = _ARGUMENTS[spec.op]

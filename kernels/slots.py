@@ -9,11 +9,11 @@ import triton.language as tl
 _COUNTS: tl.constexpr = tl.constexpr(1)
 _ADDS: tl.constexpr = tl.constexpr(2)
 _PLACES: tl.constexpr = tl.constexpr(4)
-_BINS: tl.constexpr = tl.constexpr(1024)  # experts, one more for slots of none, and one for what is no slot
+_BINS: tl.constexpr = tl.constexpr(1024)  # experts, one for slots of none, and one for what is no slot
 _FEW_BINS: tl.constexpr = tl.constexpr(256)  # the same where experts are few
 _CHUNKS: tl.constexpr = tl.constexpr(64)  # of which the counts are added up at a time, for
 _COLUMNS: tl.constexpr = tl.constexpr(32)  # so many experts
-_OTHERS: tl.constexpr = tl.constexpr(32)  # slots that each slot of a chunk is compared with at a time
+_OTHERS: tl.constexpr = tl.constexpr(16)  # slots that each slot of a chunk is compared with at a time
 
 
 @triton.jit
@@ -27,29 +27,37 @@ def _experts(ids, i, M, E, ids_step):
 
 
 @triton.jit
-def _before(expert, ids, chunk, M, E, ids_step, alone, BLOCK: tl.constexpr):
-    """How many slots of the chunk have the expert of each and come before it; ``alone``, or a lower one."""
+def _before(expert, experts, slots, alone, BLOCK: tl.constexpr):
+    """How many of the chunk's slots have the expert of each and come before it; ``alone``, or a lower one.
+
+    (Each thread has a slot of its own, and looks at all others by itself.)
+    """
     own = tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK,), tl.int32)
-    for first in tl.range(0, tl.minimum(M - chunk * BLOCK, BLOCK), _OTHERS):
+    for first in tl.range(0, slots, _OTHERS):
         other = first + tl.arange(0, _OTHERS)
-        its = _experts(ids, chunk * BLOCK + other, M, E, ids_step)
-        ahead = (its[None, :] == expert[:, None]) & (other[None, :] < own[:, None])
-        ahead |= (its[None, :] < expert[:, None]) & alone
-        count += tl.sum(ahead.to(tl.int32), 1)
+        its = tl.load(experts + other)
+        ahead = (its[:, None] == expert[None, :]) & (other[:, None] < own[None, :])
+        ahead |= (its[:, None] < expert[None, :]) & alone
+        count += tl.sum(ahead.to(tl.int32), 0)
     return count
 
 
 @triton.jit
-def _count(expert, counts, bounds, m_sizes, chunk, E, alone, BINS: tl.constexpr):
-    """How often each expert comes in this chunk; ``alone``, in all."""
-    found = tl.histogram(expert, BINS)
+def _count(experts, slots, counts, bounds, m_sizes, E, alone, BINS: tl.constexpr):
+    """How often each expert comes in this chunk; ``alone``, in all, and where its slots begin."""
     column = tl.arange(0, BINS)
+    found = tl.zeros((BINS,), tl.int32)
+    below = tl.zeros((BINS,), tl.int32)
+    for first in tl.range(0, slots, _OTHERS):
+        its = tl.load(experts + first + tl.arange(0, _OTHERS))
+        found += tl.sum((its[:, None] == column[None, :]).to(tl.int32), 0)
+        below += tl.sum((its[:, None] < column[None, :]).to(tl.int32), 0)
     if alone:
         tl.store(m_sizes + column, found, mask=column < E)
-        tl.store(bounds + column, tl.cumsum(found, 0) - found, mask=column <= E)
+        tl.store(bounds + column, below, mask=column <= E)
     else:
-        tl.store(counts + chunk * (E + 1) + column, found, mask=column <= E)
+        tl.store(counts + column, found, mask=column <= E)
 
 
 @triton.jit
@@ -79,10 +87,11 @@ def _add(counts, m_sizes, block, chunks, E):
 def sort_slots(ids, experts, order, bounds, m_sizes, counts, M, E, ids_step, flags, BLOCK: tl.constexpr):
     """order[bounds[e] + j] = the j-th slot i, in rising order, with ids[i] = e; after them the slots of no expert.
 
-    ids [M] points at int32 words, a step of 2 means int64; experts int32 [M]: ids, E where they are not in [0, E);
-    order int64 [M]; bounds int32 [E + 1]; m_sizes int32 [E]; counts: room for [chunks, E + 1] int32, of BLOCK slots
-    each. One program where there is one chunk, with COUNTS and PLACES of ``flags`` at once; else a launch for each:
-    COUNTS and PLACES with a program a chunk, ADDS between them with one for 32 experts. E is at most 1022.
+    ids [M] points at int32 words, a step of 2 means int64; experts int32 [M]: ids, E where they are not in [0, E), with
+    room for whole chunks of BLOCK slots; order int64 [M]; bounds int32 [E + 1]; m_sizes int32 [E]; counts: room for
+    [chunks, E + 1] int32. One program where there is one chunk, with COUNTS and PLACES of ``flags`` at once; else a
+    launch for each: COUNTS and PLACES with a program a chunk, ADDS between them with one for 32 experts. E is at most
+    1022.
     """
     chunk = tl.program_id(0)
     few = E <= _FEW_BINS - 2
@@ -91,15 +100,18 @@ def sort_slots(ids, experts, order, bounds, m_sizes, counts, M, E, ids_step, fla
     else:
         alone = flags == _COUNTS | _PLACES
         i = chunk * BLOCK + tl.arange(0, BLOCK)
-        expert = _experts(ids, i, M, E, ids_step)
+        slots = tl.minimum(M - chunk * BLOCK, BLOCK)
+        own = experts + chunk * BLOCK
         if (flags & _COUNTS) != 0:
-            tl.store(experts + i, expert, mask=i < M)
+            tl.store(experts + i, _experts(ids, i, M, E, ids_step))
+            tl.debug_barrier()
             if few:
-                _count(expert, counts, bounds, m_sizes, chunk, E, alone, _FEW_BINS)
+                _count(own, slots, counts + chunk * (E + 1), bounds, m_sizes, E, alone, _FEW_BINS)
             else:
-                _count(expert, counts, bounds, m_sizes, chunk, E, alone, _BINS)
+                _count(own, slots, counts + chunk * (E + 1), bounds, m_sizes, E, alone, _BINS)
         if (flags & _PLACES) != 0:
-            place = _before(expert, ids, chunk, M, E, ids_step, alone, BLOCK)
+            expert = tl.load(experts + i)
+            place = _before(expert, own, slots, alone, BLOCK)
             if not alone:
                 place += tl.load(counts + chunk * (E + 1) + expert, mask=i < M, other=0)
                 if few:

@@ -36,7 +36,7 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor, t
         order = torch.empty(M, dtype=torch.int64, device=ids.device)
         experts, m_sizes, bounds, counts = (
             torch.empty(size, dtype=torch.int32, device=ids.device)
-            for size in (M, E, E + 1, chunks * (E + 1) if chunks > 1 else 0)
+            for size in (chunks * launch.block, E, E + 1, chunks * (E + 1) if chunks > 1 else 0)
         )
         pointers = (
             ids.data_ptr(), experts.data_ptr(), order.data_ptr(), bounds.data_ptr(), m_sizes.data_ptr(),
@@ -48,4 +48,4 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor, t
             launch(chunks, 0, pointers, (M, E, step, COUNTS))
             launch(-(-(E + 1) // SORTED_EXPERTS), 0, pointers, (M, E, step, ADDS))
             launch(chunks, 0, pointers, (M, E, step, PLACES))
-    return order, m_sizes, bounds, experts
+    return order, m_sizes, bounds, experts[:M]

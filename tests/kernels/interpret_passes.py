@@ -92,7 +92,7 @@ def run_sort(case: dict[str, Any]) -> list[str]:
     if case["others"] and case["wide"]:
         ids[::5] += 2**32  # its low word alone is an expert's
     chunks = -(-M // block)
-    guards = {"experts": M, "order": M, "bounds": E + 1, "m_sizes": E, "counts": chunks * (E + 1)}
+    guards = {"experts": chunks * block, "order": M, "bounds": E + 1, "m_sizes": E, "counts": chunks * (E + 1)}
     given: dict[str, Any] = {
         name: torch.full((size + 1,), int(GUARD), dtype=torch.int64 if name == "order" else torch.int32)
         for name, size in guards.items()
@@ -107,7 +107,7 @@ def run_sort(case: dict[str, Any]) -> list[str]:
     m_sizes = torch.bincount(experts, minlength=E + 1)[:E]
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), m_sizes.cumsum(0)])
     want = {"experts": experts, "order": experts.sort(stable=True).indices, "bounds": bounds, "m_sizes": m_sizes}
-    wrong = [name for name, one in want.items() if not torch.equal(given[name][:-1].long(), one)]
+    wrong = [name for name, one in want.items() if not torch.equal(given[name][: len(one)].long(), one)]
     return wrong + [f"{name}: past its end" for name in guards if given[name][-1] != GUARD]
 
 

@@ -152,6 +152,7 @@ def fake_sort(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple
     chunks = -(-M // SLOTS)
     assert (rows, columns) == (-(-(E + 1) // words.SORTED_EXPERTS) if flags == words.ADDS else chunks, 0)
     assert (flags == words.COUNTS | words.PLACES) == (chunks == 1)
+    at(experts, chunks * SLOTS, ctypes.c_int32)[M:] = E + 1
     of_slot = at(experts, M, ctypes.c_int32)
     if flags & words.COUNTS:
         given = at(ids, M, ctypes.c_int64 if step == 2 else ctypes.c_int32)
