@@ -34,7 +34,7 @@ _WEIGHT_SPECIALIZED = (
     "0ca8e6e8202b99b5257928651653b9b7169339353527bfc546fa2c2120772e03",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
-_SLOTS = ("slots.py",), "3e6dde49e6a8940b56d7b918806a0178fc193ec4345bdd8b6ea5851f97a9e60e"
+_SLOTS = ("slots.py",), "8bcd7435ad5d1eb3d00193873c56715566a8bd63b2f60782b7fa56514e81d060"
 _TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"
 REVISIONS = {
     "activation": Revision(1, *_ACTIVATION),

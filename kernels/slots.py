@@ -44,8 +44,8 @@ def _before(expert, experts, slots, alone, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _count(experts, slots, counts, bounds, m_sizes, E, alone, BINS: tl.constexpr):
-    """How often each expert comes in this chunk; ``alone``, in all, and where its slots begin."""
+def _tally(experts, slots, bounds, m_sizes, E, BINS: tl.constexpr):
+    """How often each expert comes, and where its slots begin, of one chunk: faster than a histogram for few slots."""
     column = tl.arange(0, BINS)
     found = tl.zeros((BINS,), tl.int32)
     below = tl.zeros((BINS,), tl.int32)
@@ -53,11 +53,15 @@ def _count(experts, slots, counts, bounds, m_sizes, E, alone, BINS: tl.constexpr
         its = tl.load(experts + first + tl.arange(0, _OTHERS))
         found += tl.sum((its[:, None] == column[None, :]).to(tl.int32), 0)
         below += tl.sum((its[:, None] < column[None, :]).to(tl.int32), 0)
-    if alone:
-        tl.store(m_sizes + column, found, mask=column < E)
-        tl.store(bounds + column, below, mask=column <= E)
-    else:
-        tl.store(counts + column, found, mask=column <= E)
+    tl.store(m_sizes + column, found, mask=column < E)
+    tl.store(bounds + column, below, mask=column <= E)
+
+
+@triton.jit
+def _count(expert, counts, E, BINS: tl.constexpr):
+    """How often each expert comes in this chunk."""
+    column = tl.arange(0, BINS)
+    tl.store(counts + column, tl.histogram(expert, BINS), mask=column <= E)
 
 
 @triton.jit
@@ -102,22 +106,31 @@ def sort_slots(ids, experts, order, bounds, m_sizes, counts, M, E, ids_step, fla
         i = chunk * BLOCK + tl.arange(0, BLOCK)
         slots = tl.minimum(M - chunk * BLOCK, BLOCK)
         own = experts + chunk * BLOCK
+        held = counts + chunk * (E + 1)
         if (flags & _COUNTS) != 0:
-            tl.store(experts + i, _experts(ids, i, M, E, ids_step))
+            expert = _experts(ids, i, M, E, ids_step)
+            tl.store(experts + i, expert)
             tl.debug_barrier()
-            if few:
-                _count(own, slots, counts + chunk * (E + 1), bounds, m_sizes, E, alone, _FEW_BINS)
+            if alone:
+                if few:
+                    _tally(own, slots, bounds, m_sizes, E, _FEW_BINS)
+                else:
+                    _tally(own, slots, bounds, m_sizes, E, _BINS)
             else:
-                _count(own, slots, counts + chunk * (E + 1), bounds, m_sizes, E, alone, _BINS)
+                if few:
+                    _count(expert, held, E, _FEW_BINS)
+                else:
+                    _count(expert, held, E, _BINS)
         if (flags & _PLACES) != 0:
             expert = tl.load(experts + i)
-            place = _before(expert, own, slots, alone, BLOCK)
+            place = tl.load(held + expert, mask=(i < M) & (not alone), other=0)
             if not alone:
-                place += tl.load(counts + chunk * (E + 1) + expert, mask=i < M, other=0)
                 if few:
                     _bound(bounds, m_sizes, E, _FEW_BINS)
                 else:
                     _bound(bounds, m_sizes, E, _BINS)
+            place += _before(expert, own, slots, alone, BLOCK)
+            if not alone:
                 tl.debug_barrier()
                 place += tl.load(bounds + expert, mask=i < M, other=0)
             tl.store(order + place, i.to(tl.int64), mask=i < M)
