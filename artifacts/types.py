@@ -24,7 +24,7 @@ class Op(enum.Enum):
 
 
 class Pass(enum.Enum):
-    """One of the passes over rows between and after the grouped GEMMs: no product, any number of rows and columns.
+    """One of the passes over rows around the grouped GEMMs: no product, any number of rows and columns.
 
     - ``GATHER``: out[i] = x[token of row i]
     - ``ACTIVATION``: a[i] = act(h[i])

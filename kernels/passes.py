@@ -9,7 +9,7 @@ Their words of launch ABI 1, beside those of kernels/abi.py (``M`` counts rows, 
 ``ids order``              device pointers, by slot: to 32-bit words, to int64 (SORT_SLOTS has room in ``experts``
                            for whole chunks, from a multiple of 16 bytes on)
 ``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1]
-``M columns top_k E``      int32
+``M columns top_k E``      int32; ``M`` counts rows, of SORT_SLOTS slots, and E is at most the record's max_experts
 ``index_step ids_step``    int32: 1 for int32, 2 for int64
 ``flags``                  int32: the activation (``KINDS``) and the flags below
 =========================  ===================================================================
@@ -32,7 +32,7 @@ WRITES_A = 256
 WRITES_DWEIGHTS = 512
 # What a launch of SORT_SLOTS does; kernels/slots.py has the same values.
 COUNTS = 1
-ADDS = 2
+ADDS = 2  # a program for SORTED_EXPERTS
 PLACES = 4
 
 _ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -122,7 +122,10 @@ class PassSpec(NamedTuple):
 
 
 def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[PassSpec, ...]:
-    """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW."""
+    """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW.
+
+    The sort of the slots is there once, of no dtype and for any alignment.
+    """
     passes = [Pass.COMBINE] if ops else []
     passes += [Pass.ACTIVATION] if Op.FORWARD in ops else []
     passes += [Pass.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []

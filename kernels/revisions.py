@@ -27,14 +27,14 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f
 _SPECIALIZED = ("pipeline.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "d3c61527df6c004b1a0e404553db607aa1b89b9a6153459aedae2aea6346bf2a",
+    "7209922994f6d1114de7d8b6bb34a911a58af53fdab11ccc4659e35bdaf8136e",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
     "0ca8e6e8202b99b5257928651653b9b7169339353527bfc546fa2c2120772e03",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
-_SLOTS = ("slots.py",), "8bcd7435ad5d1eb3d00193873c56715566a8bd63b2f60782b7fa56514e81d060"
+_SLOTS = ("slots.py",), "bb1c1493585f1ffae0fffd36082cd29a9e54f6c29130b19299bc0168006214b0"
 _TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"
 REVISIONS = {
     "activation": Revision(1, *_ACTIVATION),

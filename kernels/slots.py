@@ -32,13 +32,14 @@ def _before(expert, experts, slots, alone, BLOCK: tl.constexpr):
 
     (Each thread has a slot of its own, and looks at all others by itself.)
     """
-    own = tl.arange(0, BLOCK)
+    # By (expert, slot) as one number: those from ``least`` on and below its own, in one comparison of unsigned ones.
+    least = tl.where(alone, 0, expert * BLOCK)
+    own = (expert * BLOCK + tl.arange(0, BLOCK) - least).to(tl.uint32)
     count = tl.zeros((BLOCK,), tl.int32)
     for first in tl.range(0, slots, _OTHERS):
         other = first + tl.arange(0, _OTHERS)
-        its = tl.load(experts + other)
-        ahead = (its[:, None] == expert[None, :]) & (other[:, None] < own[None, :])
-        ahead |= (its[:, None] < expert[None, :]) & alone
+        its = tl.load(experts + other) * BLOCK + other
+        ahead = (its[:, None] - least[None, :]).to(tl.uint32) < own[None, :]
         count += tl.sum(ahead.to(tl.int32), 0)
     return count
 

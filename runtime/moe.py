@@ -32,8 +32,7 @@ def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
     if sorted_slots is not None:
         order, m_sizes, bounds, experts = sorted_slots
         return Routing(order, m_sizes, bounds, experts)
-    flat = topk_ids.reshape(-1)
-    flat = flat if flat.dtype is torch.int64 else flat.to(torch.int32)
+    flat = topk_ids.reshape(-1).to(torch.int64)
     # int32 sorts in half the passes of int64.
     flat = torch.where((flat >= 0) & (flat < E), flat, E).to(torch.int32)
     experts, order = torch.sort(flat, stable=True)

@@ -1,4 +1,4 @@
-"""The passes over rows between and after the GEMMs, by a bundle's kernels: found once, launched with plain numbers.
+"""The passes over rows around the GEMMs, by a bundle's kernels: found once, launched with plain numbers.
 
 No choice names them: the best that is there runs. Where no bundle has one, the caller's torch does the same.
 """
@@ -36,7 +36,19 @@ _launchers: tuple[object, dict[tuple[Pass, DType, bool, int], PassLauncher | Non
 class PassLauncher:
     """Launches one loaded pass. It does not synchronise, and any thread may call it."""
 
-    __slots__ = ("_fixed", "_free", "_handle", "_kernel", "_launch", "_op", "_pack", "_pointers", "_size", "block")
+    __slots__ = (
+        "_fixed",
+        "_free",
+        "_handle",
+        "_kernel",
+        "_launch",
+        "_op",
+        "_pack",
+        "_pointers",
+        "_size",
+        "block",
+        "most_experts",
+    )
 
     def __init__(self, kernel: LoadedKernel, op: Pass) -> None:
         variant, function = kernel.variant, kernel.function
@@ -44,6 +56,7 @@ class PassLauncher:
         packed = struct.Struct("=" + "".join("Q" if kind == "ptr" else "i4x" for kind in kinds) + _CONFIG)
         self._pack, self._size = packed.pack_into, packed.size
         self._pointers = len(kinds)
+        self.most_experts = variant.max_experts
         self._kernel, self._op, self.block = kernel, op, Block.from_pairs(variant.config).block
         self._fixed = (1, 1, function.threads, 1, 1, function.shared_bytes)
         self._launch, self._handle = driver.launch_kernel(), driver.argument(function.handle)

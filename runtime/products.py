@@ -94,9 +94,10 @@ class Rows:
 
 def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
     """Write y, and return it. Rows of y that nothing is stored to are left as they are, or zero with zero_tail."""
-    if not (call.M and y.numel() and call.x.shape[1] and call.w.shape[0]):
-        return y.zero_() if call.zero_tail else y
     end = call.index_end(y.shape[0])
+    # (Without a row to gather, or a weight, no index is within range; a kernel reads some row of x all the same.)
+    if not (call.M and y.numel() and call.x.shape[1] and call.w.shape[0]) or (call.uses_index and not end):
+        return y.zero_() if call.zero_tail else y
     if not on_gpu(call.x):
         fallback.tell_reference(call.x.device.type)
         if call.zero_tail:
@@ -201,9 +202,9 @@ def used_rows(call: Rows) -> int:
 def gated_rows(call: Rows) -> torch.Tensor | None:
     """silu(gate) * up of this product, [M, N/2], by one kernel; None where ``gated_launch`` has none.
 
-    Rows of no expert hold anything.
+    Rows of no expert hold anything, and so do those of an index out of range.
     """
-    if not (call.M and call.x.shape[1] and call.w.shape[0]) or not on_gpu(call.x):
+    if not (call.M and call.x.numel() and call.w.shape[0]) or not on_gpu(call.x):
         return None
     if not rows_usable(call.x):
         call = dataclasses.replace(call, x=call.x.contiguous())

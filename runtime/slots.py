@@ -11,7 +11,9 @@ from .device import on
 
 _MOST_SLOTS = 2**29  # the kernel counts in int32
 _STEPS = {torch.int32: 1, torch.int64: 2}
-_tracing = torch.compiler.is_dynamo_compiling
+_compiling = torch.compiler.is_compiling
+_traced = torch._C._get_tracing_state
+_modes = torch._C._len_torch_dispatch_stack
 _transformed = torch._C._are_functorch_transforms_active
 
 
@@ -21,14 +23,15 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor, t
     As ``layer.Routing`` has them; a slot whose id is not in [0, E) comes after all others, and its expert is E. The
     order is stable. None where no kernel does it: torch is to.
     """
-    step, M = _STEPS.get(ids.dtype), ids.numel()
-    if step is None or not 0 < M < _MOST_SLOTS or not 0 < E <= MOST_SORTED_EXPERTS:
+    # First of all whether this is a call, and no trace of one: that must not even look at sizes.
+    if type(ids) is not torch.Tensor or _compiling() or _traced() is not None or _modes() or _transformed():
         return None
-    if _tracing() or type(ids) is not torch.Tensor or _transformed() or not products.on_gpu(ids):
+    step, M = _STEPS.get(ids.dtype), ids.numel()
+    if step is None or not 0 < M < _MOST_SLOTS or not 0 < E <= MOST_SORTED_EXPERTS or not products.on_gpu(ids):
         return None
     device = ids.get_device()
     launch = passes.launcher(Pass.SORT_SLOTS, DType.FP32, device, aligned=True)
-    if launch is None:
+    if launch is None or launch.most_experts < E:
         return None
     with on(device):
         ids = ids.contiguous()

@@ -258,7 +258,8 @@ def training(
     report = build(training_plan, (80, 90), options)
     for one in report.bundles:
         assert verify(str(one.path)).variants == one.variants
-    # NONE and the moving form in both layouts, aligned and not, and dW; on 90 what gathers is apart. And four passes.
+    # NONE and the moving form in both layouts, aligned and not, and dW; on 90 what gathers is apart. And four passes,
+    # and the sort.
     assert [one.compiled + one.cached for one in report.bundles] == [2 * 2 * 2 + 2 + 9, 2 * (2 + 3) + 2 + 9]
     return {one.target.sm: codec.decode(one.path.read_bytes(), str(one.path)) for one in report.bundles}
 

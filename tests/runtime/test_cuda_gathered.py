@@ -15,7 +15,7 @@ import torch
 
 from pretuned.artifacts.types import DType, Fusion, Layout, Op, Pass, Problem
 from pretuned.kernels.abi import code_of
-from pretuned.runtime import discover, moe, moe_mlp, passes, productlaunchers, products, sort_routing
+from pretuned.runtime import discover, grouped_gemm, moe, moe_mlp, passes, productlaunchers, products, sort_routing
 from pretuned.runtime.candidates import why_not
 from pretuned.runtime.device import local_gpu
 from pretuned.runtime.gathered import GatherFirst
@@ -163,6 +163,14 @@ def test_an_index_out_of_range_reads_and_stores_nothing(switch: Switch, step: to
         near(first, on_load)
     assert not call.may_gather_first(aligned=False)
     assert not replace(call, loose=False).may_gather_first(aligned=True)
+
+
+def test_an_index_into_no_rows_at_all() -> None:
+    E, N, K, M = 8, 1024, 768, 2048
+    w, m_sizes = random(E, N, K), torch.full((E,), M // E, device="cuda", dtype=torch.int32)
+    y = grouped_gemm(random(0, K), w, m_sizes, TOPK, torch.arange(M, device="cuda"), permute_x=True)
+    torch.cuda.synchronize()  # nothing was read where there is nothing
+    assert y.shape == (M, N)
 
 
 def test_nan_in_rows_of_others_does_not_spread(switch: Switch) -> None:

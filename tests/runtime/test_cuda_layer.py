@@ -213,7 +213,7 @@ def test_a_step_is_captured_and_replayed_with_other_routing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
-@pytest.mark.parametrize("experts", [1, 8, 31, 128, 512, 1022, 1023])
+@pytest.mark.parametrize("experts", [1, 8, 31, 128, 254, 255, 512, 1022, 1023])
 def test_routing_is_that_of_the_host(experts: int, dtype: torch.dtype) -> None:
     kernel = slots.sort_slots(torch.zeros(4, dtype=dtype, device="cuda"), experts) is not None
     assert kernel == (experts < 1023 and dtype is not torch.int16)

@@ -71,8 +71,12 @@ def dtype_of(kernel: LoadedKernel) -> torch.dtype:
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
     """Within rounding of float32 sums; NaN, which nothing was stored over, in the same places."""
     assert torch.equal(got.isnan(), want.isnan())
+    most = MOST[got.dtype]
     got, want = got.float().nan_to_num(), want.float().nan_to_num()
-    assert float((got - want).norm()) <= MOST[torch.bfloat16] * float(want.norm().clamp(min=1e-30))
+    assert float((got - want).norm()) <= most * float(want.norm().clamp(min=1e-30))
+    if want.numel():  # each element, too, beside what its row's elements are like
+        scale = want.square().mean(-1, keepdim=True).sqrt() + want.abs()
+        assert bool(((got - want).abs() <= 4 * most * scale + 1e-6).all())
 
 
 @pytest.mark.parametrize("fall", FALLS)
@@ -105,29 +109,31 @@ def test_code_that_gathers(op: Op, E: int, N: int, K: int, wrong: int, fusion: F
     for T, fall in ((1, "one"), (40, "random"), (900, "rising"), (900, "equal")):
         M = T * top_k
         m_sizes = fallen(E, M, fall).cuda()
-        index = torch.randperm(M).int()
-        index[torch.randperm(M)[:wrong]] = -1
+        index = torch.randperm(M).to(torch.int64 if T == 40 else torch.int32)
+        index[torch.randperm(M)[:wrong]] = torch.tensor([-1, M, 2**31 - 1], dtype=index.dtype)[: min(wrong, M)]
         index = index.cuda()
+        step = 2 if index.dtype is torch.int64 else 1
         for kernel in specialized(op, Fusion.GATHER):
             dtype = dtype_of(kernel)
             divisor = top_k if Fusion.GATHER in fusion else 0
-            x = torch.randn(T if divisor else M, K, device="cuda").to(dtype)
+            wide = 8 * (T == 40)  # rows further apart
+            x = torch.randn(T if divisor else M, K + wide, device="cuda").to(dtype)[:, :K]
             kn = (kernel.variant.layout is Layout.KN) == (op is Op.FORWARD)
             w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda").to(dtype) * K**-0.5
             row_weights = torch.rand(M, device="cuda") if Fusion.WEIGHT in fusion else None
             bias = torch.randn(E, N, device="cuda").to(dtype) if Fusion.BIAS in fusion else None
-            y = torch.full((M, N), NAN, device="cuda", dtype=dtype)
-            want = y.float()
+            whole = torch.full((M, N + wide), NAN, device="cuda", dtype=dtype)
+            y, want = whole[:, :N], torch.full((M, N), NAN, device="cuda")
             end = M if fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT) else 0
             launch = row_launcher(
                 kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
-                m_sizes_step=1, fused=Fused(fusion, 1, top_k) if fusion else PLAIN,
+                m_sizes_step=1, fused=Fused(fusion, step, top_k) if fusion else PLAIN,
             )  # fmt: skip
             extra = (index if fusion else None, row_weights, bias)
             for _ in range(2):
                 launch(
-                    x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0),
-                    *(0 if one is None else one.data_ptr() for one in extra), end,
+                    x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K + wide, N + wide, M,
+                    current_stream(0), *(0 if one is None else one.data_ptr() for one in extra), end,
                 )  # fmt: skip
             reference.rows(
                 x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK,
@@ -136,3 +142,4 @@ def test_code_that_gathers(op: Op, E: int, N: int, K: int, wrong: int, fusion: F
                 bias=None if bias is None else bias.float(),
             )  # fmt: skip
             near(y, want)
+            assert bool(whole[:, N:].isnan().all())

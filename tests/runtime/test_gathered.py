@@ -383,3 +383,11 @@ def test_an_index_is_brought_into_range() -> None:
         found = gathered.in_range(index, 7, 2)
         assert found.dtype is kind
         assert found.tolist() == [0, 0, 13, 13, 13]
+
+
+def test_an_index_into_no_rows_launches_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    host_gpu.on(monkeypatch, True)
+    x, w, m_sizes = torch.empty(0, host_gpu.K), torch.randn(2, host_gpu.N, host_gpu.K), torch.tensor([2, 2]).int()
+    y = grouped_gemm(x, w, m_sizes, 2, torch.arange(4), permute_x=True, zero_tail=True)
+    assert torch.equal(y, torch.zeros(4, host_gpu.N))
+    assert device.launched == []

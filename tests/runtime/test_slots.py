@@ -7,9 +7,9 @@ import pytest
 import torch
 from host_gpu import Device, device  # noqa: F401 - a fixture
 
-from pretuned.artifacts.types import Pass
+from pretuned.artifacts.types import DType, Pass
 from pretuned.kernels.passes import MOST_SORTED_EXPERTS
-from pretuned.runtime import slots, sort_routing
+from pretuned.runtime import passes, slots, sort_routing
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,55 @@ def test_an_int64_id_whose_low_word_is_an_experts_is_none(device: Device) -> Non
     assert sort_routing(ids, 2).m_sizes.tolist() == [1, 1]
 
 
+class Sort(torch.nn.Module):
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(sort_routing(ids, 4))
+
+
+def told(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return Sort()(ids[ids[:, 0] >= 0])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_any_number_of_tokens_is_exported(strict: bool) -> None:
+    module, other = Sort(), torch.randint(0, 4, (9, 2))
+    dynamic = [{0: torch.export.Dim("T")}]
+    exported = torch.export.export(module, (torch.randint(0, 4, (3, 2)),), dynamic_shapes=dynamic, strict=strict)
+    for ids in (other, other[:1]):
+        for got, want in zip(exported.module()(ids), module(ids), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_a_number_of_tokens_that_nobody_knows_is_compiled() -> None:
+    torch._dynamo.reset()
+    ids = torch.randint(-1, 4, (50, 2))
+    for got, want in zip(torch.compile(told, fullgraph=True, backend="eager")(ids), told(ids), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_what_traces_a_call_sees_torchs_operations(device: Device) -> None:  # noqa: F811
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    ids = torch.randint(0, 4, (5, 2))
+    device.sorted.clear()
+    graph = make_fx(Sort())(ids)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        sort_routing(ids, 4)
+    assert not device.sorted
+    for got, want in zip(graph(ids.flip(0)), sort_routing(ids.flip(0), 4), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_variant_for_fewer_experts_is_left_alone(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    launch = device.passes(Pass.SORT_SLOTS, DType.FP32, 0, aligned=True)
+    assert launch is not None
+    monkeypatch.setattr(launch, "most_experts", 7)
+    monkeypatch.setattr(passes, "launcher", lambda *_given, **_named: launch)
+    ids = torch.tensor([[0, 1]])
+    assert slots.sort_slots(ids, 7) is not None
+    assert slots.sort_slots(ids, 8) is None
+
+
 @pytest.mark.filterwarnings("ignore:torch.searchsorted")  # of a batch: torch's own remark
 def test_what_the_kernel_can_not_do_is_left_to_torch(device: Device) -> None:  # noqa: F811
     ids = torch.tensor([[0, 1]])
@@ -66,3 +115,4 @@ def test_what_the_kernel_can_not_do_is_left_to_torch(device: Device) -> None:  #
     assert slots.sort_slots(torch.nn.Parameter(ids, requires_grad=False), 2) is None  # a tensor of another kind
     torch.func.vmap(lambda one: sort_routing(one, 2).m_sizes)(torch.stack([ids, ids]))
     same(ids.to(torch.uint8), 2, device, 0)
+    assert sort_routing(torch.tensor([[2**32, 1]], dtype=torch.uint64), 2).m_sizes.tolist() == [0, 1]

@@ -16,6 +16,7 @@ import torch
 from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Pass
 from pretuned.kernels import passes as words
 from pretuned.kernels.abi import code_of
+from pretuned.kernels.passes import MOST_SORTED_EXPERTS
 from pretuned.runtime import grouped_gemm, passes, productlaunchers, products, sort_routing
 from pretuned.runtime.activation import Activation, by_torch
 from pretuned.runtime.device import LocalGpu
@@ -194,7 +195,7 @@ class Device:
             (self.sorted if op is Pass.SORT_SLOTS else self.passed).append(op)
             FAKES[op](*given)
 
-        launch.block = SLOTS  # type: ignore[attr-defined]
+        launch.block, launch.most_experts = SLOTS, MOST_SORTED_EXPERTS  # type: ignore[attr-defined]
         return launch
 
     def gated(self, problem: Any, *_: object) -> object | None:
