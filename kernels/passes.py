@@ -49,7 +49,7 @@ _WARPS = 4
 # Of a row, what one thread has at once: twice that of h, and combine has 8 rows under way.
 _THREAD_BYTES = {Pass.GATHER: 32, Pass.ACTIVATION: 16, Pass.ACTIVATION_GRAD: 8, Pass.COMBINE: 8}
 MOST_EXPERTS = 65536  # what a variant's record says: any number
-MOST_SORTED_EXPERTS = 1022  # of SORT_SLOTS
+MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
 

@@ -34,7 +34,7 @@ _WEIGHT_SPECIALIZED = (
     "0ca8e6e8202b99b5257928651653b9b7169339353527bfc546fa2c2120772e03",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
-_SLOTS = ("slots.py",), "bb1c1493585f1ffae0fffd36082cd29a9e54f6c29130b19299bc0168006214b0"
+_SLOTS = ("slots.py",), "b7dac8bcfa37c6c1bc15bc1a851e555feac517a622ea21b301cde5d36caffd3a"
 _TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"
 REVISIONS = {
     "activation": Revision(1, *_ACTIVATION),

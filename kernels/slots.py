@@ -9,9 +9,9 @@ import triton.language as tl
 _COUNTS: tl.constexpr = tl.constexpr(1)
 _ADDS: tl.constexpr = tl.constexpr(2)
 _PLACES: tl.constexpr = tl.constexpr(4)
-_BINS: tl.constexpr = tl.constexpr(1024)  # experts, one for slots of none, and one for what is no slot
-_FEW_BINS: tl.constexpr = tl.constexpr(256)  # the same where experts are few
-_CHUNKS: tl.constexpr = tl.constexpr(64)  # of which the counts are added up at a time, for
+_BINS: tl.constexpr = tl.constexpr(512)  # the most experts
+_FEW_BINS: tl.constexpr = tl.constexpr(256)
+_CHUNKS: tl.constexpr = tl.constexpr(128)  # of which the counts are added up at a time, for
 _COLUMNS: tl.constexpr = tl.constexpr(32)  # so many experts
 _OTHERS: tl.constexpr = tl.constexpr(16)  # slots that each slot of a chunk is compared with at a time
 
@@ -55,14 +55,17 @@ def _tally(experts, slots, bounds, m_sizes, E, BINS: tl.constexpr):
         found += tl.sum((its[:, None] == column[None, :]).to(tl.int32), 0)
         below += tl.sum((its[:, None] < column[None, :]).to(tl.int32), 0)
     tl.store(m_sizes + column, found, mask=column < E)
-    tl.store(bounds + column, below, mask=column <= E)
+    tl.store(bounds + column, below, mask=column < E)
+    tl.store(bounds + E, tl.sum(found * (column < E).to(tl.int32), 0))
 
 
 @triton.jit
-def _count(expert, counts, E, BINS: tl.constexpr):
-    """How often each expert comes in this chunk."""
+def _count(expert, slots, counts, E, BINS: tl.constexpr):
+    """How often each expert comes in this chunk, and none."""
     column = tl.arange(0, BINS)
-    tl.store(counts + column, tl.histogram(expert, BINS), mask=column <= E)
+    found = tl.histogram(expert, BINS, mask=expert < E)
+    tl.store(counts + column, found, mask=column < E)
+    tl.store(counts + E, slots - tl.sum(found, 0))
 
 
 @triton.jit
@@ -70,7 +73,8 @@ def _bound(bounds, m_sizes, E, BINS: tl.constexpr):
     """Where each expert's slots begin: every program stores the same."""
     column = tl.arange(0, BINS)
     size = tl.load(m_sizes + column, mask=column < E, other=0)
-    tl.store(bounds + column, tl.cumsum(size, 0) - size, mask=column <= E)
+    tl.store(bounds + column, tl.cumsum(size, 0) - size, mask=column < E)
+    tl.store(bounds + E, tl.sum(size, 0))
 
 
 @triton.jit
@@ -96,10 +100,10 @@ def sort_slots(ids, experts, order, bounds, m_sizes, counts, M, E, ids_step, fla
     room for whole chunks of BLOCK slots; order int64 [M]; bounds int32 [E + 1]; m_sizes int32 [E]; counts: room for
     [chunks, E + 1] int32. One program where there is one chunk, with COUNTS and PLACES of ``flags`` at once; else a
     launch for each: COUNTS and PLACES with a program a chunk, ADDS between them with one for 32 experts. E is at most
-    1022.
+    512.
     """
     chunk = tl.program_id(0)
-    few = E <= _FEW_BINS - 2
+    few = E <= _FEW_BINS
     if flags == _ADDS:
         _add(counts, m_sizes, chunk, tl.cdiv(M, BLOCK), E)
     else:
@@ -119,9 +123,9 @@ def sort_slots(ids, experts, order, bounds, m_sizes, counts, M, E, ids_step, fla
                     _tally(own, slots, bounds, m_sizes, E, _BINS)
             else:
                 if few:
-                    _count(expert, held, E, _FEW_BINS)
+                    _count(expert, slots, held, E, _FEW_BINS)
                 else:
-                    _count(expert, held, E, _BINS)
+                    _count(expert, slots, held, E, _BINS)
         if (flags & _PLACES) != 0:
             expert = tl.load(experts + i)
             place = tl.load(held + expert, mask=(i < M) & (not alone), other=0)

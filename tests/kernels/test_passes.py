@@ -77,9 +77,12 @@ CASES = {
     "sort of slots of one expert": case(
         **{"pass": "sort_slots"}, M=70, E=40, block=32, others=False, one=True
     ),
-    "sort of slots, the most experts": case(
-        **{"pass": "sort_slots"}, M=200, E=passes.MOST_SORTED_EXPERTS, block=64, wide=False, others=True, one=False
-    ),
+} | {
+    f"sort of {M} slots, E={E}": case(
+        **{"pass": "sort_slots"}, M=M, E=E, block=64, wide=False, others=True, one=False
+    )
+    for M in (60, 200)
+    for E in (255, 256, 257, passes.MOST_SORTED_EXPERTS)
 }  # fmt: skip
 
 
@@ -119,7 +122,7 @@ def test_the_kernels_have_the_flags_of_the_contract() -> None:
     for name in ("COUNTS", "ADDS", "PLACES"):
         assert getattr(slots, f"_{name}").value == getattr(passes, name)
     assert slots._COLUMNS.value == passes.SORTED_EXPERTS
-    assert slots._BINS.value == passes.MOST_SORTED_EXPERTS + 2
+    assert slots._BINS.value == passes.MOST_SORTED_EXPERTS
     assert tokens._USED.value == passes.USED
     for number, name in enumerate(passes.KINDS):
         if name != "silu":

@@ -213,10 +213,10 @@ def test_a_step_is_captured_and_replayed_with_other_routing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
-@pytest.mark.parametrize("experts", [1, 8, 31, 128, 254, 255, 512, 1022, 1023])
+@pytest.mark.parametrize("experts", [1, 8, 31, 128, 256, 257, 512, 513])
 def test_routing_is_that_of_the_host(experts: int, dtype: torch.dtype) -> None:
     kernel = slots.sort_slots(torch.zeros(4, dtype=dtype, device="cuda"), experts) is not None
-    assert kernel == (experts < 1023 and dtype is not torch.int16)
+    assert kernel == (experts < 513 and dtype is not torch.int16)
     for T, k in ((1, 1), (1, 8), (128, 2), (257, 1), (999, TOPK), (4096, 8), (9000, 10)):
         ids = torch.randint(-1, experts + 1, (T, k), device="cuda", dtype=dtype)
         if dtype is torch.int64:
