@@ -1,7 +1,8 @@
 """The revision of every kernel, and the sha256 of the source it stands for.
 
 A kernel's revision goes up whenever its source changes: bundles record it, and a later revision
-beats an earlier one when bundles are merged. A test compares the digest with the files.
+beats an earlier one when bundles are merged. A test compares the digest with the files. Before the first
+release every revision is 1, and bundles of two trees with other sources are not merged.
 """
 
 from __future__ import annotations
