@@ -28,10 +28,9 @@ def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
     topk_ids [T, k], any integer type: an id outside [0, E) (an expert on another rank) is sorted past the
     last expert and takes no part.
     """
-    sorted_slots = slots.sort_slots(topk_ids, E)
-    if sorted_slots is not None:
-        order, m_sizes, bounds, experts = sorted_slots
-        return Routing(order, m_sizes, bounds, experts)
+    found = slots.sort_slots(topk_ids, E)
+    if found is not None:
+        return Routing(*found)
     flat = topk_ids.reshape(-1).to(torch.int64)
     # int32 sorts in half the passes of int64.
     flat = torch.where((flat >= 0) & (flat < E), flat, E).to(torch.int32)
