@@ -1,8 +1,8 @@
 """Whether the rows of x are gathered beforehand, into a scratch [M, K], for the plain product: the other way is code
 that gathers them as it loads.
 
-Rows that an index picks can't be loaded by TMA. Products that compute much lose more by that than a pass over the rows
-takes; where the weights are most of the traffic, or a row makes little work, it is the other way round. So the pass
+Rows that an index picks can't be loaded by TMA. What that costs a product, none to 6 % on an H200
+(benchmarks/results/trials/gathered-rows.json), may be more or less than a pass over the rows takes. So the pass
 runs only where one bundle says of both codes, for this very problem and bucket, that it pays with the pass added, whose
 time is ``pass_us``:
 
