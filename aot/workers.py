@@ -163,21 +163,32 @@ def start_worker(scratch: str) -> None:
     """A worker is a process group of its own: when it ends before its time, so does the assembler it runs."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
+    signal.signal(signal.SIGURG, lambda number, frame: _tidy(scratch))  # one that LLVM does not take for itself
     tempfile.tempdir = scratch
     threading.Thread(target=_end_with_parent, args=(scratch,), daemon=True).start()
 
 
 def _end_with_parent(scratch: str) -> None:
-    """A parent that was killed stops nobody and tidies nothing: its workers do."""
+    """A parent that was killed stops nobody and tidies nothing: its workers do.
+
+    In the main thread, which is thus no longer at work there: Triton makes the folder again where it is gone.
+    """
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
-        end = time.monotonic() + _TIDYING_S
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+        time.sleep(2 * _TIDYING_S)
+        _tidy(scratch)  # the main thread is in foreign code that does not come back
+
+
+def _tidy(scratch: str) -> None:
+    """Remove what was left, and end."""
+    end = time.monotonic() + _TIDYING_S
+    remove_tree(Path(scratch))
+    while Path(scratch).exists() and time.monotonic() < end:  # another worker was writing there
+        time.sleep(0.02)
         remove_tree(Path(scratch))
-        while Path(scratch).exists() and time.monotonic() < end:  # another worker, or this one, was writing there
-            time.sleep(0.02)
-            remove_tree(Path(scratch))
-        os.killpg(0, signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _result(job: Job, future: Future[Compiled], timeout_s: float) -> Result:

@@ -131,6 +131,21 @@ def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: sign
     assert not place.leftovers()
 
 
+@pytest.mark.parametrize(("kind", "rounds"), [("restless", 6), ("deaf", 1)])
+def test_a_killed_builds_folder_goes_while_compilers_are_at_work(place: Place, kind: str, rounds: int) -> None:
+    command = [*UNDISTURBED, sys.executable, str(Path(__file__).with_name("restless_build.py")), kind]
+    for _ in range(rounds):
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=place.environment(), start_new_session=True
+        ) as process:
+            until(lambda: sum(one.name.isdigit() for one in place.tmp.rglob("*")) == 2, 60, "no worker is at work")
+            workers = descendants(process.pid)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=30)
+        until(lambda held=workers: not any(map(alive, held)), 15, "workers live on")
+        until(lambda: not place.leftovers(), 1, "something is left behind")
+
+
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, workers: int) -> None:
     with subprocess.Popen(
