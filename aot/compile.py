@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..kernels import abi, passes
 from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec
 from ..kernels.revisions import REVISIONS, source_sha256
-from .streaming import EVICT_FIRST, streaming
+from .rewriting import rewrites, rewriting, source_of_rewrites_sha256
 from .toolchain import toolchain
 
 # Same code for everyone: no line info (it embeds paths and triples the size), fused multiply-add stated
@@ -73,7 +73,7 @@ def job_key(spec: Spec | PassSpec, sm: int) -> str:
              str(REVISIONS[spec.kernel].revision), str(abi.LAUNCH_ABI), *OPTIONS]  # fmt: skip
     if isinstance(spec, Spec):
         parts += [repr(abi.constants(spec)), repr(abi.boxes(spec)), repr(abi.divisibility(spec))]
-        parts += [f"{EVICT_FIRST:#x}"] if spec.config.streamed else []
+        parts += [source_of_rewrites_sha256()] if rewrites(spec.config) else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -154,8 +154,7 @@ def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
         {(names.index(name),): [["tt.divisibility", by]] for name, by in divisible.items()},
     )
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    streams = isinstance(spec, Spec) and spec.config.streamed
-    with streaming() if streams else nullcontext():
+    with rewriting(rewrites(spec.config) if isinstance(spec, Spec) else ()):
         return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 

@@ -49,6 +49,9 @@ FITTED: tuple[tuple[str, float, float, float], ...] = (
     ("specialized.norm", 2.0, 12.0, 1.4),
     ("specialized.exposed", 0.02, 1.0, 1.5),
     ("specialized.start_ns", 50.0, 5000.0, 2.0),
+    ("specialized.turns_rate", 0.9, 1.4, 1.1),
+    ("specialized.turns_exposed", 0.01, 1.0, 1.5),
+    ("specialized.turns_waste", 0.05, 2.0, 1.5),
 )
 FITTED_DW: tuple[tuple[str, float, float, float], ...] = (
     ("write_share", 0.5, 0.95, 1.1),
@@ -61,6 +64,7 @@ FITTED_DW: tuple[tuple[str, float, float, float], ...] = (
     ("weight.norm", 1.5, 8.0, 1.4),
     ("specialized.weight_rate", 0.9, 1.4, 1.1),
     ("specialized.weight_exposed", 0.02, 1.0, 1.5),
+    ("specialized.turns_weight_rate", 0.9, 1.6, 1.1),
 )
 SHARED = ("cold_ns", "start_ns", "store_ns")  # of every generation: the others are this generation's alone
 

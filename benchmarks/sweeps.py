@@ -17,6 +17,7 @@ from pretuned.kernels.calibration import Constants
 from pretuned.kernels.chips import Chip, chip_named
 from pretuned.kernels.config import Config
 from pretuned.kernels.cost import Ranker, Resources
+from pretuned.kernels.space import candidates
 
 Table = dict[str, dict[str, float]]
 # A sweep knows the knobs of its time; later ones are as they were then.
@@ -50,13 +51,14 @@ def load(path: Path) -> list[Cell]:
         )
         for number, row in sweep["variants"].items()
     }  # fmt: skip
+    op, dtype = Op(sweep.get("op", "forward")), DType(sweep.get("dtype", "bf16"))
+    # Unaligned fallbacks never compete with the others, nor does what was tried and is no candidate.
+    listed = candidates(op, dtype, chip.sm)
+    competing = {number for number, one in variants.items() if one.alignment == 16 and one.config in listed}
     cells = []
     for row in sweep["cells"]:
-        problem = Problem(
-            Op(sweep.get("op", "forward")), DType(sweep.get("dtype", "bf16")), row["E"], row["N"], row["K"]
-        )
-        # Unaligned fallbacks never compete with the others.
-        times = {number: us for number, us in row["us"].items() if variants[number].alignment == 16}
+        problem = Problem(op, dtype, row["E"], row["N"], row["K"])
+        times = {number: us for number, us in row["us"].items() if number in competing}
         cells.append(Cell(row["model"], row["tokens"], problem, row["M"], chip,
                           tuple(variants[number] for number in times), tuple(times.values())))  # fmt: skip
     return cells

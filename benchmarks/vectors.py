@@ -33,6 +33,7 @@ _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "specialized": lambda config, work: config.specialized,
     "streamed": lambda config, work: config.streamed,
     "narrow": lambda config, work: config.narrow,
+    "pingpong": lambda config, work: config.pingpong,
     "E": lambda config, work: work.E,
     "M": lambda config, work: work.M,
     "N": lambda config, work: work.N,
@@ -154,8 +155,10 @@ def _rows_ns(p: SimpleNamespace, g: SimpleNamespace, chip: Chip, c: Constants) -
     share = 1.0 - 0.5 * special.half * thin
     if special.half_columns:
         share = share * (np.ceil(g.columns / (g.block_n // 2)) / 2.0 / column_tiles)
-    share = np.where(specialized, share, 1.0)
-    saved = np.where(specialized & special.split_tail, 1.0 - c.split_waves, 0.0)
+    parted = specialized & (g.pingpong == 0)
+    wasteful = 1.0 + special.turns_waste * (column_tiles * g.block_n / g.columns - 1.0)
+    share = np.where(parted, share, np.where(g.pingpong > 0, wasteful, 1.0))
+    saved = np.where(parted & special.split_tail, 1.0 - c.split_waves, 0.0)
     near_bytes = chip.l2_mib * 1048576 * c.l2_near
     wave_bytes = slots * g.block_n * g.left_row_bytes / height
     again = (g.row_tiles - g.active) * (1.0 - 1.0 / per_slot) * (1.0 - near_bytes / wave_bytes)
@@ -189,6 +192,8 @@ def _weight_ns(p: SimpleNamespace, g: SimpleNamespace, chip: Chip, c: Constants)
     family = c.family(chip.sm)
     tiles_n, tiles_k = np.ceil(g.N / g.block_n), np.ceil(g.columns / g.block_k)
     worked_k = np.where(g.narrow > 0, np.ceil(g.columns / (g.block_k // 2)) / 2.0, tiles_k)
+    wasteful = 1.0 + family.specialized.turns_waste * (tiles_k * g.block_k / g.columns - 1.0)
+    worked_k = np.where(g.pingpong > 0, tiles_k * wasteful, worked_k)
     tiles, steps = g.E * tiles_n * tiles_k, g.row_tiles * tiles_n * worked_k
     slots = chip.sm_count * p.occupancy
     per_sm, per_slot = tiles / chip.sm_count, tiles / slots

@@ -174,10 +174,10 @@ def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
     half = 64 if c.specialized else 0  # rows of the product, one box for each warpgroup
     if spec.op is Op.DW:
         dy = (1, 1, c.block_m, half or c.block_n)
-        x = (1, 1, c.block_m, c.block_k // 2 if c.narrow else c.block_k)
+        x = (1, 1, c.block_m, 64 if c.pingpong else c.block_k // 2 if c.narrow else c.block_k)
         blocks: dict[str, tuple[int, ...]] = {"dy": dy, "x": x, "dw": (1, 64, 64)}
     else:
-        columns = c.block_n // 2 if c.specialized else c.block_n  # a tile may be half as wide
+        columns = 64 if c.pingpong else c.block_n // 2 if c.specialized else c.block_n  # a tile may be half as wide
         w = (1, c.block_k, columns) if _w_kn(spec) else (1, columns, c.block_k)
         blocks = {"x": (half or c.block_m, c.block_k), "w": w, "y_map": (1, 1, 64, 64)}
     return {name: blocks[name] for name in spec.tma}
@@ -208,24 +208,32 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
     c = spec.config
     if spec.op is Op.DW:
         sizes: dict[str, int | str | bool | None] = {"BLOCK_M": c.block_m, "BLOCK_K": c.block_k, "NARROW": c.narrow}
-        step = (128 + c.block_k) * c.block_m
+        depth, columns = c.block_m, c.block_k
     else:
         gated = Fusion.SILU in spec.fusion
         sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec),
                  "INDEXED": bool(spec.fusion) and not gated, "GATHER": Fusion.GATHER in spec.fusion,
                  "GATED": gated}  # fmt: skip
         sizes |= {} if "y_map" in spec.tma else {"y_map": None}
-        step = (128 + c.block_n) * c.block_k
+        depth, columns = c.block_k, c.block_n
     # Results pass through shared memory, 64 x 64 of each warpgroup at a time, where there is room in turns.
-    room = SPECIALIZED_SHARED_BYTES - 512 - c.num_stages * step * spec.dtype.itemsize
+    operands = c.num_stages * (128 + columns) * depth + (64 * depth if c.pingpong else 0)  # see turns.py
+    room = SPECIALIZED_SHARED_BYTES - 512 - operands * spec.dtype.itemsize
     return sizes | {
         "STAGES": c.num_stages,
         "SLOTS": 2 if 4 * 64 * 64 * spec.dtype.itemsize <= room and _even_parts(spec) else 1,
         "GROUP_M": c.group_m,
         "EXPERTS": MAX_EXPERTS,
-        # Of a multiplying thread; the loading warps have what is left of 168 for each of 12 warps.
-        "REGISTERS": 208 if Fusion.GATHER in spec.fusion and Fusion.SILU in spec.fusion else 216,
+        "PINGPONG": c.pingpong,
+        "REGISTERS": _registers(spec),
     }
+
+
+def _registers(spec: Spec) -> int:
+    """Of a multiplying thread; the loading warps have what is left of 168 for each of 12 warps."""
+    if spec.config.pingpong:
+        return 224  # 192 of them hold sums
+    return 208 if Fusion.GATHER in spec.fusion and Fusion.SILU in spec.fusion else 216
 
 
 def _even_parts(spec: Spec) -> bool:

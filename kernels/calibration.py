@@ -31,7 +31,8 @@ class Specialized(NamedTuple):
     """What sets warp-specialised kernels apart: another tile's loads and products hide most of a tile's end.
 
     ``half`` and ``apart`` are held, not fitted: docs/cost-model.md says why. ``half_columns`` and ``split_tail``
-    say what the kernels of rows do, but for code with silu in its epilogue; the last two numbers are dW's.
+    say what the kernels of rows do, but for code with silu in its epilogue; ``weight_`` numbers are dW's. Where the
+    warpgroups take turns tiles are whole, and most of a tile's end is hidden: ``turns_``.
     """
 
     rate: float = 1.05  # of the other kernels' tensor rate
@@ -44,6 +45,10 @@ class Specialized(NamedTuple):
     start_ns: float = 1000.0  # more than the other kernels take to start
     weight_rate: float = 1.1
     weight_exposed: float = 0.3
+    turns_rate: float = 1.05  # as ``rate``
+    turns_weight_rate: float = 1.2
+    turns_exposed: float = 0.05
+    turns_waste: float = 0.5  # what the share of a tile's columns past the last costs beside its own time
 
 
 class Family(NamedTuple):
@@ -94,7 +99,7 @@ _BLACKWELL = Family(
 )
 
 # fitted: begin
-# Fitted to sweeps with the sha256 c11f1468aadfc9b9 by python
+# Fitted to sweeps with the sha256 5462a336e11236a9 by python
 # benchmarks/fit_cost.py
 #   benchmarks/results/sweep-h200-dW-bf16.json
 #   benchmarks/results/sweep-h200-dX-bf16.json
@@ -103,54 +108,58 @@ _BLACKWELL = Family(
 #   --write
 #   --out benchmarks/results/fit-h200-bf16.json
 _HOPPER = Family(
-    sustained=0.798,
-    l2_bytes_per_clock=60.0,
-    rows=(0.269, 0.423, 1.16, 1.04, 0.861),
-    columns=(0.307, 0.457, 0.782, 0.961, 1.0),
+    sustained=0.764,
+    l2_bytes_per_clock=64.0,
+    rows=(0.272, 0.422, 1.2, 1.08, 0.868),
+    columns=(0.3, 0.457, 0.88, 0.874, 1.0),
     one_cta={1: 0.25, 2: 0.4, 4: 1.0, 8: 1.0, 16: 1.0},
-    wgmma_columns=(0.2, 0.35, 0.654, 0.835, 1.0),
+    wgmma_columns=(0.2, 0.35, 0.67, 0.864, 1.0),
     memory_share=0.96,
-    latency_ns=1060.0,
-    tma_latency_ns=827.0,
-    held_stages=0.29,
-    chain_norm=10.3,
-    pointer_step_ns=55.8,
-    tma_step_ns=6.68,
+    latency_ns=1010.0,
+    tma_latency_ns=741.0,
+    held_stages=0.4,
+    chain_norm=5.85,
+    pointer_step_ns=69.3,
+    tma_step_ns=8.35,
     pointer_wgmma=0.9,
-    persistent_exposed=0.356,
-    flight_norm=3.67,
-    tail_static=0.759,
-    tail_dynamic=0.359,
-    lockstep=0.62,
-    l2_usable=0.641,
-    norm=2.86,
-    step_norm=5.76,
+    persistent_exposed=0.371,
+    flight_norm=2.57,
+    tail_static=0.734,
+    tail_dynamic=0.437,
+    lockstep=0.875,
+    l2_usable=0.633,
+    norm=2.77,
+    step_norm=5.08,
     write_share=0.95,
     weight=WeightGrad(
-        step_ns=3.34,
-        issue_ns=4.73,
-        load_share=0.737,
-        row_bytes=20.9,
-        store_bytes_per_clock=64.0,
-        exposed=0.715,
-        norm=2.13,
+        step_ns=3.5,
+        issue_ns=7.64,
+        load_share=0.796,
+        row_bytes=26.8,
+        store_bytes_per_clock=47.8,
+        exposed=0.634,
+        norm=2.09,
     ),
     specialized=Specialized(
-        rate=1.01,
-        norm=5.56,
+        rate=0.985,
+        norm=5.34,
         half=0.4,
         apart=0.5,
         half_columns=True,
         split_tail=True,
-        exposed=0.24,
-        start_ns=623.0,
-        weight_rate=1.06,
-        weight_exposed=0.113,
+        exposed=0.189,
+        start_ns=780.0,
+        weight_rate=1.02,
+        weight_exposed=0.0574,
+        turns_rate=1.02,
+        turns_weight_rate=1.27,
+        turns_exposed=0.0592,
+        turns_waste=0.57,
     ),
 )
-_COLD_NS = 3830.0
-_START_NS = 1490.0
-_STORE_NS = 329.0
+_COLD_NS = 3800.0
+_START_NS = 1640.0
+_STORE_NS = 289.0
 # fitted: end
 
 

@@ -19,7 +19,8 @@ class Config:
     multiply, 64 rows of a tile each, and hands out its tiles as programs become free. One that is ``streamed``
     (through TMA) marks w's lines as the first to leave L2: for weights that are read once. A specialized kernel of
     dW that is ``narrow`` multiplies its last columns at half a tile's width where that is enough (one of rows always
-    does).
+    does). A specialized kernel that is ``pingpong`` has warpgroups that take whole tiles in turns, of 192 columns
+    (``block_n``, of dW ``block_k``).
     """
 
     block_m: int
@@ -33,6 +34,7 @@ class Config:
     specialized: bool = False
     streamed: bool = False
     narrow: bool = False
+    pingpong: bool = False
 
     def __str__(self) -> str:
         text = f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages} g{self.group_m}"
@@ -42,6 +44,7 @@ class Config:
             + (" specialized" if self.specialized else " persistent" if self.persistent else "")
             + (" streamed" if self.streamed else "")
             + (" narrow" if self.narrow else "")
+            + (" pingpong" if self.pingpong else "")
         )
 
     def pairs(self) -> tuple[tuple[str, int], ...]:
@@ -69,7 +72,8 @@ class Config:
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Config))
-_FLAGS = ("tma", "persistent", "specialized", "streamed", "narrow")
+_FLAGS = ("tma", "persistent", "specialized", "streamed", "narrow", "pingpong")
+PINGPONG_COLUMNS = 192  # of a tile: its sums fill a warpgroup's registers
 
 
 def _power_of_two(value: int) -> bool:
@@ -80,12 +84,15 @@ def invalid(config: Config) -> str | None:
     """Why no kernel can have this config, or None. What fits a GPU is read from the compiled cubin."""
     for name, low, high in (("block_m", 16, 256), ("block_n", 16, 256), ("block_k", 16, 256)):
         value = getattr(config, name)
+        if config.pingpong and name != "block_m" and value == PINGPONG_COLUMNS:
+            continue
         if not _power_of_two(value) or not low <= value <= high:
             return f"{name} is {value}, wanted a power of two from {low} to {high}"
     if config.num_warps not in (1, 2, 4, 8, 16):
         return f"num_warps is {config.num_warps}, wanted 1, 2, 4, 8 or 16"
-    if not 1 <= config.num_stages <= 8:
-        return f"num_stages is {config.num_stages}, wanted 1 to 8"
+    most_stages = 15 if config.pingpong else 8
+    if not 1 <= config.num_stages <= most_stages:
+        return f"num_stages is {config.num_stages}, wanted 1 to {most_stages}"
     if not 1 <= config.group_m <= 1024:
         return f"group_m is {config.group_m}, wanted 1 to 1024"
     if config.specialized and not (config.tma and config.persistent and config.num_warps == 8):
@@ -94,4 +101,7 @@ def invalid(config: Config) -> str | None:
         return f"a streamed config has TMA and is not specialized: {config!r}"
     if config.narrow and not config.specialized:
         return f"a narrow config is specialized: {config!r}"
+    wide = (config.block_n, config.block_k).count(PINGPONG_COLUMNS) == 1
+    if config.pingpong and not (wide and config.specialized and not config.narrow):
+        return f"a pingpong config is specialized, has {PINGPONG_COLUMNS} columns and is not narrow: {config!r}"
     return None

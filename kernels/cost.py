@@ -104,8 +104,11 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     share, saved = 1.0, 0.0  # of a tile's time; of a last wave's
     if config.specialized:
         special = family.specialized
-        share = _share(config, row_tiles, work, special)
-        saved = 1.0 - c.split_waves if special.split_tail and not work.gated else 0.0
+        if config.pingpong:
+            share = _wasteful(column_tiles * config.block_n, work, special)
+        else:
+            share = _share(config, row_tiles, work, special)
+            saved = 1.0 - c.split_waves if special.split_tail and not work.gated else 0.0
         if row_tiles > rows.active and per_slot > 1.0:  # row tiles that share weights come out of step
             near_bytes = chip.l2_mib * 1048576 * c.l2_near
             wave_bytes = slots * config.block_n * work.left_row_bytes / height
@@ -154,6 +157,11 @@ def _share(config: Config, row_tiles: float, work: _Work, special: Specialized) 
     return share
 
 
+def _wasteful(tiled_columns: int, work: _Work, special: Specialized) -> float:
+    """The mean time of a tile where warpgroups take turns, over that of one without columns past the last."""
+    return 1.0 + special.turns_waste * (tiled_columns / work.columns - 1.0)
+
+
 def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     """dW, without the start."""
     config, family, rows = profile.config, c.family(chip.sm), work.rows
@@ -176,6 +184,8 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float
     memory_ns = (read_bytes / family.memory_share + written_bytes / family.write_share) / chip.bandwidth_gbs
     if config.narrow:  # the last tile may have half the columns, and half a tile's work
         steps *= -(-work.columns // (config.block_k // 2)) / (2.0 * tiles_k)
+    elif config.pingpong:
+        steps *= _wasteful(tiles_k * config.block_k, work, family.specialized)
     rate_ns = steps * profile.step_ns / chip.sm_count * _waves(per_sm) / per_sm
     waves, used = _waves(per_slot), rows.active / work.E  # tiles of experts without rows have no steps
     chain_ns = waves * used * _steps_ns(profile, steps / tiles / used) + (waves - 1.0) * profile.tile_ns

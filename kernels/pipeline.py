@@ -1,7 +1,7 @@
 """What the loading warp and the multiplying warpgroups of a specialised kernel share: counts, barriers, the queue.
 
-Operands pass through a ring of stages: ``full`` says that a stage's bytes are there, ``empty`` that both warpgroups are
-done with them. The loading warp tells both of each tile through two slots.
+Operands pass through a ring of stages: ``full`` says that a stage's bytes are there, ``empty`` that the warpgroups
+that read them are done. The loading warp tells of each tile through two slots, both warpgroups or (turns.py) one each.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ def expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr, FULL: gl.constexpr):
-    """(full, empty) of each stage of operands, (queue, filled, free) of the two slots that tell of tiles."""
+def barriers(STAGES: gl.constexpr, FULL: gl.constexpr, READERS: gl.constexpr):
+    """(full, empty) of each stage of operands, (queue, filled, free) of the two slots that tell of tiles.
+
+    READERS is how many warpgroups read each stage and each slot: both, or one, where they take tiles in turns.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     queue = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -66,16 +69,16 @@ def barriers(STAGES: gl.constexpr, FULL: gl.constexpr):
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=FULL)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=READERS)
     for i in gl.static_range(2):
         mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+        mbarrier.init(free.index(i), count=READERS)
     return full, empty, queue, filled, free
 
 
 @gluon.jit
 def publish(queue, filled, free, slot, phase, a, b, c, d, WARPS: gl.constexpr):
-    """Puts four numbers into the queue for both warpgroups; waits until they took what was there."""
+    """Puts four numbers into a slot of the queue; waits until what was there is taken."""
     mbarrier.wait(free.index(slot), phase ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     i = gl.arange(0, 4, layout=layout)
@@ -110,6 +113,17 @@ def advance(stage, phase, STAGES: gl.constexpr):
 @gluon.jit
 def before(stage, STAGES: gl.constexpr):
     return gl.where(stage == 0, STAGES, stage) - 1
+
+
+@gluon.jit
+def grouped(inner, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """(row tile, column tile) of an expert's tile: GROUP_M row tiles share a column before the next."""
+    per_group = GROUP_M * tiles_n
+    group = inner // per_group
+    first = group * GROUP_M
+    height = gl.minimum(tiles_m - first, GROUP_M)
+    rest = inner - group * per_group
+    return first + rest % height, rest // height
 
 
 @gluon.jit

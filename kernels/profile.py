@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..artifacts.types import DType, Op, Variant
 from .abi import MAX_EXPERTS
-from .calibration import SIZES, Constants
+from .calibration import SIZES, Constants, Specialized
 from .chips import Chip, SmLimits, limits
 from .config import Config
 
@@ -87,9 +87,11 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
         overhead_ns += weight.step_ns * config.num_warps / 4
         issue_ns, exposed, norm = weight.issue_ns * config.num_warps / 4, weight.exposed, weight.norm
     if config.specialized:
-        math_ns /= family.specialized.weight_rate if op is Op.DW else family.specialized.rate
-        exposed = family.specialized.weight_exposed if op is Op.DW else family.specialized.exposed
-        norm = norm if op is Op.DW else family.specialized.norm
+        special = family.specialized
+        math_ns /= _special_rate(special, config, op)
+        exposed = special.weight_exposed if op is Op.DW else special.exposed
+        exposed = special.turns_exposed if config.pingpong else exposed
+        norm = norm if op is Op.DW else special.norm
     under_way = max(0.5, config.num_stages - 1 - (family.held_stages if wgmma else 0.0))
     if resources.alignment < 16:
         load_per_ns, under_way = load_per_ns / c.unaligned_load, 0.5
@@ -117,6 +119,12 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
     )
 
 
+def _special_rate(special: Specialized, config: Config, op: Op) -> float:
+    if config.pingpong:
+        return special.turns_weight_rate if op is Op.DW else special.turns_rate
+    return special.weight_rate if op is Op.DW else special.rate
+
+
 def _flops_per_ns(
     resources: Resources, rows: int, columns: int, wgmma: bool, dtype: DType, chip: Chip, c: Constants
 ) -> float:
@@ -130,7 +138,8 @@ def _flops_per_ns(
         share = family.rows[SIZES.index(rows)]
         if wgmma:  # the columns of one instruction: warpgroups are laid along the rows first, 64 of them each
             across = max(1, config.num_warps // 4 // (rows // 64))
-            share *= family.wgmma_columns[SIZES.index(max(16, columns // across))]
+            wide = 256 if config.pingpong else max(16, columns // across)
+            share *= family.wgmma_columns[SIZES.index(wide)]
         else:
             share *= family.columns[SIZES.index(columns)]
         if chip.sm in (90, 100, 103) and rows >= 64 and not config.tma:

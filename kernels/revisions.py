@@ -25,14 +25,14 @@ class Revision:
 
 _ROWS = ("forward.py", "tiles.py"), "a012cb19126529ad6c56b980af47582a3de28b49b93987611a179273303469a4"
 _WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f9b8a88ac643aad11d18a7e7c5e3"
-_SPECIALIZED = ("pipeline.py", "warpgroups.py")
+_SPECIALIZED = ("pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "7209922994f6d1114de7d8b6bb34a911a58af53fdab11ccc4659e35bdaf8136e",
+    "f1edb6b6accd5477173db64a4b902893f6ffdcc0aacece9d7a253e68f8d11b38",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "0ca8e6e8202b99b5257928651653b9b7169339353527bfc546fa2c2120772e03",
+    "2bc5768a213ce40c06521f83ded3ec0cd99850e08e90952e82f0d1d55f823336",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _SLOTS = ("slots.py",), "b7dac8bcfa37c6c1bc15bc1a851e555feac517a622ea21b301cde5d36caffd3a"

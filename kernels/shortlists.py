@@ -20,11 +20,9 @@ HOPPER_PERSISTENT: tuple[Row, ...] = (
     (64, 128, 64, 4, 4),
     (64, 128, 64, 4, 6),
     (64, 128, 128, 8, 3),
-    (64, 256, 64, 8, 4),
     (64, 256, 64, 8, 3),
     (64, 256, 64, 4, 3),
     (32, 64, 256, 4, 3),
-    (128, 128, 64, 4, 4),
 )
 HOPPER_TILE: tuple[Row, ...] = (
     (16, 64, 128, 4, 4),
@@ -63,6 +61,9 @@ HOPPER_DW_SPECIALIZED: tuple[Row, ...] = (
     (32, 128, 256, 8, 8),
     (64, 128, 256, 8, 4),
 )
+# sm_90, specialised, the warpgroups in turns: forward and dX, and dW.
+HOPPER_PINGPONG: Row = (128, 192, 64, 8, 5)
+HOPPER_DW_PINGPONG: Row = (32, 128, 192, 8, 10)
 # sm_90, dX: the same of dX.
 HOPPER_DX_PERSISTENT: tuple[Row, ...] = (
     (128, 256, 64, 8, 3),
@@ -115,7 +116,6 @@ HOPPER_DW: tuple[Row, ...] = (
 )
 HOPPER_DW_UNGROUPED: tuple[Row, ...] = (  # group_m 1
     (32, 128, 256, 8, 4),
-    (32, 256, 128, 8, 6),
     (64, 128, 256, 8, 3),
     (64, 128, 256, 8, 4),
     (32, 128, 256, 8, 6),

@@ -22,9 +22,11 @@ from .pipeline import (
     counts,
     expect,
     expert_ends,
+    grouped,
     next_tile,
     publish,
 )
+from .turns import PARTS, SPARE, multiply_in_turns, ordering, publish_turn
 from .warpgroups import flat_index, multiply
 
 
@@ -59,12 +61,12 @@ def _rows_at(x, moved, row, row_end, stride_x_m, k, LAYOUT: gl.constexpr):
 def _load_rows(
     x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step, stride_x_m,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, W_KN: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
+    EXPERTS: gl.constexpr, W_KN: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of the row-grouped GEMM; four, where rows of x are gathered: those come through pointers.
 
     A tile whose right half lies past the last column is loaded at half its width. So is each half of the last tiles,
-    where those are so few that the halves keep no more than all programs busy.
+    where those are so few that the halves keep no more than all programs busy. In PINGPONG code every tile is whole.
     """
     HALF: gl.constexpr = BLOCK_N // 2
     WARPS: gl.constexpr = 4 if GATHER else 1
@@ -78,7 +80,7 @@ def _load_rows(
     tile_end = gl.associative_scan((count // 128 + (count % 128 != 0).to(gl.int32)) * tiles_n, 0, add)
     whole = gl.max(tile_end, 0)
     last = whole % gl.num_programs(0)
-    split = gl.where((2 * last <= gl.num_programs(0)) & (GATED == 0), last, 0)
+    split = gl.where((2 * last <= gl.num_programs(0)) & (GATED == 0) & (PINGPONG == 0), last, 0)
     whole -= split
     total = whole + 2 * split
     stage = gl.to_tensor(0)
@@ -94,21 +96,15 @@ def _load_rows(
         first_tile = gl.max(gl.where(done, tile_end, 0), 0)
         row_start = gl.max(gl.where(done, end, 0), 0)
         row_end = gl.min(gl.where(done, M, end), 0)
-        # GROUP_M row tiles share a column before the next.
-        inner = tile - first_tile
-        tiles_m = gl.cdiv(row_end - row_start, 128)
-        per_group = GROUP_M * tiles_n
-        group = inner // per_group
-        first = group * GROUP_M
-        height = gl.minimum(tiles_m - first, GROUP_M)
-        rest = inner - group * per_group
-        row = row_start + (first + rest % height) * 128
+        row_tile, col = grouped(tile - first_tile, gl.cdiv(row_end - row_start, 128), tiles_n, GROUP_M)
+        row = row_start + row_tile * 128
         if GATED:
-            col = rest // height
             second = N // 2 + col * HALF
             wide = col >= 0
+        elif PINGPONG:
+            wide = col >= 0
         else:
-            col = rest // height * 2 + past % 2
+            col = col * 2 + past % 2
             second = (col + 1) * HALF
             wide = (number < whole) & (second < N)
         word = steps | (expert << 20) | gl.where(wide, 0, NARROW_BIT)
@@ -118,7 +114,10 @@ def _load_rows(
             upper_at, upper_has = _rows_at(x, moved, row, row_end, stride_x_m, k, ROWS)
             lower_at, lower_has = _rows_at(x, moved, row + 64, row_end, stride_x_m, k, ROWS)
             place = col | gl.where(gl.min((upper_has & lower_has).to(gl.int32), 0) != 0, WHOLE_BIT, 0)
-        publish(queue, filled, free, slot, turn, row, place, row_end, word, WARPS)
+        if PINGPONG:
+            publish_turn(queue, filled, free, slot, turn, row, col, row_end, word, stage, phase, WARPS)
+        else:
+            publish(queue, filled, free, slot, turn, row, place, row_end, word, WARPS)
         slot, turn = advance(slot, turn, 2)
         drawn = gl.atomic_add(counter, 1, sem="relaxed")  # looked at when this tile's loads are under way
         both = row + 64 < row_end
@@ -132,7 +131,17 @@ def _load_rows(
                 expect(bar, half_bytes, both, b_bytes, wide)
                 tma.async_copy_global_to_shared(x, [row, start], bar, a.index(stage * 2))
                 tma.async_copy_global_to_shared(x, [row + 64, start], bar, a.index(stage * 2 + 1), pred=both)
-            if W_KN:
+            if PINGPONG:
+                for j in gl.static_range(PARTS):
+                    part = b.index(stage * PARTS + j)
+                    n = col * BLOCK_N + j * 64
+                    if W_KN:
+                        part = part._reinterpret(w.dtype, [1, BLOCK_K, 64], w.layout)
+                        tma.async_copy_global_to_shared(w, [expert, start, n], bar, part)
+                    else:
+                        part = part._reinterpret(w.dtype, [1, 64, BLOCK_K], w.layout)
+                        tma.async_copy_global_to_shared(w, [expert, n, start], bar, part)
+            elif W_KN:
                 left = b.index(stage * 2)._reinterpret(w.dtype, [1, BLOCK_K, HALF], w.layout)
                 right = b.index(stage * 2 + 1)._reinterpret(w.dtype, [1, BLOCK_K, HALF], w.layout)
                 tma.async_copy_global_to_shared(w, [expert, start, col * HALF], bar, left)
@@ -159,6 +168,9 @@ def _load_rows(
             stage, phase = advance(stage, phase, STAGES)
         number = next_tile(counter, drawn, total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
+    if PINGPONG:  # each warpgroup has a slot of its own
+        slot, turn = advance(slot, turn, 2)
+        publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
 
 
 @gluon.jit
@@ -167,7 +179,7 @@ def rows_specialized(
     stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, W_KN: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    PINGPONG: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
@@ -175,36 +187,59 @@ def rows_specialized(
     ragged descriptor (``kernels/abi.py``, RAGGED_SIZES), in INDEXED code through pointers: GATHER code has both, and
     takes the descriptor for tiles of which nothing else is asked.
     GATED code stores silu(gate) * up in its place, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
+    In PINGPONG code, which moves no rows, the warpgroups take whole tiles in turns (turns.py).
     """
     element: gl.constexpr = w.dtype
     lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     a = gl.allocate_shared_memory(element, [2 * STAGES, 64, BLOCK_K], lines)
+    WIDTH: gl.constexpr = 64 if PINGPONG else BLOCK_N // 2
+    COUNT: gl.constexpr = PARTS * STAGES + SPARE if PINGPONG else 2 * STAGES
     if W_KN:
-        b = gl.allocate_shared_memory(element, [2 * STAGES, BLOCK_K, BLOCK_N // 2], lines)
+        b = gl.allocate_shared_memory(element, [COUNT, BLOCK_K, WIDTH], lines)
     else:
-        b = gl.allocate_shared_memory(element, [2 * STAGES, BLOCK_N // 2, BLOCK_K], lines)
+        b = gl.allocate_shared_memory(element, [COUNT, WIDTH, BLOCK_K], lines)
     buffers = gl.allocate_shared_memory(element, [2 * SLOTS, 64, 64], lines)
-    full, empty, queue, filled, free = barriers(STAGES, 129 if GATHER else 1)
+    full, empty, queue, filled, free = barriers(STAGES, 129 if GATHER else 1, 1 if PINGPONG else 2)
     moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
-    gl.barrier()
-    gl.warp_specialize(
-        [
-            (multiply, (
-                0, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
-                STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
-            )),
-            (multiply, (
-                1, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
-                STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
-            )),
-            (_load_rows, (
-                x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
-                stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED,
-            )),
-        ],
-        [4, 4 if GATHER else 1],
-        [REGISTERS, 504 - 2 * REGISTERS],
-    )  # fmt: skip
+    if PINGPONG:
+        order = ordering()
+        gl.barrier()
+        gl.warp_specialize(
+            [
+                (multiply_in_turns, (
+                    0, a, b, full, empty, order, queue, filled, free, buffers, y_map, STAGES, True, not W_KN, False,
+                )),
+                (multiply_in_turns, (
+                    1, a, b, full, empty, order, queue, filled, free, buffers, y_map, STAGES, True, not W_KN, False,
+                )),
+                (_load_rows, (
+                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
+                    stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED, PINGPONG,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.barrier()
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    0, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
+                    STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
+                )),
+                (multiply, (
+                    1, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
+                    STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
+                )),
+                (_load_rows, (
+                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
+                    stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED, PINGPONG,
+                )),
+            ],
+            [4, 4 if GATHER else 1],
+            [REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
 
     if (flags & ZERO_TAIL_FLAG) != 0:
         experts: gl.constexpr = gl.BlockedLayout([EXPERTS // 128], [32], [4], [0])

@@ -18,9 +18,11 @@ from .pipeline import (
     counts,
     expect,
     expert_ends,
+    grouped,
     next_tile,
     publish,
 )
+from .turns import PARTS, SPARE, multiply_in_turns, ordering, publish_turn
 from .warpgroups import multiply
 
 
@@ -38,15 +40,18 @@ def _by_rows(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.cons
 def _load_weight(
     dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, NARROW: gl.constexpr,
+    EXPERTS: gl.constexpr, NARROW: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of dW: both operands end with the expert's rows, see ``kernels/abi.py``, RAGGED_SIZES.
 
     In NARROW code a tile whose right half lies past the last column is loaded at half its width. Where tiles are few
     the experts with the most rows come first, so that the last tiles, which other programs wait for, are short.
+    Where rows are few, storing is what takes the time, and it goes faster the nearer together the tiles lie that
+    programs store at once: then no program takes a tile before it needs it.
     """
     WARPS: gl.constexpr = 1
     FEW: gl.constexpr = 32
+    FEW_ROWS: gl.constexpr = 96  # an expert
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
     half_bytes: gl.constexpr = 64 * BLOCK_M * x.dtype.primitive_bitwidth // 8
     HALF: gl.constexpr = BLOCK_K // 2
@@ -54,9 +59,9 @@ def _load_weight(
     tiles_n = gl.cdiv(N, 128)
     tiles_k = gl.cdiv(K, BLOCK_K)
     per_expert = tiles_n * tiles_k
-    per_group = GROUP_M * tiles_k
     total = E * per_expert
     by_rows = (E <= FEW) & (total <= 16 * gl.num_programs(0))
+    late = M < FEW_ROWS * E
     pairs: gl.constexpr = gl.BlockedLayout([4, 8], [8, 4], [1, 1], [1, 0])
     place = gl.arange(0, FEW, layout=gl.SliceLayout(1, pairs))
     if by_rows:
@@ -73,12 +78,8 @@ def _load_weight(
         if by_rows:
             this = gl.arange(0, FEW, layout=gl.SliceLayout(1, pairs))
             expert = gl.sum(gl.where(place == expert, this, 0), 0)
-        group = inner // per_group
-        first = group * GROUP_M
-        height = gl.minimum(tiles_n - first, GROUP_M)
-        rest = inner - group * per_group
-        n = (first + rest % height) * 128
-        k = rest // height
+        n, k = grouped(inner, tiles_n, tiles_k, GROUP_M)
+        n *= 128
         i = gl.arange(0, EXPERTS, layout=layout)
         row_start = gl.max(gl.where(i < expert, end, 0), 0)
         row_end = gl.max(gl.where(i <= expert, end, 0), 0)
@@ -87,9 +88,16 @@ def _load_weight(
         second = (2 * k + 1) * HALF
         wide = second < K if NARROW else gl.to_tensor(True)
         word = steps | (expert << 20) | gl.where(wide, 0, NARROW_BIT)
-        publish(queue, filled, free, slot, turn, n, 2 * k, N, word, WARPS)
+        if late:  # wait until the tile before is taken, which is in the other slot
+            mbarrier.wait(free.index(1 - slot), turn ^ 1 ^ slot)
+        if PINGPONG:
+            publish_turn(queue, filled, free, slot, turn, n, k, N, word, stage, phase, WARPS)
+        else:
+            publish(queue, filled, free, slot, turn, n, 2 * k, N, word, WARPS)
         slot, turn = advance(slot, turn, 2)
-        drawn = gl.atomic_add(counter, 1, sem="relaxed")  # looked at when this tile's loads are under way
+        drawn = gl.to_tensor(0)
+        if not late:  # looked at when this tile's loads are under way
+            drawn = gl.atomic_add(counter, 1, sem="relaxed")
         both = n + 64 < N
         for row in range(0, count, BLOCK_M):
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -100,7 +108,12 @@ def _load_weight(
             right = a.index(stage * 2 + 1)._reinterpret(x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
             tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n], bar, left)
             tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n + 64], bar, right, pred=both)
-            if NARROW:
+            if PINGPONG:
+                for j in gl.static_range(PARTS):
+                    part = b.index(stage * PARTS + j)._reinterpret(x.dtype, [1, 1, BLOCK_M, 64], x.layout)
+                    column = k * BLOCK_K + j * 64
+                    tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, column], bar, part)
+            elif NARROW:
                 b_left = b.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, HALF], x.layout)
                 b_right = b.index(stage * 2 + 1)._reinterpret(x.dtype, [1, 1, BLOCK_M, HALF], x.layout)
                 tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_left)
@@ -109,15 +122,20 @@ def _load_weight(
                 b_tile = b.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, BLOCK_K], x.layout)
                 tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_tile)
             stage, phase = advance(stage, phase, STAGES)
+        if late:
+            drawn = gl.atomic_add(counter, 1, sem="relaxed")
         tile = next_tile(counter, drawn, total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
+    if PINGPONG:  # each warpgroup has a slot of its own
+        slot, turn = advance(slot, turn, 2)
+        publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
 
 
 @gluon.jit
 def weight_specialized(
     dy, x, dw, m_sizes, counter, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row, m_sizes_step,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, NARROW: gl.constexpr, REGISTERS: gl.constexpr,
+    EXPERTS: gl.constexpr, NARROW: gl.constexpr, PINGPONG: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k]: ``grad_weight.weight``.
 
@@ -126,25 +144,47 @@ def weight_specialized(
     element: gl.constexpr = x.dtype
     lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     a = gl.allocate_shared_memory(element, [2 * STAGES, BLOCK_M, 64], lines)
-    b = gl.allocate_shared_memory(element, [2 * STAGES, BLOCK_M, BLOCK_K // 2], lines)
+    WIDTH: gl.constexpr = 64 if PINGPONG else BLOCK_K // 2
+    COUNT: gl.constexpr = PARTS * STAGES + SPARE if PINGPONG else 2 * STAGES
+    b = gl.allocate_shared_memory(element, [COUNT, BLOCK_M, WIDTH], lines)
     buffers = gl.allocate_shared_memory(element, [2 * SLOTS, 64, 64], lines)
-    full, empty, queue, filled, free = barriers(STAGES, 1)
-    gl.barrier()
-    gl.warp_specialize(
-        [
-            (multiply, (
-                0, a, b, full, empty, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K, STAGES,
-                SLOTS, False, False, True, False, False, False, NARROW,
-            )),
-            (multiply, (
-                1, a, b, full, empty, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K, STAGES,
-                SLOTS, False, False, True, False, False, False, NARROW,
-            )),
-            (_load_weight, (
-                dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step, BLOCK_M,
-                BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW,
-            )),
-        ],
-        [4, 1],
-        [REGISTERS, 504 - 2 * REGISTERS],
-    )  # fmt: skip
+    full, empty, queue, filled, free = barriers(STAGES, 1, 1 if PINGPONG else 2)
+    if PINGPONG:
+        order = ordering()
+        gl.barrier()
+        gl.warp_specialize(
+            [
+                (multiply_in_turns, (
+                    0, a, b, full, empty, order, queue, filled, free, buffers, dw, STAGES, False, False, True,
+                )),
+                (multiply_in_turns, (
+                    1, a, b, full, empty, order, queue, filled, free, buffers, dw, STAGES, False, False, True,
+                )),
+                (_load_weight, (
+                    dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step, BLOCK_M,
+                    BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW, PINGPONG,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.barrier()
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    0, a, b, full, empty, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K, STAGES,
+                    SLOTS, False, False, True, False, False, False, NARROW,
+                )),
+                (multiply, (
+                    1, a, b, full, empty, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K, STAGES,
+                    SLOTS, False, False, True, False, False, False, NARROW,
+                )),
+                (_load_weight, (
+                    dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step, BLOCK_M,
+                    BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW, PINGPONG,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip

@@ -109,11 +109,13 @@ def _store_box(y, part, buffer, row, row_end, col, expert, WEIGHT: gl.constexpr,
 
 
 @gluon.jit
-def _by_boxes(
-    y_map, result, buffers, half, row, row_end, first, expert, SLOTS: gl.constexpr, WEIGHT: gl.constexpr
+def store_boxes(
+    y_map, result, buffers, half, row, row_end, first, expert, SLOTS: gl.constexpr, WEIGHT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
+    """Stores the first PARTS x 64 columns of 64 rows by TMA."""
     parts = _parts(result.to(buffers.dtype))
-    for i in gl.static_range(len(parts)):
+    for i in gl.static_range(PARTS):
         buffer = buffers.index(half * SLOTS + i % SLOTS)
         _store_box(y_map, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS)
 
@@ -172,16 +174,16 @@ def _tile(
     if GATED:
         gate, up = _halves(acc)
         result = gate / (1.0 + gl.exp(-gate)) * up
-        _by_boxes(y_map, result, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT)
+        store_boxes(y_map, result, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 128)
     elif not INDEXED:
-        _by_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT)
+        store_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 64)
     elif not GATHER:
         _by_lines(
             y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, mma, lines
         )  # fmt: skip
     else:
         if whole & ((moved[6] & MOVED_FLAGS) == 0):
-            _by_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT)
+            store_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 64)
         else:
             tma.store_wait(0)  # the tile before may still be read out of the buffers
             gl.barrier()

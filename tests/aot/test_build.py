@@ -244,7 +244,8 @@ def test_moving_rows_has_one_candidate_of_a_kind_and_tile_size() -> None:
         tiles = [(one.block_m, one.block_n, one.block_k, one.specialized, one.streamed) for one in gathers]
         assert gathers == scatters
         assert len(set(tiles)) == len(tiles) < len(plain)
-        assert set(tiles) == {(one.block_m, one.block_n, one.block_k, one.specialized, one.streamed) for one in plain}
+        rest = [one for one in plain if not one.pingpong]  # which moves none
+        assert set(tiles) == {(one.block_m, one.block_n, one.block_k, one.specialized, one.streamed) for one in rest}
         assert list(gathers) == [one for one in plain if one in gathers]
 
 

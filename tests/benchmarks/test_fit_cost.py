@@ -51,7 +51,7 @@ def test_dw_is_fitted_with_the_constants_of_the_others_held(tool: SimpleNamespac
     cells = [cell for cell in _cells(tool, Op.DW) if cell.model == "olmoe"]
     fitted, begun = tool.fitting.fit(cells, CONSTANTS, 40), CONSTANTS
     names = {name for name, *_ in tool.fitting.FITTED_DW}
-    own = {name for name in Specialized._fields if name.startswith("weight_")}
+    own = {name for name in Specialized._fields if "weight_" in name}
     assert names == {
         "write_share",
         *(f"weight.{name}" for name in WeightGrad._fields),
@@ -85,9 +85,9 @@ def test_the_fit_sees_the_model_itself(tool: SimpleNamespace, told: dict[str, fl
 
 @pytest.mark.parametrize(("K", "less"), [(2880, True), (2816, False), (128, True)])
 def test_the_fit_sees_narrow_configs(tool: SimpleNamespace, K: int, less: bool) -> None:
-    """No sweep has timed one, so their share of a tile is held equal here, beside the same configs without it."""
+    """Beside the same configs without it."""
     cell = next(cell for cell in _cells(tool, Op.DW) if cell.tokens == 8192 and cell.model == "gpt-oss-20b")
-    wide = [one for one in cell.variants if one.config.specialized]
+    wide = [one for one in cell.variants if one.config.specialized and not (one.config.narrow or one.config.pingpong)]
     narrow = [replace(one, config=replace(one.config, narrow=True)) for one in wide]
     several = replace(
         cell, problem=replace(cell.problem, K=K), variants=(*wide, *narrow), times_us=(1.0,) * (2 * len(wide))

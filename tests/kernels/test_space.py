@@ -34,6 +34,13 @@ def test_the_number_of_candidates(op: Op, dtype: DType, sm: int) -> None:
         assert 16 <= count <= LIMIT
 
 
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16, DType.TF32])
+@pytest.mark.parametrize("op", Op)
+def test_the_limit_cuts_off_nothing_that_was_measured(op: Op, dtype: DType) -> None:
+    """The last of the pool are those for one token: they would be missed."""
+    assert len(candidates(op, dtype, 90)) < LIMIT
+
+
 @pytest.mark.parametrize(("op", "dtype", "sm"), EVERY)
 def test_tma_only_where_the_hardware_has_it(op: Op, dtype: DType, sm: int) -> None:
     kinds = {config.tma for config in candidates(op, dtype, sm)}

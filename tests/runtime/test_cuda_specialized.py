@@ -26,7 +26,9 @@ pytestmark = [
 NAN = float("nan")
 MOST = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # E, N, K and how the rows fall: few tiles, of which those of many rows come first; many; no whole tile.
-WEIGHTS = [(5, 512, 768), (8, 4096, 4096), (32, 384, 512), (32, 136, 72), (33, 512, 512), (64, 256, 264)]
+WEIGHTS = [
+    (5, 512, 768), (8, 4096, 4096), (32, 384, 512), (32, 136, 72), (33, 512, 512), (64, 256, 264), (3, 2880, 2880),
+]  # fmt: skip
 ROWS = [(8, 768, 512), (5, 136, 400), (33, 2048, 1032), (3, 264, 1000)]  # E, columns, reduction
 FALLS = ("random", "one", "equal", "rising")
 FLAGS = [
@@ -97,6 +99,32 @@ def test_dw(E: int, N: int, K: int, fall: str) -> None:
                 want[e] = dy[end : end + count].float().T @ x[end : end + count].float()
                 end += count
             near(dw, want)
+
+
+@pytest.mark.parametrize("fall", FALLS)
+@pytest.mark.parametrize(("E", "N", "K"), [*ROWS, (8, 2880, 192), (64, 384, 64), (5, 200, 4096)])
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+def test_plain_rows(op: Op, E: int, N: int, K: int, fall: str) -> None:
+    """In the kernel's words: N columns, K the reduction. Rows that no expert has stay as they are."""
+    for M in (1, 300, 5000):
+        m_sizes = fallen(E, M, fall)
+        m_sizes[-1] -= m_sizes[-1] // 2
+        m_sizes = m_sizes.cuda()
+        for kernel in specialized(op, Fusion.NONE):
+            dtype = dtype_of(kernel)
+            kn = (kernel.variant.layout is Layout.KN) == (op is Op.FORWARD)
+            x = torch.randn(M, K, device="cuda").to(dtype)
+            w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda").to(dtype) * K**-0.5
+            y, want = torch.full((M, N), NAN, device="cuda", dtype=dtype), torch.full((M, N), NAN, device="cuda")
+            launch = row_launcher(
+                kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
+                m_sizes_step=1,
+            )  # fmt: skip
+            for _ in range(2):  # the counter is as it was
+                launch(x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0))
+            layout = Layout.KN if kn else Layout.NK
+            reference.rows(x.float(), w.float(), m_sizes, want, M=M, layout=layout)
+            near(y, want)
 
 
 @pytest.mark.parametrize("fusion", FLAGS)

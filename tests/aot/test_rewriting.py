@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from pretuned.aot.compile import compile_variant
-from pretuned.aot.streaming import streamed
+from pretuned.aot.compile import compile_variant, job_key
+from pretuned.aot.rewriting import cut, rewrites, streamed
+from pretuned.aot.variants import MAX_SPILL_BYTES
 from pretuned.artifacts.types import DType, Fusion, Layout, Op
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.config import Config, invalid
@@ -58,6 +60,55 @@ def test_a_streamed_variant_is_the_same_code_but_for_the_hints(layout: Layout, f
         Spec(Op.FORWARD, DType.BF16, Config(16, 64, 128, 4, 3, tma=True, persistent=False), layout, fusion), 90
     )
     assert again.cubin == plain.cubin, "the hook is gone after it"
+
+
+PRODUCT = "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{sums}}}, %rd1, %rd2, p, 1, 1, 0, 1;\n"
+
+
+def product(columns: int, first: int = 1) -> str:
+    return PRODUCT.format(columns=columns, sums=",".join(f"%f{first + i}" for i in range(columns // 2)))
+
+
+def test_a_product_is_cut_to_192_columns() -> None:
+    ptx = "mov.b32 %f1, 0f00000000;\n" + product(256) + "add.f32 %f3, %f1, %f2;\n" + product(256, 129)
+    assert cut(ptx) == ptx.replace(product(256), product(192)).replace(product(256, 129), product(192, 129))
+
+
+@pytest.mark.parametrize("ptx", ["", product(128), product(256) + product(128), product(192)])
+def test_code_of_other_products_is_an_error(ptx: str) -> None:
+    with pytest.raises(ValueError, match="products of 256 columns"):
+        cut(ptx)
+
+
+def test_a_product_of_other_sums_is_an_error() -> None:
+    with pytest.raises(ValueError, match="has 64 registers"):
+        cut(product(128).replace("n128", "n256"))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(Op.FORWARD, DType.BF16, Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)),
+        Spec(Op.DX, DType.FP16, Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)),
+        Spec(Op.DW, DType.BF16, Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)),
+    ],
+    ids=str,
+)
+def test_the_sums_of_a_pingpong_variant_stay_in_registers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 256 columns don't: two of 64 rows are all 256 registers that a thread can have."""
+    assert rewrites(spec.config) == (cut,)
+    assert compile_variant(spec, 90).variant.spill_bytes <= MAX_SPILL_BYTES
+    monkeypatch.setattr("pretuned.aot.compile.rewrites", lambda config: ())
+    assert compile_variant(spec, 90).variant.spill_bytes > MAX_SPILL_BYTES
+
+
+def test_a_cached_cubin_was_rewritten_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(16, 64, 128, 4, 3, tma=True, persistent=False)
+    plain, hinted = (Spec(Op.FORWARD, DType.BF16, replace(config, streamed=on)) for on in (False, True))
+    before = [job_key(spec, 90) for spec in (plain, hinted)]
+    monkeypatch.setattr("pretuned.aot.compile.source_of_rewrites_sha256", lambda: "of another day")
+    assert job_key(plain, 90) == before[0]
+    assert job_key(hinted, 90) != before[1]
 
 
 def test_what_can_be_streamed() -> None:

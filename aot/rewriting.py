@@ -1,0 +1,108 @@
+"""What Triton has no words for is said in the PTX that it makes, before it assembles it.
+
+``streamed``: weights that are read once. Their TMA loads are marked so that L2 gives their lines up first:
+``cp.async.bulk.tensor`` with ``.L2::cache_hint`` and a policy (PTX ISA, "cp.async.bulk.tensor"). The policy is the
+64-bit word that ``createpolicy.fractional.L2::evict_first`` yields for all lines (CUTLASS has it in
+``cute/arch/copy_sm90_desc.hpp``, ``TMA::CacheHintSm90::EVICT_FIRST``).
+
+``cut``: products of 192 columns (kernels/turns.py), which are written as 256. An instruction's operands lie in shared
+memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of 8 columns are
+four registers in a row (PTX ISA, "wgmma.mma_async", register fragments and matrix layouts).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..kernels.config import PINGPONG_COLUMNS, Config
+
+Rewrite = Callable[[str], str]
+
+EVICT_FIRST = 0x12F0000000000000
+# w's descriptor is the only one of three dimensions that is loaded through: x has two, and y_map is stored through.
+_LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.shared::\w+\.global[\w.:]*)( \[[^;]*\]);")
+_WRITTEN_COLUMNS = 256
+_PRODUCT = re.compile(r"(wgmma\.mma_async\.[\w.]*?m64)n256(k\d+[\w.]*\s*)\{([^{}]*)\}")
+
+
+def streamed(ptx: str) -> str:
+    """The PTX with a hint on each load of w.
+
+    Raises
+    ------
+    ValueError
+        if it has no such load, or one that has a hint already.
+    """
+    text, count = _LOAD.subn(lambda load: f"{load[1]}.L2::cache_hint{load[2]}, {EVICT_FIRST:#x};", ptx)
+    if not count or text.count(".L2::cache_hint") != count:
+        raise ValueError(f"{count} TMA loads of w in the PTX, {ptx.count('.L2::cache_hint')} have a hint already")
+    return text
+
+
+def cut(ptx: str) -> str:
+    """The PTX with products of 192 columns in place of 256: the sums of the others are never set.
+
+    Raises
+    ------
+    ValueError
+        if it has no such product, or another.
+    """
+
+    def shorter(product: re.Match[str]) -> str:
+        sums = product[3].split(",")
+        if len(sums) * 2 != _WRITTEN_COLUMNS:
+            raise ValueError(f"a product of {_WRITTEN_COLUMNS} columns has {len(sums)} registers of sums in the PTX")
+        kept = ",".join(sums[: PINGPONG_COLUMNS // 2])
+        return f"{product[1]}n{PINGPONG_COLUMNS}{product[2]}{{{kept}}}"
+
+    text, count = _PRODUCT.subn(shorter, ptx)
+    if not count or ptx.count("wgmma.mma_async") != count:
+        raise ValueError(f"{count} products of {_WRITTEN_COLUMNS} columns of {ptx.count('wgmma.mma_async')} in the PTX")
+    return text
+
+
+def rewrites(config: Config) -> tuple[Rewrite, ...]:
+    """What the code of a config needs."""
+    return (streamed,) * config.streamed + (cut,) * config.pingpong
+
+
+@functools.cache
+def source_of_rewrites_sha256() -> str:
+    """The digest, in hex, of what is done here: what has been rewritten otherwise is another cubin."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+@contextmanager
+def rewriting(how: tuple[Rewrite, ...]) -> Iterator[None]:
+    """The PTX of what Triton compiles meanwhile, in this process, passes through these functions."""
+    if not how:
+        yield
+        return
+    from triton import knobs
+
+    def hook(
+        _backend: Any = None, stages: MutableMapping[str, Callable[..., Any]] | None = None, *_: Any
+    ) -> tuple[str, str] | None:
+        if stages is None:  # Triton asks what to add to the key of its cache
+            names = "+".join(rewrite.__name__ for rewrite in how)
+            return names, names
+        make = stages["ptx"]
+
+        def rewritten(source: Any, metadata: Any) -> str:
+            ptx: str = make(source, metadata)
+            for rewrite in how:
+                ptx = rewrite(ptx)
+            return ptx
+
+        stages["ptx"] = rewritten
+        return None
+
+    with knobs.runtime.scope():
+        knobs.runtime.add_stages_inspection_hook = hook
+        yield

@@ -1,0 +1,115 @@
+"""Specialised kernels whose warpgroups take whole tiles of 192 columns in turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pretuned.aot.variants import Family, Space
+from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
+from pretuned.kernels import abi
+from pretuned.kernels.abi import Spec
+from pretuned.kernels.calibration import CONSTANTS
+from pretuned.kernels.chips import chip_for
+from pretuned.kernels.config import Config, invalid
+from pretuned.kernels.cost import Resources, estimate_us
+from pretuned.kernels.space import candidates
+
+ROWS = Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)
+WEIGHT = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)
+
+
+@pytest.mark.parametrize("config", [ROWS, WEIGHT])
+def test_what_can_be_pingpong(config: Config) -> None:
+    assert invalid(config) is None
+    assert str(config).endswith(" specialized pingpong")
+    assert "pingpong" in str(invalid(replace(config, specialized=False)))
+    assert "pingpong" in str(invalid(replace(config, narrow=True)))
+    assert "pingpong" in str(invalid(replace(config, block_n=128, block_k=128)))
+    assert "pingpong" in str(invalid(replace(config, block_n=192, block_k=192)))
+    assert "num_stages is 16, wanted 1 to 15" in str(invalid(replace(config, num_stages=16)))
+    for other in (replace(config, block_m=192), replace(config, pingpong=False)):
+        assert "power of two" in str(invalid(other))
+
+
+def test_a_bundle_from_before_has_none() -> None:
+    wide = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+    before = tuple(pair for pair in wide.pairs() if pair[0] != "pingpong")
+    assert Config.from_pairs(before) == wide
+    assert Config.from_pairs(ROWS.pairs()) == ROWS
+
+
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("op", Op)
+def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
+    found = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.pingpong]
+    wanted = [WEIGHT if op is Op.DW else ROWS]
+    assert found == (wanted if dtype in (DType.BF16, DType.FP16) else [])
+
+
+@pytest.mark.parametrize("fusion", [Fusion.GATHER, Fusion.SCATTER, Fusion.SILU, Fusion.SILU | Fusion.GATHER])
+def test_it_moves_no_rows(fusion: Fusion) -> None:
+    family = Family(Op.FORWARD, DType.BF16, Layout.NK, fusion)
+    assert not [one for one in Space().candidates(family, 90) if one.pingpong]
+    assert ROWS in Space().candidates(replace(family, fusion=Fusion.NONE), 90)
+
+
+def test_its_boxes_have_64_columns() -> None:
+    assert abi.boxes(Spec(Op.FORWARD, DType.BF16, ROWS))["w"] == (1, 64, 64)
+    assert abi.boxes(Spec(Op.FORWARD, DType.BF16, replace(ROWS, block_k=128)))["w"] == (1, 64, 128)
+    assert abi.boxes(Spec(Op.DX, DType.BF16, replace(ROWS, block_k=128)))["w"] == (1, 128, 64)
+    assert abi.boxes(Spec(Op.DW, DType.BF16, WEIGHT)) == {
+        "dy": (1, 1, 32, 64), "x": (1, 1, 32, 64), "dw": (1, 64, 64),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [Spec(Op.FORWARD, DType.BF16, ROWS), Spec(Op.DW, DType.BF16, WEIGHT)])
+def test_its_registers_and_buffers(spec: Spec) -> None:
+    """Those of two warpgroups and the loading warp's fit 168 for each of 12 warps."""
+    constants = abi.constants(spec)
+    assert (constants["PINGPONG"], constants["REGISTERS"], constants["SLOTS"]) == (True, 224, 1)
+    other = replace(spec, config=Config(128, 128, 64, 8, 6, tma=True, specialized=True))
+    assert abi.constants(other)["PINGPONG"] is False
+
+
+def test_its_estimate_is_less_where_its_columns_divide() -> None:
+    """gpt-oss, gate_up, at T=8192: measured 1396 and 1519 us for dW, N=5760 and K=2880."""
+    problem = Problem(Op.DW, DType.BF16, 32, 5760, 2880)
+    turns, both = (
+        estimate_us(problem, 32768, Resources(config, 384, 229784, 168, 16), chip_for(90))
+        for config in (WEIGHT, Config(32, 128, 256, 8, 8, tma=True, specialized=True))
+    )
+    assert turns < 0.97 * both
+
+
+@pytest.mark.parametrize("op", Op)
+def test_the_estimate_counts_columns_past_the_last(op: Op) -> None:
+    """Of six tiles each, 1024 columns take as long as 1152 but for the bytes, and more where those beyond cost more."""
+    config, hopper = (WEIGHT if op is Op.DW else ROWS), CONSTANTS.hopper
+
+    def us(columns: int, waste: float) -> float:
+        N, K = (columns, 2048) if op is Op.FORWARD else (2048, columns)
+        told = CONSTANTS._replace(hopper=hopper._replace(specialized=hopper.specialized._replace(turns_waste=waste)))
+        resources = Resources(config, 384, 229784, 168, 16)
+        return estimate_us(Problem(op, DType.BF16, 64, N, K), 65536, resources, chip_for(90), told)
+
+    assert us(1152, 1.0) == us(1152, 0.0)
+    assert us(1024, 1.0) > 1.05 * us(1024, 0.0)
+    assert 0.9 * us(1152, 0.0) < us(1024, 0.0) <= us(1152, 0.0)
+
+
+def test_it_has_nothing_of_what_half_tiles_save() -> None:
+    special = CONSTANTS.hopper.specialized
+    resources = Resources(ROWS, 384, 229784, 168, 16)
+    for problem, M in (
+        (Problem(Op.FORWARD, DType.BF16, 512, 1024, 2048), 81920),
+        (Problem(Op.FORWARD, DType.BF16, 32, 2880, 2880), 32768),
+        (Problem(Op.FORWARD, DType.BF16, 8, 4096, 14336), 2048),
+    ):
+        found = set()
+        for on in (False, True):
+            told = special._replace(half=0.9 * on, half_columns=on, split_tail=on)
+            constants = CONSTANTS._replace(hopper=CONSTANTS.hopper._replace(specialized=told))
+            found.add(estimate_us(problem, M, resources, chip_for(90), constants))
+        assert len(found) == 1
