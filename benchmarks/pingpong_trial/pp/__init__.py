@@ -1,0 +1,2 @@
+from .rows import rows_specialized
+from .weight import weight_specialized
