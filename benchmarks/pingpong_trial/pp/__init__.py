@@ -1,2 +1,0 @@
-from .rows import rows_specialized
-from .weight import weight_specialized
