@@ -164,7 +164,8 @@ def serves(variant: Variant, problem: Problem) -> bool:
     """Whether ``problem`` is one that ``variant`` is chosen for: its family, its class of E, its alignment."""
     alignment = ALIGNMENT_BYTES if is_aligned(problem) else 1
     same = Family.of(variant) == Family.of(problem)
-    return same and variant.alignment == alignment and variant.max_experts >= problem.E
+    able = same and variant.alignment == alignment and variant.max_experts >= problem.E
+    return able and abi.beyond(problem, Config.from_pairs(variant.config)) is None
 
 
 def rejection(variant: Variant, limits: SmLimits) -> str | None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem
-from .config import Config
+from .config import PINGPONG_COLUMNS, Config, of_weight
 
 LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
@@ -38,6 +38,7 @@ ZERO_TAIL = 16  # a flag: rows that belong to no expert are set to zero
 FLAGS = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS  # the fusions that ``flags`` tells a kernel of
 MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
 SPECIALIZED_SHARED_BYTES = 227 * 1024  # of sm_90
+MOST_STEPS = (1 << 20) - 1  # of a specialised kernel's reduction
 MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
 
 # A descriptor of ragged rows is [.., .., rows, columns] with these sizes and the strides of ``ragged_strides``:
@@ -131,6 +132,38 @@ def code_of(op: Op, fusion: Fusion) -> Fusion:
 def result_columns(columns: int, fusion: Fusion) -> int:
     """The columns of y, of a product of so many: half as many where gate and up become one."""
     return columns // 2 if Fusion.SILU in fusion else columns
+
+
+def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
+    """Why no kernel of this op, dtype and form can have the config, or None."""
+    if config.pingpong and (fusion or dtype.itemsize != 2 or of_weight(config) != (op is Op.DW)):
+        form = f"{dtype.value} {op.value}" + (" that moves rows" if fusion else "")
+        return f"{config} is no config of {form}: pingpong has 16-bit types, moves no rows, and tiles of its own in dW"
+    return None
+
+
+def too_large(op: Op, columns: int, reduction: int, config: Config) -> str | None:
+    """Why a specialised kernel's warpgroups can't be told of tiles of such a product, or None.
+
+    The loading warp passes on a tile's steps in 20 bits, and, where warpgroups take turns, its column in 20 bits too
+    (kernels/warpgroups.py, kernels/turns.py). How many steps dW has its rows say, which only the call knows.
+    """
+    most = MOST_STEPS * config.block_k
+    if config.specialized and op is not Op.DW and reduction > most:
+        return f"the longest reduction of {config} is {most}, this is {reduction}"
+    if config.pingpong and columns > (1 << 20) * PINGPONG_COLUMNS:
+        return f"the most columns of {config} are {(1 << 20) * PINGPONG_COLUMNS}, these are {columns}"
+    return None
+
+
+def beyond(problem: Problem, config: Config) -> str | None:
+    """Why a problem is too large for a kernel of this config, or None: see ``too_large``."""
+    if not config.specialized or max(problem.N, problem.K) <= 16 * MOST_STEPS:  # no step is shorter
+        return None
+    if problem.op is Op.DW:
+        return too_large(Op.DW, problem.K, 0, config)
+    gemm = gemm_of(problem)
+    return too_large(problem.op, gemm.columns, gemm.reduction, config)
 
 
 def counts(config: Config, max_experts: int) -> bool:

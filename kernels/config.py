@@ -19,8 +19,7 @@ class Config:
     multiply, 64 rows of a tile each, and hands out its tiles as programs become free. One that is ``streamed``
     (through TMA) marks w's lines as the first to leave L2: for weights that are read once. A specialized kernel of
     dW that is ``narrow`` multiplies its last columns at half a tile's width where that is enough (one of rows always
-    does). A specialized kernel that is ``pingpong`` has warpgroups that take whole tiles in turns, of 192 columns
-    (``block_n``, of dW ``block_k``).
+    does). A specialized kernel that is ``pingpong`` has warpgroups that take whole tiles of 128 x 192 in turns.
     """
 
     block_m: int
@@ -80,12 +79,27 @@ def _power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
+def _turns(config: Config) -> bool:
+    """Tiles of rows that warpgroups take in turns: a step is as deep as the 64 columns of a part are wide."""
+    return (config.block_m, config.block_n, config.block_k) == (128, PINGPONG_COLUMNS, 64)
+
+
+def _weight_turns(config: Config) -> bool:
+    """The same of dW, in steps of any rows."""
+    return (config.block_n, config.block_k) == (128, PINGPONG_COLUMNS) and config.block_m != PINGPONG_COLUMNS
+
+
+def of_weight(config: Config) -> bool:
+    """Whether a pingpong config is one of dW, and not of rows."""
+    return config.pingpong and _weight_turns(config)
+
+
 def invalid(config: Config) -> str | None:
     """Why no kernel can have this config, or None. What fits a GPU is read from the compiled cubin."""
     for name, low, high in (("block_m", 16, 256), ("block_n", 16, 256), ("block_k", 16, 256)):
         value = getattr(config, name)
-        if config.pingpong and name != "block_m" and value == PINGPONG_COLUMNS:
-            continue
+        if config.pingpong and value == PINGPONG_COLUMNS:
+            continue  # where it may stand is said below
         if not _power_of_two(value) or not low <= value <= high:
             return f"{name} is {value}, wanted a power of two from {low} to {high}"
     if config.num_warps not in (1, 2, 4, 8, 16):
@@ -101,7 +115,8 @@ def invalid(config: Config) -> str | None:
         return f"a streamed config has TMA and is not specialized: {config!r}"
     if config.narrow and not config.specialized:
         return f"a narrow config is specialized: {config!r}"
-    wide = (config.block_n, config.block_k).count(PINGPONG_COLUMNS) == 1
-    if config.pingpong and not (wide and config.specialized and not config.narrow):
-        return f"a pingpong config is specialized, has {PINGPONG_COLUMNS} columns and is not narrow: {config!r}"
+    if config.specialized and config.num_stages < 2:
+        return f"a specialized config has a stage to load while another is multiplied: {config!r} has one"
+    if config.pingpong and not (config.specialized and not config.narrow and (_turns(config) or _weight_turns(config))):
+        return f"a pingpong config is specialized, of 128 x {PINGPONG_COLUMNS} tiles, and not narrow: {config!r}"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -125,6 +126,11 @@ def _special_rate(special: Specialized, config: Config, op: Op) -> float:
     return special.weight_rate if op is Op.DW else special.rate
 
 
+def _size(size: int) -> int:
+    """The place in ``SIZES`` of a tile's rows or columns: of the largest that is no larger."""
+    return max(0, bisect.bisect_right(SIZES, size) - 1)
+
+
 def _flops_per_ns(
     resources: Resources, rows: int, columns: int, wgmma: bool, dtype: DType, chip: Chip, c: Constants
 ) -> float:
@@ -132,16 +138,16 @@ def _flops_per_ns(
     config, family = resources.config, c.family(chip.sm)
     if dtype is DType.FP32:
         peak, sustained = chip.fp32_tflops, 1.0
-        share = math.sqrt(c.fma_rows[SIZES.index(rows)] * c.fma_rows[SIZES.index(columns)])
+        share = math.sqrt(c.fma_rows[_size(rows)] * c.fma_rows[_size(columns)])
     else:
         peak, sustained = (chip.tf32_tflops if dtype is DType.TF32 else chip.bf16_tflops), family.sustained
-        share = family.rows[SIZES.index(rows)]
+        share = family.rows[_size(rows)]
         if wgmma:  # the columns of one instruction: warpgroups are laid along the rows first, 64 of them each
             across = max(1, config.num_warps // 4 // (rows // 64))
             wide = 256 if config.pingpong else max(16, columns // across)
-            share *= family.wgmma_columns[SIZES.index(wide)]
+            share *= family.wgmma_columns[_size(wide)]
         else:
-            share *= family.columns[SIZES.index(columns)]
+            share *= family.columns[_size(columns)]
         if chip.sm in (90, 100, 103) and rows >= 64 and not config.tma:
             share *= family.pointer_wgmma
     if rows * columns > 128 * resources.threads:

@@ -28,11 +28,11 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f
 _SPECIALIZED = ("pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "f1edb6b6accd5477173db64a4b902893f6ffdcc0aacece9d7a253e68f8d11b38",
+    "44c667c70e81b84726c29b8de1850e55d52fb897f44f9ab469e7f8196de42604",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "2bc5768a213ce40c06521f83ded3ec0cd99850e08e90952e82f0d1d55f823336",
+    "31b6351796a53c4126e5f6ca344c73c0d7820dda8f10acb594062a1e5b9c24b5",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _SLOTS = ("slots.py",), "b7dac8bcfa37c6c1bc15bc1a851e555feac517a622ea21b301cde5d36caffd3a"

@@ -47,7 +47,7 @@ def _load_weight(
     In NARROW code a tile whose right half lies past the last column is loaded at half its width. Where tiles are few
     the experts with the most rows come first, so that the last tiles, which other programs wait for, are short.
     Where rows are few, storing is what takes the time, and it goes faster the nearer together the tiles lie that
-    programs store at once: then no program takes a tile before it needs it.
+    programs store at once: then a program has one tile waiting, not two, and asks for the next after its loads.
     """
     WARPS: gl.constexpr = 1
     FEW: gl.constexpr = 32

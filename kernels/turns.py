@@ -34,7 +34,10 @@ def ordering():
 
 @gluon.jit
 def publish_turn(queue, filled, free, slot, turn, row, col, row_end, word, stage, phase, WARPS: gl.constexpr):
-    """Tells the warpgroup whose turn it is of a tile, and of the stage that it begins with."""
+    """Tells the warpgroup whose turn it is of a tile, and of the stage that it begins with.
+
+    ``col``, in tiles, has 20 bits, and ``stage`` 4.
+    """
     publish(queue, filled, free, slot, turn, row, col | (stage << 20) | (phase << 24), row_end, word, WARPS)
 
 

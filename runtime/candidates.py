@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     _Ranked: TypeAlias = tuple[View, list[tuple[Usable, int, Variant]], Ranker]
 
 
+_SMALL = 64  # an N and a K that every kernel can do
+
+
 class Origin(enum.IntEnum):
     """Where a candidate's claim comes from, best first."""
 
@@ -160,7 +163,10 @@ def modelled(
         usable, index, variant = fitting[at]
         origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
         origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
-        if math.isfinite(time_us) and variant.max_experts >= problem.E:
+        config = _known(variant.config)
+        if config is None or variant.max_experts < problem.E or abi.beyond(problem, config):
+            continue
+        if math.isfinite(time_us):
             found.append((origin, time_us, usable.order, index, at))
     # All variants of one origin compete: the place only breaks ties.
     return [
@@ -183,8 +189,12 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
     first, last = abi.READS_ABI
     if not first <= variant.abi <= last:
         return f"its launch ABI is {variant.abi}, this version launches {first}-{last}"
-    if not _is_known(variant.config):
+    config = _known(variant.config)
+    if config is None:
         return "its config is not one that this version knows"
+    lacking = abi.no_code(problem.op, problem.dtype, variant.fusion, config) or abi.beyond(problem, config)
+    if lacking:
+        return lacking
     if variant.alignment > 1 and not aligned:
         return f"it needs {variant.alignment}-byte alignment"
     if variant.max_experts < problem.E:
@@ -204,13 +214,13 @@ def same_gpu(measured: Gpu, here: Gpu) -> bool:
 
 
 def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, aligned: bool) -> _Ranked:
-    """The variants that can run problems of this kind with few experts, and a ranker of them, kept by the snapshot."""
+    """The variants that can run small problems of this kind, and a ranker of them, kept by the snapshot."""
     key = (id(view), problem.op, problem.dtype, problem.layout, problem.fusion, aligned, local)
     known: _Ranked | None = snapshot.rankers.get(key)
     if known is None:
         from ..kernels.cost import Ranker, Resources  # here, as most calls are answered by a choice of a bundle
 
-        kind = replace(problem, E=1)
+        kind = replace(problem, E=1, N=_SMALL, K=_SMALL)
         fitting = [
             (usable, index, variant)
             for usable in view.usable
@@ -224,12 +234,11 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_known(pairs: tuple[tuple[str, int], ...]) -> bool:
+def _known(pairs: tuple[tuple[str, int], ...]) -> Config | None:
     try:
-        Config.from_pairs(pairs)
+        return Config.from_pairs(pairs)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _origin(choice: Choice, here: set[int], native: bool, usable: Usable) -> Origin:

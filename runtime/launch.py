@@ -9,8 +9,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..artifacts.errors import BundleCorrupt, InputError
-from ..artifacts.types import Fusion, Variant
-from ..kernels.abi import FLAGS, RAGGED_SIZES, ZERO_TAIL, ragged_strides, result_columns, weight_tiles
+from ..artifacts.types import Fusion, Op, Variant
+from ..kernels.abi import (
+    FLAGS,
+    MOST_STEPS,
+    RAGGED_SIZES,
+    ZERO_TAIL,
+    ragged_strides,
+    result_columns,
+    too_large,
+    weight_tiles,
+)
 from ..kernels.config import Config
 from . import arguments, driver
 from .arguments import PREPARED, SIZES, STRIDE_B, STRIDES, Blocks
@@ -21,7 +30,6 @@ from .tensormaps import NO_MAP, TensorMaps
 
 _MOST_TILES = 2**31 - 1
 _MOST_RAGGED_ROWS = RAGGED_SIZES[2]
-_MOST_STEPS = (1 << 20) - 1  # of a reduction: a specialised kernel passes them on in 20 bits
 # The sizes and strides that follow a descriptor of a rank, where no kernel reads them.
 _UNREAD = {rank: ("null",) * rank + ("one",) * rank for rank in (3, 4)}
 
@@ -78,6 +86,12 @@ class Fused(NamedTuple):
 PLAIN = Fused()
 
 
+def _refuse(variant: Variant, columns: int, reduction: int, config: Config) -> None:
+    wrong = too_large(variant.op, columns, reduction, config) if isinstance(variant.op, Op) else None
+    if wrong:
+        raise InputError(f"{variant.entry}: {wrong}")
+
+
 def row_launcher(
     kernel: LoadedKernel,
     *,
@@ -95,8 +109,14 @@ def row_launcher(
     In the kernel's words: ``columns`` of the product (of code with SILU y has half as many), ``reduction``, and
     ``w_kn`` where w's columns are the contiguous ones. A fused call takes four more: the addresses of index,
     row_weights and bias (0 for none), and index_end.
+
+    Raises
+    ------
+    InputError
+        where the product has more columns, or a longer reduction, than the kernel can do.
     """
     config, variant = kernel.config, kernel.variant
+    _refuse(variant, columns, reduction, config)
     maps = {
         "x": ("M", "K", "stride_x_m", "one"),
         "w": ("E", *(("K", "N") if w_kn else ("N", "K")), "stride_w_e", "stride_w_row", "one"),
@@ -162,9 +182,10 @@ def weight_launcher(
     Raises
     ------
     InputError
-        where dw's tiles pass 2^31.
+        where dw's tiles pass 2^31, or it has more columns than the kernel can do.
     """
     config, variant = kernel.config, kernel.variant
+    _refuse(variant, K, 0, config)
     maps = {"dy": _UNREAD[4], "x": _UNREAD[4], "dw": _UNREAD[3]}
     start, repeater = starter(
         kernel.function,
@@ -181,7 +202,7 @@ def weight_launcher(
     programs = min(tiles, kernel.sm_count * kernel.function.per_sm) if config.persistent else tiles
     dy_maps, x_maps = TensorMaps.of(variant, "dy"), TensorMaps.of(variant, "x")
     dy_sizes, x_sizes = (*RAGGED_SIZES, N), (*RAGGED_SIZES, K)
-    most_rows = min(_MOST_RAGGED_ROWS, config.block_m * _MOST_STEPS) if config.specialized else _MOST_RAGGED_ROWS
+    most_rows = min(_MOST_RAGGED_ROWS, config.block_m * MOST_STEPS) if config.specialized else _MOST_RAGGED_ROWS
 
     def prepare(
         dy: int, x: int, stride_dy_m: int, stride_x_m: int, M: int,

@@ -7,7 +7,7 @@ that no launcher fills, or fills with something else, must be found before a ker
 from __future__ import annotations
 
 from ..artifacts.types import DType, Fusion, Op, Pass, Variant
-from ..kernels.abi import MAX_EXPERTS, counts
+from ..kernels.abi import MAX_EXPERTS, counts, no_code
 from ..kernels.config import Config
 from ..kernels.passes import Block
 from ..kernels.passes import arguments as arguments_of_pass
@@ -35,6 +35,9 @@ def unlaunchable(variant: Variant) -> str | None:
         config = Config.from_pairs(variant.config)
     except ValueError as error:
         return str(error)
+    lacking_code = no_code(variant.op, variant.dtype, variant.fusion, config)
+    if lacking_code:
+        return lacking_code
     words = _WEIGHT if variant.op is Op.DW else _ROWS
     given = dict(variant.arguments)
     for name, kind in variant.arguments:

@@ -25,6 +25,8 @@ from pretuned.runtime.loading import loaded
 SHIPPED = sorted((Path(__file__).parents[2] / "artifacts" / "bundles").glob("*.msgpack"))
 POINTERS, TMA = Config(64, 64, 64, 4, 3), Config(64, 64, 64, 4, 3, tma=True)
 SPECIALIZED = Config(128, 128, 64, 8, 3, tma=True, persistent=True, specialized=True)
+TURNS = Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)
+WEIGHT_TURNS = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)
 ELEMENTS = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
 CUBIN = b"\x7fELF code"
 
@@ -44,6 +46,7 @@ def spec(op: Op = Op.FORWARD, config: Config = TMA, **more: object) -> Spec:
 
 
 ROWS, WEIGHT, COUNTED = record(spec()), record(spec(Op.DW)), record(spec(config=SPECIALIZED))
+IN_TURNS = record(spec(config=TURNS))
 
 
 def passed(variant: Variant, **kinds: str | None) -> Variant:
@@ -89,6 +92,14 @@ BROKEN = {
     "specialized for many experts": replace(COUNTED, max_experts=MAX_EXPERTS + 1),
     "specialized without TMA": configured(COUNTED, tma=0),
     "specialized, not persistent": configured(COUNTED, persistent=0),
+    "specialized with one stage": configured(COUNTED, num_stages=1),
+    "pingpong of fp32": record(Spec(Op.FORWARD, DType.FP32, TURNS)),
+    "pingpong that gathers": replace(IN_TURNS, fusion=Fusion.GATHER),
+    "pingpong of rows with dW's tiles": replace(IN_TURNS, config=WEIGHT_TURNS.pairs()),
+    "pingpong of dW with tiles of rows": replace(record(spec(Op.DW, WEIGHT_TURNS)), config=TURNS.pairs()),
+    "pingpong with steps that don't fit its parts": configured(IN_TURNS, block_k=128),
+    "pingpong of 128 columns": configured(IN_TURNS, block_n=128),
+    "192 columns, not pingpong": configured(IN_TURNS, pingpong=0),
     "TMA in a config without": configured(ROWS, tma=0),
     "elements of 8 bytes": replace(ROWS, tensor_maps=tuple(replace(one, element=8) for one in ROWS.tensor_maps)),
     "elements of a type that is none": replace(
@@ -112,6 +123,11 @@ def bundle(variant: Variant) -> Bundle:
 
 def opened(variant: Variant) -> BundleFile:
     return open_bytes(codec.encode(bundle(variant)), "broken")
+
+
+@pytest.mark.parametrize("variant", [IN_TURNS, record(spec(Op.DX, TURNS)), record(spec(Op.DW, WEIGHT_TURNS))])
+def test_pingpong_as_the_builder_records_it_passes(variant: Variant) -> None:
+    assert unlaunchable(variant) is None
 
 
 @pytest.mark.parametrize("name", BROKEN)

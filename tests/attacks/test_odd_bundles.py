@@ -30,6 +30,8 @@ INT, LONG = 2**31 - 1, 2**53 - 1
 CONFIGS: list[tuple[tuple[str, int], ...]] = [
     (), (("block_m", INT),), Config(16, 16, 16, 1, 1, 1).pairs(), Config(256, 256, 256, 16, 8, 1024).pairs(),
     Config(128, 128, 64, 8, 3, tma=True, specialized=True).pairs(),
+    Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True).pairs(),
+    Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True).pairs(),
 ]  # fmt: skip
 PRODUCERS = [Producer("", "", "", ()), Producer("9" * 200, "a,b,,", "1" * 199 + ",", ("x" * 200,) * 64)]
 

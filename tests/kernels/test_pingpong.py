@@ -26,11 +26,55 @@ def test_what_can_be_pingpong(config: Config) -> None:
     assert str(config).endswith(" specialized pingpong")
     assert "pingpong" in str(invalid(replace(config, specialized=False)))
     assert "pingpong" in str(invalid(replace(config, narrow=True)))
-    assert "pingpong" in str(invalid(replace(config, block_n=128, block_k=128)))
-    assert "pingpong" in str(invalid(replace(config, block_n=192, block_k=192)))
+    assert "has one" in str(invalid(replace(config, num_stages=1)))
+    for name in ("block_m", "block_n", "block_k"):
+        assert "128 x 192" in str(invalid(replace(config, **{name: 192 if getattr(config, name) != 192 else 256})))
     assert "num_stages is 16, wanted 1 to 15" in str(invalid(replace(config, num_stages=16)))
-    for other in (replace(config, block_m=192), replace(config, pingpong=False)):
-        assert "power of two" in str(invalid(other))
+    assert "power of two" in str(invalid(replace(config, pingpong=False)))
+
+
+@pytest.mark.parametrize("wrong", [{"block_m": 64}, {"block_m": 256}, {"block_k": 32}, {"block_k": 128}])
+def test_rows_have_one_shape_of_tiles(wrong: dict[str, int]) -> None:
+    """A part of w has 64 columns, and lies as lines of 64 of its reduction: deeper ones would be read crosswise."""
+    assert "128 x 192" in str(invalid(replace(ROWS, **wrong)))
+
+
+def test_a_step_of_dw_has_any_rows() -> None:
+    assert invalid(replace(WEIGHT, block_m=64, num_stages=5)) is None
+    assert "128 x 192" in str(invalid(replace(WEIGHT, block_n=64)))
+
+
+def test_which_kernels_have_such_code() -> None:
+    for op in Op:
+        for dtype in DType:
+            for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER):
+                for config in (ROWS, WEIGHT):
+                    fits = (config is WEIGHT) == (op is Op.DW) and not fusion and dtype in (DType.BF16, DType.FP16)
+                    assert (abi.no_code(op, dtype, fusion, config) is None) is fits
+    both = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+    assert abi.no_code(Op.DX, DType.FP16, Fusion.GATHER, both) is None
+
+
+def test_how_many_columns_a_tile_can_be_told_apart() -> None:
+    """Their number goes to the warpgroups in 20 bits."""
+    most = 192 << 20
+    for config, op, N, K in ((ROWS, Op.FORWARD, most, 64), (ROWS, Op.DX, 64, most), (WEIGHT, Op.DW, 64, most)):
+        problem = Problem(op, DType.BF16, 4, N, K)
+        assert abi.beyond(problem, config) is None
+        more = replace(problem, **({"N": N + 8} if op is Op.FORWARD else {"K": K + 8}))
+        assert f"the most columns of {config} are {most}, these are {most + 8}" in str(abi.beyond(more, config))
+        plain = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+        assert abi.beyond(more, plain) is None
+
+
+def test_how_long_a_reduction_can_be() -> None:
+    """Its steps go to the warpgroups in 20 bits."""
+    for config in (ROWS, Config(128, 256, 64, 8, 4, tma=True, specialized=True)):
+        most = 64 * ((1 << 20) - 1)
+        assert abi.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most), config) is None
+        assert "reduction" in str(abi.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most + 1), config))
+        assert "reduction" in str(abi.beyond(Problem(Op.DX, DType.BF16, 4, most + 1, 64), config))
+    assert abi.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, 2**31 - 1), Config(16, 64, 128, 4, 3)) is None
 
 
 def test_a_bundle_from_before_has_none() -> None:
@@ -57,8 +101,6 @@ def test_it_moves_no_rows(fusion: Fusion) -> None:
 
 def test_its_boxes_have_64_columns() -> None:
     assert abi.boxes(Spec(Op.FORWARD, DType.BF16, ROWS))["w"] == (1, 64, 64)
-    assert abi.boxes(Spec(Op.FORWARD, DType.BF16, replace(ROWS, block_k=128)))["w"] == (1, 64, 128)
-    assert abi.boxes(Spec(Op.DX, DType.BF16, replace(ROWS, block_k=128)))["w"] == (1, 128, 64)
     assert abi.boxes(Spec(Op.DW, DType.BF16, WEIGHT)) == {
         "dy": (1, 1, 32, 64), "x": (1, 1, 32, 64), "dw": (1, 64, 64),
     }  # fmt: skip

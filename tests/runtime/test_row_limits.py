@@ -9,8 +9,11 @@ import pytest
 import pretuned.artifacts
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import Fusion, Op, Variant
-from pretuned.runtime import driver, launch
+from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Problem, Variant
+from pretuned.runtime import discover, driver, launch
+from pretuned.runtime.candidates import modelled
+from pretuned.runtime.device import LocalGpu
+from pretuned.runtime.launch import LoadedKernel
 from pretuned.runtime.launcher import Launcher
 from pretuned.runtime.tensormaps import MAP_BYTES, TensorMaps
 
@@ -23,6 +26,14 @@ def specialised(op: Op, fusion: Fusion) -> Variant:
             one for one in bundle.variants()
             if one.op is op and one.fusion is fusion and dict(one.config).get("specialized")
         )  # fmt: skip
+
+
+def in_turns(op: Op) -> LoadedKernel:
+    with open_bundle(SHIPPED) as bundle:
+        variant = next(
+            one for one in bundle.variants() if one.op is op and not one.fusion and dict(one.config).get("pingpong")
+        )
+    return LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +68,46 @@ def test_dw_takes_what_its_steps_can_be_counted_in() -> None:
     prepare(16, 16, 64, 64, most)
     with pytest.raises(InputError, match=f"the most rows of dW by .* is {most}"):
         prepare(16, 16, 64, 64, most + 1)
+
+
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+def test_columns_and_steps_that_a_tile_can_be_told_by(op: Op) -> None:
+    """Where warpgroups take turns a tile's column goes to them in 20 bits, and its steps do in all specialised code."""
+    kernel, columns, reduction = in_turns(op), 192 << 20, 64 * ((1 << 20) - 1)
+
+    def make(columns: int, reduction: int) -> Launcher:
+        return launch.row_launcher(
+            kernel, columns=columns, reduction=reduction, E=1, w_kn=False, stride_w_e=1, stride_w_row=1, m_sizes_step=1
+        )
+
+    make(columns, 8).prepare(16, 16, 8, columns, 8)
+    make(8, reduction).prepare(16, 16, reduction, 8, 8)
+    with pytest.raises(InputError, match=f"the most columns of .* are {columns}, these are {columns + 8}"):
+        make(columns + 8, 8)
+    with pytest.raises(InputError, match=f"the longest reduction of .* is {reduction}, this is {reduction + 8}"):
+        make(8, reduction + 8)
+
+
+def test_columns_that_a_tile_of_dw_can_be_told_by() -> None:
+    kernel, columns = in_turns(Op.DW), 192 << 20
+
+    def make(K: int) -> Launcher:
+        return launch.weight_launcher(kernel, N=8, K=K, E=1, stride_dw_e=8 * K, stride_dw_row=K, m_sizes_step=1)
+
+    make(columns).prepare(16, 16, 8, columns, 8)
+    with pytest.raises(InputError, match=f"the most columns of .* are {columns}, these are {columns + 8}"):
+        make(columns + 8)
+
+
+@pytest.mark.parametrize("op", Op)
+def test_more_columns_are_left_to_other_variants(op: Op) -> None:
+    """The cost model would choose pingpong for nearly all such products."""
+    found = discover.Snapshot([])
+    found.add(open_bundle(SHIPPED))
+    h200 = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13000))
+    for columns, turns in ((192 << 20, True), ((192 << 20) + 8, False)):
+        problem = Problem(op, DType.BF16, 1, *((columns, 8) if op is Op.FORWARD else (8, columns)))
+        view = found.view(h200, installed=True)
+        ranked = modelled(found, problem, 128, h200, view, aligned=True)
+        assert any(one.config.pingpong for one in ranked) is turns
+        assert ranked
