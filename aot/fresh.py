@@ -32,7 +32,7 @@ from .tune import tune_problems
 from .variants import ALIGNMENT_BYTES, by_code, rejection, relabelled
 from .workers import Job, compile_all
 
-_JIT_CONFIGS = 6  # 4 lose 1.3 % to all (docs/cost-model.md); two more for those that don't compile
+_JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/cost-model.md); two more for those that don't compile
 _JIT_ROWS = 1 << 20
 _CELL_CONFIGS = 8  # of one problem and bucket: what the tuner takes its contenders from
 _SHARE = 0.5  # of those are measured: the shortlist is short

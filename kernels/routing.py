@@ -3,7 +3,7 @@
 The cost model knows M, the rows in all, and E, never the counts by expert: they live on the GPU.
 It assumes that the expert of rank r is chosen with p_r ~ r^-0.5 (a Zipf law). Against routings made
 of normal logits with a popularity of 0.3 * log(rank), E from 8 to 512, that gives the active
-experts within 14 % and the rows of the busiest expert within 25 % where rows are many.
+experts within 14 % and the rows of the busiest expert within 30 % where rows are many.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whether silu(gate) * up is computed in the first product's epilogue, where a layer keeps no h for a gradient.
 
-The code for it (``Fusion.SILU``) stores half of the columns and saves the pass over h, but its product alone is about
-2 % slower than the plain one (H200), and has no small tiles. Rows are gathered as it loads, or beforehand by a
-pass, as they are for the plain product (``gathered.py``): the quicker of either is compared. So it runs only where one
-bundle says of both, for this very problem and bucket, that it takes less time:
+The code for it (``Fusion.SILU``) stores half of the columns and saves the pass over h, and has no small tiles. Rows
+are gathered as it loads, or beforehand by a pass, as they are for the plain product (``gathered.py``): the quicker of
+either is compared. So it runs only where one bundle says of both, for this very problem and bucket, that it takes less
+time:
 
 - measured, on one GPU: the fused product takes no longer than the plain product's choice and the least that the pass
   takes beside it. That is 3/4 of the time in which the GPU's memory, at its published rate, moves h and the result

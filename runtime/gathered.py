@@ -10,7 +10,8 @@ time is ``pass_us``:
 - modelled: they take less by more than 5 %, which is what the cost model does not tell apart.
 
 A call that scatters, weighs or has a bias as well needs the indexed code for it. No plan has choices for that beside a
-gather: it is taken in the plain choice's config, at 5 % above its time (the most that an index costs a large tile).
+gather: it is taken in the plain choice's config, or, where there is no such code (pingpong moves no rows), in its
+runner-up's, at 5 % above that one's time (about what an index costs a large tile).
 
 The code that gathers stays for a GPU whose memory's rate is not known, a bundle without the pass, a kernel that the
 caller names, and rows of x that are not dense or not aligned.
@@ -151,7 +152,8 @@ def against(
     plain = replace(problem, fusion=Fusion.NONE, top_k=0)
     found = rivals.rival(snapshot, ran, plain, bucket, local, aligned)
     if isinstance(found, Candidate) and code_of(problem.op, fusion & ~Fusion.GATHER):
-        found = _indexed(snapshot, found, replace(plain, fusion=Fusion.SCATTER), local, aligned)
+        runner_up = rivals.second(snapshot, found, plain, local, aligned)
+        found = _indexed(snapshot, found, runner_up, replace(plain, fusion=Fusion.SCATTER), local, aligned)
     if isinstance(found, str):
         return Verdict(None, f"rows are gathered on load: of the plain code, {found}", ran.time_us)
     times = f"{found.time_us:.1f} us {found.source.value} and the pass {gather_us:.1f} us, "
@@ -189,10 +191,13 @@ def pass_us(M: int, K: int, itemsize: int, top_k: int, gpu: Gpu) -> float | None
     return _FIXED_US + _TRAFFIC_TIMES * moved_bytes / chip.bandwidth_gbs * 1e-3
 
 
-def _indexed(snapshot: Snapshot, plain: Candidate, problem: Problem, local: LocalGpu, aligned: bool) -> Candidate | str:
-    """The indexed code in the plain choice's config."""
-    for index, variant in snapshot.variants(plain.usable.bundle, problem):
-        alike = variant.config == plain.variant.config and variant.alignment == plain.variant.alignment
-        if alike and why_not(variant, problem, local, aligned=aligned) is None:
-            return replace(plain, index=index, variant=variant, time_us=_INDEXED * plain.time_us)
-    return "none in that config stores by index"
+def _indexed(
+    snapshot: Snapshot, plain: Candidate, runner_up: Candidate | None, problem: Problem, local: LocalGpu, aligned: bool
+) -> Candidate | str:
+    """The indexed code in the plain choice's config, or else in its runner-up's."""
+    for one in (plain, runner_up) if runner_up is not None else (plain,):
+        for index, variant in snapshot.variants(one.usable.bundle, problem):
+            alike = variant.config == one.variant.config and variant.alignment == one.variant.alignment
+            if alike and why_not(variant, problem, local, aligned=aligned) is None:
+                return replace(one, index=index, variant=variant, time_us=_INDEXED * one.time_us)
+    return "none in that config, or the runner-up's, stores by index"

@@ -5,6 +5,8 @@ Times of two bundles, two GPUs or two sources are never compared.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..artifacts.types import Choice, Gpu, Problem, Source
 from .candidates import Candidate, Match, same_gpu, why_not
 from .device import LocalGpu
@@ -40,6 +42,19 @@ def rival(
     return Candidate(
         ran.usable, choice.variant, variant, ran.origin, Match.EXACT, choice.source, bucket, choice.time_ns / 1e3, gpu
     )
+
+
+def second(
+    snapshot: Snapshot, first: Candidate, problem: Problem, local: LocalGpu, aligned: bool
+) -> Candidate | None:  # fmt: skip
+    """The runner-up of the choice that ``first``, a ``rival``, is; None where there is none that can run."""
+    choice = next(one for one in snapshot.find(first.usable.bundle, problem) if one.bucket == first.bucket)
+    if choice.runner_up is None or choice.runner_up_ns is None:
+        return None
+    variant = snapshot.variant(first.usable.bundle, choice.runner_up)
+    if why_not(variant, problem, local, aligned=aligned) is not None:
+        return None
+    return replace(first, index=choice.runner_up, variant=variant, time_us=choice.runner_up_ns / 1e3)
 
 
 def _comparable(choice: Choice, gpu: Gpu | None, ran: Candidate) -> bool:

@@ -162,7 +162,7 @@ def _could_run(
     else:
         plain = replace(problem, fusion=Fusion.NONE, top_k=0)
         faster = [
-            choice.variant
+            choice
             for choice in (snapshot.find(bundle, plain) if own else ())
             if choice.bucket in own and choice.time_ns < own[choice.bucket].time_ns
         ]
@@ -170,9 +170,11 @@ def _could_run(
         for index, variant in snapshot.variants(bundle, replace(plain, fusion=Fusion.SCATTER)):
             if why_not(variant, problem, local, aligned=True) is None:
                 indexed.setdefault((variant.config, variant.alignment), index)
-        variants = [snapshot.variant(bundle, index) for index in dict.fromkeys(faster)]
-        alike = [indexed.get((variant.config, variant.alignment)) for variant in variants]
-        found = faster + [index for index in alike if index is not None]
+        found = [choice.variant for choice in faster]
+        for choice in faster:
+            pair = [snapshot.variant(bundle, at) for at in (choice.variant, choice.runner_up) if at is not None]
+            alike = [indexed.get((one.config, one.alignment)) for one in pair]
+            found += [index for index in alike if index is not None][:1]
     for index in dict.fromkeys(found):
         if why_not(snapshot.variant(bundle, index), problem, local, aligned=True) is None:
             yield index

@@ -144,6 +144,26 @@ def test_beside_a_gather_the_indexed_code_of_the_plain_config_runs(tmp_path: Pat
     assert beforehand(tmp_path, fusion=fusion) is None  # 5 % of the product more
 
 
+@pytest.mark.parametrize("beside", [Fusion.BIAS, Fusion.SCATTER | Fusion.WEIGHT])
+def test_where_the_plain_config_has_no_indexed_code_the_runner_up_s_runs(tmp_path: Path, beside: Fusion) -> None:
+    """Warpgroups that take turns move no rows."""
+    turns = Spec(Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True))
+    specs = (*CODE, turns)
+    fusion = Fusion.GATHER | beside
+    plain = measured(M, 6, 200.0, second=1)  # takes 220
+    book(tmp_path, measured(M, 0, 300.0), plain, specs=specs)
+    assert beforehand(tmp_path) == 6
+    assert beforehand(tmp_path, fusion=fusion) == 3
+    assert {index for _, index in warmup.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {6, 3}
+    told = verdict(snapshot(tmp_path), ON_LOAD, M, ON_H200, top_k=8, fusion=fusion)
+    assert told.time_us == pytest.approx(1.05 * 220 + PASS_US)
+    book(tmp_path, measured(M, 0, 1.05 * 220 + PASS_US - 0.1), plain, specs=specs)
+    assert beforehand(tmp_path) == 6
+    assert beforehand(tmp_path, fusion=fusion) is None
+    book(tmp_path, measured(M, 0, 300.0), measured(M, 6, 200.0), specs=specs)
+    assert "stores by index" in verdict(snapshot(tmp_path), ON_LOAD, M, ON_H200, top_k=8, fusion=fusion).reason
+
+
 @pytest.mark.parametrize(
     ("us", "variant"),
     [
