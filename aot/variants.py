@@ -107,21 +107,23 @@ def families(problems: Iterable[Problem]) -> dict[Family, list[Problem]]:
 def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]:
     """Every variant to compile: the aligned candidates of each family, then its unaligned fallbacks.
 
-    One cubin serves every E up to 512; where a family has a larger one, its variants take any number.
+    One cubin serves every E up to 512. Where a family has a larger one, its variants take any number, but for those
+    whose code counts 512 at most: they serve the others.
     """
     found: list[Spec] = []
     for family, members in families(problems).items():
-        few = all(problem.E <= MAX_EXPERTS for problem in members)
+        fewest, most = min(problem.E for problem in members), max(problem.E for problem in members)
         rest = () if optional(family) else pool.fallbacks(family.gemm, family.dtype, sm)
+        enough = MAX_EXPERTS if most <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
         for configs, alignment, experts in (
-            (pool.candidates(family, sm), ALIGNMENT_BYTES, MAX_EXPERTS if few else MAX_EXPERTS_FALLBACK),
+            (pool.candidates(family, sm), ALIGNMENT_BYTES, enough),
             (rest, 1, MAX_EXPERTS_FALLBACK),
         ):
-            found += [
-                Spec(family.gemm, family.dtype, config, family.layout, family.fusion, alignment, experts)
-                for config in configs
-                if abi.counts(config, experts)
-            ]
+            for config in configs:
+                counted = experts if abi.counts(config, experts) else MAX_EXPERTS
+                if counted >= fewest:
+                    form = (family.gemm, family.dtype, config, family.layout, family.fusion)
+                    found.append(Spec(*form, alignment, counted))
     return tuple(dict.fromkeys(found))
 
 

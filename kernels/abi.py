@@ -167,8 +167,11 @@ def beyond(problem: Problem, config: Config) -> str | None:
 
 
 def counts(config: Config, max_experts: int) -> bool:
-    """Whether a kernel of this config can count the rows of so many experts: a specialised one keeps a table."""
-    return not config.specialized or max_experts <= MAX_EXPERTS
+    """Whether a kernel of this config can count the rows of so many experts.
+
+    A specialised one keeps a table, and a program that has one tile asks for it once (kernels/find.py).
+    """
+    return (config.persistent and not config.specialized) or max_experts <= MAX_EXPERTS
 
 
 def is_aligned(alignment: int, *values_bytes: int) -> bool:

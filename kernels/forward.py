@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .find import find
 from .tiles import (
     GATHER,
     SCATTER,
@@ -16,7 +17,6 @@ from .tiles import (
     count_tiles,
     expert_rows,
     expert_tiles,
-    find,
     flat_index,
     locate,
     place,
@@ -26,7 +26,6 @@ from .tiles import (
 
 _WEIGHT: tl.constexpr = tl.constexpr(4)
 _BIAS: tl.constexpr = tl.constexpr(8)
-_FEW_EXPERTS: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
@@ -118,8 +117,7 @@ def rows(
     time: from(m) = index[m] // x_divisor (1, by pointers only), to(m) = index[m] (2), weight(m) =
     row_weights[index[m]] (4), bias [E, N] (8); otherwise from and to are m itself, and the weight is one.
     ZERO_TAIL (16) sets the rows that belong to no expert to zero. Code that is not INDEXED ignores the other
-    ``flags``: on an H200 the index alone costs large tiles 2-5 %, and a
-    branch at run time 24 %.
+    ``flags``: on an H200 the index alone costs large tiles 2-5 %, and a branch at run time 24 %.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     if PERSISTENT:
@@ -141,24 +139,16 @@ def rows(
                 BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION,
             )  # fmt: skip
     else:
-        tile = tl.program_id(0)
-        if SCAN:
-            total, used = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
-            expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
-        elif E <= _FEW_EXPERTS:  # a call of one tile a program is short: fewer experts are counted faster
-            total, used, expert, inner, row_start, row_end = find(
-                tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, _FEW_EXPERTS
-            )
-        else:
-            total, used, expert, inner, row_start, row_end = find(
-                tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS
-            )
-        if tile < total:
-            tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
+        there, expert, tile_m, tile_n, row_start, row_end = find(
+            tl.program_id(0), m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, GROUP_M
+        )
+        if there:
             _tile(
                 x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,
                 N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
                 BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION,
             )  # fmt: skip
     if (flags & ZERO_TAIL) != 0:
+        if not PERSISTENT:
+            _all, used = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
         zero_rows(y, used, M, N, stride_y_m, 16, BLOCK_N)

@@ -23,8 +23,8 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "tiles.py"), "a012cb19126529ad6c56b980af47582a3de28b49b93987611a179273303469a4"
-_WEIGHT = ("grad_weight.py", "tiles.py"), "fc05a474666fec8677ab1e779648d0f40ed7f9b8a88ac643aad11d18a7e7c5e3"
+_ROWS = ("forward.py", "find.py", "tiles.py"), "c9d50f5513bf86b1aeec2d34dbc47d5e245f33dddda4d8cd377fb0711ed82a43"
+_WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1756353e20c061c570693e0be54d"
 _SPECIALIZED = ("pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),

@@ -80,15 +80,6 @@ def locate(tile, tile_ends, ends, M):
 
 
 @triton.jit
-def find(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """(all tiles, end of the last expert's rows), then what ``locate`` says of ``tile``."""
-    starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
-    tile_ends = expert_tiles(starts, ends, tiles_n, BLOCK_M)
-    expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
-    return tl.max(tile_ends, 0), tl.max(ends, 0), expert, inner, row_start, row_end
-
-
-@triton.jit
 def count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
     """(all tiles, end of the last expert's rows) of any number of experts, EXPERTS of them at a time."""
     row = 0

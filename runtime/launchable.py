@@ -59,7 +59,7 @@ def unlaunchable(variant: Variant) -> str | None:
         if one.element not in _ELEMENTS[variant.dtype]:
             return f"the tensor map of {one.argument} has elements of the type {one.element}, not {variant.dtype.value}"
     if not counts(config, variant.max_experts):
-        return f"a specialized kernel counts {MAX_EXPERTS} experts at most, it says {variant.max_experts}"
+        return f"a kernel of {config} counts {MAX_EXPERTS} experts at most, it says {variant.max_experts}"
     return _wrong_threads(variant)
 
 

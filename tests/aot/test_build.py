@@ -211,6 +211,20 @@ def test_one_class_of_experts_serves_512_and_another_any_number(small_space: Spa
     assert classes(8, 513) == {(16, 65536), (1, 65536)}
 
 
+def test_what_counts_few_experts_alone_still_serves_those_beside_a_larger_family() -> None:
+    def largest(*experts: int) -> set[int]:
+        problems = [Problem(Op.FORWARD, DType.BF16, E, 256, 256) for E in experts]
+        found = specs(problems, 90, Space())
+        return {
+            spec.max_experts
+            for spec in found
+            if spec.alignment == 16 and (spec.config.specialized or not spec.config.persistent)
+        }
+
+    assert largest(8) == largest(8, 513) == {512}
+    assert largest(513) == set()
+
+
 def test_families_keep_ops_and_dtypes_apart(small_space: Space) -> None:
     problems = [Problem(op, dtype, 8, 256, 256) for op in Op for dtype in DType]
     assert [len(members) for members in families(problems).values()] == [1] * 12

@@ -90,6 +90,7 @@ BROKEN = {
     "silu that stores no half of the columns": replace(passed(COUNTED, y_map=None), fusion=Fusion.SILU),
     "a counter of 32 bits": passed(COUNTED, counter="i32"),
     "specialized for many experts": replace(COUNTED, max_experts=MAX_EXPERTS + 1),
+    "one tile a program, for many experts": replace(configured(ROWS, persistent=0), max_experts=MAX_EXPERTS + 1),
     "specialized without TMA": configured(COUNTED, tma=0),
     "specialized, not persistent": configured(COUNTED, persistent=0),
     "specialized with one stage": configured(COUNTED, num_stages=1),

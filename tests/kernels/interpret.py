@@ -9,14 +9,28 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
-from pretuned.kernels import abi, forward, grad_weight
+from pretuned.kernels import abi, find, forward, grad_weight
 from pretuned.kernels.config import Config
+from pretuned.kernels.tiles import expert_rows, expert_tiles, locate
 
 GUARD = 3.0  # what y holds where the kernel must not write
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+
+
+@triton.jit
+def ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What kernels/find.py asks in PTX, which the interpreter can't run."""
+    starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, 512)
+    parts = expert_tiles(starts, ends, 1, BLOCK_M)
+    expert, inner, row_start, row_end = locate(part, parts, ends, M)
+    return expert, part - inner, row_start, row_end
+
+
+find._ask = ask
 
 
 def rows_of_experts(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:

@@ -58,7 +58,7 @@ CASES = {
     "many experts, few rows": case(m_sizes=[int(i % 7 == 0) for i in range(100)], M=15, programs=4),
     "any number of experts": case(m_sizes=[5, 0, 17, 1, 0, 0, 0, 0, 3, 20, 2], M=50, scan=4),
     "any number of experts, tma": case(m_sizes=[5, 0, 17, 1, 0, 0, 0, 0, 3, 20, 2], M=50, scan=4, tma=True),
-    "any number of experts, cut off": case(m_sizes=[5, -2, 17, 1, 0, 900, 4, 3], M=30, scan=2, persistent=False),
+    "any number of experts, cut off": case(m_sizes=[5, -2, 17, 1, 0, 900, 4, 3], M=30, scan=2),
     "dW, any number of experts": case(op="dW", m_sizes=[5, 0, 17, 1, 0, 3, 20], M=50, N=16, K=16, scan=2),
     "dW, any number of experts, tma": case(op="dW", m_sizes=[5, 0, 17, 1, 0, 0, 9], M=32, K=16, scan=4, tma=True),
     "many row tiles": case(m_sizes=[90, 0, 33, 5], M=128, N=70, programs=5, group_m=3),

@@ -1,8 +1,12 @@
-"""Each specialised variant of the bundles for this GPU, whatever would be chosen. PRETUNED_BUNDLES names them."""
+"""Each specialised variant of the bundles for this GPU, and each whose programs have one tile.
+
+Whatever would be chosen. PRETUNED_BUNDLES names them.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -37,17 +41,21 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def specialized(op: Op, fusion: Fusion) -> list[LoadedKernel]:
+def variants(op: Op, fusion: Fusion, which: Callable[[Config], bool]) -> list[LoadedKernel]:
     snapshot, local = discover.snapshot(), local_gpu(0)
     found = {}
     for one in snapshot.view(local, installed=True).usable:
         for i, variant in enumerate(one.bundle.variants()):
             wanted = variant.op is op and variant.fusion == fusion and variant.dtype in (DType.BF16, DType.FP16)
-            if wanted and Config.from_pairs(variant.config).specialized:
+            if wanted and which(Config.from_pairs(variant.config)):
                 found[variant.config, variant.dtype, variant.layout] = one.bundle, i
     if not found:
-        pytest.skip(f"the bundles have no specialised code of {op.value} {fusion} for this GPU")
+        pytest.skip(f"the bundles have no such code of {op.value} {fusion} for this GPU")
     return [loaded(bundle, i, 0, local.gpu.sm_count) for bundle, i in found.values()]
+
+
+def specialized(op: Op, fusion: Fusion) -> list[LoadedKernel]:
+    return variants(op, fusion, lambda config: config.specialized)
 
 
 def fallen(E: int, M: int, fall: str) -> torch.Tensor:
@@ -124,6 +132,38 @@ def test_plain_rows(op: Op, E: int, N: int, K: int, fall: str) -> None:
                 launch(x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0))
             layout = Layout.KN if kn else Layout.NK
             reference.rows(x.float(), w.float(), m_sizes, want, M=M, layout=layout)
+            near(y, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("asked", ["less", "more", "odd"])
+@pytest.mark.parametrize("E", [1, 5, 33, 128, 129, 300, 512])
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+def test_programs_that_find_their_tile(op: Op, E: int, asked: str, dtype: torch.dtype) -> None:
+    """Counts that ask for fewer rows than there are, for more, and for less than none or more than 2^31."""
+    N, K = 136, 136
+    for M, fall in ((1, "one"), (40, "random"), (700, "rising"), (700, "random")):
+        m_sizes = fallen(E, M, fall).to(dtype)
+        if asked == "less":
+            m_sizes[-1] -= m_sizes[-1] // 2
+        else:
+            m_sizes[E // 3] += 90
+        if asked == "odd":
+            m_sizes[E // 2] = -7
+            m_sizes[-1] = 2**40 + 3 if dtype is torch.int64 else 2**31 - 1
+        m_sizes = m_sizes.cuda()
+        for kernel in variants(op, Fusion.NONE, lambda config: not config.persistent):
+            kind = dtype_of(kernel)
+            kn = (kernel.variant.layout is Layout.KN) == (op is Op.FORWARD)
+            x = torch.randn(M, K, device="cuda").to(kind)
+            w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda").to(kind) * K**-0.5
+            y, want = torch.full((M, N), NAN, device="cuda", dtype=kind), torch.full((M, N), NAN, device="cuda")
+            launch = row_launcher(
+                kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
+                m_sizes_step=1 + (dtype is torch.int64),
+            )  # fmt: skip
+            launch(x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0))
+            reference.rows(x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK)
             near(y, want)
 
 

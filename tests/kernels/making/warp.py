@@ -1,0 +1,113 @@
+"""One warp that runs a few words of PTX, on numpy: what kernels/find.py says is run as it stands, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+LANES = 32
+_WORD = 0xFFFFFFFF
+Values = np.ndarray  # of 32 lanes, int64; a register of 32 bits holds 0 .. 2^32 - 1
+
+
+def _signed(value: Values) -> Values:
+    return np.where(value > 0x7FFFFFFF, value - (1 << 32), value)
+
+
+_COMPARES: dict[str, Callable[[Values, Values], Values]] = {
+    "lt": np.less,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "ne": np.not_equal,
+}
+
+
+class Warp:
+    """``memory`` is the words at address 0 and on; reading anything else is an error."""
+
+    def __init__(self, memory: list[int], operands: Mapping[str, int]) -> None:
+        self._memory = [word & _WORD for word in memory]
+        wide = operands.items()
+        self.registers: dict[str, Values] = {name: np.full(LANES, value & _WORD, np.int64) for name, value in wide}
+
+    def run(self, text: str) -> None:
+        statements = [s.strip() for s in re.split(r"[;\n]|(?<=:)", text)]
+        statements = [s for s in statements if s and s not in "{}" and not s.startswith(".reg")]
+        labels = {s[:-1]: i for i, s in enumerate(statements) if s.endswith(":")}
+        at = 0
+        while at < len(statements):
+            statement = statements[at]
+            at += 1
+            if statement.endswith(":"):
+                continue
+            active = np.ones(LANES, bool)
+            if statement.startswith("@"):
+                guard, statement = statement.split(maxsplit=1)
+                active = self.registers[guard[1:]].astype(bool)
+            word, *rest = statement.split(maxsplit=1)
+            operands = [operand.strip() for operand in rest[0].split(",")]
+            if word == "bra":
+                assert active.all() or not active.any(), f"lanes part at {statement}"
+                at = labels[operands[0]] if active.all() else at
+            else:
+                self._step(word.split("."), operands, active)
+
+    def _value(self, name: str) -> Values:
+        if name == "%laneid":
+            return np.arange(LANES, dtype=np.int64)
+        if re.fullmatch(r"-?\d+|0x[0-9a-f]+", name):
+            return np.full(LANES, int(name, 0) & _WORD, np.int64)
+        return self.registers[name]
+
+    def _step(self, word: list[str], operands: list[str], active: Values) -> None:
+        name, kind = word[0], word[-1]
+        into, *names = operands
+        if name == "ld":
+            address, offset = re.fullmatch(r"\[(\w+)(?:\+(\d+))?\]", names[0]).groups()  # type: ignore[union-attr]
+            places = self._value(address) + int(offset or 0)
+            values = np.array([self._memory[p // 4] if on else 0 for p, on in zip(places, active, strict=True)])
+        else:
+            if name in ("redux", "shfl", "vote"):
+                assert active.all(), "a warp's word in a part of it"
+                assert names.pop() == "0xffffffff"
+            given = [self._value(n) for n in names]
+            if kind.startswith("s") and not (name == "shl" or kind == "s64"):
+                given = [_signed(v) for v in given]
+            if name == "shfl" and word[2] == "up":
+                into, moved = into.split("|")
+                distance = int(given[1][0])
+                self.registers[moved] = np.arange(LANES) >= distance
+                values = np.where(np.arange(LANES) >= distance, np.roll(given[0], distance), given[0])
+            else:
+                values = self._result(name, word, given)
+                wide = kind in ("s64", "b64") or (name == "mul" and word[1] == "wide")
+                values = values if wide or name == "setp" else values & _WORD
+        before = self.registers.get(into, np.zeros(LANES, np.int64))
+        self.registers[into] = np.where(active, values, before)
+
+    def _result(self, name: str, word: list[str], given: list[Values]) -> Values:
+        if name == "setp":
+            return _COMPARES[word[1]](given[0], given[1])
+        if name == "redux":
+            return np.full(LANES, given[0].sum())
+        if name == "vote":
+            return np.full(LANES, sum(1 << i for i in range(LANES) if given[0][i]))
+        if name == "shfl":  # idx: a lane past the last is told its own value
+            return np.where(given[1] < LANES, given[0][given[1] % LANES], given[0])
+        one: dict[str, Callable[..., Values]] = {
+            "mov": lambda a: a,
+            "add": np.add,
+            "sub": np.subtract,
+            "mul": np.multiply,
+            "min": np.minimum,
+            "max": np.maximum,
+            "shl": np.left_shift,
+            "shr": np.right_shift,
+            "selp": lambda a, b, p: np.where(p, a, b),
+            "popc": lambda a: np.array([int(v).bit_count() for v in a]),
+            "clz": lambda a: np.array([32 - int(v).bit_length() for v in a]),
+            "brev": lambda a: np.array([int(f"{int(v):032b}"[::-1], 2) for v in a]),
+        }
+        return one[name](*given)
