@@ -215,7 +215,7 @@ def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers)
 
 def to_compile(plan: Plan, sm: int, space: Space) -> tuple[Spec | PassSpec, ...]:
     """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes."""
-    return (*(group[0] for group in by_code(specs(plan.problems, sm, space))), *pass_specs(plan.problems))
+    return (*(group[0] for group in by_code(specs(plan.problems, sm, space), sm)), *pass_specs(plan.problems))
 
 
 def _interrupted(jobs: Sequence[Job], cache: CompileCache | None) -> str:
@@ -231,7 +231,7 @@ def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
     dropped: list[Dropped] = []
     reasons: dict[Family, dict[str, None]] = {}
     wanted, beside = specs(plan.problems, sm, space), pass_specs(plan.problems)
-    groups: list[tuple[Spec | PassSpec, ...]] = [*by_code(wanted), *((spec,) for spec in beside)]
+    groups: list[tuple[Spec | PassSpec, ...]] = [*by_code(wanted, sm), *((spec,) for spec in beside)]
     for result, group in zip(results, groups, strict=True):
         code, reason, kind = result.compiled, result.reason, "failed"
         if code is not None:

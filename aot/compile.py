@@ -72,7 +72,7 @@ def job_key(spec: Spec | PassSpec, sm: int) -> str:
     parts = [repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(spec.kernel),
              str(REVISIONS[spec.kernel].revision), str(abi.LAUNCH_ABI), *OPTIONS]  # fmt: skip
     if isinstance(spec, Spec):
-        parts += [repr(abi.constants(spec)), repr(abi.boxes(spec)), repr(abi.divisibility(spec))]
+        parts += [repr(abi.constants(spec, sm)), repr(abi.boxes(spec)), repr(abi.divisibility(spec))]
         parts += [source_of_rewrites_sha256()] if rewrites(spec.config) else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -142,7 +142,7 @@ def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
         boxes, constants, divisible = {}, {"BLOCK": spec.config.block}, passes.divisibility(spec)
         warps, stages = spec.config.num_warps, 1
     else:
-        boxes, constants, divisible = abi.boxes(spec), abi.constants(spec), abi.divisibility(spec)
+        boxes, constants, divisible = abi.boxes(spec), abi.constants(spec, sm), abi.divisibility(spec)
         # (A specialised kernel's options speak of one warpgroup, and its stages are its own.)
         config = spec.config
         warps, stages = (4, 1) if config.specialized else (config.num_warps, config.num_stages)

@@ -55,7 +55,7 @@ def estimate(plan: Plan, sms: Sequence[int], cache: CompileCache | None, workers
     for sm in sms:
         here = planned_on(plan, (sm,))
         beside = pass_specs(here.problems)
-        wanted: list[Spec | PassSpec] = [group[0] for group in by_code(specs(here.problems, sm, Space()))]
+        wanted: list[Spec | PassSpec] = [group[0] for group in by_code(specs(here.problems, sm, Space()), sm)]
         wanted += beside
         count = len(families(here.problems))
         cached = _cached(wanted, sm, cache)

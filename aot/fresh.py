@@ -106,7 +106,7 @@ def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) ->
         if Triton is missing, or the machine stops the compiler.
     """
     specs = list(specs)
-    groups = by_code(specs)
+    groups = by_code(specs, sm)
     results = compile_all([Job(group[0], sm) for group in groups], cache=cache)
     usable: dict[Spec, Compiled] = {}
     reasons: dict[str, None] = {}

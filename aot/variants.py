@@ -133,7 +133,7 @@ def pass_specs(problems: Iterable[Problem]) -> tuple[PassSpec, ...]:
     return passes.specs(tuple(dict.fromkeys(one.dtype for one in every)), frozenset(one.op for one in every))
 
 
-def by_code(wanted: Iterable[Spec]) -> tuple[tuple[Spec, ...], ...]:
+def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
     """The specs in groups that are one and the same cubin: only the first of each is compiled.
 
     Pointer variants that gather are those that scatter, told so when they are launched; dX is the forward
@@ -141,7 +141,7 @@ def by_code(wanted: Iterable[Spec]) -> tuple[tuple[Spec, ...], ...]:
     """
     groups: dict[object, list[Spec]] = {}
     for spec in wanted:
-        made_of = (abi.arguments(spec), abi.boxes(spec), abi.constants(spec), abi.divisibility(spec))
+        made_of = (abi.arguments(spec), abi.boxes(spec), abi.constants(spec, sm), abi.divisibility(spec))
         groups.setdefault((spec.kernel, spec.dtype, spec.config, repr(made_of)), []).append(spec)
     return tuple(map(tuple, groups.values()))
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem
-from .config import PINGPONG_COLUMNS, Config, of_weight
+from .config import PINGPONG_COLUMNS, Config, across, of_weight
 
 LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
@@ -161,7 +161,7 @@ def beyond(problem: Problem, config: Config) -> str | None:
     if not config.specialized or max(problem.N, problem.K) <= 16 * MOST_STEPS:  # no step is shorter
         return None
     if problem.op is Op.DW:
-        return too_large(Op.DW, problem.K, 0, config)
+        return too_large(Op.DW, problem.N if across(config) else problem.K, 0, config)
     gemm = gemm_of(problem)
     return too_large(problem.op, gemm.columns, gemm.reduction, config)
 
@@ -219,14 +219,14 @@ def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
     return {name: blocks[name] for name in spec.tma}
 
 
-def constants(spec: Spec) -> dict[str, int | str | bool | None]:
-    """The kernel's compile-time arguments."""
+def constants(spec: Spec, sm: int) -> dict[str, int | str | bool | None]:
+    """The kernel's compile-time arguments for a capability."""
     c = spec.config
     if c.specialized:
         return _specialized(spec)
     loads = {"TMA": bool(spec.tma)} if spec.op is Op.DW else {
         "X_TMA": "x" in spec.tma, "W_TMA": "w" in spec.tma, "W_KN": _w_kn(spec),
-        "INDEXED": bool(spec.fusion),
+        "INDEXED": bool(spec.fusion), "TURNED": _turned(spec, sm),
     }  # fmt: skip
     return loads | {
         "BLOCK_M": c.block_m,
@@ -240,11 +240,19 @@ def constants(spec: Spec) -> dict[str, int | str | bool | None]:
     }
 
 
+def _turned(spec: Spec, sm: int) -> bool:
+    """Whether code of rows on wgmma takes w from registers, turned round on the way: see ``forward.rows``."""
+    wgmma = sm == 90 and spec.config.block_m >= 64 and spec.config.num_warps >= 4
+    return wgmma and spec.dtype is DType.TF32 and _w_kn(spec) and "w" in spec.tma
+
+
 def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
     c = spec.config
     if spec.op is Op.DW:
-        sizes: dict[str, int | str | bool | None] = {"BLOCK_M": c.block_m, "BLOCK_K": c.block_k, "NARROW": c.narrow}
-        depth, columns = c.block_m, c.block_k
+        depth, columns = c.block_m, max(c.block_n, c.block_k) if c.pingpong else c.block_k
+        sizes: dict[str, int | str | bool | None] = {
+            "BLOCK_M": depth, "BLOCK_K": columns, "NARROW": c.narrow, "ACROSS": across(c),
+        }  # fmt: skip
     else:
         gated = Fusion.SILU in spec.fusion
         sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec),

@@ -19,7 +19,8 @@ class Config:
     multiply, 64 rows of a tile each, and hands out its tiles as programs become free. One that is ``streamed``
     (through TMA) marks w's lines as the first to leave L2: for weights that are read once. A specialized kernel of
     dW that is ``narrow`` multiplies its last columns at half a tile's width where that is enough (one of rows always
-    does). A specialized kernel that is ``pingpong`` has warpgroups that take whole tiles of 128 x 192 in turns.
+    does). A specialized kernel that is ``pingpong`` has warpgroups that take whole tiles of 128 x 192 in turns
+    (of dW 192 x 128 too).
     """
 
     block_m: int
@@ -85,13 +86,18 @@ def _turns(config: Config) -> bool:
 
 
 def _weight_turns(config: Config) -> bool:
-    """The same of dW, in steps of any rows."""
-    return (config.block_n, config.block_k) == (128, PINGPONG_COLUMNS) and config.block_m != PINGPONG_COLUMNS
+    """The same of dW, in steps of any rows: 128 x 192 of dw, or 192 x 128."""
+    return {config.block_n, config.block_k} == {128, PINGPONG_COLUMNS} and config.block_m != PINGPONG_COLUMNS
 
 
 def of_weight(config: Config) -> bool:
     """Whether a pingpong config is one of dW, and not of rows."""
     return config.pingpong and _weight_turns(config)
+
+
+def across(config: Config) -> bool:
+    """Whether the 192 columns of a pingpong tile are rows of dw."""
+    return of_weight(config) and config.block_n == PINGPONG_COLUMNS
 
 
 def invalid(config: Config) -> str | None:

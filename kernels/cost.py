@@ -15,7 +15,7 @@ from ..artifacts.types import DType, Fusion, Op, Problem
 from .abi import result_columns
 from .calibration import CONSTANTS, Constants, Specialized
 from .chips import Chip
-from .config import Config
+from .config import Config, across
 from .profile import Profile, Resources, join, occupancy, profile
 from .routing import Rows, expected_rows
 
@@ -105,7 +105,7 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     if config.specialized:
         special = family.specialized
         if config.pingpong:
-            share = _wasteful(column_tiles * config.block_n, work, special)
+            share = _wasteful(column_tiles * config.block_n, work.columns, special)
         else:
             share = _share(config, row_tiles, work, special)
             saved = 1.0 - c.split_waves if special.split_tail and not work.gated else 0.0
@@ -157,9 +157,9 @@ def _share(config: Config, row_tiles: float, work: _Work, special: Specialized) 
     return share
 
 
-def _wasteful(tiled_columns: int, work: _Work, special: Specialized) -> float:
+def _wasteful(tiled_columns: int, columns: int, special: Specialized) -> float:
     """The mean time of a tile where warpgroups take turns, over that of one without columns past the last."""
-    return 1.0 + special.turns_waste * (tiled_columns / work.columns - 1.0)
+    return 1.0 + special.turns_waste * (tiled_columns / columns - 1.0)
 
 
 def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
@@ -185,7 +185,10 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float
     if config.narrow:  # the last tile may have half the columns, and half a tile's work
         steps *= -(-work.columns // (config.block_k // 2)) / (2.0 * tiles_k)
     elif config.pingpong:
-        steps *= _wasteful(tiles_k * config.block_k, work, family.specialized)
+        if across(config):
+            steps *= _wasteful(tiles_n * config.block_n, work.N, family.specialized)
+        else:
+            steps *= _wasteful(tiles_k * config.block_k, work.columns, family.specialized)
     rate_ns = steps * profile.step_ns / chip.sm_count * _waves(per_sm) / per_sm
     waves, used = _waves(per_slot), rows.active / work.E  # tiles of experts without rows have no steps
     chain_ns = waves * used * _steps_ns(profile, steps / tiles / used) + (waves - 1.0) * profile.tile_ns

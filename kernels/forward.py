@@ -54,11 +54,18 @@ def _store_rows(
 
 
 @triton.jit
+def _in_registers(tile):
+    """The same tile, which the compiler then hands to the tensor cores from registers, in whatever order it lies."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=True, pack=1)
+
+
+@triton.jit
 def _tile(
     x, w, y, index, row_weights, bias, expert, row_m, col_n, row_end, N, K, stride_x_m, stride_w_e, stride_w_row,
     stride_y_m, index_step, index_end, x_divisor, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     k = tl.arange(0, BLOCK_K)
     if not X_TMA:
@@ -75,7 +82,7 @@ def _tile(
             w_at += k[:, None].to(tl.int64) * stride_w_row + col[None, :]
         else:
             w_at += k[:, None] + tl.minimum(col, N - 1)[None, :].to(tl.int64) * stride_w_row
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if TURNED else tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(0, K, BLOCK_K):
         # Past K both operands are zero; through TMA the rows of the next expert only reach rows that are not stored.
         in_k = start + k < K
@@ -95,7 +102,12 @@ def _tile(
         else:
             w_tile = tl.load(w_at, mask=in_k[:, None], other=0.0)
             w_at += BLOCK_K
-        acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
+        if TURNED:
+            acc = tl.dot(_in_registers(w_tile.T), x_tile.T, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
+    if TURNED:
+        acc = acc.T
     _store_rows(
         y, acc, index, row_weights, bias, expert, row_m, col_n, row_end, N, stride_y_m, index_step, index_end, flags,
         INDEXED,
@@ -109,6 +121,7 @@ def rows(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
@@ -118,6 +131,8 @@ def rows(
     row_weights[index[m]] (4), bias [E, N] (8); otherwise from and to are m itself, and the weight is one.
     ZERO_TAIL (16) sets the rows that belong to no expert to zero. Code that is not INDEXED ignores the other
     ``flags``: on an H200 the index alone costs large tiles 2-5 %, and a branch at run time 24 %.
+    TURNED code multiplies w's tile by x's, from registers: wgmma takes elements of 32 bits from shared memory only
+    where the reduction is contiguous, which it isn't in [E, K, N], but those of its first operand from registers too.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     if PERSISTENT:
@@ -136,7 +151,7 @@ def rows(
             _tile(
                 x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,
                 N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
-                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION,
+                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
             )  # fmt: skip
     else:
         there, expert, tile_m, tile_n, row_start, row_end = find(
@@ -146,7 +161,7 @@ def rows(
             _tile(
                 x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,
                 N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
-                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION,
+                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
             )  # fmt: skip
     if (flags & ZERO_TAIL) != 0:
         if not PERSISTENT:

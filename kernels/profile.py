@@ -11,7 +11,7 @@ from ..artifacts.types import DType, Op, Variant
 from .abi import MAX_EXPERTS
 from .calibration import SIZES, Constants, Specialized
 from .chips import Chip, SmLimits, limits
-from .config import Config
+from .config import Config, across
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,12 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
     rows, columns, depth = config.block_m, config.block_n, config.block_k
     if op is Op.DW:
         rows, columns, depth = config.block_n, config.block_k, config.block_m
+        if across(config):
+            rows, columns = columns, rows
     wgmma = chip.sm == 90 and config.tma and rows >= 64 and config.num_warps >= 4 and dtype is not DType.FP32
     math_ns = 2.0 * rows * columns * depth / _flops_per_ns(resources, rows, columns, wgmma, dtype, chip, c)
     if wgmma and dtype is DType.TF32 and op is not Op.FORWARD:
-        math_ns /= c.turned_tf32
+        math_ns /= c.turned_tf32 if op is Op.DW else c.held_tf32
     load_per_ns = family.l2_bytes_per_clock * chip.clock_ghz
     latency_ns, overhead_ns = family.latency_ns, family.pointer_step_ns
     if config.tma:

@@ -23,16 +23,16 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "find.py", "tiles.py"), "c9d50f5513bf86b1aeec2d34dbc47d5e245f33dddda4d8cd377fb0711ed82a43"
+_ROWS = ("forward.py", "find.py", "tiles.py"), "74b97f5ec73dc90cde3bc193af334de80375c2e9cd44741c06d5247db5648ed3"
 _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1756353e20c061c570693e0be54d"
 _SPECIALIZED = ("pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "44c667c70e81b84726c29b8de1850e55d52fb897f44f9ab469e7f8196de42604",
+    "1140373cdbcd181cc3c51b7be1cb0b5142dfd393b135b441212c3286782d0cd4",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "31b6351796a53c4126e5f6ca344c73c0d7820dda8f10acb594062a1e5b9c24b5",
+    "eb44d91aea97f1e17c19c65f5d9c734c5587ffa6d06c7caad86e4b968b39b1fc",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _SLOTS = ("slots.py",), "b7dac8bcfa37c6c1bc15bc1a851e555feac517a622ea21b301cde5d36caffd3a"

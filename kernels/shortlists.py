@@ -62,8 +62,11 @@ HOPPER_DW_SPECIALIZED: tuple[Row, ...] = (
     (64, 128, 256, 8, 4),
 )
 # sm_90, specialised, the warpgroups in turns: forward and dX, and dW.
-HOPPER_PINGPONG: Row = (128, 192, 64, 8, 5)
-HOPPER_DW_PINGPONG: Row = (32, 128, 192, 8, 10)
+HOPPER_PINGPONG: tuple[Row, ...] = ((128, 192, 64, 8, 5),)
+HOPPER_DW_PINGPONG: tuple[Row, ...] = (
+    (32, 128, 192, 8, 10),
+    (32, 192, 128, 8, 10),
+)
 # sm_90, dX: the same of dX.
 HOPPER_DX_PERSISTENT: tuple[Row, ...] = (
     (128, 256, 64, 8, 3),
@@ -125,12 +128,15 @@ HOPPER_DW_POINTER: tuple[Row, ...] = (
     (16, 64, 128, 4, 4),
 )
 # sm_90, tf32, as they are: with fewer than 64 rows or 4 warps a tile runs on mma.sync. wgmma wants the reduction
-# contiguous in both operands of this type; others are turned round in shared memory first: dX's w, and both of dW's.
+# contiguous in both operands of this type in shared memory: dX's w goes through registers, where the fastest tiles are
+# two to an SM, and both operands of dW would be turned round in shared memory first.
 HOPPER_TF32: tuple[Row, ...] = ((128, 128, 32, 8, 4),)
 HOPPER_TF32_DX: tuple[Row, ...] = (
-    (64, 64, 32, 2, 4),
+    (128, 128, 32, 4, 3),
+    (64, 128, 32, 4, 4),
     (32, 256, 32, 4, 3),
     (32, 128, 64, 4, 3),
+    (64, 64, 32, 2, 4),
 )
 HOPPER_TF32_DW: tuple[Row, ...] = (
     (32, 64, 128, 2, 3),

@@ -101,7 +101,7 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         special = [replace(config, specialized=True) for config in first]
         special += [replace(special[0], narrow=True)] if op is Op.DW else []
         turns = lists.HOPPER_DW_PINGPONG if op is Op.DW else lists.HOPPER_PINGPONG
-        special += [Config(*turns, tma=True, specialized=True, pingpong=True)]
+        special += [Config(*row, tma=True, specialized=True, pingpong=True) for row in turns]
         pool = special + pool
     valid = [config for config in dict.fromkeys(pool) if not invalid(config)]
     fitting = [config for config in valid if shared_bytes_at_least(op, dtype, config, sm) <= shared_limit]

@@ -208,9 +208,11 @@ def rows_specialized(
             [
                 (multiply_in_turns, (
                     0, a, b, full, empty, order, queue, filled, free, buffers, y_map, STAGES, True, not W_KN, False,
+                    False,
                 )),
                 (multiply_in_turns, (
                     1, a, b, full, empty, order, queue, filled, free, buffers, y_map, STAGES, True, not W_KN, False,
+                    False,
                 )),
                 (_load_rows, (
                     x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,

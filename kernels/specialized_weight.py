@@ -135,11 +135,13 @@ def _load_weight(
 def weight_specialized(
     dy, x, dw, m_sizes, counter, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row, m_sizes_step,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, NARROW: gl.constexpr, PINGPONG: gl.constexpr, REGISTERS: gl.constexpr,
+    EXPERTS: gl.constexpr, NARROW: gl.constexpr, PINGPONG: gl.constexpr, ACROSS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k]: ``grad_weight.weight``.
 
-    All three are TMA descriptors.
+    All three are TMA descriptors. ACROSS: x and dy, and K and N, have changed places, and each tile is turned round
+    when it is stored (turns.py).
     """
     element: gl.constexpr = x.dtype
     lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -155,14 +157,15 @@ def weight_specialized(
         gl.warp_specialize(
             [
                 (multiply_in_turns, (
-                    0, a, b, full, empty, order, queue, filled, free, buffers, dw, STAGES, False, False, True,
+                    0, a, b, full, empty, order, queue, filled, free, buffers, dw, STAGES, False, False, True, ACROSS,
                 )),
                 (multiply_in_turns, (
-                    1, a, b, full, empty, order, queue, filled, free, buffers, dw, STAGES, False, False, True,
+                    1, a, b, full, empty, order, queue, filled, free, buffers, dw, STAGES, False, False, True, ACROSS,
                 )),
                 (_load_weight, (
-                    dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step, BLOCK_M,
-                    BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW, PINGPONG,
+                    x if ACROSS else dy, dy if ACROSS else x, a, b, full, empty, queue, filled, free, m_sizes, counter,
+                    M, K if ACROSS else N, N if ACROSS else K, E, m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M,
+                    EXPERTS, NARROW, PINGPONG,
                 )),
             ],
             [4, 1],

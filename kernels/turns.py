@@ -3,7 +3,7 @@
 A tile is 128 rows by 192 columns, the most whose sums one warpgroup's registers hold. The language has no tensor of 192
 columns: the products are written for 256, of which the last quarter is neither loaded nor stored, and the compiler is
 handed instructions of 192 columns in their place (aot/rewriting.py). The ring has 64 columns more at its end, which
-the words ``256 columns from here`` reach.
+the words ``256 columns from here`` reach. A tile of dW may lie ACROSS: its 192 columns are rows of dw.
 
 A warpgroup waits for its first stage only after the other has begun on the last of its own (``order``): the barrier of
 a stage tells the next load from the last, and not from the one before.
@@ -44,7 +44,7 @@ def publish_turn(queue, filled, free, slot, turn, row, col, row_end, word, stage
 @gluon.jit
 def multiply_in_turns(
     half, a, b, full, empty, order, queue, filled, free, buffers, y,
-    STAGES: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr, WEIGHT: gl.constexpr,
+    STAGES: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr, WEIGHT: gl.constexpr, ACROSS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: multiplies every other tile, and stores it. See ``warpgroups.multiply``."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WRITTEN, 16])
@@ -83,8 +83,8 @@ def multiply_in_turns(
         if steps > 0:
             gl.barrier()
             mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
-        store_boxes(y, upper, buffers, half, row, row_end, first, expert, 1, WEIGHT, PARTS)
-        store_boxes(y, lower, buffers, half, row + 64, row_end, first, expert, 1, WEIGHT, PARTS)
+        store_boxes(y, upper, buffers, half, row, row_end, first, expert, 1, WEIGHT, PARTS, ACROSS)
+        store_boxes(y, lower, buffers, half, row + 64, row_end, first, expert, 1, WEIGHT, PARTS, ACROSS)
         turn = turn ^ 1
         row, place, row_end, word = take(queue, filled, free, half, turn)
     tma.store_wait(0)

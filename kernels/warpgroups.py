@@ -93,14 +93,25 @@ def _store_lines(y, part, buffer, target, inside, col, N, stride_y_m, LAYOUT: gl
 
 
 @gluon.jit
-def _store_box(y, part, buffer, row, row_end, col, expert, WEIGHT: gl.constexpr, SLOTS: gl.constexpr):
-    """Stores 64 x 64 by TMA, which cuts off rows and columns past the end. It reads the buffer on its own."""
+def _store_box(
+    y, part, buffer, row, row_end, col, expert, WEIGHT: gl.constexpr, SLOTS: gl.constexpr, ACROSS: gl.constexpr,
+):  # fmt: skip
+    """Stores 64 x 64 by TMA, which cuts off rows and columns past the end. It reads the buffer on its own.
+
+    ACROSS, of dW alone: the part's rows are columns of dw.
+    """
     tma.store_wait(SLOTS - 1)
     gl.barrier()
-    buffer.store(part)
+    if ACROSS:
+        buffer.permute((1, 0)).store(part)
+    else:
+        buffer.store(part)
     fence_async_shared()
     gl.barrier()
-    if WEIGHT:
+    if ACROSS:
+        box = buffer._reinterpret(part.dtype, [1, 64, 64], y.layout)
+        tma.async_copy_shared_to_global(y, [expert, col, row], box)
+    elif WEIGHT:
         box = buffer._reinterpret(part.dtype, [1, 64, 64], y.layout)
         tma.async_copy_shared_to_global(y, [expert, row, col], box)
     else:
@@ -111,13 +122,13 @@ def _store_box(y, part, buffer, row, row_end, col, expert, WEIGHT: gl.constexpr,
 @gluon.jit
 def store_boxes(
     y_map, result, buffers, half, row, row_end, first, expert, SLOTS: gl.constexpr, WEIGHT: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, ACROSS: gl.constexpr = False,
 ):  # fmt: skip
     """Stores the first PARTS x 64 columns of 64 rows by TMA."""
     parts = _parts(result.to(buffers.dtype))
     for i in gl.static_range(PARTS):
         buffer = buffers.index(half * SLOTS + i % SLOTS)
-        _store_box(y_map, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS)
+        _store_box(y_map, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS, ACROSS)
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from ..kernels.abi import (
     too_large,
     weight_tiles,
 )
-from ..kernels.config import Config
+from ..kernels.config import Config, across
 from . import arguments, driver
 from .arguments import PREPARED, SIZES, STRIDE_B, STRIDES, Blocks
 from .counters import counters
@@ -185,7 +185,7 @@ def weight_launcher(
         where dw's tiles pass 2^31, or it has more columns than the kernel can do.
     """
     config, variant = kernel.config, kernel.variant
-    _refuse(variant, K, 0, config)
+    _refuse(variant, N if across(config) else K, 0, config)
     maps = {"dy": _UNREAD[4], "x": _UNREAD[4], "dw": _UNREAD[3]}
     start, repeater = starter(
         kernel.function,

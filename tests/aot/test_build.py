@@ -239,9 +239,9 @@ def test_what_is_the_same_code_is_compiled_once(small_space: Space) -> None:
         for layout in (Layout.NK, Layout.KN)
     ]
     # Two aligned candidates and a fallback each. Through pointers what gathers is what scatters.
-    assert [len(by_code(specs(problems[::2], sm, small_space))) for sm in (80, 90)] == [6, 8]
+    assert [len(by_code(specs(problems[::2], sm, small_space), sm)) for sm in (80, 90)] == [6, 8]
     backward = [dataclasses.replace(problem, op=Op.DX) for problem in problems]
-    once = by_code(specs([*problems, *backward], 90, small_space))
+    once = by_code(specs([*problems, *backward], 90, small_space), 90)
     assert len(once) == 16  # dX is the forward of the other layout
     assert sorted(map(len, once)) == [2] * 10 + [2, 2, 2, 2, 4, 4]
     for first, *rest in once:
@@ -308,7 +308,7 @@ def test_shared_code_is_the_same_bytes_as_compiled_by_itself(training: dict[int,
     variant = bundle.variants[at]
     spec = Spec(variant.op, variant.dtype, Config.from_pairs(variant.config), variant.layout, variant.fusion)
     forward = dataclasses.replace(spec, op=Op.FORWARD, layout=Layout.KN, fusion=Fusion.SCATTER)
-    assert by_code([forward, spec]) == ((forward, spec),)  # so it was not compiled as itself
+    assert by_code([forward, spec], 80) == ((forward, spec),)  # so it was not compiled as itself
     alone = compile_variant(spec, 80)
     assert (alone.variant, alone.cubin) == (variant, bundle.cubins[at])
 

@@ -164,7 +164,7 @@ def launch(kernel: Any, spec: abi.Spec, case: dict[str, Any], tiles: int, values
     plain = {"index": null, "row_weights": null.float(), "bias": null.float(), "index_step": 1, "index_end": 0}
     values = plain | {"x_divisor": 1, "flags": 0} | values
     grid = min(tiles, case["programs"]) if case["persistent"] else tiles
-    constants = abi.constants(spec) | ({"EXPERTS": case["scan"]} if case["scan"] else {})
+    constants = abi.constants(spec, 80) | ({"EXPERTS": case["scan"]} if case["scan"] else {})
     kernel[(grid,)](*(values[name] for name, _ in abi.arguments(spec)), **constants)
 
 

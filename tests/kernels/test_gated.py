@@ -47,10 +47,10 @@ def test_its_result_leaves_by_tma_whether_rows_are_gathered_or_not() -> None:
     assert dict(arguments(gathers))["x"] == "ptr"
     assert dict(arguments(gathers))["y_map"] == dict(arguments(plain))["y_map"] == "desc4"
     assert set(boxes(gathers)) == {"w", "y_map"}
-    said = [tuple(constants(one)[name] for name in ("GATED", "GATHER", "INDEXED")) for one in (plain, gathers)]
+    said = [tuple(constants(one, 90)[name] for name in ("GATED", "GATHER", "INDEXED")) for one in (plain, gathers)]
     assert said == [(True, False, False), (True, True, False)]
-    assert all("y_map" not in constants(one) for one in (plain, gathers))
-    assert constants(spec(Fusion.GATHER))["GATED"] is False
+    assert all("y_map" not in constants(one, 90) for one in (plain, gathers))
+    assert constants(spec(Fusion.GATHER), 90)["GATED"] is False
     assert arguments(plain) == arguments(spec(Fusion.NONE))  # the same launch
     assert divisibility(plain) == divisibility(spec(Fusion.NONE))
     assert str(gathers).endswith("specialized gather silu")
@@ -68,7 +68,7 @@ def test_its_estimate_is_the_products_with_half_of_the_columns_written() -> None
 @pytest.mark.parametrize("fusion", [Fusion.SILU, BOTH])
 def test_its_estimate_has_none_of_what_half_tiles_save(fusion: Fusion) -> None:
     """Its kernel multiplies every tile at its whole width, past the last column and in the last wave too."""
-    assert constants(spec(fusion))["GATED"] is True
+    assert constants(spec(fusion), 90)["GATED"] is True
     resources, hopper = Resources(CONFIG, 384, 220_000, 168), CONSTANTS.hopper
 
     def us(problem: Problem, M: int, name: str, value: bool) -> float:

@@ -24,7 +24,7 @@ def test_buffers_take_turns_from_one_tile_to_the_next(op: Op, fusion: Fusion) ->
     specialized = [one for one in candidates(op, DType.BF16, 90) if one.specialized]
     assert specialized
     for config in specialized:
-        constants = abi.constants(Spec(op, DType.BF16, config, fusion=fusion))
+        constants = abi.constants(Spec(op, DType.BF16, config, fusion=fusion), 90)
         width = config.block_k if op is Op.DW else config.block_n
         halves = config.narrow or op is not Op.DW
         widths = {width // 2} if Fusion.SILU in fusion else {width, width // 2} if halves else {width}

@@ -1,4 +1,4 @@
-"""Each specialised variant of the bundles for this GPU, and each whose programs have one tile.
+"""Each specialised variant of the bundles for this GPU, each whose programs have one tile, each of tf32.
 
 Whatever would be chosen. PRETUNED_BUNDLES names them.
 """
@@ -28,7 +28,8 @@ pytestmark = [
 ]
 
 NAN = float("nan")
-MOST = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+MOST = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-3}  # float32: of tf32
+HALVES = (DType.BF16, DType.FP16)
 # E, N, K and how the rows fall: few tiles, of which those of many rows come first; many; no whole tile.
 WEIGHTS = [
     (5, 512, 768), (8, 4096, 4096), (32, 384, 512), (32, 136, 72), (33, 512, 512), (64, 256, 264), (3, 2880, 2880),
@@ -41,12 +42,14 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def variants(op: Op, fusion: Fusion, which: Callable[[Config], bool]) -> list[LoadedKernel]:
+def variants(
+    op: Op, fusion: Fusion, which: Callable[[Config], bool], dtypes: tuple[DType, ...] = HALVES
+) -> list[LoadedKernel]:
     snapshot, local = discover.snapshot(), local_gpu(0)
     found = {}
     for one in snapshot.view(local, installed=True).usable:
         for i, variant in enumerate(one.bundle.variants()):
-            wanted = variant.op is op and variant.fusion == fusion and variant.dtype in (DType.BF16, DType.FP16)
+            wanted = variant.op is op and variant.fusion == fusion and variant.dtype in dtypes
             if wanted and which(Config.from_pairs(variant.config)):
                 found[variant.config, variant.dtype, variant.layout] = one.bundle, i
     if not found:
@@ -75,6 +78,8 @@ def fallen(E: int, M: int, fall: str) -> torch.Tensor:
 
 
 def dtype_of(kernel: LoadedKernel) -> torch.dtype:
+    if kernel.variant.dtype is DType.TF32:
+        return torch.float32
     return next(key for key, value in DTYPES.items() if value is kernel.variant.dtype)
 
 
@@ -132,6 +137,29 @@ def test_plain_rows(op: Op, E: int, N: int, K: int, fall: str) -> None:
                 launch(x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0))
             layout = Layout.KN if kn else Layout.NK
             reference.rows(x.float(), w.float(), m_sizes, want, M=M, layout=layout)
+            near(y, want)
+
+
+@pytest.mark.parametrize("fall", FALLS)
+@pytest.mark.parametrize(("E", "N", "K"), ROWS)
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+def test_tf32(op: Op, E: int, N: int, K: int, fall: str) -> None:
+    """In the kernel's words, as ``test_plain_rows``: among them those that take w from registers."""
+    for M in (1, 300, 5000):
+        m_sizes = fallen(E, M, fall)
+        m_sizes[-1] -= m_sizes[-1] // 2
+        m_sizes = m_sizes.cuda()
+        for kernel in variants(op, Fusion.NONE, lambda _config: True, (DType.TF32,)):
+            kn = (kernel.variant.layout is Layout.KN) == (op is Op.FORWARD)
+            x = torch.randn(M, K, device="cuda")
+            w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda") * K**-0.5
+            y, want = torch.full((M, N), NAN, device="cuda"), torch.full((M, N), NAN, device="cuda")
+            launch = row_launcher(
+                kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
+                m_sizes_step=1,
+            )  # fmt: skip
+            launch(x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0))
+            reference.rows(x, w, m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK)
             near(y, want)
 
 

@@ -1,0 +1,43 @@
+"""tf32 whose weights lie as [E, K, N] in the kernel's words: on sm_90 they reach the tensor cores from registers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pretuned.aot.compile import compile_variant
+from pretuned.aot.variants import rejection
+from pretuned.artifacts.types import DType, Fusion, Layout, Op
+from pretuned.kernels.abi import Spec, constants
+from pretuned.kernels.chips import limits
+from pretuned.kernels.config import Config
+
+TILE = Config(128, 128, 32, 4, 3, tma=True)
+DX = Spec(Op.DX, DType.TF32, TILE)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sm", "turned"),
+    [
+        (DX, 90, True),
+        (replace(DX, fusion=Fusion.GATHER), 90, True),
+        (Spec(Op.FORWARD, DType.TF32, TILE, Layout.KN), 90, True),
+        (Spec(Op.DX, DType.TF32, TILE, Layout.KN), 90, False),
+        (Spec(Op.FORWARD, DType.TF32, TILE), 90, False),
+        (replace(DX, dtype=DType.BF16), 90, False),
+        (replace(DX, config=Config(128, 128, 32, 4, 3)), 90, False),  # through pointers
+        (replace(DX, config=Config(64, 64, 32, 2, 4, tma=True)), 90, False),  # on mma.sync
+        (replace(DX, config=Config(32, 256, 32, 4, 3, tma=True)), 90, False),
+        (DX, 100, False),
+    ],
+)
+def test_where_weights_come_from_registers(spec: Spec, sm: int, turned: bool) -> None:
+    assert constants(spec, sm)["TURNED"] is turned
+
+
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER, Fusion.SCATTER])
+def test_two_such_tiles_fit_an_sm(fusion: Fusion) -> None:
+    variant = compile_variant(replace(DX, fusion=fusion), 90).variant
+    assert rejection(variant, limits(90)) is None
+    assert 2 * variant.shared_bytes <= limits(90).shared_per_sm_bytes
