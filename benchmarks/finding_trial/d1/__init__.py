@@ -1,0 +1,1 @@
+from .forward import rows

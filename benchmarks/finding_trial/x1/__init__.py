@@ -1,0 +1,2 @@
+from .forward import rows
+from .grad_weight import weight
