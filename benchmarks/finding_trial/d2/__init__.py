@@ -1,1 +1,0 @@
-from .forward import rows

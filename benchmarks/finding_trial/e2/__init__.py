@@ -1,1 +1,0 @@
-from .decode import rows_specialized

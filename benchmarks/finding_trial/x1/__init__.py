@@ -1,2 +1,0 @@
-from .forward import rows
-from .grad_weight import weight
