@@ -79,7 +79,6 @@ def launcher(
     if how is not None:
         fused = launch.Fused(how.fusion, 1, how.top_k)
         extra = (how.index.data_ptr(), how.row_weights.data_ptr(), 0, len(how.index))
-        x = how.tokens if how.fusion is Fusion.GATHER else x
     if op is Op.DW:
         start = launch.weight_launcher(
             kernel, N=N, K=K, E=E, stride_dw_e=result.stride(0), stride_dw_row=result.stride(1), m_sizes_step=1,
@@ -93,6 +92,8 @@ def launcher(
             stride_w_row=w.stride(1), m_sizes_step=1, fused=fused,
         )  # fmt: skip
         rows = x if op is Op.FORWARD else dy
+        if how is not None and how.fusion is Fusion.GATHER:
+            rows = how.tokens
         operands, strides = (rows, w, result), (rows.stride(0), result.stride(0))
     addresses = [tensor.data_ptr() for tensor in operands]
 
@@ -175,9 +176,10 @@ def measured(
     M = T * top_k
     dy = None if op is Op.FORWARD else method.activations(M, N, w.dtype)
     inputs = method.Inputs(method.activations(M, K, w.dtype), w, m_sizes.cuda(), dy)
-    how = moved(form, T, top_k, inputs.x)
+    how = moved(form, T, top_k, inputs.x if dy is None else dy)
     if how is not None and form == "gather":  # what the reference sees is gathered beforehand
-        inputs = replace(inputs, x=how.tokens[how.index.long() // top_k])
+        rows = how.tokens[how.index.long() // top_k]
+        inputs = replace(inputs, x=rows) if op is Op.FORWARD else replace(inputs, dy=rows)
     sizes = {Op.FORWARD: (M, N), Op.DX: (M, K), Op.DW: (E, N, K)}[op]
     y = torch.empty(sizes, dtype=w.dtype, device="cuda")
     active = E if op is Op.DW else int((m_sizes > 0).sum())

@@ -17,7 +17,7 @@ from sweeps import Cell
 from pretuned.artifacts.types import Op
 from pretuned.kernels.calibration import Constants
 from pretuned.kernels.chips import Chip
-from pretuned.kernels.config import Config
+from pretuned.kernels.config import Config, across
 from pretuned.kernels.cost import Resources, _Work, _work
 from pretuned.kernels.profile import Profile, profile
 
@@ -26,8 +26,9 @@ Floats = npt.NDArray[np.float64]
 # What the equations read of a variant and a problem, for each pair of them.
 _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "block_m": lambda config, work: config.block_m,
-    "block_n": lambda config, work: config.block_n,
-    "block_k": lambda config, work: config.block_k,
+    "block_n": lambda config, work: config.block_k if across(config) else config.block_n,
+    "block_k": lambda config, work: config.block_n if across(config) else config.block_k,
+    "width": lambda config, work: config.block_k,
     "group_m": lambda config, work: config.group_m,
     "persistent": lambda config, work: config.persistent,
     "specialized": lambda config, work: config.specialized,
@@ -36,8 +37,8 @@ _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "pingpong": lambda config, work: config.pingpong,
     "E": lambda config, work: work.E,
     "M": lambda config, work: work.M,
-    "N": lambda config, work: work.N,
-    "columns": lambda config, work: work.columns,
+    "N": lambda config, work: work.columns if across(config) else work.N,
+    "columns": lambda config, work: work.N if across(config) else work.columns,
     "reduction": lambda config, work: work.reduction,
     "active": lambda config, work: work.rows.active,
     "busiest": lambda config, work: work.rows.busiest,
@@ -45,7 +46,7 @@ _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "row_tiles_64": lambda config, work: work.rows.tiles[64],
     "matrix_bytes": lambda config, work: work.matrix_bytes,
     "left_row_bytes": lambda config, work: work.left_row_bytes,
-    "right_row_bytes": lambda config, work: work.right_row_bytes,
+    "right_row_bytes": lambda config, work: work.N * work.itemsize if across(config) else work.right_row_bytes,
     "read_bytes": lambda config, work: work.read_bytes,
     "written_bytes": lambda config, work: work.written_bytes,
     "itemsize": lambda config, work: work.itemsize,
@@ -209,7 +210,7 @@ def _weight_ns(p: SimpleNamespace, g: SimpleNamespace, chip: Chip, c: Constants)
     read_bytes = read_bytes + again * g.M * g.N * g.itemsize * np.where(
         slab_bytes > l2_bytes, 1.0 - l2_bytes / slab_bytes, 0.0
     )
-    written_bytes = g.written_bytes * (1.0 + family.weight.row_bytes / (g.block_k * g.itemsize))
+    written_bytes = g.written_bytes * (1.0 + family.weight.row_bytes / (g.width * g.itemsize))
     memory_ns = (read_bytes / family.memory_share + written_bytes / family.write_share) / chip.bandwidth_gbs
     rate_ns = steps * p.step_ns / chip.sm_count * _waves(per_sm) / per_sm
     waves, used = _waves(per_slot), g.active / g.E

@@ -99,7 +99,7 @@ _BLACKWELL = Family(
 )
 
 # fitted: begin
-# Fitted to sweeps with the sha256 5462a336e11236a9 by python
+# Fitted to sweeps with the sha256 0b51a75be11cb971 by python
 # benchmarks/fit_cost.py
 #   benchmarks/results/sweep-h200-dW-bf16.json
 #   benchmarks/results/sweep-h200-dX-bf16.json
@@ -108,58 +108,58 @@ _BLACKWELL = Family(
 #   --write
 #   --out benchmarks/results/fit-h200-bf16.json
 _HOPPER = Family(
-    sustained=0.764,
-    l2_bytes_per_clock=64.0,
-    rows=(0.272, 0.422, 1.2, 1.08, 0.868),
-    columns=(0.3, 0.457, 0.88, 0.874, 1.0),
-    one_cta={1: 0.25, 2: 0.4, 4: 1.0, 8: 1.0, 16: 1.0},
-    wgmma_columns=(0.2, 0.35, 0.67, 0.864, 1.0),
+    sustained=0.781,
+    l2_bytes_per_clock=62.8,
+    rows=(0.266, 0.424, 1.1, 1.05, 0.875),
+    columns=(0.3, 0.479, 0.86, 0.837, 1.0),
+    one_cta={1: 0.25, 2: 0.4, 4: 0.963, 8: 1.0, 16: 1.0},
+    wgmma_columns=(0.2, 0.35, 0.689, 0.865, 1.0),
     memory_share=0.96,
-    latency_ns=1010.0,
-    tma_latency_ns=741.0,
-    held_stages=0.4,
-    chain_norm=5.85,
-    pointer_step_ns=69.3,
-    tma_step_ns=8.35,
+    latency_ns=1000.0,
+    tma_latency_ns=715.0,
+    held_stages=0.474,
+    chain_norm=8.32,
+    pointer_step_ns=62.3,
+    tma_step_ns=8.7,
     pointer_wgmma=0.9,
-    persistent_exposed=0.371,
-    flight_norm=2.57,
-    tail_static=0.734,
-    tail_dynamic=0.437,
-    lockstep=0.875,
-    l2_usable=0.633,
-    norm=2.77,
-    step_norm=5.08,
+    persistent_exposed=0.412,
+    flight_norm=2.52,
+    tail_static=0.743,
+    tail_dynamic=0.451,
+    lockstep=1.09,
+    l2_usable=0.668,
+    norm=2.73,
+    step_norm=5.5,
     write_share=0.95,
     weight=WeightGrad(
-        step_ns=3.5,
-        issue_ns=7.64,
-        load_share=0.796,
-        row_bytes=26.8,
-        store_bytes_per_clock=47.8,
-        exposed=0.634,
-        norm=2.09,
+        step_ns=4.59,
+        issue_ns=7.51,
+        load_share=0.8,
+        row_bytes=24.2,
+        store_bytes_per_clock=45.2,
+        exposed=0.615,
+        norm=2.0,
     ),
     specialized=Specialized(
-        rate=0.985,
-        norm=5.34,
+        rate=0.98,
+        norm=5.36,
         half=0.4,
         apart=0.5,
         half_columns=True,
         split_tail=True,
-        exposed=0.189,
-        start_ns=780.0,
-        weight_rate=1.02,
-        weight_exposed=0.0574,
+        exposed=0.185,
+        start_ns=803.0,
+        weight_rate=1.03,
+        weight_exposed=0.0517,
         turns_rate=1.02,
-        turns_weight_rate=1.27,
-        turns_exposed=0.0592,
-        turns_waste=0.57,
+        turns_weight_rate=1.3,
+        turns_exposed=0.063,
+        turns_waste=0.568,
     ),
 )
-_COLD_NS = 3800.0
-_START_NS = 1640.0
-_STORE_NS = 289.0
+_COLD_NS = 3850.0
+_START_NS = 1160.0
+_STORE_NS = 291.0
 # fitted: end
 
 
@@ -175,7 +175,7 @@ class Constants(NamedTuple):
     unaligned_load: float = 6.0  # loads of one element each: no 16-byte copies, no pipeline
     crowded_registers: float = 0.5  # rate left when the accumulators alone pass 128 registers a thread
     turned_tf32: float = 0.15  # rate of wgmma left where an operand of tf32 is turned round in shared memory first
-    held_tf32: float = 0.75  # the same where it goes through registers: dX's weights
+    held_tf32_rows: float = 128.0  # of a tile, at full rate where it goes through registers: dX's weights
     split_waves: float = 0.6  # what a split last wave takes of a whole one
     dirty_ns: float = 5000.0  # what writing back takes where a call pushes all dirty lines out of L2 ...
     dirty_l2: float = 1.5  # ... which it does once it reads so much, in sizes of L2; ``streamed`` loads don't ...

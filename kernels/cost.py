@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..artifacts.types import DType, Fusion, Op, Problem
@@ -105,7 +106,7 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     if config.specialized:
         special = family.specialized
         if config.pingpong:
-            share = _wasteful(column_tiles * config.block_n, work.columns, special)
+            share = _wasteful(column_tiles * config.block_n, work, special)
         else:
             share = _share(config, row_tiles, work, special)
             saved = 1.0 - c.split_waves if special.split_tail and not work.gated else 0.0
@@ -157,14 +158,17 @@ def _share(config: Config, row_tiles: float, work: _Work, special: Specialized) 
     return share
 
 
-def _wasteful(tiled_columns: int, columns: int, special: Specialized) -> float:
+def _wasteful(tiled_columns: int, work: _Work, special: Specialized) -> float:
     """The mean time of a tile where warpgroups take turns, over that of one without columns past the last."""
-    return 1.0 + special.turns_waste * (tiled_columns / columns - 1.0)
+    return 1.0 + special.turns_waste * (tiled_columns / work.columns - 1.0)
 
 
 def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     """dW, without the start."""
     config, family, rows = profile.config, c.family(chip.sm), work.rows
+    if across(config):  # dw turned round, as its kernel sees it
+        config = replace(config, block_n=config.block_k, block_k=config.block_n)
+        work = work._replace(N=work.columns, columns=work.N, right_row_bytes=float(work.N * work.itemsize))
     tiles_n, tiles_k = -(-work.N // config.block_n), -(-work.columns // config.block_k)
     tiles = float(work.E * tiles_n * tiles_k)
     steps = rows.tiles[config.block_m] * tiles_n * tiles_k
@@ -180,15 +184,13 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float
     if slab_bytes > l2_bytes:  # the columns under way together read the group's columns of dy again
         again = max(0.0, tiles_k * height / slots - 1.0)
         read_bytes += again * work.M * work.N * work.itemsize * (1.0 - l2_bytes / slab_bytes)
-    written_bytes = work.written_bytes * (1.0 + family.weight.row_bytes / (config.block_k * work.itemsize))
+    width_bytes = profile.config.block_k * work.itemsize  # of a tile's row of dw
+    written_bytes = work.written_bytes * (1.0 + family.weight.row_bytes / width_bytes)
     memory_ns = (read_bytes / family.memory_share + written_bytes / family.write_share) / chip.bandwidth_gbs
     if config.narrow:  # the last tile may have half the columns, and half a tile's work
         steps *= -(-work.columns // (config.block_k // 2)) / (2.0 * tiles_k)
     elif config.pingpong:
-        if across(config):
-            steps *= _wasteful(tiles_n * config.block_n, work.N, family.specialized)
-        else:
-            steps *= _wasteful(tiles_k * config.block_k, work.columns, family.specialized)
+        steps *= _wasteful(tiles_k * config.block_k, work, family.specialized)
     rate_ns = steps * profile.step_ns / chip.sm_count * _waves(per_sm) / per_sm
     waves, used = _waves(per_slot), rows.active / work.E  # tiles of experts without rows have no steps
     chain_ns = waves * used * _steps_ns(profile, steps / tiles / used) + (waves - 1.0) * profile.tile_ns

@@ -79,7 +79,7 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
     wgmma = chip.sm == 90 and config.tma and rows >= 64 and config.num_warps >= 4 and dtype is not DType.FP32
     math_ns = 2.0 * rows * columns * depth / _flops_per_ns(resources, rows, columns, wgmma, dtype, chip, c)
     if wgmma and dtype is DType.TF32 and op is not Op.FORWARD:
-        math_ns /= c.turned_tf32 if op is Op.DW else c.held_tf32
+        math_ns /= c.turned_tf32 if op is Op.DW else min(1.0, rows / c.held_tf32_rows)
     load_per_ns = family.l2_bytes_per_clock * chip.clock_ghz
     latency_ns, overhead_ns = family.latency_ns, family.pointer_step_ns
     if config.tma:

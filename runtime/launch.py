@@ -29,7 +29,8 @@ from .launcher import Launcher, starter
 from .tensormaps import NO_MAP, TensorMaps
 
 _MOST_TILES = 2**31 - 1
-_MOST_RAGGED_ROWS = RAGGED_SIZES[2]
+_MOST_ROWS = RAGGED_SIZES[2]  # kernels count rows past a tile's end, and those of no expert, 16 for each program
+_MOST_PROGRAMS = 2**26
 # The sizes and strides that follow a descriptor of a rank, where no kernel reads them.
 _UNREAD = {rank: ("null",) * rank + ("one",) * rank for rank in (3, 4)}
 
@@ -134,8 +135,8 @@ def row_launcher(
     )  # fmt: skip
     pack = PREPARED.pack
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
-    most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_TILES
-    most_rows = _MOST_RAGGED_ROWS if config.specialized else _MOST_TILES  # it counts rows past a tile's end, too
+    most_tiles = _MOST_TILES if config.persistent else _MOST_PROGRAMS
+    most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_PROGRAMS
     w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)
     x_maps, w_maps = TensorMaps.of(variant, "x"), TensorMaps.of(variant, "w")
 
@@ -145,9 +146,10 @@ def row_launcher(
     ) -> bytes:  # fmt: skip
         active = E if E < M else M
         tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, inlined
-        if tiles > _MOST_TILES:
-            raise InputError(f"M={M} rows and N={columns} columns make {tiles} tiles of {config}, the most is 2^31 - 1")
-        if most_rows < M:
+        if tiles > most_tiles:
+            made = f"M={M} rows and N={columns} columns make {tiles} tiles"
+            raise InputError(f"{made} of {config}, the most is {most_tiles}: split the batch")
+        if M > _MOST_ROWS:
             raise InputError(f"M={M}, the most rows of {config} is 2^30: split the batch")
         x_map = w_map = NO_MAP
         if x_maps is not None:
@@ -202,7 +204,7 @@ def weight_launcher(
     programs = min(tiles, kernel.sm_count * kernel.function.per_sm) if config.persistent else tiles
     dy_maps, x_maps = TensorMaps.of(variant, "dy"), TensorMaps.of(variant, "x")
     dy_sizes, x_sizes = (*RAGGED_SIZES, N), (*RAGGED_SIZES, K)
-    most_rows = min(_MOST_RAGGED_ROWS, config.block_m * MOST_STEPS) if config.specialized else _MOST_RAGGED_ROWS
+    most_rows = min(_MOST_ROWS, config.block_m * MOST_STEPS) if config.specialized else _MOST_ROWS
 
     def prepare(
         dy: int, x: int, stride_dy_m: int, stride_x_m: int, M: int,

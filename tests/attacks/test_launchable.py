@@ -27,6 +27,7 @@ POINTERS, TMA = Config(64, 64, 64, 4, 3), Config(64, 64, 64, 4, 3, tma=True)
 SPECIALIZED = Config(128, 128, 64, 8, 3, tma=True, persistent=True, specialized=True)
 TURNS = Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)
 WEIGHT_TURNS = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)
+ACROSS = Config(32, 192, 128, 8, 10, tma=True, specialized=True, pingpong=True)
 ELEMENTS = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
 CUBIN = b"\x7fELF code"
 
@@ -126,7 +127,9 @@ def opened(variant: Variant) -> BundleFile:
     return open_bytes(codec.encode(bundle(variant)), "broken")
 
 
-@pytest.mark.parametrize("variant", [IN_TURNS, record(spec(Op.DX, TURNS)), record(spec(Op.DW, WEIGHT_TURNS))])
+@pytest.mark.parametrize(
+    "variant", [IN_TURNS, record(spec(Op.DX, TURNS)), *(record(spec(Op.DW, one)) for one in (WEIGHT_TURNS, ACROSS))]
+)
 def test_pingpong_as_the_builder_records_it_passes(variant: Variant) -> None:
     assert unlaunchable(variant) is None
 

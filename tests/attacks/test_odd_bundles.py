@@ -32,6 +32,7 @@ CONFIGS: list[tuple[tuple[str, int], ...]] = [
     Config(128, 128, 64, 8, 3, tma=True, specialized=True).pairs(),
     Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True).pairs(),
     Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True).pairs(),
+    Config(32, 192, 128, 8, 10, tma=True, specialized=True, pingpong=True).pairs(),
 ]  # fmt: skip
 PRODUCERS = [Producer("", "", "", ()), Producer("9" * 200, "a,b,,", "1" * 199 + ",", ("x" * 200,) * 64)]
 

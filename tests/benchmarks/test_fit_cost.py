@@ -99,6 +99,28 @@ def test_the_fit_sees_narrow_configs(tool: SimpleNamespace, K: int, less: bool) 
     assert all((ranked[len(wide) + i] < ranked[i]) is less for i in range(len(wide)))
 
 
+@pytest.mark.parametrize(("N", "K"), [(2048, 1024), (1024, 2048), (5760, 2880)])
+def test_the_fit_sees_tiles_that_lie_across(tool: SimpleNamespace, N: int, K: int) -> None:
+    """Beside the same configs that don't; of dw turned round they take as long, but for what a row of a tile writes."""
+    cell = next(cell for cell in _cells(tool, Op.DW) if cell.tokens == 8192 and cell.model == "olmoe")
+    along = [one for one in cell.variants if one.config.pingpong and one.config.block_k == 192]
+    lying = [replace(one, config=replace(one.config, block_n=192, block_k=128)) for one in along]
+
+    def estimates(N: int, K: int) -> list[float]:
+        variants, times = (*along, *lying), (1.0,) * (2 * len(along))
+        several = replace(cell, problem=replace(cell.problem, N=N, K=K), variants=variants, times_us=times)
+        (part,) = tool.vectors.parts([several])
+        ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(several)}
+        found: list[float] = part.estimates_us(CONSTANTS).tolist()
+        assert dict(enumerate(found)) == pytest.approx(ranked, rel=1e-12)
+        return found
+
+    straight, round_ = estimates(N, K), estimates(K, N)
+    assert along
+    for i in range(len(along)):
+        assert straight[i] == pytest.approx(round_[len(along) + i], rel=0.01)
+
+
 def test_values_are_read_back_as_they_were_put(tool: SimpleNamespace) -> None:
     ranges = (*tool.fitting.FITTED, *tool.fitting.FITTED_DW)
     values = [low for _, low, _, _ in ranges]

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import abi, find, forward, grad_weight
 from pretuned.kernels.config import Config
-from pretuned.kernels.tiles import expert_rows, expert_tiles, locate
+from pretuned.kernels.tiles import expert_rows, locate
 
 GUARD = 3.0  # what y holds where the kernel must not write
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -23,9 +23,16 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 @triton.jit
 def ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What kernels/find.py asks in PTX, which the interpreter can't run."""
-    starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, 512)
-    parts = expert_tiles(starts, ends, 1, BLOCK_M)
+    """What kernels/find.py asks in PTX, which the interpreter can't run. As there, tiles are of all rows asked for."""
+    _starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, 512)
+    e = tl.arange(0, 512)
+    low = tl.load(m_sizes + e * m_sizes_step, mask=e < E, other=0)
+    high = tl.load(m_sizes + e * m_sizes_step + m_sizes_step - 1, mask=e < E, other=0)
+    asked = low.to(tl.int64)
+    if m_sizes_step == 2:
+        asked = (high.to(tl.int64) << 32) | (asked & 0xFFFFFFFF)
+    asked = tl.minimum(tl.maximum(asked, 0), M)
+    parts = tl.cumsum((asked + BLOCK_M - 1) // BLOCK_M, 0).to(tl.int32)
     expert, inner, row_start, row_end = locate(part, parts, ends, M)
     return expert, part - inner, row_start, row_end
 
@@ -53,7 +60,40 @@ def poisoned(rows: torch.Tensor, case: dict[str, Any]) -> torch.Tensor:
     return rows
 
 
+@triton.jit
+def tell(out, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What each program finds, as (whether there is a tile, expert, row tile, column tile)."""
+    tile = tl.program_id(0)
+    there, expert, tile_m, tile_n, _start, _end = find.find(
+        tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, GROUP_M
+    )
+    tl.store(out + 4 * tile, there.to(tl.int32))
+    tl.store(out + 4 * tile + 1, expert)
+    tl.store(out + 4 * tile + 2, tile_m)
+    tl.store(out + 4 * tile + 3, tile_n)
+
+
+def run_find(case: dict[str, Any]) -> dict[str, Any]:
+    """Every tile is found by one program, and by no other of the grid."""
+    E, M, block_m, tiles_n = len(case["m_sizes"]), case["M"], case["block"][0], -(-case["N"] // case["block"][1])
+    counts = torch.tensor(case["m_sizes"], dtype=torch.int64 if case["wide"] else torch.int32).view(torch.int32)
+    tiles = abi.most_tiles(M, E, case["N"], Config(*case["block"], 4, 2, persistent=False))
+    out = torch.full((tiles, 4), -9, dtype=torch.int32)
+    tell[(tiles,)](out, counts, 2 if case["wide"] else 1, M, E, tiles_n, BLOCK_M=block_m, GROUP_M=case["group_m"])
+    starts, ends = rows_of_experts(case)
+    wanted = [
+        (e, m, n)
+        for e, (start, end) in enumerate(zip(starts, ends, strict=True))
+        for m in range(-(-(end - start) // block_m))
+        for n in range(tiles_n)
+    ]
+    found = sorted(tuple(row[1:]) for row in out.tolist() if row[0])
+    return {"wrong": [] if found == sorted(wanted) else [str(found), str(wanted)], "untouched": True}
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
+    if case["op"] == "find":
+        return run_find(case)
     return run_weight(case) if case["op"] == "dW" else run_rows(case)
 
 

@@ -10,6 +10,7 @@ import pretuned.artifacts
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.store import open_bundle
 from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Problem, Variant
+from pretuned.kernels.config import Config, across
 from pretuned.runtime import discover, driver, launch
 from pretuned.runtime.candidates import modelled
 from pretuned.runtime.device import LocalGpu
@@ -31,8 +32,10 @@ def specialised(op: Op, fusion: Fusion) -> Variant:
 def in_turns(op: Op) -> LoadedKernel:
     with open_bundle(SHIPPED) as bundle:
         variant = next(
-            one for one in bundle.variants() if one.op is op and not one.fusion and dict(one.config).get("pingpong")
-        )
+            one for one in bundle.variants()
+            if one.op is op and not one.fusion and dict(one.config).get("pingpong")
+            and not across(Config.from_pairs(one.config))
+        )  # fmt: skip
     return LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
 
 
@@ -68,6 +71,34 @@ def test_dw_takes_what_its_steps_can_be_counted_in() -> None:
     prepare(16, 16, 64, 64, most)
     with pytest.raises(InputError, match=f"the most rows of dW by .* is {most}"):
         prepare(16, 16, 64, 64, most + 1)
+
+
+def plain(*, persistent: bool) -> Variant:
+    with open_bundle(SHIPPED) as bundle:
+        return next(
+            one for one in bundle.variants()
+            if one.op is Op.FORWARD and not one.fusion and one.alignment == 16 and not dict(one.config)["specialized"]
+            and bool(dict(one.config)["persistent"]) is persistent
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_plain_code_takes_2_30_rows(persistent: bool) -> None:
+    """Beyond, rows past a tile's end, and 16 more for each program that zeroes rows, would pass 2^31."""
+    prepare = launcher(plain(persistent=persistent)).prepare
+    rows = (1 << 30) if persistent else (1 << 29)
+    prepare(16, 16, 64, 64, rows)
+    with pytest.raises(InputError, match="split the batch"):
+        prepare(16, 16, 64, 64, (1 << 30) + 1)
+
+
+def test_programs_of_one_tile_are_2_26() -> None:
+    variant = plain(persistent=False)
+    block_m, most = dict(variant.config)["block_m"], 1 << 26
+    prepare = launcher(variant).prepare
+    prepare(16, 16, 64, 64, (most - 4) * block_m)
+    with pytest.raises(InputError, match=f"the most is {most}: split the batch"):
+        prepare(16, 16, 64, 64, (most + 1) * block_m)
 
 
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
@@ -109,5 +140,5 @@ def test_more_columns_are_left_to_other_variants(op: Op) -> None:
         problem = Problem(op, DType.BF16, 1, *((columns, 8) if op is Op.FORWARD else (8, columns)))
         view = found.view(h200, installed=True)
         ranked = modelled(found, problem, 128, h200, view, aligned=True)
-        assert any(one.config.pingpong for one in ranked) is turns
+        assert any(one.config.pingpong and not across(one.config) for one in ranked) is turns
         assert ranked

@@ -94,8 +94,8 @@ class Warp:
             return np.full(LANES, given[0].sum())
         if name == "vote":
             return np.full(LANES, sum(1 << i for i in range(LANES) if given[0][i]))
-        if name == "shfl":  # idx: a lane past the last is told its own value
-            return np.where(given[1] < LANES, given[0][given[1] % LANES], given[0])
+        if name == "shfl":  # idx
+            return given[0][given[1] % LANES]
         one: dict[str, Callable[..., Values]] = {
             "mov": lambda a: a,
             "add": np.add,
