@@ -124,5 +124,6 @@ def invalid(config: Config) -> str | None:
     if config.specialized and config.num_stages < 2:
         return f"a specialized config has a stage to load while another is multiplied: {config!r} has one"
     if config.pingpong and not (config.specialized and not config.narrow and (_turns(config) or _weight_turns(config))):
-        return f"a pingpong config is specialized, of 128 x {PINGPONG_COLUMNS} tiles, and not narrow: {config!r}"
+        shape = f"128 x {PINGPONG_COLUMNS} tiles (of dW {PINGPONG_COLUMNS} x 128 too)"
+        return f"a pingpong config is specialized, of {shape}, and not narrow: {config!r}"
     return None
