@@ -23,7 +23,7 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "find.py", "tiles.py"), "74b97f5ec73dc90cde3bc193af334de80375c2e9cd44741c06d5247db5648ed3"
+_ROWS = ("forward.py", "find.py", "tiles.py"), "16cdff84e588011a5d09eb64c9a2be525d4c27b7e990e84efbf4972e572a8226"
 _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1756353e20c061c570693e0be54d"
 _SPECIALIZED = ("pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (

@@ -54,6 +54,11 @@ def test_a_file_of_models(tmp_path: Path) -> None:
     assert loaded.notes == ()
 
 
+def test_the_models_of_the_tests_on_a_gpu_have_every_dtype_and_layout() -> None:
+    problems = plan(load_models([str(ROOT / "tests" / "gpu-models.txt")]).shapes).problems
+    assert {(one.dtype, one.layout) for one in problems} == {(dtype, layout) for dtype in DType for layout in Layout}
+
+
 def test_defaults() -> None:
     (shape,) = load_models([MINE]).shapes
     assert shape.name == "E16-H512-I240-k2"
