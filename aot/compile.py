@@ -34,6 +34,7 @@ _POINTS_AT = dict.fromkeys(("m_sizes", "index", "counter", "experts", "used", "i
     "row_weights": "*fp32",
     "dweights": "*fp32",
     "order": "*i64",
+    "named": "*i8",
 }  # and every other pointer at the dtype
 _OUTPUT_LIMIT_CHARS = 2000
 # How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.

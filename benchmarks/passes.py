@@ -3,9 +3,10 @@
     python benchmarks/passes.py --out passes-h200.json
     python benchmarks/passes.py --blocks 512x4,1024x4,1024x8,2048x8 --out blocks.json     # compiles; needs Triton
 
-Rows gathered, the activation (silu, halves), its gradient with routing weights, the sum over a token's slots: bf16, in
-CUDA graphs that take turns with torch's own operations, L2 flushed. ``--blocks`` times other columns x warps of a
-program than the bundle's. The method is benchmarks/method.py.
+Rows gathered, the activation (silu, halves), its gradient with routing weights, the sum over a token's slots, and the
+rows of y that an index leaves out set to zero, of which there are none (torch sets all rows): bf16, in CUDA graphs that
+take turns with torch's own operations, L2 flushed. ``--blocks`` times other columns x warps of a program than the
+bundle's. The method is benchmarks/method.py.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 from variants import MODELS
 
 from pretuned.artifacts.types import DType, Pass
-from pretuned.kernels.passes import Block, PassSpec
-from pretuned.runtime import activation, passes, tokens
+from pretuned.kernels.passes import Block, PassSpec, dtype_of
+from pretuned.runtime import activation, clearing, passes, tokens
 from pretuned.runtime.activation import Activation, Needs
 from pretuned.runtime.launch import load_kernel
 
@@ -63,6 +64,8 @@ def calls(T: int, H: int, width: int, top_k: int, E: int) -> Iterator[tuple[Pass
         return tokens.combine(y, experts, top_k, E, passes.for_rows(Pass.COMBINE, H, T, y))
 
     yield Pass.COMBINE, combine, 2 * (M + T) * H + 4 * M
+    m_sizes = torch.full((E,), -(-M // E), device="cuda", dtype=torch.int32)
+    yield Pass.CLEAR, functools.partial(clearing.clear, y, index.int(), m_sizes, M, M), 4 * M + 3 * M
 
 
 def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -82,7 +85,7 @@ def compiled(op: Pass, block: Block) -> passes.PassLauncher:
     """A pass with another block, compiled here."""
     from pretuned.aot.compile import compile_variant
 
-    spec = OtherBlock(op, DType.BF16)
+    spec = OtherBlock(op, dtype_of(DType.BF16, op))
     spec.chosen = block
     device = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(device)
@@ -116,6 +119,7 @@ def main() -> None:
     parser.add_argument("--blocks", default="", help="columns x warps, e.g. 512x4,1024x8")
     args = parser.parse_args()
     begun = time.time()
+    clearing.LEAST_BYTES = 0  # small results too
     blocks = [Block(*map(int, one.split("x"))) for one in args.blocks.split(",") if one]
     cells = measure(args.models.split(","), blocks)
     report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,

@@ -6,11 +6,13 @@ Their words of launch ABI 1, beside those of kernels/abi.py (``M`` counts rows, 
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
 ``row_weights dweights``   device pointers to float32, by index
 ``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
+``named``                  device pointer to bytes, of each row of y one: zero at first
 ``ids order``              device pointers, by slot: to 32-bit words, to int64 (SORT_SLOTS has room in ``experts``
                            for whole chunks, from a multiple of 16 bytes on)
 ``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1]
 ``M columns top_k E``      int32; ``M`` counts rows, of SORT_SLOTS slots, and E is at most the record's max_experts
-``index_step ids_step``    int32: 1 for int32, 2 for int64
+``rows index_end``         int32: rows of y; the first index that names none
+``index_step ids_step``    int32, like ``m_sizes_step``: 1 for int32, 2 for int64
 ``flags``                  int32: the activation (``KINDS``) and the flags below
 =========================  ===================================================================
 """
@@ -34,6 +36,9 @@ WRITES_DWEIGHTS = 512
 COUNTS = 1
 ADDS = 2  # a program for SORTED_EXPERTS
 PLACES = 4
+# What a launch of CLEAR does, and the rows that a program of its other launch looks at; kernels/clear.py has the same.
+NAMES = 1
+CLEARED_ROWS = 64
 
 _ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Pass.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
@@ -42,12 +47,16 @@ _ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"), ("M", "columns", "index_step", "flags"),
     ),
     Pass.COMBINE: (("y", "experts", "out"), ("M", "columns", "top_k", "E")),
+    Pass.CLEAR: (
+        ("y", "index", "m_sizes", "named"),
+        ("M", "rows", "columns", "E", "index_end", "m_sizes_step", "index_step", "flags"),
+    ),
     Pass.SORT_SLOTS: (("ids", "experts", "order", "bounds", "m_sizes", "counts"), ("M", "E", "ids_step", "flags")),
 }  # fmt: skip
 _ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out")
 _WARPS = 4
 # Of a row, what one thread has at once: twice that of h, and combine has 8 rows under way.
-_THREAD_BYTES = {Pass.GATHER: 32, Pass.ACTIVATION: 16, Pass.ACTIVATION_GRAD: 8, Pass.COMBINE: 8}
+_THREAD_BYTES = {Pass.GATHER: 32, Pass.ACTIVATION: 16, Pass.ACTIVATION_GRAD: 8, Pass.COMBINE: 8, Pass.CLEAR: 32}
 MOST_EXPERTS = 65536  # what a variant's record says: any number
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
@@ -124,7 +133,7 @@ class PassSpec(NamedTuple):
 def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[PassSpec, ...]:
     """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW.
 
-    The sort of the slots is there once, of no dtype and for any alignment.
+    What has no dtype is there once: the sort of the slots for any alignment, what clears rows for aligned ones.
     """
     passes = [Pass.COMBINE] if ops else []
     passes += [Pass.ACTIVATION] if Op.FORWARD in ops else []
@@ -132,12 +141,13 @@ def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[PassSpec, ...]
     passes += [Pass.GATHER] if ops else []
     kinds = dict.fromkeys(dtype_of(dtype) for dtype in dtypes)
     found = [PassSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
-    return (*found, *([PassSpec(Pass.SORT_SLOTS, DType.FP32, 1)] if ops else []))
+    found += [PassSpec(Pass.SORT_SLOTS, DType.FP32, 1)] if ops else []
+    return (*found, *([PassSpec(Pass.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
 
 
 def dtype_of(dtype: DType, op: Pass | None = None) -> DType:
-    """The dtype of the passes beside GEMMs of this one: tf32 is fp32 in memory, and SORT_SLOTS is recorded as fp32."""
-    return DType.FP32 if dtype is DType.TF32 or op is Pass.SORT_SLOTS else dtype
+    """The dtype of the passes beside GEMMs of this one: tf32 is fp32 in memory; what has none is recorded as fp32."""
+    return DType.FP32 if dtype is DType.TF32 or op in (Pass.SORT_SLOTS, Pass.CLEAR) else dtype
 
 
 def arguments(op: Pass) -> tuple[tuple[str, str], ...]:
@@ -158,5 +168,5 @@ def divisibility(spec: PassSpec) -> dict[str, int]:
 
 
 def programs(op: Pass, M: int, columns: int, block: int) -> int:
-    """The grid: one program a row, or for each block of its columns. A caller of SORT_SLOTS says how many, as M."""
-    return M if op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS) else M * -(-columns // block)
+    """The grid: one program a row, or for each block of its columns. Callers of SORT_SLOTS and CLEAR say it, as M."""
+    return M if op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS, Pass.CLEAR) else M * -(-columns // block)

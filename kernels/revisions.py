@@ -23,7 +23,7 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "find.py", "tiles.py"), "16cdff84e588011a5d09eb64c9a2be525d4c27b7e990e84efbf4972e572a8226"
+_ROWS = ("forward.py", "find.py", "tiles.py"), "cc4595702a79a9302d6e01d86f25436a57a1cae263d7a83b2bc858c897bfd86f"
 _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1756353e20c061c570693e0be54d"
 _SPECIALIZED = ("pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
@@ -35,11 +35,13 @@ _WEIGHT_SPECIALIZED = (
     "eb44d91aea97f1e17c19c65f5d9c734c5587ffa6d06c7caad86e4b968b39b1fc",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
+_CLEAR = ("clear.py", "tiles.py"), "559d732a8b8c6e3410d9ccb8144c8fc9c34ce14a3d593cb67a98cf1e3a6b9ffd"
 _SLOTS = ("slots.py",), "b7dac8bcfa37c6c1bc15bc1a851e555feac517a622ea21b301cde5d36caffd3a"
 _TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"
 REVISIONS = {
     "activation": Revision(1, *_ACTIVATION),
     "activation_grad": Revision(1, *_ACTIVATION),
+    "clear": Revision(1, *_CLEAR),
     "combine": Revision(1, *_TOKENS),
     "gather": Revision(1, *_TOKENS),
     "rows": Revision(1, *_ROWS),

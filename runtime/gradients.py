@@ -20,6 +20,7 @@ import torch
 
 from ..artifacts.types import Layout, Op
 from ..kernels import reference
+from . import clearing
 from .form import Form, Fusions
 from .inputs import rows_usable
 from .products import Rows, rows, weight
@@ -66,23 +67,33 @@ def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> tor
     """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are."""
     y = x.new_empty((call.y_rows, call.N)) if out is None else out
     product = forward_rows(call, x)
-    by_kernel = call.form.zero_tail and not product.uses_index  # an index may leave out other rows, too
-    if call.form.permute_y or not call.K or (call.form.zero_tail and not by_kernel):  # a sum over nothing is zero
-        y.zero_()
-    if by_kernel:
-        product = dataclasses.replace(product, zero_tail=True)
+    if not call.K:  # a sum over nothing
+        return y.zero_()
+    if call.form.permute_y or call.form.zero_tail:
+        clear(product, y)
     elif out is not None and product.loose:
         product = dataclasses.replace(product, loose=False)
     return rows(product, y)
 
 
+def clear(product: Rows, y: torch.Tensor) -> None:
+    """Set rows of y that the product does not store to zero, but for those that its kernel sets (``zero_tail``)."""
+    stores = product.M and product.x.shape[1] and product.w.shape[0]
+    if product.scatter and product.index is not None and stores:
+        clearing.clear(y, product.index, product.m_sizes, product.M, product.index_end(y.shape[0]))
+    elif not product.zero_tail:
+        y.zero_()
+
+
 def forward_rows(call: Call, x: torch.Tensor) -> Rows:
     """The forward as a product, into a y of its own."""
     form, bias = call.form, call.fusions.bias
+    zeros = form.permute_y or form.zero_tail
+    indexed = form.permute_x or form.permute_y or call.fusions.weights is not None  # may leave out other rows, too
     return Rows(
         Op.FORWARD, x, call.w, call.m_sizes, form.layout, call.M, call.fusions.index, call.x_divisor, form.permute_y,
         call.flat_weights(x), None if bias is None else bias.detach().contiguous(), form.pin_forward,
-        loose=not (form.permute_y or form.zero_tail),
+        zero_tail=zeros and not indexed, loose=not zeros,
     )  # fmt: skip
 
 
@@ -165,8 +176,9 @@ def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None) -> torch.Tensor
         Op.DX, given, call.w, call.m_sizes, form.layout, call.M, used, divisor, form.permute_x, flat,
         None, form.pin_dx, zero_tail=used is None,
     )  # fmt: skip
-    shape = (many, call.K)
-    return rows(product, given.new_empty(shape) if product.zero_tail else given.new_zeros(shape))
+    dx = given.new_empty((many, call.K))
+    clear(product, dx)
+    return rows(product, dx)
 
 
 def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, divisor: int) -> torch.Tensor:

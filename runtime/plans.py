@@ -14,6 +14,7 @@ import torch
 from ..artifacts.types import Layout, Op
 from . import productlaunchers, products, recent
 from .autograd import GroupedGemm
+from .clearing import clear
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch, in_range
 from .gradients import Call, forward_rows
@@ -37,8 +38,9 @@ class Plan:
     """One call's launches. Calling it does the call, or returns None and does nothing where it is another one."""
 
     __slots__ = (
-        "_alone", "_device", "_dtype", "_dw", "_dx", "_empty", "_gathers", "_grad", "_launch", "_low", "_moved",
-        "_plain", "_same", "_saved", "_stream", "_strides", "_tensors", "_x_columns", "_y", "_zero", "form", "sizes",
+        "_alone", "_clears", "_device", "_dtype", "_dw", "_dx", "_empty", "_gathers", "_grad", "_launch", "_low",
+        "_moved", "_plain", "_same", "_saved", "_stream", "_strides", "_tensors", "_x_columns", "_y", "_zero",
+        "form", "sizes",
     )  # fmt: skip
 
     def __init__(self, call: Call, x: torch.Tensor, launch: Launch, same: recent.Guard) -> None:
@@ -50,7 +52,8 @@ class Plan:
         self._launch, self._same, self._low = launch, same, x.data_ptr() & _ALIGNMENT_BYTES - 1
         self._empty, self._stream = allocator(x.device), products.stream_of
         self._y = (call.y_rows, call.N), (call.N, 1), x.dtype
-        self._zero = call.form.permute_y or call.form.zero_tail
+        self._clears = rows.scatter
+        self._zero = call.form.zero_tail and not rows.zero_tail
         self._strides, self._x_columns = (row_stride(x, call.K), call.N, call.M), call.K
         self._moved = (rows.uses_index, rows.index_end(call.y_rows)) if rows.fusion else None
         tensors = (fusions.weights, fusions.bias, fusions.index)
@@ -88,7 +91,9 @@ class Plan:
     ) -> torch.Tensor:  # fmt: skip
         """y, without a look at the tensors: ``__call__`` had one."""
         y = self._empty(*self._y)
-        if self._zero:
+        if self._clears and index is not None and self._moved is not None:
+            clear(y, index, m_sizes, self._strides[2], self._moved[1])
+        elif self._zero:
             y.zero_()
         moved: tuple[int, ...] = ()
         if self._moved is not None:

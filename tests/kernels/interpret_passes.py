@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pretuned.artifacts.types import Pass
-from pretuned.kernels import activation, passes, slots, tokens
+from pretuned.kernels import activation, clear, passes, reference, slots, tokens
 from pretuned.runtime.activation import Activation, by_torch
 
 GUARD = 3.0  # what a result holds where the kernel must not write
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 def run(case: dict[str, Any]) -> list[str]:
     """What is wrong, in words."""
-    own = {"combine": run_combine, "gather": run_gather, "sort_slots": run_sort}
+    own = {"combine": run_combine, "gather": run_gather, "sort_slots": run_sort, "clear": run_clear}
     return own.get(case["pass"], run_activation)(case)
 
 
@@ -109,6 +109,33 @@ def run_sort(case: dict[str, Any]) -> list[str]:
     want = {"experts": experts, "order": experts.sort(stable=True).indices, "bounds": bounds, "m_sizes": m_sizes}
     wrong = [name for name, one in want.items() if not torch.equal(given[name][: len(one)].long(), one)]
     return wrong + [f"{name}: past its end" for name in guards if given[name][-1] != GUARD]
+
+
+def run_clear(case: dict[str, Any]) -> list[str]:
+    M, E, block, columns, rows, index_end = (case[name] for name in ("M", "E", "block", "columns", "rows", "index_end"))
+    g = torch.Generator().manual_seed(case["seed"])
+    m_sizes = torch.randint(-1, max(1, case["most"]) + 1, (E,), generator=g)
+    index = torch.randint(-2, rows + 3, (M,), generator=g)
+    if case["named"]:
+        index[torch.randperm(M, generator=g)[:rows]] = torch.arange(min(rows, M))
+    y, named = torch.full((rows + 1, columns), GUARD), torch.zeros(rows + 1, dtype=torch.int8)
+    named[rows] = 7
+    wide = case["wide"]
+    given: dict[str, Any] = {
+        "y": y, "named": named, "index": (index if wide else index.int()).view(torch.int32),
+        "m_sizes": (m_sizes.int() if wide else m_sizes).view(torch.int32), "M": M, "rows": rows, "columns": columns,
+        "E": E, "index_end": index_end, "m_sizes_step": 1 if wide else 2, "index_step": 2 if wide else 1,
+    }  # fmt: skip
+    for flags, grid in ((passes.NAMES, -(-M // block)), (0, -(-rows // passes.CLEARED_ROWS))):
+        values = given | {"flags": flags}
+        clear.clear[(grid,)](*(values[name] for name, _ in passes.arguments(Pass.CLEAR)), BLOCK=block)
+    part = reference.taking_part(m_sizes, index, index_end, M)
+    want = torch.zeros(rows + 1, dtype=torch.bool)
+    want[index[part]] = True
+    want[rows] = True  # the guard
+    wrong = [] if torch.equal((y == GUARD).all(1), want) else ["which rows are left as they were"]
+    wrong += [] if torch.equal((y == 0).all(1), ~want) else ["which rows are zero"]
+    return wrong + ([] if named[rows] == 7 else ["named: past its end"])
 
 
 def run_combine(case: dict[str, Any]) -> list[str]:

@@ -83,6 +83,16 @@ CASES = {
     )
     for M in (60, 200)
     for E in (255, 256, 257, passes.MOST_SORTED_EXPERTS)
+} | {
+    f"clear {rows} rows, {M} entries, E={E}{', int64' if wide else ''}{', most named' if named else ''}, {end}": case(
+        **{"pass": "clear"}, M=M, rows=rows, E=E, index_end=end, most=most, wide=wide, named=named, columns=columns
+    )
+    for M, rows, E, end, most, columns in [
+        (1, 1, 1, 1, 1, 4), (70, 70, 5, 70, 9, 4), (200, 130, 3, 130, 99, 20), (64, 200, 40, 64, 3, 36),
+        (33, 65, 17, 60, 0, 16),
+    ]
+    for wide in (False, True)
+    for named in (False, True)
 }  # fmt: skip
 
 
@@ -117,8 +127,10 @@ def test_random_shapes() -> None:
 
 
 def test_the_kernels_have_the_flags_of_the_contract() -> None:
-    from pretuned.kernels import activation, slots, tokens
+    from pretuned.kernels import activation, clear, slots, tokens
 
+    assert clear._NAMES.value == passes.NAMES
+    assert clear._CLEARED_ROWS.value == passes.CLEARED_ROWS
     for name in ("COUNTS", "ADDS", "PLACES"):
         assert getattr(slots, f"_{name}").value == getattr(passes, name)
     assert slots._COLUMNS.value == passes.SORTED_EXPERTS
@@ -135,9 +147,9 @@ def test_the_kernels_have_the_flags_of_the_contract() -> None:
 
 @pytest.mark.parametrize("op", Pass)
 def test_the_kernels_take_the_arguments_of_the_contract(op: Pass) -> None:
-    from pretuned.kernels import activation, slots, tokens
+    from pretuned.kernels import activation, clear, slots, tokens
 
-    kernel = next(getattr(one, op.value) for one in (activation, slots, tokens) if hasattr(one, op.value))
+    kernel = next(getattr(one, op.value) for one in (activation, clear, slots, tokens) if hasattr(one, op.value))
     assert [*(name for name, _ in passes.arguments(op)), "BLOCK"] == list(kernel.arg_names)
 
 
@@ -146,12 +158,13 @@ def test_which_passes_go_with_which_gemms() -> None:
         return list(dict.fromkeys((one.op, one.dtype) for one in passes.specs(dtypes, frozenset(ops))))
 
     bf16, fp32 = DType.BF16, DType.FP32
-    sort = (Pass.SORT_SLOTS, fp32)  # of no dtype: it is recorded as fp32
-    assert of(Op.FORWARD) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION, bf16), (Pass.GATHER, bf16), sort]
-    assert of(Op.DX) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION_GRAD, bf16), (Pass.GATHER, bf16), sort]
+    rest = [(Pass.SORT_SLOTS, fp32), (Pass.CLEAR, fp32)]  # of no dtype: recorded as fp32
+    assert of(Op.FORWARD) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION, bf16), (Pass.GATHER, bf16), *rest]
+    assert of(Op.DX) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION_GRAD, bf16), (Pass.GATHER, bf16), *rest]
+    assert (Pass.CLEAR, fp32) not in of(Op.DW)
     assert len(of(*Op)) == len(Pass)
     assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [
-        (Pass.COMBINE, fp32), (Pass.ACTIVATION, fp32), (Pass.GATHER, fp32), sort
+        (Pass.COMBINE, fp32), (Pass.ACTIVATION, fp32), (Pass.GATHER, fp32), *rest
     ]  # fmt: skip
     assert of() == []
 

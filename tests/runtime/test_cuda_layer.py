@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from pretuned.artifacts.types import Pass
+from pretuned.artifacts.types import DType, Pass
 from pretuned.kernels.passes import KINDS
-from pretuned.runtime import activation, moe_mlp, passes, slots, sort_routing, tokens
+from pretuned.runtime import activation, clearing, grouped_gemm, moe_mlp, passes, slots, sort_routing, tokens
 from pretuned.runtime.activation import Activation, Needs, by_torch
 
 pytestmark = [
@@ -96,6 +96,48 @@ def test_gather(dtype: torch.dtype, columns: int, top_k: int) -> None:
     bounds = torch.tensor([0, end], device="cuda", dtype=torch.int32)
     assert torch.equal(tokens.gather(x, index, top_k), x[index // top_k])
     assert torch.equal(tokens.gather(x, index.int(), top_k, bounds)[:end], x[index // top_k][:end])
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("named", [1.0, 0.9, 0.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_that_no_index_names_become_zero(dtype: torch.dtype, named: float, kind: torch.dtype) -> None:
+    rows, columns, E, M = 9001, 1032, 40, 9500
+    y = random(rows, columns, dtype=dtype).abs_().add_(1)
+    assert y.nbytes >= clearing.LEAST_BYTES
+    index = torch.randint(-9, int(rows * named) + 9, (M,), device="cuda", generator=torch.Generator("cuda"))
+    if named == 1.0:
+        index[:rows] = torch.randperm(rows, device="cuda")
+    m_sizes = torch.randint(0, 2 * M // E, (E,), device="cuda", dtype=kind)
+    used = min(M, int(m_sizes.sum()))
+    left = torch.zeros(rows, dtype=torch.bool, device="cuda")
+    left[index[:used][(index[:used] >= 0) & (index[:used] < rows - 5)]] = True
+    want = torch.where(left[:, None], y, 0)
+    assert passes.launcher(Pass.CLEAR, DType.FP32, 0, aligned=True) is not None
+    clearing.clear(y, index.to(kind), m_sizes, M, rows - 5)
+    assert torch.equal(y, want)
+
+
+def test_scattered_rows_are_cleared_in_a_graph_too() -> None:
+    E, N, K, M = 8, 2048, 256, 8192
+    x, w = random(M, K), random(E, N, K, scale=0.05)
+    index, m_sizes = torch.randperm(M, device="cuda").int(), torch.full((E,), M // E, device="cuda", dtype=torch.int32)
+
+    def call() -> torch.Tensor:
+        return grouped_gemm(x, w, m_sizes, 1, index, permute_y=True)
+
+    call()  # loads what a capture must not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    for kept in (M // E, 100, 0):
+        m_sizes.fill_(kept)
+        index.copy_(torch.randperm(M, device="cuda"))
+        y.fill_(float("nan"))
+        graph.replay()
+        want = torch.zeros_like(y).index_copy_(0, index[: E * kept].long(), grouped_gemm(x, w, m_sizes)[: E * kept])
+        assert torch.equal(y == 0, want == 0)
+        near(y, want, 4e-3)
 
 
 def test_offsets_past_2_31() -> None:

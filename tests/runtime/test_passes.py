@@ -98,12 +98,14 @@ def test_installed_bundles_are_asked_where_no_other_has_it(tmp_path: Path) -> No
 
 
 def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path: Path) -> None:
-    of_rows = [record(op, alignment=alignment) for op in Pass if op is not Pass.SORT_SLOTS for alignment in (16, 1)]
-    sort = record(Pass.SORT_SLOTS, dtype=DType.FP32, alignment=1)  # of no dtype
-    taken = snapshot(write(tmp_path / "a.msgpack", [*of_rows, sort, record(Pass.COMBINE, dtype=DType.FP16)]))
-    last = 3 + len(of_rows)
-    assert sorted(index for _, index in passes_of([PROBLEM], taken, ON_H200)) == list(range(3, last + 1))
-    assert [index for _, index in passes_of([replace(PROBLEM, dtype=DType.TF32)], taken, ON_H200)] == [last]
+    kinds = [op for op in Pass if op not in (Pass.SORT_SLOTS, Pass.CLEAR)]
+    of_rows = [record(op, alignment=alignment) for op in kinds for alignment in (16, 1)]
+    of_none = [record(Pass.SORT_SLOTS, dtype=DType.FP32, alignment=1), record(Pass.CLEAR, dtype=DType.FP32)]  # no dtype
+    taken = snapshot(write(tmp_path / "a.msgpack", [*of_rows, *of_none, record(Pass.COMBINE, dtype=DType.FP16)]))
+    first, end = 3 + len(of_rows), 3 + len(of_rows) + len(of_none)
+    assert sorted(index for _, index in passes_of([PROBLEM], taken, ON_H200)) == list(range(3, end))
+    tf32 = passes_of([replace(PROBLEM, dtype=DType.TF32)], taken, ON_H200)
+    assert sorted(index for _, index in tf32) == list(range(first, end))
 
 
 @pytest.mark.parametrize("op", Pass)
@@ -137,7 +139,7 @@ def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pyte
         launcher(rows, columns, pointers, numbers)
     block = Block.from_pairs(kernel.variant.config).block
     grid = words.programs(op, rows, columns, block)
-    by_row = op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS)
+    by_row = op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS, Pass.CLEAR)
     assert grid == (rows if by_row else rows * -(-columns // block))
     wanted = ([*pointers, *numbers], [0, 0], [grid, 1, 1, 256, 1, 1], 4096, 79, None, 0)
     assert seen == [wanted] * 2

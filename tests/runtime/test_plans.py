@@ -10,7 +10,7 @@ import pytest
 import torch
 from host_gpu import TOPK, Device, E, K, N, T, device, on, ran, tensors
 
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.types import Op, Pass
 from pretuned.runtime import grouped_gemm, ops, plans, recent, reload
 
 __all__ = ["device"]  # a fixture
@@ -53,6 +53,30 @@ def test_it_computes_what_the_long_way_does(planned: list[plans.Plan], fused: tu
     assert len(planned) == (3 if any((permute_x, permute_y, weights)) else 0)
     for got, want in zip(ran(form, given, wide=True), first, strict=True):  # int64: another call
         assert torch.equal(got, want)
+
+
+def test_rows_that_no_index_names_are_cleared(planned: list[plans.Plan], device: Device) -> None:
+    x, w, index = torch.randn(T * TOPK, K), torch.randn(E, N, K), torch.randperm(T * TOPK).int()
+    m_sizes = torch.tensor([3, 0, 4, 1], dtype=torch.int32)
+    for _ in range(3):
+        made = torch.full((T * TOPK, N), float("nan"))  # (memory that the next result may get)
+        del made
+        y = grouped_gemm(x, w, m_sizes, TOPK, index, permute_y=True)
+        assert (y[index[8:].long()] == 0).all()
+        assert y[index[:8].long()].all(1).all()
+    assert len(planned) == 2
+    assert device.cleared == [Pass.CLEAR] * 6
+
+
+def test_a_zero_tail_is_the_kernels_own(planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, m_sizes = torch.randn(8, K), torch.randn(E, N, K), torch.tensor([3, 0, 2, 1], dtype=torch.int32)
+    first = grouped_gemm(x.requires_grad_(), w, m_sizes, zero_tail=True).detach()
+    zeroed: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda one: zeroed.append(one.numel()) or one)
+    assert torch.equal(grouped_gemm(x, w, m_sizes, zero_tail=True), first)
+    assert (first[6:] == 0).all()
+    assert len(planned) == 1
+    assert zeroed == []
 
 
 def call(**how: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

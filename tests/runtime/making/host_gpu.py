@@ -17,7 +17,7 @@ from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Pass
 from pretuned.kernels import passes as words
 from pretuned.kernels.abi import code_of
 from pretuned.kernels.passes import MOST_SORTED_EXPERTS
-from pretuned.runtime import grouped_gemm, passes, productlaunchers, products, sort_routing
+from pretuned.runtime import clearing, grouped_gemm, passes, productlaunchers, products, sort_routing
 from pretuned.runtime.activation import Activation, by_torch
 from pretuned.runtime.device import LocalGpu
 
@@ -167,9 +167,23 @@ def fake_sort(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple
         at(counts, chunks * (E + 1), ctypes.c_int32)[:] = 0  # it is as large as the contract says
 
 
+def fake_clear(programs: int, _: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    (y, index, m_sizes, named), (M, rows, columns, E, index_end, m_sizes_step, index_step, flags) = pointers, numbers
+    marks = at(named, rows, ctypes.c_int8)
+    if flags & words.NAMES:
+        assert programs == -(-M // SLOTS)
+        assert not marks.any()
+        used = min(M, sum(counts_at(m_sizes, E, m_sizes_step)))
+        given = at(index, M, ctypes.c_int64 if index_step == 2 else ctypes.c_int32)[:used]
+        marks[given[(given >= 0) & (given < index_end)]] = 1
+    else:
+        assert programs == -(-rows // words.CLEARED_ROWS)
+        at(y, rows * columns).reshape(rows, columns)[marks == 0] = 0
+
+
 FAKES = {
     Pass.GATHER: fake_gather, Pass.ACTIVATION: fake_activation, Pass.ACTIVATION_GRAD: fake_activation_grad,
-    Pass.COMBINE: fake_combine, Pass.SORT_SLOTS: fake_sort,
+    Pass.COMBINE: fake_combine, Pass.SORT_SLOTS: fake_sort, Pass.CLEAR: fake_clear,
 }  # fmt: skip
 
 
@@ -184,6 +198,7 @@ class Device:
         self.launched: list[tuple[Op, Fusion]] = []
         self.passed: list[Pass] = []  # of rows
         self.sorted: list[Pass] = []
+        self.cleared: list[Pass] = []
         self.first = False
 
     def passes(self, op: Pass, dtype: DType, device: int, *, aligned: bool) -> Callable[..., None] | None:
@@ -192,7 +207,7 @@ class Device:
         assert dtype is DType.FP32
 
         def launch(*given: Any) -> None:
-            (self.sorted if op is Pass.SORT_SLOTS else self.passed).append(op)
+            {Pass.SORT_SLOTS: self.sorted, Pass.CLEAR: self.cleared}.get(op, self.passed).append(op)
             FAKES[op](*given)
 
         launch.block, launch.most_experts = SLOTS, MOST_SORTED_EXPERTS  # type: ignore[attr-defined]
@@ -226,6 +241,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         patch.setattr(productlaunchers, "row_launcher", fake_rows)
         patch.setattr(productlaunchers, "weight_launcher", fake_weight)
         patch.setattr(passes, "launcher", simulated.passes)
+        patch.setattr(clearing, "LEAST_BYTES", 0)
         patch.setattr(products, "stream_of", lambda _device: 0)
         for module in (products, productlaunchers):
             patch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", 132, 1 << 17, 0)))

@@ -1,0 +1,41 @@
+"""Rows of a result that nothing is stored to, set to zero: by a bundle's kernel they alone, by torch all of them."""
+
+from __future__ import annotations
+
+import torch
+
+from ..artifacts.types import DType, Pass
+from ..kernels.abi import is_aligned
+from ..kernels.passes import CLEARED_ROWS, NAMES
+from . import passes, products
+from .device import on
+
+_ALIGNMENT_BYTES = 16
+_WORD_BYTES = 4
+_MOST_ROWS = 2**30  # the kernel counts in int32
+LEAST_BYTES = 16 << 20  # of a result: to look which rows are named takes about as long as to clear so much
+
+
+def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, index_end: int) -> torch.Tensor:
+    """Set each row of y that is no index[i], i < M and i < sum(m_sizes), index[i] in [0, index_end), to zero.
+
+    ``index`` [M] int32 or int64. Other rows may become zero, too: in small results, and in such as no kernel clears.
+    """
+    rows, columns = y.shape
+    row_bytes = columns * y.element_size()
+    dense = y.is_contiguous() and index.is_contiguous() and m_sizes.is_contiguous()
+    few = rows * row_bytes < LEAST_BYTES or not (M and index_end and m_sizes.numel())
+    if few or not dense or max(rows, M) > _MOST_ROWS or not is_aligned(_ALIGNMENT_BYTES, row_bytes, y.data_ptr()):
+        return y.zero_()
+    device = y.get_device()
+    launch = passes.launcher(Pass.CLEAR, DType.FP32, device, aligned=True) if products.on_gpu(y) else None
+    if launch is None:
+        return y.zero_()
+    with on(device):
+        named = torch.zeros(rows, dtype=torch.int8, device=y.device)
+        pointers = y.data_ptr(), index.data_ptr(), m_sizes.data_ptr(), named.data_ptr()
+        steps = 2 if m_sizes.dtype is torch.int64 else 1, 2 if index.dtype is torch.int64 else 1
+        numbers = M, rows, row_bytes // _WORD_BYTES, m_sizes.shape[0], index_end, *steps
+        launch(-(-M // launch.block), 0, pointers, (*numbers, NAMES))
+        launch(-(-rows // CLEARED_ROWS), 0, pointers, (*numbers, 0))
+    return y

@@ -1,0 +1,87 @@
+"""Rows of y that nothing is stored to become zero, and where y is large they alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from host_gpu import TOPK, Device, E, K, N, T, device, on
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pretuned.artifacts.types import Pass
+from pretuned.runtime import clearing, grouped_gemm, grouped_gemm_dX
+
+__all__ = ["device"]  # a fixture
+
+M = T * TOPK
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(M, K, generator=generator), torch.randn(E, N, K, generator=generator)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    index=st.lists(st.integers(-2, M + 2), min_size=M, max_size=M), wide=st.booleans(), wide_sizes=st.booleans(),
+    sizes=st.lists(st.integers(0, 6), min_size=E, max_size=E),
+)  # fmt: skip
+def test_every_row_that_no_index_names_is_zero(
+    device: Device, index: list[int], sizes: list[int], wide: bool, wide_sizes: bool
+) -> None:
+    device.cleared.clear()
+    x, w = operands()
+    flat = torch.tensor(index, dtype=torch.int64 if wide else torch.int32)
+    m_sizes = torch.tensor(sizes, dtype=torch.int64 if wide_sizes else torch.int32)
+    y = torch.full((M, N), float("nan"))
+    with pytest.MonkeyPatch.context() as patch:
+        on(patch, True)
+        got = grouped_gemm(x, w, m_sizes, TOPK, flat, permute_y=True, out=y)
+    assert got is y
+    named = {one for one in index[: min(sum(sizes), M)] if 0 <= one < M}
+    for row in range(M):
+        assert (y[row] == 0).all() == (row not in named)
+        assert y[row].isfinite().all()
+    assert device.cleared == [Pass.CLEAR] * 2
+
+
+@pytest.mark.parametrize("what", ["small", "no kernel", "of odd columns", "begins elsewhere", "with gaps", "no expert"])
+def test_else_all_of_it_becomes_zero_first(device: Device, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    on(monkeypatch, True)
+    y = torch.full((M, N), float("nan"))
+    index, m_sizes = torch.arange(M), torch.tensor([M])
+    if what == "small":
+        monkeypatch.setattr(clearing, "LEAST_BYTES", y.nbytes + 1)
+    if what == "no kernel":
+        device.there.remove(Pass.CLEAR)
+    if what == "of odd columns":
+        y = torch.full((M, N - 1), float("nan"))
+    if what == "begins elsewhere":
+        y = torch.full((M * N + 1,), float("nan"))[1:].view(M, N)
+    if what == "with gaps":
+        y = torch.full((M, 2 * N), float("nan"))[:, :N]
+    if what == "no expert":
+        m_sizes = m_sizes[:0]
+    assert (clearing.clear(y, index, m_sizes, M, M) == 0).all()
+    assert device.cleared == []
+
+
+def test_what_is_large_enough_is_looked_at(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, True)
+    y = torch.full((M, N), float("nan"))
+    monkeypatch.setattr(clearing, "LEAST_BYTES", y.nbytes)
+    clearing.clear(y, torch.arange(M), torch.tensor([1, 0, 2]), M, M)
+    assert y.isnan().all(1).tolist() == [True] * 3 + [False] * (M - 3)
+    assert (y[3:] == 0).all()
+
+
+def test_the_gradient_of_gathered_rows_is_cleared_so_too(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, True)
+    _, w = operands()
+    dy = torch.randn(M, N)
+    sizes = torch.tensor([3, 0, 5, 2])
+    index = torch.randperm(M, generator=torch.Generator().manual_seed(1))
+    dx = grouped_gemm_dX(dy, w, sizes, TOPK, index, permute_x=True)
+    assert device.cleared == [Pass.CLEAR] * 2
+    on(monkeypatch, False)
+    torch.testing.assert_close(dx, grouped_gemm_dX(dy, w, sizes, TOPK, index, permute_x=True), rtol=1e-4, atol=1e-5)
