@@ -64,9 +64,9 @@ class Space:
     def candidates(self, family: Family, sm: int) -> tuple[Config, ...]:
         """The aligned candidates of a family: all, or where rows are moved the first of each kind and tile size.
 
-        The cost model tells forms that move rows from the plain one by little: half the candidates do, and where
-        warpgroups take turns there is plain code alone. Silu in the
-        epilogue is of specialised code, and so of sm_90, alone: the first of each width and order of tiles.
+        The cost model tells forms that move rows from the plain one by little: half the candidates do. Where warpgroups
+        take turns there is no code that gathers. Silu in the epilogue is of specialised code, and so of sm_90, alone:
+        the first of each width and order of tiles.
         """
         every = self.aligned(family.gemm, family.dtype, sm)
         if not family.fusion:
@@ -79,7 +79,7 @@ class Space:
             return tuple(itertools.islice(gated.values(), GATED_CONFIGS))
         firsts: dict[tuple[object, ...], Config] = {}
         for config in every:
-            if config.pingpong:
+            if config.pingpong and Fusion.GATHER in family.fusion:
                 continue
             kind = config.block_m, config.block_n, config.block_k, config.specialized, config.streamed
             firsts.setdefault(kind, config)

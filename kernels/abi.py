@@ -136,9 +136,12 @@ def result_columns(columns: int, fusion: Fusion) -> int:
 
 def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
     """Why no kernel of this op, dtype and form can have the config, or None."""
-    if config.pingpong and (fusion or dtype.itemsize != 2 or of_weight(config) != (op is Op.DW)):
-        form = f"{dtype.value} {op.value}" + (" that moves rows" if fusion else "")
-        return f"{config} is no config of {form}: pingpong has 16-bit types, moves no rows, and tiles of its own in dW"
+    odd = fusion & (Fusion.GATHER | Fusion.SILU)
+    if config.pingpong and (odd or dtype.itemsize != 2 or of_weight(config) != (op is Op.DW)):
+        form = f"{dtype.value} {op.value}" + (f" with {odd}" if odd else "")
+        return (
+            f"{config} is no config of {form}: pingpong has 16-bit types, gathers nothing, and tiles of its own in dW"
+        )
     return None
 
 

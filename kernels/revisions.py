@@ -28,11 +28,11 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "1140373cdbcd181cc3c51b7be1cb0b5142dfd393b135b441212c3286782d0cd4",
+    "4c8f0744bff34cf0aaf594098120a4022bec7b539160e23f1b01975fe01adc3d",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "eb44d91aea97f1e17c19c65f5d9c734c5587ffa6d06c7caad86e4b968b39b1fc",
+    "b6623279e5d2e490f0c0a17b7ccc14967e4ba4fe855d06764c1a5ecb63feab4b",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "559d732a8b8c6e3410d9ccb8144c8fc9c34ce14a3d593cb67a98cf1e3a6b9ffd"

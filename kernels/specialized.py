@@ -187,7 +187,7 @@ def rows_specialized(
     ragged descriptor (``kernels/abi.py``, RAGGED_SIZES), in INDEXED code through pointers: GATHER code has both, and
     takes the descriptor for tiles of which nothing else is asked.
     GATED code stores silu(gate) * up in its place, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
-    In PINGPONG code, which moves no rows, the warpgroups take whole tiles in turns (turns.py).
+    In PINGPONG code, which gathers no rows, the warpgroups take whole tiles in turns (turns.py).
     """
     element: gl.constexpr = w.dtype
     lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -207,12 +207,12 @@ def rows_specialized(
         gl.warp_specialize(
             [
                 (multiply_in_turns, (
-                    0, a, b, full, empty, order, queue, filled, free, buffers, y_map, STAGES, True, not W_KN, False,
-                    False,
+                    0, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, STAGES,
+                    True, not W_KN, False, False, INDEXED,
                 )),
                 (multiply_in_turns, (
-                    1, a, b, full, empty, order, queue, filled, free, buffers, y_map, STAGES, True, not W_KN, False,
-                    False,
+                    1, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, STAGES,
+                    True, not W_KN, False, False, INDEXED,
                 )),
                 (_load_rows, (
                     x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,

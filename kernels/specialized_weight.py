@@ -157,10 +157,12 @@ def weight_specialized(
         gl.warp_specialize(
             [
                 (multiply_in_turns, (
-                    0, a, b, full, empty, order, queue, filled, free, buffers, dw, STAGES, False, False, True, ACROSS,
+                    0, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, STAGES,
+                    False, False, True, ACROSS, False,
                 )),
                 (multiply_in_turns, (
-                    1, a, b, full, empty, order, queue, filled, free, buffers, dw, STAGES, False, False, True, ACROSS,
+                    1, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, STAGES,
+                    False, False, True, ACROSS, False,
                 )),
                 (_load_weight, (
                     x if ACROSS else dy, dy if ACROSS else x, a, b, full, empty, queue, filled, free, m_sizes, counter,

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .pipeline import advance, before, publish, take
-from .warpgroups import store_boxes
+from .warpgroups import store_boxes, store_lines, targets, weights
 
 PARTS: gl.constexpr = gl.constexpr(3)  # of 64 columns each
 SPARE: gl.constexpr = gl.constexpr(1)
@@ -43,10 +43,12 @@ def publish_turn(queue, filled, free, slot, turn, row, col, row_end, word, stage
 
 @gluon.jit
 def multiply_in_turns(
-    half, a, b, full, empty, order, queue, filled, free, buffers, y,
+    half, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m,
     STAGES: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr, WEIGHT: gl.constexpr, ACROSS: gl.constexpr,
+    INDEXED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: multiplies every other tile, and stores it. See ``warpgroups.multiply``."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WRITTEN, 16])
     DEPTH: gl.constexpr = b.shape[2] if B_NK else b.shape[1]
     turn = gl.to_tensor(0)
@@ -83,8 +85,19 @@ def multiply_in_turns(
         if steps > 0:
             gl.barrier()
             mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
-        store_boxes(y, upper, buffers, half, row, row_end, first, expert, 1, WEIGHT, PARTS, ACROSS)
-        store_boxes(y, lower, buffers, half, row + 64, row_end, first, expert, 1, WEIGHT, PARTS, ACROSS)
+        for i in gl.static_range(2):
+            mine = row + 64 * i
+            result = upper if i == 0 else lower
+            if INDEXED:
+                scale = weights(moved, mine, row_end, gl.SliceLayout(1, mma))
+                target, inside = targets(moved, mine, row_end, gl.SliceLayout(1, lines))
+                store_lines(
+                    y, result, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, 1, PARTS,
+                    lines,
+                )  # fmt: skip
+            else:
+                store_boxes(y_map, result, buffers, half, mine, row_end, first, expert, 1, WEIGHT, PARTS, ACROSS)
         turn = turn ^ 1
         row, place, row_end, word = take(queue, filled, free, half, turn)
-    tma.store_wait(0)
+    if not INDEXED:
+        tma.store_wait(0)

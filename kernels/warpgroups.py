@@ -37,7 +37,7 @@ def flat_index(index, index_step, index_end, flags, row, row_end):
 
 
 @gluon.jit
-def _weights(moved, row, row_end, LAYOUT: gl.constexpr):
+def weights(moved, row, row_end, LAYOUT: gl.constexpr):
     """The factor of each row, one where the call has none."""
     index, row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
     m = row + gl.arange(0, 64, layout=LAYOUT)
@@ -46,7 +46,7 @@ def _weights(moved, row, row_end, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _targets(moved, row, row_end, LAYOUT: gl.constexpr):
+def targets(moved, row, row_end, LAYOUT: gl.constexpr):
     """(the row of y that each row goes to, whether it goes anywhere)."""
     index, _row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
     m = row + gl.arange(0, 64, layout=LAYOUT)
@@ -55,13 +55,13 @@ def _targets(moved, row, row_end, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _biased(acc, moved, expert, col, N, BLOCK_N: gl.constexpr, MMA: gl.constexpr):
+def _biased(part, moved, expert, col, N):
     _index, _row_weights, bias, _index_step, _index_end, _x_divisor, flags = moved
     if (flags & BIAS_FLAG) != 0:
-        n = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
+        n = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
         added = gl.load(bias + expert.to(gl.int64) * N + n, mask=n < N, other=0.0)
-        acc += added.to(gl.float32)[None, :]
-    return acc
+        part += added.to(gl.float32)[None, :]
+    return part
 
 
 @gluon.jit
@@ -132,15 +132,18 @@ def store_boxes(
 
 
 @gluon.jit
-def _by_lines(
-    y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS: gl.constexpr,
-    MMA: gl.constexpr, LINES: gl.constexpr,
+def store_lines(
+    y, result, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS: gl.constexpr,
+    PARTS: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
-    acc = _biased(acc, moved, expert, first, N, acc.shape[1], MMA) * scale[:, None]
-    parts = _parts(acc.to(buffers.dtype))
-    for i in gl.static_range(len(parts)):
+    """Stores the first PARTS x 64 columns of 64 rows, biased and weighted, through pointers."""
+    parts = _parts(result)
+    for i in gl.static_range(PARTS):
+        col = first + 64 * i
+        part = _biased(parts[i], moved, expert, col, N)
+        part = part * gl.convert_layout(scale, gl.SliceLayout(1, part.type.layout))[:, None]
         buffer = buffers.index(half * SLOTS + i % SLOTS)
-        _store_lines(y, parts[i], buffer, target, inside, first + 64 * i, N, stride_y_m, LINES)
+        _store_lines(y, part.to(buffers.dtype), buffer, target, inside, col, N, stride_y_m, LINES)
 
 
 @gluon.jit
@@ -159,8 +162,8 @@ def _tile(
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     DEPTH: gl.constexpr = b.shape[2] if B_NK else b.shape[1]
     if INDEXED and not GATHER:  # read now, their latency passes while the product is computed
-        scale = _weights(moved, row, row_end, gl.SliceLayout(1, mma))
-        target, inside = _targets(moved, row, row_end, gl.SliceLayout(1, lines))
+        scale = weights(moved, row, row_end, gl.SliceLayout(1, mma))
+        target, inside = targets(moved, row, row_end, gl.SliceLayout(1, lines))
     acc = gl.zeros([64, WIDTH], gl.float32, mma)
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
@@ -189,8 +192,8 @@ def _tile(
     elif not INDEXED:
         store_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 64)
     elif not GATHER:
-        _by_lines(
-            y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, mma, lines
+        store_lines(
+            y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, WIDTH // 64, lines
         )  # fmt: skip
     else:
         if whole & ((moved[6] & MOVED_FLAGS) == 0):
@@ -198,10 +201,11 @@ def _tile(
         else:
             tma.store_wait(0)  # the tile before may still be read out of the buffers
             gl.barrier()
-            scale = _weights(moved, row, row_end, gl.SliceLayout(1, mma))
-            target, inside = _targets(moved, row, row_end, gl.SliceLayout(1, lines))
-            _by_lines(
-                y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, mma, lines
+            scale = weights(moved, row, row_end, gl.SliceLayout(1, mma))
+            target, inside = targets(moved, row, row_end, gl.SliceLayout(1, lines))
+            store_lines(
+                y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, WIDTH // 64,
+                lines,
             )  # fmt: skip
     return stage, phase
 

@@ -55,8 +55,8 @@ def test_the_fallbacks_of_its_ops_stay(both: Bundle) -> None:
     dtypes = {problem.dtype for problem in done.bundle.choices}
     ops = (Pass.ACTIVATION, Pass.COMBINE, Pass.GATHER)
     passes = {one for one in both.variants if one.op in ops and one.dtype in dtypes}
-    passes |= {one for one in both.variants if one.op is Pass.SORT_SLOTS}  # of no dtype
-    assert len(passes) == 6 + 1
+    passes |= {one for one in both.variants if one.op in (Pass.SORT_SLOTS, Pass.CLEAR)}  # of no dtype
+    assert len(passes) == 6 + 2
     assert {one for one in done.bundle.variants if isinstance(one.op, Pass)} == passes
     done = replace(done, bundle=replace(done.bundle, variants=tuple(
         one for one in done.bundle.variants if one not in passes

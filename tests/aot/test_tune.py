@@ -85,7 +85,7 @@ def cells(plan: Plan) -> int:
 
 def test_candidates_are_every_variant_and_modelled(candidates: Path, small_plan: Plan) -> None:
     found = read_candidates(candidates, small_plan)
-    assert len(found.compiled) == 3 * 3 + 6 + 1  # plain, gather and scatter; and passes
+    assert len(found.compiled) == 3 * 3 + 6 + 2  # plain, gather and scatter; and passes
     with open_bundle(candidates) as bundle:
         for problem in small_plan.problems:
             choices = bundle.find(problem)

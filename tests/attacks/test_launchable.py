@@ -128,7 +128,13 @@ def opened(variant: Variant) -> BundleFile:
 
 
 @pytest.mark.parametrize(
-    "variant", [IN_TURNS, record(spec(Op.DX, TURNS)), *(record(spec(Op.DW, one)) for one in (WEIGHT_TURNS, ACROSS))]
+    "variant",
+    [
+        IN_TURNS,
+        record(Spec(Op.DX, DType.BF16, TURNS, fusion=Fusion.SCATTER)),
+        record(spec(Op.DX, TURNS)),
+        *(record(spec(Op.DW, one)) for one in (WEIGHT_TURNS, ACROSS)),
+    ],
 )
 def test_pingpong_as_the_builder_records_it_passes(variant: Variant) -> None:
     assert unlaunchable(variant) is None

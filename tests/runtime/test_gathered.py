@@ -146,7 +146,7 @@ def test_beside_a_gather_the_indexed_code_of_the_plain_config_runs(tmp_path: Pat
 
 @pytest.mark.parametrize("beside", [Fusion.BIAS, Fusion.SCATTER | Fusion.WEIGHT])
 def test_where_the_plain_config_has_no_indexed_code_the_runner_up_s_runs(tmp_path: Path, beside: Fusion) -> None:
-    """Warpgroups that take turns move no rows."""
+    """Of a bundle that was built before there was any where warpgroups take turns."""
     turns = Spec(Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True))
     specs = (*CODE, turns)
     fusion = Fusion.GATHER | beside
