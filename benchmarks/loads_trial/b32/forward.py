@@ -1,0 +1,170 @@
+"""The row-grouped GEMM y[g] = x[g] @ w[g].T, its operands through pointers or TMA, its rows moved on the way.
+
+One source serves the forward and dX (dx[g] = dy[g] @ w[g]): in the kernel's words N is the result's
+columns and K the reduction, and ``W_KN`` says that w's columns are the contiguous ones.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .find import find
+from .tiles import (
+    GATHER,
+    SCATTER,
+    ZERO_TAIL,
+    count_tiles,
+    expert_rows,
+    expert_tiles,
+    flat_index,
+    locate,
+    place,
+    search,
+    zero_rows,
+)
+
+_WEIGHT: tl.constexpr = tl.constexpr(4)
+_BIAS: tl.constexpr = tl.constexpr(8)
+
+
+@triton.jit
+def _store_rows(
+    y, acc, index, row_weights, bias, expert, row_m, col_n, row_end, N, stride_y_m, index_step, index_end, flags,
+    INDEXED: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile; rows past the expert's end and columns past N are left as they are.
+
+    Rows and columns are counted anew here: kept from before the loop they would cost registers in it.
+    """
+    row = row_m.to(tl.int64) + tl.arange(0, acc.shape[0])
+    col = col_n + tl.arange(0, acc.shape[1])
+    inside = row < row_end
+    target = row
+    if INDEXED:
+        flat, inside = flat_index(index, index_step, index_end, flags, row, row_end)
+        target = tl.where((flags & SCATTER) != 0, flat, row)
+        has_bias = (flags & _BIAS) != 0
+        has_weight = (flags & _WEIGHT) != 0
+        added = tl.load(bias + expert.to(tl.int64) * N + col, mask=(col < N) & has_bias, other=0.0)
+        scale = tl.load(row_weights + flat, mask=inside & has_weight, other=1.0)
+        acc = (acc + added[None, :].to(tl.float32)) * scale[:, None]
+    address = y + target[:, None] * stride_y_m + col[None, :]
+    tl.store(address, acc.to(y.dtype.element_ty), mask=inside[:, None] & (col[None, :] < N))
+
+
+@triton.jit
+def _in_registers(tile):
+    """The same tile, which the compiler then hands to the tensor cores from registers, in whatever order it lies."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=True, pack=1)
+
+
+@triton.jit
+def _tile(
+    x, w, y, index, row_weights, bias, expert, row_m, col_n, row_end, N, K, stride_x_m, stride_w_e, stride_w_row,
+    stride_y_m, index_step, index_end, x_divisor, flags,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    k = tl.arange(0, BLOCK_K)
+    if not X_TMA:
+        # Rows past the end read the last row again: no mask in the loop, and what they compute is never stored.
+        source = tl.minimum(row_m.to(tl.int64) + tl.arange(0, BLOCK_M), row_end - 1)
+        if (flags & GATHER) != 0:
+            flat, counts = flat_index(index, index_step, index_end, flags, source, row_end)
+            source = tl.where(counts, flat, 0) // x_divisor
+        x_at = x + source[:, None] * stride_x_m + k[None, :]
+    if not W_TMA:
+        col = col_n + tl.arange(0, BLOCK_N)
+        w_at = w + expert.to(tl.int64) * stride_w_e
+        if W_KN:
+            w_at += k[:, None].to(tl.int64) * stride_w_row + col[None, :]
+        else:
+            w_at += k[:, None] + tl.minimum(col, N - 1)[None, :].to(tl.int64) * stride_w_row
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if TURNED else tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(0, K, BLOCK_K):
+        # Past K both operands are zero; through TMA the rows of the next expert only reach rows that are not stored.
+        in_k = start + k < K
+        if X_TMA:
+            x_tile = x.load([row_m, start])
+        else:
+            x_tile = tl.load(x_at, mask=in_k[None, :], other=0.0)
+            x_at += BLOCK_K
+        if W_TMA:
+            if W_KN:
+                w_tile = w.load([expert, start, col_n]).reshape(BLOCK_K, BLOCK_N)
+            else:
+                w_tile = w.load([expert, col_n, start]).reshape(BLOCK_N, BLOCK_K).T
+        elif W_KN:
+            w_tile = tl.load(w_at, mask=in_k[:, None] & (col[None, :] < N), other=0.0)
+            w_at += BLOCK_K * stride_w_row
+        else:
+            w_tile = tl.load(w_at, mask=in_k[:, None], other=0.0)
+            w_at += BLOCK_K
+        if TURNED:
+            acc = tl.dot(_in_registers(w_tile.T), x_tile.T, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
+    if TURNED:
+        acc = acc.T
+    _store_rows(
+        y, acc, index, row_weights, bias, expert, row_m, col_n, row_end, N, stride_y_m, index_step, index_end, flags,
+        INDEXED,
+    )  # fmt: skip
+
+
+@triton.jit
+def rows(
+    x, w, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m, stride_w_e, stride_w_row, stride_y_m,
+    m_sizes_step, index_step, index_end, x_divisor, flags,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
+
+    x [M, K], w [E, N, K] (or [E, K, N]), y [M, N], m_sizes [E]; x and w are pointers, or TMA descriptors
+    where X_TMA and W_TMA say so; accumulates in fp32. INDEXED code moves rows, and ``flags`` chooses at run
+    time: from(m) = index[m] // x_divisor (1, by pointers only), to(m) = index[m] (2), weight(m) =
+    row_weights[index[m]] (4), bias [E, N] (8); otherwise from and to are m itself, and the weight is one.
+    ZERO_TAIL (16) sets the rows that belong to no expert to zero. Code that is not INDEXED ignores the other
+    ``flags``: on an H200 the index alone costs tiles of 128 x 256 up to 5 %, and a branch at run time 17 % in the mean
+    (benchmarks/results/trials: forward-index-always.json, forward-branch-at-run-time.json, beside the sweep).
+    TURNED code multiplies w's tile by x's, from registers: wgmma takes elements of 32 bits from shared memory only
+    where the reduction is contiguous, which it isn't in [E, K, N], but those of its first operand from registers too.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    if PERSISTENT:
+        if SCAN:
+            total, used = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+        else:
+            starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, EXPERTS)
+            tile_ends = expert_tiles(starts, ends, tiles_n, BLOCK_M)
+            total, used = tl.max(tile_ends, 0), tl.max(ends, 0)
+        for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=X_TMA and W_TMA):
+            if SCAN:
+                expert, inner, row_start, row_end = search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+            else:
+                expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
+            tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
+            _tile(
+                x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,
+                N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
+                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
+            )  # fmt: skip
+    else:
+        there, expert, tile_m, tile_n, row_start, row_end = find(
+            tl.program_id(0), m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, GROUP_M
+        )
+        if there:
+            _tile(
+                x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,
+                N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
+                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
+            )  # fmt: skip
+    if (flags & ZERO_TAIL) != 0:
+        if not PERSISTENT:
+            _all, used = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
+        zero_rows(y, used, M, N, stride_y_m, 16, BLOCK_N)
