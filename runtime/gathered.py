@@ -40,7 +40,7 @@ from .launcher import Launcher
 from .loading import loaded
 
 # The pass's time: within 10 % of every gather at 1024 tokens and more in benchmarks/results/passes-h200.json (0.94 to
-# 1.09 of it; with fewer tokens a few us are all that it takes, and the file says up to 2.2 us more).
+# 1.10 of it; with fewer tokens a few us are all that it takes, and the file says up to 2.1 us more).
 _FIXED_US = 4.0
 _TRAFFIC_TIMES = 1.6  # the time in which the memory, at its published rate, moves the bytes once
 _INDEX_BYTES = 8

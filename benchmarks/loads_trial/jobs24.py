@@ -1,8 +1,0 @@
-from jobs23 import p
-JOBS=[]
-for cfg in ((64,256,3),(64,128,4)):
-    for st in (1,):
-        n="%dx%ds%d"%cfg+("s" if st else "")
-        G=dict(X_TMA=False,INDEXED=True,GATHER=True)
-        JOBS+=[p(n+" plain","now",*cfg,st),p(n+" ptr","now",*cfg,st,X_TMA=False),p(n+" iptr","now",*cfg,st,X_TMA=False,INDEXED=True),p(n+" g","now",*cfg,st,**G)]
-        JOBS+=[p(n+" "+h,h,*cfg,st,**G) for h in ("h1","h2","h3","h4")]
