@@ -136,11 +136,11 @@ def result_columns(columns: int, fusion: Fusion) -> int:
 
 def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
     """Why no kernel of this op, dtype and form can have the config, or None."""
-    odd = fusion & (Fusion.GATHER | Fusion.SILU)
+    odd = [name for one, name in ((Fusion.GATHER, "gather"), (Fusion.SILU, "silu")) if one in fusion]
     if config.pingpong and (odd or dtype.itemsize != 2 or of_weight(config) != (op is Op.DW)):
-        form = f"{dtype.value} {op.value}" + (f" with {odd}" if odd else "")
+        form = " ".join((dtype.value, op.value, *odd))
         return (
-            f"{config} is no config of {form}: pingpong has 16-bit types, gathers nothing, and tiles of its own in dW"
+            f"{config} is no config of {form}: pingpong has 16-bit types, no gather or silu, and tiles of its own in dW"
         )
     return None
 

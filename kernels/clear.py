@@ -29,7 +29,8 @@ def clear(
             used = tl.max(end, 0)
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row = tl.load(index + i * index_step, mask=i < used, other=-1)
-        tl.store(named + row, tl.full((BLOCK,), 1, tl.int8), mask=(row >= 0) & (row < index_end))
+        high = tl.load(index + i * index_step + (index_step - 1), mask=(i < used) & (index_step == 2), other=0)
+        tl.store(named + row, tl.full((BLOCK,), 1, tl.int8), mask=(high == 0) & (row >= 0) & (row < index_end))
     else:
         start = tl.program_id(0) * _CLEARED_ROWS
         r = start + tl.arange(0, _CLEARED_ROWS)

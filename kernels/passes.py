@@ -10,7 +10,8 @@ Their words of launch ABI 1, beside those of kernels/abi.py (``M`` counts rows, 
 ``ids order``              device pointers, by slot: to 32-bit words, to int64 (SORT_SLOTS has room in ``experts``
                            for whole chunks, from a multiple of 16 bytes on)
 ``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1]
-``M columns top_k E``      int32; ``M`` counts rows, of SORT_SLOTS slots, and E is at most the record's max_experts
+``M columns top_k E``      int32; ``M`` counts rows, of SORT_SLOTS slots, of CLEAR entries of the index; CLEAR's
+                           ``columns`` are 32-bit words of a row of any dtype; E is at most the record's max_experts
 ``rows index_end``         int32: rows of y; the first index that names none
 ``index_step ids_step``    int32, like ``m_sizes_step``: 1 for int32, 2 for int64
 ``flags``                  int32: the activation (``KINDS``) and the flags below
@@ -63,7 +64,7 @@ SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
 
 class Block(NamedTuple):
-    """The config of a pass: a program does ``block`` columns (or slots) at a time with ``num_warps`` warps."""
+    """The config of a pass: a program does ``block`` columns (slots, entries) at a time with ``num_warps`` warps."""
 
     block: int
     num_warps: int

@@ -35,7 +35,7 @@ _WEIGHT_SPECIALIZED = (
     "b6623279e5d2e490f0c0a17b7ccc14967e4ba4fe855d06764c1a5ecb63feab4b",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
-_CLEAR = ("clear.py", "tiles.py"), "559d732a8b8c6e3410d9ccb8144c8fc9c34ce14a3d593cb67a98cf1e3a6b9ffd"
+_CLEAR = ("clear.py", "tiles.py"), "fa4905bb2b0d3cf6b36b5be9313bd1862f3af089f1823cd0708cacf2c84f05f8"
 _SLOTS = ("slots.py",), "b7dac8bcfa37c6c1bc15bc1a851e555feac517a622ea21b301cde5d36caffd3a"
 _TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"
 REVISIONS = {

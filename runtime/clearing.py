@@ -25,11 +25,12 @@ def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, i
     row_bytes = columns * y.element_size()
     dense = y.is_contiguous() and index.is_contiguous() and m_sizes.is_contiguous()
     few = rows * row_bytes < LEAST_BYTES or not (M and index_end and m_sizes.numel())
-    if few or not dense or max(rows, M) > _MOST_ROWS or not is_aligned(_ALIGNMENT_BYTES, row_bytes, y.data_ptr()):
+    # (Whether it is on a GPU comes before its address: under a transform a tensor has none.)
+    if few or not products.on_gpu(y) or not dense or max(rows, M) > _MOST_ROWS:
         return y.zero_()
-    device = y.get_device()
-    launch = passes.launcher(Pass.CLEAR, DType.FP32, device, aligned=True) if products.on_gpu(y) else None
-    if launch is None:
+    device, aligned = y.get_device(), is_aligned(_ALIGNMENT_BYTES, row_bytes, y.data_ptr())
+    launch = passes.launcher(Pass.CLEAR, DType.FP32, device, aligned=True) if aligned else None
+    if launch is None or launch.most_experts < m_sizes.shape[0]:
         return y.zero_()
     with on(device):
         named = torch.zeros(rows, dtype=torch.int8, device=y.device)

@@ -70,16 +70,15 @@ def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> tor
     if not call.K:  # a sum over nothing
         return y.zero_()
     if call.form.permute_y or call.form.zero_tail:
-        clear(product, y)
+        clear_rest(product, y)
     elif out is not None and product.loose:
         product = dataclasses.replace(product, loose=False)
     return rows(product, y)
 
 
-def clear(product: Rows, y: torch.Tensor) -> None:
+def clear_rest(product: Rows, y: torch.Tensor) -> None:
     """Set rows of y that the product does not store to zero, but for those that its kernel sets (``zero_tail``)."""
-    stores = product.M and product.x.shape[1] and product.w.shape[0]
-    if product.scatter and product.index is not None and stores:
+    if product.scatter and product.index is not None and not product.stores_nothing(y):
         clearing.clear(y, product.index, product.m_sizes, product.M, product.index_end(y.shape[0]))
     elif not product.zero_tail:
         y.zero_()
@@ -177,7 +176,7 @@ def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None) -> torch.Tensor
         None, form.pin_dx, zero_tail=used is None,
     )  # fmt: skip
     dx = given.new_empty((many, call.K))
-    clear(product, dx)
+    clear_rest(product, dx)
     return rows(product, dx)
 
 

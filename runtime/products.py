@@ -76,6 +76,14 @@ class Rows:
         ends += [self.row_weights.numel()] if self.row_weights is not None else []
         return min(ends, default=0)
 
+    def stores_nothing(self, y: torch.Tensor) -> bool:
+        """Whether no row of y is stored to.
+
+        (Without a row to gather, or a weight, no index is within range; a kernel reads some row of x all the same.)
+        """
+        there = self.M and y.numel() and self.x.shape[1] and self.w.shape[0]
+        return not there or (self.uses_index and not self.index_end(y.shape[0]))
+
     def as_forward(self) -> Layout:
         """The layout that makes this the forward's equation: dX reads w the other way round."""
         other = Layout.KN if self.layout is Layout.NK else Layout.NK
@@ -94,10 +102,9 @@ class Rows:
 
 def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
     """Write y, and return it. Rows of y that nothing is stored to are left as they are, or zero with zero_tail."""
-    end = call.index_end(y.shape[0])
-    # (Without a row to gather, or a weight, no index is within range; a kernel reads some row of x all the same.)
-    if not (call.M and y.numel() and call.x.shape[1] and call.w.shape[0]) or (call.uses_index and not end):
+    if call.stores_nothing(y):
         return y.zero_() if call.zero_tail else y
+    end = call.index_end(y.shape[0])
     if not on_gpu(call.x):
         fallback.tell_reference(call.x.device.type)
         if call.zero_tail:

@@ -67,7 +67,7 @@ def preload(
     """Load every variant that the calls of a deployment can come to; afterwards such calls load nothing.
 
     Every form of a product counts, whatever is fused with it, and tensors that are not aligned to 16 bytes do too; so
-    do the passes of ``moe_mlp`` over rows.
+    do the passes over rows.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGp
 
 
 def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
-    """The passes over rows that a layer of these problems comes to, on aligned tensors and others."""
+    """The passes over rows that calls and layers of these problems come to, on aligned tensors and others."""
     kinds = dict.fromkeys((op, dtype_of(problem.dtype, op)) for op in Pass for problem in problems)
     found = [ranked(snapshot, *kind, local, aligned=aligned)[:1] for kind in kinds for aligned in (True, False)]
     return list(dict.fromkeys((usable.bundle, index) for row in found for usable, index in row))

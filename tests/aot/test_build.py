@@ -161,9 +161,8 @@ def test_failed_variants_are_told_and_not_fatal(options: Make, small_plan: Plan)
         "forward bf16 16x32x64 w4 s5 g8 persistent for sm_80: no such instruction"
     ]
     assert one.to_dict()["failed"] == 1
-    assert (
-        verify(str(one.path)).variants == 6 + 6 + 2
-    )  # the three passes of a forward, aligned and not; the sort; clear
+    # And the three passes of a forward, aligned and not; the sort, and clear.
+    assert verify(str(one.path)).variants == 6 + 6 + 2
 
 
 def test_a_variant_that_does_not_fit_is_pruned_with_its_figures(options: Make, small_plan: Plan) -> None:

@@ -90,6 +90,12 @@ def test_a_product_of_other_sums_is_an_error() -> None:
     [
         Spec(Op.FORWARD, DType.BF16, Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)),
         Spec(Op.DX, DType.FP16, Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)),
+        Spec(
+            Op.FORWARD,
+            DType.BF16,
+            Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True),
+            fusion=Fusion.SCATTER,
+        ),
         Spec(Op.DW, DType.BF16, Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)),
         Spec(Op.DW, DType.FP16, Config(32, 192, 128, 8, 10, tma=True, specialized=True, pingpong=True)),
     ],

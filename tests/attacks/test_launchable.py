@@ -97,6 +97,7 @@ BROKEN = {
     "specialized with one stage": configured(COUNTED, num_stages=1),
     "pingpong of fp32": record(Spec(Op.FORWARD, DType.FP32, TURNS)),
     "pingpong that gathers": replace(IN_TURNS, fusion=Fusion.GATHER),
+    "pingpong with silu": replace(IN_TURNS, fusion=Fusion.SILU),
     "pingpong of rows with dW's tiles": replace(IN_TURNS, config=WEIGHT_TURNS.pairs()),
     "pingpong of dW with tiles of rows": replace(record(spec(Op.DW, WEIGHT_TURNS)), config=TURNS.pairs()),
     "pingpong with steps that don't fit its parts": configured(IN_TURNS, block_k=128),

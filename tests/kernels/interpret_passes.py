@@ -118,9 +118,12 @@ def run_clear(case: dict[str, Any]) -> list[str]:
     index = torch.randint(-2, rows + 3, (M,), generator=g)
     if case["named"]:
         index[torch.randperm(M, generator=g)[:rows]] = torch.arange(min(rows, M))
+    wide = case["wide"]
+    if wide:
+        index[::7] += 2**32  # its low word alone is a row's
+        index[3::7] = -(2**63)
     y, named = torch.full((rows + 1, columns), GUARD), torch.zeros(rows + 1, dtype=torch.int8)
     named[rows] = 7
-    wide = case["wide"]
     given: dict[str, Any] = {
         "y": y, "named": named, "index": (index if wide else index.int()).view(torch.int32),
         "m_sizes": (m_sizes.int() if wide else m_sizes).view(torch.int32), "M": M, "rows": rows, "columns": columns,

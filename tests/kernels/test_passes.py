@@ -109,7 +109,7 @@ def test_kernel_matches_the_equation(results: dict[str, list[str]], name: str) -
 def test_random_shapes() -> None:
     rng = random.Random(11)
     cases = []
-    which = ["gather", "activation", "activation_grad", "combine"]
+    which = ["gather", "activation", "activation_grad", "combine", "clear"]
     for seed in range(40):
         name, gated, interleaved = rng.choice(FORMS)
         M = rng.choice([1, 2, 9])
@@ -119,7 +119,9 @@ def test_random_shapes() -> None:
                 gated=gated, interleaved=interleaved, columns=rng.choice([1, 3, 16, 17, 63, 64]),
                 block=rng.choice([16, 64]), used=rng.choice([None, *range(M + 2)]), weighted=rng.random() < 0.5,
                 wide=rng.random() < 0.5, writes=[one for one in ALL if rng.random() < 0.7],
-                dtype=rng.choice(["fp32", "fp16"]), top_k=rng.choice([1, 3, 8, 9]),
+                dtype=rng.choice(["fp32", "fp16"]), top_k=rng.choice([1, 3, 8, 9]), rows=rng.choice([1, 9, 64, 70]),
+                E=rng.choice([1, 5, 20]), index_end=rng.choice([0, 1]), most=rng.choice([0, 1, 9]),
+                named=rng.random() < 0.5,
             )
         )  # fmt: skip
     for given, wrong in zip(cases, run(cases), strict=True):

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.types import Pass
+from pretuned.kernels.passes import MOST_SORTED_EXPERTS
 from pretuned.runtime import clearing, grouped_gemm, grouped_gemm_dX
 
 __all__ = ["device"]  # a fixture
@@ -45,7 +46,9 @@ def test_every_row_that_no_index_names_is_zero(
     assert device.cleared == [Pass.CLEAR] * 2
 
 
-@pytest.mark.parametrize("what", ["small", "no kernel", "of odd columns", "begins elsewhere", "with gaps", "no expert"])
+@pytest.mark.parametrize(
+    "what", ["small", "no kernel", "of fewer experts", "of odd columns", "begins elsewhere", "with gaps", "no expert"]
+)
 def test_else_all_of_it_becomes_zero_first(device: Device, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     on(monkeypatch, True)
     y = torch.full((M, N), float("nan"))
@@ -54,6 +57,8 @@ def test_else_all_of_it_becomes_zero_first(device: Device, monkeypatch: pytest.M
         monkeypatch.setattr(clearing, "LEAST_BYTES", y.nbytes + 1)
     if what == "no kernel":
         device.there.remove(Pass.CLEAR)
+    if what == "of fewer experts":
+        m_sizes = torch.zeros(MOST_SORTED_EXPERTS + 1, dtype=torch.int32)  # what the device's launchers say
     if what == "of odd columns":
         y = torch.full((M, N - 1), float("nan"))
     if what == "begins elsewhere":
@@ -85,3 +90,15 @@ def test_the_gradient_of_gathered_rows_is_cleared_so_too(device: Device, monkeyp
     assert device.cleared == [Pass.CLEAR] * 2
     on(monkeypatch, False)
     torch.testing.assert_close(dx, grouped_gemm_dX(dy, w, sizes, TOPK, index, permute_x=True), rtol=1e-4, atol=1e-5)
+
+
+def test_under_a_transform_torch_clears_all_of_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = operands()
+    index, m_sizes = torch.randperm(M), torch.tensor([3, 0, 5, 2])
+    on(monkeypatch, False)
+
+    def call(rows: torch.Tensor) -> torch.Tensor:
+        return grouped_gemm(rows, w, m_sizes, TOPK, index, permute_y=True)
+
+    got = torch.func.vmap(call)(torch.stack([x, 2 * x]))
+    torch.testing.assert_close(got, torch.stack([call(x), call(2 * x)]))

@@ -195,11 +195,19 @@ def test_programs_that_find_their_tile(op: Op, E: int, asked: str, dtype: torch.
             near(y, want)
 
 
-@pytest.mark.parametrize("fusion", FLAGS)
+@pytest.mark.parametrize(
+    ("code", "fusion"),
+    [
+        *((Fusion.GATHER, fusion) for fusion in FLAGS),
+        *((Fusion.SCATTER, fusion) for fusion in FLAGS if Fusion.GATHER not in fusion),
+        (Fusion.SCATTER, Fusion.BIAS),
+        (Fusion.SCATTER, Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS),
+    ],
+)
 @pytest.mark.parametrize("wrong", [0, 3])
 @pytest.mark.parametrize(("E", "N", "K"), ROWS)
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
-def test_code_that_gathers(op: Op, E: int, N: int, K: int, wrong: int, fusion: Fusion) -> None:
+def test_code_that_moves_rows(op: Op, E: int, N: int, K: int, wrong: int, code: Fusion, fusion: Fusion) -> None:
     """In the kernel's words: N columns, K the reduction. ``wrong`` of the rows have an index that is out of range."""
     top_k = 2
     for T, fall in ((1, "one"), (40, "random"), (900, "rising"), (900, "equal")):
@@ -209,7 +217,7 @@ def test_code_that_gathers(op: Op, E: int, N: int, K: int, wrong: int, fusion: F
         index[torch.randperm(M)[:wrong]] = torch.tensor([-1, M, 2**31 - 1], dtype=index.dtype)[: min(wrong, M)]
         index = index.cuda()
         step = 2 if index.dtype is torch.int64 else 1
-        for kernel in specialized(op, Fusion.GATHER):
+        for kernel in specialized(op, code):
             dtype = dtype_of(kernel)
             divisor = top_k if Fusion.GATHER in fusion else 0
             wide = 8 * (T == 40)  # rows further apart

@@ -49,8 +49,10 @@ def write(path: Path, variants: Sequence[Variant], sm: int = 90) -> Path:
     return path
 
 
-def best(paths: Sequence[Path], local: LocalGpu = ON_H200, *, aligned: bool = True) -> list[tuple[str, int]]:
-    found = passkernels.ranked(snapshot(*paths), Pass.COMBINE, DType.BF16, local, aligned=aligned)
+def best(
+    paths: Sequence[Path], local: LocalGpu = ON_H200, op: Pass = Pass.COMBINE, *, aligned: bool = True
+) -> list[tuple[str, int]]:
+    found = passkernels.ranked(snapshot(*paths), op, words.dtype_of(DType.BF16, op), local, aligned=aligned)
     return [(usable.path.name, index - 3) for usable, index in found]
 
 
@@ -69,11 +71,13 @@ def test_code_for_the_very_capability_before_a_compatible_one(tmp_path: Path) ->
     assert best([older, newer], ON_H200) == []
 
 
+@pytest.mark.parametrize("op", [Pass.COMBINE, Pass.CLEAR])
 @pytest.mark.parametrize(
     "fields",
     [
         {"abi": 2},
         {"arguments": (("y", "ptr"),)},
+        {"arguments": words.arguments(Pass.ACTIVATION)},
         {"arguments": tuple(reversed(words.arguments(Pass.COMBINE)))},
         {"config": (("block", 0), ("num_warps", 8))},
         {"config": (("num_warps", 8),)},
@@ -82,10 +86,11 @@ def test_code_for_the_very_capability_before_a_compatible_one(tmp_path: Path) ->
         {"dtype": DType.FP16},
     ],
 )
-def test_what_can_not_be_launched_is_passed_over(tmp_path: Path, fields: dict[str, Any]) -> None:
-    wrong = record(Pass.COMBINE, **fields)
-    path = write(tmp_path / "a.msgpack", [wrong, record(Pass.COMBINE, alignment=1)])
-    assert best([path]) == [("a.msgpack", 1)]
+def test_what_can_not_be_launched_is_passed_over(tmp_path: Path, fields: dict[str, Any], op: Pass) -> None:
+    kind = {"dtype": words.dtype_of(DType.BF16, op)}
+    wrong = record(op, **kind | fields)
+    path = write(tmp_path / "a.msgpack", [wrong, record(op, alignment=1, **kind)])
+    assert best([path], op=op) == [("a.msgpack", 1)]
     assert unlaunchable(wrong) or set(fields) & {"abi", "shared_bytes", "dtype"}
 
 

@@ -173,7 +173,7 @@ def fake_clear(programs: int, _: int, pointers: tuple[int, ...], numbers: tuple[
     if flags & words.NAMES:
         assert programs == -(-M // SLOTS)
         assert not marks.any()
-        used = min(M, sum(counts_at(m_sizes, E, m_sizes_step)))
+        used = min(M, sum(min(max(one, 0), M) for one in counts_at(m_sizes, E, m_sizes_step)))
         given = at(index, M, ctypes.c_int64 if index_step == 2 else ctypes.c_int32)[:used]
         marks[given[(given >= 0) & (given < index_end)]] = 1
     else:
