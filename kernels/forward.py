@@ -71,7 +71,8 @@ def _tile(
     k = tl.arange(0, BLOCK_K)
     if not X_TMA:
         # Rows past the end read the last row again, and what they compute is never stored. Small tiles leave them out:
-        # with one token most lie past the end, and all programs would read the same lines (0.9 x as fast).
+        # with one token most lie past the end, and all programs would read the same lines (0.95 x as fast:
+        # benchmarks/results/trials/gathered-few-rows.json).
         row = row_m.to(tl.int64) + tl.arange(0, BLOCK_M)
         there = row < row_end
         source = tl.minimum(row, row_end - 1)

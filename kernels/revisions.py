@@ -23,7 +23,7 @@ class Revision:
     sha256: str
 
 
-_ROWS = ("forward.py", "find.py", "tiles.py"), "cc4595702a79a9302d6e01d86f25436a57a1cae263d7a83b2bc858c897bfd86f"
+_ROWS = ("forward.py", "find.py", "tiles.py"), "26287922f2e22a09c6cfa150274e611fe70ecbdca038df40228eb552ffa51f59"
 _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1756353e20c061c570693e0be54d"
 _SPECIALIZED = ("pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (

@@ -142,7 +142,8 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
                 claims.append(_Claim(origin, usable, choice, choice.variant, choice.time_ns))
                 if choice.runner_up is not None:
                     claims.append(_Claim(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0))
-        claims.sort(key=lambda one: (one.origin, one.choice.bucket, one.usable.order, one.time_ns, one.index))
+        # A choice comes before its runner-up, whose time may be less: the builder told such a lead from noise.
+        claims.sort(key=lambda one: (one.origin, one.choice.bucket, one.usable.order, one.index != one.choice.variant))
         by_origin: dict[Origin, dict[int, list[_Claim]]] = {}
         for claim in claims:
             by_origin.setdefault(claim.origin, {}).setdefault(claim.choice.bucket, []).append(claim)

@@ -144,6 +144,16 @@ def test_an_unknown_shape_runs_by_the_cost_model_over_all_variants(tmp_path: Pat
     assert [one.usable.path.stem for one in told.candidates] == ["narrow", "wide"]
 
 
+@pytest.mark.parametrize("lead", [0.9, 1.0, 1.1])
+def test_a_choice_runs_whatever_its_runner_up_took(tmp_path: Path, lead: float) -> None:
+    """A lead that the builder told from noise is the choice's; another is none."""
+    for choice, second in ((WIDE, NARROW), (NARROW, WIDE)):
+        row = replace(modelled(64, choice, second=second), runner_up_ns=int(10_000 * lead))
+        write(tmp_path / "a.msgpack", {PROBLEM: [row]})
+        told = examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True)
+        assert [one.index for one in told.candidates][:2] == [choice, second]
+
+
 def test_unaligned_calls_take_unaligned_variants(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE, second=NARROW)]})
     chosen = decision(snapshot(tmp_path), aligned=False).chosen
