@@ -228,12 +228,13 @@ def test_code_that_moves_rows(op: Op, E: int, N: int, K: int, wrong: int, code: 
             bias = torch.randn(E, N, device="cuda").to(dtype) if Fusion.BIAS in fusion else None
             whole = torch.full((M, N + wide), NAN, device="cuda", dtype=dtype)
             y, want = whole[:, :N], torch.full((M, N), NAN, device="cuda")
-            end = M if fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT) else 0
+            used = index if fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT) else None
+            end = 0 if used is None else M
             launch = row_launcher(
                 kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
                 m_sizes_step=1, fused=Fused(fusion, step, top_k) if fusion else PLAIN,
             )  # fmt: skip
-            extra = (index if fusion else None, row_weights, bias)
+            extra = (used, row_weights, bias)
             for _ in range(2):
                 launch(
                     x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K + wide, N + wide, M,
@@ -241,7 +242,7 @@ def test_code_that_moves_rows(op: Op, E: int, N: int, K: int, wrong: int, code: 
                 )  # fmt: skip
             reference.rows(
                 x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK,
-                index=index if fusion else None, index_end=end, gather_divisor=divisor,
+                index=used, index_end=end, gather_divisor=divisor,
                 scatter=Fusion.SCATTER in fusion, row_weights=row_weights,
                 bias=None if bias is None else bias.float(),
             )  # fmt: skip
