@@ -16,30 +16,26 @@ outside the time. The file is written after every cell.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import beside
 import method
 import torch
+from beside import OPS, OURS, Call
 from quack_configs import Cell, Config, read, to_try
 from variants import MODELS
 
-from kernels import dense, geometric_mean, layers_of, ours_and_torch, room
+from kernels import layers_of, room
 
 INSTALL = "pip install quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.8.1'"
+LIBRARY = "QuACK"
 PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi", "triton")
-OPS = ("forward", "dX", "dW")
-OURS, TORCH, DENSE = "ours", "torch_grouped_mm", "dense_same_flops"
 # One product an op, an expert without rows among them, and both kinds of scheduler.
 SMOKE = (("forward", ("128x192pp12", "64x256pp12d")), ("dX", ("128x192pp11", "128x256co12dk32")),
          ("dW", ("128x128pp21", "128x256co11dk32")))  # fmt: skip
@@ -60,7 +56,7 @@ def quack_module() -> Any:
 
 def quack_call(
     module: Any, config: Config, op: str, inputs: method.Inputs, out: torch.Tensor, counter: torch.Tensor
-) -> Callable[[], torch.Tensor]:
+) -> Call:
     """QuACK's D[g] = A[g] @ B[g].T on views of the same tensors, nothing copied.
 
     forward: x, w and y, grouped along M. dX: dy, w as [E, K, N] and dx. dW: dy.T, x.T and dw, grouped along the
@@ -91,119 +87,12 @@ def quack_call(
     return call
 
 
-@dataclass
-class Taken:
-    """A call in a graph, and the tensor that a replay writes."""
-
-    graph: torch.cuda.CUDAGraph
-    result: torch.Tensor
-
-
-def taken(clock: method.Clock, call: Callable[[], torch.Tensor]) -> Taken:
-    held: list[torch.Tensor] = []
-
-    def once() -> torch.Tensor:
-        held[:] = [call()]
-        return held[0]
-
-    clock.flush.zero_()  # the counter, too
-    return Taken(clock.capture(once), held[0])
-
-
-def replayed_error(clock: method.Clock, one: Taken, inputs: method.Inputs, op: str) -> float:
-    """The error of what a replay writes over NaN."""
-    one.result.fill_(float("nan"))
-    clock.flush.zero_()
-    one.graph.replay()
-    return method.relative_error(one.result, inputs, op)
-
-
-def measure_cell(
-    module: Any, clock: method.Clock, op: str, inputs: method.Inputs, out: torch.Tensor, configs: Sequence[Config],
-    budget_ms: float = 100.0,
-) -> dict[str, Any]:  # fmt: skip
-    """Errors and medians of all on one problem, by name, for ``budget_ms`` each; what fails is told of and left out."""
-    ours, grouped_mm = ours_and_torch(op, inputs)
-    product = dense(op, inputs)
-    one_expert = replace(inputs, w=inputs.w[:1], m_sizes=torch.tensor([len(inputs.x)]))
+def quack_calls(
+    module: Any, clock: method.Clock, op: str, inputs: method.Inputs, out: torch.Tensor, configs: Sequence[Config]
+) -> dict[str, Call]:
+    """A call for each configuration, by its text; a dynamic scheduler counts where the flush sets all to zero."""
     counter = clock.flush[:4].view(torch.int32)
-    problems: dict[str, tuple[Callable[[], torch.Tensor], method.Inputs, str]] = {
-        OURS: (ours, inputs, op),
-        **{f"quack {c}": (quack_call(module, c, op, inputs, out, counter), inputs, op) for c in configs},
-        TORCH: (grouped_mm, inputs, op),
-        DENSE: ((lambda: product()[None]) if op == "dW" else product, one_expert, op),
-    }
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    error: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    for name, (call, of, form) in problems.items():
-        try:
-            one = taken(clock, call)
-            error[name] = replayed_error(clock, one, of, form)
-        except Exception:  # another library's, compiled here: the others go on
-            failed[name] = traceback.format_exc()
-            torch.cuda.synchronize()  # an illegal access ends the run here
-            continue
-        if error[name] < method.MAX_ERROR:
-            graphs[name] = one.graph
-        else:
-            failed[name] = f"wrong: relative error {error[name]:.3g}"
-    round_us = sum(times[-1] for times in clock.rounds_us(list(graphs.values()), 2))
-    rounds = max(5, min(50, int(len(graphs) * budget_ms * 1000 / max(round_us, 1.0))))
-    times = clock.rounds_us(list(graphs.values()), rounds)
-    us = {name: statistics.median(these) for name, these in zip(graphs, times, strict=True)}
-    return {"rounds": rounds, "us": us, "error": error} | ({"failed": failed} if failed else {})
-
-
-def judged(cell: dict[str, Any]) -> dict[str, Any]:
-    """The cell with QuACK's best time and the ratios to ours, above 1 where ours is faster."""
-    us = cell["us"]
-    known = {name: time_us for name, time_us in us.items() if name.startswith("quack ")}
-    ratios: dict[str, Any] = {}
-    if OURS in us:
-        if known:
-            best = min(known, key=known.__getitem__)
-            ratios |= {"quack": best.removeprefix("quack "), "quack_us": known[best], "ratio": known[best] / us[OURS]}
-        ratios |= {f"{name}_ratio": us[name] / us[OURS] for name in (TORCH, DENSE) if name in us}
-    return cell | ratios
-
-
-def summary(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Geometric means by op and tokens, the cells behind QuACK by over 3 %, and what failed."""
-    lines = []
-    keys = sorted({(c["op"], c["tokens"]) for c in cells}, key=lambda k: (OPS.index(k[0]), k[1]))
-    groups = [(f"{op:8} T={T:<5}", [c for c in cells if (c["op"], c["tokens"]) == (op, T)]) for op, T in keys]
-    for name, some in [*groups, ("all", list(cells))]:
-        means = {
-            key: geometric_mean(c[key] for c in some if key in c)
-            for key in ("ratio", f"{TORCH}_ratio", f"{DENSE}_ratio")
-        }
-        known = [c for c in some if "ratio" in c]
-        behind = sum(c["ratio"] < 0.97 for c in known)
-        lines.append(f"{name:16} x QuACK {means['ratio']:.3f}, behind by over 3 %: {behind} of {len(known)}   "
-                     f"x grouped_mm {means[f'{TORCH}_ratio']:.3f}   "
-                     f"of the dense product {means[f'{DENSE}_ratio']:.3f}")  # fmt: skip
-    for cell in sorted((c for c in cells if c.get("ratio", 1.0) < 0.97), key=lambda c: c["ratio"]):
-        lines.append(f"behind: {named(cell)} {cell['ratio']:.3f} (QuACK {cell['quack']})")
-    for cell in cells:
-        for name, why in cell.get("failed", {}).items():
-            lines.append(f"failed: {named(cell)} {name}: {why.strip().splitlines()[-1]}")
-    return lines
-
-
-def named(cell: dict[str, Any]) -> str:
-    return f"{cell['model']} {cell['gemm']} {cell['op']} T={cell['tokens']}"
-
-
-def table_line(cell: dict[str, Any]) -> str:
-    us = cell["us"]
-    columns = [us.get(OURS), cell.get("quack_us"), cell.get("ratio"), cell.get(f"{DENSE}_ratio")]
-    numbers = "".join(f"{'-':>10}" if one is None else f"{one:10.{places}f}"
-                      for one, places in zip(columns, (1, 1, 3, 3), strict=True))  # fmt: skip
-    return f"{cell['model']:13}{cell['gemm']:8}{cell['op']:8}{cell['tokens']:>6}{numbers}  {cell.get('quack', '-')}"
-
-
-HEADER = f"{'model':13}{'gemm':8}{'op':8}{'tokens':>6}{'ours us':>10}{'QuACK us':>10}{'x QuACK':>10}{'of dense':>10}"
+    return {str(c): quack_call(module, c, op, inputs, out, counter) for c in configs}
 
 
 def plan(models: str, ops: Sequence[str], tokens: Sequence[int], more: int) -> dict[Cell, list[Config]]:
@@ -227,7 +116,7 @@ def measure(module: Any, args: argparse.Namespace, head: dict[str, Any]) -> list
     rows = max((T * top_k[name] for name, _, _, T in configs), default=0)
     widest = max(max(N, K) for _, gemms, _, _ in layers_of(args.models) for _, N, K in gemms)
     out = torch.empty(max(where.numel() if "dW" in args.op else 0, rows * widest), dtype=torch.bfloat16, device="cuda")
-    print(HEADER)
+    print(beside.HEADER)
     for name, gemms, E, k in layers_of(args.models):
         for gemm, N, K in gemms:
             w = method.weights(E, N, K, torch.bfloat16, into=where)
@@ -237,22 +126,15 @@ def measure(module: Any, args: argparse.Namespace, head: dict[str, Any]) -> list
                     dy = None if op == "forward" else method.activations(M, N, w.dtype)
                     inputs = method.Inputs(method.activations(M, K, w.dtype), w, method.routed_rows(E, k, T).cuda(), dy)
                     cell = {"model": name, "gemm": gemm, "op": op, "tokens": T, "M": M, "E": E, "N": N, "K": K}
-                    cell |= measure_cell(module, clock, op, inputs, out, configs[name, gemm, op, T])
-                    cells.append(judged(cell))
+                    calls = quack_calls(module, clock, op, inputs, out, configs[name, gemm, op, T])
+                    cells.append(beside.judged(cell | beside.measure_cell(clock, op, inputs, calls)))
                     print(
-                        table_line(cells[-1]),
+                        beside.table_line(cells[-1]),
                         f"({len(cells)} of {len(configs)}, {time.time() - begun:.0f} s)",
                         flush=True,
                     )
-                    write(args.out, head, cells, begun)
+                    beside.write(args.out, head, cells, begun, LIBRARY)
     return cells
-
-
-def write(out: Path, head: dict[str, Any], cells: Sequence[dict[str, Any]], begun: float) -> None:
-    report = head | {"seconds": round(time.time() - begun, 1), "summary": summary(cells), "cells": list(cells)}
-    temp = out.with_name(f".{out.name}.tmp")
-    temp.write_text(json.dumps(report, indent=1) + "\n")
-    temp.replace(out)
 
 
 def smoke(module: Any) -> int:
@@ -265,7 +147,8 @@ def smoke(module: Any) -> int:
         inputs = method.Inputs(method.activations(T * top_k, K, w.dtype), w, method.routed_rows(E, top_k, T).cuda(), dy)
         out = torch.empty(E * N * K, dtype=w.dtype, device="cuda")
         begun = time.time()
-        cell = measure_cell(module, clock, op, inputs, out, [Config.parse(text) for text in texts], budget_ms=20.0)
+        calls = quack_calls(module, clock, op, inputs, out, [Config.parse(text) for text in texts])
+        cell = beside.measure_cell(clock, op, inputs, calls, budget_ms=20.0)
         print(f"{op}: {time.time() - begun:.1f} s", {name: (round(us, 1), f"{cell['error'][name]:.1e}")
                                                     for name, us in cell["us"].items()}, flush=True)  # fmt: skip
         for name, why in cell.get("failed", {}).items():
@@ -298,16 +181,6 @@ def compile_only(args: argparse.Namespace) -> None:
     print(module._compile_gemm.cache_info())
 
 
-def versions() -> dict[str, str]:
-    found = {"torch": torch.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "no metadata"
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("beside-quack.json"))
@@ -327,13 +200,13 @@ def main() -> None:
     module = quack_module()
     if not torch.cuda.is_available():
         sys.exit("beside_quack: no CUDA device here; --compile needs none")
-    print(versions(), flush=True)
+    print(beside.versions(PACKAGES), flush=True)
     if args.smoke:
         wrong = smoke(module)
         sys.exit(f"{wrong} failed" if wrong else 0)
-    head = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "versions": versions()}
+    head = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "versions": beside.versions(PACKAGES)}
     cells = measure(module, args, head)
-    print("\n".join(summary(cells)))
+    print("\n".join(beside.summary(cells, LIBRARY)))
     lost = sum(OURS in cell.get("failed", {}) for cell in cells)
     sys.exit(f"{lost} cells of ours are wrong" if lost else 0)
 
