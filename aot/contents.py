@@ -82,7 +82,7 @@ def _variant(i: int, one: Variant) -> dict[str, object]:
 def _choice(problem: Problem, one: Choice) -> dict[str, object]:
     return {
         "problem": str(problem),
-        "M_up_to": one.bucket,
+        "M_near": one.bucket,
         "variant": one.variant,
         "source": one.source.value,
         "time_us": round(one.time_ns / 1000, 3),

@@ -20,7 +20,8 @@ class Tensors:
 
     ``rows`` is x of the forward, [M, K] (or [T, K] where it is gathered), else dy, [M, N]. ``weights`` is w as
     ``problem.layout`` says, or x [M, K] for dW. ``result`` is y, dx or dw. ``index`` int32 [M] says which
-    rows are moved; x's row is ``index // top_k``. With silu ``result`` is [M, N/2].
+    rows are moved; x's row is ``index // top_k``. With silu ``result`` is [M, N/2]. ``row_weights`` float32 [M], by
+    index, are multiplied with.
     """
 
     problem: Problem
@@ -30,6 +31,7 @@ class Tensors:
     result: torch.Tensor
     index: torch.Tensor | None = None
     top_k: int = 1
+    row_weights: torch.Tensor | None = None
 
 
 def caller(kernel: launch.LoadedKernel, on: Tensors, m_sizes: torch.Tensor) -> Callable[[], None]:
@@ -38,8 +40,11 @@ def caller(kernel: launch.LoadedKernel, on: Tensors, m_sizes: torch.Tensor) -> C
     moved: tuple[int, ...] = ()
     fused = launch.PLAIN
     if on.index is not None:
-        fused = launch.Fused(problem.fusion, 1, on.top_k if Fusion.GATHER in problem.fusion else 1)
-        moved = (on.index.data_ptr(), 0, 0, on.M)
+        fusion, weights = problem.fusion, 0
+        if on.row_weights is not None:
+            fusion, weights = fusion | Fusion.WEIGHT, on.row_weights.data_ptr()
+        fused = launch.Fused(fusion, 1, on.top_k if Fusion.GATHER in fusion else 1)
+        moved = (on.index.data_ptr(), weights, 0, on.M)
     if problem.op is Op.DW:
         start = launch.weight_launcher(
             kernel, N=problem.N, K=problem.K, E=problem.E, stride_dw_e=on.result.stride(0),

@@ -44,7 +44,7 @@ def get_or_autotune_moe_kernels(
     force_autotune
         Measure again, whatever is known.
     seq_len
-        Tokens of one step. Rows up to the next power of two share the configs.
+        Tokens of one step. Numbers of rows that are nearest to the same power of two share the configs.
 
     Returns
     -------

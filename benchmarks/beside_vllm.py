@@ -25,13 +25,12 @@ import beside
 import method
 import torch
 import vllm_kernels
-from beside import OURS, Call
+from beside import OPS, OURS, Call
 from variants import MODELS
 
 from kernels import layers_of, room
 
 LIBRARY = "the better of vLLM and triton_kernels"
-OPS = ("forward", "dX")
 
 
 def calls(

@@ -22,6 +22,7 @@ VERSION = "0.20.2"
 INSTALL = f"pip download --no-deps vllm=={VERSION} && unzip -q vllm-{VERSION}-*.whl -d vllm-{VERSION}"
 KERNEL_FILE = "model_executor/layers/fused_moe/fused_moe.py"
 TAKEN = ("write_zeros_to_output", "fused_moe_kernel", "invoke_fused_moe_triton_kernel", "get_default_config")
+ROWS_A_STEP = 64  # of triton_kernels' dW
 FEW_ROWS = 4  # rows x this <= experts: vLLM gives each row a block of its own (_prepare_expert_assignment)
 
 
@@ -100,13 +101,31 @@ class Kernels:
         return call
 
     def triton_kernels(self, op: str, inputs: method.Inputs) -> Call:
-        """y[g] = x[g] @ w[g].T, or dx[g] = dy[g] @ w[g], by matmul_ogs, which chooses for itself."""
+        """y[g] = x[g] @ w[g].T, dx[g] = dy[g] @ w[g] or dw[g] = dy[g].T @ x[g], by matmul_ogs as it chooses itself."""
         rows, w = (inputs.x, inputs.w.transpose(1, 2)) if op == "forward" else (inputs.dy, inputs.w)
         assert rows is not None
+        if op == "dW":
+            return self._weight(inputs, rows)
         routing = self.ogs.RoutingData(
             None, inputs.m_sizes, len(w), 1, expt_data=self.metadata(inputs.m_sizes, len(rows))
         )
         return lambda: self.ogs.matmul_ogs(rows, w, None, routing)
+
+    def _weight(self, inputs: method.Inputs, dy: torch.Tensor) -> Call:
+        """dw: the rows of both, padded as it wants them, lie ready."""
+        m_sizes, left, right = inputs.m_sizes, padded(dy, inputs.m_sizes), padded(inputs.x, inputs.m_sizes)
+        base = self.ogs.RoutingData(None, m_sizes, len(m_sizes), 1, expt_data=self.metadata(m_sizes, len(dy)))
+        inner = self.ogs.InnerRoutingData(base, ROWS_A_STEP, x_is_padded=True, w_is_padded=True)
+        return lambda: self.ogs.matmul_ogs(left.t(), right, None, inner_routing_data=inner)
+
+
+def padded(rows: torch.Tensor, m_sizes: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows, and rows of zeros up to whole steps."""
+    whole = (m_sizes.long() + ROWS_A_STEP - 1) // ROWS_A_STEP * ROWS_A_STEP
+    shift = (whole.cumsum(0) - whole) - (m_sizes.long().cumsum(0) - m_sizes)
+    out = rows.new_zeros(int(whole.sum()), rows.shape[1])
+    out[torch.arange(len(rows), device=rows.device) + torch.repeat_interleave(shift, m_sizes.long())] = rows
+    return out
 
 
 def assignment(m_sizes: torch.Tensor, M: int, block: int) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:

@@ -34,7 +34,9 @@ from .config import PINGPONG_COLUMNS, Config, across, of_weight
 LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
 
-ZERO_TAIL = 16  # a flag: rows that belong to no expert are set to zero
+ZERO_TAIL = 16  # a flag: rows that belong to no expert are set to zero; with SCATTER, those that no row goes to
+CLEARS_SINCE = 2  # the revision of ``rows``
+CLEARER_ROWS = 16  # of them, for a program: ``cdiv(index_end, CLEARER_ROWS)`` more programs
 FLAGS = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS  # the fusions that ``flags`` tells a kernel of
 MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
 SPECIALIZED_SHARED_BYTES = 227 * 1024  # of sm_90
@@ -229,7 +231,7 @@ def constants(spec: Spec, sm: int) -> dict[str, int | str | bool | None]:
         return _specialized(spec)
     loads = {"TMA": bool(spec.tma)} if spec.op is Op.DW else {
         "X_TMA": "x" in spec.tma, "W_TMA": "w" in spec.tma, "W_KN": _w_kn(spec),
-        "INDEXED": bool(spec.fusion), "TURNED": _turned(spec, sm),
+        "INDEXED": bool(spec.fusion), "TURNED": _turned(spec, sm), "CLEARS": clears(spec.fusion, c),
     }  # fmt: skip
     return loads | {
         "BLOCK_M": c.block_m,
@@ -241,6 +243,12 @@ def constants(spec: Spec, sm: int) -> dict[str, int | str | bool | None]:
         "PERSISTENT": c.persistent,
         "PRECISION": "ieee" if spec.dtype is DType.FP32 else "tf32",
     }
+
+
+def clears(fusion: Fusion, config: Config, revision: int = CLEARS_SINCE) -> bool:
+    """Whether code of rows can set the rows of y to zero that an index sends no row to: see ``forward.rows``."""
+    alone = not config.persistent and not config.specialized
+    return fusion == Fusion.SCATTER and alone and revision >= CLEARS_SINCE
 
 
 def _turned(spec: Spec, sm: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .clear import clear_unnamed
 from .find import find
 from .tiles import (
     GATHER,
@@ -26,6 +27,8 @@ from .tiles import (
 
 _WEIGHT: tl.constexpr = tl.constexpr(4)
 _BIAS: tl.constexpr = tl.constexpr(8)
+_TO_CLEAR: tl.constexpr = tl.constexpr(2 | 16)  # SCATTER and ZERO_TAIL
+_CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program; kernels.abi.CLEARER_ROWS
 _FEW_ROWS: tl.constexpr = tl.constexpr(32)  # of a tile whose loads leave out the rows past the end
 
 
@@ -123,13 +126,33 @@ def _tile(
 
 
 @triton.jit
+def _found_tile(
+    tile, x, w, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m, stride_w_e, stride_w_row, stride_y_m,
+    m_sizes_step, index_step, index_end, x_divisor, flags, tiles_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """The one tile of a program, where there is such a tile."""
+    there, expert, tile_m, tile_n, row_start, row_end = find(
+        tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, GROUP_M
+    )
+    if there:
+        _tile(
+            x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,
+            N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
+            BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
+        )  # fmt: skip
+
+
+@triton.jit
 def rows(
     x, w, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m, stride_w_e, stride_w_row, stride_y_m,
     m_sizes_step, index_step, index_end, x_divisor, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
-    TURNED: tl.constexpr,
+    TURNED: tl.constexpr, CLEARS: tl.constexpr,
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
@@ -137,9 +160,11 @@ def rows(
     where X_TMA and W_TMA say so; accumulates in fp32. INDEXED code moves rows, and ``flags`` chooses at run
     time: from(m) = index[m] // x_divisor (1, by pointers only), to(m) = index[m] (2), weight(m) =
     row_weights[index[m]] (4), bias [E, N] (8); otherwise from and to are m itself, and the weight is one.
-    ZERO_TAIL (16) sets the rows that belong to no expert to zero. Code that is not INDEXED ignores the other
-    ``flags``: on an H200 the index alone costs tiles of 128 x 256 up to 5 %, and a branch at run time 17 % in the mean
-    (benchmarks/results/trials: forward-index-always.json, forward-branch-at-run-time.json, beside the sweep).
+    ZERO_TAIL (16) sets the rows that belong to no expert to zero; with 2, code that CLEARS, which has one tile a
+    program, sets those of y [index_end, N] that no row goes to, by cdiv(index_end, 16) programs before the others, and
+    no other code may be told so. Code that is not INDEXED ignores the other ``flags``: on an H200 the index alone costs
+    tiles of 128 x 256 up to 5 %, and a branch at run time 17 % in the mean (benchmarks/results/trials:
+    forward-index-always.json, forward-branch-at-run-time.json, beside the sweep).
     TURNED code multiplies w's tile by x's, from registers: wgmma takes elements of 32 bits from shared memory only
     where the reduction is contiguous, which it isn't in [E, K, N], but those of its first operand from registers too.
     """
@@ -162,17 +187,27 @@ def rows(
                 N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
                 BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
             )  # fmt: skip
-    else:
-        there, expert, tile_m, tile_n, row_start, row_end = find(
-            tl.program_id(0), m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, GROUP_M
-        )
-        if there:
-            _tile(
-                x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,
-                N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
-                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
+    elif CLEARS:
+        clearing = tl.where((flags & _TO_CLEAR) == _TO_CLEAR, tl.cdiv(index_end, _CLEARED), 0)
+        if tl.program_id(0) < clearing:
+            clear_unnamed(
+                y, index, m_sizes, tl.program_id(0) * _CLEARED, M, N, E, stride_y_m, m_sizes_step, index_step,
+                index_end, _CLEARED, EXPERTS, BLOCK_N,
             )  # fmt: skip
-    if (flags & ZERO_TAIL) != 0:
+        else:
+            _found_tile(
+                tl.program_id(0) - clearing, x, w, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m,
+                stride_w_e, stride_w_row, stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags, tiles_n,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
+            )  # fmt: skip
+    else:
+        _found_tile(
+            tl.program_id(0), x, w, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m, stride_w_e,
+            stride_w_row, stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags, tiles_n,
+            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
+        )  # fmt: skip
+    _asked: tl.constexpr = _TO_CLEAR if CLEARS else ZERO_TAIL
+    if (flags & _asked) == ZERO_TAIL:
         if not PERSISTENT:
             _all, used = count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, EXPERTS)
         zero_rows(y, used, M, N, stride_y_m, 16, BLOCK_N)

@@ -7,7 +7,7 @@ import torch
 from ..artifacts.types import DType, Pass
 from ..kernels.abi import is_aligned
 from ..kernels.passes import CLEARED_ROWS, NAMES
-from . import passes, products
+from . import passes
 from .device import on
 
 _ALIGNMENT_BYTES = 16
@@ -19,7 +19,7 @@ LEAST_BYTES = 16 << 20
 
 
 def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, index_end: int) -> torch.Tensor:
-    """Set each row of y that is no index[i], i < M and i < sum(m_sizes), index[i] in [0, index_end), to zero.
+    """y[r] = 0, on a GPU, for each r that is no index[i] with i < M and i < sum(m_sizes), index[i] in [0, index_end).
 
     ``index`` [M] int32 or int64. Other rows may become zero, too: in small results, and in such as no kernel clears.
     """
@@ -27,8 +27,7 @@ def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, i
     row_bytes = columns * y.element_size()
     dense = y.is_contiguous() and index.is_contiguous() and m_sizes.is_contiguous()
     few = rows * row_bytes < LEAST_BYTES or not (M and index_end and m_sizes.numel())
-    # (Whether it is on a GPU comes before its address: under a transform a tensor has none.)
-    if few or not products.on_gpu(y) or not dense or max(rows, M) > _MOST_ROWS:
+    if few or not dense or max(rows, M) > _MOST_ROWS:
         return y.zero_()
     device, aligned = y.get_device(), is_aligned(_ALIGNMENT_BYTES, row_bytes, y.data_ptr())
     launch = passes.launcher(Pass.CLEAR, DType.FP32, device, aligned=True) if aligned else None

@@ -165,8 +165,8 @@ def reason(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
         Origin.COMPILED: "compiled now by Triton, as no bundle has a variant that can run it; modelled",
     }[candidate.origin]
     if candidate.match is Match.EXACT:
-        return f"{what}, for this problem and M <= {bucket}"
-    return f"{what}, for this problem at M <= {candidate.bucket}, the nearest to {bucket} that there is"
+        return f"{what}, for this problem and M near {bucket}"
+    return f"{what}, for this problem at M near {candidate.bucket}, the nearest to {bucket} that there is"
 
 
 def miss_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
@@ -182,7 +182,7 @@ def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> 
     near = nearest_shapes(problem, local, view)
     have = f"The nearest there are: {'; '.join(near)}" if near else "No usable bundle has a problem of this kind"
     return (
-        f"PRETUNED_STRICT: no choice for {problem} at M <= {bucket} on {local}. {have}. "
+        f"PRETUNED_STRICT: no choice for {problem} at M near {bucket} on {local}. {have}. "
         f"Build it with: {build_line(problem, bucket, local.sm)}"
     )
 
@@ -202,9 +202,9 @@ def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
         return
     what = (known.problem, known.bucket, local.gpu.name, best.config, best.usable.path.name, known.reason)
     if ideal:
-        _log.debug("pretuned: %s at M <= %d on %s: using %s of %s, %s", *what)
+        _log.debug("pretuned: %s at M near %d on %s: using %s of %s, %s", *what)
     else:
         _log.info(
-            "pretuned: no measured choice for %s at M <= %d on %s; using %s of %s, %s; build one with: %s",
+            "pretuned: no measured choice for %s at M near %d on %s; using %s of %s, %s; build one with: %s",
             *what, build_line(known.problem, known.bucket, local.sm),
         )  # fmt: skip

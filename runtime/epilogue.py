@@ -123,4 +123,4 @@ def _verdict(
     times += f" and the pass {saved_us:.1f} us at least" if saved_us else ""
     if time_us > product_us + saved_us:
         return Verdict(None, f"it is slower: {times}")
-    return Verdict(fused, f"silu in the epilogue is faster at M <= {bucket}: {times}")
+    return Verdict(fused, f"silu in the epilogue is faster at M near {bucket}: {times}")

@@ -323,7 +323,7 @@ def _of_tensors(
 
 
 def _basis(candidate: Candidate) -> str:
-    what = "cost model" if candidate.match is Match.COST_MODEL else f"M <= {candidate.bucket}"
+    what = "cost model" if candidate.match is Match.COST_MODEL else f"M near {candidate.bucket}"
     if candidate.origin is Origin.COMPATIBLE:
         return f"{what}, {candidate.usable.bundle.target} code"
     return f"{what}, {candidate.gpu.name}" if candidate.gpu is not None else what

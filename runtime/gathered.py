@@ -70,7 +70,7 @@ class GatherFirst:
     The scratch is torch's, of its current stream, which ``stream`` has to be: in a graph capture, of the graph's pool.
     """
 
-    __slots__ = ("_columns", "_divisor", "_dtype", "_empty", "_gather", "_indexed", "_product", "_step")
+    __slots__ = ("_columns", "_divisor", "_dtype", "_empty", "_gather", "_indexed", "_product", "_step", "zeroes")
 
     def __init__(
         self, gather: _Gather, product: Launcher, like: torch.Tensor, columns: int, divisor: int, index_step: int,
@@ -80,6 +80,7 @@ class GatherFirst:
         self._empty, self._dtype, self._columns = allocator(like.device), like.dtype, columns
         self._divisor, self._step = divisor, index_step
         self._indexed = fusion & ~Fusion.SILU
+        self.zeroes = product.zeroes
 
     def __call__(
         self, first: int, second: int, result: int, m_sizes: int, stride_a: int, stride_b: int, M: int, stream: int,
@@ -161,7 +162,7 @@ def against(
     time_us = found.time_us + gather_us
     if time_us * (MARGIN if found.source is Source.MODELLED else 1.0) >= ran.time_us:
         return Verdict(None, f"rows gathered on load are no slower: {times}", ran.time_us)
-    return Verdict(found, f"rows gathered beforehand are faster at M <= {bucket}: the product {times}", time_us)
+    return Verdict(found, f"rows gathered beforehand are faster at M near {bucket}: the product {times}", time_us)
 
 
 def pass_us_for(

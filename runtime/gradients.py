@@ -20,7 +20,6 @@ import torch
 
 from ..artifacts.types import Layout, Op
 from ..kernels import reference
-from . import clearing
 from .form import Form, Fusions
 from .inputs import rows_usable
 from .products import Rows, rows, weight
@@ -69,30 +68,19 @@ def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> tor
     product = forward_rows(call, x)
     if not call.K:  # a sum over nothing
         return y.zero_()
-    if call.form.permute_y or call.form.zero_tail:
-        clear_rest(product, y)
-    elif out is not None and product.loose:
+    if out is not None and product.loose:
         product = dataclasses.replace(product, loose=False)
     return rows(product, y)
-
-
-def clear_rest(product: Rows, y: torch.Tensor) -> None:
-    """Set rows of y that the product does not store to zero, but for those that its kernel sets (``zero_tail``)."""
-    if product.scatter and product.index is not None and not product.stores_nothing(y):
-        clearing.clear(y, product.index, product.m_sizes, product.M, product.index_end(y.shape[0]))
-    elif not product.zero_tail:
-        y.zero_()
 
 
 def forward_rows(call: Call, x: torch.Tensor) -> Rows:
     """The forward as a product, into a y of its own."""
     form, bias = call.form, call.fusions.bias
     zeros = form.permute_y or form.zero_tail
-    indexed = form.permute_x or form.permute_y or call.fusions.weights is not None  # may leave out other rows, too
     return Rows(
         Op.FORWARD, x, call.w, call.m_sizes, form.layout, call.M, call.fusions.index, call.x_divisor, form.permute_y,
         call.flat_weights(x), None if bias is None else bias.detach().contiguous(), form.pin_forward,
-        zero_tail=zeros and not indexed, loose=not zeros,
+        zero_tail=zeros, loose=not zeros,
     )  # fmt: skip
 
 
@@ -173,11 +161,9 @@ def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None) -> torch.Tensor
     used = call.fusions.index if form.permute_x or divisor or flat is not None else None
     product = Rows(
         Op.DX, given, call.w, call.m_sizes, form.layout, call.M, used, divisor, form.permute_x, flat,
-        None, form.pin_dx, zero_tail=used is None,
+        None, form.pin_dx, zero_tail=True,
     )  # fmt: skip
-    dx = given.new_empty((many, call.K))
-    clear_rest(product, dx)
-    return rows(product, dx)
+    return rows(product, given.new_empty((many, call.K)))
 
 
 def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, divisor: int) -> torch.Tensor:

@@ -45,7 +45,7 @@ def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
             if _kind(other) == _kind(problem):
                 found.setdefault(other, set()).update(choice.bucket for choice in usable.bundle.find(other))
     near = sorted(found, key=lambda other: (_distance(problem, other), other.sort_key))[:_NEAREST]
-    return [f"E={p.E} N={p.N} K={p.K} (M <= {', '.join(map(str, sorted(found[p])))})" for p in near if found[p]]
+    return [f"E={p.E} N={p.N} K={p.K} (M near {', '.join(map(str, sorted(found[p])))})" for p in near if found[p]]
 
 
 def _kind(problem: Problem) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..artifacts.errors import BundleCorrupt, InputError
 from ..artifacts.types import Fusion, Op, Variant
 from ..kernels.abi import (
+    CLEARER_ROWS,
     FLAGS,
     MOST_STEPS,
     RAGGED_SIZES,
@@ -75,7 +76,8 @@ class Fused(NamedTuple):
     """What a call does beside the product; the kernel's flags say of ``fusion`` what its code leaves open.
 
     ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
-    the rows of y that belong to no expert to zero.
+    the rows of y that belong to no expert to zero; of y [index_end, N] scattered to, those that no row goes to, by code
+    that can (``kernels.abi.clears``) alone.
     """
 
     fusion: Fusion = Fusion.NONE
@@ -135,6 +137,7 @@ def row_launcher(
     )  # fmt: skip
     pack = PREPARED.pack
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
+    clears = fused.zero_tail and Fusion.SCATTER in fused.fusion
     most_tiles = _MOST_TILES if config.persistent else _MOST_PROGRAMS
     most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_PROGRAMS
     w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)
@@ -146,6 +149,8 @@ def row_launcher(
     ) -> bytes:  # fmt: skip
         active = E if E < M else M
         tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, inlined
+        if clears:
+            tiles += -(-index_end // CLEARER_ROWS)
         if tiles > most_tiles:
             made = f"M={M} rows and N={columns} columns make {tiles} tiles"
             raise InputError(f"{made} of {config}, the most is {most_tiles}: split the batch")
@@ -163,7 +168,7 @@ def row_launcher(
             tiles if tiles < most else most, tail,
         )  # fmt: skip
 
-    return Launcher(prepare, start, repeater)
+    return Launcher(prepare, start, repeater, zeroes=fused.zero_tail)
 
 
 def weight_launcher(

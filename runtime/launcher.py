@@ -40,7 +40,8 @@ class Launcher:
     ``prepare(first, second, stride_a, stride_b, M[, index, row_weights, bias, index_end])`` packs all that
     hangs on the operands; ``start(prepared, result, m_sizes, stream)`` launches it. Calling it does both.
     Operands are device addresses, strides are in elements, M > 0. ``launch.py`` makes them.
-    ``repeater`` makes functions that do one whole call over and over, see ``Repeater``.
+    ``repeater`` makes functions that do one whole call over and over, see ``Repeater``. ``zeroes`` says that the rows
+    of the result that nothing is stored to become zero.
 
     Raises
     ------
@@ -53,6 +54,7 @@ class Launcher:
     prepare: Callable[..., bytes]
     start: Start
     repeater: Repeater
+    zeroes: bool = False
 
     def __call__(
         self, first: int, second: int, result: int, m_sizes: int, stride_a: int, stride_b: int, M: int, stream: int,

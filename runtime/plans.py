@@ -52,8 +52,8 @@ class Plan:
         self._launch, self._same, self._low = launch, same, x.data_ptr() & _ALIGNMENT_BYTES - 1
         self._empty, self._stream = allocator(x.device), products.stream_of
         self._y = (call.y_rows, call.N), (call.N, 1), x.dtype
-        self._clears = rows.scatter
-        self._zero = call.form.zero_tail and not rows.zero_tail
+        self._clears = rows.scatter and rows.zero_tail and not launch.zeroes
+        self._zero = rows.zero_tail and not rows.scatter and not launch.zeroes
         self._strides, self._x_columns = (row_stride(x, call.K), call.N, call.M), call.K
         self._moved = (rows.uses_index, rows.index_end(call.y_rows)) if rows.fusion else None
         tensors = (fusions.weights, fusions.bias, fusions.index)

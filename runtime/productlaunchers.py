@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, bucket_of
-from ..kernels.abi import code_of, gemm_of, is_aligned
+from ..kernels.abi import clears, code_of, gemm_of, is_aligned
 from . import discover, epilogue, gathered, jit, pinned, settings
 from .device import local_gpu, platform_supported
 from .gathered import GatherFirst, Launch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT_BYTES = 16
 _MOST_LAUNCHERS = 1 << 14
+_MOST_TO_CLEAR = 1024  # rows: each 16 of y want a look at the whole index
 _UNKNOWN = object()
 _L = TypeVar("_L", bound=Launch)
 _launchers: tuple[object, dict[tuple[object, ...], Launch | None]] = (None, {})  # of one snapshot
@@ -42,7 +43,8 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
     device = x.get_device()
     first = call.may_gather_first(aligned)
     checks = call.bounds is None
-    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype, call.zero_tail,
+    zeroes = call.zero_tail and (not call.uses_index or may_clear(call, y))
+    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype, zeroes,
              first and 1 + checks)  # fmt: skip
     # (By its value: an enum's hash is a call in Python.)
     key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin, _tf32(x.dtype))
@@ -52,12 +54,17 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
         kernel = _kernel(problem, call.M, device, aligned, call.pin, None)
         if kernel is None:
             return None
-        fused = Fused(fusion, index_step, call.gather_divisor or 1, call.zero_tail)
+        fused = Fused(fusion, index_step, call.gather_divisor or 1, zeroes)
         plain = _gathered_kernel(problem, call, device, checks) if first else None
         ready = None if plain is None else _after_gather(plain, problem, call, fused)
         return ready or _of_rows(kernel, problem, call, fused)
 
     return _launcher(key, build)
+
+
+def may_clear(call: Rows, y: torch.Tensor) -> bool:
+    """Whether code that can is to find and clear the rows of y that no row goes to; few, or all become zero before."""
+    return call.scatter and call.index_end(y.shape[0]) == y.shape[0] and max(call.M, y.shape[0]) <= _MOST_TO_CLEAR
 
 
 def gated_launch(call: Rows, a: torch.Tensor) -> Launch | None:
@@ -122,6 +129,8 @@ def weight_launch(
 def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Launcher:
     """The launcher of a kernel for a product of rows."""
     gemm, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.w)
+    if call.uses_index and not clears(kernel.variant.fusion, kernel.config, kernel.variant.revision):
+        fused = fused._replace(zero_tail=False)
     return row_launcher(
         kernel, columns=gemm.columns, reduction=gemm.reduction, E=problem.E, w_kn=gemm.w_kn, stride_w_e=stride_w_e,
         stride_w_row=stride_w_row, m_sizes_step=_step(call.m_sizes), fused=fused,

@@ -13,7 +13,7 @@ import torch
 
 from ..artifacts.types import Fusion, Layout, Op
 from ..kernels import reference
-from . import apart, fallback, gathered
+from . import apart, clearing, fallback, gathered
 from .device import current_stream, local_gpu, on
 from .gathered import GatherFirst
 from .inputs import row_stride, rows_usable
@@ -31,7 +31,7 @@ class Rows:
 
     ``w`` is 3-D in ``layout``; ``M`` counts the sorted rows. from(m) = index[m] // ``gather_divisor`` (m where that
     is 0), to(m) = index[m] with ``scatter``; ``row_weights`` float32 by index, ``bias`` [E, columns of y].
-    ``zero_tail`` sets the rows of y that belong to no expert to zero; without an index, all others are written.
+    ``zero_tail`` sets the rows of y that nothing is stored to to zero.
     ``bounds`` (``layer.Routing``) may be given where every index has its row, also in x; ``loose`` says that rows of y
     whose index has none may hold anything.
     """
@@ -126,7 +126,7 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int) -> None:
     if _launch_rows(call, y, end):
         return
     if call.zero_tail:
-        y.zero_()
+        zero_rest(call, y, end)
         call = dataclasses.replace(call, zero_tail=False)
     if call.gather_divisor and call.index is not None:
         gathered = call.x.index_select(0, reference.rows_of(call.index, end, call.gather_divisor))
@@ -179,6 +179,8 @@ def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
     launch = row_launch(call, y)
     if launch is None:
         return False
+    if call.zero_tail and not launch.zeroes:
+        zero_rest(call, y, index_end)
     moved: tuple[int, ...] = ()
     if call.fusion:
         index = _address(call.index) if call.uses_index else 0
@@ -192,6 +194,14 @@ def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
         row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), call.M, stream_of(x.get_device()), *moved,
     )  # fmt: skip
     return True
+
+
+def zero_rest(call: Rows, y: torch.Tensor, index_end: int) -> None:
+    """Set the rows of y that the product does not store to zero, and others maybe: before it."""
+    if call.scatter and call.index is not None:
+        clearing.clear(y, call.index, call.m_sizes, call.M, index_end)
+    else:
+        y.zero_()
 
 
 def index_in_range(call: Rows) -> torch.Tensor | None:

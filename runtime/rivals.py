@@ -31,7 +31,7 @@ def rival(
     bundle = ran.usable.bundle
     choice = next((one for one in snapshot.find(bundle, problem) if one.bucket == bucket), None)
     if choice is None:
-        return f"{ran.usable.path.name} has no choice for it at M <= {bucket}"
+        return f"{ran.usable.path.name} has no choice for it at M near {bucket}"
     variant = snapshot.variant(bundle, choice.variant)
     lacking = why_not(variant, problem, local, aligned=aligned)
     if lacking is not None:

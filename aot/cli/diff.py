@@ -104,7 +104,7 @@ def _by_problem(changes: Changes) -> str:
         buckets = f"{cells[0].bucket}..{cells[-1].bucket}" if len(cells) > 1 else cells[0].bucket
         rows.append((problem, len(cells), buckets, *(count or "-" for count in counts.values()),
                      f"{100 * (time_ratio(cells) - 1):+.1f} %"))  # fmt: skip
-    head = ("problem", "changed", "M up to", "variant", "code", "source", "gpu", "time")
+    head = ("problem", "changed", "M near", "variant", "code", "source", "gpu", "time")
     return table(head, rows, "<>>>>>>>")
 
 
@@ -117,7 +117,7 @@ def _cells(changes: Changes) -> str:
                      _was(old.source is not new.source or old.gpu != new.gpu, _source(old), _source(new)),
                      f"{old.time_ns / 1e3:.2f}", f"{new.time_ns / 1e3:.2f}",
                      f"{100 * (new.time_ns / old.time_ns - 1):+.1f} %", ", ".join(one.what)))  # fmt: skip
-    return table(("problem", "M up to", "config", "source", "A us", "B us", "time", "changed"), rows, "<><<>>>")
+    return table(("problem", "M near", "config", "source", "A us", "B us", "time", "changed"), rows, "<><<>>>")
 
 
 def _was(changed: bool, old: str, new: str) -> str:
@@ -145,7 +145,7 @@ def _to_dict(changes: Changes) -> dict[str, object]:
         },
         "buckets": {"added": changes.cells_added, "removed": changes.cells_removed},
         "choices": [
-            {"problem": str(one.problem), "M_up_to": one.bucket, "changed": list(one.what),
+            {"problem": str(one.problem), "M_near": one.bucket, "changed": list(one.what),
              "old": _side(one.old), "new": _side(one.new)}
             for one in changes.choices
         ],

@@ -76,7 +76,7 @@ def _show(merged: Merged, paths: Sequence[str], problems: Sequence[int], written
 
 
 def _listed(merged: Merged, paths: Sequence[str]) -> str:
-    head = ("problem", "M up to", "decided by", "kept", "dropped", "from", "not from")
+    head = ("problem", "M near", "decided by", "kept", "dropped", "from", "not from")
     rows = [
         (one.problem, one.bucket, one.reason.value, _said(one.winner, merged.codes), _said(one.loser, merged.codes),
          paths[one.kept], paths[one.dropped])
@@ -118,7 +118,7 @@ def _to_dict(merged: Merged, paths: Sequence[str], written: Written) -> dict[str
 def _conflict(one: Conflict, codes: Codes, paths: Sequence[str]) -> dict[str, object]:
     return {
         "problem": str(one.problem),
-        "M_up_to": one.bucket,
+        "M_near": one.bucket,
         "decided_by": one.reason.name.lower(),
         "kept": {"path": paths[one.kept], **_claim(one.winner, codes)},
         "dropped": {"path": paths[one.dropped], **_claim(one.loser, codes)},

@@ -269,7 +269,7 @@ def _search_by_rows(axes: Axes, cells: Sequence[Cell]) -> None:
 
 def _rows_axis(axes: Axes, buckets: Sequence[int], most: int = 10) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("rows M (up to)")
+    axes.set_xlabel("rows M (near)")
     if not buckets:
         return
     low, high = min(buckets).bit_length() - 1, max(buckets).bit_length() - 1

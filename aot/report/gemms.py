@@ -100,7 +100,7 @@ def _form(name: str, cells: Sequence[Cell]) -> str:
 
 
 _COLUMNS: dict[str, Callable[[Cell], str]] = {
-    "M up to": lambda one: str(one.bucket),
+    "M near": lambda one: str(one.bucket),
     "source": lambda one: dot(one.state),
     "us": lambda one: us(one.time_us),
     "roofline us": lambda one: us(one.roofline.least_us),
@@ -114,7 +114,7 @@ _COLUMNS: dict[str, Callable[[Cell], str]] = {
     "runner-up": lambda one: _runner_up(one),
     "tried": lambda one: str(len(one.candidates) or ""),
 }
-_NUMBERS = {"M up to", "us", "roofline us", "modelled us", "torch us", "against torch", "tried"}
+_NUMBERS = {"M near", "us", "roofline us", "modelled us", "torch us", "against torch", "tried"}
 
 
 def _figures(cells: Sequence[Cell]) -> str:
@@ -126,7 +126,7 @@ def _figures(cells: Sequence[Cell]) -> str:
     shown = {name: value for name, value in _COLUMNS.items() if name not in dropped}
     numbers = [i for i, name in enumerate(shown) if name in _NUMBERS]
     rows = [[value(cell) for value in shown.values()] for cell in cells]
-    failures = [f"<li>M up to {cell.bucket}: {escape(text)}</li>" for cell in cells for text in cell.failures]
+    failures = [f"<li>M near {cell.bucket}: {escape(text)}</li>" for cell in cells for text in cell.failures]
     listed = f"<p>Failed while measuring, and not chosen:</p><ul>{''.join(failures)}</ul>" if failures else ""
     return table(tuple(shown), rows, numbers) + listed
 

@@ -77,7 +77,7 @@ def dot(state: State) -> str:
 def boxes(cells: Sequence[Cell]) -> str:
     """A coloured box for each bucket."""
     return "".join(
-        f'<i class="box {cell.state.value}" title="M up to {cell.bucket}: {cell.state.value}"></i>' for cell in cells
+        f'<i class="box {cell.state.value}" title="M near {cell.bucket}: {cell.state.value}"></i>' for cell in cells
     )
 
 

@@ -300,8 +300,8 @@ def test_the_page_has_every_cell_and_the_same_bytes_each_time(distinct: Bundle, 
     text = everything(distinct, problem)
     assert text == everything(distinct, problem)
     cells = sum(map(len, distinct.choices.values())) - len(distinct.choices[problem]) + 3
-    missing = len(re.findall(r'title="M up to \d+: missing"', text))
-    assert len(re.findall(r'title="M up to \d+: (?:measured|modelled)"', text)) == cells
+    missing = len(re.findall(r'title="M near \d+: missing"', text))
+    assert len(re.findall(r'title="M near \d+: (?:measured|modelled)"', text)) == cells
     assert missing == len(distinct.choices[problem]) - 2
     for words in ("against torch", "The search", "Modelled against measured", "2.00 x", "2.10"):
         assert words in text

@@ -182,37 +182,19 @@ def test_a_cell_leaves_out_what_fails_or_is_wrong(tools, monkeypatch, op):
     shared = {t.untyped_storage().data_ptr() for t in (inputs.x, inputs.w, inputs.dy)}
     tried = [configs.Config.parse(text) for text in ("128x192pp12", "192x128pp12", "64x256pp12d")]
     out = torch.empty(E * N * K, dtype=dtype)
-    cell = beside.measure_cell(Product(shared), ClockOfCalls(), op, inputs, out, tried, budget_ms=1.0)
-    assert "ValueError: a tile too low" in cell["failed"]["quack 64x256pp12d"]
-    right = {"ours", "quack 128x192pp12", "torch_grouped_mm", "dense_same_flops"}
+    clock = ClockOfCalls()
+    calls = beside.quack_calls(Product(shared), clock, op, inputs, out, tried)
+    cell = beside.beside.measure_cell(clock, op, inputs, calls, budget_ms=1.0)
+    assert "ValueError: a tile too low" in cell["failed"]["64x256pp12d"]
+    right = {"ours", "128x192pp12", "torch_grouped_mm", "dense_same_flops"}
     if op == "dW":
-        right |= {"quack 192x128pp12"}
+        right |= {"192x128pp12"}
         assert len(cell["failed"]) == 1
     else:  # 192 leaves out the first expert: what was NaN stays NaN
-        assert cell["failed"]["quack 192x128pp12"] == "wrong: relative error nan"
+        assert cell["failed"]["192x128pp12"] == "wrong: relative error nan"
     assert set(cell["us"]) == right
     assert all(cell["error"][name] < beside.method.MAX_ERROR for name in right)
-    assert beside.judged({"model": "m", "gemm": "down", "op": op, "tokens": 3} | cell)["ratio"] > 0
-
-
-def test_a_run_is_judged(tools):
-    beside, _ = tools
-    cells = [
-        beside.judged({"model": "m", "gemm": "down", "op": "dX", "tokens": 1024,
-                       "us": {"ours": 100.0, "quack a": 96.0, "quack b": 90.0, "torch_grouped_mm": 150.0,
-                              "dense_same_flops": 80.0}}),
-        beside.judged({"model": "m", "gemm": "gate_up", "op": "dX", "tokens": 1024,
-                       "us": {"ours": 100.0, "quack a": 160.0, "torch_grouped_mm": 150.0, "dense_same_flops": 80.0}}),
-        beside.judged({"model": "m", "gemm": "down", "op": "dW", "tokens": 8192, "us": {"ours": 100.0},
-                       "failed": {"quack a": "Traceback\n  ...\nValueError: too wide"}}),
-    ]  # fmt: skip
-    assert (cells[0]["quack"], cells[0]["ratio"]) == ("b", 0.9)
-    lines = beside.summary(cells)
-    assert lines[0].startswith("dX       T=1024  x QuACK 1.200, behind by over 3 %: 1 of 2   x grouped_mm 1.500")
-    assert lines[1].startswith("dW       T=8192  x QuACK nan, behind by over 3 %: 0 of 0")
-    assert "behind: m down dX T=1024 0.900 (QuACK b)" in lines
-    assert "failed: m down dW T=8192 quack a: ValueError: too wide" in lines
-    assert [len(beside.table_line(cell).split()) for cell in cells] == [9, 9, 9]
+    assert beside.beside.judged({"model": "m", "gemm": "down", "op": op, "tokens": 3} | cell)["ratio"] > 0
 
 
 def test_without_quack_it_says_what_to_install(tmp_path):

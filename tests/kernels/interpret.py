@@ -135,6 +135,9 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
                    "x_divisor": top_k, "flags": fusion.value}  # fmt: skip
     if case["zero_tail"]:
         values["flags"] = fusion.value | abi.ZERO_TAIL
+        if Fusion.SCATTER in fusion:
+            assert abi.clears(spec.fusion, config)
+            tiles += -(-limit // abi.CLEARER_ROWS)
     launch(getattr(forward, spec.kernel), spec, case, tiles, values)
 
     wrong = []
@@ -160,6 +163,10 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
             wrong.append((expert, float(error)))
     if case["zero_tail"]:
         tail = y[int(ends[-1]) : M, : gemm.columns]
+        if Fusion.SCATTER in fusion:
+            rest = ~written[:limit, 0]
+            tail = y[:limit, : gemm.columns][rest]
+            y[:limit, : gemm.columns][rest] = GUARD
         if not (tail == 0).all():
             wrong.append((E, float("nan")))
         tail.fill_(GUARD)

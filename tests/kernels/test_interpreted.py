@@ -35,6 +35,7 @@ def case(**changes: object) -> dict[str, object]:
     return base | changes
 
 
+CLEARING = {"zero_tail": True, "persistent": False}
 CASES = {
     "plain": case(),
     "one program a tile": case(persistent=False),
@@ -78,6 +79,18 @@ CASES = {
     "rows of no expert are zeroed, tma": case(m_sizes=[2, 0, 3, 1], M=23, zero_tail=True, tma=True, persistent=False),
     "rows of no expert are zeroed, any number": case(m_sizes=[2, 0, 3, 1, 0], M=23, zero_tail=True, scan=2),
     "no rows at all, all zeroed": case(m_sizes=[0, 0, 0, 0], zero_tail=True, op="dX"),
+    "rows that no index names are zeroed": case(**CLEARING, m_sizes=[2, 0, 9, 1], fusion=SCATTER),
+    "rows that no index names are zeroed, tma": case(
+        **CLEARING, fusion=SCATTER | WEIGHT | BIAS, tma=True, bad_index=True
+    ),
+    "rows that no index names are zeroed, int64": case(**CLEARING, fusion=SCATTER, wide=True, bad_index=True, N=37),
+    "rows that no index names are zeroed, dX": case(
+        **CLEARING, m_sizes=[5, 900, 3, 8], fusion=SCATTER, op="dX", top_k=1
+    ),
+    "rows that no index names are zeroed, many": case(
+        **CLEARING, m_sizes=[100, 0, 190, 9], M=300, fusion=SCATTER, top_k=3
+    ),
+    "no row is named, all zeroed": case(**CLEARING, m_sizes=[0, 0, 0, 0], fusion=SCATTER, tma=True),
     "gather": case(fusion=GATHER),
     "gather, tma": case(fusion=GATHER, tma=True),
     "gather, one program a tile": case(fusion=GATHER, persistent=False, wide=True),

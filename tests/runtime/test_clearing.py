@@ -8,9 +8,11 @@ from host_gpu import TOPK, Device, E, K, N, T, device, on
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretuned.artifacts.types import Pass
+from pretuned.artifacts.types import Layout, Op, Pass
+from pretuned.kernels.abi import CLEARS_SINCE
 from pretuned.kernels.passes import MOST_SORTED_EXPERTS
-from pretuned.runtime import clearing, grouped_gemm, grouped_gemm_dX
+from pretuned.runtime import clearing, grouped_gemm, grouped_gemm_dX, productlaunchers
+from pretuned.runtime.products import Rows, rows
 
 __all__ = ["device"]  # a fixture
 
@@ -102,3 +104,57 @@ def test_under_a_transform_torch_clears_all_of_it(device: Device, monkeypatch: p
 
     got = torch.func.vmap(call)(torch.stack([x, 2 * x]))
     torch.testing.assert_close(got, torch.stack([call(x), call(2 * x)]))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    index=st.lists(st.integers(-2, M + 2), min_size=M, max_size=M, unique=True), wide=st.booleans(),
+    sizes=st.lists(st.integers(0, 6), min_size=E, max_size=E), again=st.booleans(),
+)  # fmt: skip
+def test_code_that_clears_does_it_itself(
+    device: Device, index: list[int], sizes: list[int], wide: bool, again: bool
+) -> None:
+    device.cleared.clear()
+    device.clears = True
+    x, w = operands()
+    flat = torch.tensor(index, dtype=torch.int64 if wide else torch.int32)
+    m_sizes = torch.tensor(sizes, dtype=torch.int32)
+    y = torch.full((M, N), float("nan"))
+    with pytest.MonkeyPatch.context() as patch:
+        on(patch, True)
+        patch.setattr(torch.Tensor, "zero_", lambda _one: pytest.fail("it was zeroed"))
+        grouped_gemm(x, w, m_sizes, TOPK, flat, permute_y=True, out=y)
+        if again:  # a plan's call
+            y = grouped_gemm(x, w, m_sizes, TOPK, flat, permute_y=True)
+    named = {one for one in index[: min(sum(sizes), M)] if 0 <= one < M}
+    for row in range(M):
+        assert (y[row] == 0).all() == (row not in named)
+        assert y[row].isfinite().all()
+    assert device.cleared == []
+
+
+@pytest.mark.parametrize("what", ["many rows", "an earlier kernel", "persistent", "fewer weights", "gathered too"])
+def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    on(monkeypatch, True)
+    device.clears = what != "persistent"
+    x, w = operands()
+    index, m_sizes = torch.randperm(M), torch.tensor([3, 0, 5, 2])
+    form: dict[str, object] = {"permute_y": True}
+    if what == "many rows":
+        monkeypatch.setattr(productlaunchers, "_MOST_TO_CLEAR", M - 1)
+    if what == "an earlier kernel":
+        monkeypatch.setattr(device, "revision", CLEARS_SINCE - 1)
+    if what == "gathered too":
+        x, form = x[:T], form | {"permute_x": True}
+    if what == "fewer weights":  # of y's rows those without a weight take no part
+        product = Rows(
+            Op.FORWARD, x, w, m_sizes, Layout.NK, M, index, 0, True, torch.ones(M - 2), zero_tail=True
+        )  # fmt: skip
+        y = rows(product, torch.full((M, N), float("nan")))
+        named = [one for one in index[:10].tolist() if one < M - 2]
+    else:
+        y = grouped_gemm(x, w, m_sizes, TOPK, index, **form)  # type: ignore[arg-type]
+        named = index[:10].tolist()
+    assert sorted(named) == y.any(1).nonzero().flatten().tolist()
+    assert y.isfinite().all()
+    assert device.cleared == [Pass.CLEAR] * 2

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from pretuned.artifacts.store import BundleFile
 from pretuned.artifacts.types import DType, Fusion, Layout, Op
 from pretuned.kernels import reference
 from pretuned.kernels.config import Config
@@ -46,12 +47,12 @@ def variants(
     op: Op, fusion: Fusion, which: Callable[[Config], bool], dtypes: tuple[DType, ...] = HALVES
 ) -> list[LoadedKernel]:
     snapshot, local = discover.snapshot(), local_gpu(0)
-    found = {}
+    found: dict[object, tuple[BundleFile, int]] = {}
     for one in snapshot.view(local, installed=True).usable:
         for i, variant in enumerate(one.bundle.variants()):
             wanted = variant.op is op and variant.fusion == fusion and variant.dtype in dtypes
             if wanted and which(Config.from_pairs(variant.config)):
-                found[variant.config, variant.dtype, variant.layout] = one.bundle, i
+                found.setdefault((variant.config, variant.dtype, variant.layout), (one.bundle, i))
     if not found:
         pytest.skip(f"the bundles have no such code of {op.value} {fusion} for this GPU")
     return [loaded(bundle, i, 0, local.gpu.sm_count) for bundle, i in found.values()]
@@ -248,3 +249,40 @@ def test_code_that_moves_rows(op: Op, E: int, N: int, K: int, wrong: int, code: 
             )  # fmt: skip
             near(y, want)
             assert bool(whole[:, N:].isnan().all())
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("E", "N", "K"), [(8, 768, 512), (5, 136, 400), (300, 264, 136)])
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+def test_rows_that_no_index_names_are_cleared(op: Op, E: int, N: int, K: int, weighted: bool, wide: bool) -> None:
+    """By programs of one tile: some rows belong to no expert, three indices are out of range."""
+    for M, more in ((1, 0), (8, 0), (40, 3), (700, 40), (1000, 24)):
+        m_sizes = fallen(E, M, "random")
+        m_sizes[-1] -= m_sizes[-1] // 2
+        m_sizes, rows = m_sizes.cuda(), M + more
+        index = torch.randperm(rows)[:M].to(torch.int64 if wide else torch.int32)
+        index[torch.randperm(M)[:3]] = torch.tensor([-1, rows, 2**31 - 1], dtype=index.dtype)[: min(3, M)]
+        index = index.cuda()
+        for kernel in variants(op, Fusion.SCATTER, lambda config: not config.persistent):
+            dtype = dtype_of(kernel)
+            x = torch.randn(M, K, device="cuda").to(dtype)
+            kn = (kernel.variant.layout is Layout.KN) == (op is Op.FORWARD)
+            w = torch.randn(E, *((K, N) if kn else (N, K)), device="cuda").to(dtype) * K**-0.5
+            row_weights = torch.rand(rows, device="cuda") + 0.5 if weighted else None
+            y, want = torch.full((rows + 16, N), NAN, device="cuda", dtype=dtype), torch.zeros(rows, N, device="cuda")
+            fusion = Fusion.SCATTER | Fusion.WEIGHT if weighted else Fusion.SCATTER
+            launch = row_launcher(
+                kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
+                m_sizes_step=1, fused=Fused(fusion, 1 + wide, 1, zero_tail=True),
+            )  # fmt: skip
+            launch(
+                x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0),
+                index.data_ptr(), 0 if row_weights is None else row_weights.data_ptr(), 0, rows,
+            )  # fmt: skip
+            reference.rows(
+                x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK, index=index,
+                index_end=rows, scatter=True, row_weights=row_weights,
+            )  # fmt: skip
+            near(y[:rows], want)
+            assert bool(y[rows:].isnan().all())

@@ -118,11 +118,23 @@ def test_a_choice_measured_here_with_compatible_code_counts_as_measured_here(tmp
 def test_the_nearest_bucket_the_larger_of_two(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(16, NARROW), modelled(256, WIDE), modelled(65536, WIDE)]})
     found = snapshot(tmp_path)
-    buckets = {M: decision(found, M).chosen.bucket for M in (1, 16, 17, 33, 64, 65, 4096, 9000, 2**31 - 1)}
-    assert buckets == {1: 16, 16: 16, 17: 16, 33: 256, 64: 256, 65: 256, 4096: 65536, 9000: 65536, 2**31 - 1: 65536}
+    buckets = {M: decision(found, M).chosen.bucket for M in (1, 16, 23, 45, 46, 64, 65, 4096, 9000, 2**31 - 1)}
+    assert buckets == {
+        1: 16,
+        16: 16,
+        23: 16,
+        45: 16,
+        46: 256,
+        64: 256,
+        65: 256,
+        4096: 65536,
+        9000: 65536,
+        2**31 - 1: 65536,
+    }
     assert decision(found, 16).chosen.match is Match.EXACT
-    assert decision(found, 17).chosen.match is Match.NEAREST_BUCKET
-    assert "M <= 16, the nearest to 32" in decision(found, 17).reason
+    assert decision(found, 22).chosen.match is Match.EXACT
+    assert decision(found, 23).chosen.match is Match.NEAREST_BUCKET
+    assert "M near 16, the nearest to 32" in decision(found, 23).reason
 
 
 def test_the_place_breaks_ties(tmp_path: Path) -> None:
@@ -203,12 +215,12 @@ def test_an_outcome_is_told_once_at_a_fitting_level(tmp_path: Path, caplog: pyte
         decide(found, PROBLEM, 64, ON_H100)
     assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.INFO]
     assert caplog.records[0].getMessage() == (
-        f"pretuned: {PROBLEM} at M <= 64 on NVIDIA H200: using 128x128x64 w8 s3 g8 persistent of a.msgpack, "
-        "measured on this GPU, for this problem and M <= 64"
+        f"pretuned: {PROBLEM} at M near 64 on NVIDIA H200: using 128x128x64 w8 s3 g8 persistent of a.msgpack, "
+        "measured on this GPU, for this problem and M near 64"
     )
     assert caplog.records[1].getMessage() == (
-        f"pretuned: no measured choice for {PROBLEM} at M <= 64 on NVIDIA H100 80GB HBM3; using 128x128x64 w8 s3 g8 "
-        "persistent of a.msgpack, measured on NVIDIA H200, of this capability, for this problem and M <= 64; "
+        f"pretuned: no measured choice for {PROBLEM} at M near 64 on NVIDIA H100 80GB HBM3; using 128x128x64 w8 s3 g8 "
+        "persistent of a.msgpack, measured on NVIDIA H200, of this capability, for this problem and M near 64; "
         f"build one with: {build_line(PROBLEM, 64, 90)}"
     )
 
@@ -218,11 +230,12 @@ def test_strict_wants_a_choice_for_problem_bucket_and_capability(tmp_path: Path)
     found = snapshot(tmp_path)
     assert decision(found, 64, strict=True).chosen.index == WIDE
     assert decision(found, 64, strict=True, aligned=False).chosen.index == ANY
-    for problem, M in ((PROBLEM, 65), (OTHER, 64)):
+    assert decision(found, 46, strict=True).chosen.index == decision(found, 90, strict=True).chosen.index == WIDE
+    for problem, M in ((PROBLEM, 45), (PROBLEM, 91), (OTHER, 64)):
         with pytest.raises(ProblemNotInBundle) as raised:
             decide(found, problem, M, ON_H200, strict=True)
         text = str(raised.value)
-        assert "E=8 N=1024 K=768 (M <= 64)" in text
+        assert "E=8 N=1024 K=768 (M near 64)" in text
         assert build_line(problem, bucket_of(M), 90) in text
     write(tmp_path / "sm80/b.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
     with pytest.raises(ProblemNotInBundle, match="No usable bundle has a problem of this kind"):
@@ -247,7 +260,7 @@ def test_strict_takes_any_form_of_a_product_that_was_built(built: Fusion, called
     got = decision(snapshot(tmp_path / "a"), problem=problem, strict=True)
     assert got.chosen.variant.fusion is called
     assert got.chosen.match is (Match.EXACT if built is called else Match.COST_MODEL)
-    for other, M in ((problem, 65), (elsewhere, 65), (replace(problem, N=2 * problem.N), 64)):
+    for other, M in ((problem, 91), (elsewhere, 91), (replace(problem, N=2 * problem.N), 64)):
         with pytest.raises(ProblemNotInBundle):
             decide(snapshot(tmp_path / "a"), other, M, ON_H200, strict=True)
     if built is not called:  # the product was built for, and nothing there can run this form

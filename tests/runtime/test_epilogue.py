@@ -53,7 +53,7 @@ def test_measured_it_may_take_what_the_pass_would_beside_the_product(
     assert used(tmp_path) is runs
     assert used(tmp_path, rows=M - 100) is runs  # the same bucket
     assert not used(tmp_path, rows=M // 2)  # there is no choice for that
-    assert not used(tmp_path, rows=M + 1)
+    assert not used(tmp_path, rows=M * 3 // 2)
 
 
 def test_what_the_pass_takes_on_a_gpu_that_nobody_knows_is_nothing(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_choice_is_of_the_bundle_that_runs_the_product(tmp_path: Path) -> No
     found = snapshot(tmp_path / "1", tmp_path / "2")
     told = verdict(found, GATED, M, ON_H200, aligned=True)
     assert told.chosen is None
-    assert "plain.msgpack has no choice for it at M <= 8192" in told.reason
+    assert "plain.msgpack has no choice for it at M near 8192" in told.reason
     # and the first place's product is what the layer runs
     ran = examine(found, PLAIN, M, ON_H200, aligned=True).chosen
     assert ran is not None
@@ -151,7 +151,7 @@ def test_explain_says_what_runs_and_why(tmp_path: Path) -> None:
     assert told.chosen is not None
     assert told.chosen.index == 0
     assert "the product and then the activation, as it is slower: 220.0 us" in str(told)
-    assert "measured on this GPU, for this problem and M <= 8192" in str(told)
+    assert "measured on this GPU, for this problem and M near 8192" in str(told)
 
 
 def test_preload_comes_to_it_from_any_form(tmp_path: Path) -> None:

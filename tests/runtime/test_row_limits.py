@@ -10,8 +10,10 @@ import pretuned.artifacts
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.store import open_bundle
 from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Problem, Variant
+from pretuned.kernels.abi import CLEARS_SINCE, clears
 from pretuned.kernels.config import Config, across
 from pretuned.runtime import discover, driver, launch
+from pretuned.runtime.arguments import PREPARED
 from pretuned.runtime.candidates import modelled
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.launch import LoadedKernel
@@ -99,6 +101,26 @@ def test_programs_of_one_tile_are_2_26() -> None:
     prepare(16, 16, 64, 64, (most - 4) * block_m)
     with pytest.raises(InputError, match=f"the most is {most}: split the batch"):
         prepare(16, 16, 64, 64, (most + 1) * block_m)
+
+
+@pytest.mark.parametrize(("index_end", "more"), [(1, 1), (16, 1), (17, 2), (1024, 64)])
+def test_programs_that_clear_rows_come_on_top(index_end: int, more: int) -> None:
+    with open_bundle(SHIPPED) as bundle:
+        variant = next(
+            one for one in bundle.variants()
+            if one.op is Op.FORWARD and clears(one.fusion, Config.from_pairs(one.config), CLEARS_SINCE)
+        )  # fmt: skip
+    kernel = LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    programs = []
+    for zero_tail in (False, True):
+        prepare = launch.row_launcher(
+            kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
+            fused=launch.Fused(Fusion.SCATTER, zero_tail=zero_tail),
+        ).prepare  # fmt: skip
+        programs.append(PREPARED.unpack(prepare(16, 16, 64, 64, 8, 16, 0, 0, index_end))[-2])
+    assert programs[1] == programs[0] + more
+    with pytest.raises(InputError, match="split the batch"):
+        prepare(16, 16, 64, 64, ((1 << 26) - 4) * dict(variant.config)["block_m"] + 4, 16, 0, 0, index_end)
 
 
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])

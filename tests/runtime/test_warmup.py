@@ -74,7 +74,8 @@ def test_the_rows_of_a_problem_whose_top_k_nobody_knows() -> None:
 def test_buckets() -> None:
     assert buckets((0, 0)) == []
     assert buckets((1, 1)) == [1]
-    assert buckets((8, 65)) == [8, 16, 32, 64, 128]
+    assert buckets((8, 90)) == [8, 16, 32, 64]
+    assert buckets((8, 91)) == [8, 16, 32, 64, 128]
     assert buckets((1, 1 << 40))[-1] == 1 << 31
 
 

@@ -15,7 +15,8 @@ import torch
 
 from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Pass
 from pretuned.kernels import passes as words
-from pretuned.kernels.abi import code_of
+from pretuned.kernels.abi import CLEARS_SINCE, code_of
+from pretuned.kernels.config import Config
 from pretuned.kernels.passes import MOST_SORTED_EXPERTS
 from pretuned.runtime import clearing, grouped_gemm, passes, productlaunchers, products, sort_routing
 from pretuned.runtime.activation import Activation, by_torch
@@ -42,7 +43,7 @@ def fake_rows(
         x: int, w: int, y: int, m_sizes: int, stride_x: int, stride_y: int, M: int, stream: int,
         index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
     ) -> None:  # fmt: skip
-        flags, row = fused.fusion, 0
+        flags, row, named = fused.fusion, 0, set()
         for g, count in enumerate(counts_at(m_sizes, E, m_sizes_step)):
             outer = reduction if w_kn else columns
             lines = [
@@ -66,11 +67,15 @@ def fake_rows(
                 if Fusion.SILU in flags:
                     gate, up = np.split(value, 2)
                     value = gate / (1 + np.exp(-gate)) * up
+                named.add(target)
                 at(y + 4 * target * stride_y, len(value))[:] = value
             row += count
-        for m in range(row, M) if fused.zero_tail else ():
-            at(y + 4 * m * stride_y, columns)[:] = 0
+        if fused.zero_tail:
+            rest = set(range(index_end)) - named if Fusion.SCATTER in flags else range(row, M)
+            for m in rest:
+                at(y + 4 * m * stride_y, columns)[:] = 0
 
+    launch.zeroes = fused.zero_tail  # type: ignore[attr-defined]
     return launch
 
 
@@ -190,7 +195,7 @@ FAKES = {
 class Device:
     """A GPU that is host memory. ``there`` says which kernels its bundle has; ``launched`` which ones ran.
 
-    ``first`` says that rows gathered beforehand are faster.
+    ``first`` says that rows gathered beforehand are faster, ``clears`` that code that scatters clears the other rows.
     """
 
     def __init__(self) -> None:
@@ -199,7 +204,8 @@ class Device:
         self.passed: list[Pass] = []  # of rows
         self.sorted: list[Pass] = []
         self.cleared: list[Pass] = []
-        self.first = False
+        self.first = self.clears = False
+        self.revision = CLEARS_SINCE
 
     def passes(self, op: Pass, dtype: DType, device: int, *, aligned: bool) -> Callable[..., None] | None:
         if op not in self.there:
@@ -227,7 +233,10 @@ class Device:
         if (problem.op, problem.fusion) not in self.there:
             return None
         self.launched.append((problem.op, problem.fusion))
-        return SimpleNamespace(variant=SimpleNamespace(fusion=problem.fusion))
+        return SimpleNamespace(
+            variant=SimpleNamespace(fusion=problem.fusion, revision=self.revision),
+            config=Config(16, 64, 64, 4, 2, persistent=not self.clears),
+        )
 
 
 @pytest.fixture

@@ -1,0 +1,158 @@
+"""Libraries beside ours: how a run is judged, what of vLLM's file is taken, and what rows its kernel is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[tuple[ModuleType, ModuleType, ModuleType]]:
+    """The scripts, whose neighbours they import as scripts do."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        import beside
+        import beside_vllm
+        import vllm_kernels
+
+        yield beside, beside_vllm, vllm_kernels
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
+            del sys.modules[name]
+
+
+def test_a_run_is_judged(tools):
+    beside, _, _ = tools
+    cells = [
+        beside.judged({"model": "m", "gemm": "down", "op": "dX", "tokens": 1024,
+                       "us": {"ours": 100.0, "a": 96.0, "b": 90.0, "torch_grouped_mm": 150.0,
+                              "dense_same_flops": 80.0}}),
+        beside.judged({"model": "m", "gemm": "gate_up", "op": "dX", "tokens": 1024,
+                       "us": {"ours": 100.0, "a": 160.0, "torch_grouped_mm": 150.0, "dense_same_flops": 80.0}}),
+        beside.judged({"model": "m", "gemm": "down", "op": "dW", "tokens": 8192, "us": {"ours": 100.0},
+                       "failed": {"a": "Traceback\n  ...\nValueError: too wide"}}),
+    ]  # fmt: skip
+    assert (cells[0]["rival"], cells[0]["ratio"]) == ("b", 0.9)
+    lines = beside.summary(cells, "QuACK")
+    assert lines[0].startswith("dX       T=1024  x QuACK 1.200, behind by over 3 %: 1 of 2   x grouped_mm 1.500")
+    assert lines[1].startswith("dW       T=8192  x QuACK nan, behind by over 3 %: 0 of 0")
+    assert "behind: m down dX T=1024 0.900 (b)" in lines
+    assert "failed: m down dW T=8192 a: ValueError: too wide" in lines
+    assert [len(beside.table_line(cell).split()) for cell in cells] == [9, 9, 9]
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), block=st.sampled_from([16, 32, 64]))
+def test_every_row_stands_in_a_block_of_its_expert(tools, sizes, block):
+    """As moe_align_block_size has it: blocks of one expert each, filled up with M, then blocks of none."""
+    _, _, kernels = tools
+    M, E = sum(sizes), len(sizes)
+    slots, experts, padded = kernels.assignment(torch.tensor(sizes, dtype=torch.int32), M, block)
+    owner = [e for e, n in enumerate(sizes) for _ in range(n)]
+    if M * kernels.FEW_ROWS <= E:
+        assert slots is None
+        assert experts.tolist() == owner
+        assert padded.tolist() == [M * block]
+        return
+    used = padded.item()
+    assert used == sum(-(-n // block) * block for n in sizes) <= len(slots)
+    assert slots.dtype is experts.dtype is padded.dtype is torch.int32
+    assert [one for one in slots.tolist() if one < M] == list(range(M))
+    assert (slots[used:] == M).all()
+    for number, expert in enumerate(experts[: used // block].tolist()):
+        here = [one for one in slots[number * block : (number + 1) * block].tolist() if one < M]
+        assert here
+        assert {owner[row] for row in here} == {expert}
+    assert len(experts) == -(-len(slots) // block)
+
+
+@given(sizes=st.lists(st.integers(0, 150), min_size=1, max_size=8))
+def test_padded_rows_begin_at_whole_steps(tools, sizes):
+    _, _, kernels = tools
+    rows = torch.arange(1, sum(sizes) + 1).float()[:, None].expand(-1, 3)
+    padded, start, begun = kernels.padded(rows, torch.tensor(sizes, dtype=torch.int32)), 0, 0
+    for n in sizes:
+        assert padded[start : start + n, 0].tolist() == list(range(begun + 1, begun + n + 1))
+        whole = -(-n // 64) * 64
+        assert (padded[start + n : start + whole] == 0).all()
+        start, begun = start + whole, begun + n
+    assert len(padded) == start
+
+
+FILE = """
+import something_that_is_not_here
+from . import another
+
+def write_zeros_to_output(): return triton
+
+def fused_moe_kernel(a: tl.constexpr): return write_zeros_to_output()
+
+def invoke_fused_moe_triton_kernel(kernel: "dict[str, Any]"): return fused_moe_kernel(1)
+
+def get_default_config(M, E, N, K, topk, dtype, block_shape=None):
+    return {"BLOCK_SIZE_M": 16 if M <= 32 and not current_platform.is_rocm() else 64, "of": [M, E, N, K, topk, dtype]}
+
+raise SystemExit("only the functions are run")
+"""
+
+
+def unpacked(folder: Path, text: str = FILE) -> Path:
+    place = folder / "vllm" / "model_executor" / "layers" / "fused_moe"
+    (place / "configs").mkdir(parents=True)
+    (place / "fused_moe.py").write_text(text)
+    return folder
+
+
+def test_of_vllms_file_four_functions_are_run(tools, tmp_path):
+    _, _, kernels = tools
+    place = kernels.package(unpacked(tmp_path))
+    assert kernels.package(place) == place == tmp_path / "vllm"
+    language = SimpleNamespace(constexpr=int)
+    taken = kernels.functions(place / kernels.KERNEL_FILE, "the module triton", language)
+    assert set(taken) == set(kernels.TAKEN)
+    assert taken["invoke_fused_moe_triton_kernel"]("a") == "the module triton"
+    assert "something_that_is_not_here" not in sys.modules
+
+
+def test_another_vllm_is_told_of(tools, tmp_path):
+    _, _, kernels = tools
+    unpacked(tmp_path, FILE.replace("def get_default_config", "def another_name"))
+    with pytest.raises(ValueError, match="has no get_default_config: this is written for vLLM"):
+        kernels.functions(tmp_path / "vllm" / kernels.KERNEL_FILE, None, SimpleNamespace(constexpr=int))
+    with pytest.raises(FileNotFoundError, match=r"no vLLM in .*elsewhere.*pip download --no-deps vllm=="):
+        kernels.package(tmp_path / "elsewhere")
+
+
+def test_the_nearest_tuned_batch_and_the_heuristic(tools, tmp_path):
+    _, _, kernels = tools
+    place = kernels.package(unpacked(tmp_path))
+    theirs = object.__new__(kernels.Kernels)
+    theirs.configs = place / Path(kernels.KERNEL_FILE).parent / "configs"
+    theirs.fused_moe = kernels.functions(place / kernels.KERNEL_FILE, None, SimpleNamespace(constexpr=int))
+    heuristic = {"heuristic": {"BLOCK_SIZE_M": 16, "of": [20, 8, 64, 64, 2, None]}}
+    assert theirs.configs_of(8, 128, 64, 64, 2, 20) == heuristic
+    tuned = {"1": {"BLOCK_SIZE_M": 1}, "16": {"BLOCK_SIZE_M": 2}, "64": {"BLOCK_SIZE_M": 3}, "triton_version": "3.6.0"}
+    (theirs.configs / "E=8,N=64,device_name=NVIDIA_H200.json").write_text(json.dumps(tuned))
+    assert theirs.configs_of(8, 128, 64, 64, 2, 20) == heuristic | {"tuned": {"BLOCK_SIZE_M": 2}}
+
+
+def test_without_vllm_it_says_what_to_fetch(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "beside_vllm.py"), "--vllm", str(tmp_path)],
+        env=dict(os.environ), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "pip download --no-deps vllm==" in ended.stderr
+    assert "Traceback" not in ended.stderr
