@@ -68,6 +68,8 @@ class Judge:
         got = torch.cat([flat[here].float() @ signs for here in _chunks(flat.shape[0], flat.shape[1])])
         if on.index is not None and Fusion.SCATTER in on.problem.fusion:
             got = got[on.index.long()]
+            if on.row_weights is not None:
+                got = got / on.row_weights[on.index.long(), None]
         off = got.reshape(reference.shape) - reference
         total = reference.square().sum(dtype=torch.float64).sqrt()
         relative = float(off.square().sum(dtype=torch.float64).sqrt() / total)

@@ -280,10 +280,10 @@ class Bench:
         columns, reduction = (N, K) if problem.op is Op.FORWARD else (K, N)
         rows = self._pool("rows", tokens, reduction, dtype)
         result = self._pool("result", M, result_columns(columns, problem.fusion), dtype)
-        # A layer's second product scatters its rows and weighs them: by ones here, which change no result.
-        weighs = problem.op is Op.FORWARD and Fusion.SCATTER in problem.fusion
-        ones = torch.ones(M, device=self.device) if weighs else None
-        return Tensors(problem, M, rows, w, result, index, top_k, ones)
+        row_weights = None
+        if problem.op is Op.FORWARD and Fusion.SCATTER in problem.fusion:  # a layer's second product weighs its rows
+            row_weights = torch.exp2(torch.arange(M, device=self.device) % 3 - 1)  # powers of two: nothing is rounded
+        return Tensors(problem, M, rows, w, result, index, top_k, row_weights)
 
     def _weight(self, problem: Problem) -> torch.Tensor:
         """w as the problem has it: made once for all ops, forms and buckets that share it."""

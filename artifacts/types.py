@@ -194,7 +194,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """(problem, bucket) -> variant. ``bucket`` is the largest M it is for, a power of two.
+    """(problem, bucket) -> variant. ``bucket`` is a power of two, for the M that are nearest to it.
 
     ``time_ns`` is the median measured on ``gpu`` (an index into the bundle's GPUs), or the cost
     model's estimate where ``source`` is modelled (``gpu`` is then None).
@@ -268,6 +268,4 @@ def bucket_of(M: int) -> int:
     What is best changes with M's logarithm: of the next larger one's choice the half would be made for twice as many
     rows, of the nearest one's none for more than sqrt 2 times.
     """
-    M = max(M, 1)
-    below = M.bit_length() - 1
-    return 1 << below + (M * M >> 2 * below + 1)
+    return 1 << (M * M).bit_length() // 2  # 2 log2 M, rounded down, and halved: runtime/ops.py has it, too

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ from unittest import mock
 import beside
 import method
 import torch
-from beside import OPS, OURS, Call
+from beside import OPS, OURS, Call, Maker
 from quack_configs import Cell, Config, read, to_try
 from variants import MODELS
 
@@ -89,10 +90,10 @@ def quack_call(
 
 def quack_calls(
     module: Any, clock: method.Clock, op: str, inputs: method.Inputs, out: torch.Tensor, configs: Sequence[Config]
-) -> dict[str, Call]:
+) -> dict[str, Maker]:
     """A call for each configuration, by its text; a dynamic scheduler counts where the flush sets all to zero."""
     counter = clock.flush[:4].view(torch.int32)
-    return {str(c): quack_call(module, c, op, inputs, out, counter) for c in configs}
+    return {str(c): partial(quack_call, module, c, op, inputs, out, counter) for c in configs}
 
 
 def plan(models: str, ops: Sequence[str], tokens: Sequence[int], more: int) -> dict[Cell, list[Config]]:

@@ -5,12 +5,12 @@
     python benchmarks/beside_vllm.py --vllm vllm-0.20.2 --models olmoe --op forward --tokens 1,16 --out some.json
 
 Two of the libraries in benchmarks/peers, which lead most of its cells: measured with ours in one run, on one machine,
-nothing scaled. Per cell (model, GEMM, op, tokens): ours through the public call; for the forward, vLLM's kernel in the
-configuration that vLLM has tuned for an H200, where it has one for these sizes, and in the one of its heuristic;
-triton_kernels' matmul_ogs as it chooses for itself; torch's grouped_mm; and one dense product of as many FLOPs. What
-each graph writes is held against fp32 before it is timed. Both libraries may look better than their own calls: which
-rows belong to which expert, padded as each wants it, lies ready, outside the time. The file is written after every
-cell.
+nothing scaled. Per cell (model, GEMM, op, tokens; dX and dW begin at 1024 tokens): ours through the public call; for
+the forward, vLLM's kernel in the configuration that vLLM has tuned for an H200, where it has one for these sizes, and
+in the one of its heuristic; triton_kernels' matmul_ogs as it chooses for itself; torch's grouped_mm; and one dense
+product of as many FLOPs. What each graph writes is held against fp32 before it is timed. Both libraries may look better
+than their own calls: which rows belong to which expert, padded as each wants it, lies ready, outside the time. The file
+is written after every cell.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +26,46 @@ import beside
 import method
 import torch
 import vllm_kernels
-from beside import OPS, OURS, Call
+from beside import OPS, OURS, Maker
 from variants import MODELS
 
 from kernels import layers_of, room
 
 LIBRARY = "the better of vLLM and triton_kernels"
+_MANY = 1024  # tokens
 
 
 def calls(
     theirs: vllm_kernels.Kernels, op: str, inputs: method.Inputs, width: int, top_k: int, T: int
-) -> dict[str, Call]:
+) -> dict[str, Maker]:
     """A call for each thing to try, by name."""
     E, N, K = inputs.w.shape
-    found = {"triton_kernels": theirs.triton_kernels(op, inputs)}
+    found: dict[str, Maker] = {"triton_kernels": partial(theirs.triton_kernels, op, inputs)}
     if op == "forward":
         for whence, config in theirs.configs_of(E, N, K, width, top_k, T).items():
-            found[f"vllm {whence}"] = theirs.vllm(inputs, config)
+            found[f"vllm {whence}"] = partial(theirs.vllm, inputs, config)
     return found
+
+
+def few(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """The (op, tokens) asked for below 1024 tokens: gradients are of training, and have none."""
+    return [("forward", T) for T in args.tokens if T < _MANY and "forward" in args.op]
+
+
+def many(args: argparse.Namespace) -> list[tuple[str, int]]:
+    return [(op, T) for op in args.op for T in args.tokens if T >= _MANY]
 
 
 def measure(theirs: vllm_kernels.Kernels, args: argparse.Namespace, head: dict[str, Any]) -> list[dict[str, Any]]:
     """All cells, those of few tokens first, before arithmetic heats the chip; the file is whole after each."""
     clock, cells, begun, where = method.Clock(), [], time.time(), room(args.models)
     print(beside.HEADER)
-    for tokens in ([T for T in args.tokens if T < 1024], [T for T in args.tokens if T >= 1024]):
-        for name, gemms, E, top_k in layers_of(args.models):
+    for columns in (few(args), many(args)):
+        for name, gemms, E, top_k in layers_of(args.models) if columns else ():
             width = next(K for gemm, _, K in gemms if gemm == "down")
-            for gemm, N, K in gemms if tokens else ():
+            for gemm, N, K in gemms:
                 w = method.weights(E, N, K, torch.bfloat16, into=where)
-                for op, T in ((op, T) for op in args.op for T in tokens if op == "forward" or T >= 1024):
+                for op, T in columns:
                     M = T * top_k
                     dy = None if op == "forward" else method.activations(M, N, w.dtype)
                     rows = method.routed_rows(E, top_k, T).cuda()
@@ -81,6 +92,8 @@ def main() -> None:
     unknown = sorted(set(args.op) - set(OPS))
     if unknown:
         parser.error(f"--op: {', '.join(unknown)} is none of {', '.join(OPS)}")
+    if not (few(args) or many(args)):
+        parser.error(f"nothing is left to time: dX and dW begin at {_MANY} tokens")
     try:
         place = vllm_kernels.package(args.vllm)
     except FileNotFoundError as error:
@@ -90,7 +103,7 @@ def main() -> None:
     theirs = vllm_kernels.Kernels(place)
     head = {
         "command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(),
-        "versions": beside.versions(["triton"]) | {"vllm": vllm_kernels.VERSION},
+        "versions": beside.versions(["triton"]) | {"vllm": vllm_kernels.version_of(place)},
     }  # fmt: skip
     cells = measure(theirs, args, head)
     print("\n".join(beside.summary(cells, LIBRARY)))

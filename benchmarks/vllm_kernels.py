@@ -40,6 +40,12 @@ def package(given: Path | None) -> Path:
     raise FileNotFoundError(f"no vLLM {where} (no {KERNEL_FILE}). {INSTALL}; then --vllm vllm-{VERSION}")
 
 
+def version_of(place: Path) -> str:
+    """The version of the package in that folder, as the folder of metadata beside it says."""
+    found = sorted(place.parent.glob("vllm-*.dist-info"))
+    return found[0].name.removeprefix("vllm-").removesuffix(".dist-info") if len(found) == 1 else "unknown"
+
+
 def functions(source: Path, triton: Any, language: Any) -> dict[str, Any]:
     """The functions TAKEN of vLLM's file, by name. Raises ValueError where one is missing."""
     tree = ast.parse(source.read_text(), str(source))

@@ -16,6 +16,7 @@ from ..kernels.abi import (
     MOST_STEPS,
     RAGGED_SIZES,
     ZERO_TAIL,
+    clears,
     ragged_strides,
     result_columns,
     too_large,
@@ -32,6 +33,7 @@ from .tensormaps import NO_MAP, TensorMaps
 _MOST_TILES = 2**31 - 1
 _MOST_ROWS = RAGGED_SIZES[2]  # kernels count rows past a tile's end, and those of no expert, 16 for each program
 _MOST_PROGRAMS = 2**26
+_INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT  # what reads the index
 # The sizes and strides that follow a descriptor of a rank, where no kernel reads them.
 _UNREAD = {rank: ("null",) * rank + ("one",) * rank for rank in (3, 4)}
 
@@ -111,7 +113,8 @@ def row_launcher(
 
     In the kernel's words: ``columns`` of the product (of code with SILU y has half as many), ``reduction``, and
     ``w_kn`` where w's columns are the contiguous ones. A fused call takes four more: the addresses of index,
-    row_weights and bias (0 for none), and index_end.
+    row_weights and bias (0 for none), and index_end. Where the code can't do ``fused.zero_tail`` it is left to the
+    caller: ``Launcher.zeroes`` tells.
 
     Raises
     ------
@@ -120,6 +123,8 @@ def row_launcher(
     """
     config, variant = kernel.config, kernel.variant
     _refuse(variant, columns, reduction, config)
+    if fused.fusion & _INDEXED and not clears(variant.fusion, config, variant.revision):
+        fused = fused._replace(zero_tail=False)
     maps = {
         "x": ("M", "K", "stride_x_m", "one"),
         "w": ("E", *(("K", "N") if w_kn else ("N", "K")), "stride_w_e", "stride_w_row", "one"),
@@ -137,7 +142,7 @@ def row_launcher(
     )  # fmt: skip
     pack = PREPARED.pack
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
-    clears = fused.zero_tail and Fusion.SCATTER in fused.fusion
+    clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion
     most_tiles = _MOST_TILES if config.persistent else _MOST_PROGRAMS
     most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_PROGRAMS
     w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)
@@ -149,7 +154,7 @@ def row_launcher(
     ) -> bytes:  # fmt: skip
         active = E if E < M else M
         tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, inlined
-        if clears:
+        if clearers:
             tiles += -(-index_end // CLEARER_ROWS)
         if tiles > most_tiles:
             made = f"M={M} rows and N={columns} columns make {tiles} tiles"

@@ -245,8 +245,9 @@ def _known(
         x_at, w_at, dtype = x.data_ptr(), w.data_ptr(), x.dtype
         if M == 1:
             stride_x_m = K
+        # (The rows go by buckets, as bucket_of has them.)
         key: _Key = (
-            device, dtype, K, unit, stride_x_m >= K, stride_x_m & 7, (M - 1).bit_length(), (x_at | w_at) & 15,
+            device, dtype, K, unit, stride_x_m >= K, stride_x_m & 7, (M * M).bit_length() // 2, (x_at | w_at) & 15,
             w.dtype, w.shape, w.stride(), w.get_device(), w_layout,
             m_sizes.dtype, m_sizes.shape, m_sizes.is_contiguous(), m_sizes.get_device(),
             dtype is _FLOAT32 and _tf32_allowed(),

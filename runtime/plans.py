@@ -38,8 +38,8 @@ class Plan:
     """One call's launches. Calling it does the call, or returns None and does nothing where it is another one."""
 
     __slots__ = (
-        "_alone", "_clears", "_device", "_dtype", "_dw", "_dx", "_empty", "_gathers", "_grad", "_launch", "_low",
-        "_moved", "_plain", "_same", "_saved", "_stream", "_strides", "_tensors", "_x_columns", "_y", "_zero",
+        "_alone", "_clear_first", "_device", "_dtype", "_dw", "_dx", "_empty", "_gathers", "_grad", "_launch", "_low",
+        "_moved", "_plain", "_same", "_saved", "_stream", "_strides", "_tensors", "_x_columns", "_y", "_zero_first",
         "form", "sizes",
     )  # fmt: skip
 
@@ -52,8 +52,8 @@ class Plan:
         self._launch, self._same, self._low = launch, same, x.data_ptr() & _ALIGNMENT_BYTES - 1
         self._empty, self._stream = allocator(x.device), products.stream_of
         self._y = (call.y_rows, call.N), (call.N, 1), x.dtype
-        self._clears = rows.scatter and rows.zero_tail and not launch.zeroes
-        self._zero = rows.zero_tail and not rows.scatter and not launch.zeroes
+        self._clear_first = rows.scatter and rows.zero_tail and not launch.zeroes
+        self._zero_first = rows.zero_tail and not rows.scatter and not launch.zeroes
         self._strides, self._x_columns = (row_stride(x, call.K), call.N, call.M), call.K
         self._moved = (rows.uses_index, rows.index_end(call.y_rows)) if rows.fusion else None
         tensors = (fusions.weights, fusions.bias, fusions.index)
@@ -91,9 +91,9 @@ class Plan:
     ) -> torch.Tensor:  # fmt: skip
         """y, without a look at the tensors: ``__call__`` had one."""
         y = self._empty(*self._y)
-        if self._clears and index is not None and self._moved is not None:
+        if self._clear_first and index is not None and self._moved is not None:
             clear(y, index, m_sizes, self._strides[2], self._moved[1])
-        elif self._zero:
+        elif self._zero_first:
             y.zero_()
         moved: tuple[int, ...] = ()
         if self._moved is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, bucket_of
-from ..kernels.abi import clears, code_of, gemm_of, is_aligned
+from ..kernels.abi import code_of, gemm_of, is_aligned
 from . import discover, epilogue, gathered, jit, pinned, settings
 from .device import local_gpu, platform_supported
 from .gathered import GatherFirst, Launch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT_BYTES = 16
 _MOST_LAUNCHERS = 1 << 14
-_MOST_TO_CLEAR = 1024  # rows: each 16 of y want a look at the whole index
+_MOST_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs
 _UNKNOWN = object()
 _L = TypeVar("_L", bound=Launch)
 _launchers: tuple[object, dict[tuple[object, ...], Launch | None]] = (None, {})  # of one snapshot
@@ -129,8 +129,6 @@ def weight_launch(
 def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Launcher:
     """The launcher of a kernel for a product of rows."""
     gemm, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.w)
-    if call.uses_index and not clears(kernel.variant.fusion, kernel.config, kernel.variant.revision):
-        fused = fused._replace(zero_tail=False)
     return row_launcher(
         kernel, columns=gemm.columns, reduction=gemm.reduction, E=problem.E, w_kn=gemm.w_kn, stride_w_e=stride_w_e,
         stride_w_row=stride_w_row, m_sizes_step=_step(call.m_sizes), fused=fused,

@@ -25,7 +25,7 @@ candidates were measured. Means are geometric.</p>"""
 
 # HTML has no control characters, and half a surrogate pair (of a file's name) can't be written in UTF-8.
 _UNPRINTABLE = dict.fromkeys((*range(10), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd")
-_RANGES = (("% for M to 128", 1, 128), ("129 to 8192", 129, 8192), ("above", 8193, 1 << 62))
+_RANGES = (("% for M near 1 to 128", 1, 128), ("256 to 8192", 129, 8192), ("more", 8193, 1 << 62))
 
 
 def page(sheet: Sheet, on_chart: Callable[[int, int], None] = lambda done, total: None) -> str:

@@ -93,7 +93,8 @@ def test_every_part_of_the_key_counts(home: Path, tmp_path: Path) -> None:
         asked.configs(one, 0, force=False)
         asked.configs(one, 0, force=False)
     assert len((tmp_path / "log").read_text().splitlines()) == 3  # 64 tokens x 4 are the rows of 128 x 2: measured
-    assert key(33) == key(64) != key(65)
+    assert key(46) == key(64) == key(90)
+    assert key(64) not in (key(45), key(91))
     assert key(local=LocalGpu(90, H100)) != key()
 
 

@@ -76,6 +76,8 @@ def test_every_row_stands_in_a_block_of_its_expert(tools, sizes, block):
         assert here
         assert {owner[row] for row in here} == {expert}
     assert len(experts) == -(-len(slots) // block)
+    most = M + E * (block - 1)  # what the grid is made for
+    assert len(slots) == max(used, min(M * block, most) if M < E else most)
 
 
 @given(sizes=st.lists(st.integers(0, 150), min_size=1, max_size=8))
@@ -146,6 +148,40 @@ def test_the_nearest_tuned_batch_and_the_heuristic(tools, tmp_path):
     tuned = {"1": {"BLOCK_SIZE_M": 1}, "16": {"BLOCK_SIZE_M": 2}, "64": {"BLOCK_SIZE_M": 3}, "triton_version": "3.6.0"}
     (theirs.configs / "E=8,N=64,device_name=NVIDIA_H200.json").write_text(json.dumps(tuned))
     assert theirs.configs_of(8, 128, 64, 64, 2, 20) == heuristic | {"tuned": {"BLOCK_SIZE_M": 2}}
+
+
+def test_the_version_is_the_packages_own(tools, tmp_path):
+    _, _, kernels = tools
+    place = kernels.package(unpacked(tmp_path))
+    assert kernels.version_of(place) == "unknown"
+    (tmp_path / "vllm-0.19.1.dist-info").mkdir()
+    assert kernels.version_of(place) == "0.19.1"
+
+
+def test_vllms_kernel_is_for_the_forward_alone_and_gradients_begin_at_1024(tools):
+    _, script, _ = tools
+    theirs = SimpleNamespace(
+        configs_of=lambda *sizes: {"heuristic": sizes}, vllm=lambda _inputs, config: config,
+        triton_kernels=lambda op, _inputs: op,
+    )  # fmt: skip
+    inputs = SimpleNamespace(w=torch.empty(4, 6, 8))
+    made = {
+        op: {name: make() for name, make in script.calls(theirs, op, inputs, 3, 2, 16).items()} for op in script.OPS
+    }
+    assert made["forward"] == {"triton_kernels": "forward", "vllm heuristic": (4, 6, 8, 3, 2, 16)}
+    assert (made["dX"], made["dW"]) == ({"triton_kernels": "dX"}, {"triton_kernels": "dW"})
+    asked = SimpleNamespace(op=["forward", "dW"], tokens=[16, 1024])
+    assert script.few(asked) == [("forward", 16)]
+    assert script.many(asked) == [("forward", 1024), ("dW", 1024)]
+
+
+def test_with_nothing_to_time_it_says_so(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "beside_vllm.py"), "--op", "dX", "--tokens", "16"],
+        env=dict(os.environ), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "nothing is left to time: dX and dW begin at 1024 tokens" in ended.stderr
 
 
 def test_without_vllm_it_says_what_to_fetch(tmp_path):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.types import bucket_of
 from pretuned.kernels import reference
-from pretuned.runtime import grouped_gemm, grouped_gemm_forward
+from pretuned.runtime import grouped_gemm, grouped_gemm_forward, ops
 from pretuned.runtime.inputs import check
 
 E, N, K, M = 3, 10, 8, 12
@@ -145,3 +149,39 @@ def test_the_alignment_of_out_counts() -> None:
     assert checked.aligned(wide[:, 8:])
     assert not checked.aligned(wide[:, 4:36])
     assert not checked.aligned(torch.empty(4, 36, dtype=BF16)[:, :32])
+
+
+@pytest.mark.parametrize("rows", [(1100, 2000, 1400, 1500), (2000, 1100, 1500, 1400), (1024, 1448, 1449, 2048)])
+def test_a_plain_call_takes_the_launcher_of_its_own_bucket(
+    rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that isn't there: calls of one kind share a launcher where they share a bucket, in whatever order."""
+    ran: list[int] = []
+
+    class Launcher:
+        def __init__(self, call: Any) -> None:
+            self.bucket = bucket_of(call.M)
+
+        def __call__(self, *_: object) -> None:
+            ran.append(self.bucket)
+
+        def prepare(self, *_: object) -> bytes:
+            return b""
+
+        def start(self, *_: object) -> None:
+            ran.append(self.bucket)
+
+        def repeater(self, *_: object) -> Any:
+            return lambda *_: None
+
+    for name, stub in {
+        "_launcher": lambda call, *_: Launcher(call), "device_is_current": lambda _: True,
+        "current_stream": lambda _: 0, "on": lambda _: contextlib.nullcontext(), "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
+        "_calls": {}, "_recent": {},
+    }.items():  # fmt: skip
+        monkeypatch.setattr(ops, name, stub)
+    monkeypatch.setattr(ops.calls, "is_whole", lambda *_: False)
+    w = torch.randn(2, 16, 16, dtype=torch.bfloat16)
+    for M in rows * 2:
+        ops._known(torch.randn(M, 16, dtype=torch.bfloat16), w, torch.tensor([M, 0]), "nk", None, False)
+    assert ran == [bucket_of(M) for M in rows * 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,28 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int) -> None
     assert programs[1] == programs[0] + more
     with pytest.raises(InputError, match="split the batch"):
         prepare(16, 16, 64, 64, ((1 << 26) - 4) * dict(variant.config)["block_m"] + 4, 16, 0, 0, index_end)
+
+
+@pytest.mark.parametrize("what", ["persistent", "an earlier revision", "gathers"])
+def test_code_that_cannot_clear_is_not_told_to(what: str) -> None:
+    with open_bundle(SHIPPED) as bundle:
+        code = Fusion.GATHER if what == "gathers" else Fusion.SCATTER
+        variant = next(
+            one for one in bundle.variants()
+            if one.op is Op.FORWARD and one.fusion == code and one.alignment == 16
+            and not dict(one.config)["specialized"] and bool(dict(one.config)["persistent"]) is (what == "persistent")
+        )  # fmt: skip
+    variant = replace(variant, revision=CLEARS_SINCE - (what == "an earlier revision"))
+    kernel = LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    flags = []
+    for zero_tail in (False, True):
+        made = launch.row_launcher(
+            kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
+            fused=launch.Fused(code | Fusion.SCATTER, zero_tail=zero_tail),
+        )  # fmt: skip
+        assert not made.zeroes
+        flags.append(made.prepare(16, 16, 64, 64, 8, 16, 0, 0, 16))
+    assert flags[0] == flags[1]
 
 
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])

@@ -12,6 +12,7 @@ from pretuned.aot.cli.build import _in_context
 from pretuned.aot.verify import verify
 from pretuned.artifacts import codec
 from pretuned.artifacts.store import publish
+from pretuned.kernels.revisions import REVISIONS
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_merge(aot, here, put, small_bundle):
     assert [one["choices_taken"] for one in told["inputs"]] == [3, told["choices"] - 3]
     assert [one["decided_by"] for one in told["conflicts"]] == ["measured"] * 3
     assert told["conflicts"][0]["kept"] == {
-        "path": two, "variant": told["conflicts"][0]["kept"]["variant"], "revision": 1,
+        "path": two, "variant": told["conflicts"][0]["kept"]["variant"], "revision": REVISIONS["rows"].revision,
         "cubin_sha256": told["conflicts"][0]["kept"]["cubin_sha256"], "source": "measured", "time_us": 2.0,
         "gpu": "NVIDIA H200",
     }  # fmt: skip

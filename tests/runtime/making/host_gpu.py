@@ -15,7 +15,7 @@ import torch
 
 from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Pass
 from pretuned.kernels import passes as words
-from pretuned.kernels.abi import CLEARS_SINCE, code_of
+from pretuned.kernels.abi import CLEARS_SINCE, clears, code_of
 from pretuned.kernels.config import Config
 from pretuned.kernels.passes import MOST_SORTED_EXPERTS
 from pretuned.runtime import clearing, grouped_gemm, passes, productlaunchers, products, sort_routing
@@ -35,10 +35,16 @@ def counts_at(address: int, E: int, step: int) -> list[int]:
     return at(address, E, ctypes.c_int32 if step == 1 else ctypes.c_int64).tolist()
 
 
+INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT
+
+
 def fake_rows(
-    kernel: object, *, columns: int, reduction: int, E: int, w_kn: bool, stride_w_e: int, stride_w_row: int,
+    kernel: Any, *, columns: int, reduction: int, E: int, w_kn: bool, stride_w_e: int, stride_w_row: int,
     m_sizes_step: int, fused: Any,
 ) -> Callable[..., None]:  # fmt: skip
+    if fused.fusion & INDEXED and not clears(kernel.variant.fusion, kernel.config, kernel.variant.revision):
+        fused = fused._replace(zero_tail=False)
+
     def launch(
         x: int, w: int, y: int, m_sizes: int, stride_x: int, stride_y: int, M: int, stream: int,
         index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
@@ -52,7 +58,7 @@ def fake_rows(
             matrix = np.stack(lines) if w_kn else np.stack(lines).T
             for m in range(row, min(row + count, M)):
                 flat = m
-                if flags & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT):
+                if flags & INDEXED:
                     kind = ctypes.c_int64 if fused.index_step == 2 else ctypes.c_int32
                     flat = int(at(index, M, kind)[m])
                     if not 0 <= flat < index_end:
