@@ -176,8 +176,8 @@ def test_a_plain_call_takes_the_launcher_of_its_own_bucket(
 
     for name, stub in {
         "_launcher": lambda call, *_: Launcher(call), "device_is_current": lambda _: True,
-        "current_stream": lambda _: 0, "on": lambda _: contextlib.nullcontext(), "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
-        "_calls": {}, "_recent": {},
+        "current_stream": lambda _: 0, "on": lambda _: contextlib.nullcontext(), "_calls": {}, "_recent": {},
+        "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
     }.items():  # fmt: skip
         monkeypatch.setattr(ops, name, stub)
     monkeypatch.setattr(ops.calls, "is_whole", lambda *_: False)
