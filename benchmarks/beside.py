@@ -32,8 +32,9 @@ Maker = Callable[[], Call]  # makes what the call needs first, outside the time
 
 @dataclass
 class Taken:
-    """A call in a graph, and the tensor that a replay writes."""
+    """A call in a graph, and the tensor that a replay writes; what the call holds is read by every replay."""
 
+    call: Call
     graph: torch.cuda.CUDAGraph
     result: torch.Tensor
 
@@ -46,7 +47,7 @@ def taken(clock: method.Clock, call: Call) -> Taken:
         return held[0]
 
     clock.flush.zero_()  # a counter that lies there, too
-    return Taken(clock.capture(once), held[0])
+    return Taken(call, clock.capture(once), held[0])
 
 
 def replayed_error(clock: method.Clock, one: Taken, inputs: method.Inputs, op: str) -> float:
@@ -70,7 +71,7 @@ def measure_cell(
         TORCH: (lambda: grouped_mm, inputs),
         DENSE: (lambda: (lambda: product()[None]) if op == "dW" else product, one_expert),
     }
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    kept: dict[str, Taken] = {}
     error: dict[str, float] = {}
     failed: dict[str, str] = {}
     for name, (maker, of) in problems.items():
@@ -82,13 +83,14 @@ def measure_cell(
             torch.cuda.synchronize()  # an illegal access ends the run here
             continue
         if error[name] < method.MAX_ERROR:
-            graphs[name] = one.graph
+            kept[name] = one
         else:
             failed[name] = f"wrong: relative error {error[name]:.3g}"
-    round_us = sum(times[-1] for times in clock.rounds_us(list(graphs.values()), 2))
+    graphs = [one.graph for one in kept.values()]
+    round_us = sum(times[-1] for times in clock.rounds_us(graphs, 2))
     rounds = max(5, min(50, int(len(graphs) * budget_ms * 1000 / max(round_us, 1.0))))
-    times = clock.rounds_us(list(graphs.values()), rounds)
-    us = {name: statistics.median(these) for name, these in zip(graphs, times, strict=True)}
+    times = clock.rounds_us(graphs, rounds)
+    us = {name: statistics.median(these) for name, these in zip(kept, times, strict=True)}
     return {"rounds": rounds, "us": us, "error": error} | ({"failed": failed} if failed else {})
 
 

@@ -7,8 +7,9 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ def _is_shown(name: str) -> bool:
 
 
 def places(settings: Settings, system: Path = SYSTEM_DIRECTORY) -> tuple[Place, ...]:
-    """Every place but the installed packages, whose scan costs tens of milliseconds."""
+    """Every place but the installed packages, whose scan costs milliseconds."""
     found = [Place(Kind.NAMED, path) for path in settings.bundles]
     if settings.overlay is not None:
         found.append(Place(Kind.OVERLAY, settings.overlay))
@@ -89,10 +90,25 @@ def installed_places() -> tuple[Place, ...]:
 
 
 def _entry_points() -> Iterator[EntryPoint]:
-    """As ``importlib.metadata.entry_points(group=...)``, which parses those of every package: twice the time."""
-    for distribution in distributions():
-        if ENTRY_POINTS in (distribution.read_text("entry_points.txt") or ""):
-            yield from distribution.entry_points.select(group=ENTRY_POINTS)
+    """As ``importlib.metadata.entry_points(group=...)`` of what lies unpacked on sys.path, in a fraction of its time.
+
+    (It makes an object of every package, and parses the entry points of each.)
+    """
+    word = ENTRY_POINTS.encode()
+    for folder in dict.fromkeys(sys.path):
+        try:
+            names = os.listdir(folder or os.curdir)  # noqa: PTH208 - hundreds of names, each asked one thing
+        except OSError:  # an archive, or not there
+            continue
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")):
+                try:
+                    with open(os.path.join(folder, name, "entry_points.txt"), "rb", 0) as file:  # noqa: PTH118, PTH123
+                        there = word in file.read()
+                except OSError:
+                    continue
+                if there:
+                    yield from Distribution.at(os.path.join(folder, name)).entry_points.select(group=ENTRY_POINTS)  # noqa: PTH118
 
 
 def _directories(spec: importlib.machinery.ModuleSpec | None) -> Iterator[Path]:

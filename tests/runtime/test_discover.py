@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import sys
@@ -25,7 +26,7 @@ from pretuned.runtime import discover
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot, take
 from pretuned.runtime.dispatch import Decision, decide
-from pretuned.runtime.places import Kind, Place, installed_places
+from pretuned.runtime.places import ENTRY_POINTS, Kind, Place, _entry_points, installed_places
 from pretuned.runtime.settings import Settings
 
 CHOICES = {PROBLEM: [modelled(64, 0)]}
@@ -206,3 +207,20 @@ def test_a_newer_format_is_skipped_and_named(tmp_path: Path) -> None:
     with pytest.raises(BundleTooNew, match="9"):
         decide(snapshot(path), PROBLEM, 64, ON_H200)
     assert names(snapshot(tmp_path / "d")) == []
+
+
+def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of packages in folders on sys.path; what can't be read, or is none, is passed over."""
+    for name, text in {
+        "one-1.0.dist-info": "[console_scripts]\na = b:c\n[pretuned.bundles]\none = one.bundles\n",
+        "two-1.0.egg-info": "[pretuned.bundles]\ntwo = two.bundles\n", "four-1.0.dist-info": None,
+        "three-1.0.dist-info": "[pretuned.bundle]\nx = y\n", "five": "[pretuned.bundles]\nfive = five\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "entry_points.txt").write_text(text)
+    (tmp_path / "six.egg-info").write_text("a file")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(tmp_path), str(tmp_path / "gone"), __file__])
+    wanted = {(one.name, one.value) for one in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    assert {("one", "one.bundles"), ("two", "two.bundles")} < wanted
+    assert {(one.name, one.value) for one in _entry_points()} == wanted
