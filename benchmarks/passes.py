@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--blocks", default="", help="columns x warps, e.g. 512x4,1024x8")
     args = parser.parse_args()
     begun = time.time()
-    clearing.LEAST_BYTES = clearing.LEAST_BYTES_ALONE = 0  # small results too
+    clearing.LEAST_BYTES = 0  # small results too
     blocks = [Block(*map(int, one.split("x"))) for one in args.blocks.split(",") if one]
     cells = measure(args.models.split(","), blocks)
     report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,

@@ -6,7 +6,7 @@ Their words of launch ABI 1, beside those of kernels/abi.py (``M`` counts rows, 
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
 ``row_weights dweights``   device pointers to float32, by index
 ``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
-``named``                  device pointer to bytes, of each row of y one: zero at first; null where CLEAR is ALONE
+``named``                  device pointer to bytes, of each row of y one: zero at first
 ``ids order``              device pointers, by slot: to 32-bit words, to int64 (SORT_SLOTS has room in ``experts``
                            for whole chunks, from a multiple of 16 bytes on)
 ``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1]
@@ -37,10 +37,8 @@ WRITES_DWEIGHTS = 512
 COUNTS = 1
 ADDS = 2  # a program for SORTED_EXPERTS
 PLACES = 4
-# What a launch of CLEAR does, and the rows that a program of its others looks at; kernels/clear.py has the same.
+# What a launch of CLEAR does, and the rows that a program of its other launch looks at; kernels/clear.py has the same.
 NAMES = 1
-ALONE = 2
-ALONE_SINCE = 2  # the revision of ``clear``
 CLEARED_ROWS = 64
 
 _ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -25,7 +25,7 @@ class Revision:
 
 _ROWS = (
     ("forward.py", "clear.py", "find.py", "tiles.py"),
-    "0c190d6a0a045bc4df5b011a5fb1681faac6f163083571c4bccce1ba1bb1bd07",
+    "fb37eafebbdbeadda89212bcb7d6f52e58c437639fcbf19323d0dc08b1611157",
 )
 _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1756353e20c061c570693e0be54d"
 _SPECIALIZED = ("pipeline.py", "turns.py", "warpgroups.py")
@@ -38,13 +38,13 @@ _WEIGHT_SPECIALIZED = (
     "b6623279e5d2e490f0c0a17b7ccc14967e4ba4fe855d06764c1a5ecb63feab4b",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
-_CLEAR = ("clear.py", "tiles.py"), "72c6ded032bbfee3779e5aa734a8ca859368062216622216659b2a075e31dd4e"
+_CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"
 _SLOTS = ("slots.py",), "b7dac8bcfa37c6c1bc15bc1a851e555feac517a622ea21b301cde5d36caffd3a"
 _TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"
 REVISIONS = {
     "activation": Revision(1, *_ACTIVATION),
     "activation_grad": Revision(1, *_ACTIVATION),
-    "clear": Revision(2, *_CLEAR),
+    "clear": Revision(1, *_CLEAR),
     "combine": Revision(1, *_TOKENS),
     "gather": Revision(1, *_TOKENS),
     "rows": Revision(2, *_ROWS),

@@ -6,18 +6,16 @@ import torch
 
 from ..artifacts.types import DType, Pass
 from ..kernels.abi import is_aligned
-from ..kernels.passes import ALONE, ALONE_SINCE, CLEARED_ROWS, NAMES
+from ..kernels.passes import CLEARED_ROWS, NAMES
 from . import passes
 from .device import on
 
 _ALIGNMENT_BYTES = 16
 _WORD_BYTES = 4
 _MOST_ROWS = 2**30  # the kernel counts in int32
-# Of a result: on an H200 to look which rows are named takes as long as to clear so much, in two launches and in one
-# (benchmarks/results/passes-h200.json).
+# Of a result: on an H200 to look which rows are named takes as long as to clear so much (9.5 us, Mixtral at 1024 tokens
+# in benchmarks/results/passes-h200.json).
 LEAST_BYTES = 16 << 20
-LEAST_BYTES_ALONE = 2 << 20
-MOST_ALONE = 1 << 14  # rows: each 64 of them look at the whole index
 
 
 def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, index_end: int) -> torch.Tensor:
@@ -26,26 +24,20 @@ def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, i
     ``index`` [M] int32 or int64. Other rows may become zero, too: in small results, and in such as no kernel clears.
     """
     rows, columns = y.shape
-    row_bytes, most = columns * y.element_size(), max(rows, M)
+    row_bytes = columns * y.element_size()
     dense = y.is_contiguous() and index.is_contiguous() and m_sizes.is_contiguous()
-    few = rows * row_bytes < (LEAST_BYTES_ALONE if most <= MOST_ALONE else LEAST_BYTES)
-    if few or not (M and index_end and m_sizes.numel()) or not dense or most > _MOST_ROWS:
+    few = rows * row_bytes < LEAST_BYTES or not (M and index_end and m_sizes.numel())
+    if few or not dense or max(rows, M) > _MOST_ROWS:
         return y.zero_()
     device, aligned = y.get_device(), is_aligned(_ALIGNMENT_BYTES, row_bytes, y.data_ptr())
     launch = passes.launcher(Pass.CLEAR, DType.FP32, device, aligned=True) if aligned else None
     if launch is None or launch.most_experts < m_sizes.shape[0]:
         return y.zero_()
-    alone = most <= MOST_ALONE and launch.revision >= ALONE_SINCE
-    if not alone and rows * row_bytes < LEAST_BYTES:
-        return y.zero_()
-    steps = 2 if m_sizes.dtype is torch.int64 else 1, 2 if index.dtype is torch.int64 else 1
-    numbers = M, rows, row_bytes // _WORD_BYTES, m_sizes.shape[0], index_end, *steps
-    pointers = y.data_ptr(), index.data_ptr(), m_sizes.data_ptr()
     with on(device):
-        if alone:
-            launch(-(-rows // CLEARED_ROWS), 0, (*pointers, 0), (*numbers, ALONE))
-            return y
         named = torch.zeros(rows, dtype=torch.int8, device=y.device)
-        launch(-(-M // launch.block), 0, (*pointers, named.data_ptr()), (*numbers, NAMES))
-        launch(-(-rows // CLEARED_ROWS), 0, (*pointers, named.data_ptr()), (*numbers, 0))
+        pointers = y.data_ptr(), index.data_ptr(), m_sizes.data_ptr(), named.data_ptr()
+        steps = 2 if m_sizes.dtype is torch.int64 else 1, 2 if index.dtype is torch.int64 else 1
+        numbers = M, rows, row_bytes // _WORD_BYTES, m_sizes.shape[0], index_end, *steps
+        launch(-(-M // launch.block), 0, pointers, (*numbers, NAMES))
+        launch(-(-rows // CLEARED_ROWS), 0, pointers, (*numbers, 0))
     return y

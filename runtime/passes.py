@@ -48,7 +48,6 @@ class PassLauncher:
         "_size",
         "block",
         "most_experts",
-        "revision",
     )
 
     def __init__(self, kernel: LoadedKernel, op: Pass) -> None:
@@ -57,7 +56,7 @@ class PassLauncher:
         packed = struct.Struct("=" + "".join("Q" if kind == "ptr" else "i4x" for kind in kinds) + _CONFIG)
         self._pack, self._size = packed.pack_into, packed.size
         self._pointers = len(kinds)
-        self.most_experts, self.revision = variant.max_experts, variant.revision
+        self.most_experts = variant.max_experts
         self._kernel, self._op, self.block = kernel, op, Block.from_pairs(variant.config).block
         self._fixed = (1, 1, function.threads, 1, 1, function.shared_bytes)
         self._launch, self._handle = driver.launch_kernel(), driver.argument(function.handle)

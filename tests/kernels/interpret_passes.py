@@ -129,11 +129,7 @@ def run_clear(case: dict[str, Any]) -> list[str]:
         "m_sizes": (m_sizes.int() if wide else m_sizes).view(torch.int32), "M": M, "rows": rows, "columns": columns,
         "E": E, "index_end": index_end, "m_sizes_step": 1 if wide else 2, "index_step": 2 if wide else 1,
     }  # fmt: skip
-    launches = [(passes.NAMES, -(-M // block)), (0, -(-rows // passes.CLEARED_ROWS))]
-    if case["alone"]:
-        launches = [(passes.ALONE, -(-rows // passes.CLEARED_ROWS))]
-        named[:rows] = 5  # nobody looks
-    for flags, grid in launches:
+    for flags, grid in ((passes.NAMES, -(-M // block)), (0, -(-rows // passes.CLEARED_ROWS))):
         values = given | {"flags": flags}
         clear.clear[(grid,)](*(values[name] for name, _ in passes.arguments(Pass.CLEAR)), BLOCK=block)
     part = reference.taking_part(m_sizes, index, index_end, M)

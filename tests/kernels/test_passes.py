@@ -84,10 +84,8 @@ CASES = {
     for M in (60, 200)
     for E in (255, 256, 257, passes.MOST_SORTED_EXPERTS)
 } | {
-    f"clear {rows} rows{' alone' if alone else ''}, {M} entries, E={E}{', int64' if wide else ''}"
-    f"{', most named' if named else ''}, {end}": case(
-        **{"pass": "clear"}, M=M, rows=rows, E=E, index_end=end, most=most, wide=wide, named=named, columns=columns,
-        alone=alone,
+    f"clear {rows} rows, {M} entries, E={E}{', int64' if wide else ''}{', most named' if named else ''}, {end}": case(
+        **{"pass": "clear"}, M=M, rows=rows, E=E, index_end=end, most=most, wide=wide, named=named, columns=columns
     )
     for M, rows, E, end, most, columns in [
         (1, 1, 1, 1, 1, 4), (70, 70, 5, 70, 9, 4), (200, 130, 3, 130, 99, 20), (64, 200, 40, 64, 3, 36),
@@ -95,7 +93,6 @@ CASES = {
     ]
     for wide in (False, True)
     for named in (False, True)
-    for alone in (False, True)
 }  # fmt: skip
 
 
@@ -124,7 +121,7 @@ def test_random_shapes() -> None:
                 wide=rng.random() < 0.5, writes=[one for one in ALL if rng.random() < 0.7],
                 dtype=rng.choice(["fp32", "fp16"]), top_k=rng.choice([1, 3, 8, 9]), rows=rng.choice([1, 9, 64, 70]),
                 E=rng.choice([1, 5, 20]), index_end=rng.choice([0, 1]), most=rng.choice([0, 1, 9]),
-                named=rng.random() < 0.5, alone=rng.random() < 0.5,
+                named=rng.random() < 0.5,
             )
         )  # fmt: skip
     for given, wrong in zip(cases, run(cases), strict=True):
@@ -135,7 +132,6 @@ def test_the_kernels_have_the_flags_of_the_contract() -> None:
     from pretuned.kernels import activation, clear, slots, tokens
 
     assert clear._NAMES.value == passes.NAMES
-    assert clear._ALONE.value == passes.ALONE
     assert clear._CLEARED_ROWS.value == passes.CLEARED_ROWS
     for name in ("COUNTS", "ADDS", "PLACES"):
         assert getattr(slots, f"_{name}").value == getattr(passes, name)

@@ -27,10 +27,10 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     index=st.lists(st.integers(-2, M + 2), min_size=M, max_size=M), wide=st.booleans(), wide_sizes=st.booleans(),
-    sizes=st.lists(st.integers(0, 6), min_size=E, max_size=E), alone=st.booleans(),
+    sizes=st.lists(st.integers(0, 6), min_size=E, max_size=E),
 )  # fmt: skip
 def test_every_row_that_no_index_names_is_zero(
-    device: Device, index: list[int], sizes: list[int], wide: bool, wide_sizes: bool, alone: bool
+    device: Device, index: list[int], sizes: list[int], wide: bool, wide_sizes: bool
 ) -> None:
     device.cleared.clear()
     x, w = operands()
@@ -39,15 +39,13 @@ def test_every_row_that_no_index_names_is_zero(
     y = torch.full((M, N), float("nan"))
     with pytest.MonkeyPatch.context() as patch:
         on(patch, True)
-        patch.setattr(clearing, "MOST_ALONE", M if alone else M - 1)
-        patch.setattr(clearing, "LEAST_BYTES_ALONE", 0)
         got = grouped_gemm(x, w, m_sizes, TOPK, flat, permute_y=True, out=y)
     assert got is y
     named = {one for one in index[: min(sum(sizes), M)] if 0 <= one < M}
     for row in range(M):
         assert (y[row] == 0).all() == (row not in named)
         assert y[row].isfinite().all()
-    assert device.cleared == [Pass.CLEAR] * (1 if alone else 2)
+    assert device.cleared == [Pass.CLEAR] * 2
 
 
 @pytest.mark.parametrize(
@@ -73,23 +71,6 @@ def test_else_all_of_it_becomes_zero_first(device: Device, monkeypatch: pytest.M
         m_sizes = m_sizes[:0]
     assert (clearing.clear(y, index, m_sizes, M, M) == 0).all()
     assert device.cleared == []
-
-
-@pytest.mark.parametrize(("revision", "least", "launches"), [(2, 0, 1), (2, 1, 0), (1, 0, 0), (1, -1, 2)])
-def test_few_rows_are_cleared_in_one_launch(
-    device: Device, monkeypatch: pytest.MonkeyPatch, revision: int, least: int, launches: int
-) -> None:
-    """Where the kernel can, and from fewer bytes on; ``least`` is beyond y's, or for two launches below."""
-    on(monkeypatch, True)
-    y = torch.full((M, N), float("nan"))
-    monkeypatch.setattr(device, "revision", revision)
-    monkeypatch.setattr(clearing, "MOST_ALONE", M)
-    monkeypatch.setattr(clearing, "LEAST_BYTES_ALONE", y.nbytes + max(least, 0))
-    monkeypatch.setattr(clearing, "LEAST_BYTES", y.nbytes + 1 + 2 * min(least, 0))
-    clearing.clear(y, torch.arange(M), torch.tensor([1, 0, 2]), M, M)
-    assert y.isnan().all(1).tolist() == [bool(launches)] * 3 + [False] * (M - 3)
-    assert (y[3:] == 0).all()
-    assert device.cleared == [Pass.CLEAR] * launches
 
 
 def test_what_is_large_enough_is_looked_at(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,12 +101,7 @@ def test_gather(dtype: torch.dtype, columns: int, top_k: int) -> None:
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("named", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("alone", [False, True])
-def test_rows_that_no_index_names_become_zero(
-    dtype: torch.dtype, named: float, kind: torch.dtype, alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not alone:
-        monkeypatch.setattr(clearing, "MOST_ALONE", 0)
+def test_rows_that_no_index_names_become_zero(dtype: torch.dtype, named: float, kind: torch.dtype) -> None:
     rows, columns, E, M = 9001, 1032, 40, 9500
     y = random(rows, columns, dtype=dtype).abs_().add_(1)
     assert y.nbytes >= clearing.LEAST_BYTES

@@ -180,15 +180,14 @@ def fake_sort(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple
 
 def fake_clear(programs: int, _: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     (y, index, m_sizes, named), (M, rows, columns, E, index_end, m_sizes_step, index_step, flags) = pointers, numbers
-    marks = np.zeros(rows, np.int8) if flags & words.ALONE else at(named, rows, ctypes.c_int8)
-    if flags & (words.NAMES | words.ALONE):
-        assert programs == (-(-rows // words.CLEARED_ROWS) if flags & words.ALONE else -(-M // SLOTS))
+    marks = at(named, rows, ctypes.c_int8)
+    if flags & words.NAMES:
+        assert programs == -(-M // SLOTS)
         assert not marks.any()
-        assert (named == 0) == bool(flags & words.ALONE)
         used = min(M, sum(min(max(one, 0), M) for one in counts_at(m_sizes, E, m_sizes_step)))
         given = at(index, M, ctypes.c_int64 if index_step == 2 else ctypes.c_int32)[:used]
         marks[given[(given >= 0) & (given < index_end)]] = 1
-    if not flags & words.NAMES:
+    else:
         assert programs == -(-rows // words.CLEARED_ROWS)
         at(y, rows * columns).reshape(rows, columns)[marks == 0] = 0
 
@@ -224,7 +223,6 @@ class Device:
             FAKES[op](*given)
 
         launch.block, launch.most_experts = SLOTS, MOST_SORTED_EXPERTS  # type: ignore[attr-defined]
-        launch.revision = self.revision  # type: ignore[attr-defined]
         return launch
 
     def gated(self, problem: Any, *_: object) -> object | None:
@@ -259,7 +257,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         patch.setattr(productlaunchers, "weight_launcher", fake_weight)
         patch.setattr(passes, "launcher", simulated.passes)
         patch.setattr(clearing, "LEAST_BYTES", 0)
-        patch.setattr(clearing, "MOST_ALONE", 0)
         patch.setattr(products, "stream_of", lambda _device: 0)
         for module in (products, productlaunchers):
             patch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", 132, 1 << 17, 0)))
