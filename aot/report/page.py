@@ -12,9 +12,9 @@ from .markup import counts, dot, mean, median, percent, strip, table, times, tol
 from .style import SCRIPT, STYLE
 
 _READING = """<h2>How to read this</h2>
-<p>A <b>cell</b> is a problem (op, dtype, E experts, N, K, form) and a bucket: the largest number of rows M, over all
-experts, that its choice is for. <b>Measured</b>: timed on the GPU with that many rows. <b>Modelled</b>: an estimate of
-the cost model, nothing was timed. <b>Missing</b>: a model has it, and nothing is known.</p>
+<p>A <b>cell</b> is a problem (op, dtype, E experts, N, K, form) and a bucket: the power of two that the number of
+rows M, over all experts, is nearest to. <b>Measured</b>: timed on the GPU with that many rows. <b>Modelled</b>: an
+estimate of the cost model, nothing was timed. <b>Missing</b>: a model has it, and nothing is known.</p>
 <p>The <b>roofline</b> is the longer of 2&nbsp;M&nbsp;N&nbsp;K over the published dense rate, and the bytes over the
 published bandwidth, each read or written once: (active experts)&nbsp;N&nbsp;K (dW: all experts), M&nbsp;N and M&nbsp;K
 elements. The active experts are expected ones, for shares p<sub>r</sub> ~ r<sup>-0.5</sup>. A launch alone takes some
