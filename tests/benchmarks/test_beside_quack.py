@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -195,6 +197,36 @@ def test_a_cell_leaves_out_what_fails_or_is_wrong(tools, monkeypatch, op):
     assert set(cell["us"]) == right
     assert all(cell["error"][name] < beside.method.MAX_ERROR for name in right)
     assert beside.beside.judged({"model": "m", "gemm": "down", "op": op, "tokens": 3} | cell)["ratio"] > 0
+
+
+def test_what_a_call_reads_is_kept_while_it_is_timed(tools, monkeypatch):
+    """A graph does not hold the tensors that it reads: without the call they would be another's memory."""
+    beside, _ = tools
+    inputs = beside.method.Inputs(
+        torch.randn(6, 8), torch.randn(2, 4, 8), torch.tensor([2, 4], dtype=torch.int32), None
+    )
+    read = weakref.WeakSet()
+
+    class Clock(ClockOfCalls):
+        def capture(self, call):
+            call()
+            return lambda: None  # holds nothing
+
+        def rounds_us(self, graphs, rounds):
+            gc.collect()
+            assert len(read) == 2
+            return [[1.0] * rounds for _ in graphs]
+
+    def maker():
+        offsets = torch.tensor([0, 2, 6])
+        read.add(offsets)
+        return lambda: torch.cat(
+            [x @ w.T for x, w in zip(inputs.x.split(offsets.diff().tolist()), inputs.w, strict=True)]
+        )
+
+    monkeypatch.setattr(beside.beside, "replayed_error", lambda *_: 0.0)
+    cell = beside.beside.measure_cell(Clock(), "forward", inputs, {"a": maker, "b": maker}, budget_ms=1.0)
+    assert set(cell["us"]) == {"ours", "a", "b", "torch_grouped_mm", "dense_same_flops"}
 
 
 def test_without_quack_it_says_what_to_install(tmp_path):
