@@ -41,11 +41,14 @@ def test_the_judge_estimates_the_error_and_sees_one_wrong_element(
     else:
         result = torch.full((M, columns), float("nan"), dtype=torch.bfloat16, device=device)
         other = Layout.KN if layout is Layout.NK else Layout.NK
+        weighs = op is Op.FORWARD and Fusion.SCATTER in fusion  # as aot/measure.py has it
+        row_weights = torch.exp2(torch.arange(M, device=device) % 3 - 1) if weighs else None
         reference.rows(
             rows, w, m_sizes.to(device), result, M=M, layout=layout if op is Op.FORWARD else other, index=index,
             index_end=M, gather_divisor=top_k if Fusion.GATHER in fusion else 0, scatter=Fusion.SCATTER in fusion,
+            row_weights=row_weights,
         )  # fmt: skip
-        on = Tensors(problem, M, rows, w, result, index, top_k)
+        on = Tensors(problem, M, rows, w, result, index, top_k, row_weights)
     judge = Judge(problem, None if op is Op.DW else w, device)
     wanted = judge.reference(on, m_sizes.tolist())
     assert 2e-4 < judge.error(on, wanted) < 6e-3  # what rounding to bf16 costs

@@ -1,0 +1,42 @@
+"""What is told to the runtime's launcher of a problem that is measured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pretuned.aot import launches
+from pretuned.artifacts.types import DType, Fusion, Op, Problem
+from pretuned.runtime import launch
+
+
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER, Fusion.SCATTER])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_moved_rows_and_their_weights(op: Op, fusion: Fusion, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def launcher(_kernel: object, **given: Any) -> Any:
+        told.append(given["fused"])
+        return lambda *given: told.append(given)
+
+    monkeypatch.setattr(launch, "row_launcher", launcher)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    M, N, K = 6, 16, 32
+    index = torch.arange(M, dtype=torch.int32) if fusion else None
+    weights = torch.ones(M) if weighted and fusion else None
+    rows, w = torch.zeros(M, K if op is Op.FORWARD else N), torch.zeros(2, N, K)
+    y, m_sizes = torch.zeros(M, N if op is Op.FORWARD else K), torch.tensor([2, 4], dtype=torch.int32)
+    on = launches.Tensors(Problem(op, DType.BF16, 2, N, K, fusion=fusion), M, rows, w, y, index, 2, weights)
+    launches.caller(SimpleNamespace(), on, m_sizes)()
+    fused, given = told
+    assert fused.fusion == (fusion | Fusion.WEIGHT if weights is not None else fusion)
+    assert fused.x_divisor == (2 if fusion is Fusion.GATHER else 1)
+    assert not fused.zero_tail
+    addresses = tuple(one.data_ptr() for one in (rows, w, y, m_sizes))
+    assert given[:8] == (*addresses, rows.shape[1], y.shape[1], M, 7)
+    moved = () if index is None else (index.data_ptr(), 0 if weights is None else weights.data_ptr(), 0, M)
+    assert given[8:] == moved
