@@ -98,9 +98,12 @@ def main() -> None:
         place = vllm_kernels.package(args.vllm)
     except FileNotFoundError as error:
         parser.error(str(error))
+    try:
+        theirs = vllm_kernels.Kernels(place)
+    except (ValueError, ImportError) as error:  # another version's file, or a wheel without triton_kernels
+        parser.error(f"{place}: {error}. {vllm_kernels.INSTALL}")
     if not torch.cuda.is_available():
         sys.exit("beside_vllm: no CUDA device here")
-    theirs = vllm_kernels.Kernels(place)
     head = {
         "command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(),
         "versions": beside.versions(["triton"]) | {"vllm": vllm_kernels.version_of(place)},

@@ -192,3 +192,16 @@ def test_without_vllm_it_says_what_to_fetch(tmp_path):
     assert ended.returncode == 2
     assert "pip download --no-deps vllm==" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("lacks", ["get_default_config", "triton_kernels"])
+def test_a_wheel_that_lacks_something_is_told_of(tmp_path, lacks):
+    unpacked(tmp_path, FILE.replace(f"def {lacks}", "def another_name"))
+    ended = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "beside_vllm.py"), "--vllm", str(tmp_path)],
+        env=dict(os.environ), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert lacks in ended.stderr.splitlines()[-1]
+    assert "pip download --no-deps vllm==" in ended.stderr
+    assert "Traceback" not in ended.stderr
