@@ -62,6 +62,11 @@ def min_driver(sm: int, ptxas: str) -> int:
     return major * 1000 + (minor * 10 if sm >= 100 and major == 12 else 0)
 
 
+def _map_element(name: str, dtype: DType) -> int:
+    """The type that TMA takes the elements for: results are not rounded again."""
+    return _MAP_ELEMENT[DType.FP32 if dtype is DType.TF32 and name == "dw" else dtype]
+
+
 def arguments_of(spec: Spec | PassSpec) -> tuple[tuple[str, str], ...]:
     """(name, kind) of every argument in the kernel's order."""
     return passes.arguments(spec.op) if isinstance(spec, PassSpec) else abi.arguments(spec)
@@ -113,7 +118,7 @@ def compile_variant(spec: Spec | PassSpec, sm: int) -> Compiled:
         entry=kernel.metadata.name,
         arguments=arguments_of(spec),
         tensor_maps=tuple(
-            TensorMap(name, _MAP_ELEMENT[spec.dtype], tuple(meta["block_size"]), meta["swizzle"])
+            TensorMap(name, _map_element(name, spec.dtype), tuple(meta["block_size"]), meta["swizzle"])
             for name, meta in zip(names, maps, strict=True)
         ),
         threads=int(threads[1]) if threads else 32 * kernel.metadata.num_warps,

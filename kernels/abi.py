@@ -144,6 +144,12 @@ def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
         return (
             f"{config} is no config of {form}: pingpong has 16-bit types, no gather or silu, and tiles of its own in dW"
         )
+    tf32 = dtype is DType.TF32 and op is Op.DW and config.block_k == 256 and not config.narrow
+    if config.specialized and dtype.itemsize != 2 and not tf32:
+        return (
+            f"{config} is no config of {dtype.value} {op.value}: specialized has 16-bit types, and tf32 of dW in whole "
+            "tiles of 128 x 256"
+        )
     return None
 
 

@@ -28,14 +28,14 @@ _ROWS = (
     "fb37eafebbdbeadda89212bcb7d6f52e58c437639fcbf19323d0dc08b1611157",
 )
 _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1756353e20c061c570693e0be54d"
-_SPECIALIZED = ("pipeline.py", "turns.py", "warpgroups.py")
+_SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "4c8f0744bff34cf0aaf594098120a4022bec7b539160e23f1b01975fe01adc3d",
+    "6d2d1995ce0e401395124e217abfafa9b4cb7492ef98fee0842ce0f0ad30da1a",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "b6623279e5d2e490f0c0a17b7ccc14967e4ba4fe855d06764c1a5ecb63feab4b",
+    "1ee93dc9cfeb95152e6be17c1c73ba43c57d6e1adda08a42130d9c7876689141",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

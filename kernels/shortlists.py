@@ -129,7 +129,7 @@ HOPPER_DW_POINTER: tuple[Row, ...] = (
 )
 # sm_90, tf32, as they are: with fewer than 64 rows or 4 warps a tile runs on mma.sync. wgmma wants the reduction
 # contiguous in both operands of this type in shared memory: dX's w goes through registers, where the fastest tiles are
-# two to an SM, and both operands of dW would be turned round in shared memory first.
+# two to an SM. Of dW neither is: specialised kernels run it on mma.sync (kernels/fragments.py).
 HOPPER_TF32: tuple[Row, ...] = ((128, 128, 32, 8, 4),)
 HOPPER_TF32_DX: tuple[Row, ...] = (
     (128, 128, 32, 4, 3),
@@ -137,6 +137,10 @@ HOPPER_TF32_DX: tuple[Row, ...] = (
     (32, 256, 32, 4, 3),
     (32, 128, 64, 4, 3),
     (64, 64, 32, 2, 4),
+)
+HOPPER_TF32_DW_SPECIALIZED: tuple[Row, ...] = (
+    (32, 128, 256, 8, 3),
+    (64, 128, 256, 8, 2),
 )
 HOPPER_TF32_DW: tuple[Row, ...] = (
     (32, 64, 128, 2, 3),

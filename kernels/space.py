@@ -94,6 +94,9 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
     if sm == 90 and dtype is DType.TF32:
         rows = {Op.FORWARD: lists.HOPPER_TF32, Op.DX: lists.HOPPER_TF32_DX, Op.DW: lists.HOPPER_TF32_DW}[op]
         pool = _configs(rows, tma=True, persistent=True) + pool
+        if op is Op.DW:
+            first = _configs(lists.HOPPER_TF32_DW_SPECIALIZED, tma=True, persistent=True)
+            pool = [replace(config, specialized=True) for config in first] + pool
     if sm == 90 and dtype in (DType.BF16, DType.FP16):
         rows = lists.HOPPER_DW_SPECIALIZED if op is Op.DW else lists.HOPPER_SPECIALIZED
         first = _configs(rows, tma=True, persistent=True)

@@ -144,7 +144,8 @@ def weight_specialized(
     when it is stored (turns.py).
     """
     element: gl.constexpr = x.dtype
-    lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BITS: gl.constexpr = element.primitive_bitwidth
+    lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=BITS, rank=2)
     a = gl.allocate_shared_memory(element, [2 * STAGES, BLOCK_M, 64], lines)
     WIDTH: gl.constexpr = 64 if PINGPONG else BLOCK_K // 2
     COUNT: gl.constexpr = PARTS * STAGES + SPARE if PINGPONG else 2 * STAGES

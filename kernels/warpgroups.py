@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .fragments import MMA, multiply_rows
 from .pipeline import (
     BIAS_FLAG,
     INDEX_END,
@@ -156,9 +157,13 @@ def _tile(
     """One warpgroup's 64 rows of one tile, WIDTH columns from ``first`` on. Returns the stage and phase after it.
 
     GATHER code stores by TMA where nothing else is asked for and the tile is ``whole``: TMA stores every row, and those
-    without an index are to be left alone.
+    without an index are to be left alone. Operands of 32 bits are tf32, of dW alone (fragments.py).
     """
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    TF32: gl.constexpr = b.dtype == gl.float32
+    if TF32:
+        mma: gl.constexpr = MMA
+    else:
+        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     DEPTH: gl.constexpr = b.shape[2] if B_NK else b.shape[1]
     if INDEXED and not GATHER:  # read now, their latency passes while the product is computed
@@ -170,21 +175,27 @@ def _tile(
         if GATHER:
             fence_async_shared()
         a_tile = a.index(stage * 2 + half)
-        if not A_MK:
-            a_tile = a_tile.permute((1, 0))
         if B_NK:
             b_tile = b.index(stage * 2)._reinterpret(b.dtype, [WIDTH, DEPTH], b.layout).permute((1, 0))
         else:
             b_tile = b.index(stage * 2)._reinterpret(b.dtype, [DEPTH, WIDTH], b.layout)
-        acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        gl.barrier()
-        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=step > 0)
+        if TF32:
+            acc = multiply_rows(a_tile, b_tile, acc)
+            gl.barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+        else:
+            if not A_MK:
+                a_tile = a_tile.permute((1, 0))
+            acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            gl.barrier()
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=step > 0)
         stage, phase = advance(stage, phase, STAGES)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    if steps > 0:
-        gl.barrier()
-        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
+    if not TF32:
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        if steps > 0:
+            gl.barrier()
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
     if GATED:
         gate, up = _halves(acc)
         result = gate / (1.0 + gl.exp(-gate)) * up

@@ -1,0 +1,46 @@
+"""dW in tf32: products of operands that lie the wrong way round for wgmma, from registers.
+
+wgmma takes tf32 from shared memory only where the reduction is contiguous. Of dW both operands have it outermost: their
+rows. mma.sync takes both from registers, at half the rate. No instruction turns 32-bit numbers round on the way, so
+every lane loads its own: four rows of eight columns at a time. In lines of 128 bytes whose 16-byte parts are exchanged
+by row (the swizzle of TMA) rows 0 to 3 meet in the same banks, two lanes each. But the order of a reduction is free, if
+it is one for both: of each eight rows 0, 2, 4, 6 are loaded together, then 1, 3, 5, 7, and each lane has its bank.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+STEP = gl.constexpr(16)  # rows that are multiplied at a time
+# 64 x 256 of a warpgroup: each warp has all rows of the result, and eight columns of 32.
+MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 4], instr_shape=[16, 8]))
+_LANES = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]  # (row, column) that each bit of a lane's number adds
+# As PTX ISA has the fragments of mma.m16n8k8, with the rows mixed as ``_mixed`` says.
+LEFT = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 8], [1, 0], [8, 0], [0, 16], [0, 32]], _LANES, [[0, 0], [0, 0]], [], [16, 64])
+)
+RIGHT = gl.constexpr(
+    gl.DistributedLinearLayout([[1, 0], [8, 0], [0, 32], [0, 64], [0, 128]], _LANES, [[0, 8], [0, 16]], [], [16, 256])
+)
+
+
+@gluon.jit
+def _mixed(rows):
+    """Of each eight rows 0, 2, 4, 6, then 1, 3, 5, 7: in registers a change of names alone."""
+    COLUMNS: gl.constexpr = rows.shape[1]
+    return rows.reshape([2, 4, 2, COLUMNS]).permute((0, 2, 1, 3)).reshape([16, COLUMNS])
+
+
+@gluon.jit
+def multiply_rows(a, b, acc):
+    """acc + a.T @ b, of float32 in shared memory: a [rows, 64], b [rows, 256], acc [64, 256] as ``MMA`` spreads it."""
+    ROWS: gl.constexpr = a.shape[0]
+    for i in gl.static_range(ROWS // STEP):
+        left = _mixed(a.slice(STEP * i, STEP).load(LEFT)).permute((1, 0))
+        right = _mixed(b.slice(STEP * i, STEP).load(RIGHT))
+        left = gl.convert_layout(left, gl.DotOperandLayout(0, MMA, 1), assert_trivial=True)
+        right = gl.convert_layout(right, gl.DotOperandLayout(1, MMA, 1), assert_trivial=True)
+        acc = mma_v2(left, right, acc, input_precision="tf32")
+    return acc

@@ -1,0 +1,134 @@
+"""dW in tf32: specialised kernels whose operands go through registers to mma.sync."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pretuned.aot import compile as compiling
+from pretuned.aot.compile import compile_variant
+from pretuned.aot.variants import rejection
+from pretuned.artifacts.types import DType, Fusion, Op, Problem
+from pretuned.kernels import abi
+from pretuned.kernels.abi import Spec
+from pretuned.kernels.chips import chip_for, limits
+from pretuned.kernels.config import Config
+from pretuned.kernels.cost import Resources, estimate_us
+from pretuned.kernels.fragments import LEFT, RIGHT, STEP
+from pretuned.kernels.space import candidates
+
+CONFIG = Config(32, 128, 256, 8, 3, tma=True, specialized=True)
+SPEC = Spec(Op.DW, DType.TF32, CONFIG)
+MIXED = (0, 2, 4, 6, 1, 3, 5, 7)  # the rows of eight, in the order in which they are multiplied
+REGISTERS = 32
+
+
+def places(layout: Any, warp: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """(lane, register, (row, column)) of a layout of 16 rows."""
+    registers = len(layout.reg_bases)
+    for lane, register in itertools.product(range(32), range(1 << registers)):
+        bases = [base for bit, base in enumerate(layout.lane_bases) if lane >> bit & 1]
+        bases += [base for bit, base in enumerate(layout.reg_bases) if register >> bit & 1]
+        bases += [base for bit, base in enumerate(layout.warp_bases) if warp >> bit & 1]
+        row = column = 0
+        for down, right in bases:
+            row, column = row ^ down, column ^ right
+        yield lane, register, (row, column)
+
+
+def bank(row: int, column: int) -> int:
+    """Of a float32 of a tile in lines of 32, whose 16-byte parts TMA exchanges by row (128-byte swizzle)."""
+    inner = column % 32
+    return (inner // 4 ^ row % 8) * 4 + inner % 4
+
+
+@pytest.mark.parametrize("layout", [LEFT.value, RIGHT.value])
+def test_each_lane_of_a_load_has_a_bank_of_its_own(layout: Any) -> None:
+    for warp in range(4):
+        loads: dict[int, list[tuple[int, int]]] = {}
+        for _lane, register, place in places(layout, warp):
+            loads.setdefault(register, []).append(place)
+        assert len(loads) == REGISTERS
+        for load in loads.values():
+            assert len(load) == 32
+            assert len({bank(*place) for place in load}) == 32
+            in_order = [(MIXED.index(row % 8), column) for row, column in load]  # as the instruction has them
+            assert len({bank(*place) for place in in_order}) == 16
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_lane_holds_what_the_instruction_wants(left: bool) -> None:
+    """PTX ISA, mma.m16n8k8 of tf32: in lane 4 g + t the reduction's t and t + 4, of row (column) g, and of a g + 8."""
+    layout = (LEFT if left else RIGHT).value
+    for warp in range(4):
+        for lane, _register, (row, column) in places(layout, warp):
+            step = row // 8 * 8 + MIXED.index(row % 8)
+            assert step % 4 == lane % 4
+            assert column % 8 == lane // 4
+        whole = {place for _lane, _register, place in places(layout, warp)}
+        mine = range(64) if left else [c for c in range(256) if c // 8 % 4 == warp]
+        assert whole == set(itertools.product(range(STEP.value), mine))
+
+
+def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing passes through shared memory again, and what TMA stores is not rounded."""
+    kept: list[Any] = []
+    original = compiling._triton_compile
+    monkeypatch.setattr(compiling, "_triton_compile", lambda *given: kept.append(original(*given)) or kept[0])
+    variant = compile_variant(SPEC, 90).variant
+    ptx = kept[0].asm["ptx"]
+    assert "wgmma" not in ptx
+    products = len(re.findall(r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32\.tf32\.f32", ptx))
+    words = len(re.findall(r"ld\.shared\.b32", ptx))
+    assert products == 2 * 4 * 8 * 32 // 8  # two warpgroups, 64 x 64 of a warp, 32 rows
+    assert words >= 2 * 2 * 64 * 32 // 32  # no wider load has both: they lie in different lines
+    assert rejection(variant, limits(90)) is None
+    assert {one.argument: one.element for one in variant.tensor_maps} == {"dy": 11, "x": 11, "dw": 7}
+
+
+def test_what_there_is_no_code_for() -> None:
+    assert abi.no_code(Op.DW, DType.TF32, Fusion.NONE, CONFIG) is None
+    wrong = [
+        (Op.DW, DType.FP32, CONFIG),
+        (Op.FORWARD, DType.TF32, Config(128, 256, 64, 8, 3, tma=True, specialized=True)),
+        (Op.DX, DType.FP32, Config(128, 128, 64, 8, 3, tma=True, specialized=True)),
+        (Op.DW, DType.TF32, replace(CONFIG, narrow=True)),
+        (Op.DW, DType.TF32, replace(CONFIG, block_k=128)),
+    ]
+    for op, dtype, config in wrong:
+        assert "tf32 of dW in whole tiles of 128 x 256" in str(abi.no_code(op, dtype, Fusion.NONE, config))
+        assert abi.no_code(op, DType.BF16, Fusion.NONE, config) is None
+
+
+def test_only_sm_90_is_offered_them() -> None:
+    for sm in (80, 90, 100, 120):
+        found = [config for config in candidates(Op.DW, DType.TF32, sm) if config.specialized]
+        assert bool(found) is (sm == 90)
+        assert all(abi.no_code(Op.DW, DType.TF32, Fusion.NONE, config) is None for config in found)
+
+
+@pytest.mark.parametrize(
+    ("E", "N", "K", "M", "measured"),
+    [
+        (64, 2048, 1024, 65536, (1252, 1231, 1501)),
+        (8, 4096, 14336, 2048, (1343, 1408, 1653)),
+        (8, 4096, 14336, 16384, (9410, 9402, 10953)),
+        (8, 28672, 4096, 16384, (18260, 17121, 21856)),
+    ],
+)
+def test_the_model_prefers_them(E: int, N: int, K: int, M: int, measured: tuple[int, ...]) -> None:
+    """Measured beside the fastest plain tiles, which were (benchmarks/results/trials/tf32-dW-fragments.json)."""
+    chip = chip_for(90)
+    resources = [
+        Resources(CONFIG, 384, 213336, 168),
+        Resources(replace(CONFIG, block_m=64, num_stages=2), 384, 229688, 168),
+        Resources(Config(32, 64, 128, 2, 3, tma=True), 64, 49184, 246),
+    ]
+    us = [estimate_us(Problem(Op.DW, DType.TF32, E, N, K), M, one, chip) for one in resources]
+    assert us[0] < us[2]
+    assert all(0.8 < estimate / time < 1.25 for estimate, time in zip(us, measured, strict=True))
