@@ -174,8 +174,8 @@ class Constants(NamedTuple):
     store_ns: float = _STORE_NS  # convert and issue the stores, beside their bytes
     unaligned_load: float = 6.0  # loads of one element each: no 16-byte copies, no pipeline
     crowded_registers: float = 0.5  # rate left when the accumulators alone pass 128 registers a thread
-    turned_tf32: float = 0.15  # rate of wgmma left where an operand of tf32 is turned round in shared memory first
-    crossed_tf32: float = 0.56  # rate of mma.sync left where two lanes of each load of both want one bank
+    turned_tf32: float = 0.15  # rate left where an operand of tf32 is turned round in shared memory first
+    crossed_tf32: float = 0.56  # the same of dW in small TMA tiles, on mma.sync: two lanes of a load want one bank
     fragments_tf32: float = 0.5  # of wgmma, where both go through registers (kernels/fragments.py): it is mma.sync's
     held_tf32_rows: float = 128.0  # of a tile, at full rate where it goes through registers: dX's weights
     split_waves: float = 0.6  # what a split last wave takes of a whole one

@@ -78,7 +78,7 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
             rows, columns = columns, rows
     wgmma = chip.sm == 90 and config.tma and rows >= 64 and config.num_warps >= 4 and dtype is not DType.FP32
     math_ns = 2.0 * rows * columns * depth / _flops_per_ns(resources, rows, columns, wgmma, dtype, chip, c)
-    if chip.sm == 90 and config.tma and dtype is DType.TF32 and op is not Op.FORWARD:
+    if chip.sm == 90 and dtype is DType.TF32 and op is not Op.FORWARD:
         math_ns /= _tf32_rate(config, op, rows, wgmma, c)
     load_per_ns = family.l2_bytes_per_clock * chip.clock_ghz
     latency_ns, overhead_ns = family.latency_ns, family.pointer_step_ns
@@ -128,7 +128,7 @@ def _tf32_rate(config: Config, op: Op, rows: int, wgmma: bool, c: Constants) -> 
         return min(1.0, rows / c.held_tf32_rows) if wgmma else 1.0
     if config.specialized:
         return c.fragments_tf32
-    return c.turned_tf32 if wgmma else c.crossed_tf32
+    return c.crossed_tf32 if config.tma and not wgmma else c.turned_tf32
 
 
 def _special_rate(special: Specialized, config: Config, op: Op) -> float:

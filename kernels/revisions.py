@@ -31,11 +31,11 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "6d2d1995ce0e401395124e217abfafa9b4cb7492ef98fee0842ce0f0ad30da1a",
+    "564ff36332b8722187033c32b07cebbf0d974f1c7ded84a150e4f989da44482a",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "1ee93dc9cfeb95152e6be17c1c73ba43c57d6e1adda08a42130d9c7876689141",
+    "2aed614ed4b73d8c113ba5069539d3d08a15f1716c3c7a7340f49f8477ef5e6e",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

@@ -160,10 +160,8 @@ def _tile(
     without an index are to be left alone. Operands of 32 bits are tf32, of dW alone (fragments.py).
     """
     TF32: gl.constexpr = b.dtype == gl.float32
-    if TF32:
-        mma: gl.constexpr = MMA
-    else:
-        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    WGMMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    mma: gl.constexpr = MMA if TF32 else WGMMA
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     DEPTH: gl.constexpr = b.shape[2] if B_NK else b.shape[1]
     if INDEXED and not GATHER:  # read now, their latency passes while the product is computed
