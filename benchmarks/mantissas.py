@@ -5,7 +5,7 @@
 
 A grouped product (forward, T = 8192) and one dense torch product of as many FLOPs, in bf16, in fp16, and in fp16 of the
 values that bf16 has (3 of the 10 bits of each mantissa are zero), all in turns. The bundle: docs/performance.md, Other
-dtypes. The one of the committed results was measured for 12 s only; in five of its six cells both types run one config.
+dtypes. In four of the six cells of the committed results both types run one config.
 """
 
 from __future__ import annotations

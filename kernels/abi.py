@@ -40,6 +40,7 @@ CLEARER_ROWS = 16  # of them, for a program: ``cdiv(index_end, CLEARER_ROWS)`` m
 FLAGS = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS  # the fusions that ``flags`` tells a kernel of
 MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
 SPECIALIZED_SHARED_BYTES = 227 * 1024  # of sm_90
+SPECIALIZED_ROWS = 128  # of a tile, 64 for each warpgroup
 MOST_STEPS = (1 << 20) - 1  # of a specialised kernel's reduction
 MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
 
@@ -150,6 +151,9 @@ def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
             f"{config} is no config of {dtype.value} {op.value}: specialized has 16-bit types, and tf32 of dW in whole "
             "tiles of 128 x 256"
         )
+    rows = config.block_n if op is Op.DW else config.block_m
+    if config.specialized and not config.pingpong and rows != SPECIALIZED_ROWS:
+        return f"{config} is no config of {op.value}: a specialized tile has {SPECIALIZED_ROWS} rows"
     return None
 
 

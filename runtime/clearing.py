@@ -13,7 +13,7 @@ from .device import on
 _ALIGNMENT_BYTES = 16
 _WORD_BYTES = 4
 _MOST_ROWS = 2**30  # the kernel counts in int32
-# Of a result: on an H200 to look which rows are named takes as long as to clear so much (9.5 us, Mixtral at 1024 tokens
+# Of a result: on an H200 to look which rows are named takes as long as to clear so much (9.4 us, Mixtral at 1024 tokens
 # in benchmarks/results/passes-h200.json).
 LEAST_BYTES = 16 << 20
 

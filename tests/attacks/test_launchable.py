@@ -25,6 +25,7 @@ from pretuned.runtime.loading import loaded
 SHIPPED = sorted((Path(__file__).parents[2] / "artifacts" / "bundles").glob("*.msgpack"))
 POINTERS, TMA = Config(64, 64, 64, 4, 3), Config(64, 64, 64, 4, 3, tma=True)
 SPECIALIZED = Config(128, 128, 64, 8, 3, tma=True, persistent=True, specialized=True)
+FRAGMENTS = Config(32, 128, 256, 8, 3, tma=True, persistent=True, specialized=True)
 TURNS = Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)
 WEIGHT_TURNS = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)
 ACROSS = Config(32, 192, 128, 8, 10, tma=True, specialized=True, pingpong=True)
@@ -34,7 +35,10 @@ CUBIN = b"\x7fELF code"
 
 def record(spec: Spec) -> Variant:
     """A variant of this spec as the builder records it."""
-    maps = tuple(TensorMap(name, ELEMENTS[spec.dtype], box, 3) for name, box in boxes(spec).items())
+    stored = DType.FP32 if spec.dtype is DType.TF32 else spec.dtype
+    maps = tuple(
+        TensorMap(name, ELEMENTS[stored if name == "dw" else spec.dtype], box, 3) for name, box in boxes(spec).items()
+    )
     return Variant(
         spec.kernel, 1, 1, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
         spec.config.pairs(), spec.kernel, arguments(spec), maps, 384 if spec.config.specialized else 128, 49152, 128,
@@ -48,6 +52,7 @@ def spec(op: Op = Op.FORWARD, config: Config = TMA, **more: object) -> Spec:
 
 ROWS, WEIGHT, COUNTED = record(spec()), record(spec(Op.DW)), record(spec(config=SPECIALIZED))
 IN_TURNS = record(spec(config=TURNS))
+FRAGMENT = record(Spec(Op.DW, DType.TF32, FRAGMENTS))
 
 
 def passed(variant: Variant, **kinds: str | None) -> Variant:
@@ -95,6 +100,15 @@ BROKEN = {
     "specialized without TMA": configured(COUNTED, tma=0),
     "specialized, not persistent": configured(COUNTED, persistent=0),
     "specialized with one stage": configured(COUNTED, num_stages=1),
+    "specialized of fp32": record(Spec(Op.DW, DType.FP32, FRAGMENTS)),
+    "specialized rows of tf32": record(Spec(Op.DX, DType.TF32, SPECIALIZED)),
+    "tf32 in halves of tiles": record(Spec(Op.DW, DType.TF32, replace(FRAGMENTS, narrow=True))),
+    "tf32 in tiles of 128 columns": record(Spec(Op.DW, DType.TF32, replace(FRAGMENTS, block_k=128))),
+    "specialized dW of 64 rows": record(spec(Op.DW, replace(FRAGMENTS, block_n=64))),
+    "specialized rows, 64 of them": configured(COUNTED, block_m=64),
+    "results rounded to tf32": replace(
+        FRAGMENT, tensor_maps=tuple(replace(one, element=11) for one in FRAGMENT.tensor_maps)
+    ),
     "pingpong of fp32": record(Spec(Op.FORWARD, DType.FP32, TURNS)),
     "pingpong that gathers": replace(IN_TURNS, fusion=Fusion.GATHER),
     "pingpong with silu": replace(IN_TURNS, fusion=Fusion.SILU),
@@ -186,7 +200,8 @@ def test_only_the_runtime_leaves_a_later_toolkits_code_to_the_driver() -> None:
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("op", Op)
 def test_what_the_builder_records_passes(op: Op, dtype: DType, layout: Layout, fusion: Fusion) -> None:
-    for config in (POINTERS, TMA, SPECIALIZED):
+    specialized = [SPECIALIZED] if dtype.itemsize == 2 else [FRAGMENTS] * ((op, dtype) == (Op.DW, DType.TF32))
+    for config in (POINTERS, TMA, *specialized):
         experts = MAX_EXPERTS if config.specialized else MAX_EXPERTS_FALLBACK
         one = record(Spec(op, dtype, config, layout, Fusion.NONE if op is Op.DW else fusion, max_experts=experts))
         assert unlaunchable(one) is None

@@ -38,7 +38,7 @@ CODE = (
     Spec(WIDE, fusion=Fusion.GATHER), Spec(WIDE), Spec(HALF, fusion=Fusion.SCATTER), Spec(WIDE, fusion=Fusion.SCATTER),
     Spec(WIDE, fusion=BOTH), Spec(WIDE, fusion=Fusion.SILU),
 )  # fmt: skip
-PASS_US = 4 + 1.6 * ((M + M / 8) * 2048 * 2 + 8 * M) / 4800e3
+PASS_US = 3.6 + 1.6 * ((M + M / 8) * 2048 * 2 + 8 * M) / 4800e3
 device = host_gpu.device
 
 
