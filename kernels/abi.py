@@ -282,7 +282,7 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
         sizes |= {} if "y_map" in spec.tma else {"y_map": None}
         depth, columns = c.block_k, c.block_n
     # Results pass through shared memory, 64 x 64 of each warpgroup at a time, where there is room in turns.
-    operands = c.num_stages * (128 + columns) * depth + (64 * depth if c.pingpong else 0)  # see turns.py
+    operands = c.num_stages * (SPECIALIZED_ROWS + columns) * depth + (64 * depth if c.pingpong else 0)  # see turns.py
     room = SPECIALIZED_SHARED_BYTES - 512 - operands * spec.dtype.itemsize
     return sizes | {
         "STAGES": c.num_stages,

@@ -174,12 +174,11 @@ class Constants(NamedTuple):
     store_ns: float = _STORE_NS  # convert and issue the stores, beside their bytes
     unaligned_load: float = 6.0  # loads of one element each: no 16-byte copies, no pipeline
     crowded_registers: float = 0.5  # rate left when the accumulators alone pass 128 registers a thread
-    turned_tf32: float = (
-        0.15  # rate left where an operand of tf32 is turned round in shared memory, or read by pointers
-    )
-    crossed_tf32: float = 0.56  # of mma.sync, in small TMA tiles of dW: two lanes of each load want one bank
-    fragments_tf32: float = 0.56  # of wgmma, where both operands of dW go to mma.sync through registers (fragments.py)
-    held_tf32_rows: float = 128.0  # of a tile, at full rate where it goes through registers: dX's weights
+    # tf32 on sm_90, the rate left where w (of dX) or both operands (of dW) lie the wrong way for wgmma:
+    turned_tf32: float = 0.15  # dW's, turned round in shared memory first, or loaded through pointers
+    crossed_tf32: float = 0.56  # dW's, of mma.sync, in small tiles by TMA: two lanes of each load want one bank
+    fragments_tf32: float = 0.56  # dW's, of wgmma, on mma.sync in specialised tiles (fragments.py)
+    held_tf32_rows: float = 128.0  # of a tile, at full rate: dX's weights, through registers
     split_waves: float = 0.6  # what a split last wave takes of a whole one
     dirty_ns: float = 5000.0  # what writing back takes where a call pushes all dirty lines out of L2 ...
     dirty_l2: float = 1.5  # ... which it does once it reads so much, in sizes of L2; ``streamed`` loads don't ...

@@ -1,7 +1,7 @@
 """dW in tf32: products of operands that lie the wrong way round for wgmma, from registers.
 
 wgmma takes tf32 from shared memory only where the reduction is contiguous. Of dW both operands have it outermost: their
-rows. mma.sync takes both from registers, at half the rate. No instruction turns 32-bit numbers round on the way, so
+rows. mma.sync, which is slower, takes both from registers. No instruction turns 32-bit numbers round on the way, so
 every lane loads its own: four rows of eight columns at a time. In lines of 128 bytes whose 16-byte parts are exchanged
 by row (the swizzle of TMA) rows 0 to 3 meet in the same banks, two lanes each. But the order of a reduction is free, if
 it is one for both: of each eight rows 0, 2, 4, 6 are loaded together, then 1, 3, 5, 7, and each lane has its bank.

@@ -31,11 +31,11 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "564ff36332b8722187033c32b07cebbf0d974f1c7ded84a150e4f989da44482a",
+    "6070b0219bd68a21179c2ac874f1e89aa646212a8f35fe3b9b231314ae555f9e",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "2aed614ed4b73d8c113ba5069539d3d08a15f1716c3c7a7340f49f8477ef5e6e",
+    "1f533646acd8a6e6005e6c354d2bb2ad4d89c269f3824397ad5d0a615b0bf1a3",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

@@ -86,7 +86,7 @@ def test_a_lane_holds_what_the_instruction_wants(left: bool) -> None:
 
 @pytest.mark.parametrize("config", SHIPPED)
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
-    """Nothing passes through shared memory again, each warpgroup has its half, and what TMA stores is not rounded."""
+    """All products are mma.sync of both warpgroups, in lines of 32-bit numbers, and what TMA stores is not rounded."""
     kept: list[Any] = []
     original = compiling._triton_compile
     monkeypatch.setattr(compiling, "_triton_compile", lambda *given: kept.append(original(*given)) or kept[0])
