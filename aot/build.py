@@ -27,6 +27,7 @@ from .evidence import Evidence
 from .journal import read_journal
 from .measured import assembled, choose_from, evidence_for
 from .outdir import DEFAULT_NAME, check_writable, file_name, held
+from .outfile import check_out
 from .plan import Plan, planned_on
 from .scratch import scratch_folder
 from .summary import Built, Dropped, Report
@@ -164,6 +165,7 @@ def compile_candidates(plan: Plan, sm: int, path: Path, options: Options, observ
     target_of(sm)
     toolchain()
     check_writable(path.parent, "-o")
+    check_out(path)
     plan = planned_on(plan, (sm,), options.space)
     results = _compile(plan, (sm,), options, watch)[sm]
     candidates, dropped = _usable(plan, sm, options.space, results)

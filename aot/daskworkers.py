@@ -165,7 +165,11 @@ def _holding(session: Session, data: bytes) -> _Held:
     if session.id not in _held:
         # Under a nanny a worker is a daemonic process, and may have no children. This one ends with it by itself.
         current_process().daemon = False
-        _held[session.id] = _Held(session, data)
+        made = _held[session.id] = _Held(session, data)
+        if session.id in _ended:  # meanwhile: ``end`` may have found nothing to close
+            _held.pop(session.id, None)
+            made.close()
+            raise WorkerLost(DIED, _ENDED)
     held = _held[session.id]
     held.stay()
     return held

@@ -6,19 +6,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..artifacts.types import Bundle, Gpu, Model, Problem, Source, Variant
+from ..artifacts.types import Bundle, Choice, Gpu, Model, Problem, Source, Variant
 
 Facts = dict[str, tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A choice with its variant and GPU written out."""
+    """A choice with its variant and GPU written out; ``runner_up`` is what the second one is, and its time."""
 
     variant: Variant
     source: Source
     time_ns: int
     gpu: Gpu | None
+    runner_up: tuple[object, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Change:
 
     @property
     def what(self) -> tuple[str, ...]:
-        """Which parts changed: some of ``variant``, ``code``, ``source``, ``gpu``, ``time``."""
+        """Which parts changed: some of ``variant``, ``code``, ``source``, ``gpu``, ``time``, ``runner-up``."""
         old, new = self.old, self.new
         parts = {
             "variant": identity(old.variant) != identity(new.variant),
@@ -40,6 +41,7 @@ class Change:
             "source": old.source is not new.source,
             "gpu": old.gpu != new.gpu,
             "time": old.time_ns != new.time_ns,
+            "runner-up": old.runner_up != new.runner_up,
         }
         return tuple(name for name, differs in parts.items() if differs)
 
@@ -102,7 +104,8 @@ def diff(old: Bundle, new: Bundle) -> Changes:
         models_changed=tuple(
             (one, models_new[key])
             for key, one in models_old.items()
-            if key in models_new and set(one.problems) != set(models_new[key].problems)
+            if key in models_new
+            and (one.top_k, set(one.problems)) != (models_new[key].top_k, set(models_new[key].problems))
         ),
         problems_added=tuple(problem for problem in new.choices if problem not in old.choices),
         problems_removed=tuple(problem for problem in old.choices if problem not in new.choices),
@@ -131,12 +134,18 @@ def _changed(problem: Problem, old: Bundle, new: Bundle) -> list[Change]:
             continue
         sides = [
             Side(bundle.variants[choice.variant], choice.source, choice.time_ns,
-                 None if choice.gpu is None else bundle.gpus[choice.gpu])
+                 None if choice.gpu is None else bundle.gpus[choice.gpu], _runner_up(bundle, choice))
             for bundle, choice in ((old, was), (new, one))
         ]  # fmt: skip
         if sides[0] != sides[1]:
             found.append(Change(problem, one.bucket, *sides))
     return found
+
+
+def _runner_up(bundle: Bundle, choice: Choice) -> tuple[object, ...] | None:
+    if choice.runner_up is None:
+        return None
+    return (*identity(bundle.variants[choice.runner_up]), choice.runner_up_ns)
 
 
 def _models(bundle: Bundle) -> dict[tuple[object, ...], Model]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..artifacts.errors import HostError, InputError
+from ..artifacts.errors import HostError, InputError, LockBusy
 from ..artifacts.store import lock
 
 DEFAULT_NAME = "pretuned"
@@ -64,15 +64,15 @@ def held(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
     Raises
     ------
     HostError
-        if it can't be made or written, before anything is compiled.
+        if it can't be made, written or locked, before anything is compiled.
     """
     check_writable(directory, "--out DIR")
-    with lock(directory, 0.0) as got:
-        if got:
-            yield
-            return
-    note(f"another build ({holder(directory / LOCK_NAME)}) works in '{directory}': waiting for it")
-    with lock(directory, _LONGEST_WAIT_S, required=True):
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock(directory, 0.0, required=True))
+        except LockBusy:
+            note(f"another build ({holder(directory / LOCK_NAME)}) works in '{directory}': waiting for it")
+            stack.enter_context(lock(directory, _LONGEST_WAIT_S, required=True))
         yield
 
 

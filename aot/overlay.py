@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..artifacts import codec
-from ..artifacts.errors import BundleError, HostError, PretunedError
+from ..artifacts.errors import BundleError, BundleUnreadable, BundleUntrusted, HostError, PretunedError
 from ..artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
 from ..artifacts.store import lock, open_bundle, publish
 from ..artifacts.types import Bundle, Gpu, Model, Problem, Variant
@@ -48,7 +48,8 @@ def add(
     Raises
     ------
     HostError
-        where the directory can't be made, locked within ``timeout_s``, or written: what was there stays.
+        where the directory can't be made, locked within ``timeout_s``, or written, or its file can't be read or is not
+        to be trusted: what was there stays.
     """
     path = path_of(directory, tuned.target.sm, gpu)
     with lock(directory, timeout_s, required=True):
@@ -174,6 +175,8 @@ def _read(path: Path, note: Callable[[str], None]) -> Bundle | None:
     try:
         with open_bundle(path) as file:
             return file.load()
+    except (BundleUntrusted, BundleUnreadable) as error:  # what lies there may be as good as ever
+        raise HostError(f"nothing can be added to '{path}': {error}") from error
     except BundleError as error:
         note(f"what was tuned before can't be kept: {error}")
         return None

@@ -19,6 +19,10 @@ class HostError(PretunedError, OSError):
     """The machine can't do it: a disk, a permission, a missing tool. Exit code 1."""
 
 
+class LockBusy(HostError):
+    """Another process holds a lock that was waited for long enough."""
+
+
 class BundleError(PretunedError):
     """A bundle can't be used. Always one of the subclasses below."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from . import codec, trust
-from .errors import BundleUnreadable, BundleUntrusted, HostError
+from .errors import BundleUnreadable, BundleUntrusted, HostError, LockBusy
 from .index import Index
 from .limits import MAX_FILE_BYTES
 from .publication import publish
@@ -217,23 +217,26 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
     Raises
     ------
     HostError
-        where it is not got and ``required`` is true.
+        where it is not got and ``required`` is true: LockBusy, where another process holds it.
     """
     import filelock  # here, as it brings asyncio and sqlite3 along, and most processes never lock anything
 
     path = Path(directory) / _LOCK_NAME
     held = filelock.FileLock(path, timeout=timeout_s)
-    why = ""
+    failed: HostError | None = None
     try:
         held.acquire()
     except filelock.Timeout:
-        why = f"another process held it for {timeout_s} s"
+        failed = LockBusy(f"can't lock {str(path)!r}: another process held it for {timeout_s} s")
     except (OSError, NotImplementedError) as error:
         why = getattr(error, "strerror", None) or str(error)
-    if why and required:
-        raise HostError(f"can't lock {str(path)!r}: {why}. The directory must exist and be writable.")
+        failed = HostError(
+            f"can't lock {str(path)!r}: {why}. The directory must be writable, and its file system must have locks"
+        )
+    if failed is not None and required:
+        raise failed
     try:
-        yield not why
+        yield failed is None
     finally:
         held.release()
 

@@ -29,7 +29,8 @@ def resolve(path: str) -> str:
         raise BundleUnreadable(f"bundle {path!r}: the path holds a NUL byte")
     here, links = "/", 0
     try:
-        todo = deque(os.path.join(os.getcwd(), path).split("/"))  # noqa: PTH109, PTH118 - plain text, '..' kept
+        # (Plain text, '..' kept. An absolute path needs no working directory, which may be gone.)
+        todo = deque((path if path.startswith("/") else f"{os.getcwd()}/{path}").split("/"))  # noqa: PTH109
         _check(here, os.lstat(here), path)
         while todo:
             part = todo.popleft()

@@ -72,7 +72,7 @@ class View(NamedTuple):
     def demand_named_files(self) -> None:
         """Raise the error of a file that PRETUNED_BUNDLES names and that can't be used."""
         for skipped in self.skipped:
-            if skipped.error is not None and skipped.place.is_named_file:
+            if skipped.error is not None and skipped.place.names(skipped.path):
                 raise type(skipped.error)(blamed(str(skipped.error)))
 
 

@@ -112,10 +112,12 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
         for i, (local, view) in enumerate(zip(gpus, views, strict=True))
         if not view.usable
     ]
-    problems += [discover.blamed(str(one.error)) for one in found if one.error is not None and one.place.is_named_file]
+    problems += [
+        discover.blamed(str(one.error)) for one in found if one.error is not None and one.place.names(one.path)
+    ]
     for view in views:
         problems += [
-            discover.blamed(one.reason) for one in view.skipped if one.error is not None and one.place.is_named_file
+            discover.blamed(one.reason) for one in view.skipped if one.error is not None and one.place.names(one.path)
         ]
     return Report(
         platform=platform_name(),

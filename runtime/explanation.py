@@ -99,7 +99,7 @@ class Explanation:
                 f"{one.usable.path.name}"
             )
         mismatched = [one for one in self.skipped if isinstance(one.error, TargetMismatch)]
-        ordinary = [one for one in mismatched if not one.place.is_named_file and best is not None]
+        ordinary = [one for one in mismatched if not one.place.names(one.path) and best is not None]
         if len(ordinary) == 1:  # one is worth its name
             ordinary = []
         lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped if one not in ordinary]

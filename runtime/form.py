@@ -10,7 +10,7 @@ import torch
 
 from ..artifacts.errors import InputError
 from ..artifacts.types import Layout
-from .inputs import bad
+from .inputs import bad, tensors_or_none
 from .pinned import Pin, check_pin
 
 _MOST_INDEX = 2**31 - 1
@@ -120,6 +120,7 @@ def check_fusions(
         saying which doesn't fit, and why.
     """
     device = m_sizes.device
+    tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights, bias=bias)
     for given, wanted in (
         (form.permute_x, "permute_x"),
         (form.permute_y, "permute_y"),

@@ -47,7 +47,9 @@ def grouped_gemm_dX(
     """
     form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y,
                    kernel_config_bwd_dX=kernel_config_bwd_dX)  # fmt: skip
-    _tensors(dy=dy, w=w, m_sizes=m_sizes)
+    inputs.tensors(dy=dy, w=w, m_sizes=m_sizes)
+    inputs.tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights)
+    inputs.check_sizes(m_sizes)
     w3 = inputs.three_dimensional(w, m_sizes.shape[0], form.layout)
     N, K = (w3.shape[1], w3.shape[2]) if form.layout is Layout.NK else (w3.shape[2], w3.shape[1])
     _check_dy(dy, N, w.dtype, "w")
@@ -101,10 +103,11 @@ def grouped_gemm_dW(
     """
     form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y,
                    kernel_config_bwd_dW=kernel_config_bwd_dW)  # fmt: skip
-    _tensors(dy=dy, x=x, m_sizes=m_sizes)
+    inputs.tensors(dy=dy, x=x, m_sizes=m_sizes)
     if x.dim() != 2:
         inputs.bad("x", f"of shape {list(x.shape)}", "[M, K]: flatten the leading dimensions with x.reshape(-1, K)")
-    _check_dy(dy, dy.shape[-1], x.dtype, "x")
+    _check_dy(dy, None, x.dtype, "x")
+    inputs.check_sizes(m_sizes)
     E, N, K = m_sizes.numel(), dy.shape[1], x.shape[1]
     shape = (E, N, K) if form.layout is Layout.NK else (E, K, N)
     shape_only = x.new_empty((1, 1, shape[2])).expand(shape)
@@ -117,15 +120,9 @@ def grouped_gemm_dW(
     return dw if dw is not None else rows.x.new_zeros(shape)
 
 
-def _tensors(**given: object) -> None:
-    for name, tensor in given.items():
-        if not isinstance(tensor, torch.Tensor):
-            inputs.bad(name, f"a {type(tensor).__name__}", "a torch.Tensor")
-
-
-def _check_dy(dy: torch.Tensor, N: int, dtype: torch.dtype, owner: str) -> None:
-    if dy.dim() != 2 or dy.shape[1] != N:
-        inputs.bad("dy", f"of shape {list(dy.shape)}", f"[rows of y, N={N}]")
+def _check_dy(dy: torch.Tensor, N: int | None, dtype: torch.dtype, owner: str) -> None:
+    if dy.dim() != 2 or N not in (None, dy.shape[1]):
+        inputs.bad("dy", f"of shape {list(dy.shape)}", "[rows of y, N]" if N is None else f"[rows of y, N={N}]")
     if dy.dtype is not dtype:
         inputs.bad("dy", f"{dy.dtype}", f"{owner}'s dtype, {dtype}")
 

@@ -118,14 +118,15 @@ def grad_x_and_weights(call: Call, dy: GradY, x: torch.Tensor) -> tuple[torch.Te
     raw = _grad_rows(call, dy, None)
     part = reference.taking_part(call.m_sizes, index, T * topk, call.M)
     index = reference.rows_of(index, T * topk)
-    if call.form.permute_x:  # token order already
-        dots = _dots(raw.view(T, topk, call.K), x[:, None, :]).view(-1)
-        dx = _weighted(raw.view(T, topk, call.K), flat.view(T, topk, 1), slots=True)
+    if call.form.permute_x:  # token order already; what takes no part may hold anything
+        taken = _to_flat(part, part, index, T * topk)
+        dots = torch.where(taken, _dots(raw.view(T, topk, call.K), x[:, None, :]).view(-1), 0)
+        dx = _weighted(raw.view(T, topk, call.K), torch.where(taken, flat, 0).view(T, topk, 1), slots=True)
     else:
         dots = _to_flat(_dots(raw, x), part, index, T * topk)
         dx = _weighted(raw, flat[index][:, None], slots=False)
     bias = call.fusions.bias
-    if bias is not None:
+    if bias is not None and len(bias):
         dy_rows = dy.given.index_select(0, index) if dy.sorted is None else dy.sorted
         expert = reference.expert_of_rows(call.m_sizes, call.M).clamp_(max=bias.shape[0] - 1)
         dots = dots + _to_flat(_dots(dy_rows, bias.detach()[expert]), part, index, T * topk)
@@ -135,7 +136,11 @@ def grad_x_and_weights(call: Call, dy: GradY, x: torch.Tensor) -> tuple[torch.Te
 def grad_w_and_bias(
     call: Call, dy: GradY, x: torch.Tensor | None, *, bias: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dw as w lies, dense (with x), and dbias [E, N]: dW with ones for x. An expert without rows gets zeros."""
+    """dw as w lies, dense (with x), and dbias [E, N]: dW with ones for x. An expert without rows gets zeros.
+
+    Rows among an expert's whose index takes no part are zero in the factor that is gathered; the other, which stands
+    sorted, has to be finite there: a mask over it would cost every call a pass.
+    """
     form, index, flat = call.form, call.fusions.index, call.flat_weights(dy.given)
     rows_dy = dy.sorted
     if rows_dy is None:
@@ -202,4 +207,4 @@ def _weighted(raw: torch.Tensor, weights: torch.Tensor, *, slots: bool) -> torch
 def _to_flat(values: torch.Tensor, part: torch.Tensor, index: torch.Tensor, many: int) -> torch.Tensor:
     """[many] with values[i] at index[i] for the rows that take part, zero elsewhere."""
     target = torch.where(part, index, many)  # one place more takes the others
-    return values.new_zeros(many + 1).index_copy_(0, target, torch.where(part, values, 0))[:many]
+    return values.new_zeros(many + 1).index_copy_(0, target, values.masked_fill(~part, 0))[:many]

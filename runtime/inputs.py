@@ -60,18 +60,13 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
     InputError
         naming the argument, what it is, what is wanted and what to do.
     """
-    for name, tensor in (("x", x), ("w", w), ("m_sizes", m_sizes)):
-        if not isinstance(tensor, torch.Tensor):
-            bad(name, f"a {type(tensor).__name__}", "a torch.Tensor")
+    tensors(x=x, w=w, m_sizes=m_sizes)
     if not isinstance(w_layout, str) or w_layout not in _LAYOUTS:
         bad("w_layout", repr(w_layout), "'nk' (w is [E, N, K]) or 'kn' (w is [E, K, N])")
     layout = _LAYOUTS[w_layout]
     if x.dim() != 2:
         bad("x", f"of shape {list(x.shape)}", "[M, K]: flatten the leading dimensions with x.reshape(-1, K)")
-    if m_sizes.dim() != 1:
-        bad("m_sizes", f"of shape {list(m_sizes.shape)}", "[E], one count of rows for each expert")
-    if m_sizes.dtype not in (torch.int32, torch.int64):
-        bad("m_sizes", f"{m_sizes.dtype}", "torch.int32 or torch.int64")
+    check_sizes(m_sizes)
     M, K = x.shape
     E = m_sizes.shape[0]
     w = three_dimensional(w, E, layout)
@@ -94,6 +89,26 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
         stride_w_row=w.stride(1) if w.shape[1] > 1 else w.shape[2],
         stride_w_e=w.stride(0) if E > 1 else w.shape[1] * w.shape[2],
     )  # fmt: skip
+
+
+def tensors(**given: object) -> None:
+    """Raise InputError for what is no tensor."""
+    for name, one in given.items():
+        if not isinstance(one, torch.Tensor):
+            bad(name, f"a {type(one).__name__}", "a torch.Tensor")
+
+
+def tensors_or_none(**given: object) -> None:
+    """Raise InputError for what is neither a tensor nor left out."""
+    tensors(**{name: one for name, one in given.items() if one is not None})
+
+
+def check_sizes(m_sizes: torch.Tensor) -> None:
+    """Raise InputError for what are no experts' counts."""
+    if m_sizes.dim() != 1:
+        bad("m_sizes", f"of shape {list(m_sizes.shape)}", "[E], one count of rows for each expert")
+    if m_sizes.dtype not in (torch.int32, torch.int64):
+        bad("m_sizes", f"{m_sizes.dtype}", "torch.int32 or torch.int64")
 
 
 def check_out(out: torch.Tensor, call: RowGemm) -> None:

@@ -105,8 +105,8 @@ def grouped_gemm(
         Experts of each token; only the fused forms ask for it.
     gather_indices
         [M] int32 or int64, M <= T*topk: row i is slot g[i] % topk of token g[i] // topk. Each index once; rows whose
-        index is outside [0, T*topk) take no part. T is x's rows with ``permute_x``, else those of topk_weights, else
-        those of ``out``, else M, divided by topk.
+        index is outside [0, T*topk) take no part (in a backward, dy, or x with ``permute_y``, has to be finite there).
+        T is x's rows with ``permute_x``, else those of topk_weights, else those of ``out``, else M, divided by topk.
     topk_weights
         [T, topk], multiplied in float32; with ``fuse_mul_post``.
     kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW

@@ -39,17 +39,16 @@ class Place(NamedTuple):
     kind: Kind
     path: Path
 
-    @property
-    def is_named_file(self) -> bool:
-        """Whether the user asked for exactly this file: then it has to be usable."""
-        return self.kind is Kind.NAMED and not self.path.is_dir()
+    def names(self, path: Path) -> bool:
+        """Whether the user asked for exactly this file, which ``files`` gave: then it has to be usable."""
+        return self.kind is Kind.NAMED and path == self.path
 
     def files(self) -> list[Path]:
         """The bundle files here, sorted by name; [] where the directory can't be read.
 
         A named file is listed even if it is not there, so that opening it says so.
         """
-        if self.is_named_file:
+        if self.kind is Kind.NAMED and not os.path.isdir(self.path):  # noqa: PTH112 - Path.is_dir raises for some paths
             return [self.path]
         try:
             names = os.listdir(self.path)  # noqa: PTH208 - most are no bundles

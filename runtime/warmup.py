@@ -59,7 +59,7 @@ def _collector_waits() -> Iterator[None]:
 
 @_collector_waits()
 def preload(
-    models: Sequence[str] | None = None,
+    models: Sequence[str] | str | None = None,
     problems: Iterable[Problem] | None = None,
     tokens: range | None = None,
     device: int | None = None,
@@ -72,7 +72,7 @@ def preload(
     Parameters
     ----------
     models
-        Names of models that the bundles were built for (``aot inspect`` lists them), in every sharding.
+        Names of models that the bundles were built for (``aot inspect`` lists them), or one, in every sharding.
         With neither models nor problems: all problems of all usable bundles.
     problems
         Problems, beside the models' or in their place.
@@ -86,11 +86,14 @@ def preload(
     Raises
     ------
     InputError
-        for a model that no usable bundle knows; the message names the nearest.
+        for a model that no usable bundle knows (the message names the nearest), or tokens that are no range.
     HostError, CudaError
         if there is no GPU, or the driver refuses the code.
     """
     began = time.perf_counter()
+    if tokens is not None and not isinstance(tokens, range):
+        raise InputError(f"preload: tokens is {tokens!r}, wanted a range, e.g. range(1, 8193)")
+    models = [models] if isinstance(models, str) else models
     device = current_device() if device is None else device
     local, snapshot = local_gpu(device), discover.snapshot()
     view = snapshot.view(local, installed=True)

@@ -53,7 +53,7 @@ def _show(changes: Changes, sizes: tuple[int, int], every: bool) -> None:
     _section("models", [
         *(("-", _model(one), "") for one in changes.models_removed),
         *(("+", _model(one), "") for one in changes.models_added),
-        *(("~", _model(new), f"{len(old.problems)} -> {len(new.problems)} problems")
+        *(("~", _model(new), f"{len(old.problems)} -> {len(new.problems)} problems, k {old.top_k} -> {new.top_k}")
           for old, new in changes.models_changed),
     ])  # fmt: skip
     _section("problems", [
@@ -98,14 +98,15 @@ def _by_problem(changes: Changes) -> str:
     groups: dict[Problem, list[Change]] = {}
     for one in changes.choices:
         groups.setdefault(one.problem, []).append(one)
+    parts = "variant", "code", "source", "gpu", "runner-up"
     rows = []
     for problem, cells in groups.items():
-        counts = {part: sum(part in one.what for one in cells) for part in ("variant", "code", "source", "gpu")}
+        counts = {part: sum(part in one.what for one in cells) for part in parts}
         buckets = f"{cells[0].bucket}..{cells[-1].bucket}" if len(cells) > 1 else cells[0].bucket
         rows.append((problem, len(cells), buckets, *(count or "-" for count in counts.values()),
                      f"{100 * (time_ratio(cells) - 1):+.1f} %"))  # fmt: skip
-    head = ("problem", "changed", "M near", "variant", "code", "source", "gpu", "time")
-    return table(head, rows, "<>>>>>>>")
+    head = ("problem", "changed", "M near", *parts, "time")
+    return table(head, rows, "<>>>>>>>>")
 
 
 def _cells(changes: Changes) -> str:
@@ -135,7 +136,8 @@ def _to_dict(changes: Changes) -> dict[str, object]:
             "added": list(map(_model, changes.models_added)),
             "removed": list(map(_model, changes.models_removed)),
             "changed": [
-                {"model": _model(new), "problems": [len(old.problems), len(new.problems)]}
+                {"model": _model(new), "problems": [len(old.problems), len(new.problems)],
+                 "top_k": [old.top_k, new.top_k]}
                 for old, new in changes.models_changed
             ],
         },

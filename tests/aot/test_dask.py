@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import importlib.metadata
 import json
 import os
 import signal
@@ -12,18 +14,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import faketimer
 import psutil
 import pytest
 
-from pretuned.aot import native
+from pretuned.aot import daskworkers, native
 from pretuned.aot.build import Options, compile_candidates
 from pretuned.aot.candidates import read_candidates
 from pretuned.aot.cli.main import run as command
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.daskgpus import DaskGpus, dask_gpus, scheduler_address
+from pretuned.aot.jobs import WorkerLost
 from pretuned.aot.journal import read_journal
 from pretuned.aot.measured import measured_bundle
 from pretuned.aot.plan import Plan
@@ -31,7 +35,7 @@ from pretuned.aot.records import DIED, Measured
 from pretuned.aot.tune import NoGpu, Outcome, TuneObservers, tune_problems
 from pretuned.aot.variants import Space
 from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.store import BundleFile, open_bundle
 from pretuned.artifacts.types import Source
 
 HERE = Path(__file__).parent
@@ -326,6 +330,30 @@ def test_a_lost_scheduler_ends_it_and_what_was_measured_is_kept(
     with pytest.raises(HostError, match=r"the Dask scheduler is gone: .*What was measured is kept"):
         tune(lone, small_plan, candidates, journal, 1, TuneObservers(on_cell=shoot), run=faketimer.slow, connect_s=2)
     assert read_journal(journal).records
+
+
+def test_a_session_that_ends_while_its_process_is_begun_leaves_none(
+    candidates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = candidates.read_bytes()
+    with open_bundle(candidates) as bundle:
+        session = daskworkers.Session("ends early", importlib.metadata.version("pretuned"), bundle.digest, idle_s=30.0)
+    unpacking, ended = threading.Event(), threading.Event()
+
+    def slow(path: Path) -> BundleFile:
+        unpacking.set()
+        assert ended.wait(30)
+        return open_bundle(path)
+
+    monkeypatch.setattr(daskworkers, "open_bundle", slow)
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(daskworkers.start, session, data)
+        assert unpacking.wait(30)
+        asyncio.run(daskworkers.end(session.id))
+        ended.set()
+        with pytest.raises(WorkerLost):
+            begun.result(60)
+    assert session.id not in daskworkers._held
 
 
 def test_without_a_fitting_worker_it_says_how_to_start_one(lone: Cluster, candidates: Path) -> None:

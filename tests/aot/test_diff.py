@@ -59,6 +59,17 @@ def test_what_changed_in_a_choice(base: Bundle) -> None:
     assert [(one.old, one.new) for one in back.choices] == [(one.new, one.old) for one in changes.choices]
 
 
+def test_another_runner_up_and_other_experts_a_token(base: Bundle) -> None:
+    problem, row = next((one, row) for one, row in base.choices.items() if len(able(base, one)) == 3)
+    second = next(i for i in able(base, problem) if i != row[0].variant)
+    followed = replace(row[0], runner_up=second, runner_up_ns=2 * row[0].time_ns)
+    changes = diff(base, replace(base, choices={**base.choices, problem: (followed, *row[1:])}))
+    assert [one.what for one in changes.choices] == [("runner-up",)]
+    first, *rest = base.models
+    more = replace(first, top_k=first.top_k + 1)
+    assert diff(base, replace(base, models=(more, *rest))).models_changed == ((first, more),)
+
+
 def test_models_and_problems_that_come_and_go(base: Bundle) -> None:
     first, *rest = base.models
     gone = replace(first, problems=first.problems[1:])

@@ -14,7 +14,7 @@ from pretuned.aot import overlay
 from pretuned.aot.modelshape import ModelShape
 from pretuned.aot.plan import Plan, plan
 from pretuned.artifacts import codec
-from pretuned.artifacts.errors import HostError
+from pretuned.artifacts.errors import BundleUnreadable, HostError
 from pretuned.artifacts.store import lock, open_bundle
 from pretuned.artifacts.types import Bundle, DType, Gpu, Op, Problem
 from pretuned.kernels.config import Config
@@ -119,6 +119,26 @@ def test_a_damaged_file_is_begun_anew(tmp_path: Path) -> None:
         assert problems(file.load()) == {16}
     assert len(told) == 1
     assert "can't be kept" in told[0]
+
+
+@pytest.mark.parametrize("how", ["untrusted", "unreadable"])
+def test_a_file_that_may_be_as_good_as_ever_is_left_alone(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = overlay.add(tmp_path / "a", H200, fakemeasure.bundle(planned(8)))
+    if how == "untrusted":
+        tmp_path.chmod(0o777)
+    else:
+
+        def refuse(path: Path) -> None:
+            raise BundleUnreadable(f"bundle {str(path)!r}: too many open files")
+
+        monkeypatch.setattr(overlay, "open_bundle", refuse)
+    with pytest.raises(HostError, match="nothing can be added to"):
+        overlay.add(tmp_path / "a", H200, fakemeasure.bundle(planned(16)))
+    tmp_path.chmod(0o755)
+    with open_bundle(path) as file:
+        assert problems(file.load()) == {8}
 
 
 def test_other_sources_under_one_revision_are_dropped() -> None:

@@ -74,9 +74,20 @@ def test_closed(path):
             read()
 
 
+def test_an_absolute_path_needs_no_working_directory(path, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert open_bundle(path).variant_count
+    with pytest.raises(BundleUnreadable, match=r"relative\.msgpack"):
+        open_bundle("relative.msgpack")
+
+
 def test_no_file_descriptor_is_left(path, tmp_path):
     broken = tmp_path / "broken.msgpack"
     broken.write_bytes(MEDIUM[:-1])
+    gc.collect()  # what other tests dropped
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
         open_bundle(path)  # dropped, not closed

@@ -144,6 +144,38 @@ def test_indices_outside_take_no_part(permute_x: bool, permute_y: bool) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("permute_y", [False, True])
+def test_what_takes_no_part_may_hold_nan(permute_y: bool) -> None:
+    form = (1, int(permute_y), 1, 0)
+    index, m_sizes = routing()
+    part = index < (T - 1) * TOPK  # the last token, its weights and its slots take none
+    bad = torch.where(part, index, -1)
+    given = tensors(form)
+    clean = call(form, "nk", bad, m_sizes, zero_tail=True, **given)
+    dy = torch.zeros_like(clean)
+    dy[index[part] if permute_y else part] = 1.0
+    want = torch.autograd.grad(clean, list(given.values()), dy)
+    with torch.no_grad():
+        given["x"][-1] = given["topk_weights"][-1] = float("nan")
+    y = call(form, "nk", bad, m_sizes, zero_tail=True, **given)
+    for got, wanted in zip(torch.autograd.grad(y, list(given.values()), dy), want, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_experts_the_gradients_are_zero(form: tuple[int, ...]) -> None:
+    given = tensors(form)
+    given["w"] = torch.zeros(0, N, K, dtype=torch.float64, requires_grad=True)
+    if form[3]:
+        given["bias"] = torch.zeros(0, N, dtype=torch.float64, requires_grad=True)
+    index, _ = routing()
+    y = call(form, "nk", index, torch.zeros(0, dtype=torch.int32), zero_tail=True, **given)
+    assert not y.any()
+    for name, got in zip(given, torch.autograd.grad(y.sum(), list(given.values())), strict=True):
+        assert got.shape == given[name].shape
+        assert not got.any()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_dX_and_dW_as_calls_are_the_gradients(form: tuple[int, ...]) -> None:
     index, m_sizes = routing()

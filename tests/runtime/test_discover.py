@@ -135,6 +135,21 @@ def test_a_named_file_that_is_missing_raises(tmp_path: Path) -> None:
         decide(snapshot(tmp_path / "gone.msgpack"), PROBLEM, 64, ON_H200)
 
 
+def test_a_directory_stays_one_wherever_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for sm in (80, 90):
+        write(Path("d", f"sm{sm}.msgpack"), CHOICES, sm=sm)
+    found = snapshot(Path("d"))
+    assert isinstance(decide(found, PROBLEM, 64, ON_H200), Decision)
+    monkeypatch.chdir("/")  # from here it is not there
+    assert isinstance(decide(found, PROBLEM, 4096, ON_H200), Decision)
+
+
+def test_a_path_that_cannot_be_looked_at_is_told_as_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(BundleUnreadable, match="PRETUNED_BUNDLES names this file"):
+        decide(snapshot(tmp_path / ("x" * 300)), PROBLEM, 64, ON_H200)
+
+
 @pytest.mark.parametrize("local", [ON_A100, ON_L40S, LocalGpu(100, Gpu("NVIDIA B200", 148, 183359, DRIVER))])
 def test_another_capability_is_skipped_quietly_and_raised_by_name(
     local: LocalGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture

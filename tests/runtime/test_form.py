@@ -73,6 +73,9 @@ def test_refusals(how: dict[str, Any], says: str) -> None:
         ({"dy": torch.ones(M, N).double()}, "dy is torch.float64"),
         ({"dy": torch.ones(M)}, "dy is of shape"),
         ({"dy": None}, "dy is a NoneType"),
+        ({"dy": torch.tensor(1.0)}, r"dy is of shape \[\]"),
+        ({"m_sizes": torch.tensor(3)}, r"m_sizes is of shape \[\], wanted \[E\]"),
+        ({"gather_indices": [0, 1]}, "gather_indices is a list, wanted a torch.Tensor"),
     ],
 )
 def test_refusals_of_the_gradients(how: dict[str, Any], says: str) -> None:

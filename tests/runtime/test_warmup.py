@@ -134,6 +134,26 @@ def test_no_collection_delays_it_and_none_is_left_out_afterwards(
         (gc.enable if was else gc.disable)()
 
 
+def test_one_model_by_its_name(tmp_path: Path, clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def records(names: object, view: object) -> list[Model]:
+        asked.append(names)
+        raise InputError("far enough")
+
+    monkeypatch.setattr(warmup, "current_device", lambda: 0)
+    monkeypatch.setattr(warmup, "local_gpu", lambda device: ON_H200)
+    monkeypatch.setattr(warmup, "records_of", records)
+    with pytest.raises(InputError, match="far enough"):
+        preload("Qwen/Qwen3-30B-A3B")
+    assert asked == [["Qwen/Qwen3-30B-A3B"]]
+
+
+def test_tokens_are_a_range() -> None:
+    with pytest.raises(InputError, match=r"tokens is 8192, wanted a range, e.g. range\(1, 8193\)"):
+        preload(tokens=8192)  # type: ignore[arg-type]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu(clean_places: Path) -> None:
     with pytest.raises(HostError, match="no CUDA GPU here"):

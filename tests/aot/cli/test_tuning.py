@@ -84,12 +84,15 @@ def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Pat
          "no variants of dW bf16"),
         (("compile", "--models", MODEL, "--sm", "80,90"), 2, "candidates are for one capability"),
         (("compile", "--models", MODEL, "--sm", "90", "-o", "candidates.msgpack/x"), 1, "can't make the directory"),
+        (("compile", "--models", MODEL, "--sm", "90", "-o", "notes.txt"), 2, "is there and is no bundle"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_message(
-    aot: Aot, candidates: Path, arguments: tuple[str, ...], code: int, message: str
+    aot: Aot, here: Path, candidates: Path, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
+    (here / "notes.txt").write_text("precious")
     done = aot(*arguments)
+    assert (here / "notes.txt").read_text() == "precious"
     assert done.code == code, done.err
     assert message in done.err
     assert "Traceback" not in done.err
