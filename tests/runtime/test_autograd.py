@@ -162,6 +162,18 @@ def test_what_takes_no_part_may_hold_nan(permute_y: bool) -> None:
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_a_sum_over_nothing_has_its_bias_and_weights(layout: str) -> None:
+    index, m_sizes = routing()
+    for form in FORMS:
+        given = tensors(form, layout)
+        given["x"] = given["x"].detach()[:, :0].requires_grad_()
+        given["w"] = given["w"].detach()[:, :, :0] if layout == "nk" else given["w"].detach()[:, :0]
+        y = call(form, layout, index, m_sizes, **given)
+        torch.testing.assert_close(y, by_rows(form, layout, index, m_sizes, **given))
+        assert all(not one.any() for one in torch.autograd.grad(y.sum(), [given["x"]]))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_without_experts_the_gradients_are_zero(form: tuple[int, ...]) -> None:
     given = tensors(form)
