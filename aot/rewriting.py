@@ -5,6 +5,8 @@
 64-bit word that ``createpolicy.fractional.L2::evict_first`` yields for all lines (CUTLASS has it in
 ``cute/arch/copy_sm90_desc.hpp``, ``TMA::CacheHintSm90::EVICT_FIRST``).
 
+``written``: dw that nothing reads soon, the same of TMA's stores ("cp.async.bulk.tensor", ``.global.shared::cta``).
+
 ``cut``: products of 192 columns (kernels/turns.py), which are written as 256. An instruction's operands lie in shared
 memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of 8 columns are
 four registers in a row (PTX ISA, "wgmma.mma_async", register fragments and matrix layouts).
@@ -27,6 +29,7 @@ Rewrite = Callable[[str], str]
 EVICT_FIRST = 0x12F0000000000000
 # w's descriptor is the only one of three dimensions that is loaded through: x has two, and y_map is stored through.
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.shared::\w+\.global[\w.:]*)( \[[^;]*\]);")
+_STORE = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.global\.shared::\w+[\w.:]*)( \[[^;]*\]);")
 _WRITTEN_COLUMNS = 256
 _PRODUCT = re.compile(r"(wgmma\.mma_async\.[\w.]*?m64)n256(k\d+[\w.]*\s*)\{([^{}]*)\}")
 
@@ -42,6 +45,20 @@ def streamed(ptx: str) -> str:
     text, count = _LOAD.subn(lambda load: f"{load[1]}.L2::cache_hint{load[2]}, {EVICT_FIRST:#x};", ptx)
     if not count or text.count(".L2::cache_hint") != count:
         raise ValueError(f"{count} TMA loads of w in the PTX, {ptx.count('.L2::cache_hint')} have a hint already")
+    return text
+
+
+def written(ptx: str) -> str:
+    """The PTX with a hint on each store of dw.
+
+    Raises
+    ------
+    ValueError
+        if it has no such store, or one that has a hint already.
+    """
+    text, count = _STORE.subn(lambda store: f"{store[1]}.L2::cache_hint{store[2]}, {EVICT_FIRST:#x};", ptx)
+    if not count or text.count(".L2::cache_hint") != count:
+        raise ValueError(f"{count} TMA stores of dw in the PTX, {ptx.count('.L2::cache_hint')} have a hint already")
     return text
 
 
@@ -69,7 +86,7 @@ def cut(ptx: str) -> str:
 
 def rewrites(config: Config) -> tuple[Rewrite, ...]:
     """What the code of a config needs."""
-    return (streamed,) * config.streamed + (cut,) * config.pingpong
+    return (written if config.specialized else streamed,) * config.streamed + (cut,) * config.pingpong
 
 
 @functools.cache

@@ -15,6 +15,7 @@ The names in a variant's ``arguments`` are the words of launch ABI 1:
 ``flags``                int32: the fusions of the call, values of artifacts.types.Fusion below 16 (``Fusion.SILU`` is
                          code of its own, no flag), and ``ZERO_TAIL``
 ``counter``              device pointer to an int32 that is zero before and after the launch
+``dy_at x_at``           device pointers to dy and x, which are descriptors: of streamed code of dW
 ``y_map``                y again, as a TMA descriptor of ragged rows that a specialised kernel stores through
 =======================  =====================================================================
 
@@ -151,6 +152,8 @@ def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
             f"{config} is no config of {dtype.value} {op.value}: specialized has 16-bit types, and tf32 of dW in whole "
             "tiles of 128 x 256"
         )
+    if config.streamed and (op is Op.DW) != config.specialized:
+        return f"{config} is no config of {op.value}: streamed is specialized in dW, and not in products of rows"
     rows = config.block_n if op is Op.DW else config.block_m
     if config.specialized and not config.pingpong and rows != SPECIALIZED_ROWS:
         return f"{config} is no config of {op.value}: a specialized tile has {SPECIALIZED_ROWS} rows"
@@ -208,6 +211,8 @@ def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
         strides = ("stride_x_m", "stride_w_e", "stride_w_row", "stride_y_m")
     if spec.config.specialized:
         pointers += ("counter",)
+    if _asks(spec):
+        pointers += ("dy_at", "x_at")
     if "y_map" in spec.tma:
         pointers = (*pointers[:3], "y_map", *pointers[3:])
     return (
@@ -217,6 +222,11 @@ def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
         ("m_sizes_step", "i32"),
         *((name, "i32") for name in ("index_step", "index_end", "x_divisor", "flags") if spec.op is not Op.DW),
     )
+
+
+def _asks(spec: Spec) -> bool:
+    """Whether the code asks L2 for rows by their addresses."""
+    return spec.op is Op.DW and spec.config.specialized and spec.config.streamed
 
 
 def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
@@ -272,8 +282,9 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
     if spec.op is Op.DW:
         depth, columns = c.block_m, max(c.block_n, c.block_k) if c.pingpong else c.block_k
         sizes: dict[str, int | str | bool | None] = {
-            "BLOCK_M": depth, "BLOCK_K": columns, "NARROW": c.narrow, "ACROSS": across(c),
+            "BLOCK_M": depth, "BLOCK_K": columns, "NARROW": c.narrow, "ACROSS": across(c), "STREAMED": c.streamed,
         }  # fmt: skip
+        sizes |= {} if _asks(spec) else {"dy_at": None, "x_at": None}
     else:
         gated = Fusion.SILU in spec.fusion
         sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec),

@@ -17,10 +17,11 @@ class Config:
     A ``persistent`` kernel runs as many programs as fit the GPU, each over many tiles; any other
     runs one program a tile. A ``specialized`` kernel (sm_90) has one warp that loads and two warpgroups that
     multiply, 64 rows of a tile each, and hands out its tiles as programs become free. One that is ``streamed``
-    (through TMA) marks w's lines as the first to leave L2: for weights that are read once. A specialized kernel of
-    dW that is ``narrow`` multiplies its last columns at half a tile's width where that is enough (one of rows always
-    does). A specialized kernel that is ``pingpong`` has warpgroups that take whole tiles of 128 x 192 in turns
-    (of dW 192 x 128 too).
+    (through TMA) marks w's lines as the first to leave L2: for weights that are read once; one of dW, which is
+    specialized, marks dw's, and asks L2 for the rows of many experts at once. A specialized kernel of dW that is
+    ``narrow`` multiplies its last columns at half a tile's width where that is enough (one of rows always does). A
+    specialized kernel that is ``pingpong`` has warpgroups that take whole tiles of 128 x 192 in turns (of dW 192 x
+    128 too).
     """
 
     block_m: int
@@ -117,8 +118,8 @@ def invalid(config: Config) -> str | None:
         return f"group_m is {config.group_m}, wanted 1 to 1024"
     if config.specialized and not (config.tma and config.persistent and config.num_warps == 8):
         return f"a specialized config has TMA, is persistent and multiplies with 8 warps: {config!r} does not"
-    if config.streamed and (not config.tma or config.specialized):
-        return f"a streamed config has TMA and is not specialized: {config!r}"
+    if config.streamed and (not config.tma or config.pingpong):
+        return f"a streamed config has TMA and is not pingpong: {config!r}"
     if config.narrow and not config.specialized:
         return f"a narrow config is specialized: {config!r}"
     if config.specialized and config.num_stages < 2:

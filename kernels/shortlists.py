@@ -57,10 +57,7 @@ HOPPER_SPECIALIZED: tuple[Row, ...] = (
     (128, 256, 64, 8, 3),
 )
 # The same of dW: a tile is 128 x block_k.
-HOPPER_DW_SPECIALIZED: tuple[Row, ...] = (
-    (32, 128, 256, 8, 8),
-    (64, 128, 256, 8, 4),
-)
+HOPPER_DW_SPECIALIZED: tuple[Row, ...] = ((32, 128, 256, 8, 8),)
 # sm_90, specialised, the warpgroups in turns: forward and dX, and dW.
 HOPPER_PINGPONG: tuple[Row, ...] = ((128, 192, 64, 8, 5),)
 HOPPER_DW_PINGPONG: tuple[Row, ...] = (

@@ -102,7 +102,8 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         first = _configs(rows, tma=True, persistent=True)
         first += _configs(rows[:1], tma=True, persistent=True, group_m=1 if op is Op.DW else 32)
         special = [replace(config, specialized=True) for config in first]
-        special += [replace(special[0], narrow=True)] if op is Op.DW else []
+        if op is Op.DW:
+            special += [replace(special[-1], streamed=True), replace(special[0], narrow=True)]
         turns = lists.HOPPER_DW_PINGPONG if op is Op.DW else lists.HOPPER_PINGPONG
         special += [Config(*row, tma=True, specialized=True, pingpong=True) for row in turns]
         pool = special + pool

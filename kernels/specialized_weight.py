@@ -37,10 +37,32 @@ def _by_rows(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.cons
 
 
 @gluon.jit
+def _ask(at, first, rows, stride, columns):
+    """Asks L2 for this program's share of the lines of ``rows`` rows from ``first`` on, and waits for nothing.
+
+    Of more than fits L2 nothing is asked for.
+    """
+    TOO_MUCH: gl.constexpr = 1 << 25
+    LINES: gl.constexpr = 32 * 128  # bytes: a line for each lane
+    size = (rows - 1).to(gl.int64) * stride + columns
+    if (rows > 0) & (size < TOO_MUCH):
+        end = size.to(gl.int32) * (at.dtype.element_ty.primitive_bitwidth // 8)
+        begin = at + first.to(gl.int64) * stride
+        for line in range(gl.program_id(0) * LINES, end, gl.num_programs(0) * LINES):
+            gl.inline_asm_elementwise(
+                "{.reg .b32 lane, o; .reg .b64 a; .reg .pred in; mov.u32 lane, %laneid; shl.b32 lane, lane, 7; "
+                "add.u32 o, lane, $2; setp.lt.u32 in, o, $3; cvt.u64.u32 a, o; add.u64 a, a, $1; "
+                "@in prefetch.global.L2 [a]; mov.b32 $0, 0;}",
+                "=r,l,r,r", [begin.to(gl.int64, bitcast=True), line, end], dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@gluon.jit
 def _load_weight(
-    dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
+    dy, x, dy_at, x_at, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, stride_dy_m, stride_x_m,
+    m_sizes_step,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, NARROW: gl.constexpr, PINGPONG: gl.constexpr,
+    EXPERTS: gl.constexpr, NARROW: gl.constexpr, PINGPONG: gl.constexpr, STREAMED: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of dW: both operands end with the expert's rows, see ``kernels/abi.py``, RAGGED_SIZES.
 
@@ -48,10 +70,13 @@ def _load_weight(
     the experts with the most rows come first, so that the last tiles, which other programs wait for, are short.
     Where rows are few, storing is what takes the time, and it goes faster the nearer together the tiles lie that
     programs store at once: then a program has one tile waiting, not two, and asks for the next after its loads.
+    STREAMED code asks L2 for the rows of 32 experts at a time, all programs together: what is written all the while
+    takes 1.18 x as long with a few reads in between (benchmarks/results/trials/reads-among-writes.json).
     """
     WARPS: gl.constexpr = 1
     FEW: gl.constexpr = 32
     FEW_ROWS: gl.constexpr = 96  # an expert
+    TOGETHER: gl.constexpr = 32  # experts
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
     half_bytes: gl.constexpr = 64 * BLOCK_M * x.dtype.primitive_bitwidth // 8
     HALF: gl.constexpr = BLOCK_K // 2
@@ -72,8 +97,17 @@ def _load_weight(
     slot = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     tile = gl.program_id(0)
+    asked = gl.to_tensor(-1)
     while tile < total:
         expert = tile // per_expert
+        if STREAMED:  # noqa: SIM102 - one is known when it is compiled, the other when it runs
+            if (expert // TOGETHER != asked) & (by_rows == 0):
+                asked = expert // TOGETHER
+                e = gl.arange(0, EXPERTS, layout=layout)
+                first = gl.max(gl.where(e < asked * TOGETHER, end, 0), 0)
+                rows = gl.max(gl.where(e < (asked + 1) * TOGETHER, end, 0), 0) - first
+                _ask(x_at, first, rows, stride_x_m, K)
+                _ask(dy_at, first, rows, stride_dy_m, N)
         inner = tile - expert * per_expert
         if by_rows:
             this = gl.arange(0, FEW, layout=gl.SliceLayout(1, pairs))
@@ -133,15 +167,16 @@ def _load_weight(
 
 @gluon.jit
 def weight_specialized(
-    dy, x, dw, m_sizes, counter, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row, m_sizes_step,
+    dy, x, dw, m_sizes, counter, dy_at, x_at, M, N, K, E, stride_dy_m, stride_x_m, stride_dw_e, stride_dw_row,
+    m_sizes_step,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, NARROW: gl.constexpr, PINGPONG: gl.constexpr, ACROSS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    STREAMED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k]: ``grad_weight.weight``.
 
-    All three are TMA descriptors. ACROSS: x and dy, and K and N, have changed places, and each tile is turned round
-    when it is stored (turns.py).
+    All three are TMA descriptors; STREAMED code has the addresses of dy and x too. ACROSS: x and dy, and K and N, have
+    changed places, and each tile is turned round when it is stored (turns.py).
     """
     element: gl.constexpr = x.dtype
     BITS: gl.constexpr = element.primitive_bitwidth
@@ -166,9 +201,9 @@ def weight_specialized(
                     False, False, True, ACROSS, False,
                 )),
                 (_load_weight, (
-                    x if ACROSS else dy, dy if ACROSS else x, a, b, full, empty, queue, filled, free, m_sizes, counter,
-                    M, K if ACROSS else N, N if ACROSS else K, E, m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M,
-                    EXPERTS, NARROW, PINGPONG,
+                    x if ACROSS else dy, dy if ACROSS else x, None, None, a, b, full, empty, queue, filled, free,
+                    m_sizes, counter, M, K if ACROSS else N, N if ACROSS else K, E, stride_dy_m, stride_x_m,
+                    m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW, PINGPONG, False,
                 )),
             ],
             [4, 1],
@@ -187,8 +222,9 @@ def weight_specialized(
                     SLOTS, False, False, True, False, False, False, NARROW,
                 )),
                 (_load_weight, (
-                    dy, x, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step, BLOCK_M,
-                    BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW, PINGPONG,
+                    dy, x, dy_at, x_at, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
+                    stride_dy_m, stride_x_m, m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW, PINGPONG,
+                    STREAMED,
                 )),
             ],
             [4, 1],

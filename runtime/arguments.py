@@ -37,7 +37,8 @@ ROWS = _OFFSETS | {
     "stride_w_row": 296,
 }  # fmt: skip
 WEIGHT = _OFFSETS | {
-    "dy": _FIRST, "x": _SECOND, "dw": _RESULT, "stride_dy_m": 272, "stride_x_m": 280, "stride_dw_e": 288,
+    "dy": _FIRST, "x": _SECOND, "dw": _RESULT, "dy_at": _FIRST, "x_at": _SECOND,
+    "stride_dy_m": 272, "stride_x_m": 280, "stride_dw_e": 288,
     "stride_dw_row": 296,
 }  # fmt: skip
 

@@ -18,7 +18,9 @@ _NUMBERS = dict.fromkeys(
 _ROWS = _NUMBERS | {"x": ("ptr", "desc2"), "w": ("ptr", "desc3"), "y": ("ptr",), "y_map": ("desc4",)} | dict.fromkeys(
     ("stride_x_m", "stride_y_m", "stride_w_e", "stride_w_row"), ("i64",)
 )  # fmt: skip
-_WEIGHT = _NUMBERS | {"dy": ("ptr", "desc4"), "x": ("ptr", "desc4"), "dw": ("ptr", "desc3")} | dict.fromkeys(
+_WEIGHT = _NUMBERS | {
+    "dy": ("ptr", "desc4"), "x": ("ptr", "desc4"), "dw": ("ptr", "desc3"), "dy_at": ("ptr",), "x_at": ("ptr",),
+} | dict.fromkeys(
     ("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row"), ("i64",)
 )  # fmt: skip
 _NEEDED = {Op.DW: ("dy", "x", "dw", "m_sizes")}

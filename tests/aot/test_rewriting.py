@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from pretuned.aot.compile import compile_variant, job_key
-from pretuned.aot.rewriting import cut, rewrites, streamed
+from pretuned.aot.rewriting import cut, rewrites, streamed, written
 from pretuned.aot.variants import MAX_SPILL_BYTES
 from pretuned.artifacts.types import DType, Fusion, Layout, Op
-from pretuned.kernels.abi import Spec
+from pretuned.kernels.abi import Spec, no_code
 from pretuned.kernels.config import Config, invalid
 
 LOAD = (
@@ -35,6 +35,39 @@ def test_code_that_loads_no_w_or_has_hints_already_is_an_error() -> None:
         streamed(LOAD.format(rank=2))
     with pytest.raises(ValueError, match="2 have a hint already"):
         streamed(streamed(LOAD.format(rank=3) * 2) + LOAD.format(rank=3))
+
+
+STORE = "\tcp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%rd1, {%r1, %r2, %r3}], [%r4];\n"
+
+
+def test_every_store_of_dw_gets_the_hint_and_no_load() -> None:
+    load, one, other, end = written(LOAD.format(rank=3) + STORE * 2).split("\n")
+    assert load + "\n" == LOAD.format(rank=3)
+    assert one == other
+    assert ".bulk_group.L2::cache_hint [%rd1, {%r1, %r2, %r3}], [%r4], 0x12f0000000000000;" in one
+    assert not end
+    with pytest.raises(ValueError, match="0 TMA stores of dw"):
+        written(LOAD.format(rank=3))
+    with pytest.raises(ValueError, match="1 have a hint already"):
+        written(written(STORE))
+
+
+def test_streamed_dw_asks_for_rows_and_marks_its_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def spy(ptx: str) -> str:
+        seen.append(ptx)
+        return written(ptx)
+
+    streams = Config(32, 128, 256, 8, 8, group_m=1, tma=True, specialized=True, streamed=True)
+    assert rewrites(streams) == (written,)
+    monkeypatch.setattr("pretuned.aot.compile.rewrites", lambda config: (spy,) if config.streamed else ())
+    compiled = compile_variant(Spec(Op.DW, DType.BF16, streams), 90)
+    (ptx,) = seen
+    assert ptx.count("prefetch.global.L2 [") == 2  # x's rows and dy's
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global", ptx)) == written(ptx).count("L2::cache_hint") == 8
+    assert compiled.variant.spill_bytes == 0
+    assert [name for name, _ in compiled.variant.arguments][5:7] == ["dy_at", "x_at"]
 
 
 @pytest.mark.parametrize(("layout", "fusion"), [(Layout.NK, Fusion.NONE), (Layout.KN, Fusion.GATHER)])
@@ -121,5 +154,12 @@ def test_a_cached_cubin_was_rewritten_as_it_is_now(monkeypatch: pytest.MonkeyPat
 def test_what_can_be_streamed() -> None:
     assert invalid(Config(16, 64, 128, 4, 3, tma=True, persistent=False, streamed=True)) is None
     assert "streamed" in str(invalid(Config(16, 64, 128, 4, 3, streamed=True)))
-    assert "streamed" in str(invalid(Config(128, 256, 64, 8, 4, tma=True, specialized=True, streamed=True)))
+    turns = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True, streamed=True)
+    assert "streamed" in str(invalid(turns))
+    rows = Config(128, 256, 64, 8, 4, tma=True, specialized=True, streamed=True)
+    of_dw = Config(32, 128, 256, 8, 8, tma=True, specialized=True, streamed=True)
+    plain = Config(32, 128, 256, 8, 4, tma=True, streamed=True)
+    for op, config in ((Op.FORWARD, rows), (Op.DX, rows), (Op.FORWARD, of_dw), (Op.DW, plain)):
+        assert "streamed is specialized in dW" in str(no_code(op, DType.BF16, Fusion.NONE, config))
+    assert no_code(Op.DW, DType.BF16, Fusion.NONE, of_dw) is None
     assert str(Config(16, 64, 128, 4, 3, tma=True, persistent=False, streamed=True)).endswith(" tma streamed")

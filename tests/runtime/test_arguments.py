@@ -84,10 +84,12 @@ def test_rows_read_every_argument_where_the_kernel_has_it(kind: dict[str, bool])
     assert read(Op.FORWARD, kind) == [(name, wanted[name]) for name, _ in read(Op.FORWARD, kind)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, {"tma": True, "specialized": True, "streamed": True}])
 def test_weights_read_every_argument_where_the_kernel_has_it(kind: dict[str, bool]) -> None:
+    assert ("dy_at" in dict(arguments(spec(Op.DW, kind)))) == kind.get("streamed", False)
     named = NUMBERS | POINTERS | {
-        "dy": BIG + 1, "x": BIG + 2, "dw": BIG + 3, "stride_dy_m": BIG + 11, "stride_x_m": BIG + 12,
+        "dy": BIG + 1, "x": BIG + 2, "dw": BIG + 3, "dy_at": BIG + 1, "x_at": BIG + 2,
+        "stride_dy_m": BIG + 11, "stride_x_m": BIG + 12,
         "stride_dw_e": BIG + 13, "stride_dw_row": BIG + 14, "flags": 9, "one": 1, "null": 0,
     }  # fmt: skip
     given = MAPS if "specialized" in kind else MAPS[:2]
