@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 _NEEDED = ("click", "rich")  # without these not even --help works; the others are asked for where they are used
@@ -15,6 +16,7 @@ def main() -> int:
         return 1
     from importlib.util import find_spec
 
+    _open_standard_streams()
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         print(f'aot needs the builder\'s packages ({", ".join(missing)} missing): pip install "pretuned[aot]"',
@@ -30,6 +32,16 @@ def main() -> int:
     except KeyboardInterrupt:  # while it was still importing
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _open_standard_streams() -> None:
+    """Those that the caller closed (``2>&-``) go nowhere: else a bundle or a journal would be opened as one of them."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least number that is free: this one
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 if __name__ == "__main__":

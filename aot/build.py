@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..artifacts import codec
-from ..artifacts.errors import CompileError
+from ..artifacts.errors import CompileError, InputError
 from ..artifacts.store import publish
 from ..artifacts.types import Bundle, Kernel, Problem, Producer, Source
 from ..kernels.abi import Spec
@@ -106,6 +106,7 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
     paths = {sm: options.out / file_name(options.name, sm) for sm in sms}
     for sm in sms:
         target_of(sm)
+        _check_journal(sm, options)
     toolchain()
     with held(options.out, watch.on_note):
         results = _compile(plan, sms, options, watch)
@@ -143,6 +144,10 @@ def build_measured(plan: Plan, path: Path, options: Options, observers: Observer
     candidates = read_candidates(path, plan)
     plan = planned_on(plan, (candidates.target.sm,), options.space)
     final = options.out / file_name(options.name, candidates.target.sm)
+    if final.exists() and final.samefile(path):
+        raise InputError(
+            f"'{path}' has the candidates, and the bundle would take its place: name another --out or --name"
+        )
     with held(options.out, watch.on_note):
         evidence, outcome = _measure(plan, candidates.target.sm, candidates, options, watch, path)
         picked = choose_from(plan, candidates, evidence, options.configs)
@@ -194,7 +199,25 @@ def _measure(
             outcome = options.tune(plan.buckets, path, journal, watch.tune)
     if options.modelled or not (outcome or options.journal or journal.exists()):
         return None, None
-    return evidence_for(plan, candidates, read_journal(journal), f"journal '{journal}'"), outcome
+    try:
+        contents = read_journal(journal)
+        if contents.damaged:
+            watch.on_note(f"note: journal '{journal}': {contents.damaged} damaged records are left out")
+        return evidence_for(plan, candidates, contents, f"journal '{journal}'"), outcome
+    except InputError as error:
+        if outcome or options.journal:
+            raise
+        watch.on_note(f"note: not used: {error}")  # nobody named it: it is of another build in this directory
+        return None, None
+
+
+def _check_journal(sm: int, options: Options) -> None:
+    """A journal that is named, and only read: there, and of this capability? Before anything is compiled."""
+    if options.journal is None or sm in options.measure:
+        return
+    measured_on, target = read_journal(options.journal).header.sm, target_of(sm)
+    if not target.runs_on(measured_on):
+        raise InputError(f"journal '{options.journal}': measured on sm_{measured_on}, the candidates are for {target}")
 
 
 def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers) -> dict[int, list[Result]]:

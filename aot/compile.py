@@ -37,6 +37,14 @@ _POINTS_AT = dict.fromkeys(("m_sizes", "index", "counter", "experts", "used", "i
     "named": "*i8",
 }  # and every other pointer at the dtype
 _OUTPUT_LIMIT_CHARS = 2000
+# What of the environment changes the code that Triton makes, and is in no job's key: taken out before it compiles.
+_CHANGE_CODE = (
+    "TRITON_INTERPRET", "DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS", "TRITON_OVERRIDE_ARCH",
+    "TRITON_KERNEL_OVERRIDE", "TRITON_MOCK_PTX_VERSION", "TRITON_LIBDEVICE_PATH", "TRITON_F32_DEFAULT",
+    "TRITON_DEFAULT_FP_FUSION", "TRITON_DEBUG", "TRITON_ENABLE_ASAN", "TRITON_ENABLE_EXPERIMENTAL_CONSAN",
+    "TRITON_INSTRUMENTATION_MODE", "TRITON_PLUGIN_PATHS", "ALLOW_LHS_TMEM_LAYOUT_CONVERSION",
+    "LLVM_EXTRACT_DI_LOCAL_VARIABLES", "LLVM_PASS_PLUGIN_PATH", "USE_IR_LOC",
+)  # fmt: skip
 # How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.
 _SHARED = (
     "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank={rank}, transposed=False, "
@@ -134,7 +142,8 @@ def compile_variant(spec: Spec | PassSpec, sm: int) -> Compiled:
 
 def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
     os.environ.update(TRITON_DISABLE_LINE_INFO="1", TRITON_ALWAYS_COMPILE="1", TRITON_CACHE_DIR=scratch)
-    os.environ.pop("TRITON_INTERPRET", None)
+    for name in _CHANGE_CODE:
+        os.environ.pop(name, None)
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

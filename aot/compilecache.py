@@ -44,8 +44,8 @@ class CompileCache:
         return None if payload is None else _unpack(payload, spec)
 
     def has(self, spec: Spec | PassSpec, sm: int) -> bool:
-        """Whether there is an entry; ``get`` also checks it."""
-        return self._path(spec, sm).is_file()
+        """Whether ``get`` has it."""
+        return self.get(spec, sm) is not None
 
     def put(self, spec: Spec | PassSpec, sm: int, compiled: Compiled) -> None:
         """Keep the variant. A cache that can't be written costs the next run time, not this one its result."""
@@ -55,6 +55,11 @@ class CompileCache:
         try:
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             write_checked(path, _pack(compiled))
+            if read_checked(path) is None:
+                self.trouble = (
+                    f"the compile cache {self.directory} is not read, as others can write it: all is compiled anew "
+                    "each time. chmod go-w makes it this user's, --cache-dir names another"
+                )
         except OSError as error:
             self.trouble = f"the compile cache {self.directory} can't be written: {error}"
 

@@ -149,7 +149,11 @@ def _runner_up(bundle: Bundle, choice: Choice) -> tuple[object, ...] | None:
 
 
 def _models(bundle: Bundle) -> dict[tuple[object, ...], Model]:
-    return {(one.name, one.tp, one.ep, one.dtype): one for one in bundle.models}
+    found: dict[tuple[object, ...], Model] = {}
+    for one in bundle.models:  # a merged bundle may have two that differ in k alone
+        key = (one.name, one.tp, one.ep, one.dtype)
+        found[(*key, one.top_k) if key in found else key] = one
+    return found
 
 
 def _paired(

@@ -44,8 +44,11 @@ class _Found:
     remarks: tuple[str, ...]
 
 
-def load_models(values: Sequence[str], supported_ops: Sequence[Op] = tuple(Op)) -> LoadedModels:
-    """The values of ``--models``: each is the path of a models.txt, or a spec with its options.
+def load_models(
+    values: Sequence[str], supported_ops: Sequence[Op] = tuple(Op), only: Sequence[Op] = tuple(Op)
+) -> LoadedModels:
+    """The values of ``--models``: each is the path of a models.txt, or a spec with its options;
+    ``only`` some ops of them.
 
     Raises
     ------
@@ -60,7 +63,7 @@ def load_models(values: Sequence[str], supported_ops: Sequence[Op] = tuple(Op)) 
     for line in itertools.chain.from_iterable(map(_each_of_catalogue, _lines(values, problems))):
         try:
             found, options = _resolve(line, supported_ops)
-            shards = list(_shards(found, options, supported_ops))
+            shards = list(_shards(found, options, supported_ops, only))
         except InputError as error:
             problems.extend(f"{line.where}: {problem}" for problem in str(error).split("\n"))
             continue
@@ -91,7 +94,7 @@ def load_models(values: Sequence[str], supported_ops: Sequence[Op] = tuple(Op)) 
 
 def _lines(values: Sequence[str], problems: list[str]) -> Iterator[_Line]:
     for value in values:
-        path = Path(value).expanduser() if value.startswith("~") else Path(value)
+        path = _expanded(value)
         if not _is_file_of_specs(value, path):
             yield _Line(f"--models '{_short(value)}'", value, Path())
             continue
@@ -120,7 +123,7 @@ def _lines(values: Sequence[str], problems: list[str]) -> Iterator[_Line]:
 
 def _each_of_catalogue(line: _Line) -> Iterator[_Line]:
     """``catalogue tp=1,2`` stands for every model of the catalogue with these options."""
-    word, _, options = line.text.strip().partition(" ")
+    word, options = (*line.text.split(None, 1), "", "")[:2]
     if word != CATALOGUE:
         yield line
         return
@@ -159,7 +162,7 @@ def _find(word: str, base: Path) -> _Found:
     if match := find(word):
         remarks = () if "/" in word else (f"'{word}' is taken as {match.id}",)
         return _Found(match.id, match.entry.layer, remarks)
-    path = base / (Path(word).expanduser() if word.startswith("~") else Path(word))
+    path = base / _expanded(word)
     if word.startswith((".", "/", "~")) or word.endswith(".json") or _exists(path):
         config = read_model(path)
         return _Found(config.name, config.layer, config.remarks)
@@ -176,6 +179,14 @@ def _short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def _expanded(text: str) -> Path:
+    """A path, ~ and ~user written out where there is such a user, and a home."""
+    try:
+        return Path(text).expanduser() if text.startswith("~") else Path(text)
+    except (RuntimeError, ValueError):
+        return Path(text)
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
@@ -183,12 +194,16 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _shards(found: _Found, options: Options, supported_ops: Sequence[Op]) -> Iterator[ModelShape]:
+def _shards(found: _Found, options: Options, supported_ops: Sequence[Op], only: Sequence[Op]) -> Iterator[ModelShape]:
     """tp x ep. Raises InputError with every contradiction, a line each."""
     layer = found.layer
     problems: list[str] = []
     shards: list[ModelShape] = []
     fused = _fused(layer, problems) if options.shared else 0
+    ops = tuple(op for op in options.ops or supported_ops if op in only)
+    if not ops:
+        given, wanted = (",".join(op.value for op in some) for some in (options.ops or supported_ops, only))
+        problems.append(f"ops={given}: --ops {wanted} leaves nothing of it")
     for tp, ep in itertools.product(options.tp, options.ep):
         shard = ModelShape(
             name=options.name or found.name,
@@ -202,7 +217,7 @@ def _shards(found: _Found, options: Options, supported_ops: Sequence[Op]) -> Ite
             tp=tp,
             ep=ep,
             tokens=options.tokens,
-            ops=options.ops or tuple(supported_ops),
+            ops=ops,
             note=layer.note,
             layouts=options.layout,
         )

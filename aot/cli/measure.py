@@ -50,7 +50,7 @@ def measure(
         raise InputError("nothing to measure for: give --models FILE or --models SPEC, as aot compile had them")
     wanted = ordinals(gpus)
     check_executor(executor, gpus)
-    planned = plan(load_models(models, wanted_ops(ops)).shapes)
+    planned = plan(load_models(models, only=wanted_ops(ops)).shapes)
     with TuneProgress(as_json, budget) as progress:
         outcome = tune(
             executor, wanted, planned.buckets, candidates, journal, observers=progress.observers(), budget_s=budget,

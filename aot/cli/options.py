@@ -68,7 +68,7 @@ def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[Plan, tuple[i
     except (InputError, HostError) as error:
         mistakes.append(error)
     try:
-        loaded = load_models(models, wanted_ops(ops))
+        loaded = load_models(models, only=wanted_ops(ops))
     except InputError as error:
         mistakes.append(error)
     if len(mistakes) == 1:

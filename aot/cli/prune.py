@@ -37,7 +37,7 @@ def prune(bundle: str, models: tuple[str, ...], ops: str | None, out: Path, as_j
       aot prune all-sm90.msgpack --models models.txt --ops forward -o serving-sm90.msgpack
     """
     check_out(out)
-    loaded = load_models(models, wanted_ops(ops))
+    loaded = load_models(models, only=wanted_ops(ops))
     before = sound(bundle)
     before_bytes = Path(bundle).stat().st_size
     pruned = prune_bundle(before, plan(loaded.shapes), bundle)

@@ -53,7 +53,7 @@ def report(
     check_page(out)
     if ops and not models:
         raise click.UsageError("--ops says which ops of --models are wanted; give --models too")
-    wanted = plan(load_models(models, wanted_ops(ops)).shapes) if models else None
+    wanted = plan(load_models(models, only=wanted_ops(ops)).shapes) if models else None
     sheet = read(source, is_bundle(Path(source)), journals, candidates, wanted)
     begun = last = time.monotonic()
 

@@ -32,12 +32,12 @@ class Search:
         return next((one for one in self.fastest if one[1] != self.choice), None)
 
 
-def searches(journals: Sequence[Contents]) -> dict[Key, Search]:
-    """Every cell of every journal; what two journals have, the first one tells."""
-    found: dict[Key, Search] = {}
+def searches(journals: Sequence[Contents]) -> dict[Key, list[Search]]:
+    """Every cell of every journal, in the journals' order."""
+    found: dict[Key, list[Search]] = {}
     for journal in journals:
         for key, search in _of(journal).items():
-            found.setdefault(key, search)
+            found.setdefault(key, []).append(search)
     return found
 
 

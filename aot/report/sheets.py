@@ -51,6 +51,12 @@ def _default_gpu(bundle: Bundle | None, journals: Sequence[Contents]) -> Gpu | N
     return gpus[0] if len({(gpu.name, gpu.sm_count) for gpu in gpus}) == 1 else None
 
 
+def _same_gpu(one: Gpu, other: Gpu) -> bool:
+    """Whether times of one hold for the other, as the runtime sees it (which needs torch)."""
+    near = abs(one.memory_mib - other.memory_mib) * 50 <= max(one.memory_mib, other.memory_mib)
+    return (one.name, one.sm_count) == (other.name, other.sm_count) and near
+
+
 class _Reader:
     """Makes cells, one after the other."""
 
@@ -60,18 +66,22 @@ class _Reader:
         default: Gpu | None,
         bundle: Bundle | None,
         variants: Mapping[bytes, Variant],
-        found: Mapping[Key, Search],
+        found: Mapping[Key, Sequence[Search]],
     ) -> None:
         self._sm, self._default, self._bundle = sm, default, bundle
         self._variants, self._found = variants, found
 
     def cell(self, problem: Problem, bucket: int) -> Cell:
         """The bundle's choice where there is one, else the search's; with the search's candidates."""
-        search = self._found.get((problem, bucket))
+        there = self._found.get((problem, bucket), ())
+        search = next(iter(there), None)
         choice = None
         if self._bundle is not None:
             choice = next((one for one in self._bundle.choices.get(problem, ()) if one.bucket == bucket), None)
         if choice is not None and self._bundle is not None:
+            if choice.gpu is not None:  # the times of another GPU say nothing of this one's
+                timed_on = self._bundle.gpus[choice.gpu]
+                search = next((one for one in there if _same_gpu(one.gpu, timed_on)), None)
             return self._chosen(problem, choice, self._bundle, search)
         gpu = search.gpu if search is not None else self._default
         return self._searched(problem, bucket, gpu, search)

@@ -70,6 +70,14 @@ def test_another_runner_up_and_other_experts_a_token(base: Bundle) -> None:
     assert diff(base, replace(base, models=(more, *rest))).models_changed == ((first, more),)
 
 
+def test_two_models_of_one_name_are_two(base: Bundle) -> None:
+    first, *rest = base.models
+    both = replace(base, models=(first, replace(first, top_k=first.top_k + 1), *rest))
+    assert diff(both, base).models_removed == (both.models[1],)
+    assert diff(base, both).differ
+    assert not diff(both, both).differ
+
+
 def test_models_and_problems_that_come_and_go(base: Bundle) -> None:
     first, *rest = base.models
     gone = replace(first, problems=first.problems[1:])

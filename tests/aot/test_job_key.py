@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pretuned.aot.compile import job_key
+from pretuned.aot.compile import compile_variant, job_key
 from pretuned.artifacts.types import DType, Op
 from pretuned.kernels import abi
 from pretuned.kernels.abi import Spec
@@ -24,3 +24,12 @@ def test_what_the_compiler_is_told_is_in_the_name_of_a_cached_cubin(name: str, m
     assert job_key(SPEC, 90) == before
     monkeypatch.setattr(abi, name, other)
     assert job_key(SPEC, 90) != before
+
+
+@pytest.mark.parametrize("name", ["DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS"])
+def test_what_a_debugger_sets_for_triton_changes_no_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in no job's name: what it made would be every later build's."""
+    small = Spec(Op.DW, DType.FP32, Config(32, 32, 32, 4, 2, tma=False), alignment=1)
+    before = compile_variant(small, 80).cubin
+    monkeypatch.setenv(name, "-O1" if name == "PTXAS_OPTIONS" else "1")
+    assert compile_variant(small, 80).cubin == before

@@ -73,6 +73,19 @@ def test_ops_are_what_the_builder_supports() -> None:
         load_models([MINE + " ops=forward,dX"], (Op.FORWARD,))
 
 
+def test_some_ops_of_each() -> None:
+    shape = "shape:E=8,H=256,I=128,k=2"
+    (one,) = load_models([f"{shape} ops=forward,dX,dW"], only=[Op.FORWARD, Op.DX]).shapes
+    assert one.ops == (Op.FORWARD, Op.DX)
+    with pytest.raises(InputError, match=r"ops=dW: --ops forward leaves nothing of it"):
+        load_models([f"{shape} ops=dW"], only=[Op.FORWARD])
+
+
+def test_a_user_that_is_not_there_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nosuchuser"):
+        load_models(["~nosuchuser/models.txt"])
+
+
 def test_layouts() -> None:
     shape, other = load_models([MINE + " layout=nk,kn", MINE + " layout=KN"]).shapes
     assert (shape.layouts, other.layouts) == ((Layout.NK, Layout.KN), (Layout.KN,))
@@ -230,6 +243,12 @@ def test_the_models_of_this_repository() -> None:
         one.name for one in loaded.shapes
     }
     assert len(plan(loaded.shapes).models) == len({(one, dtype) for one in loaded.shapes for dtype in one.dtypes})
+
+
+def test_a_tab_ends_a_word_too(tmp_path: Path) -> None:
+    (tmp_path / "models.txt").write_text("catalogue\tdtype=fp16 tp=1\n")
+    shapes = load_models([str(tmp_path / "models.txt")]).shapes
+    assert shapes == load_models(["catalogue dtype=fp16 tp=1"]).shapes
 
 
 def test_the_whole_catalogue_is_one_word() -> None:

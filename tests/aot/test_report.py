@@ -191,6 +191,16 @@ def test_of_two_journals_the_first_tells_a_cell(distinct: Bundle, problem: Probl
     assert [(cell.time_us, cell.gpu) for cell in cells] == [(3.0, A100), (1.0, H100)]
 
 
+def test_a_choice_is_held_against_the_torch_of_its_own_gpu(base: Bundle, problem: Problem) -> None:
+    bundle = chosen(base, {(problem, 2): (0, 40_000, H200)})
+    elsewhere = journal(base, measured(base, problem, 2, [90_000, 95_000], None, torch=20_000))
+    here = journal(base, measured(base, problem, 2, [40_000, 45_000], None, torch=80_000), gpu=H200)
+    found = [
+        the_cell(sheet("t", {}, bundle, some, None).cells, problem, 2) for some in ([elsewhere, here], [elsewhere])
+    ]
+    assert [cell.torch_us for cell in found] == [80.0, None]
+
+
 def test_one_gpu_with_two_drivers_is_one(base: Bundle, problem: Problem) -> None:
     newer = replace(A100, driver=13000)
     two = chosen(base, {(problem, 8): (0, 5_000, A100), (problem, 16): (1, 6_000, newer), (problem, 32): (0, 1, None)})

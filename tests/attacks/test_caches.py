@@ -132,6 +132,17 @@ CONFIGS: dict[str, object] = {
 }  # fmt: skip
 
 
+def test_a_cache_that_others_can_write_is_not_said_to_have_anything(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path / "cache")
+    cache.put(SPEC, 80, COMPILED)
+    assert cache.has(SPEC, 80)
+    assert not cache.trouble
+    (tmp_path / "cache").chmod(0o777)
+    assert not cache.has(SPEC, 80)
+    cache.put(SPEC, 80, COMPILED)
+    assert "is not read, as others can write it" in cache.trouble
+
+
 @pytest.mark.parametrize("name", [*CONFIGS, *PAYLOADS])
 def test_configs_that_are_none(tmp_path: Path, name: str) -> None:
     configcache.save(tmp_path, KEY, (PAIRS[0], PAIRS[1], PAIRS[2]))

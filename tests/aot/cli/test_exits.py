@@ -52,6 +52,17 @@ def test_a_missing_package_names_the_extra() -> None:
     assert message == 'error: pebble is not installed: pip install "pretuned[aot]"'
 
 
+def test_closed_standard_streams(tmp_path: Path) -> None:
+    for closed in ("2>&-", ">&-", "<&- >&- 2>&-"):
+        out = tmp_path / f"{len(closed)}.msgpack"
+        words = ("-m", "pretuned.aot", "compile", "--models", "'shape:E=8,H=256,I=128,k=2 tokens=1..1'", "--sm", "80",
+                 "--ops", "forward", "--cache-dir", tmp_path / "cache", "-o", out, closed)  # fmt: skip
+        command = " ".join(map(str, (sys.executable, *words)))
+        done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert verify(str(out)).target == "sm_80"
+
+
 def test_an_output_that_is_full() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "pretuned.aot", "models"]

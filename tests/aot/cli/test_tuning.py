@@ -120,6 +120,49 @@ def test_a_journal_of_another_gpu_or_code_is_refused(aot: Aot, here: Path, candi
     assert "measured on sm_90, the candidates are for sm_80" in done.err
 
 
+def test_a_journal_that_cannot_serve_is_told_before_anything_is_compiled(
+    aot: Aot, here: Path, candidates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_journal(here / "h200.journal", candidates)
+    monkeypatch.setattr("pretuned.aot.build._compile", None)
+    for given, message in (("h200.journal", "measured on sm_90"), ("no.journal", "aot measure writes one")):
+        done = aot("build", "--models", MODEL, "--sm", "80", "-J", given, "--measure", "auto")
+        assert done.code == 2
+        assert message in done.err
+
+
+def test_a_journal_that_nobody_named_and_that_cannot_serve_is_not_used(
+    aot: Aot, here: Path, candidates: Path, cache: Path
+) -> None:
+    (here / "out").mkdir()
+    write_journal(here / "out" / "pretuned-sm80.journal", candidates)  # as if another build had left it
+    given = ("build", "--models", MODEL, "--sm", "80", "--out", "out", "--cache-dir", cache)
+    done = aot(*given)
+    assert done.code == 0, done.err
+    assert "note: not used: " in done.err
+    assert "the choices are modelled" in done.out
+
+
+def test_damaged_records_of_a_journal_are_told(aot: Aot, here: Path, candidates: Path) -> None:
+    write_journal(here / "h200.journal", candidates)
+    lines = (here / "h200.journal").read_bytes().split(b"\n")
+    lines[1] = lines[1].replace(b"measured", b"messured")
+    (here / "h200.journal").write_bytes(b"\n".join(lines))
+    done = aot("build", "--models", MODEL, "--candidates", "candidates.msgpack", "-J", "h200.journal", "--out", "out")
+    assert done.code == 0, done.err
+    assert "journal 'h200.journal': 1 damaged records are left out" in done.err
+
+
+def test_candidates_are_not_replaced_by_their_bundle(aot: Aot, here: Path, candidates: Path) -> None:
+    write_journal(here / "h200.journal", candidates)
+    own = here / "pretuned-sm90.msgpack"
+    own.write_bytes(candidates.read_bytes())
+    done = aot("build", "--models", MODEL, "--candidates", own.name, "-J", "h200.journal", "--out", ".")
+    assert done.code == 2
+    assert "the bundle would take its place" in done.err
+    assert own.read_bytes() == candidates.read_bytes()
+
+
 def test_the_examples_in_the_help_have_real_options(aot: Aot) -> None:
     for verb in ("compile", "measure", "build"):
         done = aot(verb, "--help")
