@@ -213,6 +213,20 @@ def test_dw_prefers_short_steps_where_rows_are_few(M: int) -> None:
     assert near[0].tma
 
 
+@pytest.mark.parametrize(
+    ("M", "measured"),  # of the journal: with rows asked for together, over without
+    [(64, 1.022), (2048, 0.936), (4096, 0.926), (8192, 1.001)],
+)
+def test_dw_of_few_rows_wants_them_asked_for_together(M: int, measured: float) -> None:
+    plain = Config(32, 128, 256, 8, 8, group_m=1, tma=True, specialized=True)
+    both = [Resources(dataclasses.replace(plain, streamed=on), 384, 229784, 168) for on in (False, True)]
+    without, together = (estimate_us(DW_QWEN30, M, one, _h200()) for one in both)
+    assert together / without == pytest.approx(measured, abs=0.04)
+    assert Ranker(both, Op.DW, DType.BF16, _h200()).rank(DW_QWEN30, M)[0][1] == int(measured < 0.99)
+    few = dataclasses.replace(DW_QWEN30, E=8)  # code that orders its experts by their rows asks for none
+    assert estimate_us(few, M, both[0], _h200()) < estimate_us(few, M, both[1], _h200())
+
+
 def test_dw_prefers_two_programs_an_sm_to_one() -> None:
     """One stores while the other multiplies: measured 363 and 524 us."""
     two, one = (Resources(Config(64, 128, 128, 4, s, tma=True), 128, 32768 * s + 24, 176) for s in (3, 4))
