@@ -40,25 +40,20 @@ def streamed(ptx: str) -> str:
     Raises
     ------
     ValueError
-        if it has no such load, or one that has a hint already.
+        if it has no such load, or a hint already.
     """
-    text, count = _LOAD.subn(lambda load: f"{load[1]}.L2::cache_hint{load[2]}, {EVICT_FIRST:#x};", ptx)
-    if not count or text.count(".L2::cache_hint") != count:
-        raise ValueError(f"{count} TMA loads of w in the PTX, {ptx.count('.L2::cache_hint')} have a hint already")
-    return text
+    return _hinted(ptx, _LOAD, "loads of w")
 
 
 def written(ptx: str) -> str:
-    """The PTX with a hint on each store of dw.
+    """The PTX with a hint on each store of dw; ValueError as ``streamed``."""
+    return _hinted(ptx, _STORE, "stores of dw")
 
-    Raises
-    ------
-    ValueError
-        if it has no such store, or one that has a hint already.
-    """
-    text, count = _STORE.subn(lambda store: f"{store[1]}.L2::cache_hint{store[2]}, {EVICT_FIRST:#x};", ptx)
+
+def _hinted(ptx: str, which: re.Pattern[str], what: str) -> str:
+    text, count = which.subn(lambda one: f"{one[1]}.L2::cache_hint{one[2]}, {EVICT_FIRST:#x};", ptx)
     if not count or text.count(".L2::cache_hint") != count:
-        raise ValueError(f"{count} TMA stores of dw in the PTX, {ptx.count('.L2::cache_hint')} have a hint already")
+        raise ValueError(f"{count} TMA {what} in the PTX, {ptx.count('.L2::cache_hint')} have a hint already")
     return text
 
 
