@@ -202,7 +202,7 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float
 
 
 def _together(work: _Work, c: Constants) -> float:
-    """What dW takes that asks for the rows of many experts at once, of what it takes else: few experts don't."""
+    """What dW takes that asks for the rows of many experts at once, of what it takes else: of few none gains."""
     last = len(c.together) - 1
     place = min(math.log2(max(1.0, work.M / work.E)), float(last)) if work.E > _FEW_EXPERTS else float(last)
     low = min(int(place), last - 1)

@@ -35,7 +35,7 @@ _ROWS_SPECIALIZED = (
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "94e982f9dc2f291cff3d50537da9dca57a13b26da78277a726bd5ce49e42c51c",
+    "d342ed865a5f36a45cb78c0beeeecbd2f6443da79a91e507b8fb87bf499adf31",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

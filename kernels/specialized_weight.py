@@ -40,7 +40,7 @@ def _by_rows(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.cons
 def _ask(at, first, rows, stride, columns):
     """Asks L2 for this program's share of the lines of ``rows`` rows from ``first`` on, and waits for nothing.
 
-    Of more than fits L2 nothing is asked for.
+    Of 2^25 elements and more, which no L2 holds, nothing is asked for.
     """
     TOO_MUCH: gl.constexpr = 1 << 25
     LINES: gl.constexpr = 32 * 128  # bytes: a line for each lane

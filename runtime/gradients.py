@@ -128,7 +128,7 @@ def grad_x_and_weights(call: Call, dy: GradY, x: torch.Tensor) -> tuple[torch.Te
         dx = _weighted(raw.view(T, topk, call.K), torch.where(taken, flat, 0).view(T, topk, 1), slots=True)
     else:
         dots = _to_flat(_dots(raw, x), part, index, T * topk)
-        dx = _weighted(raw, flat[index][:, None], slots=False)
+        dx = _weighted(raw, torch.where(part, flat[index], 0)[:, None], slots=False)
     bias = call.fusions.bias
     if bias is not None and len(bias):
         dy_rows = dy.given.index_select(0, index) if dy.sorted is None else dy.sorted

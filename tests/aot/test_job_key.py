@@ -26,10 +26,10 @@ def test_what_the_compiler_is_told_is_in_the_name_of_a_cached_cubin(name: str, m
     assert job_key(SPEC, 90) != before
 
 
-@pytest.mark.parametrize("name", ["DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS"])
+@pytest.mark.parametrize("name", ["DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS", "DISABLE_MMA_V3"])
 def test_what_a_debugger_sets_for_triton_changes_no_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in no job's name: what it made would be every later build's."""
-    small = Spec(Op.DW, DType.FP32, Config(32, 32, 32, 4, 2, tma=False), alignment=1)
-    before = compile_variant(small, 80).cubin
+    small = Spec(Op.FORWARD, DType.BF16, Config(64, 64, 64, 4, 2, tma=True))  # on wgmma
+    before = compile_variant(small, 90).cubin
     monkeypatch.setenv(name, "-O1" if name == "PTXAS_OPTIONS" else "1")
-    assert compile_variant(small, 80).cubin == before
+    assert compile_variant(small, 90).cubin == before

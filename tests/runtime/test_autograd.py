@@ -162,6 +162,22 @@ def test_what_takes_no_part_may_hold_nan(permute_y: bool) -> None:
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize(("index", "counts"), [([1, 2, 3, 4, 0, 5], [2, 2]), ([1, 2, 99, 4, 3], [3, 2])])
+def test_dx_of_rows_that_take_no_part_is_zero_whatever_their_weights(index: list[int], counts: list[int]) -> None:
+    weights = torch.rand(3, TOPK, dtype=torch.float64)
+    weights[0, 0] = weights[2, 1] = float("nan")
+    weights.requires_grad_()
+    x = torch.randn(len(index), K, dtype=torch.float64, requires_grad=True)
+    y = grouped_gemm(
+        x, torch.randn(len(counts), N, K, dtype=torch.float64), torch.tensor(counts, dtype=torch.int32), TOPK,
+        torch.tensor(index), permute_y=True, topk_weights=weights, fuse_mul_post=True,
+    )  # fmt: skip
+    dx, _ = torch.autograd.grad(y.sum(), [x, weights])
+    taking = [i < sum(counts) and one < 3 * TOPK for i, one in enumerate(index)]
+    assert dx.isfinite().all()
+    assert dx.any(1).tolist() == taking
+
+
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_a_sum_over_nothing_has_its_bias_and_weights(layout: str) -> None:
     index, m_sizes = routing()
