@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def measure(
         raise InputError("PRETUNED_DISABLE_AUTOTUNE forbids measuring: unset it, or build with aot build")
     if not models:
         raise InputError("nothing to measure for: give --models FILE or --models SPEC, as aot compile had them")
+    if math.isnan(share):  # no range of click's keeps it out
+        raise click.BadParameter("nan is no share, wanted more than 0 and at most 1", param_hint="--share")
     wanted = ordinals(gpus)
     check_executor(executor, gpus)
     planned = plan(load_models(models, only=wanted_ops(ops)).shapes)

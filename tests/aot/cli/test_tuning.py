@@ -75,6 +75,7 @@ def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Pat
         (("measure", "none.msgpack", "--models", MODEL, "-J", "j"), 2, "none.msgpack"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--budget", "5x"), 2, "wanted e.g. 90s, 10m"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--gpus", "a"), 2, "wanted ordinals"),
+        (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--share", "nan"), 2, "nan is no share"),
         (("build", "--models", MODEL, "--sm", "90", "--measure", "only"), 1, "sm_90 can't be measured"),
         (("build", "--models", MODEL, "--sm", "80,90", "-J", "j"), 2, "a journal is of one capability"),
         (("build", "--models", MODEL, "--sm", "90", "-J", "j", "--measure", "no"), 2, "wants nothing of it"),
