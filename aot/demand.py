@@ -20,7 +20,6 @@ from ..artifacts.store import open_bytes
 from ..artifacts.types import Bundle, Choice, DType, Fusion, Model, Op, Problem, bucket_of
 from ..kernels.config import Config
 from ..runtime import discover
-from ..runtime.candidates import same_gpu
 from ..runtime.device import LocalGpu, local_gpu
 from ..runtime.discover import Rejected, Usable
 from ..runtime.dispatch import Decision, capturing, decide, naturally_aligned
@@ -234,7 +233,7 @@ def _every_cell(
 
 
 def _is_hit(usable: Usable, choice: Choice, local: LocalGpu) -> bool:
-    if choice.gpu is None or not same_gpu(usable.bundle.gpus[choice.gpu], local.gpu):
+    if choice.gpu is None or not usable.bundle.gpus[choice.gpu].is_like(local.gpu):
         return False
     return overlay.is_current(usable.bundle.variant(choice.variant))
 

@@ -30,7 +30,6 @@ from .records import EVEN_ROUTINGS, ROUTINGS, Record, from_value, gpu_value, to_
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
-_MEMORY_SLACK = 50  # one part in so many: drivers reserve differently
 _LONGEST_WAIT_S = 24 * 3600.0
 
 
@@ -215,8 +214,7 @@ def _begun(path: Path, fd: int, header: Header, note: Callable[[str], None]) -> 
 
 def _check_same(path: Path, old: Header, new: Header) -> None:
     a, b = old.gpu, new.gpu
-    near = abs(a.memory_mib - b.memory_mib) * _MEMORY_SLACK <= max(a.memory_mib, b.memory_mib)
-    if (old.sm, a.name, a.sm_count) != (new.sm, b.name, b.sm_count) or not near:
+    if old.sm != new.sm or not a.is_like(b):
         raise InputError(
             f"journal '{path}': measured on {described(a, old.sm)}, this is {described(b, new.sm)}. "
             "Times of one say nothing of the other: name a new file with --journal"

@@ -144,6 +144,11 @@ class Gpu:
     memory_mib: int
     driver: int
 
+    def is_like(self, other: Gpu) -> bool:
+        """Whether times of one hold for the other: name, SM count, memory (to 2 %: drivers reserve differently)."""
+        near = abs(self.memory_mib - other.memory_mib) * 50 <= max(self.memory_mib, other.memory_mib)
+        return (self.name, self.sm_count) == (other.name, other.sm_count) and near
+
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:

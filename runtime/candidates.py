@@ -135,7 +135,7 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
     if known is None:
         claims = []
         for usable in view.usable:
-            here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if same_gpu(one, local.gpu)}
+            here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if one.is_like(local.gpu)}
             native = usable.bundle.target.sm == local.sm
             for choice in snapshot.find(usable.bundle, problem):
                 origin = _origin(choice, here, native, usable)
@@ -206,12 +206,6 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
             f"it needs {variant.shared_bytes} bytes of shared memory, sm_{local.sm} has {limits.shared_per_block_bytes}"
         )
     return None
-
-
-def same_gpu(measured: Gpu, here: Gpu) -> bool:
-    """Whether times of one hold for the other: name, SM count, memory (to 2 %: drivers reserve differently)."""
-    near = abs(measured.memory_mib - here.memory_mib) * 50 <= max(measured.memory_mib, here.memory_mib)
-    return measured.name == here.name and measured.sm_count == here.sm_count and near
 
 
 def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, aligned: bool) -> _Ranked:

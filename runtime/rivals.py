@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..artifacts.types import Choice, Gpu, Problem, Source
-from .candidates import Candidate, Match, same_gpu, why_not
+from .candidates import Candidate, Match, why_not
 from .device import LocalGpu
 from .discover import Snapshot
 from .dispatch import Decision, settle
@@ -63,4 +63,4 @@ def _comparable(choice: Choice, gpu: Gpu | None, ran: Candidate) -> bool:
         return False
     if choice.source is Source.MODELLED:
         return True
-    return gpu is not None and ran.gpu is not None and same_gpu(gpu, ran.gpu)
+    return gpu is not None and ran.gpu is not None and gpu.is_like(ran.gpu)

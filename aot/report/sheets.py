@@ -51,12 +51,6 @@ def _default_gpu(bundle: Bundle | None, journals: Sequence[Contents]) -> Gpu | N
     return gpus[0] if len({(gpu.name, gpu.sm_count) for gpu in gpus}) == 1 else None
 
 
-def _same_gpu(one: Gpu, other: Gpu) -> bool:
-    """Whether times of one hold for the other, as the runtime sees it (which needs torch)."""
-    near = abs(one.memory_mib - other.memory_mib) * 50 <= max(one.memory_mib, other.memory_mib)
-    return (one.name, one.sm_count) == (other.name, other.sm_count) and near
-
-
 class _Reader:
     """Makes cells, one after the other."""
 
@@ -81,7 +75,7 @@ class _Reader:
         if choice is not None and self._bundle is not None:
             if choice.gpu is not None:  # the times of another GPU say nothing of this one's
                 timed_on = self._bundle.gpus[choice.gpu]
-                search = next((one for one in there if _same_gpu(one.gpu, timed_on)), None)
+                search = next((one for one in there if one.gpu.is_like(timed_on)), None)
             return self._chosen(problem, choice, self._bundle, search)
         gpu = search.gpu if search is not None else self._default
         return self._searched(problem, bucket, gpu, search)

@@ -42,7 +42,7 @@ from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
 from pretuned.artifacts.store import publish
 from pretuned.artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, Source, bucket_of
 from pretuned.kernels.config import Config
-from pretuned.runtime.candidates import Match, Origin, same_gpu
+from pretuned.runtime.candidates import Match, Origin
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot
 from pretuned.runtime.dispatch import Decision, Miss, decide
@@ -369,7 +369,8 @@ def test_threads_agree(tmp_path: Path) -> None:
     ],
 )
 def test_what_counts_as_the_same_gpu(gpu: Gpu, same: bool) -> None:
-    assert same_gpu(gpu, H200) is same
+    assert gpu.is_like(H200) is same
+    assert H200.is_like(gpu) is same
 
 
 def test_an_unheard_of_capability_misses_in_words(tmp_path: Path) -> None:
