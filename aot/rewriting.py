@@ -81,7 +81,8 @@ def cut(ptx: str) -> str:
 
 def rewrites(config: Config) -> tuple[Rewrite, ...]:
     """What the code of a config needs."""
-    return (written if config.specialized else streamed,) * config.streamed + (cut,) * config.pingpong
+    hints = (written if config.specialized else streamed,) * config.streamed
+    return hints + (cut,) * (PINGPONG_COLUMNS in (config.block_n, config.block_k))
 
 
 @functools.cache

@@ -81,7 +81,7 @@ class Space:
         for config in every:
             if config.pingpong and Fusion.GATHER in family.fusion:
                 continue
-            kind = config.block_m, config.block_n, config.block_k, config.specialized, config.streamed
+            kind = config.block_m, config.block_n, config.block_k, config.specialized, config.streamed, config.pingpong
             firsts.setdefault(kind, config)
         return tuple(firsts.values())
 

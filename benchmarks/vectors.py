@@ -17,7 +17,7 @@ from sweeps import Cell
 from pretuned.artifacts.types import Op
 from pretuned.kernels.calibration import Constants
 from pretuned.kernels.chips import Chip
-from pretuned.kernels.config import Config, across
+from pretuned.kernels.config import Config, across, dealt
 from pretuned.kernels.cost import Resources, _Work, _work
 from pretuned.kernels.profile import Profile, profile
 
@@ -35,6 +35,7 @@ _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "streamed": lambda config, work: config.streamed,
     "narrow": lambda config, work: config.narrow,
     "pingpong": lambda config, work: config.pingpong,
+    "dealt": lambda config, work: dealt(config),
     "E": lambda config, work: work.E,
     "M": lambda config, work: work.M,
     "N": lambda config, work: work.columns if across(config) else work.N,
@@ -180,6 +181,7 @@ def _rows_ns(p: SimpleNamespace, g: SimpleNamespace, chip: Chip, c: Constants) -
     memory_ns = memory_ns + np.where(per_slot > 1.0, again_ns, 0.0)
     pushed = np.minimum(1.0, g.read_bytes / (c.dirty_l2 * chip.l2_mib * 1048576))
     streamed_ns = np.minimum(c.streamed_share * g.read_bytes / chip.bandwidth_gbs, c.streamed_most_ns)
+    memory_ns = memory_ns * np.where(g.dealt > 0, special.dealt_memory, 1.0)
     memory_ns = memory_ns + np.where(g.streamed > 0, streamed_ns - c.dirty_ns * pushed, 0.0)
     spread = 0.5 * column_tiles * np.sqrt(g.active) / slots
     waves = _mean_waves(per_slot, spread, saved)

@@ -169,8 +169,9 @@ def too_large(op: Op, columns: int, reduction: int, config: Config) -> str | Non
     most = MOST_STEPS * config.block_k
     if config.specialized and op is not Op.DW and reduction > most:
         return f"the longest reduction of {config} is {most}, this is {reduction}"
-    if config.pingpong and columns > (1 << 20) * PINGPONG_COLUMNS:
-        return f"the most columns of {config} are {(1 << 20) * PINGPONG_COLUMNS}, these are {columns}"
+    most = (1 << 20) * (PINGPONG_COLUMNS if op is Op.DW else config.block_n)
+    if config.pingpong and columns > most:
+        return f"the most columns of {config} are {most}, these are {columns}"
     return None
 
 
@@ -293,7 +294,8 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
         sizes |= {} if "y_map" in spec.tma else {"y_map": None}
         depth, columns = c.block_k, c.block_n
     # Results pass through shared memory, 64 x 64 of each warpgroup at a time, where there is room in turns.
-    operands = c.num_stages * (SPECIALIZED_ROWS + columns) * depth + (64 * depth if c.pingpong else 0)  # see turns.py
+    operands = c.num_stages * (SPECIALIZED_ROWS + columns) * depth
+    operands += 64 * depth if columns == PINGPONG_COLUMNS else 0  # see turns.py
     room = SPECIALIZED_SHARED_BYTES - 512 - operands * spec.dtype.itemsize
     return sizes | {
         "STAGES": c.num_stages,

@@ -30,9 +30,9 @@ class WeightGrad(NamedTuple):
 class Specialized(NamedTuple):
     """What sets warp-specialised kernels apart: another tile's loads and products hide most of a tile's end.
 
-    ``half`` and ``apart`` are held, not fitted: docs/cost-model.md says why. ``half_columns`` and ``split_tail``
-    say what the kernels of rows do, but for code with silu in its epilogue; ``weight_`` numbers are dW's. Where the
-    warpgroups take turns tiles are whole, and most of a tile's end is hidden: ``turns_``.
+    ``half``, ``apart`` and ``dealt_memory`` are held, not fitted: docs/cost-model.md says why. ``half_columns`` and
+    ``split_tail`` say what the kernels of rows do, but for code with silu in its epilogue; ``weight_`` numbers are
+    dW's. Where the warpgroups take turns tiles are whole, and most of a tile's end is hidden: ``turns_``.
     """
 
     rate: float = 1.05  # of the other kernels' tensor rate
@@ -48,6 +48,7 @@ class Specialized(NamedTuple):
     turns_rate: float = 1.05  # as ``rate``
     turns_weight_rate: float = 1.2
     turns_exposed: float = 0.05
+    dealt_memory: float = 1.0  # of the memory's time, where warpgroups take turns at tiles that are dealt out
     turns_waste: float = 0.5  # what the share of a tile's columns past the last costs beside its own time
 
 
@@ -154,6 +155,7 @@ _HOPPER = Family(
         turns_rate=1.02,
         turns_weight_rate=1.3,
         turns_exposed=0.063,
+        dealt_memory=1.03,
         turns_waste=0.568,
     ),
 )

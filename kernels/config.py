@@ -20,8 +20,8 @@ class Config:
     (through TMA) marks w's lines as the first to leave L2: for weights that are read once; one of dW, which is
     specialized, marks dw's, and asks L2 for the rows of many experts at once. A specialized kernel of dW that is
     ``narrow`` multiplies its last columns at half a tile's width where that is enough (one of rows always does). A
-    specialized kernel that is ``pingpong`` has warpgroups that take whole tiles of 128 x 192 in turns (of dW 192 x
-    128 too).
+    specialized kernel that is ``pingpong`` has warpgroups that take whole tiles of 128 x 192 or 128 x 128 in turns (of
+    dW 128 x 192 or 192 x 128); those of 128 x 128 are dealt out in turn.
     """
 
     block_m: int
@@ -83,7 +83,7 @@ def _power_of_two(value: int) -> bool:
 
 def _turns(config: Config) -> bool:
     """Tiles of rows that warpgroups take in turns: a step is as deep as the 64 columns of a part are wide."""
-    return (config.block_m, config.block_n, config.block_k) == (128, PINGPONG_COLUMNS, 64)
+    return (config.block_m, config.block_k) == (128, 64) and config.block_n in (128, PINGPONG_COLUMNS)
 
 
 def _weight_turns(config: Config) -> bool:
@@ -94,6 +94,11 @@ def _weight_turns(config: Config) -> bool:
 def of_weight(config: Config) -> bool:
     """Whether a pingpong config is one of dW, and not of rows."""
     return config.pingpong and _weight_turns(config)
+
+
+def dealt(config: Config) -> bool:
+    """Whether a specialised kernel deals its tiles out in turn: others hand them out as programs become free."""
+    return config.pingpong and config.block_n == 128 and not of_weight(config)
 
 
 def across(config: Config) -> bool:
@@ -125,6 +130,7 @@ def invalid(config: Config) -> str | None:
     if config.specialized and config.num_stages < 2:
         return f"a specialized config has a stage to load while another is multiplied: {config!r} has one"
     if config.pingpong and not (config.specialized and not config.narrow and (_turns(config) or _weight_turns(config))):
-        shape = f"128 x {PINGPONG_COLUMNS} tiles (of dW {PINGPONG_COLUMNS} x 128 too)"
+        wide = f"128 x {PINGPONG_COLUMNS}"
+        shape = f"tiles of {wide} or 128 x 128 (of dW {wide} or {PINGPONG_COLUMNS} x 128)"
         return f"a pingpong config is specialized, of {shape}, and not narrow: {config!r}"
     return None

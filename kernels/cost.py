@@ -16,7 +16,7 @@ from ..artifacts.types import DType, Fusion, Op, Problem
 from .abi import result_columns
 from .calibration import CONSTANTS, Constants, Specialized
 from .chips import Chip
-from .config import Config, across
+from .config import Config, across, dealt
 from .profile import Profile, Resources, join, occupancy, profile
 from .routing import Rows, expected_rows
 
@@ -130,6 +130,8 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
         memory_ns += profile.tail * (sharp_ns - last / per_slot * memory_ns) if full else sharp_ns
     if per_slot > 1.0:  # the slots begin their second tiles together, with nothing under way
         memory_ns += family.lockstep * profile.tile_ns * min(1.0, per_slot - 1.0) / per_slot
+    if dealt(config):
+        memory_ns *= family.specialized.dealt_memory
     if config.streamed:
         memory_ns += _streamed_ns(work, chip, c)
     spread = 0.5 * column_tiles * math.sqrt(rows.active) / slots

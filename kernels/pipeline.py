@@ -136,6 +136,28 @@ def expect(bar, A_BYTES: gl.constexpr, both, B_BYTES: gl.constexpr, wide):
 
 
 @gluon.jit
+def draw(counter):
+    """The counter's next number, on its way to the first lane of a warp: nothing waits for it here.
+
+    The language's own atomic waits for its result at once, 1 us or so in which nothing is loaded: dW, whose tiles are
+    short, takes up to 1.04 x as long with it (benchmarks/results/trials/pingpong-dealt.json), rows no longer than so.
+    """
+    return gl.inline_asm_elementwise(
+        "{.reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "
+        "@first atom.global.gpu.relaxed.add.u32 $0, [$1], 1;}",
+        "=r,l", [counter.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def told(drawn):
+    """What ``draw`` has drawn, in all lanes: waits until it is there."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def next_tile(counter, drawn, total):
     """The tile that ``drawn`` stands for; the one who draws the last number leaves the counter at zero."""
     if drawn == total - 1:

@@ -31,11 +31,11 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "6070b0219bd68a21179c2ac874f1e89aa646212a8f35fe3b9b231314ae555f9e",
+    "39338b96a4fe3826809df60c0118333f0c61356ec912d14d40b0dbdae8253dca",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "d342ed865a5f36a45cb78c0beeeecbd2f6443da79a91e507b8fb87bf499adf31",
+    "75dc105f54187b38f978255e5ac17298dd18a9482f68865a2d710d31ea9dbb1a",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

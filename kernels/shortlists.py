@@ -59,7 +59,10 @@ HOPPER_SPECIALIZED: tuple[Row, ...] = (
 # The same of dW: a tile is 128 x block_k.
 HOPPER_DW_SPECIALIZED: tuple[Row, ...] = ((32, 128, 256, 8, 8),)
 # sm_90, specialised, the warpgroups in turns: forward and dX, and dW.
-HOPPER_PINGPONG: tuple[Row, ...] = ((128, 192, 64, 8, 5),)
+HOPPER_PINGPONG: tuple[Row, ...] = (
+    (128, 192, 64, 8, 5),
+    (128, 128, 64, 8, 6),
+)
 HOPPER_DW_PINGPONG: tuple[Row, ...] = (
     (32, 128, 192, 8, 10),
     (32, 192, 128, 8, 10),

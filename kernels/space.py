@@ -14,7 +14,7 @@ from .chips import limits
 from .config import Config, invalid
 from .shortlists import Row
 
-LIMIT = 40
+LIMIT = 48
 FP32_LIMIT = 8
 
 

@@ -26,7 +26,7 @@ from .pipeline import (
     next_tile,
     publish,
 )
-from .turns import PARTS, SPARE, multiply_in_turns, ordering, publish_turn
+from .turns import PART, multiply_in_turns, ordering, publish_turn
 from .warpgroups import flat_index, multiply
 
 
@@ -66,10 +66,13 @@ def _load_rows(
     """The loading warp of the row-grouped GEMM; four, where rows of x are gathered: those come through pointers.
 
     A tile whose right half lies past the last column is loaded at half its width. So is each half of the last tiles,
-    where those are so few that the halves keep no more than all programs busy. In PINGPONG code every tile is whole.
+    where those are so few that the halves keep no more than all programs busy. In PINGPONG code every tile is whole,
+    and those of 128 columns are not drawn from the counter, but dealt out in turn: drawn, they take 1.05 x as long at
+    T = 8192 (benchmarks/results/trials/pingpong-dealt.json).
     """
     HALF: gl.constexpr = BLOCK_N // 2
     WARPS: gl.constexpr = 4 if GATHER else 1
+    DRAWN: gl.constexpr = not PINGPONG or BLOCK_N != 2 * PART
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [WARPS], [0])  # each warp has all
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [4, 1], [1, 0])
     half_bytes: gl.constexpr = 64 * BLOCK_K * w.dtype.primitive_bitwidth // 8
@@ -119,7 +122,9 @@ def _load_rows(
         else:
             publish(queue, filled, free, slot, turn, row, place, row_end, word, WARPS)
         slot, turn = advance(slot, turn, 2)
-        drawn = gl.atomic_add(counter, 1, sem="relaxed")  # looked at when this tile's loads are under way
+        drawn = gl.to_tensor(0)
+        if DRAWN:
+            drawn = gl.atomic_add(counter, 1, sem="relaxed")  # waits for it: with ``pipeline.draw`` none is faster
         both = row + 64 < row_end
         for start in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -132,14 +137,14 @@ def _load_rows(
                 tma.async_copy_global_to_shared(x, [row, start], bar, a.index(stage * 2))
                 tma.async_copy_global_to_shared(x, [row + 64, start], bar, a.index(stage * 2 + 1), pred=both)
             if PINGPONG:
-                for j in gl.static_range(PARTS):
-                    part = b.index(stage * PARTS + j)
-                    n = col * BLOCK_N + j * 64
+                for j in gl.static_range(BLOCK_N // PART):
+                    part = b.index(stage * (BLOCK_N // PART) + j)
+                    n = col * BLOCK_N + j * PART
                     if W_KN:
-                        part = part._reinterpret(w.dtype, [1, BLOCK_K, 64], w.layout)
+                        part = part._reinterpret(w.dtype, [1, BLOCK_K, PART], w.layout)
                         tma.async_copy_global_to_shared(w, [expert, start, n], bar, part)
                     else:
-                        part = part._reinterpret(w.dtype, [1, 64, BLOCK_K], w.layout)
+                        part = part._reinterpret(w.dtype, [1, PART, BLOCK_K], w.layout)
                         tma.async_copy_global_to_shared(w, [expert, n, start], bar, part)
             elif W_KN:
                 left = b.index(stage * 2)._reinterpret(w.dtype, [1, BLOCK_K, HALF], w.layout)
@@ -166,7 +171,10 @@ def _load_rows(
                 upper_at += BLOCK_K
                 lower_at += BLOCK_K
             stage, phase = advance(stage, phase, STAGES)
-        number = next_tile(counter, drawn, total)
+        if DRAWN:
+            number = next_tile(counter, drawn, total)
+        else:
+            number += gl.num_programs(0)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
     if PINGPONG:  # each warpgroup has a slot of its own
         slot, turn = advance(slot, turn, 2)
@@ -192,8 +200,8 @@ def rows_specialized(
     element: gl.constexpr = w.dtype
     lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     a = gl.allocate_shared_memory(element, [2 * STAGES, 64, BLOCK_K], lines)
-    WIDTH: gl.constexpr = 64 if PINGPONG else BLOCK_N // 2
-    COUNT: gl.constexpr = PARTS * STAGES + SPARE if PINGPONG else 2 * STAGES
+    WIDTH: gl.constexpr = PART if PINGPONG else BLOCK_N // 2
+    COUNT: gl.constexpr = BLOCK_N // PART * STAGES + (1 if BLOCK_N == 3 * PART else 0) if PINGPONG else 2 * STAGES
     if W_KN:
         b = gl.allocate_shared_memory(element, [COUNT, BLOCK_K, WIDTH], lines)
     else:
@@ -207,12 +215,12 @@ def rows_specialized(
         gl.warp_specialize(
             [
                 (multiply_in_turns, (
-                    0, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, STAGES,
-                    True, not W_KN, False, False, INDEXED,
+                    0, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
+                    STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
                 )),
                 (multiply_in_turns, (
-                    1, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, STAGES,
-                    True, not W_KN, False, False, INDEXED,
+                    1, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
+                    STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
                 )),
                 (_load_rows, (
                     x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,

@@ -13,16 +13,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from .pipeline import (
     INDEX_END,
     NARROW_BIT,
+    add,
     advance,
     barriers,
     counts,
+    draw,
     expect,
     expert_ends,
     grouped,
     next_tile,
     publish,
+    told,
 )
-from .turns import PARTS, SPARE, multiply_in_turns, ordering, publish_turn
+from .turns import PART, multiply_in_turns, ordering, publish_turn
 from .warpgroups import multiply
 
 
@@ -34,6 +37,22 @@ def _by_rows(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.cons
     this = gl.arange(0, EXPERTS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     that = gl.arange(0, EXPERTS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     return gl.sum(((other > mine) | ((other == mine) & (that < this))).to(gl.int32), 1)
+
+
+@gluon.jit
+def _by_size(count, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same in few steps, for up to 512 experts: of twice the mean rows and more, of the mean and more, the others.
+
+    Each of these sizes has 10 bits of a word, so one scan counts all three.
+    """
+    expert = gl.arange(0, EXPERTS, layout=LAYOUT)
+    share = count.to(gl.float32) * (E.to(gl.float32) / M.to(gl.float32))
+    field = (share < 2.0).to(gl.int32) * 10 + (share < 1.0).to(gl.int32) * 10
+    one = (expert < E).to(gl.int32) << field
+    upto = gl.associative_scan(one, 0, add)
+    first = gl.sum(one, 0) * ((1 << 10) + (1 << 20))  # in each field those of the sizes before it
+    place = ((first >> field) & 1023) + ((upto >> field) & 1023) - 1
+    return gl.where(expert < E, place, -1)
 
 
 @gluon.jit
@@ -59,15 +78,16 @@ def _ask(at, first, rows, stride, columns):
 
 @gluon.jit
 def _load_weight(
-    dy, x, dy_at, x_at, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, stride_dy_m, stride_x_m,
-    m_sizes_step,
+    dy, x, dy_at, x_at, a, b, full, empty, queue, filled, free, places, m_sizes, counter, M, N, K, E, stride_dy_m,
+    stride_x_m, m_sizes_step,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, NARROW: gl.constexpr, PINGPONG: gl.constexpr, STREAMED: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of dW: both operands end with the expert's rows, see ``kernels/abi.py``, RAGGED_SIZES.
 
     In NARROW code a tile whose right half lies past the last column is loaded at half its width. Where tiles are few
-    the experts with the most rows come first, so that the last tiles, which other programs wait for, are short.
+    the experts with the most rows come first, so that the last tiles, which other programs wait for, are short. To look
+    them up costs every tile: in PINGPONG code, where each tile is long, that is worth it for more of them.
     Where rows are few, storing is what takes the time, and it goes faster the nearer together the tiles lie that
     programs store at once: then a program has one tile waiting, not two, and asks for the next after its loads.
     STREAMED code asks L2 for the rows of 32 experts at a time, all programs together: what is written all the while
@@ -76,6 +96,8 @@ def _load_weight(
     WARPS: gl.constexpr = 1
     FEW: gl.constexpr = 32
     FEW_ROWS: gl.constexpr = 96  # an expert
+    MANY_ROWS: gl.constexpr = 256
+    MANY_TILES: gl.constexpr = 64  # a program
     TOGETHER: gl.constexpr = 32  # experts
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
     half_bytes: gl.constexpr = 64 * BLOCK_M * x.dtype.primitive_bitwidth // 8
@@ -85,13 +107,19 @@ def _load_weight(
     tiles_k = gl.cdiv(K, BLOCK_K)
     per_expert = tiles_n * tiles_k
     total = E * per_expert
-    by_rows = (E <= FEW) & (total <= 16 * gl.num_programs(0))
     late = M < FEW_ROWS * E
     pairs: gl.constexpr = gl.BlockedLayout([4, 8], [8, 4], [1, 1], [1, 0])
-    place = gl.arange(0, FEW, layout=gl.SliceLayout(1, pairs))
-    if by_rows:
-        place = _by_rows(m_sizes, m_sizes_step, M, E, FEW, pairs)
-    _count, end = expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
+    if PINGPONG:
+        rows_of, end = expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
+        by_rows = (total <= MANY_TILES * gl.num_programs(0)) & (M >= MANY_ROWS * E)
+        if by_rows:
+            places.store(_by_size(rows_of, M, E, EXPERTS, layout))
+    else:
+        by_rows = (E <= FEW) & (total <= 16 * gl.num_programs(0))
+        place = gl.arange(0, FEW, layout=gl.SliceLayout(1, pairs))
+        if by_rows:
+            place = _by_rows(m_sizes, m_sizes_step, M, E, FEW, pairs)
+        _count, end = expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     slot = gl.to_tensor(0)
@@ -110,7 +138,11 @@ def _load_weight(
                 _ask(dy_at, first, rows, stride_dy_m, N)
         inner = tile - expert * per_expert
         if by_rows:
-            this = gl.arange(0, FEW, layout=gl.SliceLayout(1, pairs))
+            if PINGPONG:
+                place = places.load(layout)
+                this = gl.arange(0, EXPERTS, layout=layout)
+            else:
+                this = gl.arange(0, FEW, layout=gl.SliceLayout(1, pairs))
             expert = gl.sum(gl.where(place == expert, this, 0), 0)
         n, k = grouped(inner, tiles_n, tiles_k, GROUP_M)
         n *= 128
@@ -131,7 +163,7 @@ def _load_weight(
         slot, turn = advance(slot, turn, 2)
         drawn = gl.to_tensor(0)
         if not late:  # looked at when this tile's loads are under way
-            drawn = gl.atomic_add(counter, 1, sem="relaxed")
+            drawn = draw(counter)
         both = n + 64 < N
         for row in range(0, count, BLOCK_M):
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -143,9 +175,10 @@ def _load_weight(
             tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n], bar, left)
             tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n + 64], bar, right, pred=both)
             if PINGPONG:
-                for j in gl.static_range(PARTS):
-                    part = b.index(stage * PARTS + j)._reinterpret(x.dtype, [1, 1, BLOCK_M, 64], x.layout)
-                    column = k * BLOCK_K + j * 64
+                for j in gl.static_range(BLOCK_K // PART):
+                    part = b.index(stage * (BLOCK_K // PART) + j)
+                    part = part._reinterpret(x.dtype, [1, 1, BLOCK_M, PART], x.layout)
+                    column = k * BLOCK_K + j * PART
                     tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, column], bar, part)
             elif NARROW:
                 b_left = b.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, HALF], x.layout)
@@ -157,8 +190,8 @@ def _load_weight(
                 tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_tile)
             stage, phase = advance(stage, phase, STAGES)
         if late:
-            drawn = gl.atomic_add(counter, 1, sem="relaxed")
-        tile = next_tile(counter, drawn, total)
+            drawn = draw(counter)
+        tile = next_tile(counter, told(drawn), total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
     if PINGPONG:  # each warpgroup has a slot of its own
         slot, turn = advance(slot, turn, 2)
@@ -182,27 +215,28 @@ def weight_specialized(
     BITS: gl.constexpr = element.primitive_bitwidth
     lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=BITS, rank=2)
     a = gl.allocate_shared_memory(element, [2 * STAGES, BLOCK_M, 64], lines)
-    WIDTH: gl.constexpr = 64 if PINGPONG else BLOCK_K // 2
-    COUNT: gl.constexpr = PARTS * STAGES + SPARE if PINGPONG else 2 * STAGES
+    WIDTH: gl.constexpr = PART if PINGPONG else BLOCK_K // 2
+    COUNT: gl.constexpr = BLOCK_K // PART * STAGES + 1 if PINGPONG else 2 * STAGES
     b = gl.allocate_shared_memory(element, [COUNT, BLOCK_M, WIDTH], lines)
     buffers = gl.allocate_shared_memory(element, [2 * SLOTS, 64, 64], lines)
     full, empty, queue, filled, free = barriers(STAGES, 1, 1 if PINGPONG else 2)
     if PINGPONG:
         order = ordering()
+        places = gl.allocate_shared_memory(gl.int32, [EXPERTS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         gl.barrier()
         gl.warp_specialize(
             [
                 (multiply_in_turns, (
-                    0, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, STAGES,
-                    False, False, True, ACROSS, False,
+                    0, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K,
+                    STAGES, SLOTS, False, False, True, ACROSS, False,
                 )),
                 (multiply_in_turns, (
-                    1, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, STAGES,
-                    False, False, True, ACROSS, False,
+                    1, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K,
+                    STAGES, SLOTS, False, False, True, ACROSS, False,
                 )),
                 (_load_weight, (
                     x if ACROSS else dy, dy if ACROSS else x, None, None, a, b, full, empty, queue, filled, free,
-                    m_sizes, counter, M, K if ACROSS else N, N if ACROSS else K, E, stride_dy_m, stride_x_m,
+                    places, m_sizes, counter, M, K if ACROSS else N, N if ACROSS else K, E, stride_dy_m, stride_x_m,
                     m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW, PINGPONG, False,
                 )),
             ],
@@ -222,7 +256,7 @@ def weight_specialized(
                     SLOTS, False, False, True, False, False, False, NARROW,
                 )),
                 (_load_weight, (
-                    dy, x, dy_at, x_at, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
+                    dy, x, dy_at, x_at, a, b, full, empty, queue, filled, free, None, m_sizes, counter, M, N, K, E,
                     stride_dy_m, stride_x_m, m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M, EXPERTS, NARROW, PINGPONG,
                     STREAMED,
                 )),

@@ -1,9 +1,10 @@
 """Warpgroups in turns (pingpong): each multiplies whole tiles, and the results of one leave while the other multiplies.
 
-A tile is 128 rows by 192 columns, the most whose sums one warpgroup's registers hold. The language has no tensor of 192
-columns: the products are written for 256, of which the last quarter is neither loaded nor stored, and the compiler is
-handed instructions of 192 columns in their place (aot/rewriting.py). The ring has 64 columns more at its end, which
-the words ``256 columns from here`` reach. A tile of dW may lie ACROSS: its 192 columns are rows of dw.
+A tile is 128 rows by 128 columns, or by 192, the most whose sums one warpgroup's registers hold. The language has no
+tensor of 192 columns: the products are written for 256, of which the last quarter is neither loaded nor stored, and the
+compiler is handed instructions of 192 columns in their place (aot/rewriting.py). The ring has 64 columns more at its
+end, which the words ``256 columns from here`` reach. A tile of dW, 192 columns always, may lie ACROSS: they are rows of
+dw.
 
 A warpgroup waits for its first stage only after the other has begun on the last of its own (``order``): the barrier of
 a stage tells the next load from the last, and not from the one before.
@@ -18,9 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from .pipeline import advance, before, publish, take
 from .warpgroups import store_boxes, store_lines, targets, weights
 
-PARTS: gl.constexpr = gl.constexpr(3)  # of 64 columns each
-SPARE: gl.constexpr = gl.constexpr(1)
-WRITTEN: gl.constexpr = gl.constexpr(256)
+PART: gl.constexpr = gl.constexpr(64)  # columns
 
 
 @gluon.jit
@@ -44,10 +43,12 @@ def publish_turn(queue, filled, free, slot, turn, row, col, row_end, word, stage
 @gluon.jit
 def multiply_in_turns(
     half, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m,
-    STAGES: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr, WEIGHT: gl.constexpr, ACROSS: gl.constexpr,
-    INDEXED: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
+    WEIGHT: gl.constexpr, ACROSS: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: multiplies every other tile, and stores it. See ``warpgroups.multiply``."""
+    PARTS: gl.constexpr = COLUMNS // PART
+    WRITTEN: gl.constexpr = 256 if PARTS == 3 else COLUMNS
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WRITTEN, 16])
     DEPTH: gl.constexpr = b.shape[2] if B_NK else b.shape[1]
@@ -56,7 +57,7 @@ def multiply_in_turns(
     while row >= 0:
         steps = word & 0xFFFFF
         expert = (word >> 20) & 0x3FF
-        first = (place & 0xFFFFF) * (PARTS * 64)
+        first = (place & 0xFFFFF) * COLUMNS
         stage = (place >> 20) & 0xF
         phase = (place >> 24) & 1
         upper = gl.zeros([64, WRITTEN], gl.float32, mma)
@@ -75,12 +76,17 @@ def multiply_in_turns(
                 b_tile = b.index(stage * PARTS)._reinterpret(b.dtype, [DEPTH, WRITTEN], b.layout)
             upper = warpgroup_mma(a_upper, b_tile, upper, is_async=True)
             lower = warpgroup_mma(a_lower, b_tile, lower, is_async=True)
+            if WEIGHT:  # its reductions are short: the other begins as soon as the last step has been asked for
+                mbarrier.arrive(order.index(1 - half), count=1, pred=step == steps - 1)
             upper, lower = warpgroup_mma_wait(num_outstanding=2, deps=(upper, lower))
             gl.barrier()
             mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=step > 0)
             stage, phase = advance(stage, phase, STAGES)
-        gl.barrier()
-        mbarrier.arrive(order.index(1 - half), count=1)
+        if WEIGHT:
+            mbarrier.arrive(order.index(1 - half), count=1, pred=steps == 0)
+        else:
+            gl.barrier()
+            mbarrier.arrive(order.index(1 - half), count=1)
         upper, lower = warpgroup_mma_wait(num_outstanding=0, deps=(upper, lower))
         if steps > 0:
             gl.barrier()
@@ -92,11 +98,11 @@ def multiply_in_turns(
                 scale = weights(moved, mine, row_end, gl.SliceLayout(1, mma))
                 target, inside = targets(moved, mine, row_end, gl.SliceLayout(1, lines))
                 store_lines(
-                    y, result, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, 1, PARTS,
+                    y, result, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, PARTS,
                     lines,
                 )  # fmt: skip
             else:
-                store_boxes(y_map, result, buffers, half, mine, row_end, first, expert, 1, WEIGHT, PARTS, ACROSS)
+                store_boxes(y_map, result, buffers, half, mine, row_end, first, expert, SLOTS, WEIGHT, PARTS, ACROSS)
         turn = turn ^ 1
         row, place, row_end, word = take(queue, filled, free, half, turn)
     if not INDEXED:

@@ -115,7 +115,8 @@ BROKEN = {
     "pingpong of rows with dW's tiles": replace(IN_TURNS, config=WEIGHT_TURNS.pairs()),
     "pingpong of dW with tiles of rows": replace(record(spec(Op.DW, WEIGHT_TURNS)), config=TURNS.pairs()),
     "pingpong with steps that don't fit its parts": configured(IN_TURNS, block_k=128),
-    "pingpong of 128 columns": configured(IN_TURNS, block_n=128),
+    "pingpong of 64 columns": configured(IN_TURNS, block_n=64),
+    "pingpong of 256 columns": configured(IN_TURNS, block_n=256),
     "192 columns, not pingpong": configured(IN_TURNS, pingpong=0),
     "TMA in a config without": configured(ROWS, tma=0),
     "elements of 8 bytes": replace(ROWS, tensor_maps=tuple(replace(one, element=8) for one in ROWS.tensor_maps)),
@@ -148,6 +149,7 @@ def opened(variant: Variant) -> BundleFile:
         IN_TURNS,
         record(Spec(Op.DX, DType.BF16, TURNS, fusion=Fusion.SCATTER)),
         record(spec(Op.DX, TURNS)),
+        record(spec(Op.FORWARD, replace(TURNS, block_n=128, num_stages=6))),
         *(record(spec(Op.DW, one)) for one in (WEIGHT_TURNS, ACROSS)),
     ],
 )
@@ -157,6 +159,7 @@ def test_pingpong_as_the_builder_records_it_passes(variant: Variant) -> None:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_is_refused_before_the_driver_sees_a_byte(name: str) -> None:
+    assert unlaunchable(BROKEN[name])  # the record alone: its code is no cubin, and refused for that, too
     with opened(BROKEN[name]) as file, pytest.raises(BundleCorrupt, match="bundle 'broken': variant 0: "):
         loaded(file, 0, 0, 132)
 

@@ -99,6 +99,19 @@ def test_the_fit_sees_narrow_configs(tool: SimpleNamespace, K: int, less: bool) 
     assert all((ranked[len(wide) + i] < ranked[i]) is less for i in range(len(wide)))
 
 
+def test_the_fit_sees_tiles_that_are_dealt_out(tool: SimpleNamespace) -> None:
+    """Beside those of the same size that aren't, and of 192 columns."""
+    cell = next(one for one in _cells(tool, Op.FORWARD) if one.tokens == 1024 and one.model == "qwen3-next")
+    taken = [one for one in cell.variants if one.config.specialized and one.config.block_n == 128]
+    several = [replace(one, config=replace(one.config, pingpong=True)) for one in taken] + taken
+    cell = replace(cell, variants=tuple(several), times_us=(1.0,) * len(several))
+    (part,) = tool.vectors.parts([cell])
+    ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(cell)}
+    assert dict(enumerate(part.estimates_us(CONSTANTS).tolist())) == pytest.approx(ranked, rel=1e-12)
+    assert taken
+    assert all(ranked[i] > ranked[len(taken) + i] for i in range(len(taken)))
+
+
 @pytest.mark.parametrize(("N", "K"), [(2048, 1024), (1024, 2048), (5760, 2880)])
 def test_the_fit_sees_tiles_that_lie_across(tool: SimpleNamespace, N: int, K: int) -> None:
     """Beside the same configs that don't; of dw turned round they take as long, but for what a row of a tile writes."""

@@ -1,8 +1,9 @@
-"""Specialised kernels whose warpgroups take whole tiles of 192 columns in turns."""
+"""Specialised kernels whose warpgroups take whole tiles of 128 or 192 columns in turns."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,16 +13,18 @@ from pretuned.kernels import abi
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.calibration import CONSTANTS
 from pretuned.kernels.chips import chip_for
-from pretuned.kernels.config import Config, across, invalid
+from pretuned.kernels.config import Config, across, dealt, invalid
 from pretuned.kernels.cost import Resources, estimate_us
-from pretuned.kernels.space import candidates
+from pretuned.kernels.space import candidates, shared_bytes_at_least
 
+SPECIALIZED = Path(__file__).parents[2] / "kernels" / "specialized.py"
 ROWS = Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)
+DEALT = Config(128, 128, 64, 8, 6, tma=True, specialized=True, pingpong=True)
 WEIGHT = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)
 ACROSS = Config(32, 192, 128, 8, 10, tma=True, specialized=True, pingpong=True)
 
 
-@pytest.mark.parametrize("config", [ROWS, WEIGHT, ACROSS])
+@pytest.mark.parametrize("config", [ROWS, DEALT, WEIGHT, ACROSS])
 def test_what_can_be_pingpong(config: Config) -> None:
     assert invalid(config) is None
     assert str(config).endswith(" specialized pingpong")
@@ -29,22 +32,26 @@ def test_what_can_be_pingpong(config: Config) -> None:
     assert "pingpong" in str(invalid(replace(config, narrow=True)))
     assert "has one" in str(invalid(replace(config, num_stages=1)))
     for name in ("block_m", "block_n", "block_k"):
-        assert "128 x 192" in str(invalid(replace(config, **{name: 192 if getattr(config, name) != 192 else 256})))
+        other = 256 if config is DEALT or getattr(config, name) == 192 else 192  # 128 x 192, 192 deep, is one of dW
+        assert "128 x 192" in str(invalid(replace(config, **{name: other})))
     assert "num_stages is 16, wanted 1 to 15" in str(invalid(replace(config, num_stages=16)))
-    assert "power of two" in str(invalid(replace(config, pingpong=False)))
+    wide = str(invalid(replace(config, pingpong=False)))
+    assert ("power of two" in wide) is (config is not DEALT)
 
 
 @pytest.mark.parametrize("wrong", [{"block_m": 64}, {"block_m": 256}, {"block_k": 32}])
-def test_rows_have_one_shape_of_tiles(wrong: dict[str, int]) -> None:
+def test_rows_have_two_shapes_of_tiles(wrong: dict[str, int]) -> None:
     """A part of w has 64 columns, and lies as lines of 64 of its reduction: deeper ones would be read crosswise."""
-    assert "128 x 192" in str(invalid(replace(ROWS, **wrong)))
+    for config in (ROWS, DEALT):
+        assert "128 x 192" in str(invalid(replace(config, **wrong)))
+        assert "128 x 192" in str(invalid(replace(config, block_n=64)))
     assert abi.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(ROWS, block_k=128))  # that is a tile of dW
 
 
 def test_a_step_of_dw_has_any_rows() -> None:
     assert invalid(replace(WEIGHT, block_m=64, num_stages=5)) is None
     assert invalid(replace(ACROSS, block_m=64, num_stages=5)) is None
-    assert [across(one) for one in (ROWS, WEIGHT, ACROSS)] == [False, False, True]
+    assert [across(one) for one in (ROWS, DEALT, WEIGHT, ACROSS)] == [False, False, False, True]
     assert "128 x 192" in str(invalid(replace(WEIGHT, block_n=64)))
 
 
@@ -52,8 +59,8 @@ def test_which_kernels_have_such_code() -> None:
     for op in Op:
         for dtype in DType:
             for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER):
-                for config in (ROWS, WEIGHT, ACROSS):
-                    fits = (config is not ROWS) == (op is Op.DW) and fusion is not Fusion.GATHER
+                for config in (ROWS, DEALT, WEIGHT, ACROSS):
+                    fits = (config in (WEIGHT, ACROSS)) == (op is Op.DW) and fusion is not Fusion.GATHER
                     there = fits and dtype in (DType.BF16, DType.FP16)
                     assert (abi.no_code(op, dtype, fusion, config) is None) is there
     both = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
@@ -62,13 +69,14 @@ def test_which_kernels_have_such_code() -> None:
 
 def test_how_many_columns_a_tile_can_be_told_apart() -> None:
     """Their number goes to the warpgroups in 20 bits."""
-    most = 192 << 20
-    for config, op, N, K in (
-        (ROWS, Op.FORWARD, most, 64), (ROWS, Op.DX, 64, most), (WEIGHT, Op.DW, 64, most), (ACROSS, Op.DW, most, 64),
+    for config, op, columns_are in (
+        (ROWS, Op.FORWARD, "N"), (ROWS, Op.DX, "K"), (DEALT, Op.FORWARD, "N"), (DEALT, Op.DX, "K"),
+        (WEIGHT, Op.DW, "K"), (ACROSS, Op.DW, "N"),
     ):  # fmt: skip
-        problem = Problem(op, DType.BF16, 4, N, K)
+        most = (128 if config is DEALT else 192) << 20
+        problem = replace(Problem(op, DType.BF16, 4, 64, 64), **{columns_are: most})
         assert abi.beyond(problem, config) is None
-        more = replace(problem, **({"N": N + 8} if most == N else {"K": K + 8}))
+        more = replace(problem, **{columns_are: most + 8})
         assert f"the most columns of {config} are {most}, these are {most + 8}" in str(abi.beyond(more, config))
         plain = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
         assert abi.beyond(more, plain) is None
@@ -95,7 +103,7 @@ def test_a_bundle_from_before_has_none() -> None:
 @pytest.mark.parametrize("op", Op)
 def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
     found = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.pingpong]
-    wanted = [WEIGHT, ACROSS] if op is Op.DW else [ROWS]
+    wanted = [WEIGHT, ACROSS] if op is Op.DW else [ROWS, DEALT]
     assert found == (wanted if dtype in (DType.BF16, DType.FP16) else [])
 
 
@@ -105,18 +113,54 @@ def test_it_gathers_no_rows(fusion: Fusion) -> None:
     assert not [one for one in Space().candidates(family, 90) if one.pingpong]
     assert "no gather or silu" in str(abi.no_code(Op.FORWARD, DType.BF16, fusion, ROWS))
     for other in (Fusion.NONE, Fusion.SCATTER):
-        assert ROWS in Space().candidates(replace(family, fusion=other), 90)
-        assert abi.no_code(Op.FORWARD, DType.BF16, other, ROWS) is None
+        for config in (ROWS, DEALT):
+            assert config in Space().candidates(replace(family, fusion=other), 90)
+            assert abi.no_code(Op.FORWARD, DType.BF16, other, config) is None
 
 
 def test_its_boxes_have_64_columns() -> None:
-    assert abi.boxes(Spec(Op.FORWARD, DType.BF16, ROWS))["w"] == (1, 64, 64)
+    for config in (ROWS, DEALT):
+        assert abi.boxes(Spec(Op.FORWARD, DType.BF16, config))["w"] == (1, 64, 64)
     for config in (WEIGHT, ACROSS):
         assert abi.boxes(Spec(Op.DW, DType.BF16, config)) == {
             "dy": (1, 1, 32, 64), "x": (1, 1, 32, 64), "dw": (1, 64, 64),
         }  # fmt: skip
         constants = abi.constants(Spec(Op.DW, DType.BF16, config), 90)
         assert (constants["BLOCK_M"], constants["BLOCK_K"], constants["ACROSS"]) == (32, 192, config is ACROSS)
+
+
+def test_tiles_of_128_columns_are_dealt_out_in_turn() -> None:
+    """All others go to programs as they become free: whoever reads this of the config must agree with the kernel."""
+    assert [dealt(one) for one in (ROWS, DEALT, WEIGHT, ACROSS)] == [False, True, False, False]
+    assert not dealt(replace(DEALT, pingpong=False))
+    assert not dealt(Config(64, 128, 128, 4, 4, tma=True))
+    assert "DRAWN: gl.constexpr = not PINGPONG or BLOCK_N != 2 * PART" in SPECIALIZED.read_text()
+
+
+def test_their_ring_has_no_words_to_spare() -> None:
+    """A product of 128 columns is written as it is: none of its words lie past the ring's end."""
+    ends = {one: abi.constants(Spec(Op.FORWARD, DType.BF16, one), 90) for one in (ROWS, DEALT)}
+    assert [(one["BLOCK_N"], one["STAGES"], one["SLOTS"]) for one in ends.values()] == [(192, 5, 1), (128, 6, 1)]
+    deeper = replace(DEALT, num_stages=7)  # 224 KiB of operands, and 16 of results: past what an SM has
+    assert shared_bytes_at_least(Op.FORWARD, DType.BF16, deeper, 90) + 2 * 64 * 64 * 2 > abi.SPECIALIZED_SHARED_BYTES
+
+
+def test_where_tiles_are_dealt_out_memory_takes_longer() -> None:
+    """At T=1024 they took 1.02 to 1.05 x the time of others where experts have few rows, and less where many."""
+    both = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+    few = Problem(Op.FORWARD, DType.BF16, 512, 1024, 2048), 10240
+    many = Problem(Op.FORWARD, DType.BF16, 64, 2048, 2048), 65536
+    special = CONSTANTS.hopper.specialized
+
+    def us(problem: Problem, M: int, config: Config, share: float) -> float:
+        told = CONSTANTS._replace(hopper=CONSTANTS.hopper._replace(specialized=special._replace(dealt_memory=share)))
+        return estimate_us(problem, M, Resources(config, 384, 213384, 168, 16), chip_for(90), told)
+
+    assert us(*few, DEALT, special.dealt_memory) > 1.01 * us(*few, both, special.dealt_memory)
+    assert us(*many, DEALT, special.dealt_memory) < us(*many, both, special.dealt_memory)
+    assert us(*few, DEALT, 1.5) > 1.3 * us(*few, DEALT, 1.0)
+    for config in (ROWS, both):
+        assert us(*few, config, 1.5) == us(*few, config, 1.0)
 
 
 def test_dw_lies_as_wastes_least() -> None:
@@ -135,6 +179,7 @@ def test_dw_lies_as_wastes_least() -> None:
     "spec",
     [
         Spec(Op.FORWARD, DType.BF16, ROWS), Spec(Op.DX, DType.FP16, ROWS, fusion=Fusion.SCATTER),
+        Spec(Op.FORWARD, DType.BF16, DEALT),
         Spec(Op.DW, DType.BF16, WEIGHT), Spec(Op.DW, DType.BF16, ACROSS),
     ],
 )  # fmt: skip

@@ -99,8 +99,11 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("fall", FALLS)
 @pytest.mark.parametrize(("E", "N", "K"), WEIGHTS)
 def test_dw(E: int, N: int, K: int, fall: str, dtypes: tuple[DType, ...]) -> None:
-    """Specialised ones, and every one of tf32. Rows that no expert has are not read."""
-    for M in (1, 300, 5000):
+    """Specialised ones, and every one of tf32. Rows that no expert has are not read.
+
+    With many rows an expert and few tiles, those with more rows come first.
+    """
+    for M in (1, 300, 5000, 300 * E):
         m_sizes = fallen(E, M, fall).cuda()
         for kernel in variants(Op.DW, Fusion.NONE, lambda config: config.specialized or dtypes is not HALVES, dtypes):
             dtype = dtype_of(kernel)

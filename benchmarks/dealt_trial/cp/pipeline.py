@@ -1,0 +1,188 @@
+# ruff: noqa
+"""What the loading warp and the multiplying warpgroups of a specialised kernel share: counts, barriers, the queue.
+
+Operands pass through a ring of stages: ``full`` says that a stage's bytes are there, ``empty`` that the warpgroups
+that read them are done. The loading warp tells of each tile through two slots, both warpgroups or (turns.py) one each.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
+NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's word: only the left half of its columns counts
+WHOLE_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's column: each of its rows that is gathered has an index
+# What ``flags`` says, as in forward.py and tiles.py.
+GATHER_FLAG: gl.constexpr = gl.constexpr(1)
+SCATTER_FLAG: gl.constexpr = gl.constexpr(2)
+WEIGHT_FLAG: gl.constexpr = gl.constexpr(4)
+BIAS_FLAG: gl.constexpr = gl.constexpr(8)
+ZERO_TAIL_FLAG: gl.constexpr = gl.constexpr(16)
+BOTH: gl.constexpr = gl.constexpr("// cluster: both\n\tmov.b32 $0, 0;")  # is done here and in the other program
+LEADER: gl.constexpr = gl.constexpr("// cluster: leader\n\tmov.b32 $0, 0;")  # is done in the first program alone
+END: gl.constexpr = gl.constexpr("// cluster: end\n\tmov.b32 $0, 0;")
+CLUSTER_SYNC: gl.constexpr = gl.constexpr(
+    "// cluster: sync\n\tfence.mbarrier_init.release.cluster;\n\tbarrier.cluster.arrive.relaxed.aligned;\n\t"
+    "barrier.cluster.wait.acquire.aligned;\n\tmov.b32 $0, 0;"
+)
+INDEXED_FLAGS: gl.constexpr = gl.constexpr(1 | 2 | 4)
+MOVED_FLAGS: gl.constexpr = gl.constexpr(2 | 4 | 8)  # what a result that leaves by TMA can't be
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _add_capped(a, b):
+    return gl.minimum(a + b, 0x7FFFFFFF)
+
+
+@gluon.jit
+def counts(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The rows that each expert asks for, [EXPERTS] uint32: none below zero, none above M."""
+    expert = gl.arange(0, EXPERTS, layout=LAYOUT)
+    word = m_sizes + expert * m_sizes_step
+    low = gl.load(word, mask=expert < E, other=0).to(gl.int64)
+    high = gl.load(word + (m_sizes_step - 1), mask=expert < E, other=0).to(gl.int64)
+    wide = (high << 32) | (low & 0xFFFFFFFF)
+    count = gl.where(m_sizes_step == 1, low, wide)
+    return gl.minimum(gl.maximum(count, 0), M.to(gl.int64)).to(gl.uint32)
+
+
+@gluon.jit
+def expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """(rows, end row) of every expert, [EXPERTS] int32: no row passes M."""
+    count = counts(m_sizes, m_sizes_step, M, E, EXPERTS, LAYOUT)
+    end = gl.associative_scan(count, 0, _add_capped)
+    limit = M.to(gl.uint32)
+    start = gl.minimum(end - count, limit)
+    end = gl.minimum(end, limit)
+    return (end - start).to(gl.int32), end.to(gl.int32)
+
+
+@gluon.jit
+def _say(TEXT: gl.constexpr):
+    gl.inline_asm_elementwise(TEXT, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def say(CLUSTER: gl.constexpr, TEXT: gl.constexpr):
+    if CLUSTER:
+        _say(TEXT)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, FULL: gl.constexpr, READERS: gl.constexpr, CLUSTER: gl.constexpr = 0):
+    """(full, empty) of each stage of operands, (queue, filled, free) of the two slots that tell of tiles.
+
+    READERS is how many warpgroups read each stage and each slot: both, or one, where they take tiles in turns.
+    """
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    queue = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    filled = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=FULL)
+        mbarrier.init(empty.index(i), count=2 * READERS if CLUSTER else READERS)
+    for i in gl.static_range(2):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(free.index(i), count=2 * READERS + 1 if CLUSTER == 2 else READERS)
+    if CLUSTER:
+        gl.barrier()
+        _say(CLUSTER_SYNC)
+    return full, empty, queue, filled, free
+
+
+@gluon.jit
+def publish(queue, filled, free, slot, phase, a, b, c, d, WARPS: gl.constexpr, SENT: gl.constexpr = False):
+    """Puts four numbers into a slot of the queue; waits until what was there is taken."""
+    mbarrier.wait(free.index(slot), phase ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    i = gl.arange(0, 4, layout=layout)
+    say(SENT, BOTH)
+    queue.index(slot).store(gl.where(i == 0, a, gl.where(i == 1, b, gl.where(i == 2, c, d))))
+    gl.barrier()
+    mbarrier.arrive(filled.index(slot), count=1)
+    say(SENT, END)
+
+
+@gluon.jit
+def take(queue, filled, free, slot, phase, SENT: gl.constexpr = False, WARPS: gl.constexpr = 4):
+    """The next four numbers of the queue."""
+    mbarrier.wait(filled.index(slot), phase)
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    i = gl.arange(0, 4, layout=layout)
+    values = queue.index(slot).load(layout)
+    a = gl.sum(gl.where(i == 0, values, 0), 0)
+    b = gl.sum(gl.where(i == 1, values, 0), 0)
+    c = gl.sum(gl.where(i == 2, values, 0), 0)
+    d = gl.sum(gl.where(i == 3, values, 0), 0)
+    gl.barrier()
+    say(SENT, LEADER)
+    mbarrier.arrive(free.index(slot), count=1)
+    say(SENT, END)
+    return a, b, c, d
+
+
+@gluon.jit
+def release(bar, pred, CLUSTER: gl.constexpr):
+    say(CLUSTER, BOTH)
+    mbarrier.arrive(bar, count=1, pred=pred)
+    say(CLUSTER, END)
+
+
+@gluon.jit
+def drain(empty, free, stage, phase, slot, turn, leads, STAGES: gl.constexpr, SENT: gl.constexpr):
+    """A loading warp's last act in a cluster: the other program arrives here no more, so this one may end."""
+    for _ in gl.static_range(STAGES):
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        stage, phase = advance(stage, phase, STAGES)
+    if SENT:
+        for _ in gl.static_range(2):
+            mbarrier.wait(free.index(slot), turn ^ 1, pred=leads)
+            slot, turn = advance(slot, turn, 2)
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    following = stage + 1
+    wrapped = following == STAGES
+    return gl.where(wrapped, 0, following), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def before(stage, STAGES: gl.constexpr):
+    return gl.where(stage == 0, STAGES, stage) - 1
+
+
+@gluon.jit
+def grouped(inner, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """(row tile, column tile) of an expert's tile: GROUP_M row tiles share a column before the next."""
+    per_group = GROUP_M * tiles_n
+    group = inner // per_group
+    first = group * GROUP_M
+    height = gl.minimum(tiles_m - first, GROUP_M)
+    rest = inner - group * per_group
+    return first + rest % height, rest // height
+
+
+@gluon.jit
+def expect(bar, A_BYTES: gl.constexpr, both, B_BYTES: gl.constexpr, wide):
+    """Tells a stage's barrier how many bytes come: one or both halves of the rows, and of the columns."""
+    mbarrier.expect(bar, A_BYTES + B_BYTES, pred=(both == 0) & (wide == 0))
+    mbarrier.expect(bar, 2 * A_BYTES + B_BYTES, pred=both & (wide == 0))
+    mbarrier.expect(bar, A_BYTES + 2 * B_BYTES, pred=(both == 0) & wide)
+    mbarrier.expect(bar, 2 * A_BYTES + 2 * B_BYTES, pred=both & wide)
+
+
+@gluon.jit
+def next_tile(counter, drawn, total):
+    """The tile that ``drawn`` stands for; the one who draws the last number leaves the counter at zero."""
+    if drawn == total - 1:
+        gl.store(counter, 0)
+    return gl.num_programs(0) + drawn
