@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +12,14 @@ from typing import Protocol
 from ..artifacts import codec
 from ..artifacts.errors import CompileError, InputError
 from ..artifacts.store import publish
-from ..artifacts.types import Bundle, Kernel, Problem, Producer, Source
+from ..artifacts.types import Bundle, Problem, Source
 from ..kernels.abi import Spec
 from ..kernels.chips import limits
 from ..kernels.passes import PassSpec
-from ..kernels.revisions import REVISIONS, source_sha256
 from .candidates import Candidates, read_candidates
 from .capabilities import target_of
 from .choose import CONFIG_LIMIT, Chosen, choose_among_all
-from .compile import OPTIONS, Compiled, compile_variant, min_driver
+from .compile import Compiled, compile_variant, kernels_of, min_driver, producer_of
 from .compilecache import CompileCache
 from .evidence import Evidence
 from .journal import read_journal
@@ -273,15 +271,9 @@ def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
             listed = "\n".join(f"  {reason}" for reason in list(reasons.get(family, {}))[:5])
             raise CompileError(f"sm_{sm}: not one variant of {family} can be used. What went wrong:\n{listed}")
     compiled = tuple(usable[spec] for spec in (*wanted, *beside) if spec in usable)
-    tools = toolchain()
-    producer = Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
+    producer = producer_of(sm)
     target, driver = target_of(sm), min_driver(sm, producer.ptxas)
-    return Candidates(target, driver, producer, _kernels(compiled), compiled), tuple(dropped)
-
-
-def _kernels(variants: Sequence[Compiled]) -> tuple[Kernel, ...]:
-    names = sorted({one.variant.kernel for one in variants})
-    return tuple(Kernel(name, REVISIONS[name].revision, bytes.fromhex(source_sha256(name))) for name in names)
+    return Candidates(target, driver, producer, kernels_of(compiled), compiled), tuple(dropped)
 
 
 def _holds(path: Path, data: bytes) -> bool:

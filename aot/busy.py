@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import subprocess
+
+from .native import bus_id
 
 _BUSY_PERCENT = 30
 _BUSY_MIB = 4096
 _TIMEOUT_S = 10.0
-_ID_BYTES = 32
 
 
 def busy(device: int) -> list[str]:
@@ -17,8 +17,8 @@ def busy(device: int) -> list[str]:
 
     To be asked before this process does anything there.
     """
-    tool, bus = shutil.which("nvidia-smi"), _bus_id(device)
-    if tool is None or bus is None:
+    tool, bus = shutil.which("nvidia-smi"), bus_id(device)
+    if tool is None or not bus:
         return []
     query = "--query-gpu=utilization.gpu,memory.used"
     try:
@@ -40,17 +40,3 @@ def told(line: str) -> list[str]:
     if percent < _BUSY_PERCENT and mib < _BUSY_MIB:
         return []
     return [f"it is in use ({percent} % busy, {mib} MiB taken by others): times will scatter, choices may be wrong"]
-
-
-def _bus_id(device: int) -> str | None:
-    """The PCI address of the ordinal that this process sees: nvidia-smi counts otherwise."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    handle, text = ctypes.c_int(), ctypes.create_string_buffer(_ID_BYTES)
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), device):
-        return None
-    if cuda.cuDeviceGetPCIBusId(text, _ID_BYTES, handle):
-        return None
-    return text.value.decode()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..artifacts.errors import CompileError
-from ..artifacts.types import DType, TensorMap, Variant
+from ..artifacts.types import DType, Kernel, Producer, TensorMap, Variant
 from ..kernels import abi, passes
 from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec
@@ -69,6 +70,18 @@ def min_driver(sm: int, ptxas: str) -> int:
     """
     major, minor = (int(part) for part in ptxas.split(".")[:2])
     return major * 1000 + (minor * 10 if sm >= 100 and major == 12 else 0)
+
+
+def producer_of(sm: int) -> Producer:
+    """What makes the cubins of a capability here."""
+    tools = toolchain()
+    return Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
+
+
+def kernels_of(compiled: Iterable[Compiled]) -> tuple[Kernel, ...]:
+    """The kernels of some variants, as they are in this version."""
+    names = sorted({one.variant.kernel for one in compiled})
+    return tuple(Kernel(name, REVISIONS[name].revision, bytes.fromhex(source_sha256(name))) for name in names)
 
 
 def _map_element(name: str, dtype: DType) -> int:

@@ -8,9 +8,8 @@ from pathlib import Path
 import msgpack
 
 from ..artifacts.blob import read_checked, write_checked
-from ..artifacts.limits import MAX_ARGUMENTS, MAX_CUBIN_BYTES
-from ..artifacts.schema import VARIANT_OPS, pack_variant, read_variant
-from ..artifacts.types import DType, Fusion, Layout, TensorMap, Variant
+from ..artifacts.limits import MAX_CUBIN_BYTES
+from ..artifacts.schema import pack_variant, read_variant
 from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec
 from .compile import Compiled, arguments_of, job_key
@@ -69,36 +68,20 @@ class CompileCache:
 
 
 def _pack(compiled: Compiled) -> bytes:
-    v = compiled.variant
-    maps = [(m.argument, m.element, m.box, m.swizzle) for m in v.tensor_maps]
-    fields = (v.kernel, v.revision, v.abi, v.op.value, v.dtype.value, v.layout.value, v.fusion.value, v.alignment,
-              v.max_experts, v.config, v.entry, v.arguments, maps, v.threads, v.shared_bytes, v.registers,
-              v.spill_bytes, v.scratch_bytes)  # fmt: skip
-    packed: bytes = msgpack.packb((fields, compiled.cubin))
+    packed: bytes = msgpack.packb((pack_variant(compiled.variant), compiled.cubin))
     return packed
 
 
 def _unpack(payload: bytes, spec: Spec | PassSpec) -> Compiled | None:
     """The entry, or None where another version wrote it in another form: it is then compiled again."""
     try:
-        fields, cubin = msgpack.unpackb(
-            payload,
-            use_list=False,
-            max_bin_len=MAX_CUBIN_BYTES,
-            max_array_len=MAX_ARGUMENTS,
-            max_map_len=0,
-            max_ext_len=0,
+        record, cubin = msgpack.unpackb(
+            payload, use_list=False, max_bin_len=MAX_CUBIN_BYTES, max_array_len=2, max_map_len=0, max_ext_len=0
         )
-        (kernel, revision, abi, op, dtype, layout, fusion, alignment, max_experts, config, entry, arguments, maps,
-         threads, shared, registers, spill, scratch) = fields  # fmt: skip
-        variant = Variant(
-            kernel, revision, abi, VARIANT_OPS[op], DType(dtype), Layout(layout), Fusion(fusion), alignment,
-            max_experts, config, entry, arguments, tuple(TensorMap(*m) for m in maps), threads, shared, registers,
-            spill, scratch, len(cubin), hashlib.sha256(cubin).digest(),
-        )  # fmt: skip
-        if read_variant(pack_variant(variant), len(cubin)) != variant:  # each field's type and range, as of a bundle's
+        variant = read_variant(record, len(cubin))  # each field's type and range, as of a bundle's
+        if variant.cubin_sha256 != hashlib.sha256(cubin).digest():
             return None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, msgpack.UnpackException):
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
         return None
     have = (variant.kernel, variant.op, variant.dtype, variant.layout, variant.fusion, variant.alignment,
             variant.max_experts, variant.config, variant.arguments)  # fmt: skip

@@ -27,6 +27,7 @@ from ..artifacts.store import open_bundle
 from . import daskworkers
 from .daskworkers import Session
 from .jobs import GpuGone, Hello, Job, Result
+from .lanes import first_line
 from .records import DIED
 
 CONNECT_S = 15.0
@@ -275,7 +276,7 @@ def connected(executor: str, connect_s: float = CONNECT_S) -> Iterator[Any]:
         except OSError as error:
             raise HostError(
                 f"--executor {executor}: no Dask scheduler answers there within {connect_s:.0f} s "
-                f"({_first_line(error)}); start one with: dask scheduler --port {address.rpartition(':')[2]}"
+                f"({first_line(error)}); start one with: dask scheduler --port {address.rpartition(':')[2]}"
             ) from None
         try:
             yield client
@@ -306,7 +307,3 @@ def dask_gpus(
     with connected(executor, connect_s) as client, contextlib.closing(DaskGpus(client, tag, shared, data)) as gpus:
         gpus.wait_for_one(wait_s, on_note)
         yield gpus
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

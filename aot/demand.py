@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ..artifacts import codec
-from ..artifacts.errors import BundleError, HostError, PretunedError
-from ..artifacts.store import open_bytes
+from ..artifacts.errors import BundleError, HostError, LockBusy, PretunedError
+from ..artifacts.store import lock, open_bytes
 from ..artifacts.types import Bundle, Choice, DType, Fusion, Model, Op, Problem, bucket_of
 from ..kernels.config import Config
 from ..runtime import discover
@@ -37,7 +37,6 @@ WAIT_S = 1800.0  # for another process that tunes
 BUDGET_S = 120.0  # of measuring; compiling comes on top
 _CHILD_TIMEOUT_S = 900.0
 _TUNING = "tuning"  # the directory of the overlay whose lock a process that tunes holds
-_LOCK = ".pretuned.lock"
 _CONFIGS = "configs"  # that of the configs' files
 
 _log = logging.getLogger(__name__)
@@ -284,29 +283,22 @@ def _published_since(local: LocalGpu, begun_ns: int) -> bool:
 @contextlib.contextmanager
 def _turn() -> Iterator[bool | None]:
     """This process's turn to tune: True with the lock, False where nothing can be locked, None if it never came."""
-    import filelock
-
     place = _directory(_TUNING)
-    if place is None:
-        yield False
-        return
-    held = filelock.FileLock(place / _LOCK)
-    got: bool | None = True
-    try:
-        place.mkdir(mode=0o755, parents=True, exist_ok=True)
+    got: bool | None = place is not None
+    with contextlib.ExitStack() as stack:
         try:
-            held.acquire(timeout=0)
-        except filelock.Timeout:
-            _log.warning("pretuned: another process is tuning: waiting for it, at most %g s", WAIT_S)
-            held.acquire(timeout=WAIT_S)
-    except filelock.Timeout:
-        got = None
-    except (OSError, NotImplementedError):  # a read-only file system, one without locks
-        got = False
-    try:
+            if place is not None:
+                place.mkdir(mode=0o755, parents=True, exist_ok=True)
+                try:
+                    stack.enter_context(lock(place, 0.0, required=True))
+                except LockBusy:
+                    _log.warning("pretuned: another process is tuning: waiting for it, at most %g s", WAIT_S)
+                    stack.enter_context(lock(place, WAIT_S, required=True))
+        except LockBusy:
+            got = None
+        except OSError:  # a read-only file system, one without locks
+            got = False
         yield got
-    finally:
-        held.release()
 
 
 def _directory(name: str) -> Path | None:

@@ -28,7 +28,6 @@ class Estimate:
     """One capability. ``variants`` are those to compile; ``cached`` is None where no Triton is installed to tell."""
 
     sm: int
-    families: int
     problems: int
     choices: int
     variants: int
@@ -63,7 +62,7 @@ def estimate(plan: Plan, sms: Sequence[int], cache: CompileCache | None, workers
         seconds = fresh * _VARIANT_S / (workers or default_workers()) + _PROBLEM_S * len(here.problems)
         seconds += _START_S if fresh and sm == sms[0] else 0.0
         size = count * _SHIPPED * _CUBIN_BYTES + len(beside) * _PASS_BYTES + here.choices * _CHOICE_BYTES
-        found.append(Estimate(sm, count, len(here.problems), here.choices, len(wanted), cached, seconds, round(size)))
+        found.append(Estimate(sm, len(here.problems), here.choices, len(wanted), cached, seconds, round(size)))
     return found
 
 

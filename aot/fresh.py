@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,23 +10,21 @@ from ..artifacts import codec
 from ..artifacts.errors import CompileError
 from ..artifacts.schema import pack_problem, read_problem
 from ..artifacts.store import publish
-from ..artifacts.types import Bundle, Choice, DType, Kernel, Model, Op, Problem, Producer, Source
+from ..artifacts.types import Bundle, Choice, DType, Model, Op, Problem, Source, buckets_between
 from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, counts
 from ..kernels.chips import chip_for, limits
 from ..kernels.config import Config
 from ..kernels.cost import Ranker, Resources
-from ..kernels.revisions import REVISIONS, source_sha256
 from ..kernels.space import candidates, fallbacks, shared_bytes_at_least
 from .candidates import read_candidates
 from .capabilities import target_of
 from .choose import choose
-from .compile import OPTIONS, Compiled, min_driver
+from .compile import Compiled, kernels_of, min_driver, producer_of
 from .compilecache import CompileCache
 from .journal import read_journal
 from .measured import measured_bundle
-from .plan import Plan, buckets_between
+from .plan import Plan
 from .select import select_among
-from .toolchain import toolchain
 from .tune import tune_problems
 from .variants import ALIGNMENT_BYTES, by_code, rejection, relabelled
 from .workers import Job, compile_all
@@ -175,14 +172,12 @@ def _likely(problem: Problem, config: Config, sm: int) -> Resources:
 
 
 def _bundle(sm: int, compiled: Sequence[Compiled], choices: Mapping[Problem, tuple[Choice, ...]]) -> Bundle:
-    tools = toolchain()
-    producer = Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
-    names = sorted({one.variant.kernel for one in compiled})
+    producer = producer_of(sm)
     return Bundle(
         target=target_of(sm),
         min_driver=min_driver(sm, producer.ptxas),
         producer=producer,
-        kernels=tuple(Kernel(name, REVISIONS[name].revision, bytes.fromhex(source_sha256(name))) for name in names),
+        kernels=kernels_of(compiled),
         gpus=(),
         variants=tuple(one.variant for one in compiled),
         cubins=tuple(one.cubin for one in compiled),

@@ -325,7 +325,7 @@ class Run:
     def _unfit(self, lane: _Lane, hello: Hello) -> str:
         """Why a worker that has started can't be used: it may be another one than before."""
         header = self.journal.contents.header
-        if (hello.sm, hello.gpu.name, hello.gpu.sm_count) != (header.sm, header.gpu.name, header.gpu.sm_count):
+        if hello.sm != header.sm or not hello.gpu.is_like(header.gpu):
             here, wanted = described(hello.gpu, hello.sm), described(header.gpu, header.sm)
             return f"its GPU is {here}, the journal is of {wanted}"
         for other in self.lanes:

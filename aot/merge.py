@@ -31,8 +31,6 @@ from .assembly import Claim, Codes, Making, assemble, gpu_key, united
 from .choose import CONFIG_LIMIT
 from .variants import Family, optional, ships_unchosen
 
-_MEMORY_TOLERANCE = 50  # one part in so many: drivers reserve differently
-
 
 class Reason(enum.Enum):
     """What decided between two claims, in the order in which it is asked."""
@@ -225,12 +223,7 @@ def _gpu_ranks(bundles: Sequence[Bundle]) -> dict[Gpu, int]:
             first.setdefault(gpu, number)
     groups: list[list[Gpu]] = []
     for gpu in sorted(first, key=gpu_key):
-        last = groups[-1][0] if groups else None
-        if last is not None and (last.name, last.sm_count) == (gpu.name, gpu.sm_count):
-            near = (gpu.memory_mib - last.memory_mib) * _MEMORY_TOLERANCE <= gpu.memory_mib
-        else:
-            near = False
-        if near:
+        if groups and groups[-1][0].is_like(gpu):
             groups[-1].append(gpu)
         else:
             groups.append([gpu])

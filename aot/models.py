@@ -44,9 +44,7 @@ class _Found:
     remarks: tuple[str, ...]
 
 
-def load_models(
-    values: Sequence[str], supported_ops: Sequence[Op] = tuple(Op), only: Sequence[Op] = tuple(Op)
-) -> LoadedModels:
+def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> LoadedModels:
     """The values of ``--models``: each is the path of a models.txt, or a spec with its options;
     ``only`` some ops of them.
 
@@ -62,8 +60,8 @@ def load_models(
     quantised: dict[str, str] = {}
     for line in itertools.chain.from_iterable(map(_each_of_catalogue, _lines(values, problems))):
         try:
-            found, options = _resolve(line, supported_ops)
-            shards = list(_shards(found, options, supported_ops, only))
+            found, options = _resolve(line)
+            shards = list(_shards(found, options, only))
         except InputError as error:
             problems.extend(f"{line.where}: {problem}" for problem in str(error).split("\n"))
             continue
@@ -140,11 +138,11 @@ def _is_file_of_specs(value: str, path: Path) -> bool:
     return path.suffix == ".txt" and "=" not in value
 
 
-def _resolve(line: _Line, supported_ops: Sequence[Op]) -> tuple[_Found, Options]:
+def _resolve(line: _Line) -> tuple[_Found, Options]:
     given = words(line.text)
     if not given:
         raise InputError("no model is named")
-    options, problems = parse_options(given[1:], supported_ops)
+    options, problems = parse_options(given[1:])
     try:
         found = _find(given[0], line.base)
     except InputError as error:
@@ -194,15 +192,15 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _shards(found: _Found, options: Options, supported_ops: Sequence[Op], only: Sequence[Op]) -> Iterator[ModelShape]:
+def _shards(found: _Found, options: Options, only: Sequence[Op]) -> Iterator[ModelShape]:
     """tp x ep. Raises InputError with every contradiction, a line each."""
     layer = found.layer
     problems: list[str] = []
     shards: list[ModelShape] = []
     fused = _fused(layer, problems) if options.shared else 0
-    ops = tuple(op for op in options.ops or supported_ops if op in only)
+    ops = tuple(op for op in options.ops or Op if op in only)
     if not ops:
-        given, wanted = (",".join(op.value for op in some) for some in (options.ops or supported_ops, only))
+        given, wanted = (",".join(op.value for op in some) for some in (options.ops or Op, only))
         problems.append(f"ops={given}: --ops {wanted} leaves nothing of it")
     for tp, ep in itertools.product(options.tp, options.ep):
         shard = ModelShape(

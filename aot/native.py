@@ -43,6 +43,15 @@ def gpu_uuid(device: int) -> str:
     return "" if failed else bytes(uuid).hex()
 
 
+def bus_id(device: int) -> str:
+    """The PCI address of the ordinal that this process sees, as nvidia-smi takes it; empty without a driver."""
+    cuda = _driver()
+    handle, text = ctypes.c_int(), ctypes.create_string_buffer(32)
+    if cuda is None or cuda.cuDeviceGet(ctypes.byref(handle), device) != 0:
+        return ""
+    return "" if cuda.cuDeviceGetPCIBusId(text, len(text), handle) else text.value.decode()
+
+
 def _driver() -> ctypes.CDLL | None:
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..artifacts.errors import HostError, InputError, LockBusy
-from ..artifacts.store import lock
+from ..artifacts.store import LOCK_NAME, lock
 
 DEFAULT_NAME = "pretuned"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-LOCK_NAME = ".pretuned.lock"  # as artifacts.store.lock names it
 _LONGEST_WAIT_S = 24 * 3600.0
 
 

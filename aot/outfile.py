@@ -11,8 +11,8 @@ from ..artifacts import codec
 from ..artifacts.errors import HostError, InputError
 from ..artifacts.store import publish
 from ..artifacts.types import Bundle
+from ..artifacts.wire import MAGIC
 
-_BUNDLE = b"\x95\xa8pretuned"  # FORMAT.md: an array of 5, the magic
 _PAGE = b"<!doctype html>"
 
 
@@ -28,7 +28,7 @@ class Written:
 def is_bundle(path: Path) -> bool:
     """Whether a file begins as a bundle does. One that can't be read is taken for one: opening it says why."""
     try:
-        return _begin(path, len(_BUNDLE)) == _BUNDLE
+        return _begin(path, len(MAGIC)) == MAGIC
     except OSError:
         return True
 
@@ -43,7 +43,7 @@ def check_out(path: Path) -> None:
     HostError
         if its directory is not there, or the file can't be read.
     """
-    _check(path, _BUNDLE, "bundle")
+    _check(path, MAGIC, "bundle")
 
 
 def check_page(path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ..artifacts.types import DType, Fusion, Layout, Model, Op, Problem, bucket_of
+from ..artifacts.types import DType, Fusion, Layout, Model, Op, Problem, buckets_between
 from ..kernels.abi import MAX_EXPERTS, code_of
 from .modelshape import Gemm, ModelShape
 from .variants import Family, Space, is_aligned, optional
@@ -130,9 +130,3 @@ def planned_on(plan: Plan, sms: Collection[int], pool: Space | None = None) -> P
         if optional(one) and not any(space.candidates(Family.of(one), sm) for sm in sms)
     }  # fmt: skip
     return plan.without(idle) if idle else plan
-
-
-def buckets_between(least: int, most: int) -> tuple[int, ...]:
-    """Every bucket from that of ``least`` rows to that of ``most``, ascending."""
-    first, last = bucket_of(least), bucket_of(most)
-    return tuple(1 << power for power in range(first.bit_length() - 1, last.bit_length()))

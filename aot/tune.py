@@ -125,7 +125,7 @@ def _same_gpu(greeted: Mapping[GpuExecutor, Hello], bundle: BundleFile) -> tuple
     first = next(iter(greeted.values()))
     users: dict[str, str] = {}
     for executor, other in greeted.items():
-        if (other.sm, other.gpu.name, other.gpu.sm_count) != (first.sm, first.gpu.name, first.gpu.sm_count):
+        if other.sm != first.sm or not other.gpu.is_like(first.gpu):
             raise InputError(
                 f"the GPUs differ: {described(first.gpu, first.sm)} and {described(other.gpu, other.sm)}. "
                 "Choose equal ones (--gpus, or the resources of the Dask workers), and give each kind a journal of "

@@ -14,7 +14,6 @@ from ..kernels.config import Config
 from ..kernels.cost import Resources, occupancy
 from ..kernels.passes import PassSpec
 
-BUILDS_OPS = tuple(Op)  # the ops that there are kernels for
 ALIGNMENT_BYTES = 16
 # A few registers spilled outside the loop cost next to nothing; more than this many bytes a thread
 # means that the loop itself goes through memory.

@@ -18,10 +18,10 @@ from .publication import publish
 from .types import Bundle, Choice, Gpu, Kernel, Model, Problem, Producer, Target, Variant
 from .wire import BLOB_HEADER_BYTES, PREAMBLE_BYTES, blob_header, check_index, corrupt, read_preamble
 
-__all__ = ["BundleFile", "lock", "open_bundle", "open_bytes", "publish", "reading"]
+__all__ = ["LOCK_NAME", "BundleFile", "lock", "open_bundle", "open_bytes", "publish", "reading"]
 
 _CHUNK_BYTES = 1 << 20
-_LOCK_NAME = ".pretuned.lock"
+LOCK_NAME = ".pretuned.lock"
 
 
 def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None) -> BundleFile:
@@ -221,7 +221,7 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
     """
     import filelock  # here, as it brings asyncio and sqlite3 along, and most processes never lock anything
 
-    path = Path(directory) / _LOCK_NAME
+    path = Path(directory) / LOCK_NAME
     held = filelock.FileLock(path, timeout=timeout_s)
     failed: HostError | None = None
     try:
@@ -249,7 +249,7 @@ def reading(directory: str | os.PathLike[str], timeout_s: float) -> Iterator[Non
     """
     with contextlib.ExitStack() as stack:
         try:
-            fd = _share(os.path.join(directory, _LOCK_NAME))  # noqa: PTH118 - a process's first call waits for this
+            fd = _share(os.path.join(directory, LOCK_NAME))  # noqa: PTH118 - a process's first call waits for this
             stack.callback(os.close, fd)
         except BlockingIOError:
             stack.enter_context(lock(directory, timeout_s))

@@ -274,3 +274,9 @@ def bucket_of(M: int) -> int:
     rows, of the nearest one's none for more than sqrt 2 times.
     """
     return 1 << (M * M).bit_length() // 2  # 2 log2 M, rounded down, and halved: runtime/ops.py has it, too
+
+
+def buckets_between(least: int, most: int) -> tuple[int, ...]:
+    """Every bucket from that of ``least`` rows to that of ``most``, ascending."""
+    first, last = bucket_of(least), bucket_of(most)
+    return tuple(1 << power for power in range(first.bit_length() - 1, last.bit_length()))

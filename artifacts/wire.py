@@ -13,7 +13,7 @@ from .limits import FORMAT, MAX_FILE_BYTES, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLD
 
 # fixarray 5 | fixstr "pretuned" | uint32 format | uint64 file bytes | uint32 index bytes | bin8 sha256
 _PREAMBLE = struct.Struct(">10sBIBQBI2s32s")
-_MAGIC = b"\x95\xa8pretuned"
+MAGIC = b"\x95\xa8pretuned"
 PREAMBLE_BYTES = _PREAMBLE.size
 DIGESTED_BYTES = PREAMBLE_BYTES - 32  # the digest covers the preamble up to itself, then the index
 BLOB_HEADER_BYTES = 5  # bin32: 0xc6 and a uint32
@@ -43,7 +43,7 @@ class Preamble(NamedTuple):
 
 def pack_preamble(file_bytes: int, index: bytes) -> bytes:
     """The preamble of a file of ``file_bytes`` bytes with this index."""
-    head = _PREAMBLE.pack(_MAGIC, 0xCE, FORMAT, 0xCF, file_bytes, 0xCE, len(index), b"\xc4\x20", b"")[:DIGESTED_BYTES]
+    head = _PREAMBLE.pack(MAGIC, 0xCE, FORMAT, 0xCF, file_bytes, 0xCE, len(index), b"\xc4\x20", b"")[:DIGESTED_BYTES]
     return head + _digest(head, index)
 
 
@@ -57,8 +57,8 @@ def read_preamble(head: bytes, file_bytes: int, where: str) -> Preamble:
     if len(head) < PREAMBLE_BYTES:
         raise corrupt(where, f"file is {file_bytes} bytes, the preamble alone says {PREAMBLE_BYTES}")
     magic, t1, version, t2, said_bytes, t3, index_bytes, t4, digest = _PREAMBLE.unpack_from(head)
-    if magic != _MAGIC or t1 != 0xCE:
-        raise corrupt(where, f"it is no bundle: it begins with {head[:11]!r}, wanted {_MAGIC!r} and a format")
+    if magic != MAGIC or t1 != 0xCE:
+        raise corrupt(where, f"it is no bundle: it begins with {head[:11]!r}, wanted {MAGIC!r} and a format")
     if version > FORMAT:
         raise BundleTooNew(
             f"bundle {where!r}: format {version}, this version reads {_formats()}. "

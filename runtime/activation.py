@@ -13,7 +13,7 @@ from torch.nn import functional
 from ..artifacts.errors import InputError
 from ..artifacts.types import Pass
 from ..kernels import passes as words
-from . import passes, products
+from . import inputs, passes, products
 from .device import on
 
 GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
@@ -66,6 +66,8 @@ def activate(
     act = Activation(activation, gated, interleaved)
     columns = act.columns(h)
     if not products.on_gpu(h) or torch.compiler.is_compiling() or type(h) is not torch.Tensor or _transformed():
+        return by_torch(h, act)
+    if inputs.duals._current_level >= 0:  # a tangent goes through torch's operations alone
         return by_torch(h, act)
     rows = h.reshape(-1, h.shape[-1])
     if torch.is_grad_enabled() and h.requires_grad:

@@ -6,8 +6,7 @@ import torch
 
 from ..artifacts.errors import ProblemNotInBundle
 from ..kernels import reference
-
-_MOST_GROUPS = 1024  # torch's own limit
+from .fallback import grouped_mm
 
 
 def store(
@@ -41,9 +40,8 @@ def weight(dy: torch.Tensor, x: torch.Tensor, m_sizes: torch.Tensor, *, sm: int)
         in a graph capture, where torch has to read m_sizes on the host.
     """
     M, N, K = x.shape[0], dy.shape[1], x.shape[1]
-    grouped = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    fast = x.dtype is torch.bfloat16 and sm // 10 in (9, 10) and N % 8 == 0 and K % 8 == 0
-    if grouped is not None and fast and m_sizes.shape[0] <= _MOST_GROUPS:
+    grouped = grouped_mm(x.dtype, sm, m_sizes.shape[0])
+    if grouped is not None and N % 8 == 0 and K % 8 == 0:
         counts = m_sizes.long().clamp(0, M)
         ends = counts.cumsum(0).clamp_(max=M)
         product: torch.Tensor = grouped(dy.contiguous().t(), x.contiguous(), offs=ends.to(torch.int32))

@@ -39,7 +39,7 @@ def run(
     InputError
         for tensors that can't be used, or don't fit each other.
     """
-    if is_traced(x, w):
+    if is_traced(x, w, m_sizes, gather_indices, topk_weights, bias):
         from .library import traced
 
         return traced(
@@ -77,6 +77,8 @@ def run(
         inputs_with_grad = any(t is not None and t.requires_grad for t in (x, w, fusions.weights, fusions.bias))
         if not (inputs_with_grad and torch.is_grad_enabled()):
             y = gradients.forward(call, x, out)
+            if out is not None:  # a launch changes it unseen: whoever saved it for a gradient has to be told
+                torch.autograd.graph.increment_version(out)
         elif out is not None:
             raise InputError("grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or "
                              "use torch.no_grad()")  # fmt: skip
@@ -105,12 +107,13 @@ def is_whole(x: object, w: object) -> bool:
     return (wide and torch.is_autocast_enabled("cuda")) or is_traced(x, w)
 
 
-def is_traced(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether these stand for tensors to come: only an operator can take them."""
-    if type(x) is torch.Tensor and type(w) in _PLAIN:  # a list and a generator would cost more than the rest
-        return torch.compiler.is_compiling()
-    tensors = [t for t in (x, w) if isinstance(t, torch.Tensor)]
-    return torch.compiler.is_compiling() or any(type(tensor) not in _PLAIN for tensor in tensors)
+def is_traced(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether one of these stands for a tensor to come, or wraps others: only an operator can take them."""
+    if torch.compiler.is_compiling():
+        return True
+    if not others[1:] and type(x) is torch.Tensor and type(others[0]) in _PLAIN:  # a plain call's: in half the time
+        return x.is_meta
+    return any(isinstance(one, torch.Tensor) and (type(one) not in _PLAIN or one.is_meta) for one in (x, *others))
 
 
 def check(
@@ -148,7 +151,9 @@ def autocast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """In a torch.autocast region, x, w and bias in its dtype if any of them is float32."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or torch.float32 not in (x.dtype, w.dtype):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x, w, bias
+    if torch.float32 not in (x.dtype, w.dtype) and (bias is None or bias.dtype is not torch.float32):
         return x, w, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)

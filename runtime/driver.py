@@ -60,7 +60,6 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
-    "cuModuleUnload": (c_void_p,),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
@@ -227,13 +226,3 @@ def zeroed(size_bytes: int, device: int) -> int:
         check(lib.cuStreamSynchronize(stream), "cuStreamSynchronize")
         check(lib.cuStreamDestroy_v2(stream), "cuStreamDestroy")
     return memory.value or 0
-
-
-def unload(function: Function) -> None:
-    """Give a kernel's code back. Nothing may launch it afterwards."""
-    lib, context = library(), c_void_p()
-    check(lib.cuCtxPushCurrent_v2(primary_context(function.device)), "cuCtxPushCurrent")
-    try:
-        check(lib.cuModuleUnload(function.module), "cuModuleUnload")
-    finally:
-        lib.cuCtxPopCurrent_v2(byref(context))

@@ -310,14 +310,15 @@ def _of_numbers(E: int | None, N: int | None, K: int | None, dtype: str, w_layou
 def _of_tensors(
     x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor | None, w_layout: str, device: int | None
 ) -> tuple[Problem, int, bool, int | None]:
-    from . import inputs, ops
+    from . import inputs, productlaunchers
 
     if w is None or m_sizes is None:
         raise InputError("explain: wanted x, w and m_sizes, got x alone (or a Problem and M)")
     call = inputs.check(x, w, m_sizes, w_layout)
     if call.x.is_cuda:
         device = call.x.get_device()
-        return ops.problem_of(call, device), call.M, call.aligned(None), device
+        problem = productlaunchers.problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
+        return problem, call.M, call.aligned(None), device
     dtype = inputs.check_cuda_dtype(call.x)
     return Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout), call.M, call.aligned(None), device
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -22,6 +23,15 @@ def tell_reference(device: str) -> None:
     _log.debug("pretuned: tensors on %s: the torch reference runs", device)
 
 
+def grouped_mm(dtype: torch.dtype, sm: int, E: int) -> Callable[..., torch.Tensor] | None:
+    """torch's own grouped GEMM, where it does not synchronise: bf16 on 9.x and 10.x, aligned; else None."""
+    if dtype is not torch.bfloat16 or sm // 10 not in (9, 10) or E > _MOST_GROUPS:
+        return None
+    found: Callable[..., torch.Tensor] | None
+    found = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    return found
+
+
 def on_cuda(
     x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, y: torch.Tensor, layout: Layout, *, sm: int, aligned: bool
 ) -> None:
@@ -35,9 +45,8 @@ def on_cuda(
     ProblemNotInBundle
         in a graph capture, where the loop can't read m_sizes.
     """
-    grouped = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    fast = x.dtype is torch.bfloat16 and sm // 10 in (9, 10) and aligned and w.shape[0] <= _MOST_GROUPS
-    if grouped is not None and fast:
+    grouped = grouped_mm(x.dtype, sm, w.shape[0])
+    if grouped is not None and aligned:
         M, K = x.shape
         x = x.as_strided((M, K), (x.stride(0) if M > 1 else K, 1))  # torch minds the stride of a single row
         ends = m_sizes.clamp(0, M).cumsum(0, dtype=torch.int64).clamp_(max=M)

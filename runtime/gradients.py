@@ -56,10 +56,14 @@ class Call:
         return self.w.shape[2 if self.form.layout is Layout.NK else 1]
 
     def flat_weights(self, like: torch.Tensor) -> torch.Tensor | None:
-        """The routing weights by flat index: float32, or float64 beside a float64 tensor."""
-        weights = self.fusions.weights
-        wide = torch.float64 if like.dtype is torch.float64 else torch.float32
-        return None if weights is None else weights.detach().to(wide).reshape(-1).contiguous()
+        """The routing weights as ``flat`` has them, where there are any."""
+        return None if self.fusions.weights is None else flat(self.fusions.weights, like)
+
+
+def flat(weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The routing weights by flat index: float32, or float64 beside a float64 tensor."""
+    wide = torch.float64 if like.dtype is torch.float64 else torch.float32
+    return weights.detach().to(wide).reshape(-1).contiguous()
 
 
 def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

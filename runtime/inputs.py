@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from ..artifacts.errors import InputError
 from ..artifacts.types import DType, Layout
@@ -96,6 +98,18 @@ def tensors(**given: object) -> None:
     for name, one in given.items():
         if not isinstance(one, torch.Tensor):
             bad(name, f"a {type(one).__name__}", "a torch.Tensor")
+
+
+# Where no level is told, as in a torch that names it otherwise, each call looks at its tensors.
+duals = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
+
+
+def no_tangents(call: str, *given: object) -> None:
+    """Raise InputError for a tensor with a tangent of forward-mode differentiation: a kernel would lose it."""
+    for one in given:
+        if isinstance(one, torch.Tensor) and forward_ad.unpack_dual(one).tangent is not None:  # type: ignore[no-untyped-call]
+            raise InputError(f"{call}: a tensor has a forward-mode tangent (torch.func.jvp, jacfwd, forward_ad), and "
+                             "there is no forward-mode derivative here: use a backward")  # fmt: skip
 
 
 def tensors_or_none(**given: object) -> None:

@@ -26,6 +26,7 @@ from ..artifacts.types import Layout, Op
 from . import activation, tokens
 from .activation import Activation, Needs
 from .calls import without_autocast
+from .gradients import flat
 from .products import Rows, gated_rows, rows, weight
 
 GATED_IN_PRODUCT = Activation("silu", gated=True, interleaved=False)  # what a product's epilogue can do
@@ -174,12 +175,6 @@ def gradients(
         if needs_up_bias:
             dup_bias = weight(dh, dh.new_ones((M, _ONES)), m_sizes, strict=False)[:, :, 0].contiguous()
     return dx, dup, ddown, dup_bias, ddown_bias, dweights
-
-
-def flat(weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The routing weights by flat index: float32, or float64 beside a float64 tensor."""
-    wide = torch.float64 if like.dtype is torch.float64 else torch.float32
-    return weights.detach().to(wide).reshape(-1).contiguous()
 
 
 def columns(w: torch.Tensor, layout: Layout) -> int:

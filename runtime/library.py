@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..artifacts.errors import InputError
-from . import gradients
+from . import gradients, inputs
 from .autograd import backward
 from .calls import autocast, check, without_autocast
 from .form import Form, form_of
@@ -37,6 +37,8 @@ def traced(
     if untraceable:
         raise InputError("grouped_gemm: out=, autotune=True and kernel_config_* can't be traced by torch.compile or "
                          "torch.export: leave them out, or call outside")  # fmt: skip
+    if torch._C._are_functorch_transforms_active():
+        raise InputError("grouped_gemm: torch.func's transforms (grad, jvp, vmap) are not supported: use a backward")
     x, w, bias = autocast(x, w, bias)
     y: torch.Tensor = torch.ops.pretuned.grouped_gemm(
         x, w, m_sizes, gather_indices, topk_weights, bias, topk, permute_x, permute_y, fuse_mul_post, w_layout,
@@ -55,6 +57,7 @@ def _call(
 
 
 def _forward(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    inputs.no_tangents("grouped_gemm", x, *rest)
     call, x = _call(x, *rest[:-2])
     with without_autocast(x.device.type):
         return gradients.forward(call, x)
@@ -103,8 +106,13 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return dx, dw, None, None, dweights, dbias, *[None] * 8
 
 
+def _no_second(_ctx: Any, *_: Any) -> None:
+    raise RuntimeError("pretuned: a gradient of grouped_gemm has no gradient itself: it can't be differentiated again")
+
+
 torch.library.impl(_library, "grouped_gemm", "CompositeExplicitAutograd")(_forward)
 torch.library.impl(_library, "grouped_gemm_backward", "CompositeExplicitAutograd")(_backward)
 torch.library.register_fake("pretuned::grouped_gemm", _forward_fake, lib=_library)
 torch.library.register_fake("pretuned::grouped_gemm_backward", _backward_fake, lib=_library)
+torch.library.register_autograd("pretuned::grouped_gemm_backward", _no_second, lib=_library)
 torch.library.register_autograd("pretuned::grouped_gemm", _gradients, setup_context=_setup, lib=_library)

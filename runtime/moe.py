@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -11,6 +12,7 @@ from ..artifacts.types import Layout
 from . import calls, inputs, layer, layerplans, slots
 from .activation import Activation, activate, check_activation
 from .form import check_fusions, form_of
+from .gradients import flat
 from .layer import Layer, MoeLayer, Routing, Weights
 from .ops import grouped_gemm
 
@@ -31,6 +33,9 @@ def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
     found = slots.sort_slots(topk_ids, E)
     if found is not None:
         return Routing(*found)
+    inputs.tensors(topk_ids=topk_ids)
+    if topk_ids.dtype.is_floating_point or topk_ids.dtype is torch.bool:
+        inputs.bad("topk_ids", f"{topk_ids.dtype}", "an integer type")
     flat = topk_ids.reshape(-1).to(torch.int64)
     # int32 sorts in half the passes of int64.
     flat = torch.where((flat >= 0) & (flat < E), flat, E).to(torch.int32)
@@ -95,6 +100,8 @@ def moe_mlp(
     """
     key: object = None
     if not _tracing():
+        if inputs.duals._current_level >= 0:
+            inputs.no_tangents("moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias)
         try:
             key = (
                 gate_up_weight.data_ptr(), down_weight.data_ptr(), topk_ids.shape, activation, gated, interleaved,
@@ -108,6 +115,8 @@ def moe_mlp(
             out = _again(plan, hidden, given, topk_ids, topk_weights)
             if out is not None:
                 return out
+    inputs.tensors(hidden=hidden, gate_up_weight=gate_up_weight, down_weight=down_weight, topk_ids=topk_ids,
+                   topk_weights=topk_weights)  # fmt: skip
     check_activation(activation, gated=gated, interleaved=interleaved)
     if weights_on not in ("output", "input"):
         raise InputError(f"moe_mlp: weights_on is {weights_on!r}, wanted 'output' or 'input'")
@@ -127,7 +136,7 @@ def moe_mlp(
         k, Layout(w_layout) if w_layout in ("nk", "kn") else Layout.NK, Activation(activation, gated, interleaved)
     )
     others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
-    if weights_on == "input" or any(calls.is_traced(x, one) for one in (gate_up_weight, *others)):
+    if weights_on == "input" or calls.is_traced(x, gate_up_weight, topk_ids, *others):
         out = _composed(
             x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout
         )  # fmt: skip
@@ -174,7 +183,7 @@ def _fused(
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
             out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how)  # type: ignore[no-untyped-call]
             return out, routing
-        return layer.forward(how, x, given, routing, layer.flat(weights, x), keeps_h=False)[0], routing
+        return layer.forward(how, x, given, routing, flat(weights, x), keeps_h=False)[0], routing
 
 
 def _checked(
@@ -183,14 +192,17 @@ def _checked(
     """x with rows that can be used; InputError for what the GEMMs can't take."""
     gate_up, down, gate_up_bias, down_bias = given
     index, m_sizes, *_ = routing
-    first = inputs.check(x, gate_up, m_sizes, w_layout)
+    with _product("gate_up"):
+        first = inputs.check(x, gate_up, m_sizes, w_layout)
     form = form_of(w_layout=w_layout, topk=how.top_k, permute_x=True, permute_y=True)
     I = first.N // 2 if how.act.gated else first.N  # noqa: E741
-    second = inputs.check(x.new_empty((0, I)), down, m_sizes, w_layout)
-    for one, bias in ((first, gate_up_bias), (second, down_bias)):
-        check_fusions(
-            form, m_sizes, x.dtype, one.N, gather_indices=index, topk_weights=weights, fuse_mul_post=True, bias=bias
-        )
+    with _product("down"):
+        second = inputs.check(x.new_empty((0, I)), down, m_sizes, w_layout)
+    for one, bias, name in ((first, gate_up_bias, "gate_up"), (second, down_bias, "down")):
+        with _product(name):
+            check_fusions(
+                form, m_sizes, x.dtype, one.N, gather_indices=index, topk_weights=weights, fuse_mul_post=True, bias=bias
+            )
     if second.N != first.K:
         raise InputError(
             f"moe_mlp: down_weight is {list(down.shape)}, wanted H={first.K} rows of an expert, hidden's columns"
@@ -198,6 +210,15 @@ def _checked(
     if x.is_cuda:
         inputs.check_cuda_dtype(x)
     return first.x
+
+
+@contextlib.contextmanager
+def _product(name: str) -> Iterator[None]:
+    """What a product's check says of w and bias is told of the caller's own arguments."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"moe_mlp: of the product with {name}_weight as w and {name}_bias as bias, {error}") from None
 
 
 def _composed(

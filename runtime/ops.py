@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from ..artifacts.types import DType, Op, Problem
+from ..artifacts.types import Fusion, Op
 from ..kernels.abi import gemm_of
 from . import calls, discover, fallback, inputs, plans, recent, settings
 from .device import (
@@ -33,6 +33,7 @@ from .launcher import Launcher
 from .loading import prepare
 from .pair import KernelPair
 from .pinned import Pin
+from .productlaunchers import problem_of, tf32_allowed
 
 _Key: TypeAlias = "tuple[object, ...]"
 _Calls: TypeAlias = "dict[_Key, tuple[Launcher, int]]"
@@ -49,6 +50,8 @@ _FLOAT32 = torch.float32
 # What something that is no usable tensor raises: the checks will say which.
 _UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)
 _tracing = torch.compiler.is_dynamo_compiling
+_duals = inputs.duals
+_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 
 
 def grouped_gemm(
@@ -156,6 +159,8 @@ def grouped_gemm(
             zero_tail=zero_tail, dX_only=dX_only, dW_only=dW_only, untraceable=out is not None or autotune
             or kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None,
         )  # fmt: skip
+    if _duals._current_level >= 0:
+        inputs.no_tangents("grouped_gemm", x, w, topk_weights, bias)
     more = (
         permute_x or permute_y or fuse_mul_post or autotune or gather_indices is not None or bias is not None
         or topk_weights is not None or kernel_config_fwd is not None
@@ -171,6 +176,8 @@ def grouped_gemm(
         if again is not None:
             y = again(x, w, m_sizes) if out is None else again(x, w, m_sizes, out)
             if y is not None:
+                if out is not None:
+                    _written(out)
                 return y
     if more or calls.is_whole(x, w):
         keep = None
@@ -203,7 +210,10 @@ def grouped_gemm(
             x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
             fuse_mul_post=fuse_mul_post, bias=bias, out=out, keep=keep,
         )  # fmt: skip
-    return _known(x, w, m_sizes, w_layout, out, zero_tail)
+    y = _known(x, w, m_sizes, w_layout, out, zero_tail)
+    if out is not None:
+        _written(out)
+    return y
 
 
 grouped_gemm_forward = grouped_gemm
@@ -220,17 +230,6 @@ def reload() -> None:
     _calls = {}
     _plans = {}
     _recent = {}
-
-
-def problem_of(call: inputs.RowGemm, device: int) -> Problem:
-    """The problem that a checked CUDA call is; fp32 is tf32 where torch allows it and a bundle has it."""
-    dtype = inputs.check_cuda_dtype(call.x)
-    problem = Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout)
-    if dtype is DType.FP32 and _tf32_allowed():
-        tf32 = Problem(Op.FORWARD, DType.TF32, call.E, call.N, call.K, call.layout)
-        if discover.snapshot().serves(tf32, local_gpu(device)):
-            return tf32
-    return problem
 
 
 def _known(
@@ -250,7 +249,7 @@ def _known(
             device, dtype, K, unit, stride_x_m >= K, stride_x_m & 7, (M * M).bit_length() // 2, (x_at | w_at) & 15,
             w.dtype, w.shape, w.stride(), w.get_device(), w_layout,
             m_sizes.dtype, m_sizes.shape, m_sizes.is_contiguous(), m_sizes.get_device(),
-            dtype is _FLOAT32 and _tf32_allowed(),
+            dtype is _FLOAT32 and tf32_allowed(dtype),
         )  # fmt: skip
         if out is not None:
             stride_y_m = out.stride(0)
@@ -285,12 +284,12 @@ def _condition(device: int, grad: bool, dtype: torch.dtype) -> Callable[[], bool
     alone = only_device()
     if alone and not grad and dtype is not _FLOAT32:
         return None
-    tf32 = _tf32_allowed()
+    tf32 = tf32_allowed(dtype)
 
     def still() -> bool:
         if grad and torch.is_grad_enabled():
             return False
-        if dtype is _FLOAT32 and (_tf32_allowed() != tf32 or torch.is_autocast_enabled("cuda")):
+        if dtype is _FLOAT32 and (tf32_allowed(dtype) != tf32 or torch.is_autocast_enabled("cuda")):
             return False
         return alone or device_is_current(device)
 
@@ -337,7 +336,7 @@ def _launcher(call: inputs.RowGemm, device: int, aligned: bool) -> Launcher | No
     if not platform_supported():
         _unsupported()
         return None
-    problem = problem_of(call, device)
+    problem = problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
     strict = settings.settings().strict
     kernel = prepare(discover.snapshot(), problem, call.M, local_gpu(device), device, aligned=aligned, strict=strict)
     if kernel is None:
@@ -352,10 +351,3 @@ def _launcher(call: inputs.RowGemm, device: int, aligned: bool) -> Launcher | No
 @functools.cache
 def _unsupported() -> None:
     _log.warning("pretuned: bundles run on linux x86_64, this is %s: grouped GEMM runs on torch", platform_name())
-
-
-def _tf32_allowed() -> bool:
-    """Whether the user lets torch multiply float32 matrices in tf32 on CUDA."""
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)  # the newer setting also answers for the older ones
-    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"

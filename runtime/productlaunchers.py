@@ -47,10 +47,11 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
     fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype, zeroes,
              first and 1 + checks)  # fmt: skip
     # (By its value: an enum's hash is a call in Python.)
-    key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin, _tf32(x.dtype))
+    key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin,
+           tf32_allowed(x.dtype))  # fmt: skip
 
     def build() -> Launch | None:
-        problem = _problem(call.op, x, E, N, K, call.layout, fusion)
+        problem = problem_of(call.op, x, E, N, K, call.layout, fusion)
         kernel = _kernel(problem, call.M, device, aligned, call.pin, None)
         if kernel is None:
             return None
@@ -85,11 +86,11 @@ def gated_launch(call: Rows, a: torch.Tensor) -> Launch | None:
     checks = call.bounds is None
     fixed = (x.dtype, E, N, K, strides, call.gather_divisor, index_step, m_sizes.dtype, call.layout.value,
              first and 1 + checks)  # fmt: skip
-    key = ("gated", *fixed, bucket_of(call.M), aligned, device, _tf32(x.dtype))
+    key = ("gated", *fixed, bucket_of(call.M), aligned, device, tf32_allowed(x.dtype))
 
     def build() -> Launch | None:
         problem = dataclasses.replace(
-            _problem(call.op, x, E, N, K, call.layout, call.fusion), fusion=Fusion.SILU | Fusion.GATHER
+            problem_of(call.op, x, E, N, K, call.layout, call.fusion), fusion=Fusion.SILU | Fusion.GATHER
         )
         kernel = _gated_kernel(problem, call, device, aligned, call.gather_divisor if first else 0, checks)
         if kernel is None:
@@ -112,10 +113,10 @@ def weight_launch(
     lengths = (N, K, row_stride(dy, N), row_stride(x, K))
     aligned = is_aligned(_ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
     device = x.get_device()
-    key = ("weight", x.dtype, E, N, K, m_sizes.dtype, strict, bucket_of(M), aligned, device, pin, _tf32(x.dtype))
+    key = ("weight", x.dtype, E, N, K, m_sizes.dtype, strict, bucket_of(M), aligned, device, pin, tf32_allowed(x.dtype))
 
     def build() -> Launcher | None:
-        problem = _problem(Op.DW, x, E, N, K, Layout.NK, Fusion.NONE)
+        problem = problem_of(Op.DW, x, E, N, K, Layout.NK, Fusion.NONE)
         kernel = _kernel(problem, M, device, aligned, pin, strict)
         if kernel is None:
             return None
@@ -191,21 +192,22 @@ def _gathered_kernel(problem: Problem, call: Rows, device: int, checks: bool) ->
     )
 
 
-def _problem(op: Op, x: torch.Tensor, E: int, N: int, K: int, layout: Layout, fusion: Fusion) -> Problem:
+def problem_of(op: Op, x: torch.Tensor, E: int, N: int, K: int, layout: Layout, fusion: Fusion) -> Problem:
+    """What a checked CUDA product is; fp32 is tf32 where torch allows it and a bundle has it."""
     dtype, code = check_cuda_dtype(x), code_of(op, fusion)
-    if _tf32(x.dtype):
+    if tf32_allowed(x.dtype):
         tf32 = Problem(op, DType.TF32, E, N, K, layout, code)
         if discover.snapshot().serves(tf32, local_gpu(x.get_device())):
             return tf32
     return Problem(op, dtype, E, N, K, layout, code)
 
 
-def _tf32(dtype: torch.dtype) -> bool:
+def tf32_allowed(dtype: torch.dtype) -> bool:
     """Whether the user lets torch multiply float32 matrices in tf32 on CUDA."""
     if dtype is not torch.float32:
         return False
     matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)
+    precision = getattr(matmul, "fp32_precision", None)  # the newer setting also answers for the older ones
     return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
 
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ..artifacts.store import BundleFile
-from ..artifacts.types import Fusion, Model, Pass, Problem, bucket_of
+from ..artifacts.types import Fusion, Model, Pass, Problem, buckets_between
 from ..kernels.passes import dtype_of
 from . import discover
 from .candidates import why_not
@@ -252,7 +252,7 @@ def buckets(rows: tuple[int, int]) -> list[int]:
     least, most = (min(count, _MOST_ROWS) for count in rows)
     if not most:
         return []
-    return [1 << power for power in range(bucket_of(least).bit_length() - 1, bucket_of(most).bit_length())]
+    return list(buckets_between(least, most))
 
 
 def _rows(problem: Problem, tokens: range | None) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...artifacts.errors import HostError
 from ...artifacts.types import Fusion, Op
+from ..variants import fused
 from .cells import Cell, Gemm, State
 from .markup import median
 
@@ -50,8 +51,7 @@ _ID = re.compile(r'(\bid="|href="#|url\(#)')
 def form(cell: Cell) -> str:
     """Op and form, as legends and tables say it."""
     one = cell.problem
-    moved = "+".join(str(flag.name).lower() for flag in Fusion if flag and flag in one.fusion)
-    return one.op.value + (f" {moved}" if moved else "")
+    return f"{one.op.value} {fused(one.fusion)}".rstrip()
 
 
 def check_available() -> None:

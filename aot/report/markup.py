@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 
 from .cells import Cell, State
@@ -27,17 +28,14 @@ def times(ratio: float | None) -> str:
 
 def median(values: Iterable[float]) -> float | None:
     """The median, None of nothing."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    found = list(values)
+    return statistics.median(found) if found else None
 
 
 def mean(values: Iterable[float | None]) -> float | None:
     """The geometric mean of those that are known, None of nothing."""
-    logs = [math.log(value) for value in values if value is not None]
-    return math.exp(math.fsum(logs) / len(logs)) if logs else None
+    known = [value for value in values if value is not None]
+    return statistics.geometric_mean(known) if known else None
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:

@@ -12,7 +12,7 @@ from pretuned.aot.build import Options, build
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan
-from pretuned.aot.variants import BUILDS_OPS, Space
+from pretuned.aot.variants import Space
 from pretuned.artifacts.types import DType, Op
 from pretuned.kernels.config import Config
 
@@ -47,7 +47,7 @@ def small_plan() -> Plan:
 @pytest.fixture(scope="session")
 def training_plan() -> Plan:
     """The aligned model, every op, w in both layouts."""
-    return plan(load_models([SMALL + " layout=nk,kn"], BUILDS_OPS).shapes)
+    return plan(load_models([SMALL + " layout=nk,kn"]).shapes)
 
 
 @pytest.fixture(scope="session")

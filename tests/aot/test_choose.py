@@ -10,7 +10,7 @@ from pretuned.aot.choose import CONFIG_LIMIT, Chosen, choose
 from pretuned.aot.compile import Compiled
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan, planned_on
-from pretuned.aot.variants import BUILDS_OPS, GATED_CONFIGS, Family, Space, families, is_aligned, optional, specs
+from pretuned.aot.variants import GATED_CONFIGS, Family, Space, families, is_aligned, optional, specs
 from pretuned.artifacts.types import Fusion, Layout, Op, Problem, Variant
 from pretuned.kernels import abi, space
 from pretuned.kernels.abi import Spec
@@ -37,7 +37,7 @@ def _choose(planned: Plan, sm: int) -> Chosen:
 
 @pytest.fixture(scope="module")
 def catalogue() -> Plan:
-    return plan(load_models(["catalogue"], BUILDS_OPS).shapes)
+    return plan(load_models(["catalogue"]).shapes)
 
 
 @pytest.mark.parametrize("sm", [80, 90])
@@ -92,7 +92,7 @@ def test_forms_that_move_rows_share_the_plain_ones_configs(catalogue: Plan) -> N
 
 
 def test_each_layout_has_its_own_choice() -> None:
-    planned = plan(load_models(["Qwen/Qwen3-30B-A3B layout=nk,kn tokens=64..1024"], BUILDS_OPS).shapes)
+    planned = plan(load_models(["Qwen/Qwen3-30B-A3B layout=nk,kn tokens=64..1024"]).shapes)
     chosen = _choose(planned, 90)
     for layout in Layout:
         for op in (Op.FORWARD, Op.DX):

@@ -34,8 +34,6 @@ COMPILED = Compiled(
     ),
     CUBIN,
 )  # fmt: skip
-FIELDS = ("kernel", "revision", "abi", "op", "dtype", "layout", "fusion", "alignment", "max_experts", "config", "entry",
-          "arguments", "maps", "threads", "shared_bytes", "registers", "spill_bytes", "scratch_bytes")  # fmt: skip
 NESTED = b"\xdd\x00\x07\xff\xff" * 511
 
 VALUES: dict[str, tuple[str, object]] = {
@@ -58,38 +56,39 @@ VALUES: dict[str, tuple[str, object]] = {
     "no arguments": ("arguments", []),
     "an argument too many": ("arguments", [*abi.arguments(SPEC), ("z", "ptr")]),
     "arguments a number": ("arguments", 5),
-    "maps of nothing": ("maps", [()]),
-    "a map for a pointer": ("maps", [("x", 9, (64, 64), 3)]),
-    "maps a number": ("maps", 1),
+    "maps of nothing": ("tensor_maps", [()]),
+    "a map for a pointer": ("tensor_maps", [("x", 9, (64, 64), 3)]),
+    "maps a number": ("tensor_maps", 1),
     "threads 0": ("threads", 0),
     "threads 2**63": ("threads", 2**63),
     "shared 2**40": ("shared_bytes", 2**40),
     "registers true": ("registers", True),
     "spills 1.5": ("spill_bytes", 1.5),
     "scratch nil": ("scratch_bytes", None),
+    "another digest": ("cubin_sha256", bytes(32)),
 }
 
 
 @pytest.fixture
-def compiled(tmp_path: Path) -> tuple[CompileCache, Path, list[object]]:
+def compiled(tmp_path: Path) -> tuple[CompileCache, Path, dict[str, object]]:
     """A cache of one entry, the entry's file, and its fields."""
     cache = CompileCache(tmp_path)
     cache.put(SPEC, 90, COMPILED)
     (path,) = tmp_path.glob("*/*.bin")
     assert cache.get(SPEC, 90) == COMPILED
-    fields, cubin = msgpack.unpackb(read_checked(path))
+    record, cubin = msgpack.unpackb(read_checked(path))
     assert cubin == CUBIN
-    return cache, path, fields
+    return cache, path, msgpack.unpackb(record)
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_a_compiled_variant_that_is_not_what_was_asked_for(
-    compiled: tuple[CompileCache, Path, list[object]], name: str
+    compiled: tuple[CompileCache, Path, dict[str, object]], name: str
 ) -> None:
     cache, path, fields = compiled
     field, value = VALUES[name]
-    fields[FIELDS.index(field)] = value
-    write_checked(path, msgpack.packb((fields, CUBIN)))
+    fields[field] = value
+    write_checked(path, msgpack.packb((msgpack.packb(fields), CUBIN)))
     assert cache.get(SPEC, 90) is None
 
 
@@ -110,7 +109,7 @@ PAYLOADS = {
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_a_compiled_entry_of_other_bytes(compiled: tuple[CompileCache, Path, list[object]], name: str) -> None:
+def test_a_compiled_entry_of_other_bytes(compiled: tuple[CompileCache, Path, dict[str, object]], name: str) -> None:
     cache, path, _ = compiled
     write_checked(path, PAYLOADS[name])
     assert cache.get(SPEC, 90) is None

@@ -1,0 +1,200 @@
+"""What differentiation can't do here is refused, and never wrong in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from host_gpu import TOPK, Device, E, K, N, T, device, on
+from torch.autograd import forward_ad
+
+from pretuned.artifacts.errors import InputError
+from pretuned.runtime import activate, grouped_gemm, layerplans, moe_mlp, plans, productlaunchers, reload
+
+__all__ = ["device"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:pretuned"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),  # torch.func.jvp's own
+]
+Call = Callable[..., torch.Tensor]
+H, WIDTH = 12, 8
+
+
+@pytest.fixture(params=["the reference", "a GPU"], autouse=True)
+def where(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(layerplans, "_KINDS", (torch.float32,))
+    on(monkeypatch, request.param == "a GPU")
+    reload()
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
+
+
+def product(x: torch.Tensor, w: torch.Tensor, topk_weights: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Every tensor that has a gradient, in one call."""
+    return grouped_gemm(
+        x, w, torch.tensor([3, 4, 5, 2]), TOPK, torch.arange(T * TOPK).flip(0), permute_x=True, fuse_mul_post=True,
+        topk_weights=topk_weights, bias=bias,
+    )  # fmt: skip
+
+
+def layer(
+    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk_weights: torch.Tensor,
+    gate_up_bias: torch.Tensor, down_bias: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    ids = torch.arange(T * TOPK).view(T, TOPK) % E
+    return moe_mlp(
+        hidden, gate_up, down, ids, topk_weights, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )  # fmt: skip
+
+
+PRODUCT = {"x": (T, K), "w": (E, N, K), "topk_weights": (T, TOPK), "bias": (E, N)}
+LAYER = {
+    "hidden": (T, H), "gate_up": (E, 2 * WIDTH, H), "down": (E, H, WIDTH), "topk_weights": (T, TOPK),
+    "gate_up_bias": (E, 2 * WIDTH), "down_bias": (E, H),
+}  # fmt: skip
+EACH = [(product, PRODUCT, name) for name in PRODUCT] + [(layer, LAYER, name) for name in LAYER]
+
+
+@pytest.mark.parametrize(("call", "shapes", "name"), EACH, ids=[f"{call.__name__} {name}" for call, _, name in EACH])
+def test_a_tangent_is_refused(call: Call, shapes: dict[str, tuple[int, ...]], name: str) -> None:
+    """A kernel would lose it. The second time the call is one that is remembered."""
+    given = {one: random(*shape) for one, shape in shapes.items()}
+    call(**given)
+    for _ in range(2):
+        with forward_ad.dual_level(), pytest.raises(InputError, match="forward-mode"):
+            call(**given | {name: forward_ad.make_dual(given[name], torch.ones_like(given[name]))})
+        with pytest.raises(InputError, match="forward-mode"):
+            torch.func.jvp(lambda one: call(**given | {name: one}), (given[name],), (given[name],))
+        with forward_ad.dual_level():  # of others' tensors
+            call(**given)
+
+
+def test_a_plain_call_refuses_it_too() -> None:
+    x, w, m_sizes = random(T, K), random(E, N, K), torch.tensor([3, 0, 4, 0])
+    for _ in range(2):
+        grouped_gemm(x, w, m_sizes)
+        with forward_ad.dual_level(), pytest.raises(InputError, match=r"grouped_gemm: .*forward-mode"):
+            grouped_gemm(forward_ad.make_dual(x, x), w, m_sizes)
+
+
+def test_an_activation_has_it() -> None:
+    h = random(T, 2 * WIDTH)
+    want = torch.func.jvp(lambda one: torch.nn.functional.silu(one[:, :WIDTH]) * one[:, WIDTH:], (h,), (h,))
+    torch.testing.assert_close(torch.func.jvp(activate, (h,), (h,)), want)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(activate(forward_ad.make_dual(h, h)))
+    torch.testing.assert_close((found.primal, found.tangent), want)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1]])
+def test_a_compiled_transform_is_refused(transform: Callable[[Any], Any]) -> None:
+    """It gave zeros."""
+    x, w, m_sizes = random(T, K), random(E, N, K), torch.tensor([3, 0, 4, 0])
+    torch._dynamo.reset()
+    compiled = torch.compile(transform(lambda x: grouped_gemm(x, w, m_sizes).sum()), backend="eager", fullgraph=True)
+    with pytest.raises((InputError, torch._dynamo.exc.TorchDynamoException), match=r"torch\.func|forward-mode"):
+        compiled(x)
+
+
+def test_a_gradient_has_no_gradient_in_compiled_code() -> None:
+    """It was left out of the sum: a penalty on a gradient did nothing."""
+    x, w, m_sizes = random(T, K).requires_grad_(), random(E, N, K), torch.tensor([3, 0, 4, 0])
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(grouped_gemm, w=w, m_sizes=m_sizes), backend="eager", fullgraph=True)
+    for call in (compiled, partial(grouped_gemm, w=w, m_sizes=m_sizes)):
+        (dx,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"differentiated (again|twice)|once_differentiable"):
+            (call(x).sum() + dx.square().sum()).backward()
+
+
+def test_who_saved_out_is_told_that_it_changed() -> None:
+    x, w, m_sizes, index = random(8, K), random(E, N, K), torch.tensor([3, 0, 4, 1]), torch.arange(8)
+    for form in ({"permute_x": True, "gather_indices": index}, {}):
+        out, factor = torch.empty(8, N), torch.ones(8, N, requires_grad=True)
+        grouped_gemm(x, w, m_sizes, out=out, **form)
+        loss = (factor * out).sum()
+        grouped_gemm(2 * x, w, m_sizes, out=out, **form)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class Wrapped(torch.Tensor):
+    """As a DTensor: without memory of its own."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device, strides=inner.stride()
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def bare(one: Any) -> Any:
+            return one.inner if isinstance(one, Wrapped) else one
+
+        return func(*torch.utils._pytree.tree_map(bare, args), **torch.utils._pytree.tree_map(bare, kwargs or {}))
+
+
+@pytest.mark.parametrize("which", ["m_sizes", "gather_indices", "topk_weights", "bias"])
+def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    make = productlaunchers.row_launcher
+
+    def watched(*given: Any, **how: Any) -> Any:
+        launch = make(*given, **how)
+
+        def call(*words: int) -> None:
+            seen.append((words[3], *words[8:11]))
+            launch(*words)
+
+        call.zeroes = launch.zeroes  # type: ignore[attr-defined]
+        return call
+
+    monkeypatch.setattr(productlaunchers, "row_launcher", watched)
+    given: dict[str, Any] = {
+        "x": random(T, K), "w": random(E, N, K), "m_sizes": torch.tensor([3, 4, 5, 2]), "bias": random(E, N),
+        "gather_indices": torch.arange(T * TOPK), "topk_weights": random(T, TOPK),
+    }  # fmt: skip
+    form: dict[str, Any] = {"topk": TOPK, "permute_x": True, "fuse_mul_post": True}
+    want = grouped_gemm(**given, **form)
+    count = len(seen)
+    found = grouped_gemm(**given | {which: Wrapped(given[which])}, **form)
+    torch.testing.assert_close(found, want)
+    assert all(all(words) for words in seen)
+    assert len(seen) == 2 * count
+
+
+@pytest.mark.parametrize("which", ["x", "w", "bias"])
+def test_autocast_casts_any_of_them(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, False)  # the made-up GPU has float32 alone
+    given = {"x": random(8, K), "w": random(E, N, K), "bias": random(E, N)}
+    given = {name: one if name == which else one.bfloat16() for name, one in given.items()}
+    m_sizes = torch.tensor([3, 0, 4, 1])
+    with torch.autocast("cpu", torch.bfloat16):
+        bias = given.pop("bias").requires_grad_()
+        y = grouped_gemm(**given, m_sizes=m_sizes, bias=bias)
+    assert y.dtype is torch.bfloat16
+    (dbias,) = torch.autograd.grad(y.sum(), bias)
+    assert dbias.dtype is bias.dtype
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_meta_tensors_have_a_shape(autocast: bool) -> None:
+    x, w, m_sizes = (one.to("meta") for one in (random(8, K), random(E, N, K), torch.tensor([3, 0, 4, 1])))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = grouped_gemm(x, w, m_sizes)
+    assert (y.shape, y.dtype, y.device.type) == ((8, N), torch.float32, "meta")
+    ids, weights = torch.empty(8, TOPK, dtype=torch.int64, device="meta"), torch.empty(8, TOPK, device="meta")
+    gate_up, down = torch.empty(E, 2 * WIDTH, K, device="meta"), torch.empty(E, K, WIDTH, device="meta")
+    assert moe_mlp(x, gate_up, down, ids, weights).shape == (8, K)
