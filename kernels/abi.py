@@ -320,6 +320,8 @@ def _even_parts(spec: Spec) -> bool:
     TMA reads a buffer while the next tile is on its way. Half a tile of 128 columns, as an edge or as silu of both
     halves, is one part, so the next tile's first would meet it in the same buffer.
     """
+    if PINGPONG_COLUMNS in (spec.config.block_n, spec.config.block_k):
+        return False  # three parts
     if spec.op is Op.DW:
         return not spec.config.narrow or spec.config.block_k >= 256
     return "y_map" not in spec.tma or spec.config.block_n >= 256

@@ -44,7 +44,7 @@ def _configs(rows: tuple[Row, ...], *, tma: bool, persistent: bool, group_m: int
 
 
 def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
-    """The configs to compile, best guesses first, at most 40 (8 for fp32), all valid and without repeats.
+    """The configs to compile, best guesses first, at most ``LIMIT`` (8 for fp32), all valid and without repeats.
 
     Raises
     ------

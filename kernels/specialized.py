@@ -1,8 +1,9 @@
 """The grouped GEMM by rows for sm_90, warp-specialised: one warp loads through TMA, two warpgroups multiply.
 
 Where rows of x are gathered four warps load, x through pointers.
-A tile has 128 rows, 64 for each warpgroup (warpgroups.py). Tiles are handed out as programs become free. The arguments
-are those of ``forward.rows``, and ``counter``, an int32 that is zero before and after.
+A tile has 128 rows, 64 for each warpgroup (warpgroups.py). Tiles are handed out as programs become free, but for those
+of 128 columns that warpgroups take in turns (turns.py). The arguments are those of ``forward.rows``, and ``counter``,
+an int32 that is zero before and after.
 """
 
 from __future__ import annotations

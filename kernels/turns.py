@@ -77,16 +77,14 @@ def multiply_in_turns(
             upper = warpgroup_mma(a_upper, b_tile, upper, is_async=True)
             lower = warpgroup_mma(a_lower, b_tile, lower, is_async=True)
             if WEIGHT:  # its reductions are short: the other begins as soon as the last step has been asked for
+                gl.barrier()  # not before each warp has seen its own turn: the barrier that says so turns over again
                 mbarrier.arrive(order.index(1 - half), count=1, pred=step == steps - 1)
             upper, lower = warpgroup_mma_wait(num_outstanding=2, deps=(upper, lower))
             gl.barrier()
             mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=step > 0)
             stage, phase = advance(stage, phase, STAGES)
-        if WEIGHT:
-            mbarrier.arrive(order.index(1 - half), count=1, pred=steps == 0)
-        else:
-            gl.barrier()
-            mbarrier.arrive(order.index(1 - half), count=1)
+        gl.barrier()
+        mbarrier.arrive(order.index(1 - half), count=1, pred=(steps == 0) if WEIGHT else True)
         upper, lower = warpgroup_mma_wait(num_outstanding=0, deps=(upper, lower))
         if steps > 0:
             gl.barrier()

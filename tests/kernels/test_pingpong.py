@@ -191,6 +191,16 @@ def test_its_registers_and_buffers(spec: Spec) -> None:
     assert abi.constants(other, 90)["PINGPONG"] is False
 
 
+@pytest.mark.parametrize("config", [WEIGHT, ACROSS, ROWS])
+def test_three_parts_leave_through_one_buffer(config: Config) -> None:
+    """Through two the first part of a tile would meet the last of the tile before in the same one, under TMA's eyes."""
+    for stages in range(2, config.num_stages + 1):
+        for rows in (16, 32, 64) if config is not ROWS else (128,):
+            other = replace(config, num_stages=stages, block_m=rows)
+            op = Op.FORWARD if config is ROWS else Op.DW
+            assert abi.constants(Spec(op, DType.BF16, other), 90)["SLOTS"] == 1
+
+
 def test_its_estimate_is_less_where_its_columns_divide() -> None:
     """gpt-oss, gate_up, at T=8192: measured 1396 and 1519 us for dW, N=5760 and K=2880."""
     problem = Problem(Op.DW, DType.BF16, 32, 5760, 2880)
