@@ -99,7 +99,9 @@ def test_a_compiled_transform_is_refused(transform: Callable[[Any], Any]) -> Non
     x, w, m_sizes = random(T, K), random(E, N, K), torch.tensor([3, 0, 4, 0])
     torch._dynamo.reset()
     compiled = torch.compile(transform(lambda x: grouped_gemm(x, w, m_sizes).sum()), backend="eager", fullgraph=True)
-    with pytest.raises((InputError, torch._dynamo.exc.TorchDynamoException), match=r"transforms \(grad, jvp, vmap\)|forward-mode"):
+    with pytest.raises(
+        (InputError, torch._dynamo.exc.TorchDynamoException), match=r"transforms \(grad, jvp, vmap\)|forward-mode"
+    ):
         compiled(x)
 
 
