@@ -37,8 +37,9 @@ def traced(
     if untraceable:
         raise InputError("grouped_gemm: out=, autotune=True and kernel_config_* can't be traced by torch.compile or "
                          "torch.export: leave them out, or call outside")  # fmt: skip
-    if torch._C._are_functorch_transforms_active():
-        raise InputError("grouped_gemm: torch.func's transforms (grad, jvp, vmap) are not supported: use a backward")
+    if inputs.duals._current_level >= 0:  # (whether a tensor has a tangent can't be traced)
+        raise InputError("grouped_gemm: inside a forward-mode level (torch.func.jvp, jacfwd, forward_ad) it can't be "
+                         "traced: there is no forward-mode derivative here, use a backward")  # fmt: skip
     x, w, bias = autocast(x, w, bias)
     y: torch.Tensor = torch.ops.pretuned.grouped_gemm(
         x, w, m_sizes, gather_indices, topk_weights, bias, topk, permute_x, permute_y, fuse_mul_post, w_layout,
@@ -57,7 +58,8 @@ def _call(
 
 
 def _forward(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    inputs.no_tangents("grouped_gemm", x, *rest)
+    if inputs.duals._current_level >= 0:
+        inputs.no_tangents("grouped_gemm", x, *rest)
     call, x = _call(x, *rest[:-2])
     with without_autocast(x.device.type):
         return gradients.forward(call, x)

@@ -93,16 +93,25 @@ def test_an_activation_has_it() -> None:
     torch.testing.assert_close((found.primal, found.tangent), want)
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1]])
-def test_a_compiled_transform_is_refused(transform: Callable[[Any], Any]) -> None:
-    """It gave zeros."""
+def test_a_compiled_tangent_is_refused() -> None:
+    """It was zero."""
     x, w, m_sizes = random(T, K), random(E, N, K), torch.tensor([3, 0, 4, 0])
     torch._dynamo.reset()
-    compiled = torch.compile(transform(lambda x: grouped_gemm(x, w, m_sizes).sum()), backend="eager", fullgraph=True)
-    with pytest.raises(
-        (InputError, torch._dynamo.exc.TorchDynamoException), match=r"transforms \(grad, jvp, vmap\)|forward-mode"
-    ):
+    compiled = torch.compile(
+        lambda x: torch.func.jvp(lambda one: grouped_gemm(one, w, m_sizes), (x,), (x,))[1],
+        backend="eager", fullgraph=True,
+    )  # fmt: skip
+    with pytest.raises((InputError, torch._dynamo.exc.TorchDynamoException), match="forward-mode level"):
         compiled(x)
+
+
+def test_compiled_code_may_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's fallback calls the operator for each."""
+    on(monkeypatch, False)
+    x, w, m_sizes = random(2, T, K), random(E, N, K), torch.tensor([3, 0, 4, 0])
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.vmap(lambda one: grouped_gemm(one, w, m_sizes)), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), torch.stack([grouped_gemm(one, w, m_sizes) for one in x]))
 
 
 def test_a_gradient_has_no_gradient_in_compiled_code() -> None:
