@@ -12,7 +12,17 @@ from host_gpu import TOPK, Device, E, K, N, T, device, on
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import activate, grouped_gemm, layerplans, moe_mlp, plans, productlaunchers, reload
+from pretuned.runtime import (
+    activate,
+    calls,
+    grouped_gemm,
+    layerplans,
+    moe_mlp,
+    ops,
+    plans,
+    productlaunchers,
+    reload,
+)  # fmt: skip
 
 __all__ = ["device"]
 
@@ -134,6 +144,23 @@ def test_who_saved_out_is_told_that_it_changed() -> None:
         grouped_gemm(2 * x, w, m_sizes, out=out, **form)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["known", "the same operands"])
+def test_so_is_who_saved_that_of_a_plain_call_on_a_gpu(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which goes past all that the others do: here its launch alone is made up."""
+    x, w, m_sizes, out = random(8, K), random(E, N, K), torch.tensor([3, 0, 4, 1]), torch.empty(8, N)
+
+    def launched(*_: Any) -> torch.Tensor:
+        out.data.fill_(2.0)  # as a kernel does, unseen
+        return out
+
+    monkeypatch.setattr(calls, "is_whole", lambda *_: False)
+    monkeypatch.setattr(ops, "_known", launched)
+    monkeypatch.setattr(ops, "_recent", {(x.data_ptr(), w.data_ptr(), "nk", out.data_ptr()): launched} if again else {})
+    before = out._version
+    assert grouped_gemm(x, w, m_sizes, out=out) is out
+    assert out._version > before
 
 
 class Wrapped(torch.Tensor):
