@@ -21,7 +21,7 @@ class Config:
     specialized, marks dw's, and asks L2 for the rows of many experts at once. A specialized kernel of dW that is
     ``narrow`` multiplies its last columns at half a tile's width where that is enough (one of rows always does). A
     specialized kernel that is ``pingpong`` has warpgroups that take whole tiles of 128 x 192 or 128 x 128 in turns (of
-    dW 128 x 192 or 192 x 128); those of 128 x 128 are dealt out in turn.
+    dW 128 x 192 or 192 x 128); those of 128 x 128 are dealt out in turn, but for the last rounds.
     """
 
     block_m: int

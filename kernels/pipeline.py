@@ -2,6 +2,7 @@
 
 Operands pass through a ring of stages: ``full`` says that a stage's bytes are there, ``empty`` that the warpgroups
 that read them are done. The loading warp tells of each tile through two slots, both warpgroups or (turns.py) one each.
+In dW's pingpong code a warp of its own does, and tells the loading warp too.
 """
 
 from __future__ import annotations
@@ -57,14 +58,15 @@ def expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr, FULL: gl.constexpr, READERS: gl.constexpr):
+def barriers(STAGES: gl.constexpr, FULL: gl.constexpr, READERS: gl.constexpr, TAKERS: gl.constexpr):
     """(full, empty) of each stage of operands, (queue, filled, free) of the two slots that tell of tiles.
 
-    READERS is how many warpgroups read each stage and each slot: both, or one, where they take tiles in turns.
+    READERS is how many warpgroups read each stage: both, or one, where they take tiles in turns. TAKERS are who reads
+    each slot: they, and a loading warp that is told of its tiles.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    queue = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     filled = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -72,17 +74,18 @@ def barriers(STAGES: gl.constexpr, FULL: gl.constexpr, READERS: gl.constexpr):
         mbarrier.init(empty.index(i), count=READERS)
     for i in gl.static_range(2):
         mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(free.index(i), count=READERS)
+        mbarrier.init(free.index(i), count=TAKERS)
     return full, empty, queue, filled, free
 
 
 @gluon.jit
-def publish(queue, filled, free, slot, phase, a, b, c, d, WARPS: gl.constexpr):
-    """Puts four numbers into a slot of the queue; waits until what was there is taken."""
+def publish(queue, filled, free, slot, phase, a, b, c, d, WARPS: gl.constexpr, e=0, f=0):
+    """Puts six numbers into a slot of the queue; waits until what was there is taken."""
     mbarrier.wait(free.index(slot), phase ^ 1)
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-    i = gl.arange(0, 4, layout=layout)
-    queue.index(slot).store(gl.where(i == 0, a, gl.where(i == 1, b, gl.where(i == 2, c, d))))
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    i = gl.arange(0, 8, layout=layout)
+    first = gl.where(i == 0, a, gl.where(i == 1, b, gl.where(i == 2, c, d)))
+    queue.index(slot).store(gl.where(i == 4, e, gl.where(i == 5, f, first)))
     gl.barrier()
     mbarrier.arrive(filled.index(slot), count=1)
 
@@ -90,17 +93,26 @@ def publish(queue, filled, free, slot, phase, a, b, c, d, WARPS: gl.constexpr):
 @gluon.jit
 def take(queue, filled, free, slot, phase):
     """The next four numbers of the queue."""
+    a, b, c, d, _e, _f = take_all(queue, filled, free, slot, phase, 4)
+    return a, b, c, d
+
+
+@gluon.jit
+def take_all(queue, filled, free, slot, phase, WARPS: gl.constexpr):
+    """The next six numbers of the queue."""
     mbarrier.wait(filled.index(slot), phase)
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    i = gl.arange(0, 4, layout=layout)
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    i = gl.arange(0, 8, layout=layout)
     values = queue.index(slot).load(layout)
     a = gl.sum(gl.where(i == 0, values, 0), 0)
     b = gl.sum(gl.where(i == 1, values, 0), 0)
     c = gl.sum(gl.where(i == 2, values, 0), 0)
     d = gl.sum(gl.where(i == 3, values, 0), 0)
+    e = gl.sum(gl.where(i == 4, values, 0), 0)
+    f = gl.sum(gl.where(i == 5, values, 0), 0)
     gl.barrier()
     mbarrier.arrive(free.index(slot), count=1)
-    return a, b, c, d
+    return a, b, c, d, e, f
 
 
 @gluon.jit
@@ -140,8 +152,8 @@ def draw(counter):
     """The counter's next number, on its way to the first lane of a warp: nothing waits for it here.
 
     The language's own atomic waits for its result at once, and nothing is loaded meanwhile. dW, whose tiles are short,
-    takes up to 1.04 x as long with it, forward and dX as long either way
-    (benchmarks/results/trials/pingpong-dealt.json).
+    takes up to 1.04 x as long with it (benchmarks/results/trials/pingpong-dealt.json), forward and dX, which draw late,
+    as long either way.
     """
     return gl.inline_asm_elementwise(
         "{.reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "
@@ -159,8 +171,11 @@ def told(drawn):
 
 
 @gluon.jit
-def next_tile(counter, drawn, total):
-    """The tile that ``drawn`` stands for; the one who draws the last number leaves the counter at zero."""
-    if drawn == total - 1:
+def next_tile(counter, drawn, dealt, total):
+    """The tile that ``drawn`` stands for; each program has had its own of the ``dealt`` before.
+
+    Who had one of the last tiles draws once more, in vain: the one who draws the last number sets the counter to zero.
+    """
+    if drawn == total - dealt + gl.num_programs(0) - 1:
         gl.store(counter, 0)
-    return gl.num_programs(0) + drawn
+    return dealt + drawn

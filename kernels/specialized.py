@@ -21,11 +21,13 @@ from .pipeline import (
     advance,
     barriers,
     counts,
+    draw,
     expect,
     expert_ends,
     grouped,
     next_tile,
     publish,
+    told,
 )
 from .turns import PART, multiply_in_turns, ordering, publish_turn
 from .warpgroups import flat_index, multiply
@@ -67,13 +69,17 @@ def _load_rows(
     """The loading warp of the row-grouped GEMM; four, where rows of x are gathered: those come through pointers.
 
     A tile whose right half lies past the last column is loaded at half its width. So is each half of the last tiles,
-    where those are so few that the halves keep no more than all programs busy. In PINGPONG code every tile is whole,
-    and those of 128 columns are not drawn from the counter, but dealt out in turn: drawn, they take 1.05 x as long at
-    T = 8192 (benchmarks/results/trials/pingpong-dealt.json).
+    where those are so few that the halves keep no more than all programs busy. In PINGPONG code every tile is whole.
+    Tiles are drawn from the counter as late as the ring allows: a program that draws before it loads the tile before
+    takes up to 1.1 x as long, for it keeps waiting what others could begin. Those of 128 columns in turns are dealt out
+    but for the last rounds: all drawn, or none, they take up to 1.08 x as long, or 1.06 x. (Up to 5 rounds all are: up
+    to 1.06 x as long otherwise. benchmarks/results/trials/tiles-drawn-late.json)
     """
+    DRAWN_ROUNDS: gl.constexpr = 2
+    FEW_ROUNDS: gl.constexpr = 4
+    AHEAD: gl.constexpr = 4  # steps, about as long as the counter takes to answer
     HALF: gl.constexpr = BLOCK_N // 2
     WARPS: gl.constexpr = 4 if GATHER else 1
-    DRAWN: gl.constexpr = not PINGPONG or BLOCK_N != 2 * PART
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [WARPS], [0])  # each warp has all
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [4, 1], [1, 0])
     half_bytes: gl.constexpr = 64 * BLOCK_K * w.dtype.primitive_bitwidth // 8
@@ -87,6 +93,11 @@ def _load_rows(
     split = gl.where((2 * last <= gl.num_programs(0)) & (GATED == 0) & (PINGPONG == 0), last, 0)
     whole -= split
     total = whole + 2 * split
+    dealt = gl.num_programs(0)
+    if PINGPONG and BLOCK_N == 2 * PART:
+        rounds = total // gl.num_programs(0)
+        dealt *= gl.where(rounds > FEW_ROUNDS, rounds - DRAWN_ROUNDS, rounds + 1)
+    draw_at = gl.maximum(steps - AHEAD, 0) * BLOCK_K
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     slot = gl.to_tensor(0)
@@ -123,11 +134,12 @@ def _load_rows(
         else:
             publish(queue, filled, free, slot, turn, row, place, row_end, word, WARPS)
         slot, turn = advance(slot, turn, 2)
+        number += gl.num_programs(0)
         drawn = gl.to_tensor(0)
-        if DRAWN:
-            drawn = gl.atomic_add(counter, 1, sem="relaxed")  # waits for it: with ``pipeline.draw`` none is faster
         both = row + 64 < row_end
         for start in range(0, K, BLOCK_K):
+            if (start == draw_at) & (number >= dealt):
+                drawn = gl.atomic_add(counter, 1, sem="relaxed") if GATHER else draw(counter)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
             if GATHER:
@@ -172,10 +184,8 @@ def _load_rows(
                 upper_at += BLOCK_K
                 lower_at += BLOCK_K
             stage, phase = advance(stage, phase, STAGES)
-        if DRAWN:
-            number = next_tile(counter, drawn, total)
-        else:
-            number += gl.num_programs(0)
+        if number >= dealt:
+            number = next_tile(counter, drawn if GATHER else told(drawn), dealt, total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
     if PINGPONG:  # each warpgroup has a slot of its own
         slot, turn = advance(slot, turn, 2)
@@ -208,7 +218,8 @@ def rows_specialized(
     else:
         b = gl.allocate_shared_memory(element, [COUNT, WIDTH, BLOCK_K], lines)
     buffers = gl.allocate_shared_memory(element, [2 * SLOTS, 64, 64], lines)
-    full, empty, queue, filled, free = barriers(STAGES, 129 if GATHER else 1, 1 if PINGPONG else 2)
+    READERS: gl.constexpr = 1 if PINGPONG else 2
+    full, empty, queue, filled, free = barriers(STAGES, 129 if GATHER else 1, READERS, READERS)
     moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
     if PINGPONG:
         order = ordering()

@@ -32,12 +32,14 @@ def ordering():
 
 
 @gluon.jit
-def publish_turn(queue, filled, free, slot, turn, row, col, row_end, word, stage, phase, WARPS: gl.constexpr):
+def publish_turn(
+    queue, filled, free, slot, turn, row, col, row_end, word, stage, phase, WARPS: gl.constexpr, e=0, f=0
+):  # fmt: skip
     """Tells the warpgroup whose turn it is of a tile, and of the stage that it begins with.
 
     ``col``, in tiles, has 20 bits, and ``stage`` 4.
     """
-    publish(queue, filled, free, slot, turn, row, col | (stage << 20) | (phase << 24), row_end, word, WARPS)
+    publish(queue, filled, free, slot, turn, row, col | (stage << 20) | (phase << 24), row_end, word, WARPS, e, f)
 
 
 @gluon.jit

@@ -1,0 +1,64 @@
+"""The revision of every kernel, and the sha256 of the source it stands for.
+
+A kernel's revision goes up whenever its source changes: bundles record it, and a later revision
+beats an earlier one when bundles are merged. A test compares the digest with the files. Before the first release it
+goes up only where a launcher has to know, and bundles of two trees with other sources are not merged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """A kernel's revision, its sources (files of this folder) and their digest."""
+
+    revision: int
+    sources: tuple[str, ...]
+    sha256: str
+
+
+_ROWS = (
+    ("forward.py", "clear.py", "find.py", "tiles.py"),
+    "fb37eafebbdbeadda89212bcb7d6f52e58c437639fcbf19323d0dc08b1611157",
+)
+_WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1756353e20c061c570693e0be54d"
+_SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
+_ROWS_SPECIALIZED = (
+    ("specialized.py", *_SPECIALIZED),
+    "8ffdf034f7cd2ead723f7bf9c8925188cd7b920e74874aa6ab38f59cd62be339",
+)
+_WEIGHT_SPECIALIZED = (
+    ("specialized_weight.py", *_SPECIALIZED),
+    "58ff85a23e0674ae7be221894e6dbc5c74af3f2ce21b135b72db2be5c14bf214",
+)
+_ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
+_CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"
+_SLOTS = ("slots.py",), "b7dac8bcfa37c6c1bc15bc1a851e555feac517a622ea21b301cde5d36caffd3a"
+_TOKENS = ("tokens.py",), "527de640f4b546c1f44b68cd944becb2fab260f10a909aac423766599a17f4fc"
+REVISIONS = {
+    "activation": Revision(1, *_ACTIVATION),
+    "activation_grad": Revision(1, *_ACTIVATION),
+    "clear": Revision(1, *_CLEAR),
+    "combine": Revision(1, *_TOKENS),
+    "gather": Revision(1, *_TOKENS),
+    "rows": Revision(2, *_ROWS),
+    "rows_specialized": Revision(1, *_ROWS_SPECIALIZED),
+    "sort_slots": Revision(1, *_SLOTS),
+    "weight": Revision(1, *_WEIGHT),
+    "weight_specialized": Revision(1, *_WEIGHT_SPECIALIZED),
+}
+
+
+def source_sha256(kernel: str) -> str:
+    """The digest, in hex, of the kernel's source text as it is on disk now."""
+    digest = hashlib.sha256()
+    for name in REVISIONS[kernel].sources:
+        text = (HERE / name).read_bytes()
+        digest.update(f"{name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
