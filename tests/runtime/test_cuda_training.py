@@ -275,6 +275,8 @@ print(float({needs}.grad.float().norm()))
     assert float(done.stdout) > 0
 
 
+# torch's thread may still hold the warm-up's graph, of another stream, when the capture begins.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 @pytest.mark.parametrize("streams", [1, 2])
 def test_capture_of_a_training_step_and_replay_with_other_routing(streams: int) -> None:
     up, down = layer()
