@@ -18,7 +18,7 @@ from ..kernels.cost import Ranker, Resources
 from .compile import Compiled
 from .evidence import CellTimes, Evidence
 from .plan import Plan
-from .select import Loss, select_among
+from .select import Loss, select
 from .variants import Family, families, is_aligned, optional, serves, ships_unchosen
 
 CONFIG_LIMIT = 16  # of an op, dtype and layout, in all their families, fallbacks included
@@ -76,7 +76,7 @@ def choose(
             table = _table(ranked[family])
             allowed = {i for i, one in enumerate(compiled) if one.variant.config in served}
             if table:
-                losses.append(select_among(table, configs, allowed=allowed))
+                losses.append(select(table, configs, allowed=allowed))
                 ships.update(losses[-1].variants)
     return _chosen(plan, compiled, ranked, sorted(ships), tuple(losses), evidence)
 
@@ -178,7 +178,7 @@ def _configs(
     if not table:
         return set()
     names = list(numbers)
-    return {names[i] for i in select_among(table, max(1, most - len(fallbacks))).variants}
+    return {names[i] for i in select(table, max(1, most - len(fallbacks))).variants}
 
 
 def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]:

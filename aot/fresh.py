@@ -24,7 +24,7 @@ from .compilecache import CompileCache
 from .journal import read_journal
 from .measured import measured_bundle
 from .plan import Plan
-from .select import select_among
+from .select import select
 from .tune import tune_problems
 from .variants import ALIGNMENT_BYTES, by_code, rejection, relabelled
 from .workers import Job, compile_all
@@ -152,7 +152,7 @@ def _spread(problem: Problem, buckets: Sequence[int], sm: int) -> list[Config]:
     table = {
         (problem, bucket): [(number[config], us) for us, config in _ranked(problem, bucket, sm)] for bucket in buckets
     }
-    return [every[i] for i in select_among(table, _JIT_CONFIGS).variants]
+    return [every[i] for i in select(table, _JIT_CONFIGS).variants]
 
 
 def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]]:

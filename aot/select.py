@@ -36,14 +36,6 @@ class Loss:
     worst: tuple[Problem, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The chosen variants of all families, ascending, and one report per family."""
-
-    variants: tuple[int, ...]
-    losses: tuple[Loss, ...]
-
-
 class _Costs:
     """log(time / best time) of every variant in every cell, and sets of variants judged by it."""
 
@@ -118,9 +110,12 @@ def _choose(costs: _Costs, limit: int) -> list[int]:
 
 
 def select(
-    table: Mapping[tuple[Problem, int], Sequence[tuple[int, float]]], limit: int = 16, max_loss: float = MAX_LOSS
-) -> Selection:
-    """The variants to ship, at most ``limit`` for each (op, dtype, layout, fusion).
+    table: Mapping[tuple[Problem, int], Sequence[tuple[int, float]]],
+    limit: int = 16,
+    max_loss: float = MAX_LOSS,
+    allowed: Container[int] | None = None,
+) -> Loss:
+    """The variants to ship for one family, at most ``limit``, only ``allowed`` ones where given, and what they lose.
 
     ``table`` maps (problem, bucket) to (variant, time) pairs in any one unit; only ratios within a
     cell count. Minimises mean(log(time / best)) plus the sum of what cells are over
@@ -130,31 +125,8 @@ def select(
     Raises
     ------
     ValueError
-        if ``limit`` is below 1, or a cell has no finite time, or a time is not positive.
-    """
-    if limit < 1:
-        raise ValueError(f"limit is {limit}, wanted at least 1 variant")
-    families: dict[Family, dict[tuple[Problem, int], Sequence[tuple[int, float]]]] = {}
-    for (problem, bucket), cell in table.items():
-        family = (problem.op, problem.dtype, problem.layout, problem.fusion)
-        families.setdefault(family, {})[problem, bucket] = cell
-    ordered = sorted(families.values(), key=lambda part: min(problem.sort_key for problem, _ in part))
-    losses = [select_among(part, limit, max_loss) for part in ordered]
-    return Selection(tuple(sorted({variant for loss in losses for variant in loss.variants})), tuple(losses))
-
-
-def select_among(
-    table: Mapping[tuple[Problem, int], Sequence[tuple[int, float]]],
-    limit: int = 16,
-    max_loss: float = MAX_LOSS,
-    allowed: Container[int] | None = None,
-) -> Loss:
-    """As ``select``, the whole table as one family: the first's. Only ``allowed`` variants are chosen, where given.
-
-    Raises
-    ------
-    ValueError
-        as ``select`` does; or if there is no cell, or no allowed variant.
+        if ``limit`` is below 1, or there is no cell or no allowed variant, or a cell has no finite time, or a time is
+        not positive.
     """
     keys = sorted(table, key=lambda key: (key[0].sort_key, key[1]))
     if limit < 1 or not keys:

@@ -32,7 +32,7 @@ from sweeps import Cell, Rankings, load
 from variants import MODELS
 
 from pretuned.aot.choose import CONFIG_LIMIT
-from pretuned.aot.select import select_among
+from pretuned.aot.select import select
 from pretuned.artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
 from pretuned.kernels.calibration import CONSTANTS, Constants
 from pretuned.kernels.cost import Resources
@@ -65,7 +65,7 @@ def shipped(cells: Sequence[Cell]) -> set[Resources]:
         (cell.problem, cell.M): [(number[v], us) for v, us in zip(cell.variants, cell.times_us, strict=True)]
         for cell in cells
     }
-    return {variants[i] for i in select_among(table, CONFIG_LIMIT).variants}
+    return {variants[i] for i in select(table, CONFIG_LIMIT).variants}
 
 
 def fitted(cells: Sequence[Cell], steps: int) -> Constants:

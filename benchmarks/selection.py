@@ -50,10 +50,10 @@ def summary(cells: Sequence[Cell], op: Op, constants: Constants) -> dict[str, ob
     }
     sets = []
     for limit in LIMITS:
-        loss = select(measured, limit=limit).losses[0]
+        loss = select(measured, limit=limit)
         sets.append({"at_most": limit, "chosen": len(loss.variants), "mean_loss": round(loss.mean_loss, 4),
                      "max_loss": round(loss.max_loss, 4), "variants": _names(variants, loss.variants)})  # fmt: skip
-    chosen = select(modelled, limit=LIMITS[-1]).losses[0].variants
+    chosen = select(modelled, limit=LIMITS[-1]).variants
     best, first = [], []
     for key in keys:
         times = dict(measured[key])
