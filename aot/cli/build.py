@@ -22,8 +22,8 @@ from ..native import native_sm
 from ..outdir import DEFAULT_NAME
 from ..summary import Built, Report
 from ..tune import NoGpu, Outcome, TuneObservers
-from .echo import echo
-from .options import as_json, cache_of, load, print_json, what_to_build
+from .echo import echo, tell
+from .options import as_json, cache_of, load, print_json, what_to_build, workers
 from .progress import Progress
 from .table import duration, size, table
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
@@ -34,9 +34,7 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 @click.option("--out", default=Path("bundles"), show_default=True, metavar="DIR",
               type=click.Path(path_type=Path), help="Where the bundles go.")  # fmt: skip
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="The files are <name>-sm<NN>.msgpack.")
-@click.option(
-    "--workers", "-j", type=click.IntRange(1, 1024), help="Compile this many at a time.  [default: the cores]"
-)
+@workers
 @click.option(
     "--measure",
     "measuring",
@@ -90,8 +88,7 @@ def build(
     if cache is None and not no_cache and not as_json:
         echo("note: no home directory, so nothing that is compiled is kept; name a place with --cache-dir", err=True)
     if not as_json:
-        for note in notes:
-            echo(f"note: {note}", err=True)
+        tell(notes)
     must = measuring == "only" or executor is not None
     tuner = functools.partial(_tune, budget, executor, ordinals(gpus), must)
     options = Options(out, name, workers, cache, journal=journal, measure=measured_sms,
@@ -105,8 +102,7 @@ def build(
     if as_json:
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
         return
-    for note in report.notes:
-        echo(f"note: {note}", err=True)
+    tell(report.notes)
     _show(report, out, verbose)
 
 

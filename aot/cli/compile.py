@@ -8,8 +8,8 @@ import click
 
 from ...artifacts.errors import InputError
 from ..build import Options, compile_candidates
-from .echo import echo
-from .options import as_json, cache_of, load, print_json, what_to_build
+from .echo import echo, tell
+from .options import as_json, cache_of, load, print_json, what_to_build, workers
 from .progress import Progress
 from .table import duration, size
 
@@ -18,9 +18,7 @@ from .table import duration, size
 @what_to_build
 @click.option("--out", "-o", default=Path("candidates.msgpack"), show_default=True, metavar="FILE",
               type=click.Path(path_type=Path, dir_okay=False), help="Where the candidates go.")  # fmt: skip
-@click.option(
-    "--workers", "-j", type=click.IntRange(1, 1024), help="Compile this many at a time.  [default: the cores]"
-)
+@workers
 @click.option("--verbose", "-v", is_flag=True, help="Tell every variant that is no candidate, and why.")
 @as_json
 def compile(
@@ -41,16 +39,14 @@ def compile(
     if len(sms) != 1:
         raise InputError(f"--sm {sm}: candidates are for one capability; run it once for each")
     if not as_json:
-        for note in notes:
-            echo(f"note: {note}", err=True)
+        tell(notes)
     options = Options(out.parent, workers=workers, cache=cache_of(cache_dir, no_cache))
     with Progress(quiet=as_json, verbose=verbose) as progress:
         report = compile_candidates(plan, sms[0], out, options, progress.observers())
     if as_json:
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
         return
-    for note in report.notes:
-        echo(f"note: {note}", err=True)
+    tell(report.notes)
     (one,) = report.bundles
     for dropped in one.dropped if verbose else ():
         echo(f"{dropped.kind}: {dropped.spec}: {dropped.reason}")

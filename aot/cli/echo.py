@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import click
 
 from ...artifacts.names import printable
@@ -10,3 +12,9 @@ from ...artifacts.names import printable
 def echo(text: str = "", *, err: bool = False) -> None:
     """``text`` on stdout or stderr, line by line; what is no printable character is escaped."""
     click.echo("\n".join(map(printable, text.split("\n"))), err=err)
+
+
+def tell(notes: Iterable[str]) -> None:
+    """What the user should know, a line each, on stderr."""
+    for note in notes:
+        echo(f"note: {note}", err=True)

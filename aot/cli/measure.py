@@ -14,15 +14,14 @@ from ..contenders import SHARE
 from ..models import load_models
 from ..plan import plan
 from .echo import echo
-from .options import as_json, print_json, wanted_ops
+from .options import as_json, models, ops, print_json, wanted_ops
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
 
 
 @click.command()
 @click.argument("candidates", type=click.Path(path_type=Path))
-@click.option("--models", "-m", "models", multiple=True, metavar="FILE|SPEC",
-              help="A models.txt, or one spec with its options in quotes. May be given several times.")  # fmt: skip
-@click.option("--ops", default=None, metavar="LIST", help="Only these: forward, dX, dW.  [default: all]")
+@models
+@ops
 @click.option("--journal", "-J", required=True, metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
               help="Where every result is kept at once. Made, or gone on with.")  # fmt: skip
 @budget_and_gpus

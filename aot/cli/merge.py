@@ -14,7 +14,7 @@ from ..merge import Conflict, Merged
 from ..merge import merge as merge_bundles
 from ..outfile import Written, check_out, write_bundle
 from ..verify import sound
-from .echo import echo
+from .echo import echo, tell
 from .options import as_json, print_json
 from .table import size, table
 
@@ -45,8 +45,7 @@ def merge(bundles: tuple[str, ...], out: Path, every: bool, as_json: bool) -> No
     if as_json:
         print_json(_to_dict(merged, paths, written))
         return
-    for note in merged.notes:
-        echo(f"note: {note}", err=True)
+    tell(merged.notes)
     _show(merged, paths, [len(one.choices) for one in loaded.values()], written, every)
 
 

@@ -20,17 +20,24 @@ from ..plan import Plan, plan, planned_on
 F = TypeVar("F", bound=Callable[..., Any])
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
+models = click.option(
+    "--models", "-m", "models", multiple=True, metavar="FILE|SPEC",
+    help="A models.txt, or one spec with its options in quotes. May be given several times.",
+)  # fmt: skip
+ops = click.option("--ops", default=None, metavar="LIST", help="Only these: forward, dX, dW.  [default: all]")
+workers = click.option(
+    "--workers", "-j", type=click.IntRange(1, 1024), help="Compile this many at a time.  [default: the cores]"
+)
 
 
 def what_to_build(function: F) -> F:
     """--models, --sm, --ops, and the compile cache's options."""
     for option in reversed(
         (
-            click.option("--models", "-m", "models", multiple=True, metavar="FILE|SPEC",
-                         help="A models.txt, or one spec with its options in quotes. May be given several times."),
+            models,
             click.option("--sm", default="native", metavar="LIST",
                          help="GPU capabilities: 80,90 or sm_90 or 9.0 or native.  [default: this machine's GPU]"),
-            click.option("--ops", default=None, metavar="LIST", help="Only these: forward, dX, dW.  [default: all]"),
+            ops,
             click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
                          help="Where compiled variants are kept.  [default: as aot --version shows]"),
             click.option("--no-cache", is_flag=True, help="Compile all anew, keep nothing for the next run."),

@@ -10,7 +10,7 @@ from ...artifacts.types import Problem
 from ..estimate import estimate
 from ..plan import Plan
 from ..variants import fused
-from .echo import echo
+from .echo import echo, tell
 from .options import as_json, cache_of, load, print_json, what_to_build
 from .table import duration, size, table
 
@@ -34,8 +34,7 @@ def plan(
         print_json({"problems": _problems(planned), "capabilities": [one.to_dict() for one in estimates],
                     "notes": list(notes)})  # fmt: skip
         return
-    for note in notes:
-        echo(f"note: {note}", err=True)
+    tell(notes)
     users = _users(planned)
     rows = [
         (

@@ -13,7 +13,7 @@ from ..plan import plan
 from ..prune import Pruned
 from ..prune import prune as prune_bundle
 from ..verify import sound
-from .echo import echo
+from .echo import echo, tell
 from .options import as_json, print_json, wanted_ops
 from .table import size, table
 
@@ -46,8 +46,7 @@ def prune(bundle: str, models: tuple[str, ...], ops: str | None, out: Path, as_j
     if as_json:
         print_json(_to_dict(before, before_bytes, pruned, written, notes))
         return
-    for note in notes:
-        echo(f"note: {note}", err=True)
+    tell(notes)
     counts = _counts(before, pruned.bundle)
     rows = [*((name, *pair) for name, pair in counts.items()), ("size", size(before_bytes), size(written.size_bytes))]
     echo(table(("", "before", "after"), rows, "<>>"))

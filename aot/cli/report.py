@@ -10,7 +10,7 @@ import click
 from ..models import load_models
 from ..outfile import check_page, is_bundle, write_page
 from ..plan import plan
-from .echo import echo
+from .echo import echo, tell
 from .options import as_json, print_json, wanted_ops
 from .table import size
 
@@ -71,7 +71,6 @@ def report(
         print_json({"path": str(out), "size_bytes": written, "gemms": len(sheet.gemms), "cells": len(cells), **counts,
                     "notes": list(sheet.notes)})  # fmt: skip
         return
-    for note in sheet.notes:
-        echo(f"note: {note}", err=True)
+    tell(sheet.notes)
     told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     echo(f"{out}: {len(sheet.gemms)} GEMMs, {len(cells)} cells ({told}), {size(written)}")
