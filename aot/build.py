@@ -146,6 +146,7 @@ def build_measured(plan: Plan, path: Path, options: Options, observers: Observer
         raise InputError(
             f"'{path}' has the candidates, and the bundle would take its place: name another --out or --name"
         )
+    _check_journal(candidates.target.sm, options)
     with held(options.out, watch.on_note):
         evidence, outcome = _measure(plan, candidates.target.sm, candidates, options, watch, path)
         picked = choose_from(plan, candidates, evidence, options.configs)
@@ -210,7 +211,7 @@ def _measure(
 
 
 def _check_journal(sm: int, options: Options) -> None:
-    """A journal that is named, and only read: there, and of this capability? Before anything is compiled."""
+    """A journal that is named, and only read: there, and of this capability? Before anything is compiled or written."""
     if options.journal is None or sm in options.measure:
         return
     measured_on, target = read_journal(options.journal).header.sm, target_of(sm)

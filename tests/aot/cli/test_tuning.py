@@ -130,6 +130,9 @@ def test_a_journal_that_cannot_serve_is_told_before_anything_is_compiled(
         done = aot("build", "--models", MODEL, "--sm", "80", "-J", given, "--measure", "auto")
         assert done.code == 2
         assert message in done.err
+    done = aot("build", "--models", MODEL, "--candidates", "candidates.msgpack", "-J", "no.journal")
+    assert (done.code, "aot measure writes one" in done.err) == (2, True)
+    assert not (here / "bundles").exists()
 
 
 def test_a_journal_that_nobody_named_and_that_cannot_serve_is_not_used(
