@@ -25,7 +25,7 @@ from .inputs import rows_usable
 from .products import Rows, rows, weight
 
 _CHUNK_ELEMENTS = 1 << 24  # of the float32 temporaries that the gradient of the weights needs
-_ONES = 8  # columns of the ones that sum dy's rows, or of what stands for none: 16 bytes of a 16-bit type
+_ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,6 @@ def flat(weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are."""
     y = x.new_empty((call.y_rows, call.N)) if out is None else out
-    if not call.K:  # a sum over nothing
-        if call.fusions.bias is None:
-            return y.zero_()
-        E, columns = call.m_sizes.shape[0], (call.N, _ONES)
-        w = call.w.new_zeros((E, *(columns if call.form.layout is Layout.NK else columns[::-1])))
-        call, x = dataclasses.replace(call, w=w), x.new_zeros((x.shape[0], _ONES))
     product = forward_rows(call, x)
     if out is not None and product.loose:
         product = dataclasses.replace(product, loose=False)

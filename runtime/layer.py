@@ -81,12 +81,8 @@ def forward(
     a = gated_rows(first) if act == GATED_IN_PRODUCT and not keeps_h else None
     if a is None:
         h = rows(first, x.new_empty((M, columns(given.gate_up, layout))))
-        if not x.shape[1]:
-            h.zero_()  # a sum over nothing
         a = activation.forward(h, act, bounds)
     y, launch = tokens.fresh(x, M, columns(given.down, layout), k)
-    if not a.shape[1]:
-        y.zero_()
     rows(Rows(Op.FORWARD, a, given.down, m_sizes, layout, M, index, 0, True, row_weights, down_bias), y)
     return tokens.combine(y, experts, k, E, launch), h if keeps_h else None
 
@@ -165,8 +161,6 @@ def gradients(
     if dh is not None:
         if needs_x:
             each, launch = tokens.fresh(dout, M, dout.shape[1], k)
-            if not dh.shape[1]:
-                each.zero_()
             rows(Rows(Op.DX, dh, given.gate_up, m_sizes, layout, M, index, 0, True), each)
             dx = tokens.combine(each, experts, k, E, launch)
             del each
@@ -185,8 +179,7 @@ def columns(w: torch.Tensor, layout: Layout) -> int:
 def _times(dy: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, layout: Layout) -> torch.Tensor:
     """dy @ w row by row, in the sorted order; rows of no expert hold anything."""
     M, K = dy.shape[0], w.shape[2 if layout is Layout.NK else 1]
-    product = Rows(Op.DX, dy, w, m_sizes, layout, M)
-    return rows(product, dy.new_empty((M, K)) if dy.shape[1] else dy.new_zeros((M, K)))
+    return rows(Rows(Op.DX, dy, w, m_sizes, layout, M), dy.new_empty((M, K)))
 
 
 def _with_bias(dout: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor, E: int) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Rows:
 
         (Without a row to gather, or a weight, no index is within range; a kernel reads some row of x all the same.)
         """
-        there = self.M and y.numel() and self.x.shape[1] and self.w.shape[0]
+        there = self.M and y.numel() and self.w.shape[0]
         return not there or (self.uses_index and not self.index_end(y.shape[0]))
 
     def as_forward(self) -> Layout:
@@ -101,10 +101,15 @@ class Rows:
 
 
 def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
-    """Write y, and return it. Rows of y that nothing is stored to are left as they are, or zero with zero_tail."""
+    """Write y, and return it. Rows of y that nothing is stored to are left as they are, or zero with zero_tail.
+
+    Where the reduction is empty all of y is zero, but for a bias.
+    """
     if call.stores_nothing(y):
         return y.zero_() if call.zero_tail else y
     end = call.index_end(y.shape[0])
+    if not call.x.shape[1]:
+        return _sums_of_nothing(call, y.zero_(), end)
     if not on_gpu(call.x):
         fallback.tell_reference(call.x.device.type)
         if call.zero_tail:
@@ -118,6 +123,16 @@ def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
         call = dataclasses.replace(call, x=call.x.contiguous())
     with on(call.x.get_device()):
         _on_cuda(call, y, end)
+    return y
+
+
+def _sums_of_nothing(call: Rows, y: torch.Tensor, end: int) -> torch.Tensor:
+    """y, which is zero, where the reduction is empty: a bias is all that is added."""
+    if call.bias is not None:
+        apart.store(
+            y.new_zeros((call.M, y.shape[1])), y, call.m_sizes, index=call.index, index_end=end, scatter=call.scatter,
+            row_weights=call.row_weights, bias=call.bias,
+        )  # fmt: skip
     return y
 
 

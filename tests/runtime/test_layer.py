@@ -381,6 +381,19 @@ def test_a_call_that_is_another_one_is_not(monkeypatch: pytest.MonkeyPatch, devi
     assert planned == [T]  # the bundles may be others
 
 
+def test_a_sum_over_nothing_has_its_bias() -> None:
+    hidden, up, down = torch.rand(T, H), torch.rand(E, 0, H), torch.rand(E, H, 0)
+    weights, bias = torch.rand(T, TOPK, requires_grad=True), torch.rand(E, H, requires_grad=True)
+    out = moe_mlp(hidden, up, down, IDS, weights, down_bias=bias)
+    here = (IDS >= 0) & (IDS < E)
+    wanted = (torch.where(here, weights, 0.0)[..., None] * bias[IDS.long().clamp(0, E - 1)]).sum(1)
+    torch.testing.assert_close(out, wanted)
+    for got, want in zip(
+        torch.autograd.grad(out.sum(), [weights, bias]), torch.autograd.grad(wanted.sum(), [weights, bias]), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_sum_over_nothing_is_zero(both: Any) -> None:
     given: dict[str, torch.Tensor | None] = dict.fromkeys(NAMES)
     given |= {"hidden": torch.rand(T, H), "up": torch.rand(E, 0, H), "down": torch.rand(E, H, 0)}
