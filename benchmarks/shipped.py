@@ -1,0 +1,110 @@
+"""What the configs of a bundle lose: each choice against every candidate that a journal has times of.
+
+    python benchmarks/shipped.py artifacts/bundles/catalogue-sm90.msgpack benchmarks/results/catalogue-h200.journal
+
+A candidate is no faster than the modelled one here where their duel says so: what is faster by less than noise is not.
+Beside torch: the same choice against grouped_mm, where the journal has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pretuned.aot.evidence import CellTimes, Evidence
+from pretuned.aot.journal import Contents, read_journal
+from pretuned.aot.records import Measured
+from pretuned.artifacts.store import BundleFile, open_bundle
+from pretuned.artifacts.types import Op
+
+OVER = 1.02
+
+
+def losses(bundle: BundleFile, contents: Contents) -> list[tuple[float, str]]:
+    """(time over that of the fastest candidate, which cell) of each measured choice, the worst first."""
+    cubins = [one.cubin_sha256 for one in bundle.variants()]
+    modelled = {(one.problem, one.bucket): one.modelled for one in contents.records if isinstance(one, Measured)}
+    cells = Evidence.of(contents).cells
+    found = []
+    for problem in bundle.problems():
+        for choice in bundle.find(problem):
+            cell = cells.get((problem, choice.bucket))
+            if cell is not None and cubins[choice.variant] in cell.times_ns:
+                times = judged(cell, modelled[problem, choice.bucket])
+                loss = times[cubins[choice.variant]] / min(times.values())
+                found.append((loss, f"{problem} M={choice.bucket}"))
+    return sorted(found, reverse=True)
+
+
+def judged(cell: CellTimes, modelled: bytes) -> Mapping[bytes, float]:
+    """The times of a cell, of none that does not beat ``modelled`` less than its."""
+    times: dict[bytes, float] = dict(cell.times_ns)
+    if modelled in times:
+        for one in times:
+            if one != modelled and not cell.beats(one, modelled):
+                times[one] = max(times[one], times[modelled])
+    return times
+
+
+def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, str]]:
+    """(how many times as fast as grouped_mm, which cell) of each choice that has both, the slowest first."""
+    cubins = [one.cubin_sha256 for one in bundle.variants()]
+    records = {(one.problem, one.bucket): one for one in contents.records if isinstance(one, Measured)}
+    found = []
+    for problem in bundle.problems():
+        for choice in bundle.find(problem):
+            record = records.get((problem, choice.bucket))
+            times = {one.variant: one.time_ns for one in record.timings} if record else {}
+            ours = times.get(cubins[choice.variant])
+            if record and record.torch_ns and ours:
+                found.append((_mean(record.torch_ns) / ours, f"{problem} M={choice.bucket}"))
+    return sorted(found)
+
+
+def report(bundle: BundleFile, contents: Contents) -> dict[str, Any]:
+    """All of it, as JSON has it."""
+    configs = {(one.op.value, one.dtype.value, one.config) for one in bundle.variants() if isinstance(one.op, Op)}
+    lost, torch = losses(bundle, contents), beside_torch(bundle, contents)
+    return {
+        "configs": dict(Counter(f"{op} {dtype}" for op, dtype, _ in configs)),
+        "choices": len(lost),
+        "over_2_percent": sum(loss > OVER for loss, _ in lost),
+        "mean_loss": math.expm1(sum(math.log(loss) for loss, _ in lost) / len(lost)),
+        "worst": lost[:10],
+        "beside_torch": len(torch),
+        "behind_torch_by_over_3_percent": [one for one in torch if one[0] < 1 / 1.03],
+    }
+
+
+def _mean(times: tuple[int, ...]) -> float:
+    return math.exp(sum(map(math.log, times)) / len(times))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("journal", type=Path)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    with open_bundle(args.bundle) as bundle:
+        told = report(bundle, read_journal(args.journal))
+    if args.json:
+        print(json.dumps(told, indent=1))
+        return
+    print(", ".join(f"{count} configs of {name}" for name, count in told["configs"].items()))
+    print(f"{told['choices']} choices: {told['over_2_percent']} take over 2 % more than the fastest measured, "
+          f"the mean loss is {told['mean_loss']:.2%}")  # fmt: skip
+    for loss, cell in told["worst"]:
+        print(f"  {loss:.3f} {cell}")
+    print(f"{told['beside_torch']} cells beside grouped_mm, behind it by over 3 %:")
+    for gain, cell in told["behind_torch_by_over_3_percent"]:
+        print(f"  {gain:.3f} {cell}")
+
+
+if __name__ == "__main__":
+    main()

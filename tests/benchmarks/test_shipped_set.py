@@ -1,0 +1,60 @@
+"""What the shipped set loses, of the bundle and the journal that are committed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pretuned.aot.evidence import CellTimes
+from pretuned.aot.journal import read_journal
+from pretuned.artifacts.store import open_bundle
+
+ROOT = Path(__file__).parents[2]
+BUNDLE = ROOT / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
+JOURNAL = ROOT / "benchmarks" / "results" / "catalogue-h200.journal"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import shipped
+
+    yield shipped
+    del sys.modules["shipped"]
+
+
+def test_the_set_is_small_and_loses_next_to_nothing(tool: ModuleType) -> None:
+    with open_bundle(BUNDLE) as bundle:
+        told = tool.report(bundle, read_journal(JOURNAL))
+    assert max(told["configs"].values()) <= 16
+    assert told["choices"] > 5000
+    assert told["mean_loss"] < 0.005
+    assert told["over_2_percent"] < 0.01 * told["choices"]
+    assert told["worst"][0][0] < 1.1
+    assert told["beside_torch"] > 2500
+    assert len(told["behind_torch_by_over_3_percent"]) < 0.005 * told["beside_torch"]
+
+
+def test_what_is_faster_by_noise_alone_is_not(tool: ModuleType) -> None:
+    cell = CellTimes(
+        {b"m": 1000, b"near": 998, b"far": 900, b"slow": 1100},
+        dict.fromkeys([b"m", b"near", b"far", b"slow"], 0.0),
+        (),
+        0,
+    )
+    assert tool.judged(cell, b"m") == {b"m": 1000, b"near": 1000, b"far": 900, b"slow": 1100}
+    assert tool.judged(cell, b"gone") == cell.times_ns
+
+
+def test_json_has_it_all(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["shipped.py", str(BUNDLE), str(JOURNAL), "--json"])
+    tool.main()
+    told = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(sys, "argv", sys.argv[:-1])
+    tool.main()
+    assert f"{told['choices']} choices: {told['over_2_percent']} take over 2 %" in capsys.readouterr().out
