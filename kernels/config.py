@@ -97,7 +97,7 @@ def of_weight(config: Config) -> bool:
 
 
 def dealt(config: Config) -> bool:
-    """Whether a specialised kernel deals its tiles out in turn: others hand them out as programs become free."""
+    """Whether a specialised kernel deals most tiles out in turn: others hand them out as programs become free."""
     return config.pingpong and config.block_n == 128 and not of_weight(config)
 
 

@@ -151,9 +151,9 @@ def expect(bar, A_BYTES: gl.constexpr, both, B_BYTES: gl.constexpr, wide):
 def draw(counter):
     """The counter's next number, on its way to the first lane of a warp: nothing waits for it here.
 
-    The language's own atomic waits for its result at once, and nothing is loaded meanwhile. dW, whose tiles are short,
-    takes up to 1.04 x as long with it (benchmarks/results/trials/pingpong-dealt.json), forward and dX, which draw late,
-    as long either way.
+    The language's own atomic waits for its result at once, and nothing is loaded meanwhile. dW by both
+    warpgroups, whose tiles are short, takes up to 1.04 x as long with it, forward and dX, which draw late, as long
+    either way (benchmarks/results/trials/pingpong-dealt.json).
     """
     return gl.inline_asm_elementwise(
         "{.reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "

@@ -1,9 +1,9 @@
 """The grouped GEMM by rows for sm_90, warp-specialised: one warp loads through TMA, two warpgroups multiply.
 
 Where rows of x are gathered four warps load, x through pointers.
-A tile has 128 rows, 64 for each warpgroup (warpgroups.py). Tiles are handed out as programs become free, but for those
-of 128 columns that warpgroups take in turns (turns.py). The arguments are those of ``forward.rows``, and ``counter``,
-an int32 that is zero before and after.
+A tile has 128 rows, 64 for each warpgroup (warpgroups.py). Tiles are handed out as programs become free; of those of
+128 columns that warpgroups take in turns (turns.py) most are dealt out. The arguments are those of
+``forward.rows``, and ``counter``, an int32 that is zero before and after.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ def _load_rows(
 
     A tile whose right half lies past the last column is loaded at half its width. So is each half of the last tiles,
     where those are so few that the halves keep no more than all programs busy. In PINGPONG code every tile is whole.
-    Tiles are drawn from the counter as late as the ring allows: a program that draws before it loads the tile before
-    takes up to 1.1 x as long, for it keeps waiting what others could begin. Those of 128 columns in turns are dealt out
-    but for the last rounds: all drawn, or none, they take up to 1.08 x as long, or 1.06 x. (Up to 5 rounds all are: up
-    to 1.06 x as long otherwise. benchmarks/results/trials/tiles-drawn-late.json)
+    A tile is drawn from the counter a few steps before the loads of the one before end (K is above zero): a program
+    that draws before they begin takes up to 1.13 x as long, for it keeps waiting what others could begin. Tiles of 128
+    columns in turns are dealt out but for the last full rounds and what is left: all drawn, or none, they take up to
+    1.08 x as long, or 1.06 x. (Of few full rounds all are: up to 1.06 x as long otherwise.
+    benchmarks/results/trials/tiles-drawn-late.json)
     """
     DRAWN_ROUNDS: gl.constexpr = 2
     FEW_ROUNDS: gl.constexpr = 4

@@ -1,7 +1,8 @@
 """dW for sm_90, warp-specialised: one warp loads through TMA, two warpgroups multiply.
 
-A tile is 128 rows of dw, 64 for each warpgroup (warpgroups.py), by BLOCK_K columns. Tiles are handed out as programs
-become free. The arguments are those of ``grad_weight.weight``, and ``counter``, an int32 that is zero before and after.
+A tile is 128 rows of dw, 64 for each warpgroup (warpgroups.py), by BLOCK_K columns; where the warpgroups take whole
+tiles in turns (turns.py) one more warp says which tile comes. Tiles are handed out as programs become free. The
+arguments are those of ``grad_weight.weight``, and ``counter``, an int32 that is zero before and after.
 """
 
 from __future__ import annotations
@@ -187,9 +188,9 @@ def _schedule(
 ):  # fmt: skip
     """The warp that says which tiles come, in PINGPONG code: the loading warp has no time to look them up.
 
-    Looked up by the loading warp itself, dW takes up to 1.07 x as long, 1.02 x in the mean. It draws a tile when the
-    loading warp is ``near`` the end of the one before: as soon as that one is told is too early where tiles are few,
-    up to 1.1 x as long (benchmarks/results/trials/tiles-drawn-late.json).
+    It draws a tile when the loading warp is ``near`` the end of the one before. Drawn and looked up by the loading warp
+    itself, dW took 1.01 to 1.03 x as long in the mean, and up to 1.21 x where tiles are few; drawn as soon as the one
+    before is told, up to 1.14 x as long as that (benchmarks/results/trials/tiles-drawn-late.json).
     """
     WARPS: gl.constexpr = 1
     MANY_ROWS: gl.constexpr = 256  # an expert
@@ -227,7 +228,7 @@ def _schedule(
         slot, turn = advance(slot, turn, 2)
         mbarrier.wait(near.index(0), parity)
         parity = parity ^ 1
-        if late:  # ``_load_weight``
+        if late:  # as ``_load_weight`` is, but that two tiles may wait: not before the slot is free
             mbarrier.wait(free.index(slot), turn ^ 1)
         tile = next_tile(counter, gl.atomic_add(counter, 1, sem="relaxed"), gl.num_programs(0), total)
     for _ in gl.static_range(2):  # each warpgroup has a slot of its own
