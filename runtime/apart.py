@@ -11,16 +11,19 @@ from .fallback import grouped_mm
 
 def store(
     product: torch.Tensor, y: torch.Tensor, m_sizes: torch.Tensor, *, index: torch.Tensor | None, index_end: int,
-    scatter: bool, row_weights: torch.Tensor | None, bias: torch.Tensor | None,
+    scatter: bool, row_weights: torch.Tensor | None, bias: torch.Tensor | None, gathered: bool = False,
 ) -> None:  # fmt: skip
-    """y[to(m)] = weight(m) * (product[m] + bias[expert of m]), as ``reference.rows`` does; other rows of y stay."""
+    """y[to(m)] = weight(m) * (product[m] + bias[expert of m]), as ``reference.rows`` does; other rows of y stay.
+
+    ``gathered``: the product's rows were found by ``index``, so one out of range has none.
+    """
     M = product.shape[0]
     if bias is not None:
         expert = reference.expert_of_rows(m_sizes, M).clamp_(max=bias.shape[0] - 1)
         product = product + bias[expert]
     if row_weights is not None and index is not None:
         product = (product * row_weights[reference.rows_of(index, index_end)][:, None]).to(y.dtype)
-    used = index if scatter or row_weights is not None else None
+    used = index if scatter or row_weights is not None or gathered else None
     part = reference.taking_part(m_sizes, used, index_end, M)
     if scatter and index is not None:
         # One row more takes those that have no place: no look at the mask from the host.

@@ -156,6 +156,8 @@ def grad_w_and_bias(
         dw = weight(rows_dy, rows_x, call.m_sizes, layout=form.layout, pin=form.pin_dw)
     if bias:
         ones = rows_dy.new_ones((call.M, _ONES))
+        if form.permute_x and flat is None and index is not None:  # else what takes no part is zero in dy by now
+            ones.masked_fill_(((index < 0) | (index >= call.x_rows * form.topk))[:, None], 0)
         dbias = weight(rows_dy, ones, call.m_sizes, strict=False)[:, :, 0].contiguous()
     return dw, dbias
 

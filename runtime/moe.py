@@ -240,7 +240,7 @@ def _composed(
         wide = torch.promote_types(x.dtype, torch.float32)
         weighted = (x[:, None, :].to(wide) * topk_weights[:, :, None].to(wide)).to(x.dtype)
         h = grouped_gemm(
-            weighted.reshape(T * k, -1), gate_up_weight, m_sizes, 1, index, permute_x=True, w_layout=w_layout,
+            weighted.reshape(T * k, x.shape[1]), gate_up_weight, m_sizes, 1, index, permute_x=True, w_layout=w_layout,
             bias=gate_up_bias,
         )  # fmt: skip
     h = activate(h, activation, gated=gated, interleaved=interleaved)

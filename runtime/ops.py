@@ -109,7 +109,7 @@ def grouped_gemm(
     gather_indices
         [M] int32 or int64, M <= T*topk: row i is slot g[i] % topk of token g[i] // topk. Each index once; rows whose
         index is outside [0, T*topk) take no part (in a backward, dy, or x with ``permute_y``, has to be finite there).
-        On a GPU an int64 index is read by its low 32 bits: -1 and T*topk are outside, -2^63 and 2^32 are 0.
+        (Kernels read the low 32 bits of an int64 index: none below -2^31 or from 2^31 on may be passed.)
         T is x's rows with ``permute_x``, else those of topk_weights, else those of ``out``, else M, divided by topk.
     topk_weights
         [T, topk], multiplied in float32; with ``fuse_mul_post``.

@@ -96,20 +96,25 @@ class Rows:
         """
         if not self.gather_divisor or self.pin is not None or not aligned or not self.x.shape[0]:
             return False
-        kept = self.bounds is not None or self.loose or self.scatter or self.row_weights is not None
-        return kept and row_stride(self.x, self.x.shape[1]) == self.x.shape[1]
+        return not self.spares_rows and row_stride(self.x, self.x.shape[1]) == self.x.shape[1]
+
+    @property
+    def spares_rows(self) -> bool:
+        """Whether rows of an index out of range, which the gather alone reads, have to stay as they are."""
+        read = self.scatter or self.row_weights is not None
+        return bool(self.gather_divisor) and not read and self.bounds is None and not self.loose
 
 
 def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
     """Write y, and return it. Rows of y that nothing is stored to are left as they are, or zero with zero_tail.
 
-    Where the reduction is empty all of y is zero, but for a bias.
+    Where the reduction is empty they are zero, or their bias; without a bias so is all of y.
     """
     if call.stores_nothing(y):
         return y.zero_() if call.zero_tail else y
     end = call.index_end(y.shape[0])
     if not call.x.shape[1]:
-        return _sums_of_nothing(call, y.zero_(), end)
+        return _sums_of_nothing(call, y, end)
     if not on_gpu(call.x):
         fallback.tell_reference(call.x.device.type)
         if call.zero_tail:
@@ -127,11 +132,13 @@ def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of_nothing(call: Rows, y: torch.Tensor, end: int) -> torch.Tensor:
-    """y, which is zero, where the reduction is empty: a bias is all that is added."""
+    """y where the reduction is empty: a bias is all that is added."""
+    if call.zero_tail or call.bias is None:
+        y.zero_()
     if call.bias is not None:
         apart.store(
             y.new_zeros((call.M, y.shape[1])), y, call.m_sizes, index=call.index, index_end=end, scatter=call.scatter,
-            row_weights=call.row_weights, bias=call.bias,
+            row_weights=call.row_weights, bias=call.bias, gathered=bool(call.gather_divisor),
         )  # fmt: skip
     return y
 
@@ -143,12 +150,13 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int) -> None:
     if call.zero_tail:
         zero_rest(call, y, end)
         call = dataclasses.replace(call, zero_tail=False)
+    spares_rows = call.spares_rows
     if call.gather_divisor and call.index is not None:
         gathered = call.x.index_select(0, reference.rows_of(call.index, end, call.gather_divisor))
         call = dataclasses.replace(call, x=gathered, gather_divisor=0, pin=None)
-        if _launch_rows(call, y, end):
+        if not spares_rows and _launch_rows(call, y, end):
             return
-    if not call.fusion:
+    if not call.fusion and not spares_rows:
         sm = local_gpu(call.x.get_device()).sm
         aligned = rows_aligned(call, y)
         fallback.on_cuda(call.x, call.w, call.m_sizes, y, call.as_forward(), sm=sm, aligned=aligned)
@@ -157,7 +165,7 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int) -> None:
     _on_cuda(Rows(call.op, call.x, call.w, call.m_sizes, call.layout, call.M), product, 0)
     apart.store(
         product, y, call.m_sizes, index=call.index, index_end=end, scatter=call.scatter, row_weights=call.row_weights,
-        bias=call.bias,
+        bias=call.bias, gathered=spares_rows,
     )  # fmt: skip
 
 

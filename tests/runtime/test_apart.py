@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from pretuned.artifacts.types import Layout
+from pretuned.artifacts.types import Layout, Op
 from pretuned.kernels import reference
-from pretuned.runtime import apart, fallback
+from pretuned.runtime import apart, fallback, products
+from pretuned.runtime.products import Rows, rows
 
 E, N, K = 4, 16, 24
 COUNTS = [[5, 0, 3, 8], [0, 0, 0, 0], [20, -4, 7, 1], [4, 3, 2, 1]]
@@ -49,3 +53,29 @@ def test_rows(counts: list[int], layout: Layout, dtype: torch.dtype) -> None:
     end = reference.expert_bounds(m_sizes, 16)[-1][1]
     near(y[:end], reference.forward(x, w, m_sizes, layout=layout)[:end])
     assert (y[end:] == 3).all()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("zero_tail", [False, True])
+def test_rows_whose_index_is_out_of_range_are_not_stored_to(
+    monkeypatch: pytest.MonkeyPatch, zero_tail: bool, biased: bool
+) -> None:
+    """Where no kernel gathers, the gathered rows multiply alone: the index still says which of them there are."""
+    x, _, w = operands(torch.float32)
+    index = torch.tensor([3, -1, 5, 16, 2, 0, 1, 4])
+    m_sizes, bias = torch.tensor([2, 1, 0, 4]), torch.randn(E, N) if biased else None
+    call = Rows(
+        Op.FORWARD, x, w, m_sizes, Layout.NK, len(index), index, 1, bias=bias, zero_tail=zero_tail,
+    )  # fmt: skip
+    want = rows(call, torch.full((len(index), N), 3.0))
+    assert (want[[1, 3, 7]] == (0 if zero_tail else 3)).all()
+    monkeypatch.setattr(products, "_launch_rows", lambda *_: False)
+    monkeypatch.setattr(products, "local_gpu", lambda _: SimpleNamespace(sm=90))
+    y = torch.full((len(index), N), 3.0)
+    products._on_cuda(call, y, call.index_end(len(y)))
+    near(y, want)
+    loose = dataclasses.replace(call, loose=True)  # whoever calls doesn't care: the plain product's kernel may run
+    plain: list[Rows] = []
+    monkeypatch.setattr(products, "_launch_rows", lambda one, *_: plain.append(one) or not one.gather_divisor)
+    products._on_cuda(loose, y, call.index_end(len(y)))
+    assert [one.gather_divisor for one in plain] == [1, 0]

@@ -190,6 +190,41 @@ def test_a_sum_over_nothing_has_its_bias_and_weights(layout: str) -> None:
         assert all(not one.any() for one in torch.autograd.grad(y.sum(), [given["x"]]))
 
 
+@pytest.mark.parametrize("zero_tail", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sum_over_nothing_is_one_over_zeros(form: tuple[int, ...], zero_tail: bool) -> None:
+    """What takes no part, and rows past the last expert's, are as they are with any other reduction."""
+    index, m_sizes = routing()
+    index[[1, 4]] = torch.tensor([-1, T * TOPK])
+    m_sizes[-1] -= 1
+    given = {name: one.detach() for name, one in tensors(form).items()}
+    results = []
+    for columns in (0, 8):
+        nothing = {"x": torch.zeros(len(given["x"]), columns), "w": torch.zeros(E, N, columns)}
+        out = torch.full((T * TOPK, N), 9.0, dtype=torch.float64)
+        nothing = {name: one.double() for name, one in nothing.items()}
+        results.append(call(form, "nk", index, m_sizes, **given | nothing, zero_tail=zero_tail, out=out))
+    if form[3] or zero_tail:
+        torch.testing.assert_close(*results)
+    else:  # without a bias all of it is zero, whatever was there
+        assert not results[0].any()
+
+
+def test_a_bias_has_no_gradient_of_rows_that_take_no_part() -> None:
+    index, m_sizes = routing()
+    bad = index.clone()
+    bad[[1, 4, 7]] = torch.tensor([-1, T * TOPK, 10**9])
+    given = tensors((1, 0, 0, 1))
+    y = call((1, 0, 0, 1), "nk", bad, m_sizes, zero_tail=True, **given)
+    dy = torch.randn_like(y)
+    owners = torch.repeat_interleave(torch.arange(E), m_sizes.long())
+    part = torch.where(((bad >= 0) & (bad < T * TOPK))[:, None], dy, 0)
+    got = torch.autograd.grad(y, [given["bias"], given["w"]], dy, retain_graph=True)
+    torch.testing.assert_close(got[0], torch.zeros(E, N, dtype=dy.dtype).index_add(0, owners, part))
+    for one, other in zip(got, torch.autograd.grad(y, [given["bias"], given["w"]], part), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_without_experts_the_gradients_are_zero(form: tuple[int, ...]) -> None:
     given = tensors(form)

@@ -138,6 +138,16 @@ def test_routing_is_a_stable_sort_with_the_others_last(ids: list[list[int]], E: 
     assert {one.dtype for one in routing[1:]} == {torch.int32}  # as kernels read them
 
 
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+def test_no_tokens_with_biases(weights_on: str) -> None:
+    hidden, up, down, weights, up_bias, down_bias = layer(True, "nk")
+    y = moe_mlp(
+        hidden[:0], up, down, IDS[:0], weights[:0], weights_on=weights_on, gate_up_bias=up_bias, down_bias=down_bias
+    )
+    assert y.shape == (0, hidden.shape[1])
+    assert all(not one.any() for one in torch.autograd.grad(y.sum(), [up, down, up_bias, down_bias]))
+
+
 def test_no_tokens_and_nobody_here() -> None:
     hidden, up, down, weights, *_ = layer()
     empty = moe_mlp(hidden[:0], up, down, IDS[:0], weights[:0])
