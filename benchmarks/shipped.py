@@ -20,6 +20,7 @@ from typing import Any
 from pretuned.aot.evidence import CellTimes, Evidence
 from pretuned.aot.journal import Contents, read_journal
 from pretuned.aot.records import Measured
+from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.store import BundleFile, open_bundle
 from pretuned.artifacts.types import Op
 
@@ -111,11 +112,11 @@ def main() -> None:
     parser.add_argument("journal", type=Path)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
-    with open_bundle(args.bundle) as bundle:
-        try:
+    try:
+        with open_bundle(args.bundle) as bundle:
             told = report(bundle, read_journal(args.journal))
-        except ValueError as error:
-            parser.error(f"{args.journal}, {args.bundle}: {error}")
+    except (PretunedError, ValueError) as error:
+        parser.error(f"{args.bundle}, {args.journal}: {error}")
     if args.json:
         print(json.dumps(told, indent=1))
         return

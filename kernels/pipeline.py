@@ -116,6 +116,13 @@ def take_all(queue, filled, free, slot, phase, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def begin():
+    """The first (stage, phase) of the ring, and the first (slot, phase) of the queue."""
+    zero = gl.to_tensor(0)
+    return zero, zero, zero, zero
+
+
+@gluon.jit
 def advance(stage, phase, STAGES: gl.constexpr):
     following = stage + 1
     wrapped = following == STAGES

@@ -31,11 +31,11 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "f56cf5e3b9a5dd1e9f970a4b1fcbfc3047edf72a98aa618fabdb98a96d02cae6",
+    "aae80a63469c26fe72779a7955e7a23abf2a9047730560d6524b379da46e8526",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "b513469c2581db06e76975b886d3e777a098b820a5af9444b7cc850a53a6a901",
+    "85dd6c1d65f1c13fc7033388f61347c1d20857cf45137c8e92bbae5921122dc4",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

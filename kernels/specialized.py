@@ -20,6 +20,7 @@ from .pipeline import (
     add,
     advance,
     barriers,
+    begin,
     counts,
     draw,
     expect,
@@ -78,7 +79,7 @@ def _load_rows(
     """
     DRAWN_ROUNDS: gl.constexpr = 2
     FEW_ROUNDS: gl.constexpr = 4
-    AHEAD: gl.constexpr = 4  # steps, about as long as the counter takes to answer
+    AHEAD: gl.constexpr = 4  # steps: 6 is within 0.5 % in the mean, and 2 as good as 6
     HALF: gl.constexpr = BLOCK_N // 2
     WARPS: gl.constexpr = 4 if GATHER else 1
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [WARPS], [0])  # each warp has all
@@ -99,10 +100,7 @@ def _load_rows(
         rounds = total // gl.num_programs(0)
         dealt *= gl.where(rounds > FEW_ROUNDS, rounds - DRAWN_ROUNDS, rounds + 1)
     draw_at = gl.maximum(steps - AHEAD, 0) * BLOCK_K
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    slot = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
+    stage, phase, slot, turn = begin()
     number = gl.program_id(0)
     while number < total:
         past = gl.maximum(number - whole, 0)

@@ -17,6 +17,7 @@ from .pipeline import (
     add,
     advance,
     barriers,
+    begin,
     counts,
     draw,
     expect,
@@ -123,10 +124,7 @@ def _load_weight(
     if by_rows:
         place = _by_rows(m_sizes, m_sizes_step, M, E, FEW, pairs)
     _count, end = expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    slot = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
+    stage, phase, slot, turn = begin()
     tile = gl.program_id(0)
     asked = gl.to_tensor(-1)
     while tile < total:
@@ -205,10 +203,7 @@ def _schedule(
     by_rows = (total <= MANY_TILES * gl.num_programs(0)) & (M >= MANY_ROWS * E)
     if by_rows:
         places.store(_by_size(rows, M, E, EXPERTS, layout))
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    slot = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
+    stage, phase, slot, turn = begin()
     parity = gl.to_tensor(0)
     tile = gl.program_id(0)
     while tile < total:
@@ -242,13 +237,10 @@ def _load_told(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of PINGPONG code: says when it is ``near`` the end of each tile."""
-    AHEAD: gl.constexpr = 6  # steps, about as long as it takes to draw a tile and to look it up
+    AHEAD: gl.constexpr = 6  # steps: with 4 it takes 1.001 to 1.005 x as long in the mean
     PARTS: gl.constexpr = BLOCK_K // PART
     half_bytes: gl.constexpr = 64 * BLOCK_M * x.dtype.primitive_bitwidth // 8
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    slot = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
+    stage, phase, slot, turn = begin()
     n, place, _end, _word, count, row_end = take_all(queue, filled, free, slot, turn, 1)
     while n >= 0:
         first = (place & 0xFFFFF) * BLOCK_K

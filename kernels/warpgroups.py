@@ -24,6 +24,7 @@ from .pipeline import (
     WHOLE_BIT,
     advance,
     before,
+    begin,
     take,
 )
 
@@ -232,10 +233,7 @@ def multiply(
     y_map is a TMA descriptor, y a pointer, which INDEXED code stores through; GATHER code has both.
     """
     HALF: gl.constexpr = BLOCK_N // 2
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    slot = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
+    stage, phase, slot, turn = begin()
     row, col, row_end, word = take(queue, filled, free, slot, turn)
     while row >= 0:
         slot, turn = advance(slot, turn, 2)

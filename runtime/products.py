@@ -108,7 +108,7 @@ class Rows:
 def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
     """Write y, and return it. Rows of y that nothing is stored to are left as they are, or zero with zero_tail.
 
-    Where the reduction is empty they are zero, or their bias; without a bias so is all of y.
+    Where the reduction is empty the others have their bias alone; without a bias all of y is zero.
     """
     if call.stores_nothing(y):
         return y.zero_() if call.zero_tail else y
