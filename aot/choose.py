@@ -70,8 +70,11 @@ def choose(
     ranked = _all_ranked(plan, compiled, sm, evidence)
     ships = {i for i, one in enumerate(compiled) if ships_unchosen(one.variant)}
     losses: list[Loss] = []
+    held: dict[Family, set[Knobs]] = {}
     for group in _by_op(ranked):
-        served = _configs(group, ranked, compiled, configs)
+        plain = replace(group[0], fusion=Fusion.NONE)
+        served = _configs(group, ranked, compiled, configs, held.get(plain, set()))
+        held.setdefault(plain, served)
         for family in group:
             table = _table(ranked[family])
             allowed = {i for i, one in enumerate(compiled) if one.variant.config in served}
@@ -125,7 +128,7 @@ def _modelled_choice(cell: _Cell, place: Mapping[int, int]) -> Choice:
 def _measured_choice(
     cell: _Cell, place: Mapping[int, int], compiled: Sequence[Compiled], evidence: Evidence | None
 ) -> Choice | None:
-    """The fastest of those that ship; the modelled one where that is not slower by more than noise.
+    """The fastest of those that ship, but for one that came out no faster in a duel: then who it fought.
 
     None where nothing was measured, or the modelled one was not and looks better even so. Where it was, and lost, it
     is not taken back for the sake of a third that was not measured.
@@ -138,8 +141,8 @@ def _measured_choice(
     if not timed:
         return None
     best, modelled = timed[0][2], next(iter(sha))
-    if best != modelled and sha[modelled] in times_ns and not cell.measured.beats(sha[best], sha[modelled]):
-        best = modelled
+    lost = {duel.modelled for duel in cell.measured.duels if duel.challenger == sha[best] and duel.ratio >= 1.0}
+    best = next((i for i, one in sha.items() if one in lost), best)
     if sha[modelled] not in times_ns and cell.times_us[modelled] < cell.times_us[best]:
         return None
     second = next(((ns, i) for ns, _, i in timed if i != best), None)
@@ -155,17 +158,20 @@ def _measured_choice(
 
 
 def _by_op(members: Iterable[Family]) -> list[list[Family]]:
-    """The families of each op, dtype and layout; optional ones, of few configs, apart."""
+    """The families of each op, dtype and layout; optional ones, of few configs, apart, and last."""
     groups: dict[Family, list[Family]] = {}
-    for family in members:
+    for family in sorted(members, key=optional):
         groups.setdefault(replace(family, fusion=family.fusion & Fusion.SILU), []).append(family)
     return list(groups.values())
 
 
 def _configs(
-    group: Sequence[Family], ranked: Mapping[Family, Ranked], compiled: Sequence[Compiled], most: int
+    group: Sequence[Family], ranked: Mapping[Family, Ranked], compiled: Sequence[Compiled], most: int, held: set[Knobs]
 ) -> set[Knobs]:
-    """The aligned configs that serve all families of a group best, together with the fallbacks at most ``most``."""
+    """The aligned configs that serve all families of a group best, and their fallbacks', at most ``most``.
+
+    Where another group of the op, dtype and layout ``held`` some before, both together are: else only those of them.
+    """
     fallbacks = {
         one.variant.config for one in compiled if one.variant.alignment == 1 and Family.of(one.variant) in group
     }
@@ -176,9 +182,17 @@ def _configs(
         for key, cell in _table(ranked[family]).items()
     }
     if not table:
-        return set()
+        return fallbacks
+
+    def best(allowed: set[int] | None) -> set[Knobs]:
+        limit = max(1, most - len(fallbacks))
+        return fallbacks | {names[i] for i in select(table, limit, allowed=allowed).variants}
+
     names = list(numbers)
-    return {names[i] for i in select(table, max(1, most - len(fallbacks))).variants}
+    found = best(None)
+    if held and len(held | found) > most:
+        found = best({i for i, name in enumerate(names) if name in held} or None)
+    return found
 
 
 def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]:

@@ -111,8 +111,12 @@ def compile_variant(spec: Spec | PassSpec, sm: int) -> Compiled:
     Raises
     ------
     CompileError
-        with the compiler's reason. A few configs make LLVM abort the process: run it in a worker.
+        with the compiler's reason, or where there is no code of that form. A few configs make LLVM abort the process:
+        run it in a worker.
     """
+    lacking = isinstance(spec, Spec) and abi.no_code(spec.op, spec.dtype, spec.fusion, spec.config)
+    if lacking:
+        raise CompileError(f"{spec} for sm_{sm}: {lacking}")
     with tempfile.TemporaryDirectory(prefix="pretuned-") as scratch:
         with _captured(Path(scratch) / "output") as output:
             try:

@@ -11,7 +11,7 @@ from ..artifacts.errors import CompileError
 from ..artifacts.schema import pack_problem, read_problem
 from ..artifacts.store import publish
 from ..artifacts.types import Bundle, Choice, DType, Model, Op, Problem, Source, buckets_between
-from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, counts
+from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, counts, no_code
 from ..kernels.chips import chip_for, limits
 from ..kernels.config import Config
 from ..kernels.cost import Ranker, Resources
@@ -147,7 +147,7 @@ def _specs(problem: Problem, aligned: Iterable[Config], sm: int) -> list[Spec]:
 
 def _spread(problem: Problem, buckets: Sequence[int], sm: int) -> list[Config]:
     """The few configs that serve all buckets best."""
-    every = candidates(problem.op, problem.dtype, sm)
+    every = _candidates(problem, sm)
     number = {config: i for i, config in enumerate(every)}
     table = {
         (problem, bucket): [(number[config], us) for us, config in _ranked(problem, bucket, sm)] for bucket in buckets
@@ -157,10 +157,16 @@ def _spread(problem: Problem, buckets: Sequence[int], sm: int) -> list[Config]:
 
 def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]]:
     """(estimate in us, config) of every candidate, best first, by what a compiled one is likely to take."""
-    every = candidates(problem.op, problem.dtype, sm)
+    every = _candidates(problem, sm)
     resources = [_likely(problem, config, sm) for config in every]
     ranked = Ranker(resources, problem.op, problem.dtype, chip_for(sm)).rank(problem, bucket)
     return [(us, every[i]) for us, i in ranked if math.isfinite(us)]
+
+
+def _candidates(problem: Problem, sm: int) -> list[Config]:
+    """Those that have code of the problem's form."""
+    every = candidates(problem.op, problem.dtype, sm)
+    return [config for config in every if not no_code(problem.op, problem.dtype, problem.fusion, config)]
 
 
 def _likely(problem: Problem, config: Config, sm: int) -> Resources:

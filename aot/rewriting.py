@@ -10,10 +10,14 @@
 ``cut``: products of 192 columns (kernels/turns.py), which are written as 256. An instruction's operands lie in shared
 memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of 8 columns are
 four registers in a row (PTX ISA, "wgmma.mma_async", register fragments and matrix layouts).
+
+``fit``: the same of tiles that are fitted to their rows (kernels/fitted.py), which lie across: of a product's columns
+as many are kept as a comment before it says, in the same block of code.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import re
@@ -22,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..kernels.config import PINGPONG_COLUMNS, Config
+from ..kernels.config import PINGPONG_COLUMNS, Config, fitted
 
 Rewrite = Callable[[str], str]
 
@@ -31,6 +35,7 @@ EVICT_FIRST = 0x12F0000000000000
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.shared::\w+\.global[\w.:]*)( \[[^;]*\]);")
 _STORE = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.global\.shared::\w+[\w.:]*)( \[[^;]*\]);")
 _WRITTEN_COLUMNS = 256
+_FITTED = re.compile(r"// products of (\d+) rows|^\$L\w*:", re.MULTILINE)  # or a label: a block begins
 _PRODUCT = re.compile(r"(wgmma\.mma_async\.[\w.]*?m64)n256(k\d+[\w.]*\s*)\{([^{}]*)\}")
 
 
@@ -65,13 +70,37 @@ def cut(ptx: str) -> str:
     ValueError
         if it has no such product, or another.
     """
+    return _shorter(ptx, lambda _place: PINGPONG_COLUMNS)
+
+
+def fit(ptx: str) -> str:
+    """The PTX with products of as many columns as its comments say.
+
+    Raises
+    ------
+    ValueError
+        as ``cut``, and if no comment comes before a product in its block.
+    """
+    marks = [(mark.start(), int(mark[1] or 0)) for mark in _FITTED.finditer(ptx)]
+
+    def columns(place: int) -> int:
+        last = bisect.bisect(marks, (place, 0)) - 1
+        if last < 0 or marks[last][1] not in range(8, _WRITTEN_COLUMNS + 1, 8):
+            raise ValueError("nothing in its block says how many columns a product has, or wgmma has no such")
+        return marks[last][1]
+
+    return _shorter(ptx, columns)
+
+
+def _shorter(ptx: str, columns: Callable[[int], int]) -> str:
+    """The PTX with so many columns of each product as ``columns`` says of its place."""
 
     def shorter(product: re.Match[str]) -> str:
         sums = product[3].split(",")
         if len(sums) * 2 != _WRITTEN_COLUMNS:
             raise ValueError(f"a product of {_WRITTEN_COLUMNS} columns has {len(sums)} registers of sums in the PTX")
-        kept = ",".join(sums[: PINGPONG_COLUMNS // 2])
-        return f"{product[1]}n{PINGPONG_COLUMNS}{product[2]}{{{kept}}}"
+        kept = columns(product.start())
+        return f"{product[1]}n{kept}{product[2]}{{{','.join(sums[: kept // 2])}}}"
 
     text, count = _PRODUCT.subn(shorter, ptx)
     if not count or ptx.count("wgmma.mma_async") != count:
@@ -81,6 +110,8 @@ def cut(ptx: str) -> str:
 
 def rewrites(config: Config) -> tuple[Rewrite, ...]:
     """What the code of a config needs."""
+    if fitted(config):
+        return (fit,)
     hints = (written if config.specialized else streamed,) * config.streamed
     return hints + (cut,) * (PINGPONG_COLUMNS in (config.block_n, config.block_k))
 

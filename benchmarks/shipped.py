@@ -2,9 +2,8 @@
 
     python benchmarks/shipped.py artifacts/bundles/catalogue-sm90.msgpack benchmarks/results/catalogue-h200.journal
 
-Once as timed, and once where the difference is more than noise: a candidate that is not faster than the modelled choice
-by more than that (as their duel says, or their times) counts as no faster than it. Choices go by the second. Beside
-torch: the same choice against grouped_mm, where the journal has it.
+Once as timed, and once beside those alone that are faster than the choice by more than noise, as their duel says, or
+their times. Beside torch: the same choice against grouped_mm, where the journal has it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +28,23 @@ OVER = 1.02
 def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[float, str]]:
     """(time over that of the fastest candidate, which cell) of each measured choice, the worst first.
 
-    ``raw`` takes the times as they are, else they are ``judged``.
+    ``raw`` takes the times as they are, else those count that are faster by more than noise.
     """
     cubins = [one.cubin_sha256 for one in bundle.variants()]
-    modelled = {(one.problem, one.bucket): one.modelled for one in contents.records if isinstance(one, Measured)}
     cells = Evidence.of(contents).cells
     found = []
     for problem in bundle.problems():
         for choice in bundle.find(problem):
             cell = cells.get((problem, choice.bucket))
             if cell is not None and cubins[choice.variant] in cell.times_ns:
-                times = cell.times_ns if raw else judged(cell, modelled[problem, choice.bucket])
-                loss = times[cubins[choice.variant]] / min(times.values())
-                found.append((loss, f"{problem} M={choice.bucket}"))
+                found.append((loss(cell, cubins[choice.variant], raw=raw), f"{problem} M={choice.bucket}"))
     return sorted(found, reverse=True)
 
 
-def judged(cell: CellTimes, modelled: bytes) -> Mapping[bytes, int]:
-    """The times of a cell, where a candidate that does not beat ``modelled`` counts as no faster than it."""
-    times = dict(cell.times_ns)
-    if modelled in times:
-        for one in times:
-            if one != modelled and not cell.beats(one, modelled):
-                times[one] = max(times[one], times[modelled])
-    return times
+def loss(cell: CellTimes, chosen: bytes, *, raw: bool) -> float:
+    """The time of ``chosen`` over that of the fastest, or of the fastest that beats it by more than noise."""
+    times = cell.times_ns
+    return times[chosen] / min(times[one] for one in times if one == chosen or raw or cell.beats(one, chosen))
 
 
 def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, str]]:

@@ -17,8 +17,8 @@ from sweeps import Cell
 from pretuned.artifacts.types import Op
 from pretuned.kernels.calibration import Constants
 from pretuned.kernels.chips import Chip
-from pretuned.kernels.config import Config, across, dealt
-from pretuned.kernels.cost import Resources, _Work, _work
+from pretuned.kernels.config import Config, across, dealt, fitted
+from pretuned.kernels.cost import _GRAIN, Resources, _Work, _work
 from pretuned.kernels.profile import Profile, profile
 
 Floats = npt.NDArray[np.float64]
@@ -36,6 +36,7 @@ _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "narrow": lambda config, work: config.narrow,
     "pingpong": lambda config, work: config.pingpong,
     "dealt": lambda config, work: dealt(config),
+    "fitted": lambda config, work: fitted(config),
     "E": lambda config, work: work.E,
     "M": lambda config, work: work.M,
     "N": lambda config, work: work.columns if across(config) else work.N,
@@ -45,6 +46,7 @@ _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "busiest": lambda config, work: work.rows.busiest,
     "row_tiles": lambda config, work: work.rows.tiles[config.block_m],
     "row_tiles_64": lambda config, work: work.rows.tiles[64],
+    "grains": lambda config, work: work.rows.tiles[_GRAIN],
     "matrix_bytes": lambda config, work: work.matrix_bytes,
     "left_row_bytes": lambda config, work: work.left_row_bytes,
     "right_row_bytes": lambda config, work: work.N * work.itemsize if across(config) else work.right_row_bytes,
@@ -157,9 +159,11 @@ def _rows_ns(p: SimpleNamespace, g: SimpleNamespace, chip: Chip, c: Constants) -
     share = 1.0 - 0.5 * special.half * thin
     if special.half_columns:
         share = share * (np.ceil(g.columns / (g.block_n // 2)) / 2.0 / column_tiles)
-    parted = specialized & (g.pingpong == 0)
+    parted = specialized & (g.pingpong == 0) & (g.fitted == 0)
     wasteful = 1.0 + special.turns_waste * (column_tiles * g.block_n / g.columns - 1.0)
-    share = np.where(parted, share, np.where(g.pingpong > 0, wasteful, 1.0))
+    empty_rows = 1.0 - g.grains * _GRAIN / (g.row_tiles * g.block_m)
+    turned = wasteful * (1.0 - special.half * empty_rows)
+    share = np.where(parted, share, np.where(g.fitted > 0, turned, np.where(g.pingpong > 0, wasteful, 1.0)))
     saved = np.where(parted & special.split_tail, 1.0 - c.split_waves, 0.0)
     near_bytes = chip.l2_mib * 1048576 * c.l2_near
     wave_bytes = slots * g.block_n * g.left_row_bytes / height

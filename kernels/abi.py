@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem
-from .config import PINGPONG_COLUMNS, Config, across, of_weight
+from .config import PINGPONG_COLUMNS, Config, across, fitted, of_weight
 
 LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
@@ -41,7 +41,7 @@ CLEARER_ROWS = 16  # of them, for a program: ``cdiv(index_end, CLEARER_ROWS)`` m
 FLAGS = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS  # the fusions that ``flags`` tells a kernel of
 MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
 SPECIALIZED_SHARED_BYTES = 227 * 1024  # of sm_90
-SPECIALIZED_ROWS = 128  # of a tile, 64 for each warpgroup
+SPECIALIZED_ROWS = 128  # of a tile, 64 for each warpgroup; where it is fitted to its rows, its columns
 MOST_STEPS = (1 << 20) - 1  # of a specialised kernel's reduction
 MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
 
@@ -66,6 +66,8 @@ class Spec:
     @property
     def kernel(self) -> str:
         """The name of the kernel's function."""
+        if fitted(self.config):
+            return "rows_fitted"
         name = "weight" if self.op is Op.DW else "rows"
         return f"{name}_specialized" if self.config.specialized else name
 
@@ -146,6 +148,9 @@ def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
         return (
             f"{config} is no config of {form}: pingpong has 16-bit types, no gather or silu, and tiles of its own in dW"
         )
+    if fitted(config) and (op is Op.DW or fusion or config.narrow):
+        form = " ".join((op.value, *odd, *(["moving rows"] if fusion else ["narrow"] if config.narrow else [])))
+        return f"{config} is no config of {form}: tiles fitted to their rows are of plain products of rows"
     tf32 = dtype is DType.TF32 and op is Op.DW and config.block_k == 256 and not config.narrow
     if config.specialized and dtype.itemsize != 2 and not tf32:
         return (
@@ -155,7 +160,7 @@ def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
     if config.streamed and (op is Op.DW) != config.specialized:
         return f"{config} is no config of {op.value}: streamed is specialized in dW, and not in products of rows"
     rows = config.block_n if op is Op.DW else config.block_m
-    if config.specialized and not config.pingpong and rows != SPECIALIZED_ROWS:
+    if config.specialized and not config.pingpong and rows != SPECIALIZED_ROWS and not fitted(config):
         return f"{config} is no config of {op.value}: a specialized tile has {SPECIALIZED_ROWS} rows"
     return None
 
@@ -240,6 +245,8 @@ def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
         blocks: dict[str, tuple[int, ...]] = {"dy": dy, "x": x, "dw": (1, 64, 64)}
     else:
         columns = 64 if c.pingpong else c.block_n // 2 if c.specialized else c.block_n  # a tile may be half as wide
+        if fitted(c):  # all columns of a tile at once, or where they are contiguous as many as a line has
+            columns = 64 if _w_kn(spec) else c.block_n
         w = (1, c.block_k, columns) if _w_kn(spec) else (1, columns, c.block_k)
         blocks = {"x": (half or c.block_m, c.block_k), "w": w, "y_map": (1, 1, 64, 64)}
     return {name: blocks[name] for name in spec.tma}
@@ -286,6 +293,9 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
             "BLOCK_M": depth, "BLOCK_K": columns, "NARROW": c.narrow, "ACROSS": across(c), "STREAMED": c.streamed,
         }  # fmt: skip
         sizes |= {} if _asks(spec) else {"dy_at": None, "x_at": None}
+    elif fitted(c):
+        depth, columns = c.block_k, c.block_m
+        sizes = {"BLOCK_M": c.block_m, "BLOCK_K": depth, "W_KN": _w_kn(spec)}
     else:
         gated = Fusion.SILU in spec.fusion
         sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec),
@@ -320,6 +330,8 @@ def _even_parts(spec: Spec) -> bool:
     TMA reads a buffer while the next tile is on its way. Half a tile of 128 columns, as an edge or as silu of both
     halves, is one part, so the next tile's first would meet it in the same buffer.
     """
+    if fitted(spec.config):
+        return True  # any number: its kernel keeps track of the buffers
     if PINGPONG_COLUMNS in (spec.config.block_n, spec.config.block_k):
         return False  # three parts
     if spec.op is Op.DW:

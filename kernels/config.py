@@ -16,12 +16,14 @@ class Config:
     so that both stay in L2. ``tma`` loads through TMA descriptors encoded by the host.
     A ``persistent`` kernel runs as many programs as fit the GPU, each over many tiles; any other
     runs one program a tile. A ``specialized`` kernel (sm_90) has one warp that loads and two warpgroups that
-    multiply, 64 rows of a tile each, and hands out its tiles as programs become free. One that is ``streamed``
+    multiply, half of a tile each, and hands out its tiles as programs become free. One that is ``streamed``
     (through TMA) marks w's lines as the first to leave L2: for weights that are read once; one of dW, which is
     specialized, marks dw's, and asks L2 for the rows of many experts at once. A specialized kernel of dW that is
     ``narrow`` multiplies its last columns at half a tile's width where that is enough (one of rows always does). A
     specialized kernel that is ``pingpong`` has warpgroups that take whole tiles of 128 x 192 or 128 x 128 in turns (of
-    dW 128 x 192 or 192 x 128); those of 128 x 128 are dealt out in turn, but for the last rounds.
+    dW 128 x 192 or 192 x 128); those of 128 x 128 are dealt out in turn, but for the last rounds. Of rows a tile may
+    have more than 128 of them: 256 by 128 columns, or pingpong 192 by 128. Such a kernel's tiles are ``fitted``: each
+    has as many rows as there are, rounded up to 32, and an expert's rows are shared out evenly among its tiles.
     """
 
     block_m: int
@@ -86,6 +88,11 @@ def _turns(config: Config) -> bool:
     return (config.block_m, config.block_k) == (128, 64) and config.block_n in (128, PINGPONG_COLUMNS)
 
 
+def _fitted_turns(config: Config) -> bool:
+    """The same of tiles that are fitted to the rows."""
+    return (config.block_m, config.block_n, config.block_k) == (PINGPONG_COLUMNS, 128, 64)
+
+
 def _weight_turns(config: Config) -> bool:
     """The same of dW, in steps of any rows: 128 x 192 of dw, or 192 x 128."""
     return {config.block_n, config.block_k} == {128, PINGPONG_COLUMNS} and config.block_m != PINGPONG_COLUMNS
@@ -98,7 +105,13 @@ def of_weight(config: Config) -> bool:
 
 def dealt(config: Config) -> bool:
     """Whether a specialised kernel deals most tiles out in turn: others hand them out as programs become free."""
-    return config.pingpong and config.block_n == 128 and not of_weight(config)
+    return config.pingpong and config.block_n == 128 and not of_weight(config) and not fitted(config)
+
+
+def fitted(config: Config) -> bool:
+    """Whether tiles are fitted to the rows of their expert, up to ``block_m`` of them."""
+    tile = config.block_m, config.block_n, config.block_k
+    return config.specialized and (_fitted_turns(config) if config.pingpong else tile == (256, 128, 64))
 
 
 def across(config: Config) -> bool:
@@ -129,8 +142,9 @@ def invalid(config: Config) -> str | None:
         return f"a narrow config is specialized: {config!r}"
     if config.specialized and config.num_stages < 2:
         return f"a specialized config has a stage to load while another is multiplied: {config!r} has one"
-    if config.pingpong and not (config.specialized and not config.narrow and (_turns(config) or _weight_turns(config))):
-        wide = f"128 x {PINGPONG_COLUMNS}"
-        shape = f"tiles of {wide} or 128 x 128 (of dW {wide} or {PINGPONG_COLUMNS} x 128)"
+    turns = _turns(config) or _fitted_turns(config) or _weight_turns(config)
+    if config.pingpong and not (config.specialized and not config.narrow and turns):
+        either = f"128 x {PINGPONG_COLUMNS} or {PINGPONG_COLUMNS} x 128"
+        shape = f"tiles of {either} (64 deep, if not of dW), or of 128 x 128"
         return f"a pingpong config is specialized, of {shape}, and not narrow: {config!r}"
     return None

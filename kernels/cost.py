@@ -16,10 +16,11 @@ from ..artifacts.types import DType, Fusion, Op, Problem
 from .abi import result_columns
 from .calibration import CONSTANTS, Constants, Specialized
 from .chips import Chip
-from .config import Config, across, dealt
+from .config import Config, across, dealt, fitted
 from .profile import Profile, Resources, join, occupancy, profile
 from .routing import Rows, expected_rows
 
+_GRAIN = 32  # rows: kernels/fitted.py rounds a tile's up to so many
 _FEW_EXPERTS = 32  # kernels/specialized_weight.py puts them in the order of their rows
 
 __all__ = ["Ranker", "Resources", "estimate_us", "occupancy", "rank"]
@@ -107,7 +108,11 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     share, saved = 1.0, 0.0  # of a tile's time; of a last wave's
     if config.specialized:
         special = family.specialized
-        if config.pingpong:
+        if fitted(config):
+            share = _wasteful(column_tiles * config.block_n, work, special)
+            empty_rows = 1.0 - rows.tiles[_GRAIN] * _GRAIN / (row_tiles * config.block_m)
+            share *= 1.0 - special.half * empty_rows
+        elif config.pingpong:
             share = _wasteful(column_tiles * config.block_n, work, special)
         else:
             share = _share(config, row_tiles, work, special)

@@ -186,3 +186,20 @@ def next_tile(counter, drawn, dealt, total):
     if drawn == total - dealt + gl.num_programs(0) - 1:
         gl.store(counter, 0)
     return dealt + drawn
+
+
+@gluon.jit
+def zero_tail(y, m_sizes, m_sizes_step, M, E, width, stride_y_m, EXPERTS: gl.constexpr):
+    """Sets the rows that belong to no expert to zero, ``width`` columns of them; four warps do."""
+    experts: gl.constexpr = gl.BlockedLayout([EXPERTS // 128], [32], [4], [0])
+    wanted = gl.sum(counts(m_sizes, m_sizes_step, M, E, EXPERTS, experts).to(gl.int64), 0)
+    used = gl.minimum(wanted, M.to(gl.int64)).to(gl.int32)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    for row in range(used + 4 * gl.program_id(0), M, 4 * gl.num_programs(0)):
+        m = row + gl.arange(0, 4, layout=gl.SliceLayout(1, layout)).to(gl.int64)
+        for col in range(0, width, 256):
+            n = col + gl.arange(0, 256, layout=gl.SliceLayout(0, layout))
+            address = y + m[:, None] * stride_y_m + n[None, :]
+            gl.store(
+                address, gl.zeros([4, 256], y.dtype.element_ty, layout), mask=(m < M)[:, None] & (n < width)[None, :]
+            )

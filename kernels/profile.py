@@ -11,7 +11,7 @@ from ..artifacts.types import DType, Op, Variant
 from .abi import MAX_EXPERTS
 from .calibration import SIZES, Constants, Specialized
 from .chips import Chip, SmLimits, limits
-from .config import Config, across
+from .config import Config, across, fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def _tf32_rate(config: Config, op: Op, rows: int, wgmma: bool, c: Constants) -> 
 
 
 def _special_rate(special: Specialized, config: Config, op: Op) -> float:
-    if config.pingpong:
+    if config.pingpong and not fitted(config):  # (fitted to their rows they go as fast in turns as by both)
         return special.turns_weight_rate if op is Op.DW else special.turns_rate
     return special.weight_rate if op is Op.DW else special.rate
 
@@ -152,10 +152,10 @@ def _flops_per_ns(
         share = math.sqrt(c.fma_rows[_size(rows)] * c.fma_rows[_size(columns)])
     else:
         peak, sustained = (chip.tf32_tflops if dtype is DType.TF32 else chip.bf16_tflops), family.sustained
-        share = family.rows[_size(rows)]
+        share = family.rows[_size(columns if fitted(config) else rows)]  # those are turned round
         if wgmma:  # the columns of one instruction: warpgroups are laid along the rows first, 64 of them each
             across = max(1, config.num_warps // 4 // (rows // 64))
-            wide = 256 if config.pingpong else max(16, columns // across)
+            wide = 256 if config.pingpong or fitted(config) else max(16, columns // across)
             share *= family.wgmma_columns[_size(wide)]
         else:
             share *= family.columns[_size(columns)]

@@ -31,11 +31,12 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", *_SPECIALIZED),
-    "aae80a63469c26fe72779a7955e7a23abf2a9047730560d6524b379da46e8526",
+    "dc549bf5fb2f86d7f71e1376b5d57da96cf30c34a298c61347c05512fd4d4e4e",
 )
+_ROWS_FITTED = ("fitted.py", *_SPECIALIZED), "278ac08b6122a42780341088c56ba8bdcc6be8298730bf515f38cc8b84f50d8f"
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "85dd6c1d65f1c13fc7033388f61347c1d20857cf45137c8e92bbae5921122dc4",
+    "63c5f72739cf7b3bff5d4917d1097b77f7313ed43ce954696355d8483f46fee7",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"
@@ -48,6 +49,7 @@ REVISIONS = {
     "combine": Revision(1, *_TOKENS),
     "gather": Revision(1, *_TOKENS),
     "rows": Revision(2, *_ROWS),
+    "rows_fitted": Revision(1, *_ROWS_FITTED),
     "rows_specialized": Revision(1, *_ROWS_SPECIALIZED),
     "sort_slots": Revision(1, *_SLOTS),
     "weight": Revision(1, *_WEIGHT),

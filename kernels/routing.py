@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 SKEW = 0.5
-BLOCKS = (16, 32, 64, 128, 256)
+BLOCKS = (16, 32, 64, 128, 192, 256)
 
 
 class Rows(NamedTuple):

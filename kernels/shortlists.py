@@ -63,6 +63,9 @@ HOPPER_PINGPONG: tuple[Row, ...] = (
     (128, 192, 64, 8, 5),
     (128, 128, 64, 8, 6),
 )
+# The same, the tiles fitted to the rows: by both warpgroups, and in turns.
+HOPPER_FITTED: tuple[Row, ...] = ((256, 128, 64, 8, 4),)
+HOPPER_FITTED_PINGPONG: tuple[Row, ...] = ((192, 128, 64, 8, 5),)
 HOPPER_DW_PINGPONG: tuple[Row, ...] = (
     (32, 128, 192, 8, 10),
     (32, 192, 128, 8, 10),

@@ -106,6 +106,10 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
             special += [replace(special[-1], streamed=True), replace(special[0], narrow=True)]
         turns = lists.HOPPER_DW_PINGPONG if op is Op.DW else lists.HOPPER_PINGPONG
         special += [Config(*row, tma=True, specialized=True, pingpong=True) for row in turns]
+        if op is not Op.DW:
+            special += [Config(*row, tma=True, specialized=True) for row in lists.HOPPER_FITTED]
+            turns = lists.HOPPER_FITTED_PINGPONG
+            special += [Config(*row, tma=True, specialized=True, pingpong=True) for row in turns]
         pool = special + pool
     valid = [config for config in dict.fromkeys(pool) if not invalid(config)]
     fitting = [config for config in valid if shared_bytes_at_least(op, dtype, config, sm) <= shared_limit]

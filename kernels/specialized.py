@@ -21,7 +21,6 @@ from .pipeline import (
     advance,
     barriers,
     begin,
-    counts,
     draw,
     expect,
     expert_ends,
@@ -29,6 +28,7 @@ from .pipeline import (
     next_tile,
     publish,
     told,
+    zero_tail,
 )
 from .turns import PART, multiply_in_turns, ordering, publish_turn
 from .warpgroups import flat_index, multiply
@@ -263,18 +263,4 @@ def rows_specialized(
         )  # fmt: skip
 
     if (flags & ZERO_TAIL_FLAG) != 0:
-        experts: gl.constexpr = gl.BlockedLayout([EXPERTS // 128], [32], [4], [0])
-        wanted = gl.sum(counts(m_sizes, m_sizes_step, M, E, EXPERTS, experts).to(gl.int64), 0)
-        used = gl.minimum(wanted, M.to(gl.int64)).to(gl.int32)
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-        width = N // 2 if GATED else N
-        for row in range(used + 4 * gl.program_id(0), M, 4 * gl.num_programs(0)):
-            m = row + gl.arange(0, 4, layout=gl.SliceLayout(1, layout)).to(gl.int64)
-            for col in range(0, width, 256):
-                n = col + gl.arange(0, 256, layout=gl.SliceLayout(0, layout))
-                address = y + m[:, None] * stride_y_m + n[None, :]
-                gl.store(
-                    address,
-                    gl.zeros([4, 256], y.dtype.element_ty, layout),
-                    mask=(m < M)[:, None] & (n < width)[None, :],
-                )
+        zero_tail(y, m_sizes, m_sizes_step, M, E, N // 2 if GATED else N, stride_y_m, EXPERTS)

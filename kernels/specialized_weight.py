@@ -103,12 +103,15 @@ def _load_weight(
     the experts with the most rows come first, so that the last tiles, which other programs wait for, are short.
     Where rows are few, storing is what takes the time, and it goes faster the nearer together the tiles lie that
     programs store at once: then a program has one tile waiting, not two, and asks for the next after its loads.
-    STREAMED code asks L2 for the rows of 32 experts at a time, all programs together: what is written all the while
-    takes 1.18 x as long with a few reads in between (benchmarks/results/trials/reads-among-writes.json).
+    STREAMED code asks L2 for the rows of up to 32 experts at a time, all programs together: what is written all the
+    while takes 1.18 x as long with a few reads in between (benchmarks/results/trials/reads-among-writes.json). Of 1, 2,
+    4 ... experts it takes the most whose rows, on average, are ASKED bytes at most: more of them leave L2 too early
+    (up to 1.04 x as long: trials/tiles-fitted.json).
     """
     WARPS: gl.constexpr = 1
     FEW: gl.constexpr = 32
-    TOGETHER: gl.constexpr = 32  # experts
+    TOGETHER: gl.constexpr = 5  # 2^5 experts
+    ASKED: gl.constexpr = 13 << 19
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
     half_bytes: gl.constexpr = 64 * BLOCK_M * x.dtype.primitive_bitwidth // 8
     HALF: gl.constexpr = BLOCK_K // 2
@@ -127,14 +130,19 @@ def _load_weight(
     stage, phase, slot, turn = begin()
     tile = gl.program_id(0)
     asked = gl.to_tensor(-1)
+    together = gl.to_tensor(TOGETHER)
+    if STREAMED:
+        rows_bytes = M.to(gl.int64) * (N + K) * (x.dtype.primitive_bitwidth // 8)
+        while (together > 0) & ((rows_bytes << together) > E.to(gl.int64) * ASKED):
+            together -= 1
     while tile < total:
         expert = tile // per_expert
         if STREAMED:  # noqa: SIM102 - one is known when it is compiled, the other when it runs
-            if (expert // TOGETHER != asked) & (by_rows == 0):
-                asked = expert // TOGETHER
+            if (expert >> together != asked) & (by_rows == 0):
+                asked = expert >> together
                 e = gl.arange(0, EXPERTS, layout=layout)
-                first = gl.max(gl.where(e < asked * TOGETHER, end, 0), 0)
-                rows = gl.max(gl.where(e < (asked + 1) * TOGETHER, end, 0), 0) - first
+                first = gl.max(gl.where(e < asked << together, end, 0), 0)
+                rows = gl.max(gl.where(e < (asked + 1) << together, end, 0), 0) - first
                 _ask(x_at, first, rows, stride_x_m, K)
                 _ask(dy_at, first, rows, stride_dy_m, N)
         inner = tile - expert * per_expert

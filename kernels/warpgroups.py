@@ -73,7 +73,7 @@ def _halves(tile):
 
 
 @gluon.jit
-def _parts(tile):
+def parts_of(tile):
     """A tile by 64 columns."""
     WIDTH: gl.constexpr = tile.shape[1]
     if WIDTH == 64:
@@ -95,12 +95,12 @@ def _store_lines(y, part, buffer, target, inside, col, N, stride_y_m, LAYOUT: gl
 
 
 @gluon.jit
-def _store_box(
+def store_box(
     y, part, buffer, row, row_end, col, expert, WEIGHT: gl.constexpr, SLOTS: gl.constexpr, ACROSS: gl.constexpr,
 ):  # fmt: skip
     """Stores 64 x 64 by TMA, which cuts off rows and columns past the end. It reads the buffer on its own.
 
-    ACROSS, of dW alone: the part's rows are columns of dw.
+    ACROSS: the part's rows are columns of y, from ``row`` on, and its columns y's rows, from ``col`` on.
     """
     tma.store_wait(SLOTS - 1)
     gl.barrier()
@@ -111,9 +111,8 @@ def _store_box(
     fence_async_shared()
     gl.barrier()
     if ACROSS:
-        box = buffer._reinterpret(part.dtype, [1, 64, 64], y.layout)
-        tma.async_copy_shared_to_global(y, [expert, col, row], box)
-    elif WEIGHT:
+        row, col = col, row
+    if WEIGHT:
         box = buffer._reinterpret(part.dtype, [1, 64, 64], y.layout)
         tma.async_copy_shared_to_global(y, [expert, row, col], box)
     else:
@@ -127,10 +126,10 @@ def store_boxes(
     PARTS: gl.constexpr, ACROSS: gl.constexpr = False,
 ):  # fmt: skip
     """Stores the first PARTS x 64 columns of 64 rows by TMA."""
-    parts = _parts(result.to(buffers.dtype))
+    parts = parts_of(result.to(buffers.dtype))
     for i in gl.static_range(PARTS):
         buffer = buffers.index(half * SLOTS + i % SLOTS)
-        _store_box(y_map, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS, ACROSS)
+        store_box(y_map, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS, ACROSS)
 
 
 @gluon.jit
@@ -139,7 +138,7 @@ def store_lines(
     PARTS: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
     """Stores the first PARTS x 64 columns of 64 rows, biased and weighted, through pointers."""
-    parts = _parts(result)
+    parts = parts_of(result)
     for i in gl.static_range(PARTS):
         col = first + 64 * i
         part = _biased(parts[i], moved, expert, col, N)

@@ -102,6 +102,25 @@ def test_within_the_noise_the_modelled_choice_stays(model_first: int) -> None:
     assert chosen([noisy], both).time_ns == 50_000
 
 
+def test_of_what_ships_a_cell_takes_the_fastest_as_timed(model_first: int) -> None:
+    """Other cells are why both ship: then noise is no reason to prefer the slower, but a duel that was not won is."""
+    other = (model_first + 1) % 4
+    far = record({model_first: 50_000, other: 40_000}, model_first, bucket=128)
+    back = record({model_first: 40_000, other: 50_000}, model_first, bucket=256)
+
+    def near(duel: Duel | None) -> int:
+        cells = (record({model_first: 50_000, other: 49_850}, model_first, duel), far, back)
+        evidence = Evidence.of(Contents(Header(90, H200, ()), cells, 0, 0))
+        first, *rest = choose(Plan({PROBLEM: (64, 128, 256)}, ()), COMPILED, 90, evidence).choices[PROBLEM]
+        assert [one.time_ns for one in rest] == [40_000, 40_000]
+        return first.time_ns
+
+    def fought(ratio: float) -> Duel:
+        return Duel(sha(other), sha(model_first), (49_000, 49_000), (50_000, 50_000), ratio, 0.005)
+
+    assert [near(one) for one in (None, fought(0.998), fought(1.001))] == [49_850, 49_850, 50_000]
+
+
 def test_a_lost_duel_counts_more_than_the_times(model_first: int) -> None:
     other = (model_first + 1) % 4
     both = [COMPILED[model_first], COMPILED[other]]

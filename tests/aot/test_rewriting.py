@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import triton
 
 from pretuned.aot.compile import compile_variant, job_key
-from pretuned.aot.rewriting import cut, rewrites, streamed, written
+from pretuned.aot.rewriting import cut, fit, rewrites, streamed, written
 from pretuned.aot.variants import MAX_SPILL_BYTES
 from pretuned.artifacts.types import DType, Fusion, Layout, Op
 from pretuned.kernels.abi import Spec, no_code
@@ -116,6 +119,57 @@ def test_code_of_other_products_is_an_error(ptx: str) -> None:
 def test_a_product_of_other_sums_is_an_error() -> None:
     with pytest.raises(ValueError, match="has 64 registers"):
         cut(product(128).replace("n128", "n256"))
+
+
+def test_products_are_cut_to_what_is_said_before_each() -> None:
+    ptx = "// products of 32 rows\n" + product(256) + "// products of 256 rows\n" + product(256, 129) + product(256)
+    assert fit(ptx) == ptx.replace(product(256), product(32), 1).replace(product(256, 129), product(256, 129))
+    elsewhere = "// products of 32 rows\n$L__BB0_7:                // another block\n"
+    for wrong in (
+        product(256) + "// products of 32 rows\n",
+        elsewhere,
+        *(f"// products of {n} rows\n" for n in (0, 36, 264)),
+    ):
+        with pytest.raises(ValueError, match="says how many columns a product has"):
+            fit(wrong + product(256))
+    for other in ("// products of 32 rows\n", "// products of 32 rows\n" + product(128)):
+        with pytest.raises(ValueError, match="products of 256 columns"):
+            fit(other)
+
+
+FITTED = (
+    Config(256, 128, 64, 8, 4, tma=True, specialized=True),
+    Config(192, 128, 64, 8, 5, tma=True, specialized=True, pingpong=True),
+)
+
+
+@pytest.mark.parametrize("config", FITTED, ids=str)
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+def test_a_fitted_variant_has_products_of_every_size(
+    op: Op, config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each in a loop of its own, all sums in registers; ptxas would say (C7510 ..) that it makes products wait."""
+    seen = []
+
+    def spy(ptx: str) -> str:
+        seen.append(fit(ptx))
+        return seen[0]
+
+    assert rewrites(config) == (fit,)
+    monkeypatch.setattr("pretuned.aot.compile.rewrites", lambda _config: (spy,))
+    compiled = compile_variant(Spec(op, DType.BF16, config), 90)
+    sizes = [int(size) for size in re.findall(r"wgmma\.mma_async\.[\w.]*?m64n(\d+)k16", seen[0])]
+    turns = 2 if config.pingpong else 1
+    # 64 deep in steps of 16, by each of two warpgroups
+    assert sorted(sizes) == sorted([*range(32, config.block_m + 1, 32)] * 2 * 4 * turns)
+    assert compiled.variant.spill_bytes <= MAX_SPILL_BYTES
+    waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", seen[0])
+    loops = 2 * config.block_m // 32
+    assert sorted(waits) == sorted(["0"] * loops + [str(turns)] * loops), "a step behind in the loop, all after it"
+    (tmp_path / "one.ptx").write_text(seen[0])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    call = [tool, "-v", "--gpu-name=sm_90a", tmp_path / "one.ptx", "-o", tmp_path / "one.cubin"]
+    assert "C75" not in subprocess.run(call, capture_output=True, text=True, check=True).stderr
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ FRAGMENTS = Config(32, 128, 256, 8, 3, tma=True, persistent=True, specialized=Tr
 TURNS = Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)
 WEIGHT_TURNS = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)
 ACROSS = Config(32, 192, 128, 8, 10, tma=True, specialized=True, pingpong=True)
+FITTED = Config(256, 128, 64, 8, 4, tma=True, specialized=True)
+FITTED_TURNS = Config(192, 128, 64, 8, 5, tma=True, specialized=True, pingpong=True)
 ELEMENTS = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
 CUBIN = b"\x7fELF code"
 
@@ -52,6 +54,7 @@ def spec(op: Op = Op.FORWARD, config: Config = TMA, **more: object) -> Spec:
 
 ROWS, WEIGHT, COUNTED = record(spec()), record(spec(Op.DW)), record(spec(config=SPECIALIZED))
 IN_TURNS = record(spec(config=TURNS))
+FITS, FITS_IN_TURNS = record(spec(config=FITTED)), record(spec(config=FITTED_TURNS))
 FRAGMENT = record(Spec(Op.DW, DType.TF32, FRAGMENTS))
 
 
@@ -118,6 +121,17 @@ BROKEN = {
     "pingpong of 64 columns": configured(IN_TURNS, block_n=64),
     "pingpong of 256 columns": configured(IN_TURNS, block_n=256),
     "192 columns, not pingpong": configured(IN_TURNS, pingpong=0),
+    "fitted that gathers": replace(FITS, fusion=Fusion.GATHER),
+    "fitted that scatters": replace(FITS_IN_TURNS, fusion=Fusion.SCATTER),
+    "fitted with silu": replace(FITS, fusion=Fusion.SILU),
+    "fitted of dW": replace(record(spec(Op.DW, FRAGMENTS)), config=FITTED.pairs()),
+    "fitted of fp32": record(Spec(Op.FORWARD, DType.FP32, FITTED)),
+    "fitted of 256 rows in turns": configured(FITS, pingpong=1),
+    "fitted of 192 rows by both": configured(FITS_IN_TURNS, pingpong=0),
+    "fitted by 256 columns": configured(FITS, block_n=256),
+    "fitted, 128 deep": configured(FITS, block_k=128),
+    "fitted and narrow": configured(FITS, narrow=1),
+    "fitted that stores through a pointer": passed(FITS, y_map=None),
     "TMA in a config without": configured(ROWS, tma=0),
     "elements of 8 bytes": replace(ROWS, tensor_maps=tuple(replace(one, element=8) for one in ROWS.tensor_maps)),
     "elements of a type that is none": replace(
@@ -147,13 +161,16 @@ def opened(variant: Variant) -> BundleFile:
     "variant",
     [
         IN_TURNS,
+        FITS,
+        FITS_IN_TURNS,
+        record(spec(Op.DX, FITTED)),
         record(Spec(Op.DX, DType.BF16, TURNS, fusion=Fusion.SCATTER)),
         record(spec(Op.DX, TURNS)),
         record(spec(Op.FORWARD, replace(TURNS, block_n=128, num_stages=6))),
         *(record(spec(Op.DW, one)) for one in (WEIGHT_TURNS, ACROSS)),
     ],
 )
-def test_pingpong_as_the_builder_records_it_passes(variant: Variant) -> None:
+def test_pingpong_and_fitted_as_the_builder_records_it_passes(variant: Variant) -> None:
     assert unlaunchable(variant) is None
 
 

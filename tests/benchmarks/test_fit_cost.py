@@ -14,6 +14,7 @@ import pytest
 
 from pretuned.artifacts.types import Op
 from pretuned.kernels.calibration import CONSTANTS, Constants, Family, Specialized, WeightGrad
+from pretuned.kernels.config import fitted
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -49,7 +50,7 @@ def test_a_fit_is_deterministic_and_helps(tool: SimpleNamespace) -> None:
 
 def test_dw_is_fitted_with_the_constants_of_the_others_held(tool: SimpleNamespace) -> None:
     cells = [cell for cell in _cells(tool, Op.DW) if cell.model == "olmoe"]
-    fitted, begun = tool.fitting.fit(cells, CONSTANTS, 40), CONSTANTS
+    found, begun = tool.fitting.fit(cells, CONSTANTS, 40), CONSTANTS
     names = {name for name, *_ in tool.fitting.FITTED_DW}
     own = {name for name in Specialized._fields if "weight_" in name}
     assert names == {
@@ -59,12 +60,12 @@ def test_dw_is_fitted_with_the_constants_of_the_others_held(tool: SimpleNamespac
     }
     for name in (*Constants.__slots__, *Family.__slots__):
         owner = Constants if name in Constants.__slots__ else Family
-        held, was = (c if owner is Constants else c.hopper for c in (fitted, begun))
+        held, was = (c if owner is Constants else c.hopper for c in (found, begun))
         if name not in ("hopper", "write_share", "weight", "specialized"):
             assert getattr(held, name) == getattr(was, name), name
     for name in set(Specialized._fields) - own:
-        assert getattr(fitted.hopper.specialized, name) == getattr(begun.hopper.specialized, name), name
-    assert fitted.hopper.weight != begun.hopper.weight
+        assert getattr(found.hopper.specialized, name) == getattr(begun.hopper.specialized, name), name
+    assert found.hopper.weight != begun.hopper.weight
 
 
 @pytest.mark.parametrize("told", [{}, {"half_columns": True, "split_tail": True, "half": 0.9}])
@@ -110,6 +111,20 @@ def test_the_fit_sees_tiles_that_are_dealt_out(tool: SimpleNamespace) -> None:
     assert dict(enumerate(part.estimates_us(CONSTANTS).tolist())) == pytest.approx(ranked, rel=1e-12)
     assert taken
     assert all(ranked[i] > ranked[len(taken) + i] for i in range(len(taken)))
+
+
+def test_the_fit_sees_tiles_that_are_fitted(tool: SimpleNamespace) -> None:
+    """By both warpgroups and in turns; of few rows and many."""
+    for tokens in (1024, 8192):
+        cell = next(one for one in _cells(tool, Op.FORWARD) if one.tokens == tokens and one.model == "qwen3-next")
+        taken = [one for one in cell.variants if one.config.specialized][:1]
+        shapes = ({"block_m": 256, "block_n": 128}, {"block_m": 192, "block_n": 128, "pingpong": True})
+        several = [replace(one, config=replace(one.config, **shape)) for one in taken for shape in shapes] + taken
+        assert [fitted(one.config) for one in several] == [True, True, False]
+        cell = replace(cell, variants=tuple(several), times_us=(1.0,) * len(several))
+        (part,) = tool.vectors.parts([cell])
+        ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(cell)}
+        assert dict(enumerate(part.estimates_us(CONSTANTS).tolist())) == pytest.approx(ranked, rel=1e-12)
 
 
 @pytest.mark.parametrize(("N", "K"), [(2048, 1024), (1024, 2048), (5760, 2880)])

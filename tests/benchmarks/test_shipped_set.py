@@ -50,10 +50,14 @@ def test_what_is_faster_by_noise_alone_is_not(tool: ModuleType) -> None:
         (),
         0,
     )
-    assert tool.judged(cell, b"m") == {b"m": 1000, b"near": 1000, b"far": 900, b"slow": 1100}
-    assert tool.judged(cell, b"gone") == cell.times_ns
     lost = Duel(b"far", b"m", (1010,), (1000,), 1.01, 0.005)
-    assert tool.judged(replace(cell, duels=(lost,)), b"m")[b"far"] == 1000
+    for chosen, timed, beyond, fought in (
+        (b"m", 1000 / 900, 1000 / 900, 1.0), (b"near", 998 / 900, 998 / 900, 998 / 900), (b"far", 1.0, 1.0, 1.0),
+        (b"slow", 1100 / 900, 1100 / 900, 1100 / 900),
+    ):  # fmt: skip
+        assert tool.loss(cell, chosen, raw=True) == timed
+        assert tool.loss(cell, chosen, raw=False) == beyond
+        assert tool.loss(replace(cell, duels=(lost,)), chosen, raw=False) == fought
 
 
 def test_json_has_it_all(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

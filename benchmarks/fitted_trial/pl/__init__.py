@@ -1,0 +1,3 @@
+# ruff: noqa
+from .specialized_weight import weight_specialized
+from .specialized import rows_specialized
