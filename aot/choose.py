@@ -128,7 +128,7 @@ def _modelled_choice(cell: _Cell, place: Mapping[int, int]) -> Choice:
 def _measured_choice(
     cell: _Cell, place: Mapping[int, int], compiled: Sequence[Compiled], evidence: Evidence | None
 ) -> Choice | None:
-    """The fastest of those that ship, but for one that came out no faster in a duel: then who it fought.
+    """The fastest of those that ship, but for one that came out no faster in a duel with another: then that one.
 
     None where nothing was measured, or the modelled one was not and looks better even so. Where it was, and lost, it
     is not taken back for the sake of a third that was not measured.
@@ -141,8 +141,8 @@ def _measured_choice(
     if not timed:
         return None
     best, modelled = timed[0][2], next(iter(sha))
-    lost = {duel.modelled for duel in cell.measured.duels if duel.challenger == sha[best] and duel.ratio >= 1.0}
-    best = next((i for i, one in sha.items() if one in lost), best)
+    won = {duel.modelled for duel in cell.measured.duels if duel.challenger == sha[best] and duel.ratio >= 1.0}
+    best = next((i for i, one in sha.items() if one in won and one in times_ns), best)
     if sha[modelled] not in times_ns and cell.times_us[modelled] < cell.times_us[best]:
         return None
     second = next(((ns, i) for ns, _, i in timed if i != best), None)
@@ -170,7 +170,8 @@ def _configs(
 ) -> set[Knobs]:
     """The aligned configs that serve all families of a group best, and their fallbacks', at most ``most``.
 
-    Where another group of the op, dtype and layout ``held`` some before, both together are: else only those of them.
+    Where another group of the op, dtype and layout ``held`` some before, both together are, or only those of them that
+    it held, if each family is served by one of those.
     """
     fallbacks = {
         one.variant.config for one in compiled if one.variant.alignment == 1 and Family.of(one.variant) in group
@@ -190,9 +191,13 @@ def _configs(
 
     names = list(numbers)
     found = best(None)
-    if held and len(held | found) > most:
-        found = best({i for i, name in enumerate(names) if name in held} or None)
+    if held and len(held | found) > most and all(_variant_configs(ranked[one], compiled) & held for one in group):
+        found = best({i for i, name in enumerate(names) if name in held})
     return found
+
+
+def _variant_configs(ranked: Ranked, compiled: Sequence[Compiled]) -> set[Knobs]:
+    return {compiled[i].variant.config for cell in ranked for i in cell.times_us}
 
 
 def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]:

@@ -143,6 +143,10 @@ def result_columns(columns: int, fusion: Fusion) -> int:
 def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
     """Why no kernel of this op, dtype and form can have the config, or None."""
     odd = [name for one, name in ((Fusion.GATHER, "gather"), (Fusion.SILU, "silu")) if one in fusion]
+    if Fusion.SILU in fusion and not config.specialized:
+        return (
+            f"{config} is no config of {dtype.value} {op.value} silu: specialized code alone has silu in its epilogue"
+        )
     if config.pingpong and (odd or dtype.itemsize != 2 or of_weight(config) != (op is Op.DW)):
         form = " ".join((dtype.value, op.value, *odd))
         return (

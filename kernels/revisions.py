@@ -36,7 +36,7 @@ _ROWS_SPECIALIZED = (
 _ROWS_FITTED = ("fitted.py", *_SPECIALIZED), "278ac08b6122a42780341088c56ba8bdcc6be8298730bf515f38cc8b84f50d8f"
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "63c5f72739cf7b3bff5d4917d1097b77f7313ed43ce954696355d8483f46fee7",
+    "95d1a92ffdf868ef6e2518dd2c3bb83ffeaece667b586c0bde45da75c85bdc9a",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

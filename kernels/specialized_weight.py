@@ -106,7 +106,7 @@ def _load_weight(
     STREAMED code asks L2 for the rows of up to 32 experts at a time, all programs together: what is written all the
     while takes 1.18 x as long with a few reads in between (benchmarks/results/trials/reads-among-writes.json). Of 1, 2,
     4 ... experts it takes the most whose rows, on average, are ASKED bytes at most: more of them leave L2 too early
-    (up to 1.04 x as long: trials/tiles-fitted.json).
+    (with 32 always up to 1.07 x as long at T <= 2048: trials/tiles-fitted.json).
     """
     WARPS: gl.constexpr = 1
     FEW: gl.constexpr = 32

@@ -100,3 +100,30 @@ def test_each_layout_has_its_own_choice() -> None:
                 one.variant.config for one in chosen.variants if (one.variant.op, one.variant.layout) == (op, layout)
             }
             assert 2 < len(configs) <= CONFIG_LIMIT
+
+
+def test_all_forms_of_an_op_keep_to_the_limit(catalogue: Plan) -> None:
+    """Silu in the epilogue too: with what the other forms hold, where there is room, else within it."""
+    every = planned_on(catalogue, (90,))
+    assert any(optional(one) for one in every.problems)
+    for limit in (8, 16):
+        compiled = [_compiled(spec, 90) for spec in specs(every.problems, 90, Space())]
+        held: dict[object, set[object]] = {}
+        for one in choose(every, compiled, 90, configs=limit).variants:
+            if isinstance(one.variant.op, Op):
+                held.setdefault((one.variant.op, one.variant.dtype, one.variant.layout), set()).add(one.variant.config)
+        assert limit - 3 <= max(map(len, held.values())) <= limit
+
+
+def test_an_optional_form_that_no_held_config_serves_still_ships() -> None:
+    """Of gather and silu only a config is left that the others don't hold (the others spilled, say)."""
+    planned = planned_on(plan(load_models(["Qwen/Qwen3-30B-A3B tokens=4096..65536"]).shapes), (90,))
+    compiled = [_compiled(spec, 90) for spec in specs(planned.problems, 90, Space())]
+    both = Fusion.SILU | Fusion.GATHER
+    of_both = [one for one in compiled if one.variant.fusion == both]
+    assert len({one.variant.config for one in of_both}) > 1
+    for kept in {one.variant.config for one in of_both}:
+        left = [one for one in compiled if one.variant.fusion != both or one.variant.config == kept]
+        for limit in (1, 3, 16):
+            chosen = choose(planned, left, 90, configs=limit)
+            assert all(chosen.choices[one] for one in planned.problems)

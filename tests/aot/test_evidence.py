@@ -119,6 +119,8 @@ def test_of_what_ships_a_cell_takes_the_fastest_as_timed(model_first: int) -> No
         return Duel(sha(other), sha(model_first), (49_000, 49_000), (50_000, 50_000), ratio, 0.005)
 
     assert [near(one) for one in (None, fought(0.998), fought(1.001))] == [49_850, 49_850, 50_000]
+    third = (model_first + 2) % 4  # a duel with one that has no time in the cell says nothing of the others
+    assert near(replace(fought(1.001), modelled=sha(third))) == 49_850
 
 
 def test_a_lost_duel_counts_more_than_the_times(model_first: int) -> None:
