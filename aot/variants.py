@@ -10,7 +10,7 @@ from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, Variant
 from ..kernels import abi, passes, space
 from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from ..kernels.chips import SmLimits
-from ..kernels.config import Config, fitted
+from ..kernels.config import Config
 from ..kernels.cost import Resources, occupancy
 from ..kernels.passes import PassSpec
 
@@ -63,23 +63,21 @@ class Space:
     def candidates(self, family: Family, sm: int) -> tuple[Config, ...]:
         """The aligned candidates of a family: all, or where rows are moved the first of each kind and tile size.
 
-        The cost model tells forms that move rows from the plain one by little: half the candidates do. Where warpgroups
-        take turns there is no code that gathers, and tiles that are fitted to their rows move none. Silu in the
-        epilogue is of specialised code, and so of sm_90, alone: the first of each width and order of tiles.
+        The cost model tells forms that move rows from the plain one by little: half the candidates do. Of silu in the
+        epilogue it is the first of each width and order of tiles. None has a config that its form has no code for.
         """
         every = self.aligned(family.gemm, family.dtype, sm)
         if not family.fusion:
             return every
+        every = tuple(one for one in every if not abi.no_code(family.gemm, family.dtype, family.fusion, one))
         if optional(family):
             gated: dict[tuple[int, int], Config] = {}
             for config in every:
-                if config.specialized and config.block_n in GATED_COLUMNS and not fitted(config):
+                if config.block_n in GATED_COLUMNS:
                     gated.setdefault((config.block_n, config.group_m), config)
             return tuple(itertools.islice(gated.values(), GATED_CONFIGS))
         firsts: dict[tuple[object, ...], Config] = {}
         for config in every:
-            if (config.pingpong and Fusion.GATHER in family.fusion) or fitted(config):
-                continue
             kind = config.block_m, config.block_n, config.block_k, config.specialized, config.streamed, config.pingpong
             firsts.setdefault(kind, config)
         return tuple(firsts.values())

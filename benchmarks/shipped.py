@@ -3,7 +3,8 @@
     python benchmarks/shipped.py artifacts/bundles/catalogue-sm90.msgpack benchmarks/results/catalogue-h200.journal
 
 Once as timed, and once beside those alone that are faster than the choice by more than noise, as their duel says, or
-their times. Beside torch: the same choice against grouped_mm, where the journal has it.
+their times. Beside torch: the same choice against grouped_mm, where the journal has it. With --kinds, what a kind of
+config gains: the best of that kind against the best of all others, in the cells that have times of both.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,15 @@ from pretuned.aot.journal import Contents, read_journal
 from pretuned.aot.records import Measured
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.store import BundleFile, open_bundle
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.types import Op, Variant
+from pretuned.kernels.config import Config, fitted
 
 OVER = 1.02
+KINDS: dict[str, Callable[[Config], bool]] = {
+    "fitted": fitted,
+    "pingpong": lambda config: config.pingpong and not fitted(config),
+    "streamed": lambda config: config.streamed,
+}
 
 
 def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[float, str]]:
@@ -37,11 +45,11 @@ def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[f
         for choice in bundle.find(problem):
             cell = cells.get((problem, choice.bucket))
             if cell is not None and cubins[choice.variant] in cell.times_ns:
-                found.append((loss(cell, cubins[choice.variant], raw=raw), f"{problem} M={choice.bucket}"))
+                found.append((loss_of(cell, cubins[choice.variant], raw=raw), f"{problem} M={choice.bucket}"))
     return sorted(found, reverse=True)
 
 
-def loss(cell: CellTimes, chosen: bytes, *, raw: bool) -> float:
+def loss_of(cell: CellTimes, chosen: bytes, *, raw: bool) -> float:
     """The time of ``chosen`` over that of the fastest, or of the fastest that beats it by more than noise."""
     times = cell.times_ns
     return times[chosen] / min(times[one] for one in times if one == chosen or raw or cell.beats(one, chosen))
@@ -85,6 +93,45 @@ def report(bundle: BundleFile, contents: Contents) -> dict[str, Any]:
     }
 
 
+def kinds(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
+    """A row for each kind, op and range of rows an expert (from a power of two to the next), of plain products.
+
+    ``gain`` is the geometric mean of the time of the best other over that of the best of the kind, ``kept`` the same
+    where it counts as 1 if the other is faster: what a bundle with the kind gains over one without. The variants of a
+    kind are those that ship.
+    """
+    variants = bundle.variants()
+    cells = Evidence.of(contents).cells
+    rows = []
+    for kind, belongs in KINDS.items():
+        of_kind = {one.cubin_sha256 for one in variants if isinstance(one.op, Op) and belongs(_config(one))}
+        gains: dict[tuple[str, int], list[float]] = {}
+        chosen: Counter[tuple[str, int]] = Counter()
+        for problem in bundle.problems():
+            for choice in bundle.find(problem):
+                place = problem.op.value, math.floor(math.log2(choice.bucket / problem.E))
+                if problem.fusion or (problem, choice.bucket) not in cells:
+                    continue
+                chosen[place] += variants[choice.variant].cubin_sha256 in of_kind
+                times = cells[problem, choice.bucket].times_ns
+                own, others = (
+                    [ns for one, ns in times.items() if (one in of_kind) is is_own] for is_own in (True, False)
+                )
+                if own and others:
+                    gains.setdefault(place, []).append(min(others) / min(own))
+        for (op, power), found in sorted(gains.items()):
+            rows.append({
+                "kind": kind, "op": op, "rows_from": 2.0**power, "cells": len(found), "chosen": chosen[op, power],
+                "gain": _mean(tuple(found)), "least": min(found), "most": max(found),
+                "kept": _mean(tuple(max(1.0, one) for one in found)),
+            })  # fmt: skip
+    return rows
+
+
+def _config(variant: Variant) -> Config:
+    return Config.from_pairs(variant.config)
+
+
 def _summary(lost: list[tuple[float, str]]) -> dict[str, Any]:
     return {
         "over_2_percent": sum(loss > OVER for loss, _ in lost),
@@ -93,7 +140,7 @@ def _summary(lost: list[tuple[float, str]]) -> dict[str, Any]:
     }
 
 
-def _mean(times: tuple[int, ...]) -> float:
+def _mean(times: tuple[float, ...]) -> float:
     return math.exp(sum(map(math.log, times)) / len(times))
 
 
@@ -101,16 +148,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("journal", type=Path)
+    parser.add_argument("--kinds", action="store_true", help="what each kind of config gains, by rows an expert")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     try:
         with open_bundle(args.bundle) as bundle:
-            told = report(bundle, read_journal(args.journal))
+            contents = read_journal(args.journal)
+            told = report(bundle, contents)
+            by_kind = kinds(bundle, contents) if args.kinds else []
     except (PretunedError, ValueError) as error:
         parser.error(f"{args.bundle}, {args.journal}: {error}")
     if args.json:
-        print(json.dumps(told, indent=1))
+        print(json.dumps(told | ({"kinds": by_kind} if args.kinds else {}), indent=1))
         return
+    for row in by_kind:
+        print(
+            "{kind:9} {op:8} from {rows_from:9g} rows: {cells:3} cells, chosen {chosen:3}, gain {gain:.3f} "
+            "({least:.3f} to {most:.3f}), with it {kept:.3f}".format_map(row)
+        )
     print(", ".join(f"{count} configs of {name}" for name, count in told["configs"].items()))
     for name, one in (("as timed", told["as_timed"]), ("by more than noise", told["beyond_noise"])):
         print(f"{told['choices']} choices, {name}: {one['over_2_percent']} take over 2 % more than the fastest, "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,7 @@ from pretuned.kernels.config import PINGPONG_COLUMNS, Config, across, dealt, fit
 from pretuned.kernels.cost import Resources, estimate_us
 from pretuned.kernels.space import candidates
 
+KERNEL = Path(__file__).parents[2] / "kernels" / "fitted.py"
 BOTH = Config(256, 128, 64, 8, 4, tma=True, specialized=True)
 TURNS = Config(192, 128, 64, 8, 5, tma=True, specialized=True, pingpong=True)
 WHOLE = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
@@ -102,11 +105,18 @@ def test_the_estimate_counts_rows_by_32() -> None:
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 64, 191, 192, 193, 256, 257, 300, 384, 385, 511, 513, 1000, 2049])
 @pytest.mark.parametrize("config", [BOTH, TURNS])
 def test_an_experts_rows_are_shared_out_whole(config: Config, rows: int) -> None:
-    """The arithmetic of ``_load_fitted``: no tile is empty, none too high, and no row is left or comes twice."""
-    tiles = -(-rows // config.block_m)
-    share = -(-rows // tiles)
-    height = -(-share // 32) * 32
-    parts = [(i * height, min(rows, (i + 1) * height)) for i in range(tiles)]
-    assert all(0 < end - start <= config.block_m for start, end in parts)
-    assert parts[-1][1] == rows
-    assert share <= height < share + 32
+    """The kernel's own lines, run in Python: no tile is empty or too high, no row is left or comes twice."""
+    lines = [line.strip() for line in KERNEL.read_text().splitlines()]
+    first, last = lines.index("rows = row_end - row_start"), lines.index("grains = gl.cdiv(row_end - row, GRAIN)")
+    code = "\n".join(line for line in lines[first : last + 1] if "grouped(" not in line)
+    language = SimpleNamespace(cdiv=lambda a, b: -(-a // b), minimum=min)
+    found, covered = -(-rows // config.block_m), 0
+    for row_tile in range(found):
+        held = {"row_start": 1000, "row_end": 1000 + rows, "row_tile": row_tile, "BLOCK_M": config.block_m}
+        exec(code, {"gl": language, "GRAIN": 32}, held)
+        assert held["tiles_m"] == found
+        assert held["row"] == 1000 + covered
+        assert 0 < held["row_end"] - held["row"] <= held["grains"] * 32 <= config.block_m
+        assert held["grains"] == -(-(held["row_end"] - held["row"]) // 32)
+        covered = held["row_end"] - 1000
+    assert covered == rows
