@@ -11,13 +11,12 @@
 memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of 8 columns are
 four registers in a row (PTX ISA, "wgmma.mma_async", register fragments and matrix layouts).
 
-``fit``: the same of tiles that are fitted to their rows (kernels/fitted.py), which lie across: of a product's columns
-as many are kept as a comment before it says, in the same block of code.
+``fit``: the same of tiles that are fitted to their rows (kernels/fitted.py), which lie across. A tile's loop is there
+once for each number of rows, with products of as many columns; a comment in it says which register holds the number.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
 import re
@@ -35,7 +34,13 @@ EVICT_FIRST = 0x12F0000000000000
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.shared::\w+\.global[\w.:]*)( \[[^;]*\]);")
 _STORE = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.global\.shared::\w+[\w.:]*)( \[[^;]*\]);")
 _WRITTEN_COLUMNS = 256
-_FITTED = re.compile(r"// products of (\d+) rows|^\$L\w*:", re.MULTILINE)  # or a label: a block begins
+# A loop that is one block of code, and in it the comment of kernels/fitted.py.
+_SAID = r"// products of (?P<register>%\w+) times (?P<grain>\d+) rows, (?P<most>\d+) times at most"
+_INSIDE = r"(?:(?!\$L\w+:).*\n)*?"
+_LOOP = re.compile(
+    rf"^(?P<name>\$L\w+):.*\n(?P<body>{_INSIDE}.*{_SAID}\n{_INSIDE}\s*@!?%\w+ bra(?:\.uni)?\s+(?P=name);\n)",
+    re.MULTILINE,
+)
 _PRODUCT = re.compile(r"(wgmma\.mma_async\.[\w.]*?m64)n256(k\d+[\w.]*\s*)\{([^{}]*)\}")
 
 
@@ -70,37 +75,47 @@ def cut(ptx: str) -> str:
     ValueError
         if it has no such product, or another.
     """
-    return _shorter(ptx, lambda _place: PINGPONG_COLUMNS)
+    return _shorter(ptx, PINGPONG_COLUMNS)
 
 
 def fit(ptx: str) -> str:
-    """The PTX with products of as many columns as its comments say.
+    """The PTX with each loop of products as many times as its comment says, and before it the way to the right one.
 
     Raises
     ------
     ValueError
-        as ``cut``, and if no comment comes before a product in its block.
+        as ``cut``, for products in no such loop, and where the register that the comment names is set in the loop.
     """
-    marks = [(mark.start(), int(mark[1] or 0)) for mark in _FITTED.finditer(ptx)]
-
-    def columns(place: int) -> int:
-        last = bisect.bisect(marks, (place, 0)) - 1
-        if last < 0 or marks[last][1] not in range(8, _WRITTEN_COLUMNS + 1, 8):
-            raise ValueError("nothing in its block says how many columns a product has, or wgmma has no such")
-        return marks[last][1]
-
-    return _shorter(ptx, columns)
+    text, count = _LOOP.subn(_fitted, ptx)
+    if not count or "wgmma.mma_async" in _LOOP.sub("", ptx):
+        raise ValueError("not all products are in a loop of one block that says of how many rows they are")
+    return text
 
 
-def _shorter(ptx: str, columns: Callable[[int], int]) -> str:
-    """The PTX with so many columns of each product as ``columns`` says of its place."""
+def _fitted(loop: re.Match[str]) -> str:
+    name, body, register, grain = loop["name"], loop["body"], loop["register"], int(loop["grain"])
+    if re.search(rf"^\s*[\w.]+\s+{re.escape(register)},", body, re.MULTILINE):
+        raise ValueError(f"{register}, of how many rows the products are, is set in their loop")
+    to: list[str] = []
+    copies: list[str] = []
+    for times in range(int(loop["most"]), 0, -1):
+        if copies:
+            to.append(f"\tsetp.eq.s32 fits, {register}, {times};\n\t@fits bra {name}_{times};\n")
+        mine = _shorter(body, grain * times).replace(f"{name};", f"{name}_{times};")
+        copies.append(f"{name}_{times}:\n{mine}\tbra.uni {name}_end;\n")
+    return f"{name}:\n\t{{\n\t.reg .pred fits;\n{''.join(to)}\t}}\n{''.join(copies)}{name}_end:\n"
+
+
+def _shorter(ptx: str, columns: int) -> str:
+    """The PTX with so many columns of each product."""
+    if columns not in range(8, _WRITTEN_COLUMNS + 1, 8):
+        raise ValueError(f"wgmma has no product of {columns} columns")
 
     def shorter(product: re.Match[str]) -> str:
         sums = product[3].split(",")
         if len(sums) * 2 != _WRITTEN_COLUMNS:
             raise ValueError(f"a product of {_WRITTEN_COLUMNS} columns has {len(sums)} registers of sums in the PTX")
-        kept = columns(product.start())
-        return f"{product[1]}n{kept}{product[2]}{{{','.join(sums[: kept // 2])}}}"
+        return f"{product[1]}n{columns}{product[2]}{{{','.join(sums[: columns // 2])}}}"
 
     text, count = _PRODUCT.subn(shorter, ptx)
     if not count or ptx.count("wgmma.mma_async") != count:

@@ -36,7 +36,7 @@ LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
 
 ZERO_TAIL = 16  # a flag: rows that belong to no expert are set to zero; with SCATTER, those that no row goes to
-CLEARS_SINCE = 2  # the revision of ``rows``
+CLEARS_SINCE = 2  # the revision of kernels of rows
 CLEARER_ROWS = 16  # of them, for a program: ``cdiv(index_end, CLEARER_ROWS)`` more programs
 FLAGS = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS  # the fusions that ``flags`` tells a kernel of
 MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
@@ -152,9 +152,9 @@ def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
         return (
             f"{config} is no config of {form}: pingpong has 16-bit types, no gather or silu, and tiles of its own in dW"
         )
-    if fitted(config) and (op is Op.DW or fusion or config.narrow):
-        form = " ".join((op.value, *odd, *(["moving rows"] if fusion else ["narrow"] if config.narrow else [])))
-        return f"{config} is no config of {form}: tiles fitted to their rows are of plain products of rows"
+    if fitted(config) and (op is Op.DW or odd or config.narrow):
+        form = " ".join((op.value, *odd, *(["narrow"] if config.narrow else [])))
+        return f"{config} is no config of {form}: tiles fitted to their rows are of products of rows that none gathers"
     tf32 = dtype is DType.TF32 and op is Op.DW and config.block_k == 256 and not config.narrow
     if config.specialized and dtype.itemsize != 2 and not tf32:
         return (
@@ -278,9 +278,12 @@ def constants(spec: Spec, sm: int) -> dict[str, int | str | bool | None]:
 
 
 def clears(fusion: Fusion, config: Config, revision: int = CLEARS_SINCE) -> bool:
-    """Whether code of rows can set the rows of y to zero that an index sends no row to: see ``forward.rows``."""
-    alone = not config.persistent and not config.specialized
-    return fusion == Fusion.SCATTER and alone and revision >= CLEARS_SINCE
+    """Whether code of rows can set the rows of y to zero that an index sends no row to.
+
+    Code of one tile a program has more programs for it (``forward.rows``), and specialised code a warp in each
+    (``unnamed.clear_unnamed``).
+    """
+    return fusion == Fusion.SCATTER and revision >= CLEARS_SINCE and (config.specialized or not config.persistent)
 
 
 def _turned(spec: Spec, sm: int) -> bool:
@@ -299,7 +302,8 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
         sizes |= {} if _asks(spec) else {"dy_at": None, "x_at": None}
     elif fitted(c):
         depth, columns = c.block_k, c.block_m
-        sizes = {"BLOCK_M": c.block_m, "BLOCK_K": depth, "W_KN": _w_kn(spec)}
+        sizes = {"BLOCK_M": c.block_m, "BLOCK_K": depth, "W_KN": _w_kn(spec), "INDEXED": bool(spec.fusion)}
+        sizes |= {} if "y_map" in spec.tma else {"y_map": None}
     else:
         gated = Fusion.SILU in spec.fusion
         sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec),
@@ -310,7 +314,7 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
     # Results pass through shared memory, 64 x 64 of each warpgroup at a time, where there is room in turns.
     operands = c.num_stages * (SPECIALIZED_ROWS + columns) * depth
     operands += 64 * depth if columns == PINGPONG_COLUMNS else 0  # see turns.py
-    room = SPECIALIZED_SHARED_BYTES - 512 - operands * spec.dtype.itemsize
+    room = SPECIALIZED_SHARED_BYTES - 512 - operands * spec.dtype.itemsize - _noted_bytes(spec)
     return sizes | {
         "STAGES": c.num_stages,
         "SLOTS": 2 if 4 * 64 * 64 * spec.dtype.itemsize <= room and _even_parts(spec) else 1,
@@ -319,6 +323,12 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
         "PINGPONG": c.pingpong,
         "REGISTERS": _registers(spec),
     }
+
+
+def _noted_bytes(spec: Spec) -> int:
+    """Of what both warpgroups have looked up of their rows: kernels/warpgroups.py, ``tables``."""
+    rows = 256 if fitted(spec.config) else 128 if spec.config.pingpong else 64
+    return 2 * rows * 8 if spec.fusion == Fusion.SCATTER else 0
 
 
 def _registers(spec: Spec) -> int:

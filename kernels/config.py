@@ -23,7 +23,7 @@ class Config:
     specialized kernel that is ``pingpong`` has warpgroups that take whole tiles of 128 x 192 or 128 x 128 in turns (of
     dW 128 x 192 or 192 x 128); those of 128 x 128 are dealt out in turn, but for the last rounds. Of rows a tile may
     have more than 128 of them: 256 by 128 columns, or pingpong 192 by 128. Such a kernel's tiles are ``fitted``: each
-    has as many rows as there are, rounded up to 32, and an expert's rows are shared out evenly among its tiles.
+    has as many rows as there are, rounded up to 16, and an expert's rows are shared out evenly among its tiles.
     """
 
     block_m: int

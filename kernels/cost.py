@@ -20,7 +20,7 @@ from .config import Config, across, dealt, fitted
 from .profile import Profile, Resources, join, occupancy, profile
 from .routing import Rows, expected_rows
 
-_GRAIN = 32  # rows: kernels/fitted.py rounds a tile's up to so many
+_GRAIN = 16  # rows: kernels/fitted.py rounds a tile's up to so many
 _FEW_EXPERTS = 32  # kernels/specialized_weight.py puts them in the order of their rows
 
 __all__ = ["Ranker", "Resources", "estimate_us", "occupancy", "rank"]

@@ -30,13 +30,16 @@ _ROWS = (
 _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1756353e20c061c570693e0be54d"
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
-    ("specialized.py", *_SPECIALIZED),
-    "dc549bf5fb2f86d7f71e1376b5d57da96cf30c34a298c61347c05512fd4d4e4e",
+    ("specialized.py", "unnamed.py", *_SPECIALIZED),
+    "06d058d0d63920a2beeb538fff4641dc2a740dfcf165dfa70ef0711b32c1a710",
 )
-_ROWS_FITTED = ("fitted.py", *_SPECIALIZED), "278ac08b6122a42780341088c56ba8bdcc6be8298730bf515f38cc8b84f50d8f"
+_ROWS_FITTED = (
+    ("fitted.py", "unnamed.py", *_SPECIALIZED),
+    "9a1258b89e06f2184d7aa9ba1f099f9e401f07118c7284740f2fb0a61671cf34",
+)
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "95d1a92ffdf868ef6e2518dd2c3bb83ffeaece667b586c0bde45da75c85bdc9a",
+    "e83872f3853633e1ddab3e60a6d25aabf3507255ade2305d18399a96918e6fbf",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"
@@ -49,8 +52,8 @@ REVISIONS = {
     "combine": Revision(1, *_TOKENS),
     "gather": Revision(1, *_TOKENS),
     "rows": Revision(2, *_ROWS),
-    "rows_fitted": Revision(1, *_ROWS_FITTED),
-    "rows_specialized": Revision(1, *_ROWS_SPECIALIZED),
+    "rows_fitted": Revision(2, *_ROWS_FITTED),
+    "rows_specialized": Revision(2, *_ROWS_SPECIALIZED),
     "sort_slots": Revision(1, *_SLOTS),
     "weight": Revision(1, *_WEIGHT),
     "weight_specialized": Revision(1, *_WEIGHT_SPECIALIZED),

@@ -1,6 +1,7 @@
 """The grouped GEMM by rows for sm_90, warp-specialised: one warp loads through TMA, two warpgroups multiply.
 
 Where rows of x are gathered four warps load, x through pointers.
+Where they are scattered one more sets those rows of y to zero that none goes to (unnamed.py).
 A tile has 128 rows, 64 for each warpgroup (warpgroups.py). Tiles are handed out as programs become free; of those of
 128 columns that warpgroups take in turns (turns.py) most are dealt out. The arguments are those of
 ``forward.rows``, and ``counter``, an int32 that is zero before and after.
@@ -15,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from .pipeline import (
     GATHER_FLAG,
     NARROW_BIT,
+    SCATTER_FLAG,
     WHOLE_BIT,
     ZERO_TAIL_FLAG,
     add,
@@ -31,7 +33,8 @@ from .pipeline import (
     zero_tail,
 )
 from .turns import PART, multiply_in_turns, ordering, publish_turn
-from .warpgroups import flat_index, multiply
+from .unnamed import clear_unnamed
+from .warpgroups import flat_index, multiply, tables
 
 
 @gluon.jit
@@ -220,18 +223,41 @@ def rows_specialized(
     READERS: gl.constexpr = 1 if PINGPONG else 2
     full, empty, queue, filled, free = barriers(STAGES, 129 if GATHER else 1, READERS, READERS)
     moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
+    CLEARS: gl.constexpr = INDEXED and not GATHER
+    noted = tables(128 if PINGPONG else 64) if CLEARS else ()
     if PINGPONG:
         order = ordering()
-        gl.barrier()
+    gl.barrier()
+    if PINGPONG and CLEARS:
         gl.warp_specialize(
             [
                 (multiply_in_turns, (
-                    0, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
-                    STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
+                    0, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m,
+                    BLOCK_N, STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
                 )),
                 (multiply_in_turns, (
-                    1, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
-                    STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
+                    1, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m,
+                    BLOCK_N, STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
+                )),
+                (_load_rows, (
+                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
+                    stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED, PINGPONG,
+                )),
+                (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
+    elif PINGPONG:
+        gl.warp_specialize(
+            [
+                (multiply_in_turns, (
+                    0, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m,
+                    BLOCK_N, STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
+                )),
+                (multiply_in_turns, (
+                    1, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m,
+                    BLOCK_N, STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
                 )),
                 (_load_rows, (
                     x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
@@ -241,16 +267,35 @@ def rows_specialized(
             [4, 1],
             [REGISTERS, 504 - 2 * REGISTERS],
         )  # fmt: skip
-    else:
-        gl.barrier()
+    elif CLEARS:
         gl.warp_specialize(
             [
                 (multiply, (
-                    0, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
+                    0, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m, BLOCK_N,
                     STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
                 )),
                 (multiply, (
-                    1, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
+                    1, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m, BLOCK_N,
+                    STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
+                )),
+                (_load_rows, (
+                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
+                    stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED, PINGPONG,
+                )),
+                (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    0, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m, BLOCK_N,
+                    STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
+                )),
+                (multiply, (
+                    1, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m, BLOCK_N,
                     STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
                 )),
                 (_load_rows, (
@@ -261,6 +306,5 @@ def rows_specialized(
             [4, 4 if GATHER else 1],
             [REGISTERS, 504 - 2 * REGISTERS],
         )  # fmt: skip
-
-    if (flags & ZERO_TAIL_FLAG) != 0:
+    if ((flags & ZERO_TAIL_FLAG) != 0) & ((flags & SCATTER_FLAG) == 0 if CLEARS else True):
         zero_tail(y, m_sizes, m_sizes_step, M, E, N // 2 if GATED else N, stride_y_m, EXPERTS)

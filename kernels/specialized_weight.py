@@ -305,12 +305,12 @@ def weight_specialized(
         gl.warp_specialize(
             [
                 (multiply_in_turns, (
-                    0, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K,
-                    STAGES, SLOTS, False, False, True, ACROSS, False,
+                    0, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), (), K, stride_dw_row,
+                    BLOCK_K, STAGES, SLOTS, False, False, True, ACROSS, False,
                 )),
                 (multiply_in_turns, (
-                    1, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K,
-                    STAGES, SLOTS, False, False, True, ACROSS, False,
+                    1, a, b, full, empty, order, queue, filled, free, buffers, None, dw, (), (), K, stride_dw_row,
+                    BLOCK_K, STAGES, SLOTS, False, False, True, ACROSS, False,
                 )),
                 (_load_told, (
                     x if ACROSS else dy, dy if ACROSS else x, a, b, full, empty, near, queue, filled, free,
@@ -329,12 +329,12 @@ def weight_specialized(
         gl.warp_specialize(
             [
                 (multiply, (
-                    0, a, b, full, empty, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K, STAGES,
-                    SLOTS, False, False, True, False, False, False, NARROW,
+                    0, a, b, full, empty, queue, filled, free, buffers, None, dw, (), (), K, stride_dw_row, BLOCK_K,
+                    STAGES, SLOTS, False, False, True, False, False, False, NARROW,
                 )),
                 (multiply, (
-                    1, a, b, full, empty, queue, filled, free, buffers, None, dw, (), K, stride_dw_row, BLOCK_K, STAGES,
-                    SLOTS, False, False, True, False, False, False, NARROW,
+                    1, a, b, full, empty, queue, filled, free, buffers, None, dw, (), (), K, stride_dw_row, BLOCK_K,
+                    STAGES, SLOTS, False, False, True, False, False, False, NARROW,
                 )),
                 (_load_weight, (
                     dy, x, dy_at, x_at, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,

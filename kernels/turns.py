@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .pipeline import advance, before, publish, take
-from .warpgroups import store_boxes, store_lines, targets, weights
+from .warpgroups import look_up, note, store_boxes, store_noted
 
 PART: gl.constexpr = gl.constexpr(64)  # columns
 
@@ -44,7 +44,7 @@ def publish_turn(
 
 @gluon.jit
 def multiply_in_turns(
-    half, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m,
+    half, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m,
     COLUMNS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
     WEIGHT: gl.constexpr, ACROSS: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
@@ -62,6 +62,8 @@ def multiply_in_turns(
         first = (place & 0xFFFFF) * COLUMNS
         stage = (place >> 20) & 0xF
         phase = (place >> 24) & 1
+        if INDEXED:
+            found = look_up(moved, row, row_end, 128)
         upper = gl.zeros([64, WRITTEN], gl.float32, mma)
         lower = gl.zeros([64, WRITTEN], gl.float32, mma)
         mbarrier.wait(order.index(half), turn ^ 1 ^ half)  # the very first turn is the first warpgroup's
@@ -91,14 +93,14 @@ def multiply_in_turns(
         if steps > 0:
             gl.barrier()
             mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
+        if INDEXED:
+            note(noted, half, found)
         for i in gl.static_range(2):
             mine = row + 64 * i
             result = upper if i == 0 else lower
             if INDEXED:
-                scale = weights(moved, mine, row_end, gl.SliceLayout(1, mma))
-                target, inside = targets(moved, mine, row_end, gl.SliceLayout(1, lines))
-                store_lines(
-                    y, result, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, PARTS,
+                store_noted(
+                    y, result, buffers, half, moved, noted, 64 * i, expert, first, N, stride_y_m, SLOTS, PARTS, mma,
                     lines,
                 )  # fmt: skip
             else:

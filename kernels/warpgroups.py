@@ -57,12 +57,52 @@ def targets(moved, row, row_end, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _biased(part, moved, expert, col, N):
+def look_up(moved, row, row_end, ROWS: gl.constexpr):
+    """(the row of y that each of ROWS rows goes to, -1 for none; its factor), for ``note``.
+
+    Before the product, so that their latency passes meanwhile.
+    """
+    index, row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
+    m = row + gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
+    factor = gl.load(row_weights + flat, mask=inside & ((flags & WEIGHT_FLAG) != 0), other=1.0)
+    return gl.where(inside, gl.where((flags & SCATTER_FLAG) != 0, flat, m), -1), factor
+
+
+@gluon.jit
+def tables(ROWS: gl.constexpr):
+    """Where each warpgroup notes what it has looked up, until it stores its results: one or two rows of each thread.
+
+    A product whose index and factors are loaded as they are needed takes up to 1.1 x as long
+    (benchmarks/results/trials/scatter-looked-up.json), and held in registers as the results lie they leave it none.
+    """
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return (
+        gl.allocate_shared_memory(gl.int32, [2, ROWS], layout),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], layout),
+    )
+
+
+@gluon.jit
+def note(noted, half, found):
+    noted[0].index(half).store(found[0])
+    noted[1].index(half).store(found[1])
+
+
+@gluon.jit
+def noted_at(noted, half, row, TO: gl.constexpr, BY: gl.constexpr):
+    """What ``look_up`` found of 64 rows of the tile from ``row`` on, in these layouts."""
+    return noted[0].index(half).slice(row, 64).load(TO), noted[1].index(half).slice(row, 64).load(BY)
+
+
+@gluon.jit
+def biased(part, moved, expert, col, N, ACROSS: gl.constexpr = False):
+    """The part and the bias of its columns, from ``col`` on, of y, or ACROSS of its rows, which are y's columns."""
     _index, _row_weights, bias, _index_step, _index_end, _x_divisor, flags = moved
     if (flags & BIAS_FLAG) != 0:
-        n = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
+        n = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(1 if ACROSS else 0, part.type.layout))
         added = gl.load(bias + expert.to(gl.int64) * N + n, mask=n < N, other=0.0)
-        part += added.to(gl.float32)[None, :]
+        part += gl.expand_dims(added.to(gl.float32), 1 if ACROSS else 0)
     return part
 
 
@@ -85,9 +125,8 @@ def parts_of(tile):
 
 
 @gluon.jit
-def _store_lines(y, part, buffer, target, inside, col, N, stride_y_m, LAYOUT: gl.constexpr):
-    """Stores 64 x 64 through shared memory, so that whole lines are written."""
-    buffer.store(part)
+def lines_of(buffer, y, target, inside, col, N, stride_y_m, LAYOUT: gl.constexpr):
+    """Stores 64 x 64 of shared memory through pointers: whole lines are written."""
     tile = buffer.load(LAYOUT)
     n = col + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     at = y + target.to(gl.int64)[:, None] * stride_y_m + n[None, :]
@@ -141,16 +180,29 @@ def store_lines(
     parts = parts_of(result)
     for i in gl.static_range(PARTS):
         col = first + 64 * i
-        part = _biased(parts[i], moved, expert, col, N)
+        part = biased(parts[i], moved, expert, col, N)
         part = part * gl.convert_layout(scale, gl.SliceLayout(1, part.type.layout))[:, None]
         buffer = buffers.index(half * SLOTS + i % SLOTS)
-        _store_lines(y, part.to(buffers.dtype), buffer, target, inside, col, N, stride_y_m, LINES)
+        buffer.store(part.to(buffers.dtype))
+        lines_of(buffer, y, target, inside, col, N, stride_y_m, LINES)
+
+
+@gluon.jit
+def store_noted(
+    y, result, buffers, half, moved, noted, row, expert, first, N, stride_y_m, SLOTS: gl.constexpr,
+    PARTS: gl.constexpr, MMA: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
+    """``store_lines`` of 64 rows of a tile, from ``row`` on, as they were looked up."""
+    target, scale = noted_at(noted, half, row, gl.SliceLayout(1, LINES), gl.SliceLayout(1, MMA))
+    store_lines(
+        y, result, buffers, half, moved, scale, target, target >= 0, expert, first, N, stride_y_m, SLOTS, PARTS, LINES
+    )
 
 
 @gluon.jit
 def _tile(
-    half, a, b, full, empty, buffers, y, y_map, moved, row, row_end, first, expert, whole, steps, stage, phase, N,
-    stride_y_m,
+    half, a, b, full, empty, buffers, y, y_map, moved, noted, row, row_end, first, expert, whole, steps, stage, phase,
+    N, stride_y_m,
     WIDTH: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
     WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
@@ -164,9 +216,8 @@ def _tile(
     mma: gl.constexpr = MMA if TF32 else WGMMA
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     DEPTH: gl.constexpr = b.shape[2] if B_NK else b.shape[1]
-    if INDEXED and not GATHER:  # read now, their latency passes while the product is computed
-        scale = weights(moved, row, row_end, gl.SliceLayout(1, mma))
-        target, inside = targets(moved, row, row_end, gl.SliceLayout(1, lines))
+    if INDEXED and not GATHER:
+        found = look_up(moved, row, row_end, 64)
     acc = gl.zeros([64, WIDTH], gl.float32, mma)
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
@@ -201,8 +252,9 @@ def _tile(
     elif not INDEXED:
         store_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 64)
     elif not GATHER:
-        store_lines(
-            y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, WIDTH // 64, lines
+        note(noted, half, found)
+        store_noted(
+            y, acc, buffers, half, moved, noted, 0, expert, first, N, stride_y_m, SLOTS, WIDTH // 64, mma, lines
         )  # fmt: skip
     else:
         if whole & ((moved[6] & MOVED_FLAGS) == 0):
@@ -221,7 +273,7 @@ def _tile(
 
 @gluon.jit
 def multiply(
-    half, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m,
+    half, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, noted, N, stride_y_m,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
     WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
@@ -245,13 +297,14 @@ def multiply(
         if mine < row_end:
             if NARROW and (word & NARROW_BIT) != 0:
                 stage, phase = _tile(
-                    half, a, b, full, empty, buffers, y, y_map, moved, mine, row_end, col * HALF, expert, whole, steps,
-                    stage, phase, N, stride_y_m, HALF, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, False,
+                    half, a, b, full, empty, buffers, y, y_map, moved, noted, mine, row_end, col * HALF, expert, whole,
+                    steps, stage, phase, N, stride_y_m, HALF, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, False,
                 )  # fmt: skip
             else:
                 stage, phase = _tile(
-                    half, a, b, full, empty, buffers, y, y_map, moved, mine, row_end, col * HALF, expert, whole, steps,
-                    stage, phase, N, stride_y_m, BLOCK_N, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, GATED,
+                    half, a, b, full, empty, buffers, y, y_map, moved, noted, mine, row_end, col * HALF, expert, whole,
+                    steps, stage, phase, N, stride_y_m, BLOCK_N, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER,
+                    GATED,
                 )  # fmt: skip
         else:
             for _ in range(steps):

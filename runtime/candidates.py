@@ -2,11 +2,13 @@
 
 A candidate ranks by, in this order:
 
-1. ``Origin``: measured on this very GPU, measured on its capability, modelled for its capability,
+1. whether it was chosen for this bucket or one of its neighbours, half or twice the rows, and if not how far from it:
+   what was measured for a few rows says nothing of many;
+2. ``Origin``: measured on this very GPU, measured on its capability, modelled for its capability,
    built for a binary-compatible one, compiled by this process because nothing else could run;
-2. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
+3. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
    variants that are there;
-3. the place of its bundle, in the order in which places are asked.
+4. the place of its bundle, in the order in which places are asked.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     _Ranked: TypeAlias = tuple[View, list[tuple[Usable, int, Variant]], Ranker]
 
 
+_NEAR = 1  # doublings of the rows
 _SMALL = 64  # an N and a K that every kernel can do
 
 
@@ -119,13 +122,16 @@ class _Claims(NamedTuple):
 
     def ranked(self, bucket: int) -> Iterator[_Claim]:
         """All of them, best first for this bucket."""
-        for by_bucket in self.by_origin:
-            yield from by_bucket.get(bucket, ())
-            near = [one for one in by_bucket if one != bucket]
+
+        def rank(place: tuple[int, int]) -> tuple[int, ...]:
+            origin, other = place
+            steps = abs(other.bit_length() - bucket.bit_length())
             # Of two equally near buckets the larger: its tiles lose less on few rows than small ones on many.
-            near.sort(key=lambda one: (abs(one.bit_length() - bucket.bit_length()), -one))
-            for one in near:
-                yield from by_bucket[one]
+            return steps if steps > _NEAR else 0, origin, steps, -other
+
+        places = ((origin, one) for origin, by_bucket in enumerate(self.by_origin) for one in by_bucket)
+        for origin, one in sorted(places, key=rank):
+            yield from self.by_origin[origin][one]
 
 
 def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -> _Claims:

@@ -79,13 +79,14 @@ class Fused(NamedTuple):
 
     ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
     the rows of y that belong to no expert to zero; of y [index_end, N] scattered to, those that no row goes to, by code
-    that can (``kernels.abi.clears``) alone.
+    that can (``kernels.abi.clears``) alone: if they are not ``few`` by specialised code, which finds them on the side.
     """
 
     fusion: Fusion = Fusion.NONE
     index_step: int = 1
     x_divisor: int = 1
     zero_tail: bool = False
+    few: bool = True
 
 
 PLAIN = Fused()
@@ -123,7 +124,8 @@ def row_launcher(
     """
     config, variant = kernel.config, kernel.variant
     _refuse(variant, columns, reduction, config)
-    if fused.fusion & _INDEXED and not clears(variant.fusion, config, variant.revision):
+    can = clears(variant.fusion, config, variant.revision) and (fused.few or config.specialized)
+    if fused.fusion & _INDEXED and not can:
         fused = fused._replace(zero_tail=False)
     maps = {
         "x": ("M", "K", "stride_x_m", "one"),
@@ -142,7 +144,7 @@ def row_launcher(
     )  # fmt: skip
     pack = PREPARED.pack
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
-    clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion
+    clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion and not config.specialized
     most_tiles = _MOST_TILES if config.persistent else _MOST_PROGRAMS
     most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_PROGRAMS
     w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)

@@ -49,8 +49,8 @@ def unlaunchable(variant: Variant) -> str | None:
     lacking = [name for name in _NEEDED.get(variant.op, _NEEDED_OF_ROWS) if name not in given]
     if config.specialized and "counter" not in given:
         lacking.append("counter")
-    if (Fusion.SILU in variant.fusion or fitted(config)) and "y_map" not in given:
-        lacking.append("y_map")  # there is no other code that stores half of the columns, or tiles of any height
+    if (Fusion.SILU in variant.fusion or (fitted(config) and not variant.fusion)) and "y_map" not in given:
+        lacking.append("y_map")  # there is no other code that stores half of the columns, or plain tiles of any height
     if lacking:
         return f"its arguments lack {', '.join(lacking)}"
     if variant.op is Op.DW and given["dy"] != given["x"]:

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 _ALIGNMENT_BYTES = 16
 _MOST_LAUNCHERS = 1 << 14
-_MOST_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs
+_FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs
+# A warp of each program looks at 1,024 entries of the index in about 1.3 us: a product of matrices of 2^20 takes longer
+# for as many rows. Where most rows of y are to be cleared it takes more than a warp of each.
+_MOST_TO_CLEAR, _SHORT_TO_CLEAR, _LARGE_MATRIX, _MOST_PER_ROW = 1 << 17, 8192, 1 << 20, 4
 _UNKNOWN = object()
 _L = TypeVar("_L", bound=Launch)
 _launchers: tuple[object, dict[tuple[object, ...], Launch | None]] = (None, {})  # of one snapshot
@@ -44,8 +47,9 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
     first = call.may_gather_first(aligned)
     checks = call.bounds is None
     zeroes = call.zero_tail and (not call.uses_index or may_clear(call, y))
-    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype, zeroes,
-             first and 1 + checks)  # fmt: skip
+    few = max(call.M, y.shape[0]) <= _FEW_TO_CLEAR
+    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype,
+             zeroes and 1 + few, first and 1 + checks)  # fmt: skip
     # (By its value: an enum's hash is a call in Python.)
     key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin,
            tf32_allowed(x.dtype))  # fmt: skip
@@ -55,7 +59,7 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
         kernel = _kernel(problem, call.M, device, aligned, call.pin, None)
         if kernel is None:
             return None
-        fused = Fused(fusion, index_step, call.gather_divisor or 1, zeroes)
+        fused = Fused(fusion, index_step, call.gather_divisor or 1, zeroes, few)
         plain = _gathered_kernel(problem, call, device, checks) if first else None
         ready = None if plain is None else _after_gather(plain, problem, call, fused)
         return ready or _of_rows(kernel, problem, call, fused)
@@ -64,8 +68,11 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
 
 
 def may_clear(call: Rows, y: torch.Tensor) -> bool:
-    """Whether code that can is to find and clear the rows of y that no row goes to; few, or all become zero before."""
-    return call.scatter and call.index_end(y.shape[0]) == y.shape[0] and max(call.M, y.shape[0]) <= _MOST_TO_CLEAR
+    """Whether code that can is to find and clear the rows of y that no row goes to; else they are cleared before."""
+    rows, (_E, N, K) = y.shape[0], call.sizes
+    short = max(call.M, rows) <= _SHORT_TO_CLEAR or (max(call.M, rows) <= _MOST_TO_CLEAR and N * K >= _LARGE_MATRIX)
+    in_share = rows <= max(_FEW_TO_CLEAR, _MOST_PER_ROW * call.M)
+    return call.scatter and call.index_end(rows) == rows and short and in_share
 
 
 def gated_launch(call: Rows, a: torch.Tensor) -> Launch | None:

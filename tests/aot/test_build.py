@@ -259,7 +259,7 @@ def test_moving_rows_has_one_candidate_of_a_kind_and_tile_size() -> None:
             for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
         )
         tiles = [(one.block_m, one.block_n, one.block_k, one.specialized, one.streamed) for one in gathers]
-        assert gathers == tuple(one for one in scatters if not one.pingpong)
+        assert gathers == tuple(one for one in scatters if not one.pingpong and not fitted(one))
         assert len(set(tiles)) == len(tiles) < len(plain)
         rest = [one for one in plain if not one.pingpong and not fitted(one)]  # which gather none
         assert set(tiles) == {(one.block_m, one.block_n, one.block_k, one.specialized, one.streamed) for one in rest}

@@ -121,20 +121,53 @@ def test_a_product_of_other_sums_is_an_error() -> None:
         cut(product(128).replace("n128", "n256"))
 
 
-def test_products_are_cut_to_what_is_said_before_each() -> None:
-    ptx = "// products of 32 rows\n" + product(256) + "// products of 256 rows\n" + product(256, 129) + product(256)
-    assert fit(ptx) == ptx.replace(product(256), product(32), 1).replace(product(256, 129), product(256, 129))
-    elsewhere = "// products of 32 rows\n$L__BB0_7:                // another block\n"
-    for wrong in (
-        product(256) + "// products of 32 rows\n",
-        elsewhere,
-        *(f"// products of {n} rows\n" for n in (0, 36, 264)),
-    ):
-        with pytest.raises(ValueError, match="says how many columns a product has"):
-            fit(wrong + product(256))
-    for other in ("// products of 32 rows\n", "// products of 32 rows\n" + product(128)):
-        with pytest.raises(ValueError, match="products of 256 columns"):
-            fit(other)
+SAID = "mov.b32 %r8, %r7; // products of %r7 times 16 rows, 3 times at most\n"
+LOOP = (
+    "$L__BB0_7:                // a loop\n\twait;\n"
+    + SAID
+    + product(256)
+    + "\tadd.s32 %r9, %r9, 1;\n\t@%p3 bra \t$L__BB0_7;\n"
+)
+
+
+def test_a_loop_of_products_is_there_once_for_each_number_of_rows() -> None:
+    ptx = "head;\n" + LOOP + "after;\n" + LOOP.replace("BB0_7", "BB0_9").replace("%r7", "%r17") + "end;\n"
+    told = fit(ptx)
+    for name, register in (("$L__BB0_7", "%r7"), ("$L__BB0_9", "%r17")):
+        for times in (1, 2, 3):
+            start = told.index(f"{name}_{times}:\n")
+            copy = told[start : told.index("bra.uni", start)]
+            assert product(16 * times) in copy
+            assert copy.count("wgmma") == 1
+            assert copy.endswith(f"@%p3 bra \t{name}_{times};\n\t"), "it goes on with itself"
+        for times in (1, 2):
+            assert f"setp.eq.s32 fits, {register}, {times};\n\t@fits bra {name}_{times};\n" in told
+        assert told.count(f"bra.uni {name}_end;") == 3
+        assert told.index(f"{name}_3:") < min(told.index(f"{name}_2:"), told.index(f"{name}_1:")), "what is left is all"
+    assert told.startswith("head;\n$L__BB0_7:\n")
+    assert "$L__BB0_7_end:\nafter;\n" in told
+    assert told.endswith("end;\n")
+
+
+@pytest.mark.parametrize(
+    ("ptx", "why"),
+    [
+        ("", "in a loop of one block"),
+        (LOOP.replace(SAID, ""), "in a loop of one block"),
+        (LOOP + product(256), "in a loop of one block"),
+        (LOOP.replace("\twait;\n", "\twait;\n$L__BB0_8:\n"), "in a loop of one block"),
+        (LOOP.replace("\tadd", "$L__BB0_8:\n\tadd"), "in a loop of one block"),
+        (LOOP.replace("bra \t$L__BB0_7", "bra \t$L__BB0_6"), "in a loop of one block"),
+        (LOOP.replace("add.s32 %r9", "add.s32 %r7"), "%r7, of how many rows the products are, is set in their loop"),
+        (LOOP.replace(product(256), ""), "products of 256 columns"),
+        (LOOP.replace("n256", "n128"), "products of 256 columns"),
+        (LOOP.replace("times 16 rows", "times 12 rows"), "no product of 36 columns"),
+        (LOOP.replace("3 times at most", "17 times at most"), "no product of 272 columns"),
+    ],
+)
+def test_other_loops_are_an_error(ptx: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        fit(ptx)
 
 
 FITTED = (
@@ -144,11 +177,13 @@ FITTED = (
 
 
 @pytest.mark.parametrize("config", FITTED, ids=str)
-@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
+@pytest.mark.parametrize(
+    ("op", "fusion"), [(Op.FORWARD, Fusion.NONE), (Op.DX, Fusion.NONE), (Op.FORWARD, Fusion.SCATTER)]
+)
 def test_a_fitted_variant_has_products_of_every_size(
-    op: Op, config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    op: Op, fusion: Fusion, config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each in a loop of its own, all sums in registers; ptxas would say (C7510 ..) that it makes products wait."""
+    """Each in a loop of its own, all sums in registers; ptxas would say (C75..) that it makes products wait."""
     seen = []
 
     def spy(ptx: str) -> str:
@@ -157,15 +192,15 @@ def test_a_fitted_variant_has_products_of_every_size(
 
     assert rewrites(config) == (fit,)
     monkeypatch.setattr("pretuned.aot.compile.rewrites", lambda _config: (spy,))
-    compiled = compile_variant(Spec(op, DType.BF16, config), 90)
+    compiled = compile_variant(Spec(op, DType.BF16, config, fusion=fusion), 90)
     sizes = [int(size) for size in re.findall(r"wgmma\.mma_async\.[\w.]*?m64n(\d+)k16", seen[0])]
     turns = 2 if config.pingpong else 1
     # 64 deep in steps of 16, by each of two warpgroups
-    assert sorted(sizes) == sorted([*range(32, config.block_m + 1, 32)] * 2 * 4 * turns)
+    assert sorted(sizes) == sorted([*range(16, config.block_m + 1, 16)] * 2 * 4 * turns)
     assert compiled.variant.spill_bytes <= MAX_SPILL_BYTES
     waits = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", seen[0])
-    loops = 2 * config.block_m // 32
-    assert sorted(waits) == sorted(["0"] * loops + [str(turns)] * loops), "a step behind in the loop, all after it"
+    loops = 2 * config.block_m // 16
+    assert sorted(waits) == sorted(["0"] * 2 + [str(turns)] * loops), "a step behind in each loop, all after them"
     (tmp_path / "one.ptx").write_text(seen[0])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     call = [tool, "-v", "--gpu-name=sm_90a", tmp_path / "one.ptx", "-o", tmp_path / "one.cubin"]

@@ -122,7 +122,7 @@ BROKEN = {
     "pingpong of 256 columns": configured(IN_TURNS, block_n=256),
     "192 columns, not pingpong": configured(IN_TURNS, pingpong=0),
     "fitted that gathers": replace(FITS, fusion=Fusion.GATHER),
-    "fitted that scatters": replace(FITS_IN_TURNS, fusion=Fusion.SCATTER),
+    "fitted that gathers and scatters": replace(FITS_IN_TURNS, fusion=Fusion.GATHER | Fusion.SCATTER),
     "fitted with silu": replace(FITS, fusion=Fusion.SILU),
     "fitted of dW": replace(record(spec(Op.DW, FRAGMENTS)), config=FITTED.pairs()),
     "fitted of fp32": record(Spec(Op.FORWARD, DType.FP32, FITTED)),

@@ -41,7 +41,7 @@ def test_buffers_take_turns_from_one_tile_to_the_next(op: Op, fusion: Fusion) ->
 def test_a_fitted_tile_goes_on_with_the_buffer_after_the_last() -> None:
     """It has a part for each 64 rows, so any number: its kernel counts what it has stored, by the lines run here."""
     text = FITTED.read_text()
-    (buffer,) = re.findall(r"buffers\.index\(half \* SLOTS \+ (.+)\)$", text, re.MULTILINE)
+    (buffer,) = re.findall(r"buffers\.index\(half \* SLOTS \+ (\(stored.+)\)$", text, re.MULTILINE)
     (count,) = re.findall(r"^ +stored = (\(.+)$", text, re.MULTILINE)
     language = SimpleNamespace(cdiv=lambda a, b: -(-a // b))
     for slots in (1, 2):

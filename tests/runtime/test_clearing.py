@@ -109,13 +109,13 @@ def test_under_a_transform_torch_clears_all_of_it(device: Device, monkeypatch: p
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     index=st.lists(st.integers(-2, M + 2), min_size=M, max_size=M, unique=True), wide=st.booleans(),
-    sizes=st.lists(st.integers(0, 6), min_size=E, max_size=E), again=st.booleans(),
+    sizes=st.lists(st.integers(0, 6), min_size=E, max_size=E), again=st.booleans(), specialized=st.booleans(),
 )  # fmt: skip
 def test_code_that_clears_does_it_itself(
-    device: Device, index: list[int], sizes: list[int], wide: bool, again: bool
+    device: Device, index: list[int], sizes: list[int], wide: bool, again: bool, specialized: bool
 ) -> None:
     device.cleared.clear()
-    device.clears = True
+    device.clears, device.specialized = True, specialized
     x, w = operands()
     flat = torch.tensor(index, dtype=torch.int64 if wide else torch.int32)
     m_sizes = torch.tensor(sizes, dtype=torch.int32)
@@ -133,15 +133,16 @@ def test_code_that_clears_does_it_itself(
     assert device.cleared == []
 
 
+@pytest.mark.parametrize("specialized", [False, True])
 @pytest.mark.parametrize("what", ["many rows", "an earlier kernel", "persistent", "fewer weights", "gathered too"])
-def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch, what: str, specialized: bool) -> None:
     on(monkeypatch, True)
-    device.clears = what != "persistent"
+    device.clears, device.specialized = what != "persistent", specialized and what != "persistent"
     x, w = operands()
     index, m_sizes = torch.randperm(M), torch.tensor([3, 0, 5, 2])
     form: dict[str, object] = {"permute_y": True}
     if what == "many rows":
-        monkeypatch.setattr(productlaunchers, "_MOST_TO_CLEAR", M - 1)
+        monkeypatch.setattr(productlaunchers, "_SHORT_TO_CLEAR" if specialized else "_FEW_TO_CLEAR", M - 1)
     if what == "an earlier kernel":
         monkeypatch.setattr(device, "revision", CLEARS_SINCE - 1)
     if what == "gathered too":
@@ -158,3 +159,33 @@ def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch,
     assert sorted(named) == y.any(1).nonzero().flatten().tolist()
     assert y.isfinite().all()
     assert device.cleared == [Pass.CLEAR] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "clears"),
+    [
+        ("more", True),
+        ("of large matrices", True),
+        ("of small ones", False),
+        ("too many", False),
+        ("most unnamed", False),
+    ],
+)
+def test_a_warp_of_specialised_code_clears_more_rows(
+    device: Device, monkeypatch: pytest.MonkeyPatch, what: str, clears: bool
+) -> None:
+    """Than code that has programs for it: as many as the product hides."""
+    on(monkeypatch, True)
+    monkeypatch.setattr(productlaunchers, "_FEW_TO_CLEAR", 1)
+    device.specialized = True
+    limits = {
+        "of large matrices": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": N * K},
+        "of small ones": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": N * K + 1},
+        "too many": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": 1, "_MOST_TO_CLEAR": M - 1},
+        "most unnamed": {"_MOST_PER_ROW": 0},
+    }
+    for name, value in limits.get(what, {}).items():
+        monkeypatch.setattr(productlaunchers, name, value)
+    x, w = operands()
+    grouped_gemm(x, w, torch.tensor([3, 0, 5, 2]), TOPK, torch.randperm(M), permute_y=True)
+    assert device.cleared == ([] if clears else [Pass.CLEAR] * 2)

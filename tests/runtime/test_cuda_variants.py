@@ -262,15 +262,15 @@ def test_code_that_moves_rows(op: Op, E: int, N: int, K: int, wrong: int, code: 
 @pytest.mark.parametrize(("E", "N", "K"), [(8, 768, 512), (5, 136, 400), (300, 264, 136)])
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
 def test_rows_that_no_index_names_are_cleared(op: Op, E: int, N: int, K: int, weighted: bool, wide: bool) -> None:
-    """By programs of one tile: some rows belong to no expert, three indices are out of range."""
-    for M, more in ((1, 0), (8, 0), (40, 3), (700, 40), (1000, 24)):
+    """By code of one tile a program, and specialised: some rows belong to no expert, three indices are out of range."""
+    for M, more in ((1, 0), (8, 0), (40, 3), (700, 40), (1000, 24), (3000, 5000)):
         m_sizes = fallen(E, M, "random")
         m_sizes[-1] -= m_sizes[-1] // 2
         m_sizes, rows = m_sizes.cuda(), M + more
         index = torch.randperm(rows)[:M].to(torch.int64 if wide else torch.int32)
         index[torch.randperm(M)[:3]] = torch.tensor([-1, rows, 2**31 - 1], dtype=index.dtype)[: min(3, M)]
         index = index.cuda()
-        for kernel in variants(op, Fusion.SCATTER, lambda config: not config.persistent):
+        for kernel in variants(op, Fusion.SCATTER, lambda config: config.specialized or not config.persistent):
             dtype = dtype_of(kernel)
             x = torch.randn(M, K, device="cuda").to(dtype)
             kn = (kernel.variant.layout is Layout.KN) == (op is Op.FORWARD)

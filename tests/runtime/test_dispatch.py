@@ -80,11 +80,31 @@ def test_measured_on_the_capability_beats_modelled(tmp_path: Path) -> None:
     assert "measured on NVIDIA H100 80GB HBM3" in decision(found).reason
 
 
-def test_origin_comes_before_the_bucket(tmp_path: Path) -> None:
+@pytest.mark.parametrize("measured_at", [32, 128])
+def test_measured_in_the_next_bucket_beats_modelled(tmp_path: Path, measured_at: int) -> None:
     write(tmp_path / "1/m.msgpack", {PROBLEM: [modelled(64, WIDE)]})
-    write(tmp_path / "2/h200.msgpack", {PROBLEM: [measured(1024, NARROW, 9)]}, gpus=[H200])
+    write(tmp_path / "2/h200.msgpack", {PROBLEM: [measured(measured_at, NARROW, 9)]}, gpus=[H200])
     assert came_from(snapshot(tmp_path / "1", tmp_path / "2")) == (
         "h200", Origin.THIS_GPU, Match.NEAREST_BUCKET, NARROW)  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", [H200, H100])
+@pytest.mark.parametrize("measured_at", [1, 16, 256, 16384])
+def test_what_was_measured_for_other_sizes_does_not_beat_modelled(tmp_path: Path, measured_at: int, gpu: Gpu) -> None:
+    """A bundle that was measured for a few rows alone had its decode kernels run prefill: 0.2 x as fast as torch."""
+    write(tmp_path / "1/h200.msgpack", {PROBLEM: [measured(measured_at, NARROW, 9)]}, gpus=[gpu])
+    write(tmp_path / "2/m.msgpack", {PROBLEM: [modelled(32, WIDE)]})
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    assert came_from(found, 64) == ("m", Origin.MODELLED, Match.NEAREST_BUCKET, WIDE)
+    assert came_from(found, measured_at)[0] == "h200"
+
+
+def test_one_bundle_measured_in_part_is_modelled_where_it_was_not(tmp_path: Path) -> None:
+    choices = [measured(1, NARROW, 9), measured(2, NARROW, 9), modelled(4, WIDE), modelled(8, WIDE), modelled(16, WIDE)]
+    write(tmp_path / "h200.msgpack", {PROBLEM: choices}, gpus=[H200])
+    found = snapshot(tmp_path)
+    assert [came_from(found, M)[3] for M in (1, 2, 4, 8, 16, 64)] == [NARROW, NARROW, NARROW, WIDE, WIDE, WIDE]
+    assert "nearest to 4" in decision(found, 4).reason
 
 
 def test_modelled_for_the_capability_beats_compatible_code(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int) -> None
         variant = next(
             one for one in bundle.variants()
             if one.op is Op.FORWARD and clears(one.fusion, Config.from_pairs(one.config), CLEARS_SINCE)
+            and not dict(one.config)["specialized"]
         )  # fmt: skip
     kernel = LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
     programs = []
@@ -124,7 +125,28 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int) -> None
         prepare(16, 16, 64, 64, ((1 << 26) - 4) * dict(variant.config)["block_m"] + 4, 16, 0, 0, index_end)
 
 
-@pytest.mark.parametrize("what", ["persistent", "an earlier revision", "gathers"])
+@pytest.mark.parametrize("few", [False, True])
+def test_specialised_code_has_a_warp_for_it(few: bool) -> None:
+    with open_bundle(SHIPPED) as bundle:
+        variant = next(
+            one for one in bundle.variants()
+            if one.op is Op.FORWARD and one.fusion == Fusion.SCATTER and dict(one.config)["specialized"]
+        )  # fmt: skip
+    variant = replace(variant, revision=CLEARS_SINCE)
+    kernel = LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    packed = []
+    for zero_tail in (False, True):
+        made = launch.row_launcher(
+            kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
+            fused=launch.Fused(Fusion.SCATTER, zero_tail=zero_tail, few=few),
+        )  # fmt: skip
+        assert made.zeroes is zero_tail
+        packed.append(PREPARED.unpack(made.prepare(16, 16, 64, 64, 8, 16, 0, 0, 4096)))
+    assert packed[0][-2] == packed[1][-2], "no more programs"
+    assert packed[0] != packed[1], "it is told"
+
+
+@pytest.mark.parametrize("what", ["persistent", "an earlier revision", "gathers", "many rows"])
 def test_code_that_cannot_clear_is_not_told_to(what: str) -> None:
     with open_bundle(SHIPPED) as bundle:
         code = Fusion.GATHER if what == "gathers" else Fusion.SCATTER
@@ -139,7 +161,7 @@ def test_code_that_cannot_clear_is_not_told_to(what: str) -> None:
     for zero_tail in (False, True):
         made = launch.row_launcher(
             kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
-            fused=launch.Fused(code | Fusion.SCATTER, zero_tail=zero_tail),
+            fused=launch.Fused(code | Fusion.SCATTER, zero_tail=zero_tail, few=what != "many rows"),
         )  # fmt: skip
         assert not made.zeroes
         flags.append(made.prepare(16, 16, 64, 64, 8, 16, 0, 0, 16))

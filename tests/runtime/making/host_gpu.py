@@ -36,13 +36,15 @@ def counts_at(address: int, E: int, step: int) -> list[int]:
 
 
 INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT
+SPECIALIZED = Config(128, 128, 64, 8, 6, tma=True, specialized=True)
 
 
 def fake_rows(
     kernel: Any, *, columns: int, reduction: int, E: int, w_kn: bool, stride_w_e: int, stride_w_row: int,
     m_sizes_step: int, fused: Any,
 ) -> Callable[..., None]:  # fmt: skip
-    if fused.fusion & INDEXED and not clears(kernel.variant.fusion, kernel.config, kernel.variant.revision):
+    can = clears(kernel.variant.fusion, kernel.config, kernel.variant.revision)
+    if fused.fusion & INDEXED and not (can and (fused.few or kernel.config.specialized)):
         fused = fused._replace(zero_tail=False)
 
     def launch(
@@ -201,7 +203,8 @@ FAKES = {
 class Device:
     """A GPU that is host memory. ``there`` says which kernels its bundle has; ``launched`` which ones ran.
 
-    ``first`` says that rows gathered beforehand are faster, ``clears`` that code that scatters clears the other rows.
+    ``first`` says that rows gathered beforehand are faster, ``clears`` that code that scatters clears the other rows,
+    few of them, or if it is ``specialized`` many.
     """
 
     def __init__(self) -> None:
@@ -210,7 +213,7 @@ class Device:
         self.passed: list[Pass] = []  # of rows
         self.sorted: list[Pass] = []
         self.cleared: list[Pass] = []
-        self.first = self.clears = False
+        self.first = self.clears = self.specialized = False
         self.revision = CLEARS_SINCE
 
     def passes(self, op: Pass, dtype: DType, device: int, *, aligned: bool) -> Callable[..., None] | None:
@@ -241,7 +244,7 @@ class Device:
         self.launched.append((problem.op, problem.fusion))
         return SimpleNamespace(
             variant=SimpleNamespace(fusion=problem.fusion, revision=self.revision),
-            config=Config(16, 64, 64, 4, 2, persistent=not self.clears),
+            config=SPECIALIZED if self.specialized else Config(16, 64, 64, 4, 2, persistent=not self.clears),
         )
 
 

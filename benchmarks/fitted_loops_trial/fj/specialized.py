@@ -1,0 +1,268 @@
+# ruff: noqa
+"""The grouped GEMM by rows for sm_90, warp-specialised: one warp loads through TMA, two warpgroups multiply.
+
+Where rows of x are gathered four warps load, x through pointers.
+A tile has 128 rows, 64 for each warpgroup (warpgroups.py). Tiles are handed out as programs become free; of those of
+128 columns that warpgroups take in turns (turns.py) most are dealt out. The arguments are those of
+``forward.rows``, and ``counter``, an int32 that is zero before and after.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+from .pipeline import (
+    GATHER_FLAG,
+    NARROW_BIT,
+    WHOLE_BIT,
+    ZERO_TAIL_FLAG,
+    add,
+    advance,
+    barriers,
+    begin,
+    draw,
+    expect,
+    expert_ends,
+    grouped,
+    next_tile,
+    publish,
+    told,
+    zero_tail,
+)
+from .turns import PART, multiply_in_turns, ordering, publish_turn
+from .warpgroups import flat_index, multiply, rows_of
+
+
+@gluon.jit
+def _held(pointer):
+    """The same addresses, each in registers of its own.
+
+    Otherwise the column is taken out of them and added again for every copy, through one register: each copy then
+    waits until the one before has read its address (1.01 x the time of the whole kernel).
+    """
+    word = pointer.to(gl.int64, bitcast=True)
+    word = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [word], dtype=gl.int64, is_pure=True, pack=1)
+    return gl.max_contiguous(gl.multiple_of(word.to(pointer.dtype, bitcast=True), [1, 16]), [1, 8])
+
+
+@gluon.jit
+def _rows_at(x, moved, row, row_end, stride_x_m, k, LAYOUT: gl.constexpr):
+    """Where x has the rows that the tile's rows from ``row`` on are made of, [64, BLOCK_K] pointers, and which it has.
+
+    Rows past the end read the last row again: no mask in the loop, and what they compute is never stored.
+    """
+    index, _row_weights, _bias, index_step, index_end, x_divisor, flags = moved
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    m = gl.minimum(row + gl.arange(0, 64, layout=lanes), row_end - 1)
+    flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
+    source = gl.where((flags & GATHER_FLAG) != 0, flat // x_divisor, m)
+    start = gl.where(inside, source, 0).to(gl.int64) * stride_x_m
+    return _held(x + (gl.convert_layout(start, gl.SliceLayout(1, LAYOUT))[:, None] + k[None, :])), inside
+
+
+@gluon.jit
+def _load_rows(
+    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step, stride_x_m,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr, W_KN: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr, PINGPONG: gl.constexpr,
+):  # fmt: skip
+    """The loading warp of the row-grouped GEMM; four, where rows of x are gathered: those come through pointers.
+
+    A tile whose right half lies past the last column is loaded at half its width. So is each half of the last tiles,
+    where those are so few that the halves keep no more than all programs busy. In PINGPONG code every tile is whole.
+    A tile is drawn from the counter a few steps before the loads of the one before end (K is above zero): a program
+    that draws before they begin takes up to 1.13 x as long, for it keeps waiting what others could begin. Tiles of 128
+    columns in turns are dealt out but for the last full rounds and what is left: all drawn, or none, they take up to
+    1.08 x as long, or 1.06 x. (Of few full rounds all are: up to 1.06 x as long otherwise.
+    benchmarks/results/trials/tiles-drawn-late.json)
+    """
+    DRAWN_ROUNDS: gl.constexpr = 2
+    FEW_ROUNDS: gl.constexpr = 4
+    AHEAD: gl.constexpr = 4  # steps: 6 is within 0.5 % in the mean, and 2 as good as 6
+    HALF: gl.constexpr = BLOCK_N // 2
+    WARPS: gl.constexpr = 4 if GATHER else 1
+    layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [WARPS], [0])  # each warp has all
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [4, 1], [1, 0])
+    half_bytes: gl.constexpr = 64 * BLOCK_K * w.dtype.primitive_bitwidth // 8
+    b_bytes: gl.constexpr = HALF * BLOCK_K * w.dtype.primitive_bitwidth // 8
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    steps = gl.cdiv(K, BLOCK_K)
+    count, end = expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
+    tile_end = gl.associative_scan((count // 128 + (count % 128 != 0).to(gl.int32)) * tiles_n, 0, add)
+    whole = gl.max(tile_end, 0)
+    last = whole % gl.num_programs(0)
+    split = gl.where((2 * last <= gl.num_programs(0)) & (GATED == 0) & (PINGPONG == 0), last, 0)
+    whole -= split
+    total = whole + 2 * split
+    dealt = gl.num_programs(0)
+    if PINGPONG and BLOCK_N == 2 * PART:
+        rounds = total // gl.num_programs(0)
+        dealt *= gl.where(rounds > FEW_ROUNDS, rounds - DRAWN_ROUNDS, rounds + 1)
+    draw_at = gl.maximum(steps - AHEAD, 0) * BLOCK_K
+    stage, phase, slot, turn = begin()
+    number = gl.program_id(0)
+    while number < total:
+        past = gl.maximum(number - whole, 0)
+        tile = number - past + past // 2
+        done = tile_end <= tile
+        expert = gl.sum(done.to(gl.int32), 0)
+        first_tile = gl.max(gl.where(done, tile_end, 0), 0)
+        row_start = gl.max(gl.where(done, end, 0), 0)
+        row_end = gl.min(gl.where(done, M, end), 0)
+        row_tile, col = grouped(tile - first_tile, gl.cdiv(row_end - row_start, 128), tiles_n, GROUP_M)
+        row = row_start + row_tile * 128
+        if GATED:
+            second = N // 2 + col * HALF
+            wide = col >= 0
+        elif PINGPONG:
+            wide = col >= 0
+        else:
+            col = col * 2 + past % 2
+            second = (col + 1) * HALF
+            wide = (number < whole) & (second < N)
+        word = steps | (expert << 20) | gl.where(wide, 0, NARROW_BIT)
+        place = col
+        if GATHER:
+            k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, ROWS))
+            upper_at, upper_has = _rows_at(x, moved, row, row_end, stride_x_m, k, ROWS)
+            lower_at, lower_has = _rows_at(x, moved, row + 64, row_end, stride_x_m, k, ROWS)
+            place = col | gl.where(gl.min((upper_has & lower_has).to(gl.int32), 0) != 0, WHOLE_BIT, 0)
+        if PINGPONG:
+            publish_turn(queue, filled, free, slot, turn, row, col, row_end, word, stage, phase, WARPS)
+        else:
+            publish(queue, filled, free, slot, turn, row, place, row_end, word, WARPS)
+        slot, turn = advance(slot, turn, 2)
+        number += gl.num_programs(0)
+        drawn = gl.to_tensor(0)
+        both = row + 64 < row_end
+        for start in range(0, K, BLOCK_K):
+            if (start == draw_at) & (number >= dealt):
+                drawn = gl.atomic_add(counter, 1, sem="relaxed") if GATHER else draw(counter)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            bar = full.index(stage)
+            if GATHER:
+                mbarrier.expect(bar, b_bytes, pred=wide == 0)
+                mbarrier.expect(bar, 2 * b_bytes, pred=wide)
+            else:
+                expect(bar, half_bytes, both, b_bytes, wide)
+                tma.async_copy_global_to_shared(x, [row, start], bar, a.index(stage * 2))
+                tma.async_copy_global_to_shared(x, [row + 64, start], bar, a.index(stage * 2 + 1), pred=both)
+            if PINGPONG:
+                for j in gl.static_range(BLOCK_N // PART):
+                    part = b.index(stage * (BLOCK_N // PART) + j)
+                    n = col * BLOCK_N + j * PART
+                    if W_KN:
+                        part = part._reinterpret(w.dtype, [1, BLOCK_K, PART], w.layout)
+                        tma.async_copy_global_to_shared(w, [expert, start, n], bar, part)
+                    else:
+                        part = part._reinterpret(w.dtype, [1, PART, BLOCK_K], w.layout)
+                        tma.async_copy_global_to_shared(w, [expert, n, start], bar, part)
+            elif W_KN:
+                left = b.index(stage * 2)._reinterpret(w.dtype, [1, BLOCK_K, HALF], w.layout)
+                right = b.index(stage * 2 + 1)._reinterpret(w.dtype, [1, BLOCK_K, HALF], w.layout)
+                tma.async_copy_global_to_shared(w, [expert, start, col * HALF], bar, left)
+                tma.async_copy_global_to_shared(w, [expert, start, second], bar, right, pred=wide)
+            else:
+                left = b.index(stage * 2)._reinterpret(w.dtype, [1, HALF, BLOCK_K], w.layout)
+                right = b.index(stage * 2 + 1)._reinterpret(w.dtype, [1, HALF, BLOCK_K], w.layout)
+                tma.async_copy_global_to_shared(w, [expert, col * HALF, start], bar, left)
+                tma.async_copy_global_to_shared(w, [expert, second, start], bar, right, pred=wide)
+            if GATHER:
+                upper = a.index(stage * 2)
+                lower = a.index(stage * 2 + 1)
+                if start + BLOCK_K <= K:
+                    async_copy.async_copy_global_to_shared(upper, upper_at)
+                    if both:
+                        async_copy.async_copy_global_to_shared(lower, lower_at)
+                else:
+                    in_k = (start + k < K)[None, :]
+                    async_copy.async_copy_global_to_shared(upper, upper_at, mask=in_k)
+                    async_copy.async_copy_global_to_shared(lower, lower_at, mask=in_k & both)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+                upper_at += BLOCK_K
+                lower_at += BLOCK_K
+            stage, phase = advance(stage, phase, STAGES)
+        if number >= dealt:
+            number = next_tile(counter, drawn if GATHER else told(drawn), dealt, total)
+    publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
+    if PINGPONG:  # each warpgroup has a slot of its own
+        slot, turn = advance(slot, turn, 2)
+        publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
+
+
+@gluon.jit
+def rows_specialized(
+    x, w, y, y_map, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_x_m, stride_w_e, stride_w_row,
+    stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr, W_KN: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
+    PINGPONG: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
+
+    ``forward.rows``. x and w come through TMA, x in GATHER code through pointers; y leaves through ``y_map``, a
+    ragged descriptor (``kernels/abi.py``, RAGGED_SIZES), in INDEXED code through pointers: GATHER code has both, and
+    takes the descriptor for tiles of which nothing else is asked.
+    GATED code stores silu(gate) * up in its place, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
+    In PINGPONG code, which gathers no rows, the warpgroups take whole tiles in turns (turns.py).
+    """
+    element: gl.constexpr = w.dtype
+    lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    a = gl.allocate_shared_memory(element, [2 * STAGES, 64, BLOCK_K], lines)
+    WIDTH: gl.constexpr = PART if PINGPONG else BLOCK_N // 2
+    COUNT: gl.constexpr = BLOCK_N // PART * STAGES + (1 if BLOCK_N == 3 * PART else 0) if PINGPONG else 2 * STAGES
+    if W_KN:
+        b = gl.allocate_shared_memory(element, [COUNT, BLOCK_K, WIDTH], lines)
+    else:
+        b = gl.allocate_shared_memory(element, [COUNT, WIDTH, BLOCK_K], lines)
+    buffers = gl.allocate_shared_memory(element, [2 * SLOTS, 64, 64], lines)
+    READERS: gl.constexpr = 1 if PINGPONG else 2
+    full, empty, queue, filled, free = barriers(STAGES, 129 if GATHER else 1, READERS, READERS)
+    moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
+    if PINGPONG:
+        order = ordering()
+        looked = rows_of(128, INDEXED)
+        gl.barrier()
+        gl.warp_specialize(
+            [
+                (multiply_in_turns, (
+                    0, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, looked, N, stride_y_m, BLOCK_N,
+                    STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
+                )),
+                (multiply_in_turns, (
+                    1, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, looked, N, stride_y_m, BLOCK_N,
+                    STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
+                )),
+                (_load_rows, (
+                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
+                    stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED, PINGPONG,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.barrier()
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    0, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
+                    STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
+                )),
+                (multiply, (
+                    1, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m, BLOCK_N,
+                    STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
+                )),
+                (_load_rows, (
+                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
+                    stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED, PINGPONG,
+                )),
+            ],
+            [4, 4 if GATHER else 1],
+            [REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
+
+    if (flags & ZERO_TAIL_FLAG) != 0:
+        zero_tail(y, m_sizes, m_sizes_step, M, E, N // 2 if GATED else N, stride_y_m, EXPERTS)

@@ -1,0 +1,112 @@
+# ruff: noqa
+"""Warpgroups in turns (pingpong): each multiplies whole tiles, and the results of one leave while the other multiplies.
+
+A tile is 128 rows by 128 columns, or by 192, the most whose sums one warpgroup's registers hold. The language has no
+tensor of 192 columns: the products are written for 256, of which the last quarter is neither loaded nor stored, and the
+compiler is handed instructions of 192 columns in their place (aot/rewriting.py). The ring has 64 columns more at its
+end, which the words ``256 columns from here`` reach. A tile of dW, 192 columns always, may lie ACROSS: they are rows of
+dw.
+
+A warpgroup waits for its first stage only after the other has begun on the last of its own (``order``): the barrier of
+a stage tells the next load from the last, and not from the one before.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from .pipeline import advance, before, publish, take
+from .warpgroups import look_up, store_boxes, store_looked
+
+PART: gl.constexpr = gl.constexpr(64)  # columns
+
+
+@gluon.jit
+def ordering():
+    """The barriers by which each warpgroup says that the other may begin."""
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(order.index(i), count=1)
+    return order
+
+
+@gluon.jit
+def publish_turn(
+    queue, filled, free, slot, turn, row, col, row_end, word, stage, phase, WARPS: gl.constexpr, e=0, f=0
+):  # fmt: skip
+    """Tells the warpgroup whose turn it is of a tile, and of the stage that it begins with.
+
+    ``col``, in tiles, has 20 bits, and ``stage`` 4.
+    """
+    publish(queue, filled, free, slot, turn, row, col | (stage << 20) | (phase << 24), row_end, word, WARPS, e, f)
+
+
+@gluon.jit
+def multiply_in_turns(
+    half, a, b, full, empty, order, queue, filled, free, buffers, y, y_map, moved, looked, N, stride_y_m,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
+    WEIGHT: gl.constexpr, ACROSS: gl.constexpr, INDEXED: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: multiplies every other tile, and stores it. See ``warpgroups.multiply``."""
+    PARTS: gl.constexpr = COLUMNS // PART
+    WRITTEN: gl.constexpr = 256 if PARTS == 3 else COLUMNS
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WRITTEN, 16])
+    DEPTH: gl.constexpr = b.shape[2] if B_NK else b.shape[1]
+    turn = gl.to_tensor(0)
+    row, place, row_end, word = take(queue, filled, free, half, turn)
+    while row >= 0:
+        steps = word & 0xFFFFF
+        expert = (word >> 20) & 0x3FF
+        first = (place & 0xFFFFF) * COLUMNS
+        stage = (place >> 20) & 0xF
+        phase = (place >> 24) & 1
+        if INDEXED:
+            target, scale = look_up(moved, row, row_end, 128)
+        upper = gl.zeros([64, WRITTEN], gl.float32, mma)
+        lower = gl.zeros([64, WRITTEN], gl.float32, mma)
+        mbarrier.wait(order.index(half), turn ^ 1 ^ half)  # the very first turn is the first warpgroup's
+        for step in range(steps):
+            mbarrier.wait(full.index(stage), phase)
+            a_upper = a.index(stage * 2)
+            a_lower = a.index(stage * 2 + 1)
+            if not A_MK:
+                a_upper = a_upper.permute((1, 0))
+                a_lower = a_lower.permute((1, 0))
+            if B_NK:
+                b_tile = b.index(stage * PARTS)._reinterpret(b.dtype, [WRITTEN, DEPTH], b.layout).permute((1, 0))
+            else:
+                b_tile = b.index(stage * PARTS)._reinterpret(b.dtype, [DEPTH, WRITTEN], b.layout)
+            upper = warpgroup_mma(a_upper, b_tile, upper, is_async=True)
+            lower = warpgroup_mma(a_lower, b_tile, lower, is_async=True)
+            if WEIGHT:  # its reductions are short: the other begins as soon as the last step has been asked for
+                gl.barrier()  # not before each warp has seen its own turn: the barrier that says so turns over again
+                mbarrier.arrive(order.index(1 - half), count=1, pred=step == steps - 1)
+            upper, lower = warpgroup_mma_wait(num_outstanding=2, deps=(upper, lower))
+            gl.barrier()
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=step > 0)
+            stage, phase = advance(stage, phase, STAGES)
+        gl.barrier()
+        mbarrier.arrive(order.index(1 - half), count=1, pred=(steps == 0) if WEIGHT else True)
+        upper, lower = warpgroup_mma_wait(num_outstanding=0, deps=(upper, lower))
+        if steps > 0:
+            gl.barrier()
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
+        if INDEXED:
+            looked[0].index(half).store(target)
+            looked[1].index(half).store(scale)
+        for i in gl.static_range(2):
+            mine = row + 64 * i
+            result = upper if i == 0 else lower
+            if INDEXED:
+                store_looked(
+                    y, result, buffers, half, moved, looked, 64 * i, expert, first, N, stride_y_m, SLOTS, PARTS, lines
+                )  # fmt: skip
+            else:
+                store_boxes(y_map, result, buffers, half, mine, row_end, first, expert, SLOTS, WEIGHT, PARTS, ACROSS)
+        turn = turn ^ 1
+        row, place, row_end, word = take(queue, filled, free, half, turn)
+    if not INDEXED:
+        tma.store_wait(0)

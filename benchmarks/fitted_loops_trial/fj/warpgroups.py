@@ -1,0 +1,322 @@
+# ruff: noqa
+"""The multiplying warpgroups of a specialised kernel: 64 rows of each tile, and their way out."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .fragments import MMA, multiply_rows
+from .pipeline import (
+    BIAS_FLAG,
+    INDEX_END,
+    INDEXED_FLAGS,
+    MOVED_FLAGS,
+    NARROW_BIT,
+    SCATTER_FLAG,
+    WEIGHT_FLAG,
+    WHOLE_BIT,
+    advance,
+    before,
+    begin,
+    take,
+)
+
+
+@gluon.jit
+def flat_index(index, index_step, index_end, flags, row, row_end):
+    """index[row], and which rows count: see ``tiles.flat_index``."""
+    inside = row < row_end
+    indexed = (flags & INDEXED_FLAGS) != 0
+    flat = gl.load(index + row.to(gl.int64) * index_step, mask=inside & indexed, other=0)
+    return flat, inside & (((flat >= 0) & (flat < index_end)) | (not indexed))
+
+
+@gluon.jit
+def weights(moved, row, row_end, LAYOUT: gl.constexpr):
+    """The factor of each row, one where the call has none."""
+    index, row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
+    m = row + gl.arange(0, 64, layout=LAYOUT)
+    flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
+    return gl.load(row_weights + flat, mask=inside & ((flags & WEIGHT_FLAG) != 0), other=1.0)
+
+
+@gluon.jit
+def targets(moved, row, row_end, LAYOUT: gl.constexpr):
+    """(the row of y that each row goes to, whether it goes anywhere)."""
+    index, _row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
+    m = row + gl.arange(0, 64, layout=LAYOUT)
+    flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
+    return gl.where((flags & SCATTER_FLAG) != 0, flat, m), inside
+
+
+@gluon.jit
+def rows_of(ROWS: gl.constexpr, INDEXED: gl.constexpr):
+    """Where each warpgroup keeps the target and the factor of each row of its tile."""
+    COUNT: gl.constexpr = ROWS if INDEXED else 1
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    targets = gl.allocate_shared_memory(gl.int32, [2, COUNT], plain)
+    scales = gl.allocate_shared_memory(gl.float32, [2, COUNT], plain)
+    return targets, scales
+
+
+@gluon.jit
+def look_up(moved, row, row_end, ROWS: gl.constexpr):
+    """Of each of ROWS rows: the row of y that it goes to, -1 for none, and its factor."""
+    index, row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
+    m = row + gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
+    scale = gl.load(row_weights + flat, mask=inside & ((flags & WEIGHT_FLAG) != 0), other=1.0)
+    return gl.where(inside, gl.where((flags & SCATTER_FLAG) != 0, flat, m), -1), scale
+
+
+@gluon.jit
+def through_lines(y, buffer, target, col, N, stride_y_m, LAYOUT: gl.constexpr):
+    """Stores 64 x 64 of shared memory through pointers, whole lines at a time."""
+    tile = buffer.load(LAYOUT)
+    n = col + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    at = y + target.to(gl.int64)[:, None] * stride_y_m + n[None, :]
+    gl.store(at, tile, mask=(target >= 0)[:, None] & (n < N)[None, :])
+
+
+@gluon.jit
+def biased(part, moved, expert, col, N, AXIS: gl.constexpr):
+    """The part with the bias of its columns of y, which are its own columns or (AXIS 0) its rows."""
+    _index, _row_weights, bias, _index_step, _index_end, _x_divisor, flags = moved
+    if (flags & BIAS_FLAG) != 0:
+        n = col + gl.arange(0, 64, layout=gl.SliceLayout(1 - AXIS, part.type.layout))
+        added = gl.load(bias + expert.to(gl.int64) * N + n, mask=n < N, other=0.0).to(gl.float32)
+        part += added[:, None] if AXIS == 0 else added[None, :]
+    return part
+
+
+@gluon.jit
+def _biased(part, moved, expert, col, N):
+    _index, _row_weights, bias, _index_step, _index_end, _x_divisor, flags = moved
+    if (flags & BIAS_FLAG) != 0:
+        n = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
+        added = gl.load(bias + expert.to(gl.int64) * N + n, mask=n < N, other=0.0)
+        part += added.to(gl.float32)[None, :]
+    return part
+
+
+@gluon.jit
+def _halves(tile):
+    """The left and the right half of a tile's columns."""
+    return tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def parts_of(tile):
+    """A tile by 64 columns."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    if WIDTH == 64:
+        parts = (tile,)
+    else:
+        left, right = _halves(tile)
+        parts = (left, right) if WIDTH == 128 else _halves(left) + _halves(right)  # type: ignore[assignment]
+    return parts
+
+
+@gluon.jit
+def _store_lines(y, part, buffer, target, inside, col, N, stride_y_m, LAYOUT: gl.constexpr):
+    """Stores 64 x 64 through shared memory, so that whole lines are written."""
+    buffer.store(part)
+    tile = buffer.load(LAYOUT)
+    n = col + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    at = y + target.to(gl.int64)[:, None] * stride_y_m + n[None, :]
+    gl.store(at, tile, mask=inside[:, None] & (n < N)[None, :])
+
+
+@gluon.jit
+def store_box(
+    y, part, buffer, row, row_end, col, expert, WEIGHT: gl.constexpr, SLOTS: gl.constexpr, ACROSS: gl.constexpr,
+):  # fmt: skip
+    """Stores 64 x 64 by TMA, which cuts off rows and columns past the end. It reads the buffer on its own.
+
+    ACROSS: the part's rows are columns of y, from ``row`` on, and its columns y's rows, from ``col`` on.
+    """
+    tma.store_wait(SLOTS - 1)
+    gl.barrier()
+    if ACROSS:
+        buffer.permute((1, 0)).store(part)
+    else:
+        buffer.store(part)
+    fence_async_shared()
+    gl.barrier()
+    if ACROSS:
+        row, col = col, row
+    if WEIGHT:
+        box = buffer._reinterpret(part.dtype, [1, 64, 64], y.layout)
+        tma.async_copy_shared_to_global(y, [expert, row, col], box)
+    else:
+        box = buffer._reinterpret(part.dtype, [1, 1, 64, 64], y.layout)
+        tma.async_copy_shared_to_global(y, [INDEX_END, row_end, INDEX_END - row_end + row, col], box)
+
+
+@gluon.jit
+def store_boxes(
+    y_map, result, buffers, half, row, row_end, first, expert, SLOTS: gl.constexpr, WEIGHT: gl.constexpr,
+    PARTS: gl.constexpr, ACROSS: gl.constexpr = False,
+):  # fmt: skip
+    """Stores the first PARTS x 64 columns of 64 rows by TMA."""
+    parts = parts_of(result.to(buffers.dtype))
+    for i in gl.static_range(PARTS):
+        buffer = buffers.index(half * SLOTS + i % SLOTS)
+        store_box(y_map, parts[i], buffer, row, row_end, first + 64 * i, expert, WEIGHT, SLOTS, ACROSS)
+
+
+@gluon.jit
+def store_looked(
+    y, result, buffers, half, moved, looked, first_row, expert, first, N, stride_y_m, SLOTS: gl.constexpr,
+    PARTS: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
+    """Stores the first PARTS x 64 columns of 64 rows, biased and weighted, through pointers."""
+    targets, scales = looked
+    parts = parts_of(result)
+    by = scales.index(half).slice(first_row, 64).load(gl.SliceLayout(1, parts[0].type.layout))
+    to = targets.index(half).slice(first_row, 64).load(gl.SliceLayout(1, LINES))
+    for i in gl.static_range(PARTS):
+        col = first + 64 * i
+        part = biased(parts[i], moved, expert, col, N, 1) * by[:, None]
+        buffer = buffers.index(half * SLOTS + i % SLOTS)
+        buffer.store(part.to(buffers.dtype))
+        through_lines(y, buffer, to, col, N, stride_y_m, LINES)
+
+
+@gluon.jit
+def store_lines(
+    y, result, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS: gl.constexpr,
+    PARTS: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
+    """Stores the first PARTS x 64 columns of 64 rows, biased and weighted, through pointers."""
+    parts = parts_of(result)
+    for i in gl.static_range(PARTS):
+        col = first + 64 * i
+        part = _biased(parts[i], moved, expert, col, N)
+        part = part * gl.convert_layout(scale, gl.SliceLayout(1, part.type.layout))[:, None]
+        buffer = buffers.index(half * SLOTS + i % SLOTS)
+        _store_lines(y, part.to(buffers.dtype), buffer, target, inside, col, N, stride_y_m, LINES)
+
+
+@gluon.jit
+def _tile(
+    half, a, b, full, empty, buffers, y, y_map, moved, row, row_end, first, expert, whole, steps, stage, phase, N,
+    stride_y_m,
+    WIDTH: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
+    WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's 64 rows of one tile, WIDTH columns from ``first`` on. Returns the stage and phase after it.
+
+    GATHER code stores by TMA where nothing else is asked for and the tile is ``whole``: TMA stores every row, and those
+    without an index are to be left alone. Operands of 32 bits are tf32, of dW alone (fragments.py).
+    """
+    TF32: gl.constexpr = b.dtype == gl.float32
+    WGMMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    mma: gl.constexpr = MMA if TF32 else WGMMA
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    DEPTH: gl.constexpr = b.shape[2] if B_NK else b.shape[1]
+    if INDEXED and not GATHER:  # read now, their latency passes while the product is computed
+        scale = weights(moved, row, row_end, gl.SliceLayout(1, mma))
+        target, inside = targets(moved, row, row_end, gl.SliceLayout(1, lines))
+    acc = gl.zeros([64, WIDTH], gl.float32, mma)
+    for step in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        if GATHER:
+            fence_async_shared()
+        a_tile = a.index(stage * 2 + half)
+        if B_NK:
+            b_tile = b.index(stage * 2)._reinterpret(b.dtype, [WIDTH, DEPTH], b.layout).permute((1, 0))
+        else:
+            b_tile = b.index(stage * 2)._reinterpret(b.dtype, [DEPTH, WIDTH], b.layout)
+        if TF32:
+            acc = multiply_rows(a_tile, b_tile, acc)
+            gl.barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+        else:
+            if not A_MK:
+                a_tile = a_tile.permute((1, 0))
+            acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            gl.barrier()
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=step > 0)
+        stage, phase = advance(stage, phase, STAGES)
+    if not TF32:
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        if steps > 0:
+            gl.barrier()
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
+    if GATED:
+        gate, up = _halves(acc)
+        result = gate / (1.0 + gl.exp(-gate)) * up
+        store_boxes(y_map, result, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 128)
+    elif not INDEXED:
+        store_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 64)
+    elif not GATHER:
+        store_lines(
+            y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, WIDTH // 64, lines
+        )  # fmt: skip
+    else:
+        if whole & ((moved[6] & MOVED_FLAGS) == 0):
+            store_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 64)
+        else:
+            tma.store_wait(0)  # the tile before may still be read out of the buffers
+            gl.barrier()
+            scale = weights(moved, row, row_end, gl.SliceLayout(1, mma))
+            target, inside = targets(moved, row, row_end, gl.SliceLayout(1, lines))
+            store_lines(
+                y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, WIDTH // 64,
+                lines,
+            )  # fmt: skip
+    return stage, phase
+
+
+@gluon.jit
+def multiply(
+    half, a, b, full, empty, queue, filled, free, buffers, y, y_map, moved, N, stride_y_m,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, A_MK: gl.constexpr, B_NK: gl.constexpr,
+    WEIGHT: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr, NARROW: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: multiplies its 64 rows of every tile, and stores them.
+
+    A tile in the queue is (first row, column in halves of BLOCK_N + 2^30 where each row that is gathered has an index,
+    end of the rows, steps of the reduction + 2^20 x expert + 2^30 where only the left half of its columns counts).
+    y_map is a TMA descriptor, y a pointer, which INDEXED code stores through; GATHER code has both.
+    """
+    HALF: gl.constexpr = BLOCK_N // 2
+    stage, phase, slot, turn = begin()
+    row, col, row_end, word = take(queue, filled, free, slot, turn)
+    while row >= 0:
+        slot, turn = advance(slot, turn, 2)
+        steps = word & 0xFFFFF
+        expert = (word >> 20) & 0x3FF
+        mine = row + half * 64
+        whole = (col & WHOLE_BIT) != 0
+        if GATHER:
+            col = col & (WHOLE_BIT - 1)
+        if mine < row_end:
+            if NARROW and (word & NARROW_BIT) != 0:
+                stage, phase = _tile(
+                    half, a, b, full, empty, buffers, y, y_map, moved, mine, row_end, col * HALF, expert, whole, steps,
+                    stage, phase, N, stride_y_m, HALF, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, False,
+                )  # fmt: skip
+            else:
+                stage, phase = _tile(
+                    half, a, b, full, empty, buffers, y, y_map, moved, mine, row_end, col * HALF, expert, whole, steps,
+                    stage, phase, N, stride_y_m, BLOCK_N, STAGES, SLOTS, A_MK, B_NK, WEIGHT, INDEXED, GATHER, GATED,
+                )  # fmt: skip
+        else:
+            for _ in range(steps):
+                mbarrier.wait(full.index(stage), phase)
+                mbarrier.arrive(empty.index(stage), count=1)
+                stage, phase = advance(stage, phase, STAGES)
+        row, col, row_end, word = take(queue, filled, free, slot, turn)
+    if GATHER or not INDEXED:
+        tma.store_wait(0)
