@@ -84,7 +84,7 @@ def fit(ptx: str) -> str:
     Raises
     ------
     ValueError
-        as ``cut``, for products in no such loop, and where the register that the comment names is set in the loop.
+        as ``cut``, for products in no such loop, and where the register that the comment names is used in the loop.
     """
     text, count = _LOOP.subn(_fitted, ptx)
     if not count or "wgmma.mma_async" in _LOOP.sub("", ptx):
@@ -94,8 +94,8 @@ def fit(ptx: str) -> str:
 
 def _fitted(loop: re.Match[str]) -> str:
     name, body, register, grain = loop["name"], loop["body"], loop["register"], int(loop["grain"])
-    if re.search(rf"^\s*[\w.]+\s+{re.escape(register)},", body, re.MULTILINE):
-        raise ValueError(f"{register}, of how many rows the products are, is set in their loop")
+    if len(re.findall(rf"{re.escape(register)}\b", body)) != 2:  # the line that says so has it twice
+        raise ValueError(f"{register}, of how many rows the products are, is used in their loop, so may be set there")
     to: list[str] = []
     copies: list[str] = []
     for times in range(int(loop["most"]), 0, -1):

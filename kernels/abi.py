@@ -313,7 +313,7 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
         depth, columns = c.block_k, c.block_n
     # Results pass through shared memory, 64 x 64 of each warpgroup at a time, where there is room in turns.
     operands = c.num_stages * (SPECIALIZED_ROWS + columns) * depth
-    operands += 64 * depth if columns == PINGPONG_COLUMNS else 0  # see turns.py
+    operands += 64 * depth if columns == PINGPONG_COLUMNS and not (fitted(c) and spec.fusion) else 0  # see turns.py
     room = SPECIALIZED_SHARED_BYTES - 512 - operands * spec.dtype.itemsize - _noted_bytes(spec)
     return sizes | {
         "STAGES": c.num_stages,

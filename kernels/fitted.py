@@ -111,7 +111,7 @@ def _fit(grains, MOST: gl.constexpr):
     """Says in the PTX which register holds of how many rows the products of this loop are: ``fit``, aot/rewriting.py.
 
     The compiler is handed the loop once for each number of rows. Written here so many times, all the code in between
-    doubled with it: 3 to 8 us more for a launch, whose code comes from memory.
+    doubled with it: 2 to 8 us more for a launch, whose code comes from memory.
     """
     gl.inline_asm_elementwise(
         f"mov.b32 $0, $1; // products of $1 times {GRAIN} rows, {MOST} times at most",

@@ -35,7 +35,7 @@ _ROWS_SPECIALIZED = (
 )
 _ROWS_FITTED = (
     ("fitted.py", "unnamed.py", *_SPECIALIZED),
-    "9a1258b89e06f2184d7aa9ba1f099f9e401f07118c7284740f2fb0a61671cf34",
+    "5fa43e15a3093d65ae00dc20f5cb22b58501534fd13c5ce7ac67d01c9be7e893",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),

@@ -2,13 +2,14 @@
 
 A candidate ranks by, in this order:
 
-1. whether it was chosen for this bucket or one of its neighbours, half or twice the rows, and if not how far from it:
+1. whether it is of this capability: code built for a binary-compatible one, or compiled by this process, comes after;
+2. whether it was chosen for this bucket or one of its neighbours, half or twice the rows, and if not how far from it:
    what was measured for a few rows says nothing of many;
-2. ``Origin``: measured on this very GPU, measured on its capability, modelled for its capability,
+3. ``Origin``: measured on this very GPU, measured on its capability, modelled for its capability,
    built for a binary-compatible one, compiled by this process because nothing else could run;
-3. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
+4. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
    variants that are there;
-4. the place of its bundle, in the order in which places are asked.
+5. the place of its bundle, in the order in which places are asked.
 """
 
 from __future__ import annotations
@@ -118,18 +119,18 @@ class _Claims(NamedTuple):
     """Every claim on a problem: the origins that there are, best first, and of each its claims by bucket."""
 
     view: View
-    by_origin: tuple[dict[int, list[_Claim]], ...]
+    by_origin: dict[Origin, dict[int, list[_Claim]]]
 
     def ranked(self, bucket: int) -> Iterator[_Claim]:
         """All of them, best first for this bucket."""
 
-        def rank(place: tuple[int, int]) -> tuple[int, ...]:
+        def rank(place: tuple[Origin, int]) -> tuple[int, ...]:
             origin, other = place
             steps = abs(other.bit_length() - bucket.bit_length())
             # Of two equally near buckets the larger: its tiles lose less on few rows than small ones on many.
-            return steps if steps > _NEAR else 0, origin, steps, -other
+            return origin >= Origin.COMPATIBLE, steps if steps > _NEAR else 0, origin, steps, -other
 
-        places = ((origin, one) for origin, by_bucket in enumerate(self.by_origin) for one in by_bucket)
+        places = ((origin, one) for origin, by_bucket in self.by_origin.items() for one in by_bucket)
         for origin, one in sorted(places, key=rank):
             yield from self.by_origin[origin][one]
 
@@ -153,7 +154,7 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
         by_origin: dict[Origin, dict[int, list[_Claim]]] = {}
         for claim in claims:
             by_origin.setdefault(claim.origin, {}).setdefault(claim.choice.bucket, []).append(claim)
-        known = snapshot.rankers[key] = _Claims(view, tuple(by_origin.values()))
+        known = snapshot.rankers[key] = _Claims(view, by_origin)
     return known
 
 

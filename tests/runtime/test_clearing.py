@@ -189,3 +189,19 @@ def test_a_warp_of_specialised_code_clears_more_rows(
     x, w = operands()
     grouped_gemm(x, w, torch.tensor([3, 0, 5, 2]), TOPK, torch.randperm(M), permute_y=True)
     assert device.cleared == ([] if clears else [Pass.CLEAR] * 2)
+
+
+@pytest.mark.parametrize("specialized", [False, True])
+def test_rows_gathered_beforehand_leave_it_to_the_product(
+    device: Device, monkeypatch: pytest.MonkeyPatch, specialized: bool
+) -> None:
+    """Its code scatters alone."""
+    on(monkeypatch, True)
+    device.first = device.clears = True
+    device.specialized = specialized
+    x, w = operands()
+    index, m_sizes = torch.randperm(M), torch.tensor([3, 0, 5, 2])
+    y = grouped_gemm(x[:T], w, m_sizes, TOPK, index, permute_x=True, permute_y=True)
+    assert sorted(index[:10].tolist()) == y.any(1).nonzero().flatten().tolist()
+    assert y.isfinite().all()
+    assert device.cleared == []

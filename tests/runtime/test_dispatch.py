@@ -107,6 +107,15 @@ def test_one_bundle_measured_in_part_is_modelled_where_it_was_not(tmp_path: Path
     assert "nearest to 4" in decision(found, 4).reason
 
 
+def test_compatible_code_comes_after_a_choice_for_other_sizes(tmp_path: Path) -> None:
+    """Else a bundle that is not used would change which of the others' variants runs."""
+    write(tmp_path / "1/sm89.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, sm=89, gpus=[ON_L40S.gpu])
+    alone = came_from(snapshot(tmp_path / "1"), 1024, ON_L40S)
+    assert alone == ("sm89", Origin.THIS_GPU, Match.NEAREST_BUCKET, NARROW)
+    write(tmp_path / "2/sm80.msgpack", {PROBLEM: [modelled(1024, WIDE)]}, sm=80)
+    assert came_from(snapshot(tmp_path / "1", tmp_path / "2"), 1024, ON_L40S) == alone
+
+
 def test_modelled_for_the_capability_beats_compatible_code(tmp_path: Path) -> None:
     write(tmp_path / "1/sm80.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, sm=80, gpus=[ON_A100.gpu])
     write(tmp_path / "2/sm89.msgpack", {PROBLEM: [modelled(64, NARROW)]}, sm=89)
