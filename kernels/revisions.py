@@ -31,7 +31,7 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", "unnamed.py", *_SPECIALIZED),
-    "06d058d0d63920a2beeb538fff4641dc2a740dfcf165dfa70ef0711b32c1a710",
+    "1119ebff336ee63ec33e70b30fa48020155c37f8ec0d551ad6a4bf8ee2b1991c",
 )
 _ROWS_FITTED = (
     ("fitted.py", "unnamed.py", *_SPECIALIZED),

@@ -228,6 +228,7 @@ def rows_specialized(
     if PINGPONG:
         order = ordering()
     gl.barrier()
+    # (Each call in full: of a list that is put together the language forgets which values are constants.)
     if PINGPONG and CLEARS:
         gl.warp_specialize(
             [
