@@ -79,7 +79,8 @@ class Fused(NamedTuple):
 
     ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
     the rows of y that belong to no expert to zero; of y [index_end, N] scattered to, those that no row goes to, by code
-    that can (``kernels.abi.clears``) alone: if they are not ``few`` by specialised code, which finds them on the side.
+    that can (``kernels.abi.clears``) alone: of one tile a program if they are ``few``, specialised if it can ``beside``
+    the product.
     """
 
     fusion: Fusion = Fusion.NONE
@@ -87,6 +88,7 @@ class Fused(NamedTuple):
     x_divisor: int = 1
     zero_tail: bool = False
     few: bool = True
+    beside: bool = True
 
 
 PLAIN = Fused()
@@ -124,7 +126,8 @@ def row_launcher(
     """
     config, variant = kernel.config, kernel.variant
     _refuse(variant, columns, reduction, config)
-    can = clears(variant.fusion, config, variant.revision) and (fused.few or config.specialized)
+    asked = fused.beside if config.specialized else fused.few
+    can = asked and clears(variant.fusion, config, variant.revision)
     if fused.fusion & _INDEXED and not can:
         fused = fused._replace(zero_tail=False)
     maps = {

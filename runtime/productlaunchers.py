@@ -46,10 +46,10 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
     device = x.get_device()
     first = call.may_gather_first(aligned)
     checks = call.bounds is None
-    zeroes = call.zero_tail and (not call.uses_index or may_clear(call, y))
-    few = max(call.M, y.shape[0]) <= _FEW_TO_CLEAR
+    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
+    zeroes = call.zero_tail and (few or beside)
     fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype,
-             zeroes and 1 + few, first and 1 + checks)  # fmt: skip
+             zeroes, few, beside, first and 1 + checks)  # fmt: skip
     # (By its value: an enum's hash is a call in Python.)
     key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin,
            tf32_allowed(x.dtype))  # fmt: skip
@@ -59,7 +59,7 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
         kernel = _kernel(problem, call.M, device, aligned, call.pin, None)
         if kernel is None:
             return None
-        fused = Fused(fusion, index_step, call.gather_divisor or 1, zeroes, few)
+        fused = Fused(fusion, index_step, call.gather_divisor or 1, zeroes, few, beside)
         plain = _gathered_kernel(problem, call, device, checks) if first else None
         ready = None if plain is None else _after_gather(plain, problem, call, fused)
         return ready or _of_rows(kernel, problem, call, fused)
@@ -67,12 +67,14 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
     return _launcher(key, build)
 
 
-def may_clear(call: Rows, y: torch.Tensor) -> bool:
-    """Whether code that can is to find and clear the rows of y that no row goes to; else they are cleared before."""
-    rows, (_E, N, K) = y.shape[0], call.sizes
-    short = max(call.M, rows) <= _SHORT_TO_CLEAR or (max(call.M, rows) <= _MOST_TO_CLEAR and N * K >= _LARGE_MATRIX)
-    in_share = rows <= max(_FEW_TO_CLEAR, _MOST_PER_ROW * call.M)
-    return call.scatter and call.index_end(rows) == rows and short and in_share
+def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
+    """Whether code of one tile a program, and specialised code, is to clear the rows of y that no row goes to."""
+    rows, M, (_E, N, K) = y.shape[0], call.M, call.sizes
+    if not call.scatter or call.index_end(rows) != rows:
+        return False, False
+    most = max(M, rows)
+    hidden = most <= _SHORT_TO_CLEAR or (most <= _MOST_TO_CLEAR and N * K >= _LARGE_MATRIX)
+    return most <= _FEW_TO_CLEAR, hidden and rows <= _MOST_PER_ROW * M
 
 
 def gated_launch(call: Rows, a: torch.Tensor) -> Launch | None:

@@ -182,7 +182,7 @@ def test_a_warp_of_specialised_code_clears_more_rows(
         "of large matrices": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": N * K},
         "of small ones": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": N * K + 1},
         "too many": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": 1, "_MOST_TO_CLEAR": M - 1},
-        "most unnamed": {"_MOST_PER_ROW": 0},
+        "most unnamed": {"_MOST_PER_ROW": 0, "_FEW_TO_CLEAR": M},
     }
     for name, value in limits.get(what, {}).items():
         monkeypatch.setattr(productlaunchers, name, value)

@@ -125,8 +125,8 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int) -> None
         prepare(16, 16, 64, 64, ((1 << 26) - 4) * dict(variant.config)["block_m"] + 4, 16, 0, 0, index_end)
 
 
-@pytest.mark.parametrize("few", [False, True])
-def test_specialised_code_has_a_warp_for_it(few: bool) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_specialised_code_has_a_warp_for_it(beside: bool) -> None:
     with open_bundle(SHIPPED) as bundle:
         variant = next(
             one for one in bundle.variants()
@@ -138,12 +138,12 @@ def test_specialised_code_has_a_warp_for_it(few: bool) -> None:
     for zero_tail in (False, True):
         made = launch.row_launcher(
             kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
-            fused=launch.Fused(Fusion.SCATTER, zero_tail=zero_tail, few=few),
+            fused=launch.Fused(Fusion.SCATTER, zero_tail=zero_tail, few=False, beside=beside),
         )  # fmt: skip
-        assert made.zeroes is zero_tail
+        assert made.zeroes is (zero_tail and beside)
         packed.append(PREPARED.unpack(made.prepare(16, 16, 64, 64, 8, 16, 0, 0, 4096)))
     assert packed[0][-2] == packed[1][-2], "no more programs"
-    assert packed[0] != packed[1], "it is told"
+    assert (packed[0] != packed[1]) is beside, "it is told"
 
 
 @pytest.mark.parametrize("what", ["persistent", "an earlier revision", "gathers", "many rows"])

@@ -44,7 +44,7 @@ def fake_rows(
     m_sizes_step: int, fused: Any,
 ) -> Callable[..., None]:  # fmt: skip
     can = clears(kernel.variant.fusion, kernel.config, kernel.variant.revision)
-    if fused.fusion & INDEXED and not (can and (fused.few or kernel.config.specialized)):
+    if fused.fusion & INDEXED and not (can and (fused.beside if kernel.config.specialized else fused.few)):
         fused = fused._replace(zero_tail=False)
 
     def launch(
