@@ -280,8 +280,7 @@ def constants(spec: Spec, sm: int) -> dict[str, int | str | bool | None]:
 def clears(fusion: Fusion, config: Config, revision: int = CLEARS_SINCE) -> bool:
     """Whether code of rows can set the rows of y to zero that an index sends no row to.
 
-    Code of one tile a program has more programs for it (``forward.rows``), and specialised code a warp in each
-    (``unnamed.clear_unnamed``).
+    Of one tile a program by more programs (``forward.rows``), specialised by a warp in each (``unnamed.py``).
     """
     return fusion == Fusion.SCATTER and revision >= CLEARS_SINCE and (config.specialized or not config.persistent)
 
@@ -395,15 +394,6 @@ def most_tiles(rows: int, E: int, columns: int, config: Config) -> int:
         return 0
     active = min(E, rows)
     return ((rows - active) // config.block_m + active) * -(-columns // config.block_n)
-
-
-def programs(rows: int, E: int, columns: int, config: Config, sm_count: int, per_sm: int) -> int:
-    """The grid: one program a tile, or, persistent, no more than the GPU holds at once.
-
-    Programs without a tile end at once, so the bound needs no look at m_sizes (no synchronisation).
-    """
-    tiles = most_tiles(rows, E, columns, config)
-    return min(tiles, sm_count * per_sm) if config.persistent else tiles
 
 
 def _w_kn(spec: Spec) -> bool:
