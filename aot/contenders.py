@@ -7,6 +7,7 @@ On sweeps of an H200 the model's first two and the winner of a near cell, 3 of a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,8 @@ _LEAST = 3  # measured where there are ``_MANY`` candidates, else FIRST
 _MANY = 24
 _NEAREST = 9  # cells asked for what won there
 _OTHER_FORM = 0.25  # the distance of the same shape with rows moved another way
-_OTHER_SHAPE = 1.0  # of another shape with as many rows an expert: in doublings of M
+_OTHER_SHAPE = 0.5  # of another shape with as many rows an expert: in doublings of M ...
+_SIZE = 0.2  # ... and so much more for each doubling of E, N and K
 
 FORMS = (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)  # in the order in which they are measured
 
@@ -36,10 +38,10 @@ class Winners:
         self._found.setdefault((problem.op, problem.dtype), {})[problem, bucket] = config
 
     def near(self, problem: Problem, bucket: int) -> list[Knobs]:
-        """The winners of the nearest cells of this op and dtype, nearest first, each once."""
+        """The winners of the nearest cells of this op and dtype, each once: what won most often first, then nearest."""
         here = self._found.get((problem.op, problem.dtype), {})
         ordered = sorted(here, key=lambda cell: (_distance(cell, (problem, bucket)), cell[0].sort_key, cell[1]))
-        return list(dict.fromkeys(here[cell] for cell in ordered[:_NEAREST]))
+        return [config for config, _ in Counter(here[cell] for cell in ordered[:_NEAREST]).most_common()]
 
     def twin(self, problem: Problem, bucket: int) -> Knobs | None:
         """The winner of the same product and bucket with its rows moved another way, if one was measured.
@@ -60,9 +62,10 @@ class Winners:
 def _distance(a: tuple[Problem, int], b: tuple[Problem, int]) -> float:
     """In doublings of the rows an expert gets."""
     (one, M), (other, rows) = a, b
+    E, N, K = (abs(math.log2(x / y)) for x, y in ((one.E, other.E), (one.N, other.N), (one.K, other.K)))
     far = abs(math.log2(M / one.E) - math.log2(rows / other.E))
-    if (one.E, one.N, one.K) != (other.E, other.N, other.K):
-        return far + _OTHER_SHAPE
+    if E or N or K:
+        return far + _OTHER_SHAPE + _SIZE * (E + N + K)
     return far + (0.0 if one == other else _OTHER_FORM)
 
 

@@ -3,6 +3,8 @@
     aot compile --models benchmarks/tuner-models.txt --sm 90 -o candidates.msgpack
     python benchmarks/tuner.py --candidates candidates.msgpack --out benchmarks/results/tuner-h200.json
     cd benchmarks/results; python ../tuner.py --sweeps sweep-h200-*-bf16.json --out tuner-sweeps.json
+    python benchmarks/tuner.py --journal benchmarks/results/catalogue-h200.journal --candidates candidates.msgpack \
+        --out benchmarks/results/tuner-catalogue.json
 
 With ``--candidates``, on a GPU: both measure through the same worker, in the same way, first the tuner (10 % of the
 candidates), then all of them. A cell's loss is what the tuner's choice takes over the best, both as the exhaustive
@@ -10,6 +12,9 @@ search timed them. That flatters the search: the best of some thirty noisy times
 
 With ``--sweeps``, on any machine: the tuner's choice of contenders (aot/contenders.py) on the times of an
 earlier exhaustive run, which stands for the GPU. Candidates that the sweep left out of a cell are not measured there.
+
+With ``--journal``, on any machine: the same on the times of a tuner's journal, of plain products, whose candidates are
+given too. It has a fifth of them a cell, so the best of a cell is the best of those.
 """
 
 from __future__ import annotations
@@ -28,13 +33,15 @@ from pathlib import Path
 import sweeps
 from selection import listed
 
-from pretuned.aot.contenders import SHARE, Winners, contenders
-from pretuned.aot.evidence import CellTimes, Evidence
+from pretuned.aot.contenders import SHARE, Knobs, Winners, contenders
+from pretuned.aot.evidence import CellTimes, Evidence, measuring_chip
 from pretuned.aot.journal import read_journal
 from pretuned.aot.records import Measured
 from pretuned.aot.tune import tune_problems
-from pretuned.artifacts.types import DType, Fusion, Op, Problem
-from pretuned.kernels.cost import Ranker
+from pretuned.aot.variants import Family, ships_unchosen
+from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import DType, Fusion, Op, Problem, Variant
+from pretuned.kernels.cost import Ranker, Resources
 from pretuned.kernels.space import candidates
 
 # Few and many experts, wide and narrow: (op, E, N, K, what moves). The first rows of a GEMM 1, then those of a GEMM 2.
@@ -126,17 +133,45 @@ def on_sweeps(paths: list[Path]) -> list[Cell]:
             ranked = [cell.variants[i].config.pairs() for _, i in ranker.rank(cell.problem, cell.M)]
             times = {variant.config.pairs(): us for variant, us in zip(cell.variants, cell.times_us, strict=True)}
             possible = len(candidates(op, cell.problem.dtype, cell.chip.sm))
-            # The share is of the whole space: the sweep left out what can't win.
-            share = min(0.99, SHARE * possible / len(ranked))
-            chosen = contenders(ranked, winners.near(cell.problem, cell.M), None, share)
-            fastest = min(chosen, key=lambda one: times[one])
-            winners.add(cell.problem, cell.M, fastest)
-            best = min(times.values())
-            found.append(
-                Cell(f"{cell.model} {cell.problem}", op.value, cell.M, len(chosen), 0, possible, times[fastest] / best,
-                     times[ranked[0]] / best)
-            )  # fmt: skip
+            found.append(_tuned(winners, cell.problem, cell.M, ranked, times, possible, f"{cell.model} "))
     return found
+
+
+def on_journal(path: Path, bundle: Path) -> list[Cell]:
+    """The same on what a tuner has timed of plain products."""
+    journal = read_journal(path)
+    times_of = Evidence.of(journal).cells
+    chip = measuring_chip(journal.header.gpu, journal.header.sm)
+    with open_bundle(bundle) as opened:
+        every = list(opened.variants())
+    families: dict[Family, tuple[list[Variant], Ranker]] = {}
+    for family in {Family.of(problem) for problem, _ in times_of}:
+        able = [one for one in every if not ships_unchosen(one) and Family.of(one) == family]
+        ranker = Ranker([Resources.of(one) for one in able], family.gemm, family.dtype, chip)
+        families[family] = able, ranker
+    winners, found = Winners(), []
+    for problem, M in sorted(times_of, key=lambda cell: (cell[0].sort_key, cell[1])):
+        if problem.fusion is Fusion.NONE:
+            able, ranker = families[Family.of(problem)]
+            timed = times_of[problem, M].times_ns
+            times = {one.config: timed[one.cubin_sha256] for one in able if one.cubin_sha256 in timed}
+            ranked = [able[i].config for _, i in ranker.rank(problem, M) if able[i].config in times]
+            found.append(_tuned(winners, problem, M, ranked, times, len(able)))
+    return found
+
+
+def _tuned(
+    winners: Winners, problem: Problem, M: int, ranked: list[Knobs], times: dict[Knobs, float], possible: int,
+    model: str = "",
+) -> Cell:  # fmt: skip
+    """What the tuner would have chosen among these, and adds to its winners."""
+    share = min(0.99, SHARE * possible / len(ranked))  # of the whole space: what is not here can't win
+    chosen = contenders(ranked, winners.near(problem, M), None, share)
+    fastest = min(chosen, key=lambda one: times[one])
+    winners.add(problem, M, fastest)
+    best = min(times.values())
+    return Cell(f"{model}{problem}", problem.op.value, M, len(chosen), 0, possible, times[fastest] / best,
+                times[ranked[0]] / best)  # fmt: skip
 
 
 def summary(cells: list[Cell]) -> dict[str, object]:
@@ -170,14 +205,20 @@ def show(name: str, row: Mapping[str, object]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--candidates", type=Path)
-    source.add_argument("--sweeps", type=Path, nargs="+")
+    recorded = parser.add_mutually_exclusive_group()
+    recorded.add_argument("--sweeps", type=Path, nargs="+")
+    recorded.add_argument("--journal", type=Path)
+    parser.add_argument("--candidates", type=Path, help="needed but with --sweeps")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--journals", type=Path, help="keep both journals in this folder")
     args = parser.parse_args()
     facts: dict[str, object] = {}
-    if args.sweeps:
+    if bool(args.sweeps) == bool(args.candidates):
+        parser.error("wanted --sweeps, or --candidates")
+    if args.journal:
+        cells = on_journal(args.journal, args.candidates)
+        facts["times"] = f"recorded: {args.journal.name}"
+    elif args.sweeps:
         cells = on_sweeps(args.sweeps)
         facts["times"] = "recorded: " + ", ".join(path.name for path in args.sweeps)
     else:
@@ -189,7 +230,9 @@ def main() -> None:
     for name, row in rows.items():
         show(name, row)
     report = {"command": " ".join(["python", *sys.argv]), "python": platform.python_version(), **facts,
-              "summary": rows, "cells": [vars(cell) for cell in cells]}  # fmt: skip
+              "summary": rows}  # fmt: skip
+    if not args.journal:  # which has them all
+        report["cells"] = [vars(cell) for cell in cells]
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     within = rows["all"]["tuned"]["mean_loss"] <= 0.02 and rows["all"]["share"] <= 0.1  # type: ignore[index,operator]
     sys.exit(0 if within else "beyond 2 % of loss or 10 % of the measurements")

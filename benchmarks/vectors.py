@@ -162,7 +162,7 @@ def _rows_ns(p: SimpleNamespace, g: SimpleNamespace, chip: Chip, c: Constants) -
     parted = specialized & (g.pingpong == 0) & (g.fitted == 0)
     wasteful = 1.0 + special.turns_waste * (column_tiles * g.block_n / g.columns - 1.0)
     empty_rows = 1.0 - g.grains * _GRAIN / (g.row_tiles * g.block_m)
-    turned = wasteful * (1.0 - special.half * empty_rows)
+    turned = wasteful * (1.0 - special.lacking * empty_rows)
     share = np.where(parted, share, np.where(g.fitted > 0, turned, np.where(g.pingpong > 0, wasteful, 1.0)))
     saved = np.where(parted & special.split_tail, 1.0 - c.split_waves, 0.0)
     near_bytes = chip.l2_mib * 1048576 * c.l2_near

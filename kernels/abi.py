@@ -326,15 +326,16 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
 
 def _noted_bytes(spec: Spec) -> int:
     """Of what both warpgroups have looked up of their rows: kernels/warpgroups.py, ``tables``."""
-    rows = 256 if fitted(spec.config) else 128 if spec.config.pingpong else 64
-    return 2 * rows * 8 if spec.fusion == Fusion.SCATTER else 0
+    gathers = Fusion.GATHER in spec.fusion
+    rows = 64 if gathers else 256 if fitted(spec.config) else 128 if spec.config.pingpong else 64
+    return 2 * rows * 8 if spec.fusion and Fusion.SILU not in spec.fusion else 0
 
 
 def _registers(spec: Spec) -> int:
     """Of a multiplying thread; the loading warps have what is left of 168 for each of 12 warps."""
     if spec.config.pingpong:
         return 224  # 192 of them hold sums
-    return 208 if Fusion.GATHER in spec.fusion and Fusion.SILU in spec.fusion else 216
+    return 208 if Fusion.GATHER in spec.fusion else 216  # a loading thread has the addresses of its rows
 
 
 def _even_parts(spec: Spec) -> bool:

@@ -30,14 +30,16 @@ class WeightGrad(NamedTuple):
 class Specialized(NamedTuple):
     """What sets warp-specialised kernels apart: another tile's loads and products hide most of a tile's end.
 
-    ``half``, ``apart`` and ``dealt_memory`` are held, not fitted: docs/cost-model.md says why. ``half_columns`` and
-    ``split_tail`` say what the kernels of rows do, but for code with silu in its epilogue; ``weight_`` numbers are
-    dW's. Where the warpgroups take turns tiles are whole, and most of a tile's end is hidden: ``turns_``.
+    ``half``, ``lacking``, ``apart`` and ``dealt_memory`` are held, not fitted: docs/cost-model.md says why.
+    ``half_columns`` and ``split_tail`` say what the kernels of rows do, but for code with silu in its epilogue;
+    ``weight_`` numbers are dW's. Where the warpgroups take turns tiles are whole, and most of a tile's end is hidden:
+    ``turns_``.
     """
 
     rate: float = 1.05  # of the other kernels' tensor rate
     norm: float = 6.0  # as ``Family.norm``: loads go on through a tile's end
     half: float = 0.4  # of half a tile's time, what is saved where its second 64 rows are empty
+    lacking: float = 0.65  # of the time of the rows that a fitted tile lacks, what is saved
     apart: float = 0.5  # of the weights that row tiles share, what is read again once programs are out of step
     half_columns: bool = True  # a tile whose right half lies past the last column takes half its time
     split_tail: bool = True  # a last wave that is at most half full is split into tiles of half the columns
@@ -145,6 +147,7 @@ _HOPPER = Family(
         rate=0.98,
         norm=5.36,
         half=0.4,
+        lacking=0.65,
         apart=0.5,
         half_columns=True,
         split_tail=True,

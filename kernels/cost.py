@@ -111,7 +111,7 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
         if fitted(config):
             share = _wasteful(column_tiles * config.block_n, work, special)
             empty_rows = 1.0 - rows.tiles[_GRAIN] * _GRAIN / (row_tiles * config.block_m)
-            share *= 1.0 - special.half * empty_rows
+            share *= 1.0 - special.lacking * empty_rows
         elif config.pingpong:
             share = _wasteful(column_tiles * config.block_n, work, special)
         else:

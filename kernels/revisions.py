@@ -30,16 +30,16 @@ _ROWS = (
 _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1756353e20c061c570693e0be54d"
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
-    ("specialized.py", "unnamed.py", *_SPECIALIZED),
-    "1119ebff336ee63ec33e70b30fa48020155c37f8ec0d551ad6a4bf8ee2b1991c",
+    ("specialized.py", "gathering.py", "unnamed.py", *_SPECIALIZED),
+    "5a5920ed35d2b3a00ef0a0017e9621a12d5ec09c65e7a209772edb40b44371f4",
 )
 _ROWS_FITTED = (
     ("fitted.py", "unnamed.py", *_SPECIALIZED),
-    "5fa43e15a3093d65ae00dc20f5cb22b58501534fd13c5ce7ac67d01c9be7e893",
+    "490b09d6e7b21bd837bfd02644ffe2d36d72e849572d4585c713536edb506033",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "e83872f3853633e1ddab3e60a6d25aabf3507255ade2305d18399a96918e6fbf",
+    "c29dcb0c84aad60fe31b32688b9378132f172470b5aa8760e6009314c44ec7d2",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
+from .gathering import copy_rows, rows_at
 from .pipeline import (
-    GATHER_FLAG,
     NARROW_BIT,
     SCATTER_FLAG,
     WHOLE_BIT,
@@ -34,34 +34,7 @@ from .pipeline import (
 )
 from .turns import PART, multiply_in_turns, ordering, publish_turn
 from .unnamed import clear_unnamed
-from .warpgroups import flat_index, multiply, tables
-
-
-@gluon.jit
-def _held(pointer):
-    """The same addresses, each in registers of its own.
-
-    Otherwise the column is taken out of them and added again for every copy, through one register: each copy then
-    waits until the one before has read its address (1.01 x the time of the whole kernel).
-    """
-    word = pointer.to(gl.int64, bitcast=True)
-    word = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [word], dtype=gl.int64, is_pure=True, pack=1)
-    return gl.max_contiguous(gl.multiple_of(word.to(pointer.dtype, bitcast=True), [1, 16]), [1, 8])
-
-
-@gluon.jit
-def _rows_at(x, moved, row, row_end, stride_x_m, k, LAYOUT: gl.constexpr):
-    """Where x has the rows that the tile's rows from ``row`` on are made of, [64, BLOCK_K] pointers, and which it has.
-
-    Rows past the end read the last row again: no mask in the loop, and what they compute is never stored.
-    """
-    index, _row_weights, _bias, index_step, index_end, x_divisor, flags = moved
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    m = gl.minimum(row + gl.arange(0, 64, layout=lanes), row_end - 1)
-    flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
-    source = gl.where((flags & GATHER_FLAG) != 0, flat // x_divisor, m)
-    start = gl.where(inside, source, 0).to(gl.int64) * stride_x_m
-    return _held(x + (gl.convert_layout(start, gl.SliceLayout(1, LAYOUT))[:, None] + k[None, :])), inside
+from .warpgroups import multiply, tables
 
 
 @gluon.jit
@@ -128,9 +101,8 @@ def _load_rows(
         place = col
         if GATHER:
             k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, ROWS))
-            upper_at, upper_has = _rows_at(x, moved, row, row_end, stride_x_m, k, ROWS)
-            lower_at, lower_has = _rows_at(x, moved, row + 64, row_end, stride_x_m, k, ROWS)
-            place = col | gl.where(gl.min((upper_has & lower_has).to(gl.int32), 0) != 0, WHOLE_BIT, 0)
+            rows_of_x, there, has_all = rows_at(x, moved, row, row_end, stride_x_m, k, 128, ROWS)
+            place = col | gl.where(has_all, WHOLE_BIT, 0)
         if PINGPONG:
             publish_turn(queue, filled, free, slot, turn, row, col, row_end, word, stage, phase, WARPS)
         else:
@@ -172,19 +144,10 @@ def _load_rows(
                 tma.async_copy_global_to_shared(w, [expert, col * HALF, start], bar, left)
                 tma.async_copy_global_to_shared(w, [expert, second, start], bar, right, pred=wide)
             if GATHER:
-                upper = a.index(stage * 2)
-                lower = a.index(stage * 2 + 1)
-                if start + BLOCK_K <= K:
-                    async_copy.async_copy_global_to_shared(upper, upper_at)
-                    if both:
-                        async_copy.async_copy_global_to_shared(lower, lower_at)
-                else:
-                    in_k = (start + k < K)[None, :]
-                    async_copy.async_copy_global_to_shared(upper, upper_at, mask=in_k)
-                    async_copy.async_copy_global_to_shared(lower, lower_at, mask=in_k & both)
+                tile_of_x = a.index(stage * 2)._reinterpret(a.dtype, [128, BLOCK_K], a.layout)
+                copy_rows(tile_of_x, rows_of_x, there, k, K - start)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
-                upper_at += BLOCK_K
-                lower_at += BLOCK_K
+                rows_of_x += BLOCK_K
             stage, phase = advance(stage, phase, STAGES)
         if number >= dealt:
             number = next_tile(counter, drawn if GATHER else told(drawn), dealt, total)
@@ -224,7 +187,7 @@ def rows_specialized(
     full, empty, queue, filled, free = barriers(STAGES, 129 if GATHER else 1, READERS, READERS)
     moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
     CLEARS: gl.constexpr = INDEXED and not GATHER
-    noted = tables(128 if PINGPONG else 64) if CLEARS else ()
+    noted = tables(128 if PINGPONG else 64) if INDEXED else ()
     if PINGPONG:
         order = ordering()
     gl.barrier()

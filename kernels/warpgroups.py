@@ -39,24 +39,6 @@ def flat_index(index, index_step, index_end, flags, row, row_end):
 
 
 @gluon.jit
-def weights(moved, row, row_end, LAYOUT: gl.constexpr):
-    """The factor of each row, one where the call has none."""
-    index, row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
-    m = row + gl.arange(0, 64, layout=LAYOUT)
-    flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
-    return gl.load(row_weights + flat, mask=inside & ((flags & WEIGHT_FLAG) != 0), other=1.0)
-
-
-@gluon.jit
-def targets(moved, row, row_end, LAYOUT: gl.constexpr):
-    """(the row of y that each row goes to, whether it goes anywhere)."""
-    index, _row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
-    m = row + gl.arange(0, 64, layout=LAYOUT)
-    flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
-    return gl.where((flags & SCATTER_FLAG) != 0, flat, m), inside
-
-
-@gluon.jit
 def look_up(moved, row, row_end, ROWS: gl.constexpr):
     """(the row of y that each of ROWS rows goes to, -1 for none; its factor), for ``note``.
 
@@ -172,11 +154,13 @@ def store_boxes(
 
 
 @gluon.jit
-def store_lines(
-    y, result, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, LINES: gl.constexpr,
+def store_noted(
+    y, result, buffers, half, moved, noted, row, expert, first, N, stride_y_m, SLOTS: gl.constexpr,
+    PARTS: gl.constexpr, MMA: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
-    """Stores the first PARTS x 64 columns of 64 rows, biased and weighted, through pointers."""
+    """Stores the first PARTS x 64 columns of 64 rows, biased and weighted, through pointers: as noted ``row`` on."""
+    target, scale = noted_at(noted, half, row, gl.SliceLayout(1, LINES), gl.SliceLayout(1, MMA))
+    inside = target >= 0
     parts = parts_of(result)
     for i in gl.static_range(PARTS):
         col = first + 64 * i
@@ -185,18 +169,6 @@ def store_lines(
         buffer = buffers.index(half * SLOTS + i % SLOTS)
         buffer.store(part.to(buffers.dtype))
         lines_of(buffer, y, target, inside, col, N, stride_y_m, LINES)
-
-
-@gluon.jit
-def store_noted(
-    y, result, buffers, half, moved, noted, row, expert, first, N, stride_y_m, SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, MMA: gl.constexpr, LINES: gl.constexpr,
-):  # fmt: skip
-    """``store_lines`` of 64 rows of a tile, from ``row`` on, as they were looked up."""
-    target, scale = noted_at(noted, half, row, gl.SliceLayout(1, LINES), gl.SliceLayout(1, MMA))
-    store_lines(
-        y, result, buffers, half, moved, scale, target, target >= 0, expert, first, N, stride_y_m, SLOTS, PARTS, LINES
-    )
 
 
 @gluon.jit
@@ -261,12 +233,9 @@ def _tile(
             store_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 64)
         else:
             tma.store_wait(0)  # the tile before may still be read out of the buffers
-            gl.barrier()
-            scale = weights(moved, row, row_end, gl.SliceLayout(1, mma))
-            target, inside = targets(moved, row, row_end, gl.SliceLayout(1, lines))
-            store_lines(
-                y, acc, buffers, half, moved, scale, target, inside, expert, first, N, stride_y_m, SLOTS, WIDTH // 64,
-                lines,
+            note(noted, half, look_up(moved, row, row_end, 64))
+            store_noted(
+                y, acc, buffers, half, moved, noted, 0, expert, first, N, stride_y_m, SLOTS, WIDTH // 64, mma, lines
             )  # fmt: skip
     return stage, phase
 

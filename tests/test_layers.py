@@ -18,9 +18,9 @@ THIRD_PARTY = {
 }
 # Those that hold kernels, and so import Triton.
 KERNEL_FILES = {
-    "activation.py", "clear.py", "find.py", "fitted.py", "forward.py", "fragments.py", "grad_weight.py", "pipeline.py",
-    "specialized.py", "specialized_weight.py", "slots.py", "tiles.py", "tokens.py", "turns.py", "unnamed.py",
-    "warpgroups.py",
+    "activation.py", "clear.py", "find.py", "fitted.py", "forward.py", "fragments.py", "gathering.py", "grad_weight.py",
+    "pipeline.py", "specialized.py", "specialized_weight.py", "slots.py", "tiles.py", "tokens.py", "turns.py",
+    "unnamed.py", "warpgroups.py",
 }  # fmt: skip
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
 

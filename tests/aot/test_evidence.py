@@ -197,6 +197,27 @@ def test_winners_are_asked_nearest_first() -> None:
     assert winners.twin(PROBLEM, 1024) is None
 
 
+def test_of_other_shapes_the_most_alike_are_asked_first() -> None:
+    """With as many rows an expert: one that is twice as large in one way, before one that is so in three."""
+    winners = Winners()
+    winners.add(replace(PROBLEM, E=32, N=12288, K=8192), 256, NAMES[0])  # sorts before the other
+    winners.add(replace(PROBLEM, N=3072), 1024, NAMES[1])
+    assert winners.near(PROBLEM, 1024) == [NAMES[1], NAMES[0]]
+    winners.add(replace(PROBLEM, K=1024), 1024, NAMES[2])
+    assert winners.near(PROBLEM, 1024) == [NAMES[2], NAMES[1], NAMES[0]]
+
+
+def test_what_won_most_often_nearby_comes_first() -> None:
+    winners = Winners()
+    winners.add(PROBLEM, 1024, NAMES[0])
+    for N in (1024, 3072):
+        winners.add(replace(PROBLEM, N=N), 1024, NAMES[1])
+    assert winners.near(PROBLEM, 1024) == [NAMES[1], NAMES[0]]
+    for rows in range(10):  # nine are asked
+        winners.add(replace(PROBLEM, N=8 * rows + 8), 4096, NAMES[2])
+    assert winners.near(PROBLEM, 1024) == [NAMES[2], NAMES[1], NAMES[0]]
+
+
 def test_a_plain_product_measured_after_its_forms_is_not_narrowed_to_what_won_there() -> None:
     """As where the plain form is measured anew, and what a journal has of the others is kept."""
     winners = Winners()

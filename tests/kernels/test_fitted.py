@@ -100,14 +100,14 @@ def test_the_estimate_counts_rows_by_16() -> None:
     """DeepSeek-V3, gate_up, T=8192, 256 rows an expert: measured 7071 us in tiles of 128 x 256 and 6675 in these."""
     problem, M = Problem(Op.FORWARD, DType.BF16, 256, 4096, 7168), 65536
 
-    def us(config: Config, rows: int, half: float = CONSTANTS.hopper.specialized.half) -> float:
-        special = CONSTANTS.hopper.specialized._replace(half=half)
+    def us(config: Config, rows: int, lacking: float = CONSTANTS.hopper.specialized.lacking) -> float:
+        special = CONSTANTS.hopper.specialized._replace(lacking=lacking)
         told = CONSTANTS._replace(hopper=CONSTANTS.hopper._replace(specialized=special))
         return estimate_us(problem, rows, Resources(config, 384, 229752, 168, 16), chip_for(90), told)
 
     assert us(BOTH, M) < 0.99 * us(WHOLE, M)
-    assert us(BOTH, M, half=0.0) > 1.05 * us(BOTH, M)  # what is saved of the rows that a tile lacks
-    assert us(BOTH, 64 * M, half=0.0) < 1.02 * us(BOTH, 64 * M)  # where nearly all are whole
+    assert us(BOTH, M, lacking=0.0) > 1.05 * us(BOTH, M)  # what is saved of the rows that a tile lacks
+    assert us(BOTH, 64 * M, lacking=0.0) < 1.02 * us(BOTH, 64 * M)  # where nearly all are whole
 
 
 @pytest.mark.parametrize(
