@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..artifacts.errors import CompileError
+from ..artifacts.limits import MAX_TIME_NS
 from ..artifacts.types import Choice, Fusion, Problem, Source
 from ..kernels.chips import chip_for
 from ..kernels.cost import Ranker, Resources
@@ -146,13 +147,14 @@ def _measured_choice(
     if sha[modelled] not in times_ns and cell.times_us[modelled] < cell.times_us[best]:
         return None
     second = next(((ns, i) for ns, _, i in timed if i != best), None)
+    clock = evidence.clock(cell.problem, cell.bucket)
     return Choice(
         cell.bucket,
         place[best],
         Source.MEASURED,
-        times_ns[sha[best]],
+        _brought(times_ns[sha[best]], clock),
         second and place[second[1]],
-        second and second[0],
+        second and _brought(second[0], clock),
         evidence.gpu_of(cell.measured),
     )
 
@@ -261,6 +263,10 @@ def _times_us(
     scale = UNMEASURED * math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
     least = UNMEASURED * min(known.values()) if first is not None and first == estimates[0][1] else 0.0
     return {i: known.get(i, max(us * scale, least)) for us, i in estimates}
+
+
+def _brought(ns: int, clock: float) -> int:
+    return max(1, min(MAX_TIME_NS, round(ns * clock)))
 
 
 def _ns(us: float) -> int:

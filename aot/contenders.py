@@ -37,6 +37,10 @@ class Winners:
         """``config`` was the fastest one in this cell."""
         self._found.setdefault((problem.op, problem.dtype), {})[problem, bucket] = config
 
+    def of(self, problem: Problem, bucket: int) -> Knobs | None:
+        """The fastest config of this cell, if it was measured."""
+        return self._found.get((problem.op, problem.dtype), {}).get((problem, bucket))
+
     def near(self, problem: Problem, bucket: int) -> list[Knobs]:
         """The winners of the nearest cells of this op and dtype, each once: what won most often first, then nearest."""
         here = self._found.get((problem.op, problem.dtype), {})
@@ -51,9 +55,8 @@ class Winners:
         """
         if problem.fusion is Fusion.NONE:
             return None
-        here = self._found.get((problem.op, problem.dtype), {})
         for fusion in (one for one in FORMS if one is not problem.fusion):
-            config = here.get((replace(problem, fusion=fusion), bucket))
+            config = self.of(replace(problem, fusion=fusion), bucket)
             if config is not None:
                 return config
         return None

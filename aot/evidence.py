@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ..artifacts.types import Gpu, Problem
+from ..artifacts.types import Fusion, Gpu, Problem
 from ..kernels.chips import Chip, chip_for, chip_named
 from .journal import Contents
-from .records import Duel, Failure, Measured, Timing
+from .records import Duel, Failure, Measured, Timing, geometric_mean
 
 LEAST_BAND = 0.005  # a difference below this fraction is never taken for real
 _STANDARD_ERRORS = 2.0
@@ -26,6 +26,7 @@ class CellTimes:
     noise: Mapping[bytes, float]
     duels: tuple[Duel, ...]
     driver: int
+    plain_ns: Mapping[bytes, int] = field(default_factory=dict)  # of a form: the plain product's, timed with these
 
     def beats(self, challenger: bytes, modelled: bytes) -> bool:
         """Whether the challenger is faster by more than noise: as their duel says, or else their times."""
@@ -65,6 +66,19 @@ class Evidence:
             {sha: min(some, key=_order) for sha, some in failures.items()},
         )
 
+    def clock(self, problem: Problem, bucket: int) -> float:
+        """What a cell's times are multiplied with to compare with the plain product's; 1 where nothing tells.
+
+        By a variant of the plain product that was timed with both. Each cell has a clock of its own, by the power that
+        its contenders draw: on an H200 they are up to 1.2 apart.
+        """
+        plain, cell = plain_of(problem), self.cells.get((problem, bucket))
+        beside = self.cells.get((plain, bucket)) if plain is not None else None
+        if cell is None or beside is None:
+            return 1.0
+        both = [beside.times_ns[sha] / ns for sha, ns in cell.plain_ns.items() if sha in beside.times_ns]
+        return statistics.median_low(both) if both else 1.0
+
     @property
     def chip(self) -> Chip | None:
         """What the cost model is told of the GPU; None where nothing was measured."""
@@ -88,6 +102,10 @@ def _combined(records: list[Measured]) -> CellTimes:
     for record in records:
         for timing in record.timings:
             timings.setdefault(timing.variant, []).append(timing)
+    plain: dict[bytes, list[int]] = {}
+    for record in records:
+        if record.plain is not None:
+            plain.setdefault(record.plain[0], []).append(geometric_mean(record.plain[1]))
     ordered = sorted(timings.items())
     duels = sorted(
         (record.duel for record in records if record.duel is not None),
@@ -98,7 +116,15 @@ def _combined(records: list[Measured]) -> CellTimes:
         {sha: max(one.noise for one in some) for sha, some in ordered},
         tuple(duels),
         max(record.driver for record in records),
+        {sha: statistics.median_low(some) for sha, some in sorted(plain.items())},
     )
+
+
+def plain_of(problem: Problem) -> Problem | None:
+    """The plain product, of a form whose time the runtime holds against another's: gathered rows, silu."""
+    if not problem.fusion & (Fusion.GATHER | Fusion.SILU):
+        return None
+    return replace(problem, fusion=Fusion.NONE, top_k=0)
 
 
 def _order(failure: Failure) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ from ..artifacts.store import BundleFile
 from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
 from ..kernels.chips import Chip
 from ..kernels.cost import Ranker, Resources
+from .contenders import Knobs
 from .evidence import measuring_chip
 from .records import Measured
 from .variants import optional, serves
@@ -63,6 +64,11 @@ class Ground:
     def has(self, record: Measured) -> bool:
         """Whether a record is of a cell that is asked for, and of these candidates."""
         return record.bucket in self.cells.get(record.problem, ()) and (record.problem, record.modelled) in self.index
+
+    def variant(self, problem: Problem, config: Knobs, without: Container[bytes] = ()) -> int | None:
+        """The variant that serves a problem in this config, unless its cubin is in ``without``."""
+        able = ((i, self.bundle.variant(i)) for i in self.able.get(problem, ()))
+        return next((i for i, one in able if one.config == config and one.cubin_sha256 not in without), None)
 
     def ranked(self, problem: Problem, bucket: int, without: Container[bytes] = ()) -> list[tuple[float, int]]:
         """(estimate in us, variant), best first, less those whose cubin is in ``without``."""

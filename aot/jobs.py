@@ -32,13 +32,15 @@ class Setup:
 class Job:
     """Measure ``contenders`` (indices into the candidates) for ``problem`` with ``bucket`` rows.
 
-    The first is the modelled choice. ``with_torch`` times torch's grouped_mm too, where it can run.
+    The first is the modelled choice. ``with_torch`` times torch's grouped_mm too, where it can run, and ``plain``, of a
+    form, that variant of the plain product: times of two jobs are of two clocks.
     """
 
     problem: Problem
     bucket: int
     contenders: tuple[int, ...]
     with_torch: bool = False
+    plain: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 from ..artifacts.errors import HostError
 from ..artifacts.types import Problem
 from .contenders import Winners, contenders
+from .evidence import plain_of
 from .ground import Ground, expected_seconds, torch_can, weight_key, weight_seconds
 from .jobs import GpuExecutor, GpuGone, Hello, Job, Result, WorkerLost
 from .journal import Journal, described
@@ -216,7 +217,7 @@ class Run:
             lane.sent = (trial.alone[0],) if trial.alone else self._contenders(trial)
             if lane.sent:
                 with_torch = self.with_torch and torch_can(trial.problem) and not trial.alone
-                job = Job(trial.problem, trial.bucket, lane.sent, with_torch)
+                job = Job(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial))
                 self.running[lane.executor.submit(job)] = lane
                 return
             self._give_up(lane, "no candidate is left")
@@ -253,6 +254,12 @@ class Run:
         near = self.winners.near(trial.problem, trial.bucket)
         twin = self.winners.twin(trial.problem, trial.bucket)
         return tuple(by_config[config] for config in contenders(configs, near, twin, self.ground.share))
+
+    def _plain(self, trial: _Trial) -> int | None:
+        """The fastest variant of the plain product, where the runtime holds the form's time against it."""
+        plain = None if trial.alone else plain_of(trial.problem)
+        config = None if plain is None else self.winners.of(plain, trial.bucket)
+        return None if plain is None or config is None else self.ground.variant(plain, config, self.failed)
 
     def _give_up(self, lane: _Lane, reason: str) -> None:
         """Leave the lane's cell modelled."""

@@ -26,7 +26,7 @@ from ..runtime import launch
 from ..runtime.device import local_gpu
 from .busy import busy
 from .clock import Clock
-from .evidence import LEAST_BAND
+from .evidence import LEAST_BAND, plain_of
 from .gatedjudge import GatedJudge
 from .inputs import MAX_ERROR, measured_routings, top_k_of, weights
 from .jobs import Hello, Job, Result, Setup
@@ -148,6 +148,8 @@ class Bench:
         )
 
     def _measured(self, job: Job) -> Result:
+        plain = None if job.plain is None else plain_of(job.problem)
+        beside = None if plain is None else self._tensors(plain, job.bucket)  # first: its buffers are the larger
         on = self._tensors(job.problem, job.bucket)
         routings = measured_routings(job.problem.E, job.bucket, self.device)
         failures: list[Failure] = []
@@ -175,7 +177,8 @@ class Bench:
         if job.contenders[0] not in graphs:  # the next in the model's order will be its choice
             return Result(None, tuple(failures))
         peers = self._torch_graphs(on, routings) if job.with_torch else None
-        found = self._timed(job, graphs, peers, errors)
+        plains = self._plain_graphs(job.plain, beside, routings) if beside is not None else None
+        found = self._timed(job, graphs, peers or plains, errors)
         noise = max(timing.noise for timing in found.timings)
         notes = (f"{job.problem}, {job.bucket} rows: times scatter by {noise:.0%}; is the GPU in use by others?",)
         return Result(found, tuple(failures), notes=notes if noise > _NOISY else ())
@@ -197,27 +200,30 @@ class Bench:
         self, job: Job, graphs: dict[int, list[torch.cuda.CUDAGraph]], peers: list[torch.cuda.CUDAGraph] | None,
         errors: dict[int, float],
     ) -> Measured:  # fmt: skip
+        """``peers``: torch's call, or of a form the plain product."""
         before = self._drift()
         order = list(graphs)
         modelled = order[0]
         times: dict[int, list[list[float]]] = {i: [] for i in order}
-        torch_ns = []
+        peer_ns = []
         for routing in range(len(ROUTINGS)):
             together = [graphs[i][routing] for i in order] + ([peers[routing]] if peers else [])
             rounds = self._rounds(together, _TIMING_US, _ROUNDS)
             for i, row in zip(order, rounds, strict=False):
                 times[i].append(row)
             if peers:
-                torch_ns.append(_ns(rounds[-1]))
+                peer_ns.append(_ns(rounds[-1]))
         timings = {i: self._timing(i, rows, errors[i]) for i, rows in times.items()}
         fastest = min(order, key=lambda i: (timings[i].time_ns, order.index(i)))
         duel = None
         band = max(LEAST_BAND, 2 * math.hypot(timings[fastest].noise, timings[modelled].noise))
         if timings[fastest].time_ns < timings[modelled].time_ns * (1 - band):
             duel = self._duel(graphs, fastest, modelled)
+        plain = None if job.plain is None or not peer_ns else (self._sha(job.plain), tuple(peer_ns))
         return Measured(
-            job.problem, job.bucket, self._sha(modelled), tuple(timings.values()), duel, tuple(torch_ns) or None,
-            round((before + self._drift()) / 2, 4), self.local.gpu.driver,
+            job.problem, job.bucket, self._sha(modelled), tuple(timings.values()), duel,
+            None if plain else tuple(peer_ns) or None, round((before + self._drift()) / 2, 4), self.local.gpu.driver,
+            plain,
         )  # fmt: skip
 
     def _timing(self, i: int, rows: Sequence[Sequence[float]], error: float) -> Timing:
@@ -251,6 +257,18 @@ class Bench:
 
     def _drift(self) -> float:
         return statistics.median(self.clock.rounds_us([self._reference], 3)[0]) / self._reference_us
+
+    def _plain_graphs(
+        self, i: int | None, on: Tensors, routings: Sequence[torch.Tensor]
+    ) -> list[torch.cuda.CUDAGraph] | None:
+        """The plain product by variant ``i``, which was found right in a cell of its own."""
+        if i is None:
+            return None
+        with self._guilty(i):
+            try:
+                return [self.clock.capture(caller(self._kernel(i), on, m_sizes)) for m_sizes in routings]
+            except (CudaError, BundleError):
+                return None
 
     def _torch_graphs(self, on: Tensors, routings: Sequence[torch.Tensor]) -> list[torch.cuda.CUDAGraph] | None:
         """torch's grouped_mm, where this torch has it and there is room for its result."""

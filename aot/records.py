@@ -71,7 +71,8 @@ class Duel:
 class Measured:
     """One cell, measured in one go: its contenders, of which ``modelled`` is the cost model's choice.
 
-    ``torch_ns`` is torch's grouped_mm, where it was timed too. ``drift`` is what a reference kernel took,
+    ``torch_ns`` is torch's grouped_mm, where it was timed too, ``plain``, of a form, the plain product: a variant of it
+    and its times. ``drift`` is what a reference kernel took,
     over what it took when its worker began. ``driver`` is as cuDriverGetVersion counts.
     """
 
@@ -83,6 +84,7 @@ class Measured:
     torch_ns: tuple[int, ...] | None
     drift: float
     driver: int
+    plain: tuple[bytes, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,7 @@ def to_value(record: Record) -> dict[str, object]:
         "torch_ns": None if record.torch_ns is None else list(record.torch_ns),
         "drift": record.drift,
         "driver": record.driver,
+        "plain": None if record.plain is None else [record.plain[0].hex(), list(record.plain[1])],
     }  # fmt: skip
 
 
@@ -175,8 +178,12 @@ def from_value(value: dict[str, object]) -> Record:
         duel = Duel(_sha(challenger), _sha(modelled), _times(challenger_ns), _times(modelled_ns), _real(ratio),
                     _real(band))  # fmt: skip
     torch_ns = None if fields["torch_ns"] is None else _times(fields["torch_ns"])
+    plain = None
+    if fields.get("plain") is not None:  # older records have none
+        sha, ns = fields["plain"]
+        plain = _sha(sha), _times(ns)
     return Measured(problem, bucket, _sha(fields["modelled"]), timings, duel, torch_ns,
-                    _real(fields["drift"]), _whole(fields["driver"]))  # fmt: skip
+                    _real(fields["drift"]), _whole(fields["driver"]), plain)  # fmt: skip
 
 
 def gpu_value(gpu: Gpu) -> dict[str, object]:

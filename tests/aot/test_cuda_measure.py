@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pretuned.aot.journal import read_journal
-from pretuned.aot.records import FAULT, ROUTINGS, WRONG, Measured
+from pretuned.aot.records import FAULT, ROUTINGS, WRONG, Measured, geometric_mean
 from pretuned.aot.tune import TuneObservers, tune_problems
 from pretuned.aot.variants import serves
 from pretuned.artifacts import codec
@@ -65,6 +65,15 @@ def test_a_cell_is_measured_and_kept(candidates: Path, tmp_path: Path) -> None:
             assert timing.noise < 0.2
         plain = record.problem.fusion is Fusion.NONE and record.problem.layout is Layout.NK
         assert (record.torch_ns is not None) == plain
+        assert (record.plain is not None) == bool(record.problem.fusion & (Fusion.GATHER | Fusion.SILU))
+        if record.plain is not None:  # in turns with the form, which takes about as long
+            sha, ns = record.plain
+            product = replace(record.problem, fusion=Fusion.NONE)
+            beside = next(one for one in contents.records if (one.problem, one.bucket) == (product, record.bucket))
+            assert isinstance(beside, Measured)
+            assert min(beside.timings, key=lambda one: (one.time_ns, one.variant)).variant == sha
+            assert len(ns) == len(ROUTINGS)
+            assert 0.5 < geometric_mean(ns) / min(one.time_ns for one in record.timings) < 2.0
     again = tune_problems(problems, candidates, journal)
     assert (again.measured, again.known) == (0, outcome.measured)
 

@@ -14,7 +14,9 @@ from pretuned.aot.evidence import Evidence, measuring_chip
 from pretuned.aot.journal import Contents, Header
 from pretuned.aot.plan import Plan
 from pretuned.aot.records import Duel, Failure, Measured, Timing
+from pretuned.artifacts.limits import MAX_TIME_NS
 from pretuned.artifacts.types import (
+    Choice,
     DType,
     Fusion,
     Gpu,
@@ -61,6 +63,38 @@ def chosen(records: Sequence[Measured | Failure], compiled: Sequence[Compiled] =
     contents = Contents(Header(90, H200, ()), tuple(records), 0, 0)
     (choice,) = choose(Plan({PROBLEM: (64,)}, ()), compiled, 90, Evidence.of(contents)).choices[PROBLEM]
     return choice
+
+
+def test_times_of_a_form_are_brought_to_the_clock_of_the_plain_product() -> None:
+    """Timed with the form it took 30 us, with its own contenders 40: all that the form took is 4/3 longer there."""
+    gathers = replace(PROBLEM, fusion=Fusion.GATHER, top_k=8)
+    compiled = [*COMPILED, *(variant(i + 8, config, Fusion.GATHER) for i, config in enumerate(CONFIGS))]
+    plan = Plan({PROBLEM: (64,), gathers: (64, 128)}, ())
+    other = replace(record({8: 20_000, 9: 60_000}, 9, bucket=128), problem=gathers)  # so that both ship
+
+    def form(plain: tuple[bytes, tuple[int, ...]] | None) -> Measured:
+        times = {9: 33_000, 8: 36_000}
+        return replace(record(times, 9), problem=gathers, plain=plain)
+
+    def choice_of(*records: Measured) -> Choice:
+        contents = Contents(Header(90, H200, ()), (*records, other), 0, 0)
+        one, _ = choose(plan, compiled, 90, Evidence.of(contents)).choices[gathers]
+        assert one.source is Source.MEASURED
+        return one
+
+    product = record({0: 44_000, 1: 40_000}, 0)
+    told = choice_of(product, form((sha(1), (28_000, 32_143))))
+    assert (told.time_ns, told.runner_up_ns) == (44_000, 48_000)
+    for alone in (
+        (product, form(None)),  # an older record
+        (product, form((sha(2), (30_000, 30_000)))),  # of a variant that the plain cell did not time
+        (form((sha(1), (30_000, 30_000))),),  # the plain cell was not measured
+    ):
+        assert (choice_of(*alone).time_ns, choice_of(*alone).runner_up_ns) == (33_000, 36_000)
+    huge = choice_of(record({0: MAX_TIME_NS, 1: MAX_TIME_NS - 1}, 0), form((sha(1), (1, 1))))
+    assert huge.time_ns == MAX_TIME_NS
+    thrice = [form((sha(1), (ns, ns))) for ns in (20_000, 30_000, 80_000)]  # journals put together
+    assert choice_of(product, *thrice).time_ns == 44_000
 
 
 @pytest.fixture

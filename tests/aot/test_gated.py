@@ -19,6 +19,7 @@ from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.demand import planned_for, shape_of
 from pretuned.aot.diff import diff
 from pretuned.aot.estimate import estimate
+from pretuned.aot.evidence import plain_of
 from pretuned.aot.jobs import Job, Result, Setup
 from pretuned.aot.journal import read_journal
 from pretuned.aot.measured import measured_bundle
@@ -28,6 +29,7 @@ from pretuned.aot.modelshape import ModelShape
 from pretuned.aot.ondemand import key_for
 from pretuned.aot.plan import Plan, gated_buckets, plan, planned_on
 from pretuned.aot.prune import prune
+from pretuned.aot.records import Measured
 from pretuned.aot.report.roofline import roofline
 from pretuned.aot.report.sheets import sheet
 from pretuned.aot.scratch import scratch_folder
@@ -195,6 +197,15 @@ def test_the_tuner_measures_it_like_the_others(candidates: Path, planned: Plan, 
         outcome = tune_problems(planned.buckets, candidates, journal, executors=here)
     assert (outcome.measured, outcome.left) == (planned.choices, 0)
     found = read_candidates(candidates, planned)
+    records = {(one.problem, one.bucket): one for one in read_journal(journal).records if isinstance(one, Measured)}
+    for (problem, bucket), record in records.items():  # what the runtime holds against the plain product
+        product = plain_of(problem)
+        assert (product is None) == (problem.fusion in (Fusion.NONE, Fusion.SCATTER))
+        if product is None:
+            assert record.plain is None
+        else:
+            best = min(records[product, bucket].timings, key=lambda one: (one.time_ns, one.variant))
+            assert record.plain == (best.variant, best.ns)
     bundle = measured_bundle(planned, found, read_journal(journal))
     told = sheet("t", {}, bundle, [read_journal(journal)], None)
     for problem in problems_of(planned):

@@ -33,7 +33,7 @@ duels = st.builds(Duel, shas, shas, times, times, small, small)
 buckets = st.integers(0, 31).map(lambda power: 1 << power)
 records: st.SearchStrategy[Record] = st.one_of(
     st.builds(Measured, problems, buckets, shas, st.lists(timings, max_size=4).map(tuple), st.none() | duels,
-              st.none() | times, small, st.integers(0, 20000)),
+              st.none() | times, small, st.integers(0, 20000), st.none() | st.tuples(shas, times)),
     st.builds(Failure, problems, buckets, shas, st.sampled_from(["wrong", "hung"]), st.text(max_size=80)),
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+from pretuned.aot.evidence import plain_of
 from pretuned.aot.jobs import Hello, Job, Result, Setup
 from pretuned.aot.records import FAULT, WRONG, Duel, Failure, Measured, Timing
 from pretuned.artifacts.errors import HostError
@@ -30,13 +31,17 @@ def time_ns(job: Job, sha: bytes) -> int:
 def run(setup: Setup, job: Job) -> Result:
     with open_bundle(setup.candidates) as bundle:
         shas = [bundle.variant(i).cubin_sha256 for i in job.contenders]
+        plain, product = None, plain_of(job.problem)
+        if job.plain is not None and product is not None:
+            sha = bundle.variant(job.plain).cubin_sha256
+            plain = sha, (time_ns(Job(product, job.bucket, ()), sha),) * 2
     timings = tuple(Timing(sha, (time_ns(job, sha),) * 2, 0.001, 20, 0.0017) for sha in shas)
     fastest = min(timings, key=lambda one: one.time_ns)
     duel = None
     if fastest.variant != shas[0]:
         ratio = round(fastest.time_ns / timings[0].time_ns, 5)
         duel = Duel(fastest.variant, shas[0], fastest.ns, timings[0].ns, ratio, 0.005)
-    return Result(Measured(job.problem, job.bucket, shas[0], timings, duel, None, 1.0, 13000))
+    return Result(Measured(job.problem, job.bucket, shas[0], timings, duel, None, 1.0, 13000, plain))
 
 
 def slow(setup: Setup, job: Job) -> Result:
