@@ -97,7 +97,11 @@ def measuring_chip(gpu: Gpu, sm: int) -> Chip:
 
 
 def _combined(records: list[Measured]) -> CellTimes:
-    """A cell that was measured more than once (journals put together) counts by its medians."""
+    """A cell that was measured more than once (journals put together) counts by its medians.
+
+    Of a form by the records alone that have the plain product's time, where one has: no other's clock is known.
+    """
+    records = [record for record in records if record.plain is not None] or records
     timings: dict[bytes, list[Timing]] = {}
     for record in records:
         for timing in record.timings:

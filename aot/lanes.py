@@ -257,7 +257,7 @@ class Run:
 
     def _plain(self, trial: _Trial) -> int | None:
         """The fastest variant of the plain product, where the runtime holds the form's time against it."""
-        plain = None if trial.alone else plain_of(trial.problem)
+        plain = None if trial.alone or trial.split else plain_of(trial.problem)
         config = None if plain is None else self.winners.of(plain, trial.bucket)
         return None if plain is None or config is None else self.ground.variant(plain, config, self.failed)
 

@@ -124,7 +124,7 @@ class Bench:
             with torch.cuda.device(self.device), torch.no_grad():
                 return self._measured(job)
         except torch.cuda.OutOfMemoryError as error:
-            self._weights = None
+            self._current = self._weights = None
             self._judges.clear()
             self._pools.clear()
             self.clock.release()
@@ -176,9 +176,11 @@ class Bench:
             return Result(None, tuple(failures))
         if job.contenders[0] not in graphs:  # the next in the model's order will be its choice
             return Result(None, tuple(failures))
-        peers = self._torch_graphs(on, routings) if job.with_torch else None
-        plains = self._plain_graphs(job.plain, beside, routings) if beside is not None else None
-        found = self._timed(job, graphs, peers or plains, errors)
+        if job.plain is not None and beside is not None:
+            peers = self._plain_graphs(job.plain, beside, routings)
+        else:
+            peers = self._torch_graphs(on, routings) if job.with_torch else None
+        found = self._timed(job, graphs, peers, errors)
         noise = max(timing.noise for timing in found.timings)
         notes = (f"{job.problem}, {job.bucket} rows: times scatter by {noise:.0%}; is the GPU in use by others?",)
         return Result(found, tuple(failures), notes=notes if noise > _NOISY else ())
@@ -219,12 +221,15 @@ class Bench:
         band = max(LEAST_BAND, 2 * math.hypot(timings[fastest].noise, timings[modelled].noise))
         if timings[fastest].time_ns < timings[modelled].time_ns * (1 - band):
             duel = self._duel(graphs, fastest, modelled)
-        plain = None if job.plain is None or not peer_ns else (self._sha(job.plain), tuple(peer_ns))
-        return Measured(
-            job.problem, job.bucket, self._sha(modelled), tuple(timings.values()), duel,
-            None if plain else tuple(peer_ns) or None, round((before + self._drift()) / 2, 4), self.local.gpu.driver,
-            plain,
+        found = Measured(
+            job.problem, job.bucket, self._sha(modelled), tuple(timings.values()), duel, None,
+            round((before + self._drift()) / 2, 4), self.local.gpu.driver,
         )  # fmt: skip
+        if not peer_ns:
+            return found
+        if job.plain is None:
+            return replace(found, torch_ns=tuple(peer_ns))
+        return replace(found, plain=(self._sha(job.plain), tuple(peer_ns)))
 
     def _timing(self, i: int, rows: Sequence[Sequence[float]], error: float) -> Timing:
         noise = math.sqrt(sum(_spread([math.log(us) for us in row]) ** 2 for row in rows)) / len(rows)
@@ -258,16 +263,12 @@ class Bench:
     def _drift(self) -> float:
         return statistics.median(self.clock.rounds_us([self._reference], 3)[0]) / self._reference_us
 
-    def _plain_graphs(
-        self, i: int | None, on: Tensors, routings: Sequence[torch.Tensor]
-    ) -> list[torch.cuda.CUDAGraph] | None:
-        """The plain product by variant ``i``, which was found right in a cell of its own."""
-        if i is None:
-            return None
+    def _plain_graphs(self, i: int, on: Tensors, routings: Sequence[torch.Tensor]) -> list[torch.cuda.CUDAGraph] | None:
+        """The plain product by variant ``i``, which was found right in a cell of its own; None without room for it."""
         with self._guilty(i):
             try:
                 return [self.clock.capture(caller(self._kernel(i), on, m_sizes)) for m_sizes in routings]
-            except (CudaError, BundleError):
+            except (CudaError, BundleError, torch.cuda.OutOfMemoryError):
                 return None
 
     def _torch_graphs(self, on: Tensors, routings: Sequence[torch.Tensor]) -> list[torch.cuda.CUDAGraph] | None:

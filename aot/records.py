@@ -72,8 +72,8 @@ class Measured:
     """One cell, measured in one go: its contenders, of which ``modelled`` is the cost model's choice.
 
     ``torch_ns`` is torch's grouped_mm, where it was timed too, ``plain``, of a form, the plain product: a variant of it
-    and its times. ``drift`` is what a reference kernel took,
-    over what it took when its worker began. ``driver`` is as cuDriverGetVersion counts.
+    and its times. ``drift`` is what a reference kernel took, over what it took when its worker began. ``driver`` is as
+    cuDriverGetVersion counts.
     """
 
     problem: Problem

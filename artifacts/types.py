@@ -201,8 +201,8 @@ class Variant:
 class Choice:
     """(problem, bucket) -> variant. ``bucket`` is a power of two, for the M that are nearest to it.
 
-    ``time_ns`` is the median measured on ``gpu`` (an index into the bundle's GPUs), or the cost
-    model's estimate where ``source`` is modelled (``gpu`` is then None).
+    ``time_ns`` is the median measured on ``gpu`` (an index into the bundle's GPUs), of some forms brought to the plain
+    product's clock, or the cost model's estimate where ``source`` is modelled (``gpu`` is then None).
     """
 
     bucket: int

@@ -208,7 +208,7 @@ def main() -> None:
     recorded = parser.add_mutually_exclusive_group()
     recorded.add_argument("--sweeps", type=Path, nargs="+")
     recorded.add_argument("--journal", type=Path)
-    parser.add_argument("--candidates", type=Path, help="needed but with --sweeps")
+    parser.add_argument("--candidates", type=Path, help="to measure, or those of --journal")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--journals", type=Path, help="keep both journals in this folder")
     args = parser.parse_args()

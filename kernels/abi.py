@@ -326,8 +326,7 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
 
 def _noted_bytes(spec: Spec) -> int:
     """Of what both warpgroups have looked up of their rows: kernels/warpgroups.py, ``tables``."""
-    gathers = Fusion.GATHER in spec.fusion
-    rows = 64 if gathers else 256 if fitted(spec.config) else 128 if spec.config.pingpong else 64
+    rows = 256 if fitted(spec.config) else 128 if spec.config.pingpong else 64
     return 2 * rows * 8 if spec.fusion and Fusion.SILU not in spec.fusion else 0
 
 

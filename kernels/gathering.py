@@ -23,14 +23,14 @@ def _held(pointer):
 
 
 @gluon.jit
-def rows_at(x, moved, row, row_end, stride_x_m, k, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where x has what the tile's COUNT rows from ``row`` on are made of, [COUNT, BLOCK_K] pointers.
+def rows_at(x, moved, row, row_end, stride_x_m, k, LAYOUT: gl.constexpr):
+    """Where x has what the tile's 128 rows from ``row`` on are made of, [128, BLOCK_K] pointers.
 
-    And which of them are there, [COUNT, 1], and whether each that is the tile's has an index.
+    And which of them are there, [128, 1], and whether each that is the tile's has an index.
     """
     index, _row_weights, _bias, index_step, index_end, x_divisor, flags = moved
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    m = row + gl.arange(0, COUNT, layout=lanes)
+    m = row + gl.arange(0, 128, layout=lanes)
     flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
     source = gl.where((flags & GATHER_FLAG) != 0, flat // x_divisor, m)
     start = gl.where(inside, source, -1)

@@ -31,15 +31,15 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", "gathering.py", "unnamed.py", *_SPECIALIZED),
-    "5a5920ed35d2b3a00ef0a0017e9621a12d5ec09c65e7a209772edb40b44371f4",
+    "7846f61ebbedea527254a494acf494d77da8aa0326a5b7331ba3d5fd9071d051",
 )
 _ROWS_FITTED = (
     ("fitted.py", "unnamed.py", *_SPECIALIZED),
-    "490b09d6e7b21bd837bfd02644ffe2d36d72e849572d4585c713536edb506033",
+    "6e3f133eb4743aeabcebf06cd02ef03e303f02b5921026a84c51a67e9abfc597",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "c29dcb0c84aad60fe31b32688b9378132f172470b5aa8760e6009314c44ec7d2",
+    "1beec4fb3e4371c3a3f443ef6c9202f79a17123a8e12058c46594544db0e2e07",
 )
 _ACTIVATION = ("activation.py",), "3c028b6cb1e31b159ba2a2e29d7b7aa4b62619eafd2cf5f6b2a2eeada2a4e690"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

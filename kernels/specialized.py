@@ -101,7 +101,7 @@ def _load_rows(
         place = col
         if GATHER:
             k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, ROWS))
-            rows_of_x, there, has_all = rows_at(x, moved, row, row_end, stride_x_m, k, 128, ROWS)
+            rows_of_x, there, has_all = rows_at(x, moved, row, row_end, stride_x_m, k, ROWS)
             place = col | gl.where(has_all, WHOLE_BIT, 0)
         if PINGPONG:
             publish_turn(queue, filled, free, slot, turn, row, col, row_end, word, stage, phase, WARPS)

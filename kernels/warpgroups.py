@@ -42,7 +42,7 @@ def flat_index(index, index_step, index_end, flags, row, row_end):
 def look_up(moved, row, row_end, ROWS: gl.constexpr):
     """(the row of y that each of ROWS rows goes to, -1 for none; its factor), for ``note``.
 
-    Before the product, so that their latency passes meanwhile.
+    Before the product, so that their latency passes meanwhile; after it in code that gathers, which seldom needs it.
     """
     index, row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
     m = row + gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))

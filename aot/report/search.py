@@ -57,11 +57,11 @@ def _of(journal: Contents) -> dict[Key, Search]:
         if key not in records:
             found[key] = Search(journal.header.gpu, (), None, None, broken)
             continue
-        times = evidence.cells[key]
+        times, clock = evidence.cells[key], evidence.clock(*key)  # as the bundle has them
         torch = [geometric_mean(one.torch_ns) / 1e3 for one in records[key] if one.torch_ns]
         found[key] = Search(
             evidence.gpus[evidence.gpu_of(times)],
-            tuple(sorted((time_ns / 1e3, sha) for sha, time_ns in times.times_ns.items())),
+            tuple(sorted((clock * time_ns / 1e3, sha) for sha, time_ns in times.times_ns.items())),
             _choice(times, sorted({one.modelled for one in records[key]}), evidence),
             min(torch, default=None),
             broken,

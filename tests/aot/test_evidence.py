@@ -93,6 +93,10 @@ def test_times_of_a_form_are_brought_to_the_clock_of_the_plain_product() -> None
         assert (choice_of(*alone).time_ns, choice_of(*alone).runner_up_ns) == (33_000, 36_000)
     huge = choice_of(record({0: MAX_TIME_NS, 1: MAX_TIME_NS - 1}, 0), form((sha(1), (1, 1))))
     assert huge.time_ns == MAX_TIME_NS
+    least = choice_of(record({0: 2, 1: 1}, 0), form((sha(1), (MAX_TIME_NS, MAX_TIME_NS))))
+    assert least.time_ns == 1
+    older = replace(form(None), timings=record({9: 10_000, 8: 11_000}, 9).timings)  # of no clock that is known
+    assert choice_of(product, older, form((sha(1), (30_000, 30_000)))).time_ns == 44_000
     thrice = [form((sha(1), (ns, ns))) for ns in (20_000, 30_000, 80_000)]  # journals put together
     assert choice_of(product, *thrice).time_ns == 44_000
 
@@ -239,6 +243,11 @@ def test_of_other_shapes_the_most_alike_are_asked_first() -> None:
     assert winners.near(PROBLEM, 1024) == [NAMES[1], NAMES[0]]
     winners.add(replace(PROBLEM, K=1024), 1024, NAMES[2])
     assert winners.near(PROBLEM, 1024) == [NAMES[2], NAMES[1], NAMES[0]]
+    fewer = Winners()
+    fewer.add(replace(PROBLEM, E=32), 256, NAMES[0])
+    fewer.add(replace(PROBLEM, E=64, N=3072), 512, NAMES[1])
+    fewer.add(replace(PROBLEM, E=64), 512, NAMES[2])
+    assert fewer.near(PROBLEM, 1024) == [NAMES[2], NAMES[0], NAMES[1]]
 
 
 def test_what_won_most_often_nearby_comes_first() -> None:

@@ -20,6 +20,7 @@ from pretuned.aot.demand import planned_for, shape_of
 from pretuned.aot.diff import diff
 from pretuned.aot.estimate import estimate
 from pretuned.aot.evidence import plain_of
+from pretuned.aot.ground import Ground
 from pretuned.aot.jobs import Job, Result, Setup
 from pretuned.aot.journal import read_journal
 from pretuned.aot.measured import measured_bundle
@@ -289,3 +290,28 @@ def test_its_roofline_writes_half_of_the_columns() -> None:
     gated = roofline(replace(plain, fusion=BOTH), M, chip)
     assert roofline(plain, M, chip).memory_us - gated.memory_us == pytest.approx(saved)
     assert roofline(plain, M, chip).compute_us == gated.compute_us
+
+
+def test_a_form_is_measured_alone_where_the_plain_product_beside_it_kills_its_process(
+    candidates: Path, planned: Plan, tmp_path: Path
+) -> None:
+    journal = tmp_path / "h200.journal"
+    forms = [problem for problem in planned.problems if plain_of(problem) is not None]
+    cells = {problem: buckets[:1] for problem, buckets in planned.buckets.items()}
+    with gpus(candidates, run=faketimer.dies_beside) as here:
+        outcome = tune_problems(cells, candidates, journal, executors=here)
+    assert (outcome.measured, outcome.left, outcome.failures) == (len(planned.problems), 0, ())
+    records = [one for one in read_journal(journal).records if isinstance(one, Measured) and one.problem in forms]
+    assert len(records) == len(forms) >= 2
+    assert not any(one.plain for one in records)
+
+
+def test_the_plain_product_is_not_timed_by_code_that_failed(candidates: Path, planned: Plan) -> None:
+    product = next(problem for problem in planned.problems if problem.fusion is Fusion.NONE)
+    with open_bundle(candidates) as bundle:
+        ground = Ground.of(planned.buckets, bundle, faketimer.H200, 90, 0.1)
+        for i in ground.able[product]:
+            one = bundle.variant(i)
+            assert ground.variant(product, one.config) == i
+            assert ground.variant(product, one.config, {one.cubin_sha256}) is None
+        assert ground.variant(product, ()) is None
