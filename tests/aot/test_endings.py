@@ -152,7 +152,8 @@ def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, w
         [*UNDISTURBED, *place.command()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=place.environment(), start_new_session=True,
     ) as process:  # fmt: skip
-        until(lambda: any(place.tmp.iterdir()), 60, "it does not start")
+        # (A folder of its own: before, Python looks whether it can write there, with a file that it takes away again.)
+        until(lambda: any(one.is_dir() for one in place.tmp.iterdir()), 60, "it does not start")
         until(lambda: started(process.pid) >= workers, 60, "no worker starts")
         for _ in range(5):
             os.killpg(process.pid, signal.SIGINT)
