@@ -1,9 +1,9 @@
 """Whether the rows of x are gathered beforehand, into a scratch [M, K], for the plain product: the other way is code
 that gathers them as it loads.
 
-Rows that an index picks can't be loaded by TMA. What that costs a product, none to 6 % on an H200
-(benchmarks/results/trials/gathered-rows.json), may be more or less than a pass over the rows takes. So the pass
-runs only where one bundle says of both codes, for this very problem and bucket, that it pays with the pass added, whose
+Rows that an index picks can't be loaded by TMA. What that costs a product, none to 4 % on an H200 in the same tiles and
+up to 15 % where the plain product's are fitted to its rows (benchmarks/results/trials/gathered-rows-there.json), may be
+more or less than a pass over the rows takes. So the pass runs only where one bundle says of both codes, for this very problem and bucket, that it pays with the pass added, whose
 time is ``pass_us``:
 
 - measured, on one GPU: the plain product and the pass take less;
