@@ -3,8 +3,8 @@ that gathers them as it loads.
 
 Rows that an index picks can't be loaded by TMA. What that costs a product, none to 4 % on an H200 in the same tiles and
 up to 15 % where the plain product's are fitted to its rows (benchmarks/results/trials/gathered-rows-there.json), may be
-more or less than a pass over the rows takes. So the pass runs only where one bundle says of both codes, for this very problem and bucket, that it pays with the pass added, whose
-time is ``pass_us``:
+more or less than a pass over the rows takes. So the pass runs only where one bundle says of both codes, for this very
+problem and bucket, that it pays with the pass added, whose time is ``pass_us``:
 
 - measured, on one GPU: the plain product and the pass take less;
 - modelled: they take less by more than 5 %, which is what the cost model does not tell apart.
