@@ -172,7 +172,7 @@ def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
     names = list(function.arg_names)
     constants: dict[str, int | str | bool | None]
     if isinstance(spec, PassSpec):
-        boxes, constants, divisible = {}, {"BLOCK": spec.config.block}, passes.divisibility(spec)
+        boxes, constants, divisible = {}, {**passes.constants(spec)}, passes.divisibility(spec)
         warps, stages = spec.config.num_warps, 1
     else:
         boxes, constants, divisible = abi.boxes(spec), abi.constants(spec, sm), abi.divisibility(spec)

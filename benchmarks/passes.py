@@ -49,7 +49,8 @@ class OtherBlock(PassSpec):
 def calls(T: int, H: int, width: int, top_k: int, E: int) -> Iterator[tuple[Pass, Callable[[], Any], int]]:
     """(pass, the call, the bytes that it moves at least)."""
     M = T * top_k
-    x, index = method.activations(T, H, torch.bfloat16), torch.randperm(M, device="cuda")
+    x = method.activations(T, H, torch.bfloat16)
+    index = torch.rand(T, E, device="cuda").topk(top_k, 1).indices.reshape(-1).sort(stable=True).indices  # by expert
     h, da, y = (method.activations(M, columns, torch.bfloat16) for columns in (2 * width, width, H))
     weights = torch.rand(M, device="cuda")
     bounds = torch.full((1,), M, device="cuda", dtype=torch.int32)

@@ -1,8 +1,8 @@
 """The activation between the two GEMMs of an MoE layer, and its gradient: rows in, rows out, whatever their number.
 
 Which activation, with a gate or without, and how gate and up lie are chosen at run time by ``flags`` (see
-kernels/passes.py): a pass over memory does not feel a branch that all of it takes. Arithmetic is in fp32 and each
-result is rounded once.
+kernels/passes.py): a pass over memory does not feel a branch that all of it takes. (It does feel arithmetic: see
+``_value``.) Arithmetic is in fp32 and each result is rounded once.
 """
 
 from __future__ import annotations
@@ -50,16 +50,43 @@ def _act(g, flags):
 
 
 @triton.jit
-def _gate_and_up(h, columns, first, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Gate and up of one row's columns [first, first + BLOCK), in fp32; without a gate h itself and ones."""
-    col = first + tl.arange(0, BLOCK)
+def _value(g, flags):
+    """act(g) alone, each in a branch without anything of the others.
+
+    By ``_act`` the pass takes up to 1.2 x as long (benchmarks/results/trials/passes.json).
+    """
+    kind = flags & _KIND
+    if kind == _RELU2:
+        positive = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        act = positive * positive
+    elif kind == _GELU:
+        act = g * (0.5 * (1.0 + tl.erf(g * 0.7071067811865476)))
+    elif kind == _GELU_TANH:
+        act = g * tl.sigmoid(g * (1.5957691216057308 + 0.07135481627155 * g * g))
+    elif kind == _SWIGLU_OAI:
+        act = g * tl.sigmoid(1.702 * g)
+    else:
+        act = g * tl.sigmoid(g)
+    return act
+
+
+@triton.jit
+def _gate_and_up(h, at, inside, columns, first, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Gate and up of rows' columns [first, first + BLOCK), in fp32; without a gate h itself and ones.
+
+    ``at`` says where the rows begin in h, ``inside`` which of them there are.
+    """
     if INTERLEAVED:
         both = 2 * first + tl.arange(0, 2 * BLOCK)
-        pair = tl.load(h + both, mask=both < 2 * columns, other=0.0)
-        gate, up = tl.split(tl.reshape(pair, (BLOCK, 2)))
+        wide = inside[:, None] & (both < 2 * columns)[None, :]
+        pair = tl.load(h + at[:, None] + both[None, :], mask=wide, other=0.0)
+        gate, up = tl.split(tl.reshape(pair, (pair.shape[0], BLOCK, 2)))
     else:
-        gate = tl.load(h + col, mask=col < columns, other=0.0)
-        up = tl.load(h + columns + col, mask=(col < columns) & ((flags & _GATED) != 0), other=1.0)
+        col = first + tl.arange(0, BLOCK)
+        mask = inside[:, None] & (col < columns)[None, :]
+        place = h + at[:, None] + col[None, :]
+        gate = tl.load(place, mask=mask, other=0.0)
+        up = tl.load(place + columns, mask=mask & ((flags & _GATED) != 0), other=1.0)
     return gate.to(tl.float32), up.to(tl.float32)
 
 
@@ -89,63 +116,66 @@ def _end_of(used, M, flags):
 
 
 @triton.jit
-def _forward(h, a, columns, first, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    gate, up = _gate_and_up(h, columns, first, flags, BLOCK, INTERLEAVED)
-    gate, up, _limit = _limited(gate, up, flags)
-    act, _slope = _act(gate, flags)
-    col = first + tl.arange(0, BLOCK)
-    tl.store(a + col, (act * up).to(a.dtype.element_ty), mask=col < columns)
-
-
-@triton.jit
-def activation(h, a, used, M, columns, flags, BLOCK: tl.constexpr):
+def activation(h, a, used, M, columns, flags, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """a[i] = act(gate of h[i]) * up of h[i]; without a gate act(h[i]).
 
     h [M, 2*columns] (or [M, columns]), a [M, columns], rows dense; ``used`` int32 [1]: rows from there on are left as
-    they are. One program for BLOCK columns of a row.
+    they are. One program for BLOCK columns of ROWS rows.
     """
     blocks = tl.cdiv(columns, BLOCK)
-    row = tl.program_id(0) // blocks
+    row = tl.program_id(0).to(tl.int64) // blocks * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(0) % blocks * BLOCK
-    if row < _end_of(used, M, flags):
-        h += row.to(tl.int64) * _row_of(flags, columns)
-        a += row.to(tl.int64) * columns
-        if (flags & _INTERLEAVED) != 0:
-            _forward(h, a, columns, first, flags, BLOCK, True)
-        else:
-            _forward(h, a, columns, first, flags, BLOCK, False)
+    inside = row < _end_of(used, M, flags)
+    of_h = row * _row_of(flags, columns)
+    if (flags & _INTERLEAVED) != 0:
+        gate, up = _gate_and_up(h, of_h, inside, columns, first, flags, BLOCK, True)
+    else:
+        gate, up = _gate_and_up(h, of_h, inside, columns, first, flags, BLOCK, False)
+    if (flags & _KIND) == _SWIGLU_OAI:
+        gate, up, _limit = _limited(gate, up, flags)
+    col = first + tl.arange(0, BLOCK)
+    mask = inside[:, None] & (col < columns)[None, :]
+    result = (_value(gate, flags) * up).to(a.dtype.element_ty)
+    tl.store(a + (row * columns)[:, None] + col[None, :], result, mask=mask)
 
 
 @triton.jit
-def _backward(h, da, row_weight, dh, a, columns, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _backward(
+    h, da, row_weights, flat, dh, a, row, inside, columns, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
     """One row's dh and a, and its routing weight's gradient: dot(da, act(h)).
 
-    The weight is loaded after the rows: its place comes from memory too, and nothing should wait for that.
+    The weight is loaded after the row: its place comes from memory too, and nothing should wait for that.
     """
-    sums = tl.zeros((BLOCK,), tl.float32)
+    sums = tl.zeros((row.shape[0], BLOCK), tl.float32)
+    of_h = row * _row_of(flags, columns)
+    of_a = row * columns
     for first in tl.range(0, columns, BLOCK):
         col = first + tl.arange(0, BLOCK)
-        inside = col < columns
-        gate, up = _gate_and_up(h, columns, first, flags, BLOCK, INTERLEAVED)
-        d = tl.load(da + col, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(row_weight, mask=(flags & _WEIGHTED) != 0, other=1.0)
+        mask = inside[:, None] & (col < columns)[None, :]
+        place = of_a[:, None] + col[None, :]
+        gate, up = _gate_and_up(h, of_h, inside, columns, first, flags, BLOCK, INTERLEAVED)
+        d = tl.load(da + place, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(row_weights + flat, mask=inside & ((flags & _WEIGHTED) != 0), other=1.0)[:, None]
         kept_gate, kept_up, limit = _limited(gate, up, flags)
         act, slope = _act(kept_gate, flags)
         whole = act * kept_up
-        sums += tl.where(inside, d * whole, 0.0)
-        tl.store(a + col, (scale * whole).to(a.dtype.element_ty), mask=inside & ((flags & _WRITES_A) != 0))
+        sums += tl.where(mask, d * whole, 0.0)
+        tl.store(a + place, (scale * whole).to(a.dtype.element_ty), mask=mask & ((flags & _WRITES_A) != 0))
         d *= scale
         dgate = tl.where(gate > limit, 0.0, d * kept_up * slope).to(dh.dtype.element_ty)
         dup = tl.where(tl.abs(up) > limit, 0.0, d * act).to(dh.dtype.element_ty)
         writes = (flags & _WRITES_DH) != 0
         if INTERLEAVED:
             both = 2 * first + tl.arange(0, 2 * BLOCK)
-            pair = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
-            tl.store(dh + both, pair, mask=(both < 2 * columns) & writes)
+            pair = tl.reshape(tl.join(dgate, dup), (row.shape[0], 2 * BLOCK))
+            wide = inside[:, None] & (both < 2 * columns)[None, :]
+            tl.store(dh + of_h[:, None] + both[None, :], pair, mask=wide & writes)
         else:
-            tl.store(dh + col, dgate, mask=inside & writes)
-            tl.store(dh + columns + col, dup, mask=inside & writes & ((flags & _GATED) != 0))
-    return tl.sum(sums, 0)
+            at = dh + of_h[:, None] + col[None, :]
+            tl.store(at, dgate, mask=mask & writes)
+            tl.store(at + columns, dup, mask=mask & writes & ((flags & _GATED) != 0))
+    return tl.sum(sums, 1)
 
 
 @triton.jit
@@ -159,21 +189,15 @@ def activation_grad(
     ``flags`` ask for is written. Of rows from ``used`` on nothing is read or written, but dweights, a zero.
     One program a row, which adds its columns up in a fixed order.
     """
-    row = tl.program_id(0)
-    at = row.to(tl.int64)
-    flat = at
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    flat = row
     if (flags & (_WEIGHTED | _WRITES_DWEIGHTS)) != 0:
-        flat = tl.load(index + at * index_step).to(tl.int64)
-    dot = 0.0
-    if row < _end_of(used, M, flags):
-        row_weight = row_weights + flat
-        h += at * _row_of(flags, columns)
-        dh += at * _row_of(flags, columns)
-        da += at * columns
-        a += at * columns
-        if (flags & _INTERLEAVED) != 0:
-            dot = _backward(h, da, row_weight, dh, a, columns, flags, BLOCK, True)
+        flat = tl.load(index + row * index_step).to(tl.int64)
+    dot = tl.zeros((1,), tl.float32)
+    end = _end_of(used, M, flags)
+    if tl.program_id(0) < end:
+        if (flags & _INTERLEAVED) != 0:  # (each whole: with the two in one loop it takes 1.1 x as long)
+            dot = _backward(h, da, row_weights, flat, dh, a, row, row < end, columns, flags, BLOCK, True)
         else:
-            dot = _backward(h, da, row_weight, dh, a, columns, flags, BLOCK, False)
-    if (flags & _WRITES_DWEIGHTS) != 0:
-        tl.store(dweights + flat, dot)
+            dot = _backward(h, da, row_weights, flat, dh, a, row, row < end, columns, flags, BLOCK, False)
+    tl.store(dweights + flat, dot, mask=(row < M) & ((flags & _WRITES_DWEIGHTS) != 0))

@@ -33,6 +33,12 @@ WEIGHTED = 64
 WRITES_DH = 128
 WRITES_A = 256
 WRITES_DWEIGHTS = 512
+# The two launches of GATHER that read each row of x once, which code of revision BY_TOKEN_REVISION has; see
+# kernels/tokens.py, which has the same values.
+NOTES = 1024
+BY_TOKEN = 2048
+NOTED_ROWS = 256  # that a program looks at
+BY_TOKEN_REVISION = 2
 # What a launch of SORT_SLOTS does; kernels/slots.py has the same values.
 COUNTS = 1
 ADDS = 2  # a program for SORTED_EXPERTS
@@ -55,9 +61,13 @@ _ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Pass.SORT_SLOTS: (("ids", "experts", "order", "bounds", "m_sizes", "counts"), ("M", "E", "ids_step", "flags")),
 }  # fmt: skip
 _ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out")
-_WARPS = 4
-# Of a row, what one thread has at once: twice that of h, and combine has 8 rows under way.
-_THREAD_BYTES = {Pass.GATHER: 32, Pass.ACTIVATION: 16, Pass.ACTIVATION_GRAD: 8, Pass.COMBINE: 8, Pass.CLEAR: 32}
+# Bytes of a row that one thread has at once (of h's gate alone, of combine's rows of 8), and the warps of a program.
+_THREADS = {
+    Pass.GATHER: (32, 4), Pass.ACTIVATION: (16, 4), Pass.ACTIVATION_GRAD: (8, 2), Pass.COMBINE: (8, 4),
+    Pass.CLEAR: (32, 4),
+}  # fmt: skip
+ACTIVATION_ROWS = 4  # that a program of ACTIVATION does side by side, from this revision on
+ACTIVATION_ROWS_REVISION = 2
 MOST_EXPERTS = 65536  # what a variant's record says: any number
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
@@ -110,7 +120,9 @@ class PassSpec(NamedTuple):
         """The columns that all threads have at once; of SORT_SLOTS one slot a thread."""
         if self.op is Pass.SORT_SLOTS:
             return Block(256, 8)
-        return Block(32 * _WARPS * _THREAD_BYTES[self.op] // self.dtype.itemsize, _WARPS)
+        thread_bytes, warps = _THREADS[self.op]
+        rows = rows_at_once(self.op, ACTIVATION_ROWS_REVISION)
+        return Block(32 * warps * thread_bytes // self.dtype.itemsize // rows, warps)
 
     @property
     def layout(self) -> Layout:
@@ -168,6 +180,21 @@ def divisibility(spec: PassSpec) -> dict[str, int]:
     return rows | {"columns": spec.alignment // spec.dtype.itemsize}
 
 
-def programs(op: Pass, M: int, columns: int, block: int) -> int:
-    """The grid: one program a row, or for each block of its columns. Callers of SORT_SLOTS and CLEAR say it, as M."""
-    return M if op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS, Pass.CLEAR) else M * -(-columns // block)
+def constants(spec: PassSpec) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    rows = {"ROWS": ACTIVATION_ROWS} if spec.op is Pass.ACTIVATION else {}
+    return {"BLOCK": spec.config.block} | rows
+
+
+def rows_at_once(op: Pass, revision: int) -> int:
+    """The rows that a program does side by side."""
+    return ACTIVATION_ROWS if op is Pass.ACTIVATION and revision >= ACTIVATION_ROWS_REVISION else 1
+
+
+def programs(op: Pass, M: int, columns: int, block: int, rows: int = 1) -> int:
+    """The grid: one program for ``rows`` rows, or for each block of their columns.
+
+    Callers of SORT_SLOTS and CLEAR, and of GATHER in two launches, say it, as M.
+    """
+    by_row = op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS, Pass.CLEAR)
+    return -(-M // rows) * (1 if by_row else -(-columns // block))

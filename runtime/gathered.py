@@ -20,7 +20,6 @@ caller names, and rows of x that are not dense or not aligned.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
@@ -30,8 +29,8 @@ from ..artifacts.errors import BundleError
 from ..artifacts.types import Fusion, Gpu, Pass, Problem, Source, bucket_of
 from ..kernels import chips
 from ..kernels.abi import code_of, gemm_of
-from ..kernels.passes import USED, dtype_of
-from . import passkernels, rivals
+from ..kernels.passes import PassSpec, dtype_of
+from . import passkernels, rivals, rowgather
 from .candidates import Candidate, why_not
 from .device import LocalGpu, allocator, local_gpu
 from .discover import Rejected, Snapshot
@@ -39,16 +38,15 @@ from .launch import LoadedKernel
 from .launcher import Launcher
 from .loading import loaded
 
-# The pass's time: within 10 % of every gather at 1024 tokens and more in benchmarks/results/passes-h200.json (0.94 to
-# 1.09 of it; with fewer tokens a few us are all that it takes, and the file says up to 2.3 us more).
-_FIXED_US = 3.6
-_TRAFFIC_TIMES = 1.6  # the time in which the memory, at its published rate, moves the bytes once
+# The pass's time: within 10 % of every gather at 1024 tokens and more in benchmarks/results/passes-h200.json (of fewer
+# tokens a few us are all that it takes, and the file says up to 2.3 us more). The multiple is of the time in which the
+# memory, at its published rate, moves the bytes once.
+_FIXED_US, _TRAFFIC_TIMES = 3.7, 1.6
+_BY_TOKEN_FIXED_US, _BY_TOKEN_TRAFFIC_TIMES = 6.5, 1.34  # where each row of x is read once (rowgather.py)
 _INDEX_BYTES = 8
 CHECK_US = 4.0  # bringing an index that nobody vouches for into range: one launch
 MARGIN = 1.05  # of modelled times
 _INDEXED = 1.05  # what an index costs the plain product
-
-_Gather: TypeAlias = Callable[[int, int, tuple[int, ...], tuple[int, ...]], None]
 
 
 class Verdict(NamedTuple):
@@ -63,18 +61,19 @@ class Verdict(NamedTuple):
 
 
 class GatherFirst:
-    """Launches the pass and then the product of its rows: called as a ``Launcher`` is, with two addresses more.
+    """Launches the pass and then the product of its rows: called as a ``Launcher`` is, with three numbers more.
 
-    ``index_in_range`` is read by the pass, and unlike ``index`` has no entry that x has no row for; 0 says that index
-    is such. At ``used`` stands how many rows belong to an expert, the others are not gathered; 0 for all of them.
+    The address ``index_in_range`` is read by the pass, and unlike ``index`` has no entry that x has no row for; 0 says
+    that index is such. At the address ``used`` stands how many rows belong to an expert, the others are not gathered; 0
+    for all of them. ``slots`` is the number of x's rows times the divisor.
     The scratch is torch's, of its current stream, which ``stream`` has to be: in a graph capture, of the graph's pool.
     """
 
     __slots__ = ("_columns", "_divisor", "_dtype", "_empty", "_gather", "_indexed", "_product", "_step", "zeroes")
 
     def __init__(
-        self, gather: _Gather, product: Launcher, like: torch.Tensor, columns: int, divisor: int, index_step: int,
-        fusion: Fusion,
+        self, gather: rowgather.Gather, product: Launcher, like: torch.Tensor, columns: int, divisor: int,
+        index_step: int, fusion: Fusion,
     ) -> None:  # fmt: skip
         self._gather, self._product = gather, product
         self._empty, self._dtype, self._columns = allocator(like.device), like.dtype, columns
@@ -85,13 +84,15 @@ class GatherFirst:
     def __call__(
         self, first: int, second: int, result: int, m_sizes: int, stride_a: int, stride_b: int, M: int, stream: int,
         index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, index_in_range: int = 0, used: int = 0,
+        slots: int = 0,
     ) -> None:  # fmt: skip
         K = self._columns
         scratch = self._empty((M, K), (K, 1), self._dtype)
         at = scratch.data_ptr()
-        self._gather(
-            M, K, (first, index_in_range or index, used, at), (M, K, self._divisor, self._step, USED if used else 0)
-        )
+        rowgather.gather(
+            self._gather, self._empty, first, index_in_range or index, used, at,
+            M=M, columns=K, itemsize=self._dtype.itemsize, slots=slots, top_k=self._divisor, index_step=self._step,
+        )  # fmt: skip
         moved: tuple[int, ...] = ()
         if self._indexed:
             picks = self._indexed & (Fusion.SCATTER | Fusion.WEIGHT)
@@ -172,24 +173,28 @@ def pass_us_for(
     gpu = local.gpu if ran.gpu is None else ran.gpu
     if not top_k or not aligned:
         return "rows are gathered on load: the pass is for dense, aligned rows"
-    gather_us = pass_us(bucket, gemm_of(problem).reduction, problem.dtype.itemsize, top_k, gpu)
-    if gather_us is None:
-        return "rows are gathered on load: the memory's rate of this GPU is not known"
-    if not passkernels.ranked(snapshot, Pass.GATHER, dtype_of(problem.dtype), local, aligned=True):
+    dtype = dtype_of(problem.dtype)
+    found = passkernels.ranked(snapshot, Pass.GATHER, dtype, local, aligned=True)
+    if not found:
         return "rows are gathered on load: no usable bundle has the pass that gathers them"
-    return gather_us
+    usable, index = found[0]
+    revision = dict(snapshot.variants(usable.bundle, PassSpec(Pass.GATHER, dtype)))[index].revision
+    gather_us = pass_us(bucket, gemm_of(problem).reduction, problem.dtype.itemsize, top_k, gpu, revision)
+    return "rows are gathered on load: the memory's rate of this GPU is not known" if gather_us is None else gather_us
 
 
-def pass_us(M: int, K: int, itemsize: int, top_k: int, gpu: Gpu) -> float | None:
+def pass_us(M: int, K: int, itemsize: int, top_k: int, gpu: Gpu, revision: int) -> float | None:
     """What the pass takes for M rows of K elements, in us; None for a GPU whose memory's rate is not known.
 
-    It reads the index, M/top_k rows of x from memory and again from L2, and writes M rows.
+    It reads the index and M/top_k rows of x, and writes M rows.
     """
     chip = chips.chip_named(gpu.name)
     if chip is None:
         return None
     moved_bytes = (M + M / top_k) * K * itemsize + _INDEX_BYTES * M
-    return _FIXED_US + _TRAFFIC_TIMES * moved_bytes / chip.bandwidth_gbs * 1e-3
+    once = rowgather.by_token(revision, M, K * itemsize, M, top_k)
+    fixed_us, times = (_BY_TOKEN_FIXED_US, _BY_TOKEN_TRAFFIC_TIMES) if once else (_FIXED_US, _TRAFFIC_TIMES)
+    return fixed_us + times * moved_bytes / chip.bandwidth_gbs * 1e-3
 
 
 def _indexed(

@@ -66,7 +66,7 @@ class Plan:
         if self._gated is not None and not keeps_h:
             self._gated(
                 x.data_ptr(), gate_up.data_ptr(), a.data_ptr(), at_sizes, self._stride_x, I, M, stream,
-                at_index, 0, 0, M, *((0, passes.used(bounds)[0]) if self._gathers[1] else ()),
+                at_index, 0, 0, M, *((0, passes.used(bounds)[0], M) if self._gathers[1] else ()),
             )  # fmt: skip
         else:
             h = empty((M, wide), (wide, 1), dtype)
@@ -74,7 +74,7 @@ class Plan:
             self._first(
                 x.data_ptr(), gate_up.data_ptr(), h.data_ptr(), at_sizes, self._stride_x, wide, M, stream,
                 at_index, 0, 0 if gate_up_bias is None else gate_up_bias.data_ptr(), M,
-                *((0, used) if self._gathers[0] else ()),
+                *((0, used, M) if self._gathers[0] else ()),
             )  # fmt: skip
             self._activation(M, I, (h.data_ptr(), a.data_ptr(), used), (M, I, self._act | flag))
         y = empty((M, H), (H, 1), dtype)

@@ -14,7 +14,7 @@ import torch
 from ..artifacts.errors import BundleError, InputError
 from ..artifacts.types import DType, Pass
 from ..kernels import abi
-from ..kernels.passes import USED, Block, programs
+from ..kernels.passes import USED, Block, programs, rows_at_once
 from . import discover, driver, products
 from .device import current_stream, local_gpu, platform_supported
 from .discover import Snapshot
@@ -45,9 +45,11 @@ class PassLauncher:
         "_op",
         "_pack",
         "_pointers",
+        "_rows",
         "_size",
         "block",
         "most_experts",
+        "revision",
     )
 
     def __init__(self, kernel: LoadedKernel, op: Pass) -> None:
@@ -57,7 +59,9 @@ class PassLauncher:
         self._pack, self._size = packed.pack_into, packed.size
         self._pointers = len(kinds)
         self.most_experts = variant.max_experts
-        self._kernel, self._op, self.block = kernel, op, Block.from_pairs(variant.config).block
+        block = Block.from_pairs(variant.config)
+        self._kernel, self._op, self.block = kernel, op, block.block
+        self.revision, self._rows = variant.revision, rows_at_once(op, variant.revision)
         self._fixed = (1, 1, function.threads, 1, 1, function.shared_bytes)
         self._launch, self._handle = driver.launch_kernel(), driver.argument(function.handle)
         self._free = [self._new()]
@@ -72,7 +76,7 @@ class PassLauncher:
         CudaError
             where the driver refuses the launch.
         """
-        grid = programs(self._op, rows, columns, self.block)
+        grid = programs(self._op, rows, columns, self.block, self._rows)
         if grid > _MOST_PROGRAMS:
             raise InputError(f"{rows} rows of {columns} columns make {grid} programs, the most is 2^31 - 1: split them")
         function = self._kernel.function

@@ -104,7 +104,7 @@ class Plan:
             )  # fmt: skip
             if self._gathers is not None and index is not None:
                 checked = in_range(index, *self._gathers)  # (kept until it is launched)
-                moved += (checked.data_ptr(), 0)
+                moved += (checked.data_ptr(), 0, self._gathers[0] * self._gathers[1])
         self._launch(
             x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), *self._strides, self._stream(self._device),
             *moved,

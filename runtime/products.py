@@ -211,7 +211,7 @@ def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
     checked = None
     if isinstance(launch, GatherFirst):
         checked = index_in_range(call)
-        moved += (_address(checked), used_rows(call))
+        moved += (_address(checked), used_rows(call), call.x.shape[0] * call.gather_divisor)
     launch(
         x.data_ptr(), w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
         row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), call.M, stream_of(x.get_device()), *moved,
@@ -260,7 +260,7 @@ def gated_rows(call: Rows) -> torch.Tensor | None:
         checked = None
         if isinstance(launch, GatherFirst):
             checked = index_in_range(call)
-            moved += (_address(checked), used_rows(call))
+            moved += (_address(checked), used_rows(call), call.x.shape[0] * call.gather_divisor)
         launch(
             x.data_ptr(), w.data_ptr(), a.data_ptr(), call.m_sizes.data_ptr(), row_stride(x, x.shape[1]), I,
             call.M, stream_of(x.get_device()), *moved,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.types import Pass
-from . import passes
-from .device import on
+from . import passes, rowgather
+from .device import allocator, on
 
 
 def gather(x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tensor | None = None) -> torch.Tensor:
@@ -21,9 +21,11 @@ def gather(x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tenso
         return x.index_select(0, index // top_k if top_k > 1 else index)
     with on(x.get_device()):
         out = x.new_empty((M, H))
-        address, flags = passes.used(bounds)
-        step = 2 if index.dtype is torch.int64 else 1
-        launch(M, H, (x.data_ptr(), index.data_ptr(), address, out.data_ptr()), (M, H, top_k, step, flags))
+        rowgather.gather(
+            launch, allocator(x.device), x.data_ptr(), index.data_ptr(), passes.used(bounds)[0], out.data_ptr(),
+            M=M, columns=H, itemsize=x.element_size(), slots=x.shape[0] * top_k, top_k=top_k,
+            index_step=2 if index.dtype is torch.int64 else 1,
+        )  # fmt: skip
     return out
 
 

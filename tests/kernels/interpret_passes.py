@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from pretuned.artifacts.types import Pass
+from pretuned.artifacts.types import DType, Pass
 from pretuned.kernels import activation, clear, passes, reference, slots, tokens
+from pretuned.kernels.revisions import REVISIONS
 from pretuned.runtime.activation import Activation, by_torch
 
 GUARD = 3.0  # what a result holds where the kernel must not write
@@ -24,9 +25,11 @@ def run(case: dict[str, Any]) -> list[str]:
 
 def launch(op: Pass, case: dict[str, Any], values: dict[str, Any]) -> None:
     kernel = getattr(tokens, op.value, None) or getattr(activation, op.value)
-    grid = passes.programs(op, case["M"], case["columns"], case["block"])
-    values |= {"M": case["M"], "columns": case["columns"]}
-    kernel[(grid,)](*(values[name] for name, _ in passes.arguments(op)), BLOCK=case["block"])
+    rows = passes.rows_at_once(op, REVISIONS[op.value].revision)
+    grid = values.pop("grid", passes.programs(op, case["M"], case["columns"], case["block"], rows))
+    values = {"M": case["M"], "columns": case["columns"]} | values
+    constants = passes.constants(passes.PassSpec(op, DType.BF16)) | {"BLOCK": case["block"]}
+    kernel[(grid,)](*(values[name] for name, _ in passes.arguments(op)), **constants)
 
 
 def run_activation(case: dict[str, Any]) -> list[str]:
@@ -72,15 +75,28 @@ def run_activation(case: dict[str, Any]) -> list[str]:
 
 
 def run_gather(case: dict[str, Any]) -> list[str]:
+    """A row a program, or ``by_token``: of a permutation, or with as many ``repeated`` entries of the index."""
     T, M, columns, top_k, used = case["M"], case["M"] * case["top_k"], case["columns"], case["top_k"], case["used"]
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[case["dtype"]]
     g = torch.Generator().manual_seed(case["seed"])
     x, out = torch.randn(T, columns, generator=g).to(dtype), torch.full((M + 1, columns), GUARD, dtype=dtype)
     index = torch.randperm(M, generator=g).to(torch.int64 if case["wide"] else torch.int32)
+    index[: case["repeated"]] = index[-1]
+    end = M if used is None else min(used, M)
     given = {"x": x, "index": index.view(torch.int32), "used": torch.tensor([used or 0], dtype=torch.int32), "out": out}
-    flags = {"index_step": 2 if case["wide"] else 1, "flags": 0 if used is None else passes.USED, "top_k": top_k}
-    launch(Pass.GATHER, case | {"M": M}, given | flags)
-    return compared("out", out, x[index.long() // top_k].double(), M if used is None else min(used, M), dtype)
+    given |= {"index_step": 2 if case["wide"] else 1, "flags": 0 if used is None else passes.USED, "top_k": top_k}
+    case = case | {"M": M}
+    if case["by_token"]:
+        noted = torch.randint(-3, M + 3, (2 + M,), generator=g, dtype=torch.int32)  # what stands in fresh memory
+        noted[-1] = int(GUARD)
+        looks = -(-M // passes.NOTED_ROWS)
+        notes = {"out": noted, "top_k": M, "flags": given["flags"] | passes.NOTES, "grid": looks}
+        launch(Pass.GATHER, case, given | notes)
+        given |= {"used": noted, "flags": passes.BY_TOKEN, "grid": T + looks}
+        if noted[0] != end or noted[-1] != GUARD:
+            return [f"notes: {noted[0]} rows, wanted {end}, and past the end {noted[-1]}"]
+    launch(Pass.GATHER, case, given)
+    return compared("out", out, x[index.long() // top_k].double(), end, dtype)
 
 
 def run_sort(case: dict[str, Any]) -> list[str]:

@@ -33,7 +33,7 @@ def case(**changes: object) -> dict[str, object]:
     base: dict[str, object] = {
         "pass": "activation_grad", "M": 7, "columns": 40, "block": 16, "dtype": "fp32", "activation": "silu",
         "gated": True, "interleaved": False, "used": None, "weighted": False, "writes": ALL, "wide": True,
-        "top_k": 2, "seed": 0,
+        "top_k": 2, "seed": 0, "by_token": False, "repeated": 0,
     }  # fmt: skip
     return base | changes
 
@@ -63,6 +63,16 @@ CASES = {
     "gather": case(**{"pass": "gather"}),
     "gather, int32, some rows": case(**{"pass": "gather"}, wide=False, used=9, top_k=3, dtype="fp16"),
     "gather, one slot": case(**{"pass": "gather"}, top_k=1, columns=5),
+} | {
+    f"gather by token, {k} slots, {used} used, {repeated} repeated{', int64' if wide else ''}": case(
+        **{"pass": "gather"}, by_token=True, M=M, top_k=k, used=used, repeated=repeated, wide=wide, columns=columns
+    )
+    for M, k, used, repeated, columns in [
+        (7, 2, None, 0, 40), (7, 1, 5, 0, 16), (5, 3, 9, 4, 5), (3, 11, None, 33, 40), (200, 8, 1500, 0, 3),
+        (200, 3, None, 290, 3), (7, 2, 0, 0, 40), (4, 8, 99, 9, 17), (9, 9, 40, 2, 16),
+    ]
+    for wide in (False, True)
+} | {
     "combine": case(**{"pass": "combine"}),
     "combine, one slot": case(**{"pass": "combine"}, top_k=1),
     "combine, many slots": case(**{"pass": "combine"}, top_k=11, dtype="fp16"),
@@ -118,6 +128,7 @@ def test_random_shapes() -> None:
                 **{"pass": rng.choice(which)}, M=M, seed=seed, activation=name,
                 gated=gated, interleaved=interleaved, columns=rng.choice([1, 3, 16, 17, 63, 64]),
                 block=rng.choice([16, 64]), used=rng.choice([None, *range(M + 2)]), weighted=rng.random() < 0.5,
+                by_token=rng.random() < 0.5, repeated=rng.choice([0, 0, 1, 3]),
                 wide=rng.random() < 0.5, writes=[one for one in ALL if rng.random() < 0.7],
                 dtype=rng.choice(["fp32", "fp16"]), top_k=rng.choice([1, 3, 8, 9]), rows=rng.choice([1, 9, 64, 70]),
                 E=rng.choice([1, 5, 20]), index_end=rng.choice([0, 1]), most=rng.choice([0, 1, 9]),
@@ -137,7 +148,9 @@ def test_the_kernels_have_the_flags_of_the_contract() -> None:
         assert getattr(slots, f"_{name}").value == getattr(passes, name)
     assert slots._COLUMNS.value == passes.SORTED_EXPERTS
     assert slots._BINS.value == passes.MOST_SORTED_EXPERTS
-    assert tokens._USED.value == passes.USED
+    for name in ("USED", "NOTES", "BY_TOKEN"):
+        assert getattr(tokens, f"_{name}").value == getattr(passes, name)
+    assert tokens._ROWS.value == passes.NOTED_ROWS
     for number, name in enumerate(passes.KINDS):
         if name != "silu":
             assert getattr(activation, f"_{name.upper()}").value == number
@@ -152,7 +165,18 @@ def test_the_kernels_take_the_arguments_of_the_contract(op: Pass) -> None:
     from pretuned.kernels import activation, clear, slots, tokens
 
     kernel = next(getattr(one, op.value) for one in (activation, clear, slots, tokens) if hasattr(one, op.value))
-    assert [*(name for name, _ in passes.arguments(op)), "BLOCK"] == list(kernel.arg_names)
+    constants = passes.constants(passes.PassSpec(op, DType.BF16))
+    assert [*(name for name, _ in passes.arguments(op)), *constants] == list(kernel.arg_names)
+
+
+def test_a_program_of_the_activation_has_lanes_for_four_rows() -> None:
+    """256 columns of four rows, in bf16: 768 columns leave no lane idle."""
+    spec = passes.PassSpec(Pass.ACTIVATION, DType.BF16)
+    assert (spec.config.block, spec.config.num_warps, passes.constants(spec)["ROWS"]) == (256, 4, 4)
+    for revision, rows in ((1, 1), (2, 4)):
+        assert passes.rows_at_once(Pass.ACTIVATION, revision) == rows
+        assert passes.rows_at_once(Pass.ACTIVATION_GRAD, revision) == 1
+        assert passes.programs(Pass.ACTIVATION, 9, 768, 256, rows) == 3 * -(-9 // rows)
 
 
 def test_which_passes_go_with_which_gemms() -> None:

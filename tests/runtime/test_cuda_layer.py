@@ -10,7 +10,7 @@ import torch
 
 from pretuned.artifacts.types import DType, Pass
 from pretuned.kernels.passes import KINDS
-from pretuned.runtime import activation, clearing, grouped_gemm, moe_mlp, passes, slots, sort_routing, tokens
+from pretuned.runtime import activation, clearing, grouped_gemm, moe_mlp, passes, rowgather, slots, sort_routing, tokens
 from pretuned.runtime.activation import Activation, Needs, by_torch
 
 pytestmark = [
@@ -86,16 +86,33 @@ def test_combine(dtype: torch.dtype, columns: int, top_k: int) -> None:
     near(tokens.combine(y, experts, top_k, E, launch), want, MOST[dtype])
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 8])
+@pytest.mark.parametrize("least_bytes", [0, 1 << 40])
+@pytest.mark.parametrize("top_k", [1, 3, 8, 10])
 @pytest.mark.parametrize("columns", [2048, 768, 33])
 @pytest.mark.parametrize("dtype", list(MOST), ids=str)
-def test_gather(dtype: torch.dtype, columns: int, top_k: int) -> None:
+def test_gather(
+    dtype: torch.dtype, columns: int, top_k: int, least_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row a program, and each token's row once for all its slots: also those of which the index has several."""
     demand(Pass.GATHER, dtype, columns)
-    T, end = 123, 100
+    monkeypatch.setattr(rowgather, "LEAST_BYTES", least_bytes)
+    T, end = 1230, 1000
     x, index = random(T, columns, dtype=dtype), torch.randperm(T * top_k, device="cuda")
     bounds = torch.tensor([0, end], device="cuda", dtype=torch.int32)
+    for repeated in (0, 300, 900):
+        index[:repeated] = index[-1]
+        assert torch.equal(tokens.gather(x, index, top_k), x[index // top_k])
+        assert torch.equal(tokens.gather(x, index.int(), top_k, bounds)[:end], x[index // top_k][:end])
+
+
+def test_a_large_gather_reads_each_token_once() -> None:
+    T, columns, top_k = 8192, 4096, 4
+    launch = passes.for_rows(Pass.GATHER, columns, T * top_k, random(1, columns, dtype=torch.bfloat16))
+    if launch is None:
+        pytest.skip("no bundle here has the pass")
+    assert rowgather.by_token(launch.revision, T * top_k, 2 * columns, T * top_k, top_k)
+    x, index = random(T, columns, dtype=torch.bfloat16), torch.randperm(T * top_k, device="cuda")
     assert torch.equal(tokens.gather(x, index, top_k), x[index // top_k])
-    assert torch.equal(tokens.gather(x, index.int(), top_k, bounds)[:end], x[index // top_k][:end])
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)

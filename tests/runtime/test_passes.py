@@ -113,8 +113,9 @@ def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path:
     assert sorted(index for _, index in tf32) == list(range(first, end))
 
 
+@pytest.mark.parametrize("revision", [1, 2])
 @pytest.mark.parametrize("op", Pass)
-def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_gets_every_argument_and_the_grid(op: Pass, revision: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = words.arguments(op)
     pointers = tuple(1000 + i for i, (_, kind) in enumerate(kinds) if kind == "ptr")
     rows, columns = 70, 3000
@@ -138,14 +139,16 @@ def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pyte
     monkeypatch.setattr(passes.driver, "launch_kernel", lambda: launch)
     monkeypatch.setattr(passes.driver, "argument", lambda address: ctypes.c_void_p(address))
     monkeypatch.setattr(passes, "current_stream", lambda device: 77 + device)
-    kernel = LoadedKernel(record(op), Function(5, 6, 2, 256, 4096, 8), 132)
+    kernel = LoadedKernel(record(op, revision=revision), Function(5, 6, 2, 256, 4096, 8), 132)
     launcher = passes.PassLauncher(kernel, op)
     for _ in range(2):
         launcher(rows, columns, pointers, numbers)
     block = Block.from_pairs(kernel.variant.config).block
-    grid = words.programs(op, rows, columns, block)
+    side_by_side = 4 if op is Pass.ACTIVATION and revision == 2 else 1
+    grid = words.programs(op, rows, columns, block, side_by_side)
     by_row = op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS, Pass.CLEAR)
-    assert grid == (rows if by_row else rows * -(-columns // block))
+    assert grid == -(-rows // side_by_side) * (1 if by_row else -(-columns // block))
+    assert launcher.revision == revision
     wanted = ([*pointers, *numbers], [0, 0], [grid, 1, 1, 256, 1, 1], 4096, 79, None, 0)
     assert seen == [wanted] * 2
 

@@ -146,11 +146,25 @@ def fake_activation_grad(rows: int, columns: int, pointers: tuple[int, ...], num
 
 def fake_gather(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     (x, index, used, out), (M, H, top_k, step, flags) = pointers, numbers
-    assert (rows, columns) == (M, H)
+    assert columns == H
     end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & words.USED else M
-    token = at(index, M, ctypes.c_int64 if step == 2 else ctypes.c_int32) // top_k
+    flat = at(index, M, ctypes.c_int64 if step == 2 else ctypes.c_int32)
+    looks = -(-M // words.NOTED_ROWS)
+    if flags & words.NOTES:  # (top_k is the number of slots)
+        assert rows == looks
+        noted = at(out, 1 + top_k, ctypes.c_int32)
+        assert flat[:end].min(initial=0) >= 0
+        assert flat[:end].max(initial=0) < top_k
+        noted[0], noted[1 + flat[:end]] = end, range(end)
+        return
+    if flags & words.BY_TOKEN:
+        end = int(at(used, 1, ctypes.c_int32)[0])
+        noted = at(used + 4, (rows - looks) * top_k, ctypes.c_int32)
+        assert set(noted[flat[:end]]) <= set(range(end))
+    else:
+        assert rows == M
     for i in range(end):
-        at(out + 4 * i * H, H)[:] = at(x + 4 * int(token[i]) * H, H)
+        at(out + 4 * i * H, H)[:] = at(x + 4 * (int(flat[i]) // top_k) * H, H)
 
 
 def fake_combine(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
@@ -211,6 +225,7 @@ class Device:
         self.there: set[object] = {*ALL, *Pass}
         self.launched: list[tuple[Op, Fusion]] = []
         self.passed: list[Pass] = []  # of rows
+        self.pass_revision = 2
         self.sorted: list[Pass] = []
         self.cleared: list[Pass] = []
         self.first = self.clears = self.specialized = False
@@ -226,6 +241,7 @@ class Device:
             FAKES[op](*given)
 
         launch.block, launch.most_experts = SLOTS, MOST_SORTED_EXPERTS  # type: ignore[attr-defined]
+        launch.revision = self.pass_revision  # type: ignore[attr-defined]
         return launch
 
     def gated(self, problem: Any, *_: object) -> object | None:
