@@ -53,7 +53,7 @@ def _act(g, flags):
 def _value(g, flags):
     """act(g) alone, each in a branch without anything of the others.
 
-    By ``_act`` the pass takes up to 1.2 x as long (benchmarks/results/trials/passes.json).
+    By ``_act`` the pass takes 1.1 x as long (docs/performance.md, A whole layer).
     """
     kind = flags & _KIND
     if kind == _RELU2:

@@ -41,7 +41,7 @@ _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
     "1beec4fb3e4371c3a3f443ef6c9202f79a17123a8e12058c46594544db0e2e07",
 )
-_ACTIVATION = ("activation.py",), "c7365d7b0291862106890766a9b913f0d85d7681a5fba1256d1e72119ffccee6"
+_ACTIVATION = ("activation.py",), "837d6f72378c576f03bc3b1337b582764b0c4028722618619ac9ded3fd6cfa64"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"
 _SLOTS = ("slots.py",), "b7dac8bcfa37c6c1bc15bc1a851e555feac517a622ea21b301cde5d36caffd3a"
 _TOKENS = ("tokens.py",), "07b9967ca4c6fdd92f9f7a65c5c1613a01752f797c438752aabcb0f28a80ae9c"
