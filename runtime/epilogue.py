@@ -6,9 +6,8 @@ either is compared. So it runs only where one bundle says of both, for this very
 time:
 
 - measured, on one GPU: the fused product takes no longer than the plain product's choice and the least that the pass
-  takes beside it. That is 3/4 of the time in which the GPU's memory, at its published rate, moves h and the result
-  once: of the passes timed on an H200 at 1024 tokens and more the quickest, which finds h in L2, took 0.86 of it
-  (benchmarks/results/trials/activation-in-the-epilogue.json). It is zero for a GPU whose rate is not known;
+  takes beside it. That is 1.1 x the time in which the GPU's memory, at its published rate, moves h and the result
+  once (``_PASS_TIMES``). It is zero for a GPU whose rate is not known;
 - modelled: its estimate is not above the plain product's, and an expert has 64 rows, half of a tile, in the mean: there
   every trial on an H200 won, with 8 it lost, and the cost model does not tell the two kinds of tiles apart so well.
 
@@ -33,7 +32,9 @@ from .launch import LoadedKernel
 from .loading import loaded
 
 _MODELLED_ROWS = 64  # of an expert
-_PASS_SHARE = 0.75  # of the time in which the memory moves what the pass moves
+# Of the time in which the memory, at its published rate, moves what the pass moves: 1.13 to 1.63 on an H200
+# (benchmarks/results/trials/activation-behind-products.json).
+_PASS_TIMES = 1.1
 
 
 class Verdict(NamedTuple):
@@ -91,7 +92,7 @@ def least_pass_us(problem: Problem, M: int, gpu: Gpu) -> float:
     if chip is None:
         return 0.0
     moved_bytes = M * (problem.N + result_columns(problem.N, problem.fusion)) * problem.dtype.itemsize
-    return _PASS_SHARE * moved_bytes / chip.bandwidth_gbs * 1e-3
+    return _PASS_TIMES * moved_bytes / chip.bandwidth_gbs * 1e-3
 
 
 def _verdict(

@@ -28,7 +28,7 @@ PLAIN = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
 GATED = replace(PLAIN, fusion=BOTH)
 WIDE = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
 CODE = (Spec(WIDE, fusion=Fusion.GATHER), Spec(WIDE, fusion=BOTH))
-PASS_US = 0.75 * M * 3 * 768 * 2 / 4800e3  # h is read and the result written at an H200's 4.8 TB/s
+PASS_US = 1.1 * M * 3 * 768 * 2 / 4800e3  # h is read and the result written at an H200's 4.8 TB/s
 
 
 def book(path: Path, plain: Choice, *gated: Choice, gpus: tuple[Gpu, ...] = (H200,), **how: object) -> Path:
@@ -142,7 +142,7 @@ def test_explain_says_what_runs_and_why(tmp_path: Path) -> None:
     assert told.problem == GATED
     assert told.runs == "bundle"
     assert "fused=gather+silu" in str(told)
-    assert "212.0 us measured, the product 210.0 us and the pass 5.9 us at least" in str(told)
+    assert "212.0 us measured, the product 210.0 us and the pass 8.7 us at least" in str(told)
     row = json.loads(json.dumps(told.to_dict()))
     assert row["problem"]["fused"] == ["gather", "silu"]
     assert [one["variant"] for one in row["candidates"]] == [1]
