@@ -125,8 +125,8 @@ def check_sizes(m_sizes: torch.Tensor) -> None:
         bad("m_sizes", f"{m_sizes.dtype}", "torch.int32 or torch.int64")
 
 
-def check_out(out: torch.Tensor, call: RowGemm) -> None:
-    """Raise InputError unless ``out`` can take the call's result."""
+def check_out(out: torch.Tensor, call: RowGemm, **read: torch.Tensor | None) -> None:
+    """Raise InputError unless ``out`` can take the call's result; ``read`` is what the call reads beside x and w."""
     if not isinstance(out, torch.Tensor):
         bad("out", f"a {type(out).__name__}", "a torch.Tensor or None")
     if tuple(out.shape) != (call.M, call.N):
@@ -137,6 +137,46 @@ def check_out(out: torch.Tensor, call: RowGemm) -> None:
         bad("out", "a tensor that requires grad", "one that does not: out.detach(), or torch.no_grad()")
     if not rows_usable(out):
         bad("out", f"with strides {list(out.stride())}", "rows that are contiguous and don't overlap")
+    check_apart(out, x=call.x, w=call.w, m_sizes=call.m_sizes, **read)
+
+
+def check_apart(out: torch.Tensor, **read: torch.Tensor | None) -> None:
+    """Raise InputError where ``out`` has bytes of a tensor that is read while it is written: 1 to 2 us."""
+    begin = out.data_ptr()
+    end = begin + out.untyped_storage().nbytes()
+    for name, one in read.items():
+        if one is None or one.data_ptr() >= end:
+            continue
+        if begin < one.data_ptr() + one.untyped_storage().nbytes() and _share(out, one):
+            bad("out", f"in the memory of {name}", f"memory of its own, as {name} is read while out is written: pass "
+                f"another out, or a clone of {name}")  # fmt: skip
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """The bytes from a tensor's first to its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((many - 1) * stride for many, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors may have a byte in common; columns of one matrix side by side have none."""
+    ahead = other.data_ptr() - one.data_ptr()
+    if ahead >= extent(one) or -ahead >= extent(other):
+        return False
+    (row, steps), (other_row, other_steps) = _rows_of(one), _rows_of(other)
+    step = min(steps + other_steps, default=0)
+    if not step or any(more % step for more in steps + other_steps):
+        return True
+    return ahead % step < row or ahead % step + other_row > step
+
+
+def _rows_of(tensor: torch.Tensor) -> tuple[int, list[int]]:
+    """The bytes of a row, and those from row to row along each other dimension."""
+    size = tensor.element_size()
+    *outer, (length, unit) = zip(tensor.shape, tensor.stride(), strict=True)
+    return ((length - 1) * unit + 1) * size, [stride * size for many, stride in outer if many > 1]
 
 
 def check_cuda_dtype(x: torch.Tensor) -> DType:
