@@ -157,12 +157,17 @@ def autocast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """In a torch.autocast region, x, w and bias in its dtype if any of them is float32."""
     kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not casts(kind):
         return x, w, bias
     if torch.float32 not in (x.dtype, w.dtype) and (bias is None or bias.dtype is not torch.float32):
         return x, w, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def casts(kind: str) -> bool:
+    """Whether this is a torch.autocast region of a kind of device."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:

@@ -93,11 +93,11 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
     )  # fmt: skip
 
 
-def tensors(**given: object) -> None:
+def tensors(call: str = "grouped_gemm", /, **given: object) -> None:
     """Raise InputError for what is no tensor."""
     for name, one in given.items():
         if not isinstance(one, torch.Tensor):
-            bad(name, f"a {type(one).__name__}", "a torch.Tensor")
+            bad(name, f"a {type(one).__name__}", "a torch.Tensor", call)
 
 
 # Where no level is told, as in a torch that names it otherwise, each call looks at its tensors.
@@ -112,9 +112,9 @@ def no_tangents(call: str, *given: object) -> None:
                              "there is no forward-mode derivative here: use a backward")  # fmt: skip
 
 
-def tensors_or_none(**given: object) -> None:
+def tensors_or_none(call: str = "grouped_gemm", /, **given: object) -> None:
     """Raise InputError for what is neither a tensor nor left out."""
-    tensors(**{name: one for name, one in given.items() if one is not None})
+    tensors(call, **{name: one for name, one in given.items() if one is not None})
 
 
 def check_sizes(m_sizes: torch.Tensor) -> None:
@@ -179,10 +179,10 @@ def _rows_of(tensor: torch.Tensor) -> tuple[int, list[int]]:
     return ((length - 1) * unit + 1) * size, [stride * size for many, stride in outer if many > 1]
 
 
-def check_cuda_dtype(x: torch.Tensor) -> DType:
+def check_cuda_dtype(x: torch.Tensor, name: str = "x", call: str = "grouped_gemm") -> DType:
     """The element type of a CUDA call; InputError for one that no kernel computes."""
     if x.dtype not in DTYPES:
-        bad("x", f"{x.dtype}", "torch.bfloat16, torch.float16 or torch.float32 on CUDA")
+        bad(name, f"{x.dtype}", "torch.bfloat16, torch.float16 or torch.float32 on CUDA", call)
     return DTYPES[x.dtype]
 
 
@@ -229,6 +229,6 @@ def row_stride(tensor: torch.Tensor, length: int) -> int:
     return tensor.stride(0) if tensor.shape[0] > 1 else length
 
 
-def bad(name: str, got: str, wanted: str) -> NoReturn:
-    """Raise InputError for the argument ``name``."""
-    raise InputError(f"grouped_gemm: {name} is {got}, wanted {wanted}")
+def bad(name: str, got: str, wanted: str, call: str = "grouped_gemm") -> NoReturn:
+    """Raise InputError for the argument ``name`` of ``call``."""
+    raise InputError(f"{call}: {name} is {got}, wanted {wanted}")
