@@ -107,8 +107,9 @@ def grouped_gemm(
     topk
         Experts of each token; only the fused forms ask for it.
     gather_indices
-        [M] int32 or int64, M <= T*topk: row i is slot g[i] % topk of token g[i] // topk. Each index once; rows whose
+        [M] int32 or int64: row i is slot g[i] % topk of token g[i] // topk. Each index once at most; rows whose
         index is outside [0, T*topk) take no part (in a backward, dy, or x with ``permute_y``, has to be finite there).
+        They may pad an expert, so that M is more than T*topk. No index is read on the host, so none is checked.
         (Kernels read the low 32 bits of an int64 index: none below -2^31 or from 2^31 on may be passed.)
         T is x's rows with ``permute_x``, else those of topk_weights, else those of ``out``, else M, divided by topk.
     topk_weights
