@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from made import H200, NARROW, ON_H200, OTHER, PROBLEM, WIDE, measured, modelled
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.types import Source
 from pretuned.kernels import chips
+from pretuned.kernels.config import Config
 from pretuned.runtime import explain, reload
 from pretuned.runtime.candidates import Match
 from pretuned.runtime.dispatch import Decision, decide
@@ -181,6 +182,13 @@ def test_what_the_call_would_raise(clean_places: Path, tmp_path: Path, monkeypat
     assert missing.chosen is not None
     assert "gone.msgpack" in (missing.raises or "")
     assert "PRETUNED_BUNDLES names this file" in (missing.raises or "")
+
+
+def test_every_flag_of_a_config_is_explained() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text().split("### What a config says")[1]
+    section = text.split("\n### ")[0]
+    flags = {flag for flag, value in asdict(Config(128, 128, 64, 8, 3)).items() if isinstance(value, bool)}
+    assert {flag for flag in flags if f"`{flag}`" in section} == flags > {"tma"}
 
 
 @pytest.mark.parametrize("sm", chips.supported())
