@@ -86,6 +86,17 @@ def test_columns_side_by_side_are_apart() -> None:
         grouped_gemm(other[:, N:], w, SIZES, out=other[:, 1 : N + 1])
 
 
+def test_tensors_of_a_transform_tell_no_memory() -> None:
+    x, w = torch.randn(3, M, K), weights()
+
+    def call(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return grouped_gemm(x, w, SIZES, out=out)
+
+    wanted = [grouped_gemm(one, w, SIZES) for one in x]
+    torch.testing.assert_close(torch.vmap(call)(x, torch.zeros(3, M, N)), torch.stack(wanted))
+    torch.testing.assert_close(torch.func.functionalize(call)(x[0], torch.zeros(M, N)), wanted[0])
+
+
 def test_an_x_that_is_copied_may_be_out() -> None:
     buffer, w = torch.randn(K, M), weights()
     wanted = grouped_gemm(buffer.t().contiguous(), w, SIZES)
