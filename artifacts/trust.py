@@ -82,7 +82,7 @@ def _check(component: str, status: os.stat_result, path: str) -> None:
     if fault:
         raise BundleUntrusted(
             f"bundle {path!r}: {component!r} (uid {status.st_uid}, gid {status.st_gid}, mode {mode:04o}) "
-            f"is no safe place to load code from: {fault}. Move the bundle, chmod or chown that, or pin its sha256."
+            f"is no safe place to load code from: {fault}. Move the bundle, or chmod or chown that."
         )
 
 

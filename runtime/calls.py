@@ -54,14 +54,17 @@ def run(
     given = x, w, bias
     x, w, bias = autocast(x, w, bias)
     kind: tuple[object, ...] = ()
-    if out is None and all(
-        one is None or isinstance(one, torch.Tensor) for one in (gather_indices, topk_weights, bias)
-    ):
-        kind = (form, fuse_mul_post, *map(_kind, (x, w, m_sizes, gather_indices, topk_weights, bias)))
+    if all(one is None or isinstance(one, torch.Tensor) for one in (gather_indices, topk_weights, bias, out)):
+        kind = (form, fuse_mul_post, *map(_kind, (x, w, m_sizes, gather_indices, topk_weights, bias, out)),
+                out is not None and out.requires_grad and torch.is_grad_enabled())  # fmt: skip
     sizes = _checked.get(kind) if kind else None
     if sizes is not None:
         index = gather_indices if fuse_mul_post or not form.plain else None
         call = Call(form, w, m_sizes, Fusions(index, topk_weights, bias), *sizes)
+        if out is not None:
+            inputs.check_apart(
+                out, x=x, w=w, m_sizes=m_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias
+            )
     else:
         call, rows = check(x, w, m_sizes, form, gather_indices, topk_weights, fuse_mul_post, bias, out)
         if kind and rows is x and call.w is w and (call.fusions.index is None or call.fusions.index is gather_indices):
@@ -126,7 +129,10 @@ def check(
     call = fit(rows, rows.M, form, gather_indices, topk_weights, fuse_mul_post, bias,
                known_y_rows=None if out is None or not form.permute_y else out.shape[0])  # fmt: skip
     if out is not None:
-        inputs.check_out(out, dataclasses.replace(rows, M=call.y_rows))
+        inputs.check_out(
+            out, dataclasses.replace(rows, M=call.y_rows), gather_indices=gather_indices, topk_weights=topk_weights,
+            bias=bias,
+        )  # fmt: skip
     return call, rows.x
 
 
@@ -151,12 +157,17 @@ def autocast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """In a torch.autocast region, x, w and bias in its dtype if any of them is float32."""
     kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not casts(kind):
         return x, w, bias
     if torch.float32 not in (x.dtype, w.dtype) and (bias is None or bias.dtype is not torch.float32):
         return x, w, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def casts(kind: str) -> bool:
+    """Whether this is a torch.autocast region of a kind of device."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from . import driver
+from .locks import lock
 
 _BLOCK_WORDS = 16384  # 64 KiB of device memory at a time
 _WORD_BYTES = 4
@@ -24,7 +25,6 @@ class Counters:
     def __init__(self, device: int) -> None:
         self._device = device
         self._by_stream: dict[tuple[int, int], int] = {}
-        self._lock = threading.Lock()
         self._next = self._end = 0
 
     def take(self, stream: int) -> int:
@@ -44,7 +44,7 @@ class Counters:
         return word
 
     def _new(self) -> int:
-        with self._lock:
+        with lock("counters"):
             if self._next == self._end:
                 self._next = driver.zeroed(_BLOCK_WORDS * _WORD_BYTES, self._device)
                 self._end = self._next + _BLOCK_WORDS * _WORD_BYTES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -16,6 +15,7 @@ from ..artifacts.store import BundleFile, open_bundle, reading
 from ..artifacts.types import Choice, DType, Fusion, Layout, Op, Pass, Problem, Variant
 from . import jit
 from .device import LocalGpu
+from .locks import lock
 from .places import Kind, Place, installed_places, places
 from .settings import Settings, settings
 
@@ -27,7 +27,6 @@ _OVERLAY_LOCK_TIMEOUT_S = 0.2
 _Groups: TypeAlias = "dict[tuple[Op | Pass, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
 
 _log = logging.getLogger(__name__)
-_snapshot_lock = threading.Lock()
 _snapshot: Snapshot | None = None
 _kept: list[BundleFile] = []
 
@@ -88,8 +87,8 @@ class Rejected(Exception):
 class Snapshot:
     """The places as they were when they were first read. Bundles are immutable, so it never goes stale.
 
-    ``deciding``, ``decisions``, ``told`` and ``rankers`` are dispatch's: its tables and what it has logged live and
-    die with the snapshot that they were made from.
+    ``decisions``, ``told`` and ``rankers`` are dispatch's: its tables and what it has logged live and die with the
+    snapshot that they were made from. A child of ``fork`` goes on with its parent's.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class Snapshot:
         installed: Callable[[], Sequence[Place]] = tuple,
     ) -> None:
         self._installed = installed
-        self._lock = threading.RLock()
         self._named = _scan(asked)
         self._packaged: tuple[Found, ...] | None = None
         self._made: tuple[Found, ...] = ()
@@ -107,7 +105,6 @@ class Snapshot:
         self._choices: dict[tuple[bytes, Problem], tuple[Choice, ...]] = {}
         self._rejected: dict[bytes, BundleError] = {}
         self.places = tuple(asked)
-        self.deciding = threading.RLock()
         self.decisions: dict[Any, Any] = {}
         self.told: set[Hashable] = set()
         self.rankers: dict[Any, Any] = {}
@@ -116,7 +113,7 @@ class Snapshot:
         """Every bundle, in the order of the places, those that this process made last; installed ones if asked."""
         if not installed:
             return self._named + self._made
-        with self._lock:
+        with lock("bundles"):
             if self._packaged is None:
                 self._packaged = _scan(self._installed())
             return self._named + self._packaged + self._made
@@ -124,15 +121,15 @@ class Snapshot:
     def add(self, bundle: BundleFile) -> None:
         """Use a bundle that this process has made, after all others."""
         place = Place(Kind.PROCESS, Path(bundle.path))
-        with self._lock:
+        with lock("bundles"):
             if all(one.bundle is not bundle for one in self._made):
+                self._views.clear()  # before: no fork may come upon a bundle that the views lack
                 self._made += (Found(place, place.path, bundle, None),)
-                self._views.clear()
 
     def view(self, local: LocalGpu, *, installed: bool) -> View:
         """The bundles that ``local`` can use and those that it can't. Nothing is raised."""
         key = (local.sm, local.gpu.driver, installed)
-        with self._lock:
+        with lock("bundles"):
             view = self._views.get(key)
             if view is None:
                 view = self._views[key] = _view(self.found(installed=installed), local, self._rejected)
@@ -161,7 +158,7 @@ class Snapshot:
 
     def variants(self, bundle: BundleFile, problem: Problem | PassSpec) -> tuple[tuple[int, Variant], ...]:
         """The bundle's variants of this kind, or of a pass, with their indices; Rejected where records are damaged."""
-        with self._lock:
+        with lock("bundles"):
             groups = self._variants.get(bundle.digest)
             if groups is None:
                 try:
@@ -179,7 +176,7 @@ class Snapshot:
 
     def reject(self, bundle: BundleFile, error: BundleError) -> None:
         """Drop a bundle whose damage showed only when it was read: every view and decision is made anew."""
-        with self._lock:
+        with lock("bundles"):
             self._rejected[bundle.digest] = error
             self._views.clear()
             self.rankers.clear()
@@ -211,7 +208,7 @@ def snapshot() -> Snapshot:
     global _snapshot
     found = _snapshot
     if found is None:
-        with _snapshot_lock:
+        with lock("snapshot"):
             found = _snapshot = _snapshot or take(settings())
     return found
 
@@ -237,7 +234,7 @@ def forget_made() -> None:
 def forget() -> None:
     """Makes the next ``snapshot()`` read the places again. Bundles that are in use stay open."""
     global _snapshot
-    with _snapshot_lock:
+    with lock("snapshot"):
         _snapshot = None
 
 

@@ -21,6 +21,7 @@ from .candidates import Candidate, Match, Origin, chosen, modelled
 from .device import LocalGpu
 from .discover import Rejected, Snapshot, View
 from .hint import build_line, nearest_shapes
+from .locks import lock
 from .places import Kind
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def decide(
     key = (problem, bucket, aligned, local, strict)
     known: Decision | Miss | None = snapshot.decisions.get(key)
     if known is None:
-        with snapshot.deciding:
+        with lock("decisions"):
             known = snapshot.decisions.get(key)
             if known is None:
                 known = settle(snapshot, problem, bucket, local, aligned, strict)

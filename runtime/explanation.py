@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..artifacts.errors import BundleError, HostError, InputError, PretunedError, TargetMismatch
+from ..artifacts.limits import MAX_DIM
 from ..artifacts.names import printable
 from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
 from ..kernels import chips
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 8
 _MOST = 1 << 16
+_NUMBERS = {"M": "the number of rows", "top_k": "the number of experts of a token"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def explain(
     N: int | None = None,
     K: int | None = None,
     M: int | None = None,
-    dtype: str = "bf16",
+    dtype: str | torch.dtype = "bf16",
     sm: int | None = None,
     device: int | None = None,
     aligned: bool | None = None,
@@ -133,7 +135,7 @@ def explain(
     x, w, m_sizes
         The tensors of a call, on CUDA or (with ``sm``) anywhere; or a Problem in place of x, with ``M``.
     E, N, K, M, dtype
-        The call in numbers: w is [E, N, K], x is [M, K]; dtype is bf16, fp16, fp32 or tf32.
+        The call in numbers, 1 to 2^31 - 1: w is [E, N, K], x is [M, K]; dtype is bf16, fp16, fp32 or tf32, or torch's.
     sm
         A capability to explain for (90 for 9.0), in place of a GPU. Nothing counts as measured on it.
     device
@@ -153,20 +155,20 @@ def explain(
         if there is neither a GPU nor ``sm``.
     """
     if isinstance(x, Problem):
+        _check_numbers(E=x.E, N=x.N, K=x.K)
         problem, natural = x, naturally_aligned(x)
     elif x is not None:
         problem, M, natural, device = _of_tensors(x, w, m_sizes, w_layout, device)
     else:
         problem = _of_numbers(E, N, K, dtype, w_layout)
         natural = naturally_aligned(problem)
-    if M is None or M < 1:
-        raise InputError(f"explain: M is {M}, wanted the number of rows, at least 1")
-    if top_k is not None and top_k < 1:
-        raise InputError(f"explain: top_k is {top_k}, wanted the number of experts of a token, at least 1")
+    _check_numbers(M=M)
+    if top_k is not None:
+        _check_numbers(top_k=top_k)
     local = made_up_gpu(sm) if sm is not None else _gpu_here(device)
     strict = settings.settings().strict
     return examine(
-        discover.snapshot(), problem, M, local, aligned=natural if aligned is None else aligned, strict=strict,
+        discover.snapshot(), problem, M or 0, local, aligned=natural if aligned is None else aligned, strict=strict,
         top_k=top_k,
     )  # fmt: skip
 
@@ -290,21 +292,32 @@ def made_up_gpu(sm: int) -> LocalGpu:
     InputError
         for a capability that there are no kernels for.
     """
-    if sm not in chips.LIMITS:
-        raise InputError(f"sm={sm} is not supported, wanted one of {', '.join(map(str, chips.supported()))}")
+    if not isinstance(sm, int) or sm not in chips.LIMITS:
+        raise InputError(f"sm={sm!r} is not supported, wanted one of {', '.join(map(str, chips.supported()))}")
     chip = chips.chip_for(sm)
     return LocalGpu(sm, Gpu("", chip.sm_count, chip.memory_gib << 10, 0))
 
 
-def _of_numbers(E: int | None, N: int | None, K: int | None, dtype: str, w_layout: str) -> Problem:
-    for letter, value in (("E", E), ("N", N), ("K", K)):
-        if value is None or value < 1:
-            raise InputError(f"explain: {letter} is {value}, wanted at least 1 (or tensors: x, w, m_sizes)")
+def _check_numbers(**given: int | None) -> None:
+    """Raise InputError for what is no size of a call."""
+    for name, value in given.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_DIM:
+            what = _NUMBERS.get(name, "a size of w (or tensors: x, w, m_sizes)")
+            raise InputError(f"explain: {name} is {value!r}, wanted {what}, an int of at least 1 and at most {MAX_DIM}")
+
+
+def _of_numbers(E: int | None, N: int | None, K: int | None, dtype: str | torch.dtype, w_layout: str) -> Problem:
+    from .inputs import DTYPES
+
+    torchs: Mapping[Any, DType] = DTYPES
+    _check_numbers(E=E, N=N, K=K)
     try:
-        return Problem(Op.FORWARD, DType(dtype), E or 0, N or 0, K or 0, Layout(w_layout))
-    except ValueError as error:
+        return Problem(Op.FORWARD, torchs.get(dtype) or DType(dtype), E or 0, N or 0, K or 0, Layout(w_layout))
+    except (TypeError, ValueError) as error:  # TypeError: something that has no hash
         dtypes, layouts = (", ".join(one.value for one in kind) for kind in (DType, Layout))
-        raise InputError(f"explain: {error}, wanted a dtype of {dtypes} and a w_layout of {layouts}") from None
+        raise InputError(
+            f"explain: {error}, wanted a dtype of {dtypes} (or torch's of the first three) and a w_layout of {layouts}"
+        ) from None
 
 
 def _of_tensors(

@@ -18,6 +18,8 @@ _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
 _MOST = 2**31 - 1
 _ALIGNMENT_BYTES = 16
 
+_transformed = torch._C._are_functorch_transforms_active
+
 
 @dataclass(frozen=True, slots=True)
 class RowGemm:
@@ -93,11 +95,11 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
     )  # fmt: skip
 
 
-def tensors(**given: object) -> None:
+def tensors(call: str = "grouped_gemm", /, **given: object) -> None:
     """Raise InputError for what is no tensor."""
     for name, one in given.items():
         if not isinstance(one, torch.Tensor):
-            bad(name, f"a {type(one).__name__}", "a torch.Tensor")
+            bad(name, f"a {type(one).__name__}", "a torch.Tensor", call)
 
 
 # Where no level is told, as in a torch that names it otherwise, each call looks at its tensors.
@@ -112,9 +114,9 @@ def no_tangents(call: str, *given: object) -> None:
                              "there is no forward-mode derivative here: use a backward")  # fmt: skip
 
 
-def tensors_or_none(**given: object) -> None:
+def tensors_or_none(call: str = "grouped_gemm", /, **given: object) -> None:
     """Raise InputError for what is neither a tensor nor left out."""
-    tensors(**{name: one for name, one in given.items() if one is not None})
+    tensors(call, **{name: one for name, one in given.items() if one is not None})
 
 
 def check_sizes(m_sizes: torch.Tensor) -> None:
@@ -125,8 +127,8 @@ def check_sizes(m_sizes: torch.Tensor) -> None:
         bad("m_sizes", f"{m_sizes.dtype}", "torch.int32 or torch.int64")
 
 
-def check_out(out: torch.Tensor, call: RowGemm) -> None:
-    """Raise InputError unless ``out`` can take the call's result."""
+def check_out(out: torch.Tensor, call: RowGemm, **read: torch.Tensor | None) -> None:
+    """Raise InputError unless ``out`` can take the call's result; ``read`` is what the call reads beside x and w."""
     if not isinstance(out, torch.Tensor):
         bad("out", f"a {type(out).__name__}", "a torch.Tensor or None")
     if tuple(out.shape) != (call.M, call.N):
@@ -137,12 +139,54 @@ def check_out(out: torch.Tensor, call: RowGemm) -> None:
         bad("out", "a tensor that requires grad", "one that does not: out.detach(), or torch.no_grad()")
     if not rows_usable(out):
         bad("out", f"with strides {list(out.stride())}", "rows that are contiguous and don't overlap")
+    check_apart(out, x=call.x, w=call.w, m_sizes=call.m_sizes, **read)
 
 
-def check_cuda_dtype(x: torch.Tensor) -> DType:
+def check_apart(out: torch.Tensor, **read: torch.Tensor | None) -> None:
+    """Raise InputError where ``out`` has bytes of a tensor that is read while it is written: 1 to 2 us."""
+    if _transformed() or not out.data_ptr():  # what stands for a tensor tells no memory
+        return
+    begin = out.data_ptr()
+    end = begin + out.untyped_storage().nbytes()
+    for name, one in read.items():
+        if one is None or one.data_ptr() >= end:
+            continue
+        if begin < one.data_ptr() + one.untyped_storage().nbytes() and _share(out, one):
+            bad("out", f"in the memory of {name}", f"memory of its own, as {name} is read while out is written: pass "
+                f"another out, or a clone of {name}")  # fmt: skip
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """The bytes from a tensor's first to its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((many - 1) * stride for many, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors may have a byte in common; columns of one matrix side by side have none."""
+    ahead = other.data_ptr() - one.data_ptr()
+    if ahead >= extent(one) or -ahead >= extent(other):
+        return False
+    (row, steps), (other_row, other_steps) = _rows_of(one), _rows_of(other)
+    step = min(steps + other_steps, default=0)
+    if not step or any(more % step for more in steps + other_steps):
+        return True
+    return ahead % step < row or ahead % step + other_row > step
+
+
+def _rows_of(tensor: torch.Tensor) -> tuple[int, list[int]]:
+    """The bytes of a row, and those from row to row along each other dimension."""
+    size = tensor.element_size()
+    *outer, (length, unit) = zip(tensor.shape, tensor.stride(), strict=True)
+    return ((length - 1) * unit + 1) * size, [stride * size for many, stride in outer if many > 1]
+
+
+def check_cuda_dtype(x: torch.Tensor, name: str = "x", call: str = "grouped_gemm") -> DType:
     """The element type of a CUDA call; InputError for one that no kernel computes."""
     if x.dtype not in DTYPES:
-        bad("x", f"{x.dtype}", "torch.bfloat16, torch.float16 or torch.float32 on CUDA")
+        bad(name, f"{x.dtype}", "torch.bfloat16, torch.float16 or torch.float32 on CUDA", call)
     return DTYPES[x.dtype]
 
 
@@ -189,6 +233,6 @@ def row_stride(tensor: torch.Tensor, length: int) -> int:
     return tensor.stride(0) if tensor.shape[0] > 1 else length
 
 
-def bad(name: str, got: str, wanted: str) -> NoReturn:
-    """Raise InputError for the argument ``name``."""
-    raise InputError(f"grouped_gemm: {name} is {got}, wanted {wanted}")
+def bad(name: str, got: str, wanted: str, call: str = "grouped_gemm") -> NoReturn:
+    """Raise InputError for the argument ``name`` of ``call``."""
+    raise InputError(f"{call}: {name} is {got}, wanted {wanted}")

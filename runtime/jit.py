@@ -6,7 +6,6 @@ The runtime holds no compiler: ``pretuned.aot`` registers one when it is importe
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,12 +13,12 @@ from ..artifacts.errors import BundleError, CompileError, HostError, InputError
 from ..artifacts.store import BundleFile, open_bytes
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem
 from ..kernels.abi import MAX_EXPERTS
+from .locks import lock
 
 if TYPE_CHECKING:  # pretuned.aot imports this, and must not wait for torch
     from .device import LocalGpu
 
 _log = logging.getLogger(__name__)
-_lock = threading.Lock()
 _compiler: Compiler | None = None
 _allowed = False
 # By what one compilation serves; a failure is kept as its reason, so that it is not tried again.
@@ -77,7 +76,7 @@ def would_compile(problem: Problem, local: LocalGpu) -> bool:
 def compiled(problem: Problem, local: LocalGpu) -> BundleFile | str:
     """What the compiler makes for problems of this kind, made now if it was not yet; or why there is nothing."""
     kind = _kind(problem, local)
-    with _lock:
+    with lock("compiling"):
         found = _made.get(kind)
         if found is None:
             found = _made[kind] = _compile(problem, local)
@@ -86,7 +85,7 @@ def compiled(problem: Problem, local: LocalGpu) -> BundleFile | str:
 
 def forget() -> None:
     """Forget what was compiled; what is in use stays open."""
-    with _lock:
+    with lock("compiling"):
         _made.clear()
 
 

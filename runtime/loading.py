@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from ..artifacts.cubin import mismatch, other_parameters
 from ..artifacts.errors import BundleError
 from ..artifacts.store import BundleFile
@@ -14,8 +12,8 @@ from .device import LocalGpu
 from .discover import Snapshot
 from .dispatch import Miss, decide
 from .launch import LoadedKernel, load_kernel
+from .locks import lock
 
-_lock = threading.Lock()
 _loaded: dict[tuple[bytes, int, int], LoadedKernel] = {}  # by bundle, variant, device
 
 
@@ -57,7 +55,7 @@ def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> Loaded
     key = (bundle.digest, index, device)
     kernel = _loaded.get(key)
     if kernel is None:
-        with _lock:
+        with lock("loading"):
             kernel = _loaded.get(key)
             if kernel is None:
                 variant = bundle.variant(index)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..artifacts.errors import InputError
+from ..artifacts.limits import MAX_EXPERTS
 from ..artifacts.types import Layout
 from . import calls, inputs, layer, layerplans, slots
 from .activation import Activation, activate, check_activation
@@ -28,14 +29,32 @@ def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
     """Sort the (token, slot) pairs by expert, stably. Nothing is read on the host, so it can be captured.
 
     topk_ids [T, k], any integer type: an id outside [0, E) (an expert on another rank) is sorted past the
-    last expert and takes no part.
+    last expert and takes no part. E, the number of experts, is 1 to 65536.
+
+    Raises
+    ------
+    InputError
+        for anything else.
     """
+    if not isinstance(E, (int, torch.SymInt)) or isinstance(E, bool) or not 1 <= E <= MAX_EXPERTS:
+        inputs.bad("E", repr(E), f"the number of experts, an int of 1 to {MAX_EXPERTS}", "sort_routing")
+    inputs.tensors("sort_routing", topk_ids=topk_ids)
+    _check_ids(topk_ids, "sort_routing")
+    return _sorted(topk_ids, E)
+
+
+def _check_ids(topk_ids: torch.Tensor, call: str) -> None:
+    """Raise InputError for ids that are no whole numbers."""
+    dtype = topk_ids.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        inputs.bad("topk_ids", f"{dtype}", "an integer type", call)
+
+
+def _sorted(topk_ids: torch.Tensor, E: int) -> Routing:
+    """As ``sort_routing``, of what was checked; E may be 0."""
     found = slots.sort_slots(topk_ids, E)
     if found is not None:
         return Routing(*found)
-    inputs.tensors(topk_ids=topk_ids)
-    if topk_ids.dtype.is_floating_point or topk_ids.dtype is torch.bool:
-        inputs.bad("topk_ids", f"{topk_ids.dtype}", "an integer type")
     flat = topk_ids.reshape(-1).to(torch.int64)
     # int32 sorts in half the passes of int64.
     flat = torch.where((flat >= 0) & (flat < E), flat, E).to(torch.int32)
@@ -115,26 +134,28 @@ def moe_mlp(
             out = _again(plan, hidden, given, topk_ids, topk_weights)
             if out is not None:
                 return out
-    inputs.tensors(hidden=hidden, gate_up_weight=gate_up_weight, down_weight=down_weight, topk_ids=topk_ids,
-                   topk_weights=topk_weights)  # fmt: skip
+    _check_tensors(
+        {"hidden": hidden, "gate_up_weight": gate_up_weight, "down_weight": down_weight, "topk_ids": topk_ids,
+         "topk_weights": topk_weights}, gate_up_bias=gate_up_bias, down_bias=down_bias,
+    )  # fmt: skip
     check_activation(activation, gated=gated, interleaved=interleaved)
+    if w_layout not in ("nk", "kn"):
+        raise InputError(f"moe_mlp: w_layout is {w_layout!r}, wanted 'nk' (E matrices [out, in]) or 'kn' ([in, out])")
     if weights_on not in ("output", "input"):
         raise InputError(f"moe_mlp: weights_on is {weights_on!r}, wanted 'output' or 'input'")
     x = hidden.reshape(-1, hidden.shape[-1])
     T, k = topk_ids.shape if topk_ids.dim() == 2 else (-1, -1)
-    if x.shape[0] != T or topk_weights.shape != topk_ids.shape:
+    if x.shape[0] != T or not k or topk_weights.shape != topk_ids.shape:
         raise InputError(
             f"moe_mlp: topk_ids is {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}, "
-            f"wanted both [T, k] with T={x.shape[0]}, the tokens of hidden"
+            f"wanted both [T, k] with T={x.shape[0]}, the tokens of hidden, and k of at least 1"
         )
     if gate_up_weight.dim() != 3 or down_weight.dim() != 3 or gate_up_weight.shape[0] != down_weight.shape[0]:
         raise InputError(
             f"moe_mlp: gate_up_weight is {list(gate_up_weight.shape)} and down_weight {list(down_weight.shape)}, "
             "wanted three dimensions with the same number of experts first"
         )
-    how = Layer(
-        k, Layout(w_layout) if w_layout in ("nk", "kn") else Layout.NK, Activation(activation, gated, interleaved)
-    )
+    how = Layer(k, Layout(w_layout), Activation(activation, gated, interleaved))
     others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
     if weights_on == "input" or calls.is_traced(x, gate_up_weight, topk_ids, *others):
         out = _composed(
@@ -151,6 +172,26 @@ def moe_mlp(
     return out.to(hidden.dtype).view(hidden.shape)
 
 
+def _check_tensors(given: dict[str, torch.Tensor], **biases: torch.Tensor | None) -> None:
+    """Raise InputError, by the caller's names, for tensors that are of no use by their types, dtypes and devices."""
+    inputs.tensors("moe_mlp", **given)
+    inputs.tensors_or_none("moe_mlp", **biases)
+    hidden, ids = given["hidden"], given["topk_ids"]
+    if not hidden.dim() or not hidden.shape[-1]:
+        inputs.bad("hidden", f"of shape {list(hidden.shape)}", "[T, H] (or [..., H]) with H of at least 1", "moe_mlp")
+    _check_ids(ids, "moe_mlp")
+    cast = calls.casts(hidden.device.type)
+    for name, one in (*given.items(), *biases.items()):
+        if one is None:
+            continue
+        if one.device != hidden.device:
+            inputs.bad(name, f"on {one.device}", f"hidden's device, {hidden.device}", "moe_mlp")
+        if one is not ids and not one.dtype.is_floating_point:
+            inputs.bad(name, f"{one.dtype}", "a floating-point type", "moe_mlp")
+        if not (cast or name in ("topk_ids", "topk_weights") or one.dtype is hidden.dtype):
+            inputs.bad(name, f"{one.dtype}", f"hidden's dtype, {hidden.dtype}", "moe_mlp")
+
+
 def _again(
     plan: layerplans.Plan, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor | None:
@@ -162,7 +203,7 @@ def _again(
     if grad and _transformed():
         return None
     x = hidden if hidden.dim() == 2 else hidden.view(-1, hidden.shape[-1])
-    routing = sort_routing(ids, given.gate_up.shape[0])
+    routing = _sorted(ids, given.gate_up.shape[0])
     if grad:
         out = _apply(x, *given, weights, routing, plan.how, plan)
     else:
@@ -177,7 +218,7 @@ def _fused(
     x, gate_up, gate_up_bias = calls.autocast(x, given.gate_up, given.gate_up_bias)
     _, down, down_bias = calls.autocast(x, given.down, given.down_bias)
     given = Weights(gate_up, down, gate_up_bias, down_bias)
-    routing = sort_routing(ids, gate_up.shape[0])
+    routing = _sorted(ids, gate_up.shape[0])
     x = _checked(x, given, weights, how, routing, w_layout)
     with calls.without_autocast(x.device.type):
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
@@ -208,7 +249,7 @@ def _checked(
             f"moe_mlp: down_weight is {list(down.shape)}, wanted H={first.K} rows of an expert, hidden's columns"
         )
     if x.is_cuda:
-        inputs.check_cuda_dtype(x)
+        inputs.check_cuda_dtype(x, "hidden", "moe_mlp")
     return first.x
 
 
@@ -229,7 +270,7 @@ def _composed(
     """The layer out of calls that torch can trace."""
     T, k = topk_ids.shape
     activation, gated, interleaved = how.act
-    index, m_sizes, *_ = sort_routing(topk_ids, gate_up_weight.shape[0])
+    index, m_sizes, *_ = _sorted(topk_ids, gate_up_weight.shape[0])
     if weights_on == "output" or gate_up_bias is None:  # a product without a bias is linear: weighting it is the same
         first = weights_on == "input"
         h = grouped_gemm(

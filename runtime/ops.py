@@ -36,7 +36,7 @@ from .pinned import Pin
 from .productlaunchers import problem_of, tf32_allowed
 
 _Key: TypeAlias = "tuple[object, ...]"
-_Calls: TypeAlias = "dict[_Key, tuple[Launcher, int]]"
+_Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, int]]"  # N; the bytes from w's first to its last
 
 _MOST_CALLS = 1 << 16
 
@@ -107,8 +107,9 @@ def grouped_gemm(
     topk
         Experts of each token; only the fused forms ask for it.
     gather_indices
-        [M] int32 or int64, M <= T*topk: row i is slot g[i] % topk of token g[i] // topk. Each index once; rows whose
+        [M] int32 or int64: row i is slot g[i] % topk of token g[i] // topk. Each index once at most; rows whose
         index is outside [0, T*topk) take no part (in a backward, dy, or x with ``permute_y``, has to be finite there).
+        They may pad an expert, so that M is more than T*topk. No index is read on the host, so none is checked.
         (Kernels read the low 32 bits of an int64 index: none below -2^31 or from 2^31 on may be passed.)
         T is x's rows with ``permute_x``, else those of topk_weights, else those of ``out``, else M, divided by topk.
     topk_weights
@@ -126,7 +127,9 @@ def grouped_gemm(
     bias
         [E, N] in x's dtype.
     out
-        [M, N] (or [T*topk, N]) to write y to, in x's dtype; its rows must be contiguous, and it has no gradient.
+        [M, N] (or [T*topk, N]) to write y to, in x's dtype; its rows must be contiguous, and it has no gradient. It may
+        not be memory of another tensor of the call (columns of one matrix side by side are apart). Whether m_sizes'
+        is looked at where a plain call on CUDA is the first of its kind.
     zero_tail
         Whether rows of y past the sum of ``m_sizes`` are zeroed; otherwise they are left unwritten. Their dx is zero.
 
@@ -253,10 +256,10 @@ def _known(
             dtype is _FLOAT32 and tf32_allowed(dtype),
         )  # fmt: skip
         if out is not None:
-            stride_y_m = out.stride(0)
-            key += (out.dtype, out.shape, out.stride(), out.get_device(), out.data_ptr() & 15, out.requires_grad)
+            stride_y_m, y_at = out.stride(0), out.data_ptr()
+            key += (out.dtype, out.shape, out.stride(), out.get_device(), y_at & 15, out.requires_grad)
         known = _calls.get(key) if M and not zero_tail else None
-        operands: recent.Key = (x_at, w_at, w_layout) if out is None else (x_at, w_at, w_layout, out.data_ptr())
+        operands: recent.Key = (x_at, w_at, w_layout) if out is None else (x_at, w_at, w_layout, y_at)
         again = None if known is None else table.get((operands, M))
     except _UNUSABLE:
         return _first(x, w, m_sizes, w_layout, out, zero_tail, None)
@@ -268,9 +271,15 @@ def _known(
     grad = x.requires_grad or w.requires_grad
     if known is None or (grad and torch.is_grad_enabled()) or not device_is_current(device):
         return _first(x, w, m_sizes, w_layout, out, zero_tail, key)
-    launcher, N = known
-    y = empty((M, N), (N, 1), dtype) if out is None else out
-    prepared = launcher.prepare(x_at, w_at, stride_x_m, N if out is None else stride_y_m, M)
+    launcher, N, w_bytes = known
+    if out is None:
+        y, stride_y_m = empty((M, N), (N, 1), dtype), N
+    else:
+        y, size = out, dtype.itemsize
+        end = y_at + (M * stride_y_m if M > 1 else N) * size
+        if (w_at < end and y_at < w_at + w_bytes) or (x_at < end and y_at < x_at + M * stride_x_m * size):
+            inputs.check_apart(out, x=x, w=w)
+    prepared = launcher.prepare(x_at, w_at, stride_x_m, stride_y_m, M)
     launcher.start(prepared, y.data_ptr(), m_sizes.data_ptr(), current_stream(device))
     same = recent.guard(x, w, m_sizes) if out is None else recent.guard(x, w, m_sizes, out)
     if same is not None:
@@ -328,7 +337,7 @@ def _first(
         )  # fmt: skip
         lasting = key is not None and call.x is x and not y.requires_grad
         if key is not None and lasting and len(known_calls) < _MOST_CALLS:
-            known_calls[key] = launch, call.N
+            known_calls[key] = launch, call.N, inputs.extent(call.w)
     return y
 
 

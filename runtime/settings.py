@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from .locks import lock
 
 BUNDLES = "PRETUNED_BUNDLES"
 DISABLE_AUTOTUNE = "PRETUNED_DISABLE_AUTOTUNE"
 STRICT = "PRETUNED_STRICT"
 
 _log = logging.getLogger(__name__)
-_lock = threading.Lock()
 _settings: Settings | None = None
 
 
@@ -37,7 +37,7 @@ def settings() -> Settings:
     global _settings
     found = _settings
     if found is None:
-        with _lock:
+        with lock("settings"):
             found = _settings = _settings or read(os.environ)
     return found
 
@@ -45,7 +45,7 @@ def settings() -> Settings:
 def forget() -> None:
     """Makes the next ``settings()`` read the environment again."""
     global _settings
-    with _lock:
+    with lock("settings"):
         _settings = None
 
 

@@ -162,6 +162,34 @@ def test_what_takes_no_part_may_hold_nan(permute_y: bool) -> None:
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("form", [one for one in FORMS if one[0] or one[2]])
+def test_rows_that_pad_experts_may_make_m_more_than_there_are_slots(form: tuple[int, ...]) -> None:
+    """T is told by x or topk_weights: every expert has three rows of no slot, and the rest of the call is the same."""
+    given, (index, m_sizes) = tensors(form), routing()
+    parts = torch.split(torch.arange(T * TOPK), m_sizes.tolist())
+    none = torch.full((3,), -1)
+    where = torch.cat([torch.cat([one, none]) for one in parts])  # of the unpadded row, -1 for one that pads
+    real = where >= 0
+    outside = torch.tensor([-1, T * TOPK, 99]).repeat(E + T)[: len(where)]
+    more = torch.where(real, index[where.clamp(min=0)], outside)
+    padded = dict(given) if form[0] else given | {"x": given["x"].detach()[where.clamp(min=0)].requires_grad_()}
+    y = call(form, "nk", more, m_sizes + 3, **padded)
+    wanted = call(form, "nk", index, m_sizes, **given)
+    assert len(more) > T * TOPK
+    taken = slice(None) if form[1] else real
+    torch.testing.assert_close(y[taken], wanted)
+    dy = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(7))
+    wide = torch.zeros_like(y)
+    wide[taken] = dy
+    got = dict(zip(padded, torch.autograd.grad(y, list(padded.values()), wide), strict=True))
+    want = dict(zip(given, torch.autograd.grad(wanted, list(given.values()), dy), strict=True))
+    if not form[0]:
+        assert not got["x"][~real].any()
+        got["x"] = got["x"][real]
+    for name, one in want.items():
+        torch.testing.assert_close(got[name], one)
+
+
 @pytest.mark.parametrize(("index", "counts"), [([1, 2, 3, 4, 0, 5], [2, 2]), ([1, 2, 99, 4, 3], [3, 2])])
 def test_dx_of_rows_that_take_no_part_is_zero_whatever_their_weights(index: list[int], counts: list[int]) -> None:
     weights = torch.rand(3, TOPK, dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from made import H200, NARROW, ON_H200, OTHER, PROBLEM, WIDE, measured, modelled
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.types import Source
 from pretuned.kernels import chips
+from pretuned.kernels.config import Config
 from pretuned.runtime import explain, reload
 from pretuned.runtime.candidates import Match
 from pretuned.runtime.dispatch import Decision, decide
@@ -125,11 +127,35 @@ def test_tensors_on_the_host(clean_places: Path) -> None:
         ({**NUMBERS, "M": 4, "sm": 75}, "sm=75 is not supported, wanted one of 80"),
         ({**NUMBERS, "M": 4, "sm": 90, "dtype": "fp8"}, "bf16, fp16, fp32, tf32"),
         ({"x": torch.empty(2, 2), "sm": 90}, "wanted x, w and m_sizes"),
+        ({**NUMBERS, "M": 1.5, "sm": 90}, "M is 1.5, wanted the number of rows, an int"),
+        ({**NUMBERS, "M": True, "sm": 90}, "M is True"),
+        ({**NUMBERS, "M": 2**31, "sm": 90}, "M is 2147483648, wanted .* at most 2147483647"),
+        ({**NUMBERS, "E": "4", "M": 4, "sm": 90}, "E is '4', wanted a size of w"),
+        ({**NUMBERS, "N": 2**31, "M": 4, "sm": 90}, "N is 2147483648"),
+        ({**NUMBERS, "K": 768.0, "M": 4, "sm": 90}, "K is 768.0"),
+        ({"x": replace(PROBLEM, E=0), "M": 4, "sm": 90}, "E is 0"),
+        ({"x": replace(PROBLEM, N=2**31), "M": 4, "sm": 90}, "N is 2147483648"),
+        ({"x": PROBLEM, "M": "4", "sm": 90}, "M is '4'"),
+        ({**NUMBERS, "M": 4, "top_k": 0, "sm": 90}, "top_k is 0, wanted the number of experts of a token"),
+        ({**NUMBERS, "M": 4, "top_k": 1.5, "sm": 90}, "top_k is 1.5"),
+        ({**NUMBERS, "M": 4, "sm": 90.0}, "sm=90.0 is not supported"),
+        ({**NUMBERS, "M": 4, "sm": [90]}, r"sm=\[90\] is not supported"),
+        ({**NUMBERS, "M": 4, "sm": 90, "dtype": torch.float64}, "torch.float64.* wanted a dtype of bf16"),
+        ({**NUMBERS, "M": 4, "sm": 90, "dtype": ["bf16"]}, "wanted a dtype of bf16"),
+        ({**NUMBERS, "M": 4, "sm": 90, "w_layout": "x"}, "a w_layout of nk, kn"),
     ],
 )
 def test_what_is_no_call(how: dict[str, object], words: str, clean_places: Path) -> None:
     with pytest.raises(InputError, match=words):
         explain(**how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")]
+)
+def test_a_dtype_may_be_torchs(dtype: torch.dtype, name: str, clean_places: Path) -> None:
+    told = explain(**NUMBERS, M=2**31 - 1, sm=90, dtype=dtype)
+    assert told.problem == explain(**NUMBERS, M=4, sm=90, dtype=name).problem
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -156,6 +182,13 @@ def test_what_the_call_would_raise(clean_places: Path, tmp_path: Path, monkeypat
     assert missing.chosen is not None
     assert "gone.msgpack" in (missing.raises or "")
     assert "PRETUNED_BUNDLES names this file" in (missing.raises or "")
+
+
+def test_every_flag_of_a_config_is_explained() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text().split("### What a config says")[1]
+    section = text.split("\n### ")[0]
+    flags = {flag for flag, value in asdict(Config(128, 128, 64, 8, 3)).items() if isinstance(value, bool)}
+    assert {flag for flag in flags if f"`{flag}`" in section} == flags > {"tma"}
 
 
 @pytest.mark.parametrize("sm", chips.supported())

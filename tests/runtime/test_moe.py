@@ -179,6 +179,62 @@ def test_what_makes_no_sense_is_refused(how: dict[str, Any], says: str) -> None:
         moe_mlp(**{**given, **how})
 
 
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"hidden": [1.0]}, "hidden is a list, wanted a torch.Tensor"),
+        ({"down_bias": 3}, "down_bias is a int, wanted a torch.Tensor"),
+        ({"hidden": torch.tensor(1.0)}, r"hidden is of shape \[\], wanted \[T, H\]"),
+        ({"hidden": torch.ones(T, 0)}, r"hidden is of shape \[9, 0\], wanted .* H of at least 1"),
+        ({"hidden": torch.ones(T, H).int()}, "hidden is torch.int32, wanted a floating-point type"),
+        ({"hidden": torch.ones(T, H, device="meta")}, "gate_up_weight is on cpu, wanted hidden's device, meta"),
+        ({"gate_up_weight": torch.ones(E, 2 * I, H).half()}, "gate_up_weight is torch.float16, wanted hidden's dtype"),
+        ({"down_weight": torch.ones(E, H, I)}, "down_weight is torch.float32, wanted hidden's dtype, torch.float64"),
+        ({"down_weight": torch.ones(E, H, I).int()}, "down_weight is torch.int32, wanted a floating-point type"),
+        ({"down_weight": torch.ones(E, H, I, device="meta")}, "down_weight is on meta, wanted hidden's device, cpu"),
+        ({"gate_up_bias": torch.ones(E, 2 * I)}, "gate_up_bias is torch.float32, wanted hidden's dtype"),
+        ({"down_bias": torch.ones(E, H, device="meta")}, "down_bias is on meta, wanted hidden's device, cpu"),
+        ({"topk_ids": IDS.to("meta")}, "topk_ids is on meta, wanted hidden's device, cpu"),
+        ({"topk_ids": IDS.float()}, "topk_ids is torch.float32, wanted an integer type"),
+        ({"topk_ids": IDS > 0}, "topk_ids is torch.bool, wanted an integer type"),
+        ({"topk_weights": torch.ones(T, TOPK, device="meta")}, "topk_weights is on meta, wanted hidden's device, cpu"),
+        ({"topk_weights": torch.ones(T, TOPK).int()}, "topk_weights is torch.int32, wanted a floating-point type"),
+        ({"topk_ids": IDS[:, :0], "topk_weights": torch.ones(T, 0)}, r"topk_ids is \[9, 0\].* k of at least 1"),
+        ({"w_layout": "NK"}, "w_layout is 'NK', wanted 'nk'"),
+    ],
+)
+def test_what_cannot_be_used_has_the_callers_name(how: dict[str, Any], says: str, weights_on: str) -> None:
+    hidden, up, down, weights, *_ = layer()
+    given: dict[str, Any] = {
+        "hidden": hidden, "gate_up_weight": up, "down_weight": down, "topk_ids": IDS, "topk_weights": weights,
+    }  # fmt: skip
+    with pytest.raises(InputError, match=f"^moe_mlp: {says}"):
+        moe_mlp(**{**given, **how}, weights_on=weights_on)
+
+
+def test_dtypes_may_differ_where_autocast_casts_them() -> None:
+    hidden, up, down, weights, *_ = (one.detach().float() for one in layer())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = moe_mlp(hidden, up.bfloat16(), down, IDS, weights)
+    assert out.dtype is torch.float32
+
+
+@pytest.mark.parametrize("experts", [0, -1, 4.0, True, "4", None, 65537, 2**31])
+def test_a_number_of_experts_that_is_none(experts: Any) -> None:
+    with pytest.raises(InputError, match=f"^sort_routing: E is {experts!r}, wanted the number of experts"):
+        sort_routing(IDS, experts)
+    assert sort_routing(IDS, 65536).m_sizes.shape == (65536,)
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"), [([1], "a list, wanted a torch.Tensor"), (IDS.half(), "torch.float16, wanted an integer type")]
+)
+def test_ids_that_are_none(ids: Any, says: str) -> None:
+    with pytest.raises(InputError, match=f"^sort_routing: topk_ids is {says}"):
+        sort_routing(ids, E)
+
+
 def test_an_odd_number_of_columns_has_no_halves() -> None:
     with pytest.raises(InputError, match="an even number"):
         activate(torch.ones(2, 5))

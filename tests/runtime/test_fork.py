@@ -1,0 +1,202 @@
+"""A fork while another thread is in the lookup: the child finds no lock taken and no snapshot half made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from made import ON_H200, PROBLEM, SPECS, WIDE, bundle, modelled, snapshot, write
+
+import pretuned.runtime
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.errors import BundleUnreadable
+from pretuned.artifacts.types import Problem
+from pretuned.runtime import counters, discover, driver, explain, jit, loading, register_compiler, reload, settings
+from pretuned.runtime.candidates import Origin
+from pretuned.runtime.dispatch import Decision, decide
+from pretuned.runtime.locks import lock
+
+SECONDS = 30  # that a child may take: a lock that nobody lets go is waited for without an end
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+
+class Pause:
+    """Stops the thread that calls it first until ``go_on``; any other passes."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on, self._first = threading.Event(), threading.Event(), True
+
+    def __call__(self) -> None:
+        if self._first:
+            self._first = False
+            self.reached.set()
+            assert self.go_on.wait(SECONDS)
+
+
+@contextlib.contextmanager
+def stopped_inside(call: Callable[[], object], pause: Pause) -> Iterator[None]:
+    """Another thread is in ``call`` as far as ``pause``."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    try:
+        assert pause.reached.wait(SECONDS)
+        yield
+    finally:
+        pause.go_on.set()
+        thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def right_in_a_child(call: Callable[[], object]) -> bool:
+    """Whether ``call`` is true in a child of ``fork``, and ends."""
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(SECONDS)
+        good = False
+        with contextlib.suppress(BaseException):
+            good = bool(call())
+        os._exit(0 if good else 1)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+def runs_from_a_bundle() -> bool:
+    return explain(PROBLEM, M=64, sm=90).runs == "bundle"
+
+
+@pytest.mark.parametrize("where", ["settings", "snapshot", "installed"])
+def test_the_lookup(where: str, clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(clean_places / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    reload()
+    pause = Pause()
+    module, name = {
+        "settings": (settings, "read"), "snapshot": (discover, "take"), "installed": (discover, "installed_places"),
+    }[where]  # fmt: skip
+    real = getattr(module, name)
+
+    def slow(*given: object) -> object:
+        pause()
+        return real(*given)
+
+    monkeypatch.setattr(module, name, slow)
+    with stopped_inside(runs_from_a_bundle, pause):
+        assert right_in_a_child(runs_from_a_bundle)
+        assert right_in_a_child(lambda: reload() or runs_from_a_bundle())  # type: ignore[func-returns-value]
+
+
+class Compiler:
+    """Makes a small bundle, after a pause."""
+
+    def __init__(self) -> None:
+        self.pause = Pause()
+
+    def __call__(self, problem: Problem, sm: int) -> bytes:
+        self.pause()
+        return encode(bundle({problem: [modelled(64, WIDE)]}, sm=sm, specs=SPECS, tag="compiled"))
+
+
+@pytest.fixture
+def compiler(clean_places: Path) -> Iterator[Compiler]:
+    before, made = jit._compiler, Compiler()
+    register_compiler(made)
+    jit.forget()
+    pretuned.runtime.allow_jit()
+    yield made
+    jit.forget()
+    pretuned.runtime.allow_jit(False)
+    register_compiler(before)
+
+
+def compiled(found: discover.Snapshot) -> bool:
+    got = decide(found, PROBLEM, 64, ON_H200)
+    return isinstance(got, Decision) and got.chosen.origin is Origin.COMPILED
+
+
+def test_a_decision_that_compiles(compiler: Compiler, tmp_path: Path) -> None:
+    found = snapshot(tmp_path)
+    with stopped_inside(lambda: compiled(found), compiler.pause):
+        assert right_in_a_child(lambda: compiled(found))
+        assert right_in_a_child(lambda: compiled(snapshot(tmp_path)))
+    assert compiled(found)
+
+
+class Views(dict):  # type: ignore[type-arg]
+    """A snapshot's views, with a pause before or after they are cleared."""
+
+    def __init__(self, pause: Pause, *, after: bool) -> None:
+        self._pause, self._after = pause, after
+
+    def clear(self) -> None:
+        if not self._after:
+            self._pause()
+        super().clear()
+        self._pause()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_bundle_that_is_just_being_added(after: bool, compiler: Compiler, tmp_path: Path) -> None:
+    compiler.pause.go_on.set()
+    found, pause = snapshot(tmp_path), Pause()
+    found._views = Views(pause, after=after)
+    with stopped_inside(lambda: compiled(found), pause):
+        assert right_in_a_child(lambda: compiled(found))
+
+
+def test_a_variant_that_is_being_loaded(tmp_path: Path) -> None:
+    pause = Pause()
+
+    class Damaged:
+        digest, path = b"damaged", "a.msgpack"
+
+        def variant(self, index: int) -> object:
+            pause()
+            raise BundleUnreadable("gone")
+
+    def load() -> bool:
+        try:
+            loading.loaded(Damaged(), 0, 0, 132)  # type: ignore[arg-type]
+        except BundleUnreadable:
+            return True
+        return False
+
+    with stopped_inside(load, pause):
+        assert right_in_a_child(load)
+
+
+def test_a_word_of_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pause, words = Pause(), counters.Counters(0)
+
+    def zeroed(size_bytes: int, device: int) -> int:
+        pause()
+        return 4096
+
+    monkeypatch.setattr(driver, "zeroed", zeroed)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    with stopped_inside(lambda: words.take(1), pause):
+        assert right_in_a_child(lambda: words.take(1) == 4096)
+
+
+def test_a_child_lets_go_what_its_own_thread_holds() -> None:
+    """A fork inside the lookup, as of a compiler that starts workers: leaving the lock is no error there."""
+
+    def leaves_it() -> bool:
+        with lock("compiling"):
+            held.close()
+        with lock("compiling"):
+            return True
+
+    with contextlib.ExitStack() as held:
+        held.enter_context(lock("compiling"))
+        assert right_in_a_child(leaves_it)
+
+
+def test_no_module_makes_a_lock_of_its_own() -> None:
+    package = Path(pretuned.runtime.__file__ or "").parent
+    assert [one.name for one in sorted(package.glob("*.py")) if "Lock(" in one.read_text()] == ["locks.py"]
