@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from . import child, configcache, fresh, overlay
 from .configcache import CacheKey, Configs
 from .modelshape import ModelShape
 from .plan import Plan, plan
+from .scratch import scratch_folder
 from .variants import optional
 
 WAIT_S = 1800.0  # for another process that tunes
@@ -177,8 +177,8 @@ def measure_in_child(planned: Plan, sm: int, device: int) -> Bundle:
 
     cache = default_dir()
     try:
-        with tempfile.TemporaryDirectory(prefix="pretuned-") as scratch:
-            answer = Path(scratch) / "tuned"
+        with scratch_folder() as scratch:
+            answer = scratch / "tuned"
             arguments = {
                 "cells": [(fresh.plain(problem), list(buckets)) for problem, buckets in planned.buckets.items()],
                 "models": [
