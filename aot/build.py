@@ -68,7 +68,7 @@ class Options:
     journal: Path | None = None
     measure: Container[int] = ()
     modelled: bool = False
-    configs: int = CONFIG_LIMIT  # of an op and dtype, at most
+    configs: int = CONFIG_LIMIT  # of an op, dtype and layout, at most
     tune: Tune = tune_now
 
 
@@ -95,7 +95,7 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
     HostError
         if the directory can't be written, or the machine stops the compiler or the measuring.
     CompileError
-        if an op and dtype is left without any variant; the message has the reasons.
+        if an op, dtype, layout and form is left without any variant; the message has the reasons.
     KeyboardInterrupt
         with a message that says how much is compiled or measured, and kept.
     """
