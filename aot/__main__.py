@@ -22,14 +22,16 @@ def main() -> int:
         print(f'aot needs the builder\'s packages ({", ".join(missing)} missing): pip install "pretuned[aot]"',
               file=sys.stderr)  # fmt: skip
         return 1
-    from .interrupts import tidy_interrupts
+    from .interrupts import interrupted, tidy_interrupts
 
     try:
         with tidy_interrupts():
             from .cli.main import run
 
             return run(sys.argv[1:])
-    except KeyboardInterrupt:  # while it was still importing
+    except BaseException as error:  # while it was still importing
+        if not (interrupted() or isinstance(error, KeyboardInterrupt)):
+            raise
         print("interrupted", file=sys.stderr)
         return 130
 

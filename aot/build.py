@@ -68,7 +68,7 @@ class Options:
     journal: Path | None = None
     measure: Container[int] = ()
     modelled: bool = False
-    configs: int = CONFIG_LIMIT  # of an op and dtype, at most
+    configs: int = CONFIG_LIMIT  # of an op, dtype and layout, at most
     tune: Tune = tune_now
 
 
@@ -95,7 +95,7 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
     HostError
         if the directory can't be written, or the machine stops the compiler or the measuring.
     CompileError
-        if an op and dtype is left without any variant; the message has the reasons.
+        if an op, dtype, layout and form is left without any variant; the message has the reasons.
     KeyboardInterrupt
         with a message that says how much is compiled or measured, and kept.
     """
@@ -277,13 +277,6 @@ def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
     return Candidates(target, driver, producer, kernels_of(compiled), compiled), tuple(dropped)
 
 
-def _holds(path: Path, data: bytes) -> bool:
-    try:
-        return path.stat().st_size == len(data) and path.read_bytes() == data
-    except OSError:
-        return False
-
-
 @dataclass(frozen=True, slots=True)
 class _Counts:
     compiled: int
@@ -300,8 +293,7 @@ def _publish(
     begun: float,
 ) -> Built:
     data = codec.encode(bundle)
-    unchanged = _holds(path, data)
-    publish(path, data)
+    written = publish(path, data)
     measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
     return Built(
         path=path,
@@ -318,7 +310,7 @@ def _publish(
         dropped=dropped,
         worst_loss=max((loss.max_loss for loss in chosen.losses), default=0.0),
         size_bytes=len(data),
-        unchanged=unchanged,
+        unchanged=not written,
         seconds=time.monotonic() - begun,
         tuned=outcome,
     )

@@ -7,17 +7,20 @@ with this process's sys.path.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..artifacts.errors import BundleError, CompileError, HostError, InputError, PretunedError
+from .parent import end_with_parent
 
 _START = (
     "import json, sys; work = json.load(sys.stdin); sys.path[:] = work['path']; "
@@ -31,6 +34,8 @@ _RAISED = {error.__name__: error for error in (CompileError, HostError, InputErr
 def call(function: str, arguments: Mapping[str, object], answer: Path, *, timeout_s: float) -> None:
     """Run ``module:function`` of this package in a child, with plain keyword arguments and ``answer``, a file to write.
 
+    The answer's folder is the call's own: where this process is killed, the child ends too and removes it.
+
     Raises
     ------
     CompileError, HostError, InputError
@@ -43,10 +48,12 @@ def call(function: str, arguments: Mapping[str, object], answer: Path, *, timeou
     work = {"path": sys.path, "function": package + function, "arguments": dict(arguments), "answer": str(answer),
             "told": str(told)}  # fmt: skip
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", _START], input=json.dumps(work), capture_output=True, text=True,
-            timeout=timeout_s, check=False, start_new_session=True,
-        )  # fmt: skip
+        with _sentinel() as sentinel:
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", _START], input=json.dumps({**work, "sentinel": sentinel}),
+                capture_output=True, text=True, timeout=timeout_s, check=False, start_new_session=True,
+                pass_fds=(sentinel,),
+            )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise HostError(f"{function} did not end within {timeout_s:g} s and was stopped") from None
     except OSError as error:
@@ -59,8 +66,20 @@ def call(function: str, arguments: Mapping[str, object], answer: Path, *, timeou
     raise HostError(f"{function}: its process died ({_ended(done.returncode)}): {done.stderr.strip()[-_TELLS:]}")
 
 
+@contextlib.contextmanager
+def _sentinel() -> Iterator[int]:
+    """The reading end of a pipe that nothing is written to: it ends when this process does."""
+    reader, writer = os.pipe()
+    try:
+        yield reader
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 def work_on(work: Mapping[str, Any]) -> None:
     """The child's part: call the function; what it raises goes back in a file."""
+    end_with_parent(work["sentinel"], Path(work["answer"]).parent)
     module, _, name = work["function"].partition(":")
     try:
         function = getattr(importlib.import_module(module), name)

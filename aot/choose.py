@@ -57,7 +57,7 @@ class Chosen:
 def choose(
     plan: Plan, compiled: Sequence[Compiled], sm: int, evidence: Evidence | None = None, configs: int = CONFIG_LIMIT
 ) -> Chosen:
-    """The variants to ship, of at most ``configs`` an op and dtype, and the best for each (problem, bucket).
+    """The variants to ship, of at most ``configs`` an op, dtype and layout, and the best for each (problem, bucket).
 
     Fallbacks always ship: they are what any other N and K runs on; and so do passes. Forms that move rows ship fewer
     configs than the plain one, or the same. Choices point into ``evidence.gpus``. An optional problem that no variant

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from . import child, configcache, fresh, overlay
 from .configcache import CacheKey, Configs
 from .modelshape import ModelShape
 from .plan import Plan, plan
+from .scratch import scratch_folder
 from .variants import optional
 
 WAIT_S = 1800.0  # for another process that tunes
@@ -132,14 +132,14 @@ class OnDemand:
             return measured_here(planned.buckets, local)
         if settings().disable_autotune or capturing():
             return False
-        begun = time.time_ns()
+        before = _overlay_file(local)
         try:
             with _turn() as mine:
                 if mine is None:
                     _log.warning("pretuned: another process has been tuning for %g s: going on without", WAIT_S)
                     return False
                 reload()
-                fresh = not force or _published_since(local, begun)
+                fresh = not force or _overlay_file(local) not in (None, before)
                 if not (fresh and _attempted(planned.buckets, local)):  # else another process has just done it
                     self._tune(planned, local, device)
         except PretunedError as error:
@@ -177,8 +177,8 @@ def measure_in_child(planned: Plan, sm: int, device: int) -> Bundle:
 
     cache = default_dir()
     try:
-        with tempfile.TemporaryDirectory(prefix="pretuned-") as scratch:
-            answer = Path(scratch) / "tuned"
+        with scratch_folder() as scratch:
+            answer = scratch / "tuned"
             arguments = {
                 "cells": [(fresh.plain(problem), list(buckets)) for problem, buckets in planned.buckets.items()],
                 "models": [
@@ -269,15 +269,16 @@ def planned_for(key: CacheKey, shape: ModelShape) -> Plan:
     return Plan(dict.fromkeys(made.problems, (key.bucket,)), made.models)
 
 
-def _published_since(local: LocalGpu, begun_ns: int) -> bool:
-    """Whether another process has written this GPU's overlay meanwhile."""
+def _overlay_file(local: LocalGpu) -> tuple[int, ...] | None:
+    """What tells this GPU's overlay from one that another process has written meanwhile."""
     place = settings().overlay
     if place is None:
-        return False
+        return None
     try:
-        return overlay.path_of(place, local.sm, local.gpu).stat().st_mtime_ns > begun_ns
+        status = overlay.path_of(place, local.sm, local.gpu).stat()
     except OSError:
-        return False
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 @contextlib.contextmanager

@@ -13,12 +13,15 @@ from .plan import Plan, planned_on
 from .variants import Space, by_code, families, pass_specs, specs
 from .workers import default_workers
 
-# Seen on two 2024 server cores with Triton 3.7: 374 variants of all ops took 161 s of CPU in all.
-_VARIANT_S = 0.43
+# Seen with Triton 3.7, both of two server cores at work: CPU seconds of a variant, its assembler's included.
+_VARIANT_S = 0.7
+_SPECIALIZED_S = 2.1
+_PASS_S = 0.4
 _START_S = 1.5  # the workers import Triton
-_PROBLEM_S = 0.003  # ranking and selecting, for a problem and capability
+_PROBLEM_S = 0.005  # ranking and selecting, for a problem and capability
 _CUBIN_BYTES = 37_000
-_PASS_BYTES = 14_000
+_TMA_CUBIN_BYTES = 50_000  # of 9.0 and later
+_PASS_BYTES = 17_000
 _CHOICE_BYTES = 24
 _SHIPPED = 7  # variants of a family: fewer where few shapes are asked for
 
@@ -57,19 +60,29 @@ def estimate(plan: Plan, sms: Sequence[int], cache: CompileCache | None, workers
         wanted: list[Spec | PassSpec] = [group[0] for group in by_code(specs(here.problems, sm, Space()), sm)]
         wanted += beside
         count = len(families(here.problems))
-        cached = _cached(wanted, sm, cache)
-        fresh = len(wanted) - (cached or 0)
-        seconds = fresh * _VARIANT_S / (workers or default_workers()) + _PROBLEM_S * len(here.problems)
+        fresh = _fresh(wanted, sm, cache)
+        cached = None if fresh is None else len(wanted) - len(fresh)
+        fresh = wanted if fresh is None else fresh
+        seconds = sum(map(_cpu_s, fresh)) / (workers or default_workers()) + _PROBLEM_S * len(here.problems)
         seconds += _START_S if fresh and sm == sms[0] else 0.0
-        size = count * _SHIPPED * _CUBIN_BYTES + len(beside) * _PASS_BYTES + here.choices * _CHOICE_BYTES
-        found.append(Estimate(sm, len(here.problems), here.choices, len(wanted), cached, seconds, round(size)))
+        size = count * _SHIPPED * (_CUBIN_BYTES if sm < 90 else _TMA_CUBIN_BYTES)
+        size += len(beside) * _PASS_BYTES + here.choices * _CHOICE_BYTES
+        found.append(Estimate(sm, len(here.problems), here.choices, len(wanted), cached, seconds, size))
     return found
 
 
-def _cached(wanted: Sequence[Spec | PassSpec], sm: int, cache: CompileCache | None) -> int | None:
+def _fresh(wanted: Sequence[Spec | PassSpec], sm: int, cache: CompileCache | None) -> Sequence[Spec | PassSpec] | None:
+    """What is not cached; None where nothing can tell."""
     if cache is None:
-        return 0
+        return wanted
     try:
-        return sum(cache.has(spec, sm) for spec in wanted)
+        return [spec for spec in wanted if not cache.has(spec, sm)]
     except HostError:
         return None
+
+
+def _cpu_s(spec: Spec | PassSpec) -> float:
+    """What compiling it takes."""
+    if isinstance(spec, PassSpec):
+        return _PASS_S
+    return _SPECIALIZED_S if spec.config.specialized else _VARIANT_S

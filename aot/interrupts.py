@@ -8,6 +8,12 @@ from collections.abc import Iterator
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_came = False
+
+
+def interrupted() -> bool:
+    """Whether ``tidy_interrupts`` has raised: native code that imports makes another error of a KeyboardInterrupt."""
+    return _came
 
 
 @contextlib.contextmanager
@@ -19,6 +25,8 @@ def tidy_interrupts() -> Iterator[None]:
     before = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) != signal.SIG_IGN}
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        global _came
+        _came = True
         for each in before:
             signal.signal(each, signal.SIG_IGN)
         before.clear()  # they stay ignored until the process has ended

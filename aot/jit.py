@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from ..artifacts.errors import HostError
 from ..artifacts.types import Problem
 from . import child
+from .scratch import scratch_folder
 
 _TIMEOUT_S = 300.0
 
@@ -34,8 +32,8 @@ def compile_kind(problem: Problem, sm: int) -> bytes:
     cache = None if settings().disable_autotune else default_dir()
     arguments = {"problem": plain(problem), "sm": sm, "cache": None if cache is None else str(cache)}
     try:
-        with tempfile.TemporaryDirectory(prefix="pretuned-") as scratch:
-            answer = Path(scratch) / "compiled"
+        with scratch_folder() as scratch:
+            answer = scratch / "compiled"
             child.call("fresh:compile_kind", arguments, answer, timeout_s=_TIMEOUT_S)
             return answer.read_bytes()
     except OSError as error:

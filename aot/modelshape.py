@@ -10,6 +10,7 @@ from ..artifacts.types import DType, Layout, Op
 MAX_WIDTH = 1 << 20  # of H and I, in elements
 MAX_TOKENS = 1 << 24
 MAX_ROWS = 1 << 30  # of M: a bucket is a power of two and fits int32
+_SHOWN = 64  # the largest divisor that an error lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,5 +139,5 @@ class ModelShape:
 
 def _divisors(number: int) -> str:
     """The divisors that a deployment might use, for an error."""
-    some = [str(divisor) for divisor in range(1, 65) if number % divisor == 0]
-    return ", ".join(some)
+    some = [str(divisor) for divisor in range(1, _SHOWN + 1) if number % divisor == 0]
+    return ", ".join(some + ["..."] * (number > _SHOWN))

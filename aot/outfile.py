@@ -18,7 +18,7 @@ _PAGE = b"<!doctype html>"
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A bundle on disk; ``unchanged`` if the file held these very bytes before."""
+    """A bundle on disk; ``unchanged`` if the file held these very bytes before and was left alone."""
 
     path: Path
     size_bytes: int
@@ -63,12 +63,7 @@ def write_bundle(path: Path, bundle: Bundle) -> Written:
     """
     check_out(path)
     data = codec.encode(bundle, str(path))
-    try:
-        unchanged = path.stat().st_size == len(data) and path.read_bytes() == data
-    except FileNotFoundError:
-        unchanged = False
-    publish(path, data)
-    return Written(path, len(data), unchanged)
+    return Written(path, len(data), unchanged=not publish(path, data))
 
 
 def write_page(path: Path, text: str) -> int:

@@ -7,14 +7,12 @@ import os
 import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import connection, get_context, parent_process, resource_tracker
+from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
 
 from ..artifacts.errors import CompileError, HostError
@@ -22,10 +20,10 @@ from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec
 from .compile import Compiled, compile_variant
 from .compilecache import CompileCache
-from .scratch import remove_tree, scratch_folder
+from .parent import end_with_parent
+from .scratch import scratch_folder
 
 TIMEOUT_S = 300.0  # a variant takes 0.2 to 5 s; a compiler that hangs is killed
-_TIDYING_S = 3.0  # what a worker without its parent takes at most to remove what was left
 
 Compile = Callable[[Spec | PassSpec, int], Compiled]
 
@@ -163,32 +161,10 @@ def start_worker(scratch: str) -> None:
     """A worker is a process group of its own: when it ends before its time, so does the assembler it runs."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
-    signal.signal(signal.SIGURG, lambda number, frame: _tidy(scratch))  # one that LLVM does not take for itself
     tempfile.tempdir = scratch
-    threading.Thread(target=_end_with_parent, args=(scratch,), daemon=True).start()
-
-
-def _end_with_parent(scratch: str) -> None:
-    """A parent that was killed stops nobody and tidies nothing: its workers do.
-
-    In the main thread, which is thus no longer at work there: Triton makes the folder again where it is gone.
-    """
     parent = parent_process()
     if parent is not None:
-        connection.wait([parent.sentinel])
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
-        time.sleep(2 * _TIDYING_S)
-        _tidy(scratch)  # the main thread is in foreign code that does not come back
-
-
-def _tidy(scratch: str) -> None:
-    """Remove what was left, and end."""
-    end = time.monotonic() + _TIDYING_S
-    remove_tree(Path(scratch))
-    while Path(scratch).exists() and time.monotonic() < end:  # another worker was writing there
-        time.sleep(0.02)
-        remove_tree(Path(scratch))
-    os.killpg(0, signal.SIGKILL)
+        end_with_parent(parent.sentinel, Path(scratch))
 
 
 def _result(job: Job, future: Future[Compiled], timeout_s: float) -> Result:

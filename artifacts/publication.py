@@ -15,10 +15,11 @@ _TEMP = re.compile(r"\.pretuned-[0-9a-f]{16}\.tmp")
 _MODE = 0o644
 
 
-def publish(path: str | os.PathLike[str], data: bytes) -> None:
+def publish(path: str | os.PathLike[str], data: bytes) -> bool:
     """Make ``path`` hold ``data``. Readers see the old file or the new one; it is durable when this returns.
 
-    A file that holds these bytes already is left alone. Temp files of publishers that died are removed.
+    Returns whether it wrote: a file that holds these bytes already is left alone, a link is replaced. Temp files of
+    publishers that died are removed.
 
     Raises
     ------
@@ -29,10 +30,12 @@ def publish(path: str | os.PathLike[str], data: bytes) -> None:
     try:
         folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            if not _holds(final, data):
+            writes = not _holds(final, data)
+            if writes:
                 _remove_stale(final.parent)
                 _replace(final, data)
             os.fsync(folder)
+            return writes
         finally:
             os.close(folder)
     except (OSError, ValueError) as error:

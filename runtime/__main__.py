@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import warnings
 
 from ..artifacts.errors import PretunedError
 
+_READER_LEFT = 141  # 128 + SIGPIPE: what a shell says of a program whose reader (head, less) closed the pipe
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0 where each GPU has a usable bundle or there is no GPU, 1 otherwise."""
+    """The exit code: 0 where each GPU has a usable bundle or there is no GPU, 141 without a reader, 1 otherwise."""
     parser = argparse.ArgumentParser(
         prog="python -m pretuned.runtime",
         description="Show what this machine would use, and why not: GPUs, driver, places, bundles.",
         epilog="Examples: python -m pretuned.runtime; python -m pretuned.runtime --json | head -20. "
-        "Exit code 0 where a bundle would be used, or the machine has no GPU; 1 otherwise.",
+        "Exit code 0 where a bundle would be used, or the machine has no GPU; 141 where the reader of the output has "
+        "left; 1 otherwise.",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_args(arguments)
@@ -29,7 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     except PretunedError as error:
         print(f"pretuned: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(report.to_dict(), indent=2) if given.json else report)
+    try:
+        print(json.dumps(report.to_dict(), indent=2) if given.json else report, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the last flush would complain
+        return _READER_LEFT
     return 0 if report.ok else 1
 
 

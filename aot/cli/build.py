@@ -54,7 +54,7 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 @click.option("--candidates", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
               help="Variants that aot compile made: nothing is compiled.")  # fmt: skip
 @click.option("--configs", type=click.IntRange(4, CONFIG_LIMIT), default=CONFIG_LIMIT, show_default=True,
-              help="Ship at most so many configs an op and dtype: fewer are smaller and slower.")  # fmt: skip
+              help="Ship at most so many configs an op, dtype and layout: fewer are smaller and slower.")  # fmt: skip
 @budget_and_gpus
 @click.option("--verbose", "-v", is_flag=True, help="Tell every variant that does not ship, and why.")
 @as_json

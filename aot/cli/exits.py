@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import click
 
 from ...artifacts.errors import BundleError, HostError, InputError, PretunedError, ProblemNotInBundle
+from ..interrupts import interrupted
 from .echo import echo
 
 OK = 0
@@ -50,6 +51,8 @@ def told(error: BaseException) -> tuple[int, str]:
             return INTERRUPTED, str(error.__cause__ or "") or "interrupted"
         case KeyboardInterrupt():
             return INTERRUPTED, str(error) or "interrupted"
+        case Exception() if interrupted():
+            return INTERRUPTED, "interrupted"
         case InputError() | BundleError() | ProblemNotInBundle():
             return INPUT, f"error: {error}"
         case OSError() if not error.filename and _from_echo(error):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -32,9 +33,10 @@ def _seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> floa
     if text == "none":
         return None
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([smh]?)", text)
-    if not parts or "".join(number + unit for number, unit in parts) != text:
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    if not parts or "".join(number + unit for number, unit in parts) != text or not math.isfinite(seconds):
         raise click.BadParameter(f"'{value}' is no duration; wanted e.g. 90s, 10m, 1h30m or none", ctx, parameter)
-    return sum(float(number) * _UNITS[unit] for number, unit in parts)
+    return seconds
 
 
 def budget_and_gpus(function: F) -> F:

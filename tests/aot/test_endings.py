@@ -176,6 +176,24 @@ def started(pid: int) -> int:
     return found
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("what", ["compile", "measure"])
+def test_a_program_that_is_killed_takes_its_child_along(place: Place, what: str, number: signal.Signals) -> None:
+    """It holds the lock of those that tune: what it started must not measure on beside the next one."""
+    command = [*UNDISTURBED, sys.executable, str(Path(__file__).with_name("workerjobs") / "ondemand_child.py"), what]
+    environment = {**place.environment(), "HOME": str(place.root), "XDG_CACHE_HOME": str(place.root / "home")}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        compiled = place.root / "home" / "pretuned" / "compiled"
+        until(lambda: any(compiled.glob("??/*.bin")), 60, "nothing is compiled")
+        children = descendants(process.pid)
+        process.send_signal(number)
+        process.communicate(timeout=5)
+    assert process.returncode == -number
+    assert len(children) >= 2
+    until(lambda: not any(map(alive, children)), 4, "its child lives on")
+    until(lambda: not place.leftovers(), 5, f"left behind: {place.leftovers()}")
+
+
 CALLS = ("mkdir", "flock", "write", "fchmod", "fsync", "rename", "unlink")
 
 

@@ -133,6 +133,14 @@ def test_force_measures_again(home: Path, tmp_path: Path) -> None:
     assert len((tmp_path / "log").read_text().splitlines()) == 2
 
 
+def test_force_measures_again_whatever_the_clock_says(home: Path, tmp_path: Path) -> None:
+    """A file of a time to come, as from a machine whose clock is ahead, is not one that was written meanwhile."""
+    fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
+    os.utime(overlay.path_of(home, 90, H200), (time.time() + 86400,) * 2)
+    again = fakemeasure.on_demand(tmp_path / "log", config=OTHER)
+    assert chosen(again.configs(key(), 0, force=True)) == {OTHER}
+
+
 def test_what_can_not_be_measured_is_not_tried_by_every_process(home: Path, tmp_path: Path) -> None:
     for _ in range(2):
         found = fakemeasure.on_demand(tmp_path / "log", modelled=True).configs(key(), 0, force=False)
@@ -228,6 +236,17 @@ def test_eight_processes_at_once_tune_once(home: Path, tmp_path: Path) -> None:
     asking = [ask(home, tmp_path / "log", "1.0") for _ in range(8)]
     answers = [answer(process) for process in asking]
     assert answers == [[(op, DECIDED, DECIDED) for op in ("forward", "dX", "dW")]] * 8
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+
+
+def test_force_takes_what_another_process_measured_meanwhile(home: Path, tmp_path: Path) -> None:
+    fakemeasure.on_demand(tmp_path / "log", config=OTHER).configs(key(), 0, force=False)
+    first = ask(home, tmp_path / "second log", "1.5", "", "force")
+    while not (tmp_path / "second log").exists():
+        time.sleep(0.02)
+    asked = fakemeasure.on_demand(tmp_path / "log", config=OTHER)
+    assert chosen(asked.configs(key(), 0, force=True)) == {CONFIG}
+    assert answer(first) == [(op, DECIDED, DECIDED) for op in ("forward", "dX", "dW")]
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 

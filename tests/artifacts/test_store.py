@@ -300,9 +300,9 @@ def test_publish(tmp_path):
 
 def test_publish_leaves_the_same_bytes_alone(tmp_path):
     path = tmp_path / "b.msgpack"
-    publish(path, b"same")
+    assert publish(path, b"same")
     before = path.stat()
-    publish(path, b"same")
+    assert not publish(path, b"same")
     after = path.stat()  # (but for when it was read)
     assert (after.st_ino, after.st_mtime_ns, after.st_ctime_ns) == (
         before.st_ino,
@@ -310,7 +310,7 @@ def test_publish_leaves_the_same_bytes_alone(tmp_path):
         before.st_ctime_ns,
     )
     path.chmod(0o600)
-    publish(path, b"same")
+    assert publish(path, b"same")
     assert path.stat().st_mode & 0o7777 == 0o644
     publish(path, b"sane")
     assert path.read_bytes() == b"sane"
@@ -319,8 +319,13 @@ def test_publish_leaves_the_same_bytes_alone(tmp_path):
 def test_publish_replaces_a_link_and_not_its_target(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_bytes(b"old")
+    target.chmod(0o644)
     link.symlink_to(target)
-    publish(link, b"new")
+    assert publish(link, b"old")
+    assert not link.is_symlink()
+    link.unlink()
+    link.symlink_to(target)
+    assert publish(link, b"new")
     assert target.read_bytes() == b"old"
     assert not link.is_symlink()
     assert link.read_bytes() == b"new"

@@ -112,3 +112,16 @@ def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     assert Path(plain["bundles"][0]["path"]).name == "sm90.msgpack"  # then those that ship
     assert any("no GPU here" in note for note in plain["notes"])
     assert run({}, "--nonsense").returncode == 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=" ".join)
+def test_a_reader_that_has_left(tmp_path: Path, arguments: list[str]) -> None:
+    """As ``python -m pretuned.runtime --json | head -5``: no word, and the code that a shell shows for SIGPIPE."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "pretuned.runtime", *arguments]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -147,6 +147,19 @@ def test_prune(aot, here, put, small_bundle):
     assert "built for odd, small" in none.err
 
 
+@pytest.mark.parametrize("verb", ["merge", "prune"])
+def test_an_output_that_is_a_link_is_replaced_and_said_to_be(aot, here, put, verb):
+    one = put("one", lambda base: base)
+    rest = (put("two", revised),) if verb == "merge" else ("--models", "shape:E=8,H=256,I=128,k=2 name=small")
+    assert "(unchanged)" not in aot(verb, one, *rest, "-o", "target.msgpack").out
+    (here / "link.msgpack").symlink_to("target.msgpack")
+    before = (here / "target.msgpack").read_bytes()
+    assert "(unchanged)" not in aot(verb, one, *rest, "-o", "link.msgpack").out
+    assert not (here / "link.msgpack").is_symlink()
+    assert (here / "link.msgpack").read_bytes() == (here / "target.msgpack").read_bytes() == before
+    assert "(unchanged)" in aot(verb, one, *rest, "-o", "link.msgpack").out
+
+
 @pytest.mark.parametrize(("out", "shown"), [("bundles", "bundles"), ("a/b", "a/b"), ("../x", "x"), ("/srv/y", "y")])
 def test_a_dockerfile_copies_from_below_its_own_folder(out: str, shown: str) -> None:
     assert _in_context(Path(out)) == Path(shown)

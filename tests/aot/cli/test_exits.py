@@ -103,6 +103,23 @@ def test_a_reader_that_leaves_a_build_has_its_bundle(tmp_path: Path) -> None:
     assert verify(str(tmp_path / "bundles" / "pretuned-sm80.msgpack"))
 
 
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
+@pytest.mark.parametrize(("module", "verb"), [("torch", "doctor"), ("click", "models")])
+def test_an_interrupt_that_an_import_makes_another_error(module: str, verb: str, error: str, tmp_path: Path) -> None:
+    """As native code does that imports: numpy's, PIL's."""
+    (tmp_path / f"{module}.py").write_text(f"""
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    raise {error}("no core") from None
+""")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "pretuned.aot", verb]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_a_pipe_that_broke_elsewhere_is_told() -> None:
     with pytest.raises(errors.HostError, match="ended early"), quiet_without_reader():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
