@@ -27,7 +27,7 @@ def by_token(revision: int, M: int, row_bytes: int, slots: int, top_k: int) -> b
 
     Not where most of the ``slots``, ``top_k`` of each row of x, are not in the index.
     """
-    return revision >= BY_TOKEN_REVISION and top_k > 1 and M * row_bytes >= LEAST_BYTES and slots <= 2 * M
+    return revision >= BY_TOKEN_REVISION and top_k > 1 and M * row_bytes >= LEAST_BYTES and 0 < slots <= 2 * M
 
 
 def gather(

@@ -26,6 +26,7 @@ LARGE = 128 << 20
         (BY_TOKEN_REVISION, 1 << 15, LARGE >> 15, 1 << 15, 1, False),  # each row goes to one place
         (BY_TOKEN_REVISION, 1 << 15, LARGE >> 15, 1 << 16, 2, True),
         (BY_TOKEN_REVISION, 1 << 15, LARGE >> 15, (1 << 16) + 8, 8, False),  # most slots are elsewhere
+        (BY_TOKEN_REVISION, 1 << 15, LARGE >> 15, 0, 8, False),  # nobody said how many
     ],
 )
 def test_when_each_row_is_read_once(revision: int, M: int, row_bytes: int, slots: int, top_k: int, once: bool) -> None:
