@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..artifacts.errors import BundleError, HostError, LockBusy, PretunedError
 from ..artifacts.store import lock, open_bytes
 from ..artifacts.types import Bundle, Choice, DType, Fusion, Model, Op, Problem, bucket_of
 from ..kernels.config import Config
-from ..runtime import discover
+from ..runtime import discover, locks
 from ..runtime.device import LocalGpu, local_gpu
 from ..runtime.discover import Rejected, Usable
 from ..runtime.dispatch import Decision, capturing, decide, naturally_aligned
@@ -55,7 +54,6 @@ class OnDemand:
     def __init__(self, measure: Measurer, gpu_of: Callable[[int], LocalGpu] = local_gpu) -> None:
         self._measure = measure
         self._gpu_of = gpu_of
-        self._lock = threading.RLock()
         self._memory: dict[CacheKey, Configs] = {}
         self._tried: set[CacheKey] = set()  # what is not tuned again in this process
         self._settled: set[object] = set()  # what ``tune_call`` need not look at again
@@ -63,7 +61,7 @@ class OnDemand:
 
     def configs(self, key: CacheKey, device: int, *, force: bool) -> Configs:
         """The configs of a layer; see ``get_or_autotune_moe_kernels``."""
-        with self._lock:
+        with locks.lock("tuning on demand"):
             known = None if force else self.load(key)
             if known is not None:
                 return known
@@ -97,7 +95,7 @@ class OnDemand:
 
     def clear(self) -> None:
         """Forget everything that was tuned on demand or kept."""
-        with self._lock:
+        with locks.lock("tuning on demand"):
             self._memory.clear()
             self._tried.clear()
             self._settled.clear()
@@ -118,7 +116,7 @@ class OnDemand:
             return
         if capturing():
             return
-        with self._lock:
+        with locks.lock("tuning on demand"):
             first = problems[0]
             model = Model(f"E{first.E}-N{first.N}-K{first.K}", 1, 1, 1, first.dtype, problems)
             self._ensure(Plan({one: (bucket_of(M),) for one in problems}, (model,)), self._gpu_of(device), device)
