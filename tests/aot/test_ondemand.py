@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fakemeasure
 import pytest
@@ -85,6 +86,34 @@ def test_it_tunes_once_and_keeps_it(home: Path, tmp_path: Path) -> None:
         path.unlink()
     assert fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False) == first  # from the overlay
     assert len((tmp_path / "log").read_text().splitlines()) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_fork_while_another_thread_tunes_leaves_what_is_known(home: Path, tmp_path: Path) -> None:
+    asked = fakemeasure.on_demand(tmp_path / "log")
+    known = asked.configs(key(), 0, force=False)
+    begun, go_on, measure = threading.Event(), threading.Event(), asked._measure
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return measure(*given)
+
+    asked._measure = slow
+    tuning = threading.Thread(target=asked.configs, args=(key(128), 0), kwargs={"force": False}, daemon=True)
+    tuning.start()
+    assert begun.wait(60)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        os._exit(0 if asked.configs(key(), 0, force=False) == known else 1)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        go_on.set()
+        tuning.join(60)
+    assert not tuning.is_alive()
 
 
 def test_every_part_of_the_key_counts(home: Path, tmp_path: Path) -> None:
