@@ -21,7 +21,9 @@ from .profile import Profile, Resources, join, occupancy, profile
 from .routing import Rows, expected_rows
 
 _GRAIN = 16  # rows: kernels/fitted.py rounds a tile's up to so many
-_FEW_EXPERTS = 32  # kernels/specialized_weight.py puts them in the order of their rows
+# Of dW that has so few experts, and tiles a program, kernels/specialized_weight.py orders the experts by their rows.
+_FEW_EXPERTS = 32
+_FEW_TILES = 16
 
 __all__ = ["Ranker", "Resources", "estimate_us", "occupancy", "rank"]
 
@@ -204,14 +206,15 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float
     waves, used = _waves(per_slot), rows.active / work.E  # tiles of experts without rows have no steps
     chain_ns = waves * used * _steps_ns(profile, steps / tiles / used) + (waves - 1.0) * profile.tile_ns
     chain_ns = max(chain_ns, _steps_ns(profile, rows.busiest / config.block_m + 1.0))
-    asked = _together(work, c) if config.streamed else 1.0
+    ordered = work.E <= _FEW_EXPERTS and tiles <= _FEW_TILES * slots
+    asked = _together(work, ordered, c) if config.streamed else 1.0
     return asked * join(memory_ns, max(rate_ns, chain_ns), profile.norm)
 
 
-def _together(work: _Work, c: Constants) -> float:
-    """What dW takes that asks for the rows of many experts at once, of what it takes else: of few none gains."""
+def _together(work: _Work, ordered: bool, c: Constants) -> float:
+    """What dW takes that asks for the rows of many experts at once, of what it takes else: of ordered ones none gains."""
     last = len(c.together) - 1
-    place = min(math.log2(max(1.0, work.M / work.E)), float(last)) if work.E > _FEW_EXPERTS else float(last)
+    place = float(last) if ordered else min(math.log2(max(1.0, work.M / work.E)), float(last))
     low = min(int(place), last - 1)
     return c.together[low] + (place - low) * (c.together[low + 1] - c.together[low])
 

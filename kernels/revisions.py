@@ -39,7 +39,7 @@ _ROWS_FITTED = (
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "1beec4fb3e4371c3a3f443ef6c9202f79a17123a8e12058c46594544db0e2e07",
+    "dfc5c1b1b0cb688cbc729d7c059c1c2183d0bc52c44ac04ab55aee3a92cf64c3",
 )
 _ACTIVATION = ("activation.py",), "837d6f72378c576f03bc3b1337b582764b0c4028722618619ac9ded3fd6cfa64"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

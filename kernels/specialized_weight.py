@@ -32,6 +32,7 @@ from .turns import PART, multiply_in_turns, ordering, publish_turn
 from .warpgroups import multiply
 
 FEW_ROWS: gl.constexpr = gl.constexpr(96)  # an expert
+FEW_ROWS_STREAMED: gl.constexpr = gl.constexpr(56)
 
 
 @gluon.jit
@@ -102,7 +103,8 @@ def _load_weight(
     In NARROW code a tile whose right half lies past the last column is loaded at half its width. Where tiles are few
     the experts with the most rows come first, so that the last tiles, which other programs wait for, are short.
     Where rows are few, storing is what takes the time, and it goes faster the nearer together the tiles lie that
-    programs store at once: then a program has one tile waiting, not two, and asks for the next after its loads.
+    programs store at once: then a program has one tile waiting, not two. STREAMED code, which loads from L2, has two
+    from fewer rows on (1.04 x as fast with 64 rows an expert: trials/streamed-tiles-ahead.json).
     STREAMED code asks L2 for the rows of up to 32 experts at a time, all programs together: what is written all the
     while takes 1.18 x as long with a few reads in between (benchmarks/results/trials/reads-among-writes.json). Of 1, 2,
     4 ... experts it takes the most whose rows, on average, are ASKED bytes at most: more of them leave L2 too early
@@ -120,7 +122,7 @@ def _load_weight(
     tiles_k = gl.cdiv(K, BLOCK_K)
     per_expert = tiles_n * tiles_k
     total = E * per_expert
-    late = M < FEW_ROWS * E
+    late = M < (FEW_ROWS_STREAMED if STREAMED else FEW_ROWS) * E
     pairs: gl.constexpr = gl.BlockedLayout([4, 8], [8, 4], [1, 1], [1, 0])
     by_rows = (E <= FEW) & (total <= 16 * gl.num_programs(0))
     place = gl.arange(0, FEW, layout=gl.SliceLayout(1, pairs))
@@ -159,9 +161,7 @@ def _load_weight(
             mbarrier.wait(free.index(1 - slot), turn ^ 1 ^ slot)
         publish(queue, filled, free, slot, turn, n, 2 * k, N, word, WARPS)
         slot, turn = advance(slot, turn, 2)
-        drawn = gl.to_tensor(0)
-        if not late:  # looked at when this tile's loads are under way
-            drawn = draw(counter)
+        drawn = draw(counter)  # looked at when this tile's loads are under way
         both = n + 64 < N
         for row in range(0, count, BLOCK_M):
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -181,8 +181,6 @@ def _load_weight(
                 b_tile = b.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, BLOCK_K], x.layout)
                 tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_tile)
             stage, phase = advance(stage, phase, STAGES)
-        if late:
-            drawn = draw(counter)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
 

@@ -215,7 +215,7 @@ def test_dw_prefers_short_steps_where_rows_are_few(M: int) -> None:
 
 @pytest.mark.parametrize(
     ("M", "measured"),  # of the journal: with rows asked for together, over without
-    [(64, 1.022), (2048, 0.936), (4096, 0.926), (8192, 1.001)],
+    [(64, 1.026), (2048, 0.928), (4096, 0.914), (8192, 0.948)],
 )
 def test_dw_of_few_rows_wants_them_asked_for_together(M: int, measured: float) -> None:
     plain = Config(32, 128, 256, 8, 8, group_m=1, tma=True, specialized=True)
