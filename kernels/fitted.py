@@ -35,7 +35,7 @@ from .pipeline import (
 )
 from .turns import ordering
 from .unnamed import clear_unnamed
-from .warpgroups import biased, lines_of, look_up, note, noted_at, parts_of, store_box, tables
+from .warpgroups import ask, biased, lines_of, look_up, note, noted_at, parts_of, store_box, tables
 
 GRAIN: gl.constexpr = gl.constexpr(16)  # rows: 8 is no faster, 32 up to 1.06 x as long
 BOX: gl.constexpr = gl.constexpr(64)  # rows of x, loaded at once: 32, 128 and 256 were slower
@@ -174,7 +174,12 @@ def _multiply_fitted(
         steps = word
         if INDEXED:
             steps = word & 0xFFFFF
-            found = look_up(moved, row, row_end, WRITTEN)
+            # What depends on the index waits in TURNS until the other has begun: here it would keep this one from its
+            # turn (up to 1.03 x the time at T = 8192; of other code's tiles, it gains little, and loses with few rows:
+            # benchmarks/results/trials/scatter-beside.json).
+            asked = ask(moved, row, row_end, WRITTEN)
+            if not TURNS:
+                found = look_up(moved, asked, row, row_end)
         stage = at & 15
         phase = at >> 4
         upper = gl.zeros([64, WRITTEN], gl.float32, mma)
@@ -187,6 +192,8 @@ def _multiply_fitted(
         if TURNS:
             gl.barrier()
             mbarrier.arrive(order.index(1 - half), count=1)
+            if INDEXED:
+                found = look_up(moved, asked, row, row_end)
             upper, lower = warpgroup_mma_wait(num_outstanding=0, deps=(upper, lower))
         else:
             upper = warpgroup_mma_wait(num_outstanding=0, deps=(upper,))

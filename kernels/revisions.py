@@ -31,15 +31,15 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", "gathering.py", "unnamed.py", *_SPECIALIZED),
-    "7846f61ebbedea527254a494acf494d77da8aa0326a5b7331ba3d5fd9071d051",
+    "13774d47c99a416eebd64dd610a3657ff30d6ce862a1f7ed6ec0126d48ebab6f",
 )
 _ROWS_FITTED = (
     ("fitted.py", "unnamed.py", *_SPECIALIZED),
-    "6e3f133eb4743aeabcebf06cd02ef03e303f02b5921026a84c51a67e9abfc597",
+    "1ec263ae1eef09b2010d6746999d22d4b65975d40c1eefab8388177fe203d029",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "dfc5c1b1b0cb688cbc729d7c059c1c2183d0bc52c44ac04ab55aee3a92cf64c3",
+    "64721eb7bcba20c3652f41cfbbfcddb0dbf6ee87423442561422b7b2f80716f6",
 )
 _ACTIVATION = ("activation.py",), "837d6f72378c576f03bc3b1337b582764b0c4028722618619ac9ded3fd6cfa64"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

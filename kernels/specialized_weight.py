@@ -122,7 +122,8 @@ def _load_weight(
     tiles_k = gl.cdiv(K, BLOCK_K)
     per_expert = tiles_n * tiles_k
     total = E * per_expert
-    late = M < (FEW_ROWS_STREAMED if STREAMED else FEW_ROWS) * E
+    SMALL: gl.constexpr = FEW_ROWS_STREAMED if STREAMED else FEW_ROWS
+    late = M < SMALL * E
     pairs: gl.constexpr = gl.BlockedLayout([4, 8], [8, 4], [1, 1], [1, 0])
     by_rows = (E <= FEW) & (total <= 16 * gl.num_programs(0))
     place = gl.arange(0, FEW, layout=gl.SliceLayout(1, pairs))

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .pipeline import advance, before, publish, take
-from .warpgroups import look_up, note, store_boxes, store_noted
+from .warpgroups import ask, look_up, note, store_boxes, store_noted
 
 PART: gl.constexpr = gl.constexpr(64)  # columns
 
@@ -63,7 +63,7 @@ def multiply_in_turns(
         stage = (place >> 20) & 0xF
         phase = (place >> 24) & 1
         if INDEXED:
-            found = look_up(moved, row, row_end, 128)
+            found = look_up(moved, ask(moved, row, row_end, 128), row, row_end)
         upper = gl.zeros([64, WRITTEN], gl.float32, mma)
         lower = gl.zeros([64, WRITTEN], gl.float32, mma)
         mbarrier.wait(order.index(half), turn ^ 1 ^ half)  # the very first turn is the first warpgroup's

@@ -2,7 +2,10 @@
 
 Each program has a share of y's rows, looks for up to 1,024 of them at a time in the whole index, and marks what it
 finds, a bit for each. The warp is one of the four that the loading warp's group has registers for anyway, and the
-product hides it: launches that find and clear the same rows (clear.py) take 8 to 12 us.
+product hides it: launches that find and clear the same rows (clear.py) take 8 to 12 us. It is alone, so each
+instruction waits for the one before; as the compiler makes it from vectors of the index, it took longer than the
+product from some 64 thousand rows on (1.03 to 1.05 x, up to 1.13: benchmarks/results/trials/scatter-beside.json). So
+the search is PTX: loads without masks, 16 under way, and no more to do for rows that other programs have.
 """
 
 from __future__ import annotations
@@ -13,8 +16,79 @@ from triton.experimental.gluon import language as gl
 from .pipeline import SCATTER_FLAG, ZERO_TAIL_FLAG, counts
 
 LANES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-ROWS: gl.constexpr = gl.constexpr(1024)  # of y, at a time: each lane has 32 of them
-ENTRIES: gl.constexpr = gl.constexpr(512)  # of the index, at a time
+ROWS: gl.constexpr = gl.constexpr(1024)  # of y, at a time: 32 for each lane of a warp
+_ALL = "0xffffffff"
+_LOADS = 16  # of 32 entries of the index, under way at a time
+
+
+def _mark(entries: range, votes: str) -> list[str]:
+    """PTX: sets the bits of the rows that the lanes' entries name, each in the word of the lane that has it."""
+    lines = []
+    for j in entries:
+        lines += [
+            f"sub.u32 there{j}, there{j}, $3; setp.lt.u32 here, there{j}, $4;",
+            f"vote.sync.ballot.b32 {votes}{j}, here, {_ALL};",
+        ]
+    for j in entries:
+        more, done = f"MORE_{votes}{j}", f"DONE_{votes}{j}"
+        lines += [
+            f"{more}: setp.eq.u32 none, {votes}{j}, 0; @none bra {done};",
+            f"bfind.u32 owner, {votes}{j}; shfl.sync.idx.b32 row, there{j}, owner, 31, {_ALL};",
+            f"shl.b32 bit, one, owner; xor.b32 {votes}{j}, {votes}{j}, bit;",
+            "and.b32 word, row, 31; shl.b32 bit, one, word; shr.u32 word, row, 5;",
+            f"setp.eq.u32 here, word, $5; @here or.b32 named, named, bit; bra {more};",
+            f"{done}:",
+        ]
+    return lines
+
+
+def text(step: int) -> str:
+    """The PTX: $0 a lane's 32 bits of the rows from $3 on, $4 of them, that the first $2 entries of an index name.
+
+    The index's words begin at $1, each ``step`` words after the one before. $5 is the lane.
+    """
+    entries = 32 * _LOADS
+    lines = [
+        ".reg .pred in, here, none; .reg .b64 at, offset;",
+        f".reg .b32 there<{_LOADS}>, votes<{_LOADS}>, last<1>, past, named, one, owner, row, word, bit;",
+        f"mov.b32 named, 0; mov.b32 one, 1; mul.wide.u32 offset, $5, {4 * step}; add.s64 at, $1, offset;",
+        f"mov.b32 past, {entries};",
+        "NEXT: setp.gt.s32 none, past, $2; @none bra LAST;",
+    ]
+    lines += [f"ld.global.b32 there{j}, [at+{128 * step * j}];" for j in range(_LOADS)]
+    lines += [f"add.s64 at, at, {4 * step * entries}; add.u32 past, past, {entries};"]
+    for half in (range(_LOADS // 2), range(_LOADS // 2, _LOADS)):
+        lines += _mark(half, "votes")
+    lines += [
+        "bra NEXT;",
+        f"LAST: sub.u32 past, past, {entries};",  # of fewer than so many that are left 32 at a time
+        "SOME: setp.ge.s32 none, past, $2; @none bra DONE;",
+        "add.u32 word, past, $5; setp.lt.s32 in, word, $2; mov.b32 there0, -1; @in ld.global.b32 there0, [at];",
+        f"add.s64 at, at, {128 * step}; add.u32 past, past, 32;",
+        *_mark(range(1), "last"),
+        "bra SOME;",
+        "DONE: mov.b32 $0, named;",
+    ]
+    return "\n".join(("{", *lines, "}"))
+
+
+_TEXT_32: gl.constexpr = gl.constexpr(text(1))
+_TEXT_64: gl.constexpr = gl.constexpr(text(2))
+
+
+@gluon.jit
+def _named(index, index_step, used, start, rows, lane):
+    """Bits for the rows from ``start`` on that an index names, 32 in each lane."""
+    at = index.to(gl.int64, bitcast=True)
+    if index_step == 1:
+        named = gl.inline_asm_elementwise(
+            _TEXT_32, "=r,l,r,r,r,r", [at, used, start, rows, lane], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        named = gl.inline_asm_elementwise(
+            _TEXT_64, "=r,l,r,r,r,r", [at, used, start, rows, lane], dtype=gl.int32, is_pure=False, pack=1
+        )
+    return named
 
 
 @gluon.jit
@@ -45,17 +119,7 @@ def clear_unnamed(y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step):
         lane = gl.arange(0, 32, layout=LANES)
         for start in range(begin, end, ROWS):
             rows = gl.minimum(end - start, ROWS)
-            named = gl.zeros([32], gl.int32, LANES)
-            for first in range(0, used, ENTRIES):
-                i = first + gl.arange(0, ENTRIES, layout=LANES)
-                there = gl.load(index + i.to(gl.int64) * index_step, mask=i < used, other=-1)
-                row = there - start
-                row = gl.where((there >= start) & (row < rows), row, ROWS)
-                least = gl.min(row, 0)
-                while least < ROWS:  # each row that is named, one after the other
-                    named |= gl.where(lane == least // 32, 1 << (least % 32), 0)
-                    row = gl.where(row == least, ROWS, row)
-                    least = gl.min(row, 0)
+            named = _named(index, index_step, used, start, rows, lane)
             for word in range(gl.cdiv(rows, 32)):
                 bits = gl.sum(gl.where(lane == word, named, 0), 0)
                 for bit in range(gl.minimum(rows - 32 * word, 32)):

@@ -30,23 +30,42 @@ from .pipeline import (
 
 
 @gluon.jit
-def flat_index(index, index_step, index_end, flags, row, row_end):
-    """index[row], and which rows count: see ``tiles.flat_index``."""
-    inside = row < row_end
+def index_at(index, index_step, flags, row, row_end):
+    """index[row], or 0 where there is none."""
     indexed = (flags & INDEXED_FLAGS) != 0
-    flat = gl.load(index + row.to(gl.int64) * index_step, mask=inside & indexed, other=0)
-    return flat, inside & (((flat >= 0) & (flat < index_end)) | (not indexed))
+    return gl.load(index + row.to(gl.int64) * index_step, mask=(row < row_end) & indexed, other=0)
 
 
 @gluon.jit
-def look_up(moved, row, row_end, ROWS: gl.constexpr):
-    """(the row of y that each of ROWS rows goes to, -1 for none; its factor), for ``note``.
+def counting(flat, index_end, flags, row, row_end):
+    """Which rows count, of what index[row] is."""
+    indexed = (flags & INDEXED_FLAGS) != 0
+    return (row < row_end) & (((flat >= 0) & (flat < index_end)) | (not indexed))
 
-    Before the product, so that their latency passes meanwhile; after it in code that gathers, which seldom needs it.
-    """
-    index, row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
+
+@gluon.jit
+def flat_index(index, index_step, index_end, flags, row, row_end):
+    """index[row], and which rows count: see ``tiles.flat_index``."""
+    flat = index_at(index, index_step, flags, row, row_end)
+    return flat, counting(flat, index_end, flags, row, row_end)
+
+
+@gluon.jit
+def ask(moved, row, row_end, ROWS: gl.constexpr):
+    """The index of each of ROWS rows, on its way: for ``look_up``."""
     m = row + gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    flat, inside = flat_index(index, index_step, index_end, flags, m, row_end)
+    return index_at(moved[0], moved[3], moved[6], m, row_end)
+
+
+@gluon.jit
+def look_up(moved, flat, row, row_end):
+    """(the row of y that each row goes to, -1 for none; its factor), for ``note``, of what ``ask`` asked for.
+
+    Before the product, so that its latency passes meanwhile; after it in code that gathers, which seldom needs it.
+    """
+    _index, row_weights, _bias, _index_step, index_end, _x_divisor, flags = moved
+    m = row + gl.arange(0, flat.shape[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
+    inside = counting(flat, index_end, flags, m, row_end)
     factor = gl.load(row_weights + flat, mask=inside & ((flags & WEIGHT_FLAG) != 0), other=1.0)
     return gl.where(inside, gl.where((flags & SCATTER_FLAG) != 0, flat, m), -1), factor
 
@@ -189,7 +208,7 @@ def _tile(
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     DEPTH: gl.constexpr = b.shape[2] if B_NK else b.shape[1]
     if INDEXED and not GATHER:
-        found = look_up(moved, row, row_end, 64)
+        found = look_up(moved, ask(moved, row, row_end, 64), row, row_end)
     acc = gl.zeros([64, WIDTH], gl.float32, mma)
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
@@ -233,7 +252,7 @@ def _tile(
             store_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 64)
         else:
             tma.store_wait(0)  # the tile before may still be read out of the buffers
-            note(noted, half, look_up(moved, row, row_end, 64))
+            note(noted, half, look_up(moved, ask(moved, row, row_end, 64), row, row_end))
             store_noted(
                 y, acc, buffers, half, moved, noted, 0, expert, first, N, stride_y_m, SLOTS, WIDTH // 64, mma, lines
             )  # fmt: skip
