@@ -31,11 +31,11 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", "gathering.py", "unnamed.py", *_SPECIALIZED),
-    "13774d47c99a416eebd64dd610a3657ff30d6ce862a1f7ed6ec0126d48ebab6f",
+    "bd858e89ce15953bd7faff0ac539c1342635eba2c9fcf2acda39d1991f334cea",
 )
 _ROWS_FITTED = (
     ("fitted.py", "unnamed.py", *_SPECIALIZED),
-    "1ec263ae1eef09b2010d6746999d22d4b65975d40c1eefab8388177fe203d029",
+    "2b3df3dc1614eb15686e722390b31e77741719540c4f2fa788e04d7f0346ed6c",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),

@@ -42,21 +42,21 @@ def _mark(entries: range, votes: str) -> list[str]:
     return lines
 
 
-def text(step: int) -> str:
+def text() -> str:
     """The PTX: $0 a lane's 32 bits of the rows from $3 on, $4 of them, that the first $2 entries of an index name.
 
-    The index's words begin at $1, each ``step`` words after the one before. $5 is the lane.
+    The index's words begin at $1, each $6 words after the one before. $5 is the lane.
     """
     entries = 32 * _LOADS
     lines = [
-        ".reg .pred in, here, none; .reg .b64 at, offset;",
+        ".reg .pred in, here, none; .reg .b64 at, stride;",
         f".reg .b32 there<{_LOADS}>, votes<{_LOADS}>, last<1>, past, named, one, owner, row, word, bit;",
-        f"mov.b32 named, 0; mov.b32 one, 1; mul.wide.u32 offset, $5, {4 * step}; add.s64 at, $1, offset;",
-        f"mov.b32 past, {entries};",
+        "mov.b32 named, 0; mov.b32 one, 1; mul.wide.s32 stride, $6, 128;",
+        f"mul.wide.s32 at, $5, $6; shl.b64 at, at, 2; add.s64 at, at, $1; mov.b32 past, {entries};",
         "NEXT: setp.gt.s32 none, past, $2; @none bra LAST;",
     ]
-    lines += [f"ld.global.b32 there{j}, [at+{128 * step * j}];" for j in range(_LOADS)]
-    lines += [f"add.s64 at, at, {4 * step * entries}; add.u32 past, past, {entries};"]
+    lines += [f"ld.global.b32 there{j}, [at]; add.s64 at, at, stride;" for j in range(_LOADS)]
+    lines += [f"add.u32 past, past, {entries};"]
     for half in (range(_LOADS // 2), range(_LOADS // 2, _LOADS)):
         lines += _mark(half, "votes")
     lines += [
@@ -64,7 +64,7 @@ def text(step: int) -> str:
         f"LAST: sub.u32 past, past, {entries};",  # of fewer than so many that are left 32 at a time
         "SOME: setp.ge.s32 none, past, $2; @none bra DONE;",
         "add.u32 word, past, $5; setp.lt.s32 in, word, $2; mov.b32 there0, -1; @in ld.global.b32 there0, [at];",
-        f"add.s64 at, at, {128 * step}; add.u32 past, past, 32;",
+        "add.s64 at, at, stride; add.u32 past, past, 32;",
         *_mark(range(1), "last"),
         "bra SOME;",
         "DONE: mov.b32 $0, named;",
@@ -72,23 +72,7 @@ def text(step: int) -> str:
     return "\n".join(("{", *lines, "}"))
 
 
-_TEXT_32: gl.constexpr = gl.constexpr(text(1))
-_TEXT_64: gl.constexpr = gl.constexpr(text(2))
-
-
-@gluon.jit
-def _named(index, index_step, used, start, rows, lane):
-    """Bits for the rows from ``start`` on that an index names, 32 in each lane."""
-    at = index.to(gl.int64, bitcast=True)
-    if index_step == 1:
-        named = gl.inline_asm_elementwise(
-            _TEXT_32, "=r,l,r,r,r,r", [at, used, start, rows, lane], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        named = gl.inline_asm_elementwise(
-            _TEXT_64, "=r,l,r,r,r,r", [at, used, start, rows, lane], dtype=gl.int32, is_pure=False, pack=1
-        )
-    return named
+_TEXT: gl.constexpr = gl.constexpr(text())
 
 
 @gluon.jit
@@ -119,7 +103,10 @@ def clear_unnamed(y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step):
         lane = gl.arange(0, 32, layout=LANES)
         for start in range(begin, end, ROWS):
             rows = gl.minimum(end - start, ROWS)
-            named = _named(index, index_step, used, start, rows, lane)
+            named = gl.inline_asm_elementwise(
+                _TEXT, "=r,l,r,r,r,r,r", [index.to(gl.int64, bitcast=True), used, start, rows, lane, index_step],
+                dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
             for word in range(gl.cdiv(rows, 32)):
                 bits = gl.sum(gl.where(lane == word, named, 0), 0)
                 for bit in range(gl.minimum(rows - 32 * word, 32)):

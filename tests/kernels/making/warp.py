@@ -1,4 +1,4 @@
-"""One warp that runs a few words of PTX, on numpy: what kernels/find.py says is run as it stands, without a GPU."""
+"""One warp that runs a few words of PTX, on numpy: what kernels/find.py and unnamed.py say, as it stands, with no GPU."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _COMPARES: dict[str, Callable[[Values, Values], Values]] = {
     "gt": np.greater,
     "ge": np.greater_equal,
     "ne": np.not_equal,
+    "eq": np.equal,
 }
 
 
@@ -105,6 +106,10 @@ class Warp:
             "max": np.maximum,
             "shl": np.left_shift,
             "shr": np.right_shift,
+            "and": np.bitwise_and,
+            "or": np.bitwise_or,
+            "xor": np.bitwise_xor,
+            "bfind": lambda a: np.array([(int(v).bit_length() - 1) & _WORD for v in a]),
             "selp": lambda a, b, p: np.where(p, a, b),
             "popc": lambda a: np.array([int(v).bit_count() for v in a]),
             "clz": lambda a: np.array([32 - int(v).bit_length() for v in a]),
