@@ -1,4 +1,4 @@
-"""One warp that runs a few words of PTX, on numpy: what kernels/find.py and unnamed.py say, as it stands, with no GPU."""
+"""One warp that runs a few words of PTX, on numpy: those of kernels/find.py and unnamed.py as they stand, on no GPU."""
 
 from __future__ import annotations
 
