@@ -25,6 +25,22 @@ _COMPARES: dict[str, Callable[[Values, Values], Values]] = {
 }
 
 
+def _check_names(statements: list[str]) -> None:
+    """That an assembler would know each name, and know it once."""
+    known: list[str] = []
+    for kinds in (one for one in statements if one.startswith(".reg")):
+        for name in kinds.split(maxsplit=2)[2].split(","):
+            stem, _, many = name.strip().rstrip(">").partition("<")
+            known += [f"{stem}{i}" for i in range(int(many))] if many else [stem]
+    known += [one[:-1] for one in statements if one.endswith(":")]
+    assert len(set(known)) == len(known), "a name is there twice"
+    for one in statements:
+        if not one.startswith(".reg") and not one.endswith(":"):
+            guard, operands = re.fullmatch(r"(?:@!?(\w+) +)?\S+ *(.*)", one).groups()  # type: ignore[union-attr]
+            names = {*re.findall(r"(?<![\w$%.])[A-Za-z_]\w*", operands), guard or known[0]}
+            assert names <= {*known}, f"{one}: what is {names - {*known}}?"
+
+
 class Warp:
     """``memory`` is the words at address 0 and on; reading anything else is an error."""
 
@@ -35,6 +51,7 @@ class Warp:
 
     def run(self, text: str) -> None:
         statements = [s.strip() for s in re.split(r"[;\n]|(?<=:)", text)]
+        _check_names([s for s in statements if s and s not in "{}"])
         statements = [s for s in statements if s and s not in "{}" and not s.startswith(".reg")]
         labels = {s[:-1]: i for i, s in enumerate(statements) if s.endswith(":")}
         at = 0
@@ -68,6 +85,7 @@ class Warp:
         if name == "ld":
             address, offset = re.fullmatch(r"\[(\w+)(?:\+(\d+))?\]", names[0]).groups()  # type: ignore[union-attr]
             places = self._value(address) + int(offset or 0)
+            assert not any(p < 0 or p % 4 for p in places[active]), f"no word of memory: {places[active]}"
             values = np.array([self._memory[p // 4] if on else 0 for p, on in zip(places, active, strict=True)])
         else:
             if name in ("redux", "shfl", "vote"):
