@@ -212,7 +212,7 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float
 
 
 def _together(work: _Work, ordered: bool, c: Constants) -> float:
-    """What dW takes that asks for the rows of many experts at once, of what it takes else: of none that are ordered."""
+    """What dW takes that asks for the rows of many experts at once, of what it takes else: of ``ordered`` none."""
     last = len(c.together) - 1
     place = float(last) if ordered else min(math.log2(max(1.0, work.M / work.E)), float(last))
     low = min(int(place), last - 1)

@@ -175,7 +175,7 @@ def _multiply_fitted(
         if INDEXED:
             steps = word & 0xFFFFF
             # What depends on the index waits in TURNS until the other has begun: here it would keep this one from its
-            # turn (up to 1.03 x the time at T = 8192; of other code's tiles, it gains little, and loses with few rows:
+            # turn (1.01 to 1.02 x the time at T = 8192; other tiles gain little, and lose with few rows by waiting:
             # benchmarks/results/trials/scatter-beside.json).
             asked = ask(moved, row, row_end, WRITTEN)
             if not TURNS:

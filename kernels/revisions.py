@@ -31,11 +31,11 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", "gathering.py", "unnamed.py", *_SPECIALIZED),
-    "bd858e89ce15953bd7faff0ac539c1342635eba2c9fcf2acda39d1991f334cea",
+    "966d784e069915d217d704715785431f8a76abb2d55c230a22df48cb389d1e86",
 )
 _ROWS_FITTED = (
     ("fitted.py", "unnamed.py", *_SPECIALIZED),
-    "2b3df3dc1614eb15686e722390b31e77741719540c4f2fa788e04d7f0346ed6c",
+    "d5ad306886299687ffb1794f4cc2c04d35b39b6728775bc035302004be6cde6a",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),

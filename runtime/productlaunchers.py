@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 _ALIGNMENT_BYTES = 16
 _MOST_LAUNCHERS = 1 << 14
 _FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs
-# A warp of each program looks at 1,024 entries of the index in about 1.3 us (modelled): a product of matrices of 2^20
-# takes longer for as many rows. Where most rows of y are to be cleared it takes more than a warp of each.
+# A warp of each program looks at 1,024 entries of the index in 4.7 us beside a product (122,880 in 565 to 571 us:
+# benchmarks/results/trials/scatter-beside.json). One of matrices of 2^21 takes longer for as many rows, and so does one
+# of 2^20 that has many experts' to read. Where most rows of y are to be cleared it takes more than a warp of each.
 _MOST_TO_CLEAR, _SHORT_TO_CLEAR, _LARGE_MATRIX, _MOST_PER_ROW = 1 << 17, 8192, 1 << 20, 4
 _UNKNOWN = object()
 _L = TypeVar("_L", bound=Launch)
