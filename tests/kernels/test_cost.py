@@ -227,6 +227,24 @@ def test_dw_of_few_rows_wants_them_asked_for_together(M: int, measured: float) -
     assert estimate_us(few, M, both[0], _h200()) < estimate_us(few, M, both[1], _h200())
 
 
+@pytest.mark.parametrize(
+    ("E", "N", "K", "ordered"), [(32, 5760, 2880, False), (32, 1024, 512, True), (33, 1024, 512, False)]
+)
+def test_few_experts_are_asked_for_where_their_tiles_are_many(E: int, N: int, K: int, ordered: bool) -> None:
+    """Of up to 32 experts and 16 tiles a program the kernel orders the experts by their rows, and asks for none."""
+    plain = Config(32, 128, 256, 8, 8, group_m=1, tma=True, specialized=True)
+    without, streamed = (
+        estimate_us(
+            Problem(Op.DW, DType.BF16, E, N, K),
+            32 * E,
+            Resources(dataclasses.replace(plain, streamed=on), 384, 229784, 168),
+            _h200(),
+        )
+        for on in (False, True)
+    )
+    assert (streamed > without) == ordered
+
+
 def test_dw_prefers_two_programs_an_sm_to_one() -> None:
     """One stores while the other multiplies: measured 363 and 524 us."""
     two, one = (Resources(Config(64, 128, 128, 4, s, tma=True), 128, 32768 * s + 24, 176) for s in (3, 4))
