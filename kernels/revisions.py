@@ -31,11 +31,11 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", "gathering.py", "unnamed.py", *_SPECIALIZED),
-    "966d784e069915d217d704715785431f8a76abb2d55c230a22df48cb389d1e86",
+    "0096490e9c400775b1d5e1d44c29f03d6250c188ff4dff4766108bec728e4486",
 )
 _ROWS_FITTED = (
     ("fitted.py", "unnamed.py", *_SPECIALIZED),
-    "d5ad306886299687ffb1794f4cc2c04d35b39b6728775bc035302004be6cde6a",
+    "c8f386fc7628d6a2409c9bfc1364255eb9c43106ed29e057c685d976315103c2",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
