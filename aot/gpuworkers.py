@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,11 +81,15 @@ class LocalGpu:
             self._pool = None
 
     def _schedule(self, function: Callable[..., T], given: tuple[object, ...], timeout_s: float) -> Future[T]:
-        with stderr_to(self._scratch / "workers"), interrupts_held():  # the pool starts with its first task
-            future = self._pool.schedule(function, given, timeout=timeout_s)
         told: Future[T] = Future()
         told.set_running_or_notify_cancel()
-        future.add_done_callback(lambda done: _tell(done, told, self.name, timeout_s))
+        try:
+            with stderr_to(self._scratch / "workers"), interrupts_held():  # the pool starts with its first task
+                future = self._pool.schedule(function, given, timeout=timeout_s)
+        except RuntimeError:  # the pool is broken: its process died with nothing to do
+            told.set_exception(WorkerLost(DIED, f"the process on {self.name} died between two jobs"))
+        else:
+            future.add_done_callback(lambda done: _tell(done, told, self.name, timeout_s))
         return told
 
 
@@ -98,6 +103,8 @@ def _tell(done: Any, told: Future[T], name: str, timeout_s: float) -> None:
         told.set_exception(WorkerLost(HUNG, f"it did not end within {timeout_s:g} s"))
     except ProcessExpired as error:
         told.set_exception(WorkerLost(DIED, f"the process on {name} died ({ended(error.exitcode)})"))
+    except BrokenProcessPool:  # before the pool had heard that it took the job
+        told.set_exception(WorkerLost(DIED, f"the process on {name} died as it began"))
     except BaseException as error:  # what a worker raises is for the tuner to tell
         told.set_exception(error)
 

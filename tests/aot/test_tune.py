@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from pretuned.aot.candidates import read_candidates
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.gpuworkers import LocalGpu
 from pretuned.aot.ground import fits
-from pretuned.aot.jobs import Hello, Job, Result, Setup
+from pretuned.aot.jobs import Hello, Job, Result, Setup, WorkerLost
 from pretuned.aot.journal import read_journal
 from pretuned.aot.measured import measured_bundle
 from pretuned.aot.plan import Plan
@@ -365,6 +366,31 @@ def test_a_gpu_that_never_starts_is_the_machines_fault(mine: Path, small_plan: P
         pytest.raises(HostError, match="GPU 0: its worker does not start: the process on GPU 0 died"),
     ):
         tune_problems(small_plan.buckets, mine, tmp_path / "h200.journal", executors=here)
+
+
+def test_a_worker_that_dies_before_it_takes_its_job_is_told_as_one_that_died(
+    mine: Path, small_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pretuned.aot.gpuworkers.start_worker", faketimer.never_begins)
+    with (
+        gpus(mine) as here,
+        pytest.raises(HostError, match="GPU 0: its worker does not start: the process on GPU 0 died as it began"),
+    ):
+        tune_problems(small_plan.buckets, mine, tmp_path / "h200.journal", executors=here)
+
+
+def test_a_worker_that_dies_between_two_jobs_is_told_as_one_that_died(mine: Path, small_plan: Plan) -> None:
+    problem, buckets = next(iter(small_plan.buckets.items()))
+    job = Job(problem, buckets[0], (1,))
+    with gpus(mine, run=faketimer.dies_afterwards) as (gpu,):
+        gpu.start().result()
+        gpu.submit(job).result()
+        time.sleep(2)
+        with pytest.raises(WorkerLost, match="the process on GPU 0 died") as lost:
+            gpu.submit(job).result()
+        assert lost.value.kind == DIED
+        gpu.start().result()
+        assert gpu.submit(job).result().measured
 
 
 def test_a_build_goes_on_modelled_where_the_gpu_can_not_be_used(

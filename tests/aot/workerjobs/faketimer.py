@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -113,6 +114,17 @@ def dies_once(setup: Setup, job: Job) -> Result:
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return run(setup, job)
+
+
+def dies_afterwards(setup: Setup, job: Job) -> Result:
+    """Its process is killed when it has told its result, and waits for a job."""
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return run(setup, job)
+
+
+def never_begins(scratch: str) -> None:
+    """A worker that is killed before it takes its first job."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lost(setup: Setup) -> Hello:
