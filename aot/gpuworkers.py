@@ -71,7 +71,12 @@ class LocalGpu:
 
     def submit(self, job: Job) -> Future[Result]:
         """Measure in the worker."""
-        return self._schedule(self._run, (self._setup, job), self._timeout_s)
+        try:
+            return self._schedule(self._run, (self._setup, job), self._timeout_s)
+        except RuntimeError:  # the pool, which ran, is broken: its process died with nothing to do
+            told: Future[Result] = Future()
+            told.set_exception(WorkerLost(DIED, f"the process on {self.name} died between two jobs"))
+            return told
 
     def shutdown(self) -> None:
         """End the worker."""
@@ -81,15 +86,11 @@ class LocalGpu:
             self._pool = None
 
     def _schedule(self, function: Callable[..., T], given: tuple[object, ...], timeout_s: float) -> Future[T]:
+        with stderr_to(self._scratch / "workers"), interrupts_held():  # the pool starts with its first task
+            future = self._pool.schedule(function, given, timeout=timeout_s)
         told: Future[T] = Future()
         told.set_running_or_notify_cancel()
-        try:
-            with stderr_to(self._scratch / "workers"), interrupts_held():  # the pool starts with its first task
-                future = self._pool.schedule(function, given, timeout=timeout_s)
-        except RuntimeError:  # the pool is broken: its process died with nothing to do
-            told.set_exception(WorkerLost(DIED, f"the process on {self.name} died between two jobs"))
-        else:
-            future.add_done_callback(lambda done: _tell(done, told, self.name, timeout_s))
+        future.add_done_callback(lambda done: _tell(done, told, self.name, timeout_s))
         return told
 
 
@@ -103,8 +104,8 @@ def _tell(done: Any, told: Future[T], name: str, timeout_s: float) -> None:
         told.set_exception(WorkerLost(HUNG, f"it did not end within {timeout_s:g} s"))
     except ProcessExpired as error:
         told.set_exception(WorkerLost(DIED, f"the process on {name} died ({ended(error.exitcode)})"))
-    except BrokenProcessPool:  # before the pool had heard that it took the job
-        told.set_exception(WorkerLost(DIED, f"the process on {name} died as it began"))
+    except BrokenProcessPool as error:  # as where it died before the pool had heard that it took the job
+        told.set_exception(WorkerLost(DIED, f"the process on {name} is lost: {error}"))
     except BaseException as error:  # what a worker raises is for the tuner to tell
         told.set_exception(error)
 

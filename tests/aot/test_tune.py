@@ -374,7 +374,7 @@ def test_a_worker_that_dies_before_it_takes_its_job_is_told_as_one_that_died(
     monkeypatch.setattr("pretuned.aot.gpuworkers.start_worker", faketimer.never_begins)
     with (
         gpus(mine) as here,
-        pytest.raises(HostError, match="GPU 0: its worker does not start: the process on GPU 0 died as it began"),
+        pytest.raises(HostError, match="GPU 0: its worker does not start: the process on GPU 0 is lost: All workers"),
     ):
         tune_problems(small_plan.buckets, mine, tmp_path / "h200.journal", executors=here)
 
