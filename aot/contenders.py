@@ -15,7 +15,7 @@ from ..artifacts.types import DType, Fusion, Op, Problem
 
 SHARE = 0.1  # of the candidates of a cell
 FIRST = 2  # of the model's ranking
-_LEAST = 3  # measured where there are ``_MANY`` candidates, else FIRST
+_LEAST = 3  # measured where there are ``_MANY`` candidates, or another form's winner, else FIRST
 _MANY = 24
 _NEAREST = 9  # cells asked for what won there
 _OTHER_FORM = 0.25  # the distance of the same shape with rows moved another way
@@ -76,14 +76,12 @@ def contenders(ranked: Sequence[Knobs], near: Sequence[Knobs], twin: Knobs | Non
     """The configs to measure, the modelled choice first: about ``share`` of ``ranked``, but at least two or three.
 
     ``ranked`` are all candidates of the cell, the model's best first; ``near`` and ``twin`` are what ``Winners.near``
-    and ``Winners.twin`` say. Where the same product was measured in another form, only its winner is tried beside the
-    modelled choice, or the model's second where both are one: a choice without a rival was not compared with anything.
-    A larger share than usual tries all three, and elsewhere is filled up by the model's order.
+    and ``Winners.twin`` say. Where the same product was measured in another form, its winner is tried beside the first
+    ones of the model. A larger share than usual is filled up by the model's order elsewhere.
     """
     able = set(ranked)
     if twin in able and share < 1:
-        few = dict.fromkeys((ranked[0], twin, *ranked[1:FIRST]))
-        return list(few)[: FIRST if share <= SHARE else FIRST + 1]
+        return list(dict.fromkeys((ranked[0], twin, *ranked[1:])))[:_LEAST]
     most = max(_LEAST if len(ranked) >= _MANY else FIRST, math.floor(share * len(ranked)))
     chosen = list(ranked[:FIRST])
     for config in near if share <= SHARE else (*near, *ranked) if share < 1 else ranked:

@@ -33,13 +33,12 @@ from .jobs import Hello, Job, Result, Setup
 from .judge import Judge
 from .launches import TORCH, Tensors, caller, torch_caller
 from .native import gpu_uuid
-from .records import FAULT, ROUTINGS, WRONG, Duel, Failure, Measured, Timing
+from .records import FAULT, LONG_NS, ROUTINGS, WRONG, Duel, Failure, Measured, Timing
 
 _TIMING_US = 10_000.0  # for a contender on one routing, flushes not counted
 _DUEL_US = 25_000.0
 _ROUNDS = (5, 20)  # the least and the most
 _DUEL_ROUNDS = (7, 30)
-_LONG_US = 10_000.0  # launches that take longer are steady: 3 rounds do
 _WARM_UP_ROUNDS = 200
 _NOISY = 0.05  # a median whose standard error is larger is told
 _REFERENCE_SIZE = 4096
@@ -258,7 +257,7 @@ class Bench:
         once = [row[0] for row in self.clock.rounds_us(graphs, 1)]
         least, most = limits
         rounds = max(least, min(most, int(budget_us * len(once) / sum(once))))
-        return self.clock.rounds_us(graphs, 3 if max(once) > _LONG_US else rounds)
+        return self.clock.rounds_us(graphs, 3 if 1000 * max(once) > LONG_NS else rounds)
 
     def _drift(self) -> float:
         return statistics.median(self.clock.rounds_us([self._reference], 3)[0]) / self._reference_us

@@ -19,6 +19,8 @@ MAX_REASON_CHARS = 1 << 16
 ROUTINGS = ("skewed", "uniform")  # how rows fall on experts: inputs.measured_routings
 EVEN_ROUTINGS = ("skewed", "balanced")  # of journals that name none: the second exactly even
 
+LONG_NS = 10_000_000  # launches that take longer are timed in three rounds
+
 # Why a variant failed. One that failed anywhere never ships.
 WRONG = "wrong"  # its numbers are off
 FAULT = "fault"  # a CUDA error

@@ -19,7 +19,7 @@ from typing import Any
 
 from pretuned.aot.evidence import CellTimes, Evidence
 from pretuned.aot.journal import Contents, read_journal
-from pretuned.aot.records import Measured
+from pretuned.aot.records import LONG_NS, Measured
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.store import BundleFile, open_bundle
 from pretuned.artifacts.types import Op, Variant
@@ -33,8 +33,8 @@ KINDS: dict[str, Callable[[Config], bool]] = {
 }
 
 
-def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[float, str]]:
-    """(time over that of the fastest candidate, which cell) of each measured choice, the worst first.
+def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[float, float, str]]:
+    """(time over that of the fastest candidate, us, which cell) of each measured choice, the worst first.
 
     ``raw`` takes the times as they are, else those count that are faster by more than noise.
     """
@@ -45,7 +45,9 @@ def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[f
         for choice in bundle.find(problem):
             cell = cells.get((problem, choice.bucket))
             if cell is not None and cubins[choice.variant] in cell.times_ns:
-                found.append((loss_of(cell, cubins[choice.variant], raw=raw), f"{problem} M={choice.bucket}"))
+                chosen = cubins[choice.variant]
+                us = cell.times_ns[chosen] / 1000
+                found.append((loss_of(cell, chosen, raw=raw), us, f"{problem} M={choice.bucket}"))
     return sorted(found, reverse=True)
 
 
@@ -132,10 +134,12 @@ def _config(variant: Variant) -> Config:
     return Config.from_pairs(variant.config)
 
 
-def _summary(lost: list[tuple[float, str]]) -> dict[str, Any]:
+def _summary(lost: list[tuple[float, float, str]]) -> dict[str, Any]:
+    over = [us for loss, us, _ in lost if loss > OVER]
     return {
-        "over_2_percent": sum(loss > OVER for loss, _ in lost),
-        "mean_loss": math.expm1(sum(math.log(loss) for loss, _ in lost) / len(lost)),
+        "over_2_percent": len(over),
+        "of_which_over_10_ms": sum(1000 * us > LONG_NS for us in over),
+        "mean_loss": math.expm1(sum(math.log(loss) for loss, _, _ in lost) / len(lost)),
         "worst": lost[:10],
     }
 
@@ -169,9 +173,9 @@ def main() -> None:
     print(", ".join(f"{count} configs of {name}" for name, count in told["configs"].items()))
     for name, one in (("as timed", told["as_timed"]), ("by more than noise", told["beyond_noise"])):
         print(f"{told['choices']} choices, {name}: {one['over_2_percent']} take over 2 % more than the fastest, "
-              f"the mean loss is {one['mean_loss']:.2%}")  # fmt: skip
-        for loss, cell in one["worst"]:
-            print(f"  {loss:.3f} {cell}")
+              f"{one['of_which_over_10_ms']} of them over 10 ms, the mean loss is {one['mean_loss']:.2%}")  # fmt: skip
+        for loss, us, cell in one["worst"]:
+            print(f"  {loss:.3f} {us:8.0f} us {cell}")
     print(f"{told['beside_torch']} cells beside grouped_mm, behind it by over 3 %:")
     for gain, cell in told["behind_torch_by_over_3_percent"]:
         print(f"  {gain:.3f} {cell}")

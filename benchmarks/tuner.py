@@ -13,8 +13,9 @@ search timed them. That flatters the search: the best of some thirty noisy times
 With ``--sweeps``, on any machine: the tuner's choice of contenders (aot/contenders.py) on the times of an
 earlier exhaustive run, which stands for the GPU. Candidates that the sweep left out of a cell are not measured there.
 
-With ``--journal``, on any machine: the same on the times of a tuner's journal, of plain products, whose candidates are
-given too. It has a fifth of them a cell, so the best of a cell is the best of those.
+With ``--journal``, on any machine: the same on the times of a tuner's journal, whose candidates are given too: on all
+plain products, and on those that move rows or end in silu where it has the times of four candidates, or of all. It has
+a fifth of them a cell, so the best of a cell is the best of those.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ PROBLEMS = (
     ("gpt-oss-20b gate_up", Op.DW, Fusion.NONE),
     ("olmoe gate_up", Op.DW, Fusion.NONE),
 )
+FORMS = "forms"  # in place of an op, of a journal's products that move rows or end in silu
+ENOUGH = 4  # of a form's candidates with times, or all that there are: of fewer the tuner tries each
 BUCKETS = {Op.FORWARD: (8, 128, 1024, 8192, 65536), Op.DX: (128, 8192, 65536), Op.DW: (1024, 8192, 65536)}
 
 
@@ -138,7 +141,7 @@ def on_sweeps(paths: list[Path]) -> list[Cell]:
 
 
 def on_journal(path: Path, bundle: Path) -> list[Cell]:
-    """The same on what a tuner has timed of plain products."""
+    """The same on what a tuner has timed."""
     journal = read_journal(path)
     times_of = Evidence.of(journal).cells
     chip = measuring_chip(journal.header.gpu, journal.header.sm)
@@ -151,12 +154,13 @@ def on_journal(path: Path, bundle: Path) -> list[Cell]:
         families[family] = able, ranker
     winners, found = Winners(), []
     for problem, M in sorted(times_of, key=lambda cell: (cell[0].sort_key, cell[1])):
-        if problem.fusion is Fusion.NONE:
-            able, ranker = families[Family.of(problem)]
-            timed = times_of[problem, M].times_ns
-            times = {one.config: timed[one.cubin_sha256] for one in able if one.cubin_sha256 in timed}
-            ranked = [able[i].config for _, i in ranker.rank(problem, M) if able[i].config in times]
-            found.append(_tuned(winners, problem, M, ranked, times, len(able)))
+        able, ranker = families[Family.of(problem)]
+        timed = times_of[problem, M].times_ns
+        times = {one.config: timed[one.cubin_sha256] for one in able if one.cubin_sha256 in timed}
+        ranked = [able[i].config for _, i in ranker.rank(problem, M) if able[i].config in times]
+        cell = _tuned(winners, problem, M, ranked, times, len(able))
+        if problem.fusion is Fusion.NONE or len(times) >= min(ENOUGH, len(able)):
+            found.append(cell)
     return found
 
 
@@ -165,13 +169,15 @@ def _tuned(
     model: str = "",
 ) -> Cell:  # fmt: skip
     """What the tuner would have chosen among these, and adds to its winners."""
-    share = min(0.99, SHARE * possible / len(ranked))  # of the whole space: what is not here can't win
-    chosen = contenders(ranked, winners.near(problem, M), None, share)
+    twin = winners.twin(problem, M)
+    of_all = min(0.99, SHARE * possible / len(ranked))  # of the whole space: what is not here can't win
+    share = SHARE if twin else of_all
+    chosen = contenders(ranked, winners.near(problem, M), twin, share)
     fastest = min(chosen, key=lambda one: times[one])
     winners.add(problem, M, fastest)
     best = min(times.values())
-    return Cell(f"{model}{problem}", problem.op.value, M, len(chosen), 0, possible, times[fastest] / best,
-                times[ranked[0]] / best)  # fmt: skip
+    return Cell(f"{model}{problem}", FORMS if problem.fusion else problem.op.value, M, len(chosen), 0, possible,
+                times[fastest] / best, times[ranked[0]] / best)  # fmt: skip
 
 
 def summary(cells: list[Cell]) -> dict[str, object]:
@@ -225,8 +231,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             cells, facts = on_gpu(args.candidates, args.journals or Path(folder))
         facts["times"] = "measured now"
-    rows = {"all": summary(cells)}
-    rows |= {op.value: summary([cell for cell in cells if cell.op == op.value]) for op in Op}
+    rows = {"all": summary([cell for cell in cells if cell.op != FORMS])}
+    for name in (*(op.value for op in Op), FORMS):
+        some = [cell for cell in cells if cell.op == name]
+        if some:
+            rows[name] = summary(some)
     for name, row in rows.items():
         show(name, row)
     report = {"command": " ".join(["python", *sys.argv]), "python": platform.python_version(), **facts,

@@ -9,7 +9,7 @@ import pytest
 
 from pretuned.aot.choose import choose
 from pretuned.aot.compile import Compiled
-from pretuned.aot.contenders import Winners, contenders
+from pretuned.aot.contenders import SHARE, Winners, contenders
 from pretuned.aot.evidence import Evidence, measuring_chip
 from pretuned.aot.journal import Contents, Header
 from pretuned.aot.plan import Plan
@@ -141,24 +141,27 @@ def test_within_the_noise_the_modelled_choice_stays(model_first: int) -> None:
 
 
 def test_of_what_ships_a_cell_takes_the_fastest_as_timed(model_first: int) -> None:
-    """Other cells are why both ship: then noise is no reason to prefer the slower, but a duel that was not won is."""
+    """Other cells are why both ship: then noise is no reason to prefer the slower, but a lost duel is."""
     other = (model_first + 1) % 4
     far = record({model_first: 50_000, other: 40_000}, model_first, bucket=128)
     back = record({model_first: 40_000, other: 50_000}, model_first, bucket=256)
 
-    def near(duel: Duel | None) -> int:
-        cells = (record({model_first: 50_000, other: 49_850}, model_first, duel), far, back)
+    def near(duel: Duel | None, times: int = 1) -> int:
+        cells = (record({model_first: 50_000 * times, other: 49_850 * times}, model_first, duel), far, back)
         evidence = Evidence.of(Contents(Header(90, H200, ()), cells, 0, 0))
         first, *rest = choose(Plan({PROBLEM: (64, 128, 256)}, ()), COMPILED, 90, evidence).choices[PROBLEM]
         assert [one.time_ns for one in rest] == [40_000, 40_000]
-        return first.time_ns
+        return first.time_ns // times
 
     def fought(ratio: float) -> Duel:
         return Duel(sha(other), sha(model_first), (49_000, 49_000), (50_000, 50_000), ratio, 0.005)
 
-    assert [near(one) for one in (None, fought(0.998), fought(1.001))] == [49_850, 49_850, 50_000]
+    ratios = (0.998, 1.001, 1.004, 1.006)
+    assert [near(fought(one)) for one in ratios] == [49_850, 49_850, 49_850, 50_000]
+    assert [near(fought(one), 300) for one in ratios] == [49_850, 50_000, 50_000, 50_000]  # 15 ms: of three rounds
+    assert near(None) == near(None, 300) == 49_850
     third = (model_first + 2) % 4  # a duel with one that has no time in the cell says nothing of the others
-    assert near(replace(fought(1.001), modelled=sha(third))) == 49_850
+    assert near(replace(fought(1.1), modelled=sha(third))) == 49_850
 
 
 def test_a_lost_duel_counts_more_than_the_times(model_first: int) -> None:
@@ -209,15 +212,17 @@ def test_a_tenth_is_measured_the_modelled_choice_first() -> None:
     assert contenders(MANY, [MANY[20]], None, share=0.2) == [*MANY[:2], MANY[20], *MANY[2:]][: len(MANY) // 5]
     assert contenders(MANY[:10], [MANY[5]], None) == MANY[:2]
     assert contenders(MANY[:1], [], None) == MANY[:1]
-    assert contenders(MANY, [MANY[3]], MANY[9]) == [MANY[0], MANY[9]]
 
 
-def test_the_winner_of_another_form_always_has_a_rival() -> None:
-    assert contenders(MANY, [MANY[3]], MANY[0]) == MANY[:2]
-    assert contenders(MANY, [MANY[3]], MANY[1]) == MANY[:2]
-    assert contenders(MANY, [MANY[3]], MANY[9], share=0.34) == [MANY[0], MANY[9], MANY[1]]
-    assert contenders(MANY, [MANY[3]], MANY[0], share=0.34) == MANY[:2]
-    assert contenders(MANY[:1], [], MANY[0], share=0.34) == MANY[:1]
+def test_the_winner_of_another_form_is_measured_beside_the_models_first() -> None:
+    for share in (SHARE, 0.34):
+        assert contenders(MANY, [MANY[3]], MANY[9], share) == [MANY[0], MANY[9], MANY[1]]
+        assert contenders(MANY, [MANY[3]], MANY[0], share) == MANY[:3]
+        assert contenders(MANY, [MANY[3]], MANY[1], share) == MANY[:3]
+        assert contenders(MANY[:4], [], MANY[3], share) == [MANY[0], MANY[3], MANY[1]]
+        assert contenders(MANY[:1], [], MANY[0], share) == MANY[:1]
+    assert contenders(MANY, [], NAMES[0]) == MANY[:2]  # it can't run here
+    assert contenders(MANY, [], MANY[9], share=1.0) == MANY
 
 
 def test_winners_are_asked_nearest_first() -> None:

@@ -1,0 +1,55 @@
+"""What is told of cells that were measured twice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pretuned.aot.journal import read_journal
+from pretuned.aot.records import LONG_NS, Measured
+
+ROOT = Path(__file__).parents[2]
+JOURNAL = ROOT / "benchmarks" / "results" / "catalogue-h200.journal"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import again
+
+    yield again
+    del sys.modules["again"]
+
+
+def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType) -> None:
+    journal = read_journal(JOURNAL)
+    with_duel = (one for one in journal.records if isinstance(one, Measured) and one.duel)
+    first = next(one for one in with_duel if max(time.time_ns for time in one.timings) < LONG_NS)
+    assert first.duel is not None
+    took = {first.duel.challenger: (900, 900), first.duel.modelled: (1000, 1000)}
+    timings = tuple(replace(one, ns=took.get(one.variant, one.ns)) for one in first.timings)
+    after = replace(journal, records=(replace(first, timings=timings),))
+    for ratio, band, word in (
+        (0.97, 0.01, "won"), (0.99, 0.02, "even, below 1"), (1.0, 0.02, "even, 1 and more"), (1.02, 0.02, "lost"),
+    ):  # fmt: skip
+        before = replace(journal, records=(replace(first, duel=replace(first.duel, ratio=ratio, band=band)),))
+        assert list(tool.second_times(before, after)) == [(False, word, 0.9)]
+    assert not list(tool.second_times(before, before))  # not measured again
+    slow = tuple(replace(one, ns=(2 * LONG_NS, 2 * LONG_NS)) for one in first.timings)
+    assert [one[0] for one in tool.second_times(replace(before, records=(replace(first, timings=slow),)), after)] == [
+        True
+    ]
+
+
+def test_journals_without_such_a_cell_are_told(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["again.py", str(JOURNAL), str(JOURNAL)])
+    with pytest.raises(SystemExit, match="2"):
+        tool.main()
+    assert "was measured again" in capsys.readouterr().err
