@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,14 +98,10 @@ def test_what_a_bundle_says_of_its_making(bundles: dict[int, Bundle]) -> None:
         assert bundle.min_driver == 12000
 
 
-def test_a_second_build_compiles_nothing_and_is_quick(
-    bundles: dict[int, Bundle], options: Make, small_plan: Plan
-) -> None:
+def test_a_second_build_compiles_nothing(bundles: dict[int, Bundle], options: Make, small_plan: Plan) -> None:
     first = build(small_plan, (80, 90), options())
     before = [(one.path.stat().st_mtime_ns, one.path.stat().st_ino) for one in first.bundles]
-    begun = time.monotonic()
     second = build(small_plan, (80, 90), options(compile_one=misbehaving.must_not_run))
-    assert time.monotonic() - begun < 5.0
     assert [(one.compiled, one.failed, one.unchanged) for one in second.bundles] == [(0, 0, True)] * 2
     assert [(one.path.stat().st_mtime_ns, one.path.stat().st_ino) for one in second.bundles] == before
 

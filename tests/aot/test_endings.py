@@ -109,10 +109,10 @@ def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: sign
         until(lambda: place.kept() >= 2, 60, "nothing is compiled")
         workers = descendants(process.pid)
         os.killpg(process.pid, number)  # as a terminal does
-        out, err = process.communicate(timeout=30)
-    until(lambda: not any(map(alive, workers)), 15, "workers live on")
+        out, err = process.communicate(timeout=60)
+    until(lambda: not any(map(alive, workers)), 60, "workers live on")
     assert len(workers) >= 2
-    until(lambda: not place.leftovers(), 5, f"left behind: {place.leftovers()}")
+    until(lambda: not place.leftovers(), 60, f"left behind: {place.leftovers()}")
     assert not place.bundle.exists()
     assert process.returncode == code
     assert out == ""
@@ -141,9 +141,9 @@ def test_a_killed_builds_folder_goes_while_compilers_are_at_work(place: Place, k
             until(lambda: sum(one.name.isdigit() for one in place.tmp.rglob("*")) == 2, 60, "no worker is at work")
             workers = descendants(process.pid)
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=30)
-        until(lambda held=workers: not any(map(alive, held)), 15, "workers live on")
-        until(lambda: not place.leftovers(), 1, "something is left behind")
+            process.communicate(timeout=60)
+        until(lambda held=workers: not any(map(alive, held)), 60, "workers live on")
+        until(lambda: not place.leftovers(), 60, "something is left behind")
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -158,13 +158,13 @@ def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, w
         for _ in range(5):
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.02)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert (
         err.lstrip()
         == f"interrupted: {place.kept()} of 14 variants are compiled and kept; run the same command to go on\n"
     )
-    until(lambda: not place.leftovers(), 5, f"left behind: {place.leftovers()}")
+    until(lambda: not place.leftovers(), 60, f"left behind: {place.leftovers()}")
 
 
 def started(pid: int) -> int:
@@ -187,11 +187,11 @@ def test_a_program_that_is_killed_takes_its_child_along(place: Place, what: str,
         until(lambda: any(compiled.glob("??/*.bin")), 60, "nothing is compiled")
         children = descendants(process.pid)
         process.send_signal(number)
-        process.communicate(timeout=5)
+        process.communicate(timeout=60)
     assert process.returncode == -number
     assert len(children) >= 2
-    until(lambda: not any(map(alive, children)), 4, "its child lives on")
-    until(lambda: not place.leftovers(), 5, f"left behind: {place.leftovers()}")
+    until(lambda: not any(map(alive, children)), 60, "its child lives on")
+    until(lambda: not place.leftovers(), 60, f"left behind: {place.leftovers()}")
 
 
 CALLS = ("mkdir", "flock", "write", "fchmod", "fsync", "rename", "unlink")

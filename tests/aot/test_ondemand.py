@@ -21,6 +21,7 @@ import fakemeasure
 import pytest
 import torch
 from fakemeasure import CONFIG, H100, H200, ON_H200
+from steps import steps
 
 import pretuned.aot
 from pretuned.aot import configcache, demand, ondemand, overlay
@@ -229,10 +230,7 @@ def test_a_call_with_autotune_is_tuned_once(home: Path, tmp_path: Path) -> None:
     asked.tune_call(problems, 129, 0)
     fakemeasure.on_demand(tmp_path / "log").tune_call(problems, 128, 0)
     assert len((tmp_path / "log").read_text().splitlines()) == 2
-    begun = time.perf_counter()
-    for _ in range(1000):
-        asked.tune_call(problems, 128, 0)
-    assert time.perf_counter() - begun < 0.1
+    assert steps(lambda: asked.tune_call(problems, 128, 0)) < 100  # 36 where this was written
 
 
 def test_importing_the_package_registers_its_tuner_and_compiler() -> None:

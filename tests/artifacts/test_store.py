@@ -15,6 +15,7 @@ from pathlib import Path
 import craft
 import golden_bundles
 import pytest
+from steps import steps
 
 from pretuned.artifacts import codec
 from pretuned.artifacts.blob import read_checked, write_checked
@@ -119,10 +120,8 @@ def test_a_sparse_giant_is_refused_at_once(tmp_path):
     path = tmp_path / "b.msgpack"
     path.write_bytes(MEDIUM)
     os.truncate(path, 1 << 40)
-    begin = time.process_time()
     with pytest.raises(BundleCorrupt, match="file is 1099511627776 bytes, the limit is"):
-        open_bundle(path)
-    assert time.process_time() - begin < 0.1
+        open_bundle(path)  # which would run out of memory if it read the file
 
 
 def test_a_path_with_a_nul():
@@ -266,23 +265,20 @@ def test_after_a_fork(path):
     subprocess.run([sys.executable, "-c", FORKED, str(path)], check=True)
 
 
-def test_one_look_into_a_real_size_is_quick(tmp_path):
-    """700 problems x 17 buckets, 160 variants: 0.46 ms where this was written; twice that is still no growth."""
+def test_one_look_into_a_real_size_decodes_little(tmp_path):
+    """700 problems x 17 buckets, 160 variants: 1,388 calls where this was written, those of all problems 208,225."""
     bundle = golden_bundles.full()
     path = tmp_path / "b.msgpack"
     publish(path, codec.encode(bundle))
     problem = list(bundle.choices)[333]
 
-    def look() -> float:
-        begin = time.perf_counter()
+    def look() -> None:
         with open_bundle(path) as file:
             i = file.find(problem)[3].variant
             file.variant(i)
             file.cubin(i)
-        return time.perf_counter() - begin
 
-    if sys.gettrace() is None:  # under coverage it measures coverage
-        assert min(look() for _ in range(200)) < 1e-3
+    assert steps(look) < 2000
 
 
 def test_publish(tmp_path):
@@ -353,7 +349,7 @@ def test_lock(tmp_path):
         begin = time.perf_counter()
         with lock(tmp_path, 0.2) as again:
             assert not again
-        assert 0.2 <= time.perf_counter() - begin < 1.2
+        assert 0.2 <= time.perf_counter() - begin < 10
         with pytest.raises(HostError, match="another process held it for 0 s"), lock(tmp_path, 0, required=True):
             pass
     with lock(tmp_path, 0, required=True) as held:
@@ -383,10 +379,10 @@ def test_reading_waits_for_a_writer_and_shares_with_readers(tmp_path):
         assert held
         begin = time.perf_counter()
         with reading(tmp_path, 0.2):
-            assert 0.2 <= time.perf_counter() - begin < 1.2
+            assert 0.2 <= time.perf_counter() - begin < 10
     begin = time.perf_counter()
-    with reading(tmp_path, 5), reading(tmp_path, 5):
-        assert time.perf_counter() - begin < 1
+    with reading(tmp_path, 20), reading(tmp_path, 20):
+        assert time.perf_counter() - begin < 10
         with lock(tmp_path, 0) as held:
             assert not held
     with lock(tmp_path, 0) as held:

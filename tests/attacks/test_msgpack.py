@@ -148,14 +148,14 @@ def verdicts(tmp_path_factory):
 def test_refused_quickly_and_in_little_memory(verdicts, name):
     for reader, (error, seconds, peak_mib) in verdicts[f"{list(ATTACKS).index(name)}.msgpack"].items():
         assert error == "BundleCorrupt", reader
-        assert seconds < (1 if name in SLOWER else 0.1), reader
+        assert seconds < (4 if name in SLOWER else 0.5), reader  # ten times what they took where this was written
         assert peak_mib < (64 + 3 * 8 if name in SLOWER else 64), reader
 
 
 def test_a_record_is_parsed_once_however_many_choices_name_it(verdicts):
     for reader, (error, seconds, peak_mib) in verdicts["crossed.msgpack"].items():
         assert error is None, reader
-        assert seconds < 1, reader
+        assert seconds < 4, reader
         assert peak_mib < 64, reader
 
 

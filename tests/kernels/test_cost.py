@@ -3,14 +3,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Iterator
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import steps
 
 from pretuned.artifacts.types import DType, Op, Problem
 from pretuned.kernels import space
@@ -392,11 +393,7 @@ def test_bad_questions_are_errors() -> None:
 
 
 def test_forty_variants_rank_within_the_time_of_a_new_shape() -> None:
+    """1,321 calls where this was written; what no shape needs again, a new ranker, is 1,449 more."""
     ranker = Ranker((HOPPER * 3)[:40], Op.FORWARD, DType.BF16, _h200())
     ranker.rank(NEXT, 999)
-    times = []
-    for M in range(1000, 1040):  # each M is new
-        start = time.perf_counter()
-        ranker.rank(NEXT, M)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 400e-6  # aimed at 200 us; twice that for a slow or busy machine
+    assert max(steps(partial(ranker.rank, NEXT, M)) for M in range(1000, 1040)) < 1600  # each M is new

@@ -185,7 +185,7 @@ def test_the_overlay_is_read_although_another_holds_its_lock(tmp_path: Path) -> 
         found = Snapshot([Place(Kind.OVERLAY, tmp_path)])
         waited_s = time.monotonic() - began
     assert names(found) == ["o.msgpack"]
-    assert 0.1 < waited_s < 2
+    assert 0.1 < waited_s < 10
 
 
 def test_a_snapshot_does_not_change_until_reload(clean_places: Path) -> None:
