@@ -6,6 +6,8 @@ import itertools
 import operator
 from collections.abc import Iterator
 
+import msgpack
+
 from . import limits as lim
 from .checks import fields, integer, items, name, pick
 from .errors import BundleCorrupt
@@ -24,13 +26,26 @@ from .schema import (
     read_target,
     read_variant,
 )
-from .types import Choice, Model, Problem, Variant
+from .types import Choice, Model, Problem, Target, Variant
 from .wire import Malformed, Preamble, corrupt, pack, parse, unpack
 
 FIELDS = (
     "target", "min_driver", "producer", "kernels", "gpus", "variants", "cubin_bytes", "problems", "models",
 )  # fmt: skip
 MODEL = ("name", "tp", "ep", "top_k", "dtype", "problems")
+
+GLANCED_BYTES = 64  # hold the target
+
+
+def glance(begin: bytes) -> Target | None:
+    """The target that an index begins with, of which nothing is checked yet; None where it begins otherwise."""
+    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=GLANCED_BYTES)
+    try:
+        unpacker.feed(begin[:GLANCED_BYTES])
+        unpacker.read_map_header()
+        return read_target(unpacker.unpack()) if unpacker.unpack() == FIELDS[0] else None
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
+        return None
 
 
 class Index:

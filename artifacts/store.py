@@ -12,7 +12,7 @@ from types import TracebackType
 
 from . import codec, trust
 from .errors import BundleUnreadable, BundleUntrusted, HostError, LockBusy
-from .index import Index
+from .index import GLANCED_BYTES, Index, glance
 from .limits import MAX_FILE_BYTES
 from .publication import publish
 from .types import Bundle, Choice, Gpu, Kernel, Model, Problem, Producer, Target, Variant
@@ -24,10 +24,12 @@ _CHUNK_BYTES = 1 << 20
 LOCK_NAME = ".pretuned.lock"
 
 
-def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None) -> BundleFile:
+def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, later: bool = False) -> BundleFile:
     """Open a bundle. Its place, size, header and index are checked now, the rest when it is read.
 
     ``sha256``, 64 hex digits as ``sha256sum`` prints them, pins the whole file: it replaces the check of the place.
+    ``later``: the index is checked when more is asked for than the target, which is all that a bundle for another GPU
+    is asked.
 
     Raises
     ------
@@ -52,7 +54,7 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None) -> B
     try:
         if sha256 is None:
             trust.check_file(real, os.fstat(fd), where)
-        return BundleFile(fd, where, sha256)
+        return BundleFile(fd, where, sha256, later=later and sha256 is None)
     except BaseException:
         os.close(fd)
         raise
@@ -91,28 +93,40 @@ class BundleFile:
     record is checked when it is first touched, and a cubin each time it is read; BundleCorrupt says what is wrong.
     """
 
-    def __init__(self, fd: int, where: str, sha256: str | None) -> None:
+    def __init__(self, fd: int, where: str, sha256: str | None, *, later: bool = False) -> None:
         self._fd = -1
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise BundleUnreadable(f"bundle {where!r}: it is no regular file (mode {status.st_mode:o})")
         if status.st_size > MAX_FILE_BYTES:
             raise corrupt(where, f"file is {status.st_size} bytes, the limit is {MAX_FILE_BYTES}")
-        head = _read(fd, 0, PREAMBLE_BYTES, where)
-        preamble = read_preamble(head, status.st_size, where)
+        begin = _read(fd, 0, PREAMBLE_BYTES + (GLANCED_BYTES if later else 0), where)
+        self._head = begin[:PREAMBLE_BYTES]
+        self._preamble = read_preamble(self._head, status.st_size, where)
+        self.path = where
+        self._file_bytes = status.st_size
+        self._glanced = glance(begin[PREAMBLE_BYTES:]) if later else None
+        self._known = None if self._glanced is not None else self._read_index(fd, sha256)
+        self._fd = fd
+
+    def _read_index(self, fd: int, sha256: str | None) -> Index:
+        where, preamble = self.path, self._preamble
         index = _read(fd, PREAMBLE_BYTES, preamble.index_bytes, where)
         cubins_header = _read(fd, PREAMBLE_BYTES + preamble.index_bytes, BLOB_HEADER_BYTES, where)
         if sha256 is not None:
-            _check_pin(fd, head + index + cubins_header, status.st_size, sha256, where)
-        check_index(head, preamble, index, where)
-        if cubins_header != blob_header(status.st_size - preamble.cubins_at):
+            _check_pin(fd, self._head + index + cubins_header, self._file_bytes, sha256, where)
+        check_index(self._head, preamble, index, where)
+        if cubins_header != blob_header(self._file_bytes - preamble.cubins_at):
             raise corrupt(where, f"the cubins' header before byte {preamble.cubins_at} is not that of the file's size")
-        self.path = where
-        self._file_bytes = status.st_size
-        self._head = head
-        self._preamble = preamble
-        self._index = Index(index, preamble, where)
-        self._fd = fd
+        return Index(index, preamble, where)
+
+    @property
+    def _index(self) -> Index:
+        """The index, checked; read now if ``later`` put it off (by two threads at once: both read the same)."""
+        known = self._known
+        if known is None:
+            known = self._known = self._read_index(self._fd, None)
+        return known
 
     @property
     def digest(self) -> bytes:
@@ -126,7 +140,9 @@ class BundleFile:
 
     @property
     def target(self) -> Target:
-        """The capability of every cubin."""
+        """The capability of every cubin; where the index was put off, what it says at its beginning."""
+        if self._known is None and self._glanced is not None:
+            return self._glanced
         return self._index.target
 
     @property

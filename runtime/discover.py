@@ -32,7 +32,7 @@ _kept: list[BundleFile] = []
 
 
 class Found(NamedTuple):
-    """A bundle file in a place: open, or the error that keeps it closed."""
+    """A bundle file in a place: open, its index perhaps not yet read, or the error that keeps it closed."""
 
     place: Place
     path: Path
@@ -111,6 +111,9 @@ class Snapshot:
 
     def found(self, *, installed: bool) -> tuple[Found, ...]:
         """Every bundle, in the order of the places, those that this process made last; installed ones if asked."""
+        return tuple(map(_read, self._found(installed=installed)))
+
+    def _found(self, *, installed: bool) -> tuple[Found, ...]:
         if not installed:
             return self._named + self._made
         with lock("bundles"):
@@ -132,7 +135,7 @@ class Snapshot:
         with lock("bundles"):
             view = self._views.get(key)
             if view is None:
-                view = self._views[key] = _view(self.found(installed=installed), local, self._rejected)
+                view = self._views[key] = _view(self._found(installed=installed), local, self._rejected)
                 self._tell(view.skipped)
         return view
 
@@ -239,16 +242,23 @@ def forget() -> None:
 
 
 def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
-    """Why ``local`` can't run this bundle's code, or None. Checked before the driver sees a byte."""
+    """Why ``local`` can't run this bundle's code, or None. Checked before the driver sees a byte.
+
+    Of a bundle for another capability nothing but that is read: most of those that are installed are.
+    """
     name = Path(bundle.path).name
     if not bundle.target.runs_on(local.sm):
         return TargetMismatch(
             f"bundle {name!r} holds code for {bundle.target}, this GPU is sm_{local.sm} ({local}). "
             f"Build one with: aot build --models models.txt --sm {local.sm}"
         )
-    if 0 < local.gpu.driver < bundle.min_driver:
+    try:
+        least = bundle.min_driver
+    except BundleError as error:
+        return error
+    if 0 < local.gpu.driver < least:
         return DriverTooOld(
-            f"bundle {name!r} needs a driver for CUDA {_version(bundle.min_driver)} or later, this one is for CUDA "
+            f"bundle {name!r} needs a driver for CUDA {_version(least)} or later, this one is for CUDA "
             f"{_version(local.gpu.driver)}. Update the driver, or rebuild with a Triton whose ptxas is older"
         )
     return None
@@ -275,9 +285,19 @@ def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:
 
 def _open(place: Place, path: Path) -> Found:
     try:
-        return Found(place, path, open_bundle(path), None)
+        return Found(place, path, open_bundle(path, later=not place.names(path)), None)
     except BundleError as error:
         return Found(place, path, None, error)
+
+
+def _read(found: Found) -> Found:
+    """The same, with the error that reading its index meets."""
+    try:
+        if found.bundle is not None:
+            found.bundle.variant_count  # noqa: B018 - reads the index
+        return found
+    except BundleError as error:
+        return Found(found.place, found.path, None, error)
 
 
 def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[bytes, BundleError]) -> View:

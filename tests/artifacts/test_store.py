@@ -15,6 +15,8 @@ from pathlib import Path
 import craft
 import golden_bundles
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from steps import steps
 
 from pretuned.artifacts import codec
@@ -25,8 +27,10 @@ from pretuned.artifacts.errors import (
     BundleUntrusted,
     HostError,
 )
+from pretuned.artifacts.index import glance
 from pretuned.artifacts.store import lock, open_bundle, publish, reading
-from pretuned.artifacts.types import DType, Op, Problem
+from pretuned.artifacts.types import DType, Op, Problem, Target
+from pretuned.artifacts.wire import PREAMBLE_BYTES
 
 MEDIUM = codec.encode(golden_bundles.medium())
 
@@ -63,6 +67,52 @@ def test_a_variant_that_is_not_there(path, i):
             file.variant(i)
         with pytest.raises(IndexError, match="has 6 variants"):
             file.cubin(i)
+
+
+def test_opened_for_later_it_tells_its_target_and_is_checked_when_more_is_asked(tmp_path, path):
+    target = golden_bundles.medium().target
+    with open_bundle(path, later=True) as file:
+        assert (file.target, file.digest, file.size_bytes) == (target, MEDIUM[31:63], len(MEDIUM))
+        assert file.load() == golden_bundles.medium()
+        assert file.cubin(5) == golden_bundles.medium().cubins[5]
+        assert file.target == target
+    damaged = tmp_path / "damaged.msgpack"
+    damaged.write_bytes(MEDIUM[:300] + bytes([MEDIUM[300] ^ 1]) + MEDIUM[301:])
+    problem = next(iter(golden_bundles.medium().choices))
+    with open_bundle(damaged, later=True) as file:
+        assert file.target == target
+        for read in (
+            lambda: file.min_driver, lambda: file.producer, lambda: file.kernels, lambda: file.gpus,
+            lambda: file.variant_count, lambda: file.variant(0), file.variants, lambda: file.find(problem),
+            file.problems, file.models, lambda: file.cubin(0), file.load,
+        ):  # fmt: skip
+            with pytest.raises(BundleCorrupt, match="sha256"):
+                read()
+        assert file.target == target
+    with pytest.raises(BundleCorrupt):
+        open_bundle(damaged)
+    file = open_bundle(path, later=True)
+    file.close()
+    with pytest.raises(BundleUnreadable, match="it was closed"):
+        file.gpus  # noqa: B018
+    with pytest.raises(BundleUntrusted):  # what is pinned is checked whole at once
+        open_bundle(path, sha256="0" * 64, later=True)
+
+
+def test_opened_for_later_without_a_target_it_is_refused_at_once(tmp_path):
+    at = MEDIUM.index(b"target")
+    path = tmp_path / "b.msgpack"
+    for changed in (b"tarGet", b"\xc1arget"):
+        path.write_bytes(MEDIUM[:at] + changed + MEDIUM[at + 6 :])
+        with pytest.raises(BundleCorrupt, match="sha256"):
+            open_bundle(path, later=True)
+
+
+@given(st.binary(max_size=80), st.integers(0, 80))
+def test_a_glance_at_anything_is_a_target_or_nothing(tail, kept):
+    begin = MEDIUM[PREAMBLE_BYTES : PREAMBLE_BYTES + kept] + tail
+    assert glance(begin) is None or isinstance(glance(begin), Target)
+    assert glance(MEDIUM[PREAMBLE_BYTES:]) == golden_bundles.medium().target
 
 
 def test_closed(path):

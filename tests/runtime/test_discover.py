@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from made import DRIVER, ON_A100, ON_H100, ON_H200, ON_L40S, OTHER, PROBLEM, modelled, places, snapshot, write
 
+from pretuned.artifacts import store
 from pretuned.artifacts.errors import (
     BundleCorrupt,
     BundleTooNew,
@@ -20,8 +21,10 @@ from pretuned.artifacts.errors import (
     DriverTooOld,
     TargetMismatch,
 )
+from pretuned.artifacts.index import Index
 from pretuned.artifacts.store import lock
 from pretuned.artifacts.types import Gpu
+from pretuned.artifacts.wire import Preamble
 from pretuned.runtime import discover
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot, take
@@ -159,6 +162,29 @@ def test_another_capability_is_skipped_quietly_and_raised_by_name(
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
     with pytest.raises(TargetMismatch, match=rf"sm_90a.*sm_{local.sm}.*aot build --models models.txt --sm {local.sm}"):
         decide(snapshot(path), PROBLEM, 64, local)
+
+
+def test_of_another_capabilitys_bundle_only_the_target_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "sm90.msgpack", CHOICES)
+    path = write(tmp_path / "sm80.msgpack", CHOICES, sm=80)
+    data = path.read_bytes()
+    path.write_bytes(data[:200] + bytes([data[200] ^ 1]) + data[201:])
+    read: list[str] = []
+
+    def parse(data: bytes, preamble: Preamble, where: str) -> Index:
+        read.append(Path(where).name)
+        return Index(data, preamble, where)
+
+    monkeypatch.setattr(store, "Index", parse)
+    found = snapshot(tmp_path)
+    assert names(found) == ["sm90.msgpack"]
+    assert read == ["sm90.msgpack"]
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    assert names(found, ON_A100) == []  # there it is wanted, and damaged
+    assert "header and index have sha256" in caplog.text
+    assert [type(one.error) for one in found.found(installed=False)] == [BundleCorrupt, type(None)]
 
 
 def test_code_without_a_suffix_runs_on_later_minor_revisions_only(tmp_path: Path) -> None:

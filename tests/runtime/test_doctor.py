@@ -76,6 +76,16 @@ def test_a_damaged_bundle(tmp_path: Path) -> None:
     assert "bad.msgpack" in found.bundles[0].why_not
 
 
+def test_a_damaged_bundle_for_another_gpu_is_told_too(tmp_path: Path) -> None:
+    write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    path = write(tmp_path / "sm80.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
+    data = path.read_bytes()
+    path.write_bytes(data[:200] + bytes([data[200] ^ 1]) + data[201:])
+    found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
+    assert found.ok
+    assert "header and index have sha256" in found.bundles[0].why_not
+
+
 def test_a_named_file_that_cannot_be_used_is_a_problem_beside_a_good_one(tmp_path: Path) -> None:
     good = write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     other = write(tmp_path / "sm80.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)

@@ -1,0 +1,21 @@
+"""The time until a first choice is made, of real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).parents[2] / "benchmarks" / "found.py"
+
+
+def test_each_way_to_find_a_bundle_is_timed(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    done = subprocess.run(
+        [sys.executable, TOOL, "--runs", "1", "--out", out], capture_output=True, text=True, check=True
+    )
+    told = json.loads(out.read_text())
+    for way in ("file", "directory", "installed"):
+        assert 0 < told[way]["least"] <= told[way]["ms"]
+        assert f"{way} " in done.stdout
