@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from . import codec, trust
-from .errors import BundleUnreadable, BundleUntrusted, HostError, LockBusy
+from .errors import BundleError, BundleUnreadable, BundleUntrusted, HostError, LockBusy
 from .index import GLANCED_BYTES, Index, glance
 from .limits import MAX_FILE_BYTES
 from .publication import publish
@@ -106,7 +106,9 @@ class BundleFile:
         self.path = where
         self._file_bytes = status.st_size
         self._glanced = glance(begin[PREAMBLE_BYTES:]) if later else None
-        self._known = None if self._glanced is not None else self._read_index(fd, sha256)
+        self._known: Index | BundleError | None = None
+        if self._glanced is None:
+            self._known = self._read_index(fd, sha256)
         self._fd = fd
 
     def _read_index(self, fd: int, sha256: str | None) -> Index:
@@ -118,15 +120,22 @@ class BundleFile:
         check_index(self._head, preamble, index, where)
         if cubins_header != blob_header(self._file_bytes - preamble.cubins_at):
             raise corrupt(where, f"the cubins' header before byte {preamble.cubins_at} is not that of the file's size")
-        return Index(index, preamble, where)
+        read = Index(index, preamble, where)
+        if self._glanced not in (None, read.target):
+            raise corrupt(where, "the file was changed after it was opened")
+        return read
 
     @property
     def _index(self) -> Index:
-        """The index, checked; read now if ``later`` put it off (by two threads at once: both read the same)."""
-        known = self._known
-        if known is None:
-            known = self._known = self._read_index(self._fd, None)
-        return known
+        """The index, checked; read now if ``later`` put it off, once: what was wrong with it then stays wrong."""
+        if self._known is None:
+            try:
+                self._known = self._read_index(self._fd, None)
+            except BundleError as error:
+                self._known = error
+        if isinstance(self._known, BundleError):
+            raise self._known.with_traceback(None)
+        return self._known
 
     @property
     def digest(self) -> bytes:
@@ -141,9 +150,7 @@ class BundleFile:
     @property
     def target(self) -> Target:
         """The capability of every cubin; where the index was put off, what it says at its beginning."""
-        if self._known is None and self._glanced is not None:
-            return self._glanced
-        return self._index.target
+        return self._glanced or self._index.target
 
     @property
     def min_driver(self) -> int:

@@ -47,7 +47,7 @@ def first() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--runs", type=int, default=21)
+    parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--step", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.step:

@@ -19,7 +19,6 @@ from .settings import Settings
 SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
 ENTRY_POINTS = "pretuned.bundles"
 SUFFIX = ".msgpack"
-_MOST_BYTES = 1 << 20  # of one package's entry points
 
 _log = logging.getLogger(__name__)
 
@@ -108,13 +107,13 @@ def _entry_points() -> Iterator[EntryPoint]:
 
 
 def _holds(path: str, word: bytes) -> bool:
-    """Whether there is such a file, with this word in it. (A file object would take 1.5 times as long.)"""
+    """Whether there is such a file, with this word in it; of one that is no file nothing is waited for."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        return word in os.read(fd, _MOST_BYTES)
+        return word in os.read(fd, os.fstat(fd).st_size)
     except OSError:
         return False
     finally:

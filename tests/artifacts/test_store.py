@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from steps import steps
 
-from pretuned.artifacts import codec
+from pretuned.artifacts import codec, store
 from pretuned.artifacts.blob import read_checked, write_checked
 from pretuned.artifacts.errors import (
     BundleCorrupt,
@@ -27,7 +27,7 @@ from pretuned.artifacts.errors import (
     BundleUntrusted,
     HostError,
 )
-from pretuned.artifacts.index import glance
+from pretuned.artifacts.index import Index, glance
 from pretuned.artifacts.store import lock, open_bundle, publish, reading
 from pretuned.artifacts.types import DType, Op, Problem, Target
 from pretuned.artifacts.wire import PREAMBLE_BYTES
@@ -97,6 +97,31 @@ def test_opened_for_later_it_tells_its_target_and_is_checked_when_more_is_asked(
         file.gpus  # noqa: B018
     with pytest.raises(BundleUntrusted):  # what is pinned is checked whole at once
         open_bundle(path, sha256="0" * 64, later=True)
+
+
+def test_opened_for_later_its_index_is_read_once(tmp_path, path, monkeypatch):
+    read = []
+
+    def parse(*arguments):
+        read.append(1)
+        return Index(*arguments)
+
+    monkeypatch.setattr(store, "Index", parse)
+    with open_bundle(path, later=True) as file:
+        assert file.target == golden_bundles.medium().target
+        assert read == []
+        assert all((file.variants(), file.models(), file.gpus))
+        assert read == [1]
+    at = int.from_bytes(MEDIUM[25:29], "big") + PREAMBLE_BYTES  # the cubins' header
+    broken = tmp_path / "broken.msgpack"
+    broken.write_bytes(MEDIUM[: at + 1] + bytes([MEDIUM[at + 1] ^ 1]) + MEDIUM[at + 2 :])
+    with open_bundle(broken, later=True) as file:
+        errors = []
+        for _ in range(2):
+            with pytest.raises(BundleCorrupt, match="the cubins' header") as caught:
+                file.cubin(0)
+            errors.append(caught.value)
+        assert errors[0] is errors[1]
 
 
 def test_opened_for_later_without_a_target_it_is_refused_at_once(tmp_path):

@@ -123,7 +123,8 @@ def test_a_bad_bundle_is_skipped_once_and_raised_when_it_was_named(
     write(tmp_path / "d/good.msgpack", CHOICES, tag="good")
     found = snapshot(tmp_path / "d")
     for _ in range(3):
-        assert names(found) == ["good.msgpack"]
+        for installed in (False, True):
+            assert names(found, installed=installed) == ["good.msgpack"]
     assert len(caplog.records) == 1
     assert caplog.records[0].levelno == logging.WARNING
     assert "bad.msgpack" in caplog.text
@@ -162,6 +163,37 @@ def test_another_capability_is_skipped_quietly_and_raised_by_name(
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
     with pytest.raises(TargetMismatch, match=rf"sm_90a.*sm_{local.sm}.*aot build --models models.txt --sm {local.sm}"):
         decide(snapshot(path), PROBLEM, 64, local)
+
+
+def test_what_is_damaged_when_it_is_first_wanted_stays_out_of_the_snapshot(tmp_path: Path) -> None:
+    path = damaged(tmp_path, "flipped")
+    found = snapshot(tmp_path)
+    assert names(found) == []
+    whole = write(tmp_path / "whole/bad.msgpack", CHOICES).read_bytes()
+    with path.open("r+b") as file:
+        file.write(whole)
+    assert names(found, installed=True) == []
+    assert names(snapshot(tmp_path)) == ["bad.msgpack"]
+
+
+def test_a_bundle_that_turns_into_one_for_another_gpu_is_not_used(tmp_path: Path) -> None:
+    path = write(tmp_path / "b.msgpack", CHOICES)
+    data, other = path.read_bytes(), write(tmp_path / "other/b.msgpack", CHOICES, sm=80).read_bytes()
+    path.write_bytes(data[:63] + other[63:127] + data[127:])
+    found = snapshot(tmp_path)
+    with path.open("r+b") as file:
+        file.write(data)
+    (skipped,) = found.view(ON_A100, installed=False).skipped
+    assert "the file was changed after it was opened" in skipped.reason
+    assert names(found, ON_H200) == []
+
+
+def test_a_named_file_that_is_damaged_is_told_as_damaged_whatever_it_is_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "sm80.msgpack", CHOICES, sm=80)
+    data = path.read_bytes()
+    path.write_bytes(data[:200] + bytes([data[200] ^ 1]) + data[201:])
+    with pytest.raises(BundleCorrupt, match="PRETUNED_BUNDLES names this file"):
+        decide(snapshot(path), PROBLEM, 64, ON_H200)
 
 
 def test_of_another_capabilitys_bundle_only_the_target_is_read(
@@ -261,7 +293,15 @@ def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch
         if text is not None:
             (tmp_path / name / "entry_points.txt").write_text(text)
     (tmp_path / "six.egg-info").write_text("a file")
+    (tmp_path / "seven-1.0.dist-info/entry_points.txt").mkdir(parents=True)
+    (tmp_path / "large-1.0.dist-info").mkdir()
+    large = "[a]\n" + "b = c:d\n" * 200_000 + "[pretuned.bundles]\nlarge = large.bundles\n"
+    (tmp_path / "large-1.0.dist-info/entry_points.txt").write_text(large)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(tmp_path), str(tmp_path / "gone"), __file__])
     wanted = {(one.name, one.value) for one in importlib.metadata.entry_points(group=ENTRY_POINTS)}
-    assert {("one", "one.bundles"), ("two", "two.bundles")} < wanted
+    assert {("one", "one.bundles"), ("two", "two.bundles"), ("large", "large.bundles")} < wanted
+    (tmp_path / "eight-1.0.dist-info").mkdir()
+    os.mkfifo(tmp_path / "eight-1.0.dist-info/entry_points.txt")  # importlib waits for a writer
+    open_files = len(list(Path("/proc/self/fd").iterdir()))
     assert {(one.name, one.value) for one in _entry_points()} == wanted
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_files
