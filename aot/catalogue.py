@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.resources
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -105,9 +104,9 @@ def nearest_ids(word: str, most: int = 3) -> list[str]:
     forms = difflib.get_close_matches(word.lower(), by_form, n=most, cutoff=0.7)
     if not forms and len(word) >= 3:
         forms = [form for form in by_form if word.lower() in form][:most]
-    if not forms:  # part of a name, misspelt: by its first word
-        firsts = {re.split(r"[-/]", form)[0]: form for form in reversed(by_form) if "/" not in form}
-        forms = [firsts[first] for first in difflib.get_close_matches(word.lower(), firsts, n=most, cutoff=0.75)]
+    if not forms:  # the beginning of a name, misspelt
+        begun = {form[:end]: form for form in reversed(by_form) for end in (len(word), len(word) + 1)}
+        forms = [begun[one] for one in difflib.get_close_matches(word.lower(), begun, n=most, cutoff=0.8)]
     return list(dict.fromkeys(by_form[form] for form in forms))
 
 

@@ -16,6 +16,7 @@ from .spec import SHAPE, Options, parse_options, parse_shape, words
 
 MAX_FILE_BYTES = 4 << 20
 CATALOGUE = "catalogue"  # the spec that means all of it
+_SHAPE = f"{SHAPE}E=128,H=2048,I=768,k=8"  # an example
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +166,10 @@ def _find(word: str, base: Path) -> _Found:
         config = read_model(path)
         return _Found(config.name, config.layer, config.remarks)
     if word.lower().startswith("shape"):
-        raise InputError(f"'{word}': a shape is written shape:E=128,H=2048,I=768,k=8")
+        raise InputError(f"'{word}': a shape is written {_SHAPE}")
     near = " or ".join(f"'{one}'" for one in nearest_ids(word))
-    hint = (
-        f"did you mean {near}?" if near else "`aot models` lists the catalogue; else give its config.json, or a shape:"
-    )
+    other = f"`aot models` lists the catalogue; else give its config.json, or {_SHAPE}"
+    hint = f"did you mean {near}?" if near else other
     raise InputError(f"unknown model '{_short(word)}': neither in the catalogue nor a path; {hint}")
 
 

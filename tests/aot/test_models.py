@@ -155,7 +155,9 @@ def test_one_name_for_two_sizes() -> None:
     ("line", "message"),
     [
         ("Qwen/Qwen3-30B-A4B", "unknown model 'Qwen/Qwen3-30B-A4B': neither .*; did you mean 'Qwen/Qwen3-30B-A3B'"),
-        ("qzqzqz", "unknown model 'qzqzqz': .*`aot models` lists the catalogue"),
+        ("Qwen/Qwen3-Nxt", "did you mean 'Qwen/Qwen3-Next-80B-A3B-Instruct'"),
+        ("qwn3", "did you mean 'Qwen/Qwen3-30B-A3B'"),
+        ("qzqzqz", "unknown model 'qzqzqz': .*`aot models` lists the catalogue; .*config.json, or shape:E=128,H="),
         ("./nope", "nope: no such file"),
         ("nope.json", r"nope\.json: no such file"),
         ("~/nope-nope.json", r"nope-nope\.json: no such file"),
