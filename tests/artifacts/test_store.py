@@ -27,7 +27,7 @@ from pretuned.artifacts.errors import (
     BundleUntrusted,
     HostError,
 )
-from pretuned.artifacts.index import Index, glance
+from pretuned.artifacts.index import GLANCED_BYTES, Index, glance
 from pretuned.artifacts.store import lock, open_bundle, publish, reading
 from pretuned.artifacts.types import DType, Op, Problem, Target
 from pretuned.artifacts.wire import PREAMBLE_BYTES
@@ -137,7 +137,12 @@ def test_opened_for_later_without_a_target_it_is_refused_at_once(tmp_path):
 def test_a_glance_at_anything_is_a_target_or_nothing(tail, kept):
     begin = MEDIUM[PREAMBLE_BYTES : PREAMBLE_BYTES + kept] + tail
     assert glance(begin) is None or isinstance(glance(begin), Target)
-    assert glance(MEDIUM[PREAMBLE_BYTES:]) == golden_bundles.medium().target
+
+
+@given(st.builds(Target, st.integers(10, 9999), st.booleans()))
+def test_a_glance_tells_every_target(target):
+    data = codec.encode(dataclasses.replace(golden_bundles.small(), target=target))
+    assert glance(data[PREAMBLE_BYTES : PREAMBLE_BYTES + GLANCED_BYTES]) == target
 
 
 def test_closed(path):
