@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Op(enum.Enum):
@@ -97,6 +97,20 @@ class Problem:
     layout: Layout = Layout.NK
     fusion: Fusion = Fusion.NONE
     top_k: int = 0
+
+    @property
+    def twin(self) -> Problem | None:
+        """The same product by its other name, which the same code computes; None where there is none.
+
+        A forward of w [E, K, N] and dX of a w [E, N, K] multiply by the same memory, N of the one being K of the other;
+        so do a forward of [E, N, K] and dX of [E, K, N]. dW has no other name, nor has what is of the forward alone
+        (``Fusion.SILU``).
+        """
+        if self.op is Op.DW or Fusion.SILU in self.fusion:
+            return None
+        op = Op.DX if self.op is Op.FORWARD else Op.FORWARD
+        layout = Layout.KN if self.layout is Layout.NK else Layout.NK
+        return replace(self, op=op, N=self.K, K=self.N, layout=layout)
 
     @property
     def sort_key(self) -> tuple[str, str, int, int, int, str, int, int]:

@@ -140,12 +140,14 @@ class Snapshot:
         return view
 
     def find(self, bundle: BundleFile, problem: Problem) -> tuple[Choice, ...]:
-        """The bundle's choices for ``problem``; Rejected where their records are damaged."""
+        """The bundle's choices for ``problem``, or else for its twin; Rejected where their records are damaged."""
         key = (bundle.digest, problem)
         found = self._choices.get(key)
         if found is None:
+            twin = problem.twin
             try:
-                found = self._choices[key] = bundle.find(problem)
+                found = bundle.find(problem) or (bundle.find(twin) if twin is not None else ())
+                self._choices[key] = found
             except BundleError as error:
                 self.reject(bundle, error)
                 raise Rejected from error
@@ -160,7 +162,10 @@ class Snapshot:
             raise Rejected from error
 
     def variants(self, bundle: BundleFile, problem: Problem | PassSpec) -> tuple[tuple[int, Variant], ...]:
-        """The bundle's variants of this kind, or of a pass, with their indices; Rejected where records are damaged."""
+        """The bundle's variants of this kind, or else of its twin's, or of a pass, with their indices.
+
+        Rejected where records are damaged.
+        """
         with lock("bundles"):
             groups = self._variants.get(bundle.digest)
             if groups is None:
@@ -169,7 +174,11 @@ class Snapshot:
                 except BundleError as error:
                     self.reject(bundle, error)
                     raise Rejected from error
-        return groups.get((problem.op, problem.dtype, problem.layout, problem.fusion), ())
+        found = groups.get((problem.op, problem.dtype, problem.layout, problem.fusion), ())
+        if not found and isinstance(problem, Problem) and problem.twin is not None:
+            twin = problem.twin
+            found = groups.get((twin.op, twin.dtype, twin.layout, twin.fusion), ())
+        return found
 
     def serves(self, problem: Problem, local: LocalGpu) -> bool:
         """Whether any usable bundle has a variant of ``problem``'s kind."""

@@ -122,7 +122,7 @@ def _decide(
             raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
     if not found:
         return Miss(problem, bucket, aligned, miss_text(problem, bucket, local, view))
-    return Decision(problem, bucket, aligned, found[0], reason(found[0], bucket, local))
+    return Decision(problem, bucket, aligned, found[0], reason(found[0], problem, bucket, local))
 
 
 def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:
@@ -149,8 +149,15 @@ def forms_of(problem: Problem) -> tuple[Problem, ...]:
     return (problem, *(replace(problem, fusion=one, top_k=0) for one in others if one is not problem.fusion))
 
 
-def reason(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
-    """Why a candidate stands where it does, in words."""
+def reason(candidate: Candidate, problem: Problem, bucket: int, local: LocalGpu) -> str:
+    """Why a candidate for ``problem`` stands where it does, in words."""
+    why = _standing(candidate, bucket, local)
+    return (
+        why if candidate.variant.layout is problem.layout else f"{why} (as {problem.twin}, which is the same product)"
+    )
+
+
+def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
     target = candidate.usable.bundle.target
     if candidate.match is Match.COST_MODEL:
         what = "the cost model's choice among the variants that are there: no bundle has this problem for this call"

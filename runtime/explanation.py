@@ -212,7 +212,7 @@ def examine(
                 if (one.usable.order, one.index) not in known
             ]
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
-            why = reason(found[0], bucket, local) if found else miss_text(problem, bucket, local, view)
+            why = reason(found[0], problem, bucket, local) if found else miss_text(problem, bucket, local, view)
             compiles = not found and jit.would_compile(problem, local)
             raises = _raises(snapshot, problem, bucket, local, aligned, strict)
             ruled_rows = _gathered_first(snapshot, problem, M, local, aligned, top_k)

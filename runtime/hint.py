@@ -41,9 +41,10 @@ def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
     for usable in view.usable:
         if usable.bundle.target.sm != local.sm:
             continue
-        for other in usable.bundle.problems():
-            if _kind(other) == _kind(problem):
-                found.setdefault(other, set()).update(choice.bucket for choice in usable.bundle.find(other))
+        for one in usable.bundle.problems():
+            other = next((name for name in (one, one.twin) if name and _kind(name) == _kind(problem)), None)
+            if other is not None:
+                found.setdefault(other, set()).update(choice.bucket for choice in usable.bundle.find(one))
     near = sorted(found, key=lambda other: (_distance(problem, other), other.sort_key))[:_NEAREST]
     return [f"E={p.E} N={p.N} K={p.K} (M near {', '.join(map(str, sorted(found[p])))})" for p in near if found[p]]
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ..artifacts.store import BundleFile
-from ..artifacts.types import Fusion, Model, Pass, Problem, buckets_between
+from ..artifacts.types import Fusion, Layout, Model, Op, Pass, Problem, buckets_between
 from ..kernels.passes import dtype_of
 from . import discover
 from .candidates import why_not
@@ -63,6 +63,7 @@ def preload(
     problems: Iterable[Problem] | None = None,
     tokens: range | None = None,
     device: int | None = None,
+    w_layout: str | None = None,
 ) -> Preloaded:
     """Load every variant that the calls of a deployment can come to; afterwards such calls load nothing.
 
@@ -82,17 +83,24 @@ def preload(
         ``problems``, whose top_k nobody knows, up to tokens * E. All buckets, if None.
     device
         torch's index of the GPU; its current device if None.
+    w_layout
+        How the weights of the models lie, ``nk`` ([E, N, K]) or ``kn`` ([E, K, N]); as their bundles were built for, if
+        None. (``problems`` say it themselves.)
 
     Raises
     ------
     InputError
-        for a model that no usable bundle knows (the message names the nearest), or tokens that are no range.
+        for a model that no usable bundle knows (the message names the nearest), tokens that are no range, or a w_layout
+        that is none.
     HostError, CudaError
         if there is no GPU, or the driver refuses the code.
     """
     began = time.perf_counter()
     if tokens is not None and not isinstance(tokens, range):
         raise InputError(f"preload: tokens is {tokens!r}, wanted a range, e.g. range(1, 8193)")
+    if w_layout not in (None, "nk", "kn"):
+        raise InputError(f"preload: w_layout is {w_layout!r}, wanted 'nk' (w is [E, N, K]), 'kn' ([E, K, N]) or None")
+    lying = None if w_layout is None else Layout(w_layout)
     models = [models] if isinstance(models, str) else models
     device = current_device() if device is None else device
     local, snapshot = local_gpu(device), discover.snapshot()
@@ -103,10 +111,10 @@ def preload(
         wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     if models is not None:
         for model in records_of(models, view):
-            for problem in model.problems:
+            for problem in (lies(one, lying) for one in model.problems):
                 wanted.setdefault(problem, set()).update(buckets(rows_of(model, problem, tokens)))
     elif problems is None:
-        for problem in (problem for usable in view.usable for problem in usable.bundle.problems()):
+        for problem in (lies(one, lying) for usable in view.usable for one in usable.bundle.problems()):
             wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     cells = cells_of(wanted, snapshot, local)
     kernels = set()
@@ -235,6 +243,11 @@ def records_of(names: Sequence[str], view: View) -> list[Model]:
                 f"Build it with: aot build --models {name}"
             )
     return [model for model in records if model.name in names]
+
+
+def lies(problem: Problem, layout: Layout | None) -> Problem:
+    """The problem with w in this layout, or as it is if None; dW has none."""
+    return problem if layout is None or problem.op is Op.DW else replace(problem, layout=layout)
 
 
 def rows_of(model: Model, problem: Problem, tokens: range | None) -> tuple[int, int]:

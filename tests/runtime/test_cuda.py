@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from importlib.resources import files
 
 import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.types import Op
 from pretuned.kernels import reference
 from pretuned.runtime import explain, grouped_gemm, ops, preload, reload
 from pretuned.runtime.loading import loaded_count
@@ -189,6 +191,38 @@ def test_kn_layout_runs_somewhere() -> None:
     kn = w.transpose(1, 2).contiguous()
     assert_right(grouped_gemm(x, kn, m_sizes, w_layout="kn"), x, w, m_sizes)
     assert_right(grouped_gemm(x, w.transpose(1, 2).contiguous().view(-1, N), m_sizes, w_layout="kn"), x, w, m_sizes)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 3000])
+def test_weights_that_lie_the_other_way_run_what_ships(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundles that ship were built for w [E, N, K] alone: dX's code runs the forward of [E, K, N], and it dX's."""
+    major, minor = torch.cuda.get_device_capability()
+    path = files("pretuned.artifacts") / "bundles" / f"catalogue-sm{major}{minor}.msgpack"
+    if not path.is_file():
+        pytest.skip(f"none ships for {major}.{minor}")
+    monkeypatch.setenv("PRETUNED_BUNDLES", str(path))
+    reload()
+    try:
+        x, w, m_sizes = inputs(sizes=(0, rows, 0, rows // 2, 3, 0, 0, 1))
+        kn = w.transpose(1, 2).contiguous()
+        told = explain(x, kn, m_sizes, w_layout="kn")
+        assert told.chosen is not None
+        assert told.chosen.variant.op is Op.DX
+        given = x.clone().requires_grad_(), kn.clone().requires_grad_()
+        y = grouped_gemm(*given, m_sizes, w_layout="kn")
+        assert_right(y.detach(), x, w, m_sizes)
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        dx, dw = (one.grad for one in given)
+        assert dx is not None
+        assert dw is not None
+        assert_right(dx, dy, kn, m_sizes)
+        for g, (start, end) in enumerate(reference.expert_bounds(m_sizes, len(x))):
+            wanted = x[start:end].double().T @ dy[start:end].double()
+            assert (dw[g].double() - wanted).norm() <= 1e-2 * wanted.norm()
+    finally:
+        monkeypatch.undo()
+        reload()
 
 
 def test_more_experts_than_a_kernel_keeps_in_registers() -> None:

@@ -57,6 +57,8 @@ class Spec:
     abi: int = 1
     dtype: DType = DType.BF16
     fusion: Fusion = Fusion.NONE
+    op: Op = Op.FORWARD
+    layout: Layout = Layout.NK
 
 
 SPECS = (
@@ -68,7 +70,7 @@ SPECS = (
 
 def variant(spec: Spec, cubin: bytes) -> Variant:
     return Variant(
-        "rows_pointer", 1, spec.abi, Op.FORWARD, spec.dtype, Layout.NK, spec.fusion, spec.alignment, spec.max_experts,
+        "rows_pointer", 1, spec.abi, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
         spec.config.pairs(), "rows_pointer", (("x", "ptr"), ("M", "i32")), (), 32 * spec.config.num_warps,
         spec.shared_bytes, 128, 0, 0, len(cubin), hashlib.sha256(cubin).digest(),
     )  # fmt: skip

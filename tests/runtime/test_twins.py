@@ -1,0 +1,208 @@
+"""A product goes by two names: what was built for one runs the other, from the same code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made import NARROW, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
+
+from pretuned.aot.variants import Family, Space, by_code, serves, specs
+from pretuned.artifacts.errors import InputError, ProblemNotInBundle
+from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import DType, Fusion, Layout, Model, Op, Problem, Source
+from pretuned.kernels.abi import gemm_of
+from pretuned.runtime import explain, preload
+from pretuned.runtime.candidates import Match, Origin
+from pretuned.runtime.dispatch import Decision, Miss, decide
+from pretuned.runtime.explanation import examine, made_up_gpu
+from pretuned.runtime.warmup import cells_of, lies
+
+FORMS = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
+BUNDLES = sorted((Path(__file__).parents[2] / "artifacts" / "bundles").glob("*.msgpack"))
+KN_MODELS = {  # E, then N and K of both products: gpt-oss-20b, Llama-4-Scout
+    "gpt-oss": (32, (5760, 2880), (2880, 2880)),
+    "llama-4": (16, (16384, 5120), (5120, 8192)),
+}
+
+
+def twin_of(problem: Problem) -> Problem:
+    twin = problem.twin
+    assert twin is not None
+    return twin
+
+
+def decision(found: object, problem: Problem, M: int = 64, **how: bool) -> Decision:
+    got = decide(found, problem, M, ON_H200, **how)  # type: ignore[arg-type]
+    assert isinstance(got, Decision), got
+    return got
+
+
+@given(
+    op=st.sampled_from([Op.FORWARD, Op.DX]), layout=st.sampled_from(Layout), fusion=st.sampled_from(FORMS),
+    E=st.integers(1, 600), N=st.integers(1, 9000), K=st.integers(1, 9000), top_k=st.integers(0, 8),
+)  # fmt: skip
+def test_a_twin_is_the_same_product(op: Op, layout: Layout, fusion: Fusion, E: int, N: int, K: int, top_k: int) -> None:
+    problem = Problem(op, DType.BF16, E, N, K, layout, fusion, top_k)
+    twin = twin_of(problem)
+    assert gemm_of(twin) == gemm_of(problem)
+    assert (twin.op, twin.layout) != (problem.op, problem.layout)
+    assert twin.twin == problem
+
+
+def test_what_has_none() -> None:
+    assert Problem(Op.DW, DType.BF16, 8, 64, 32).twin is None
+    assert Problem(Op.FORWARD, DType.BF16, 8, 64, 32, fusion=Fusion.SILU | Fusion.GATHER).twin is None
+
+
+@pytest.mark.parametrize("sm", [80, 90, 120])
+@pytest.mark.parametrize("fusion", FORMS)
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.TF32])
+def test_every_variant_is_one_cubin_with_its_twin(sm: int, fusion: Fusion, dtype: DType) -> None:
+    """As the builder has it: of two specs in a group one is compiled, and relabelled."""
+    problem = Problem(Op.DX, dtype, 8, 256, 512, fusion=fusion)
+    ours = specs([problem], sm, Space())
+    assert ours
+    for spec in ours:
+        twin = replace(spec, op=Op.FORWARD, layout=Layout.KN)
+        assert by_code([spec, twin], sm) == ((spec, twin),)
+
+
+def test_a_choice_for_the_twin_is_a_choice(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, NARROW, 7)]}, gpus=[ON_H200.gpu])
+    problem = twin_of(PROBLEM)
+    got = decision(snapshot(tmp_path), problem, strict=True)
+    assert got.problem is problem
+    assert (got.chosen.index, got.chosen.origin, got.chosen.match) == (NARROW, Origin.THIS_GPU, Match.EXACT)
+    assert got.reason == (
+        f"measured on this GPU, for this problem and M near 64 (as {PROBLEM}, which is the same product)"
+    )
+    assert "the same product" not in decision(snapshot(tmp_path), PROBLEM).reason
+    assert decision(snapshot(tmp_path), problem, 4096).chosen.match is Match.NEAREST_BUCKET
+    told = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=True)
+    assert told.reason == got.reason
+    assert told.chosen is not None
+    assert told.chosen.index == NARROW
+
+
+def test_the_cost_model_chooses_among_the_twin_s_variants(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    problem = replace(twin_of(PROBLEM), N=4096, K=512)
+    got = decision(snapshot(tmp_path), problem)
+    assert got.chosen.match is Match.COST_MODEL
+    assert "E=8 N=512 K=4096, which is the same product" in got.reason
+    assert decision(snapshot(tmp_path), problem, aligned=False).chosen.variant.alignment == 1
+    with pytest.raises(ProblemNotInBundle, match=r"E=8 N=768 K=1024 \(M near 64\)"):
+        decide(snapshot(tmp_path), problem, 64, ON_H200, strict=True)
+
+
+def test_each_form_has_its_own_code(tmp_path: Path) -> None:
+    """What gathers runs no plain product's code, by either name."""
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, 0)]}, specs=[SPECS[0]])
+    gathers = replace(twin_of(PROBLEM), fusion=Fusion.GATHER)
+    assert isinstance(decide(snapshot(tmp_path), gathers, 64, ON_H200), Miss)
+
+
+@pytest.mark.parametrize("op", [Op.DW, Op.FORWARD])
+def test_no_twin_is_looked_for_where_there_is_none(op: Op, tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    fusion = Fusion.NONE if op is Op.DW else Fusion.SILU
+    problem = Problem(op, DType.BF16, PROBLEM.E, PROBLEM.N, PROBLEM.K, fusion=fusion)
+    assert isinstance(decide(snapshot(tmp_path), problem, 64, ON_H200), Miss)
+
+
+def test_a_bundle_s_own_choice_comes_before_its_twin_s(tmp_path: Path) -> None:
+    twin = twin_of(PROBLEM)
+    specs = [SPECS[WIDE], replace(SPECS[NARROW], op=twin.op, layout=twin.layout)]
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, 0)], twin: [modelled(64, 1)]}, specs=specs)
+    found = snapshot(tmp_path)
+    for problem, index in ((PROBLEM, 0), (twin, 1)):
+        got = decision(found, problem)
+        assert (got.chosen.index, "the same product" in got.reason) == (index, False)
+        only = examine(found, replace(problem, N=4096), 64, ON_H200, aligned=True).candidates
+        assert [one.index for one in only] == [index]  # nor does the cost model look at the other's
+
+
+def test_a_kernel_is_named_by_the_caller_for_either(tmp_path: Path) -> None:
+    from pretuned.runtime import pinned
+
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    found = snapshot(tmp_path)
+    usable, index = pinned.find(found, SPECS[NARROW].config, twin_of(PROBLEM), ON_H200, aligned=True)
+    assert (usable.path.name, index) == ("a.msgpack", NARROW)
+
+
+def test_what_is_prepared_for_weights_that_lie_the_other_way(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    weight = replace(PROBLEM, op=Op.DW)
+    turned = replace(PROBLEM, layout=Layout.KN)
+    assert [lies(one, Layout.KN) for one in (PROBLEM, weight)] == [turned, weight]
+    assert lies(turned, None) is turned
+    assert cells_of({replace(turned, op=Op.DX): [64]}, snapshot(tmp_path), ON_H200) == [(replace(turned, op=Op.DX), 64)]
+
+
+@pytest.mark.parametrize("given", ["k", 1, ["nk"]])
+def test_a_layout_that_is_none(given: object) -> None:
+    with pytest.raises(InputError, match=r"preload: w_layout is .*, wanted 'nk' .* 'kn'"):
+        preload(w_layout=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", BUNDLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("model", KN_MODELS)
+def test_models_whose_weights_lie_the_other_way_run_from_the_bundles_that_ship(
+    path: Path, model: str, clean_places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRETUNED_BUNDLES", str(path))
+    from pretuned.runtime import reload
+
+    reload()
+    sm = int(path.stem.rpartition("sm")[2])
+    E, *products = KN_MODELS[model]
+    for N, K in products:
+        for op in (Op.FORWARD, Op.DX):
+            for fusion in FORMS:
+                problem = Problem(op, DType.BF16, E, N, K, Layout.KN, fusion)
+                for M in (1, 64, 4096, 65536):
+                    assert explain(problem, M=M, sm=sm).runs == "bundle"
+                    assert explain(problem, M=M, sm=sm, aligned=False).runs == "bundle"
+
+
+def test_gpt_oss_s_second_product_was_measured_by_its_twin() -> None:
+    """It is square: dX of [E, 2880, 2880] in the one layout is its forward in the other."""
+    path = next(one for one in BUNDLES if one.stem == "catalogue-sm90")
+    problem = Problem(Op.FORWARD, DType.BF16, 32, 2880, 2880, Layout.KN)
+    got = decide(snapshot(path), problem, 64, made_up_gpu(90), strict=True)
+    assert isinstance(got, Decision)
+    assert (got.chosen.match, got.chosen.source) == (Match.EXACT, Source.MEASURED)
+    with open_bundle(path) as bundle:
+        own = next(one for one in bundle.find(twin_of(problem)) if one.bucket == 64)
+        assert got.chosen.index == own.variant
+        assert Family.of(bundle.variant(own.variant)) == Family.of(twin_of(problem))
+        assert serves(bundle.variant(own.variant), twin_of(problem))
+
+
+def test_a_model_s_problems_are_turned(tmp_path: Path, clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretuned.runtime import warmup
+
+    asked: list[Problem] = []
+
+    def record(wanted: dict[Problem, set[int]], *_: object) -> list[object]:
+        asked.extend(wanted)
+        return []
+
+    backward = replace(PROBLEM, op=Op.DX)
+    model = Model("some/moe", 1, 1, 2, DType.BF16, (PROBLEM, backward))
+    choices = {PROBLEM: [modelled(64, 0)], backward: [modelled(64, 1)]}
+    specs = [SPECS[0], replace(SPECS[0], op=Op.DX)]
+    write(clean_places / "a.msgpack", choices, specs=specs, models=[model])
+    monkeypatch.setattr(warmup, "current_device", lambda: 0)
+    monkeypatch.setattr(warmup, "local_gpu", lambda device: ON_H200)
+    monkeypatch.setattr(warmup, "cells_of", record)
+    preload("some/moe", w_layout="kn")
+    assert asked == [replace(one, layout=Layout.KN) for one in model.problems]
+    asked.clear()
+    preload("some/moe")
+    assert asked == list(model.problems)
