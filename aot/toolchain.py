@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import platform
 import re
 import subprocess
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def toolchain() -> Toolchain:
         raise HostError(f"{folder / '__init__.py'} names no __version__: is this Triton?")
     ptxas = _release(folder, "ptxas")
     if ptxas is None:
-        raise HostError(f"{folder / 'backends/nvidia/bin/ptxas'} does not run: reinstall Triton for Linux x86-64")
+        raise HostError(f"{folder / 'backends/nvidia/bin/ptxas'} does not run: reinstall Triton for this machine, {platform.machine()}")
     return Toolchain(found[1], ptxas, _release(folder, "ptxas-blackwell") or ptxas)
 
 

@@ -110,8 +110,8 @@ def on(device: int) -> contextlib.AbstractContextManager[object]:
 
 
 def platform_supported() -> bool:
-    """Whether the launcher works here at all: Linux on x86-64."""
-    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+    """Whether the launcher works here at all: Linux of 64 bits on x86 or Arm."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64", "aarch64")
 
 
 def platform_name() -> str:

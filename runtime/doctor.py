@@ -106,7 +106,7 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
         counts[str(one.place)] = counts.get(str(one.place), 0) + 1
     notes = [] if gpus else ["no GPU here: nothing would be launched, CPU tensors run the torch reference"]
     if not platform_supported():
-        notes.append(f"bundles run on linux x86_64, this is {platform_name()}: torch runs everything")
+        notes.append(f"bundles run on linux x86_64 and aarch64, this is {platform_name()}: torch runs everything")
     problems = [
         f"GPU {i}, {local}: no usable bundle, torch would run. {_fix(found, local)}"
         for i, (local, view) in enumerate(zip(gpus, views, strict=True))

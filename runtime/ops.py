@@ -360,4 +360,4 @@ def _launcher(call: inputs.RowGemm, device: int, aligned: bool) -> Launcher | No
 
 @functools.cache
 def _unsupported() -> None:
-    _log.warning("pretuned: bundles run on linux x86_64, this is %s: grouped GEMM runs on torch", platform_name())
+    _log.warning("pretuned: bundles run on linux x86_64 and aarch64, this is %s: grouped GEMM runs on torch", platform_name())

@@ -1,0 +1,48 @@
+"""A process that launches variants of a bundle through whatever libcuda it finds: BUNDLE INDEX ..."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+
+from pretuned.artifacts.store import BundleFile, open_bundle
+from pretuned.artifacts.types import Layout, Op
+from pretuned.kernels.abi import parameter_bytes
+from pretuned.runtime import driver
+from pretuned.runtime.launch import load_kernel, row_launcher, weight_launcher
+
+M, N, K, E = 300, 1536, 2048, 8
+FIRST, SECOND, RESULT, M_SIZES, STREAM = (0x7F00_0000_0000 + (i << 32) for i in range(1, 6))
+STRIDES = K + 8, N + 16  # of the rows of x (or dy), and of y (or x)
+
+
+def main(path: str, *indices: int) -> None:
+    torch.cuda.is_current_stream_capturing = lambda: False  # torch without CUDA has none
+    assert driver.driver_version() == 13010
+    assert driver.device(0) == driver.Device("Stub 0", 90, 132, 141 << 30)
+    with open_bundle(path) as bundle:
+        for index in indices:
+            launch(bundle, index)
+
+
+def launch(bundle: BundleFile, index: int) -> None:
+    """Load it and launch it once."""
+    print(f'{{"call": "variant", "index": {index}}}', flush=True)
+    variant = bundle.variant(index)
+    kernel = load_kernel(variant, bundle.cubin(index), 0, 132)
+    sizes = parameter_bytes(variant.arguments)
+    driver.library().stub_parameters(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
+    if variant.op is Op.DW:
+        made = weight_launcher(kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=2)
+    else:
+        kn = (variant.layout is Layout.KN) == (variant.op is Op.FORWARD)
+        row = N if kn else K
+        made = row_launcher(kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=row,
+                            m_sizes_step=2)  # fmt: skip
+    made(FIRST, SECOND, RESULT, M_SIZES, *STRIDES, M, STREAM)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,0 +1,101 @@
+/* A libcuda without a GPU that tells, a line of JSON a call, what it was given: for test_driver_calls.py.
+
+   The types are those of cuda.h, written out: a compiler lays them out and passes them as the driver's own does. */
+#include <inttypes.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+typedef struct {
+    unsigned int gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
+    void *hStream;
+    void *attrs;
+    unsigned int numAttrs;
+} CUlaunchConfig;
+
+static char primary, module, function, memory[1 << 17], stream;
+static void *current;
+static int sizes[64], count;
+
+static void hex(const void *at, int bytes) {
+    for (int i = 0; i < bytes; i++) printf("%02x", ((const unsigned char *)at)[i]);
+}
+
+void stub_parameters(int n, const int *each) {
+    count = n;
+    memcpy(sizes, each, n * sizeof *each);
+}
+
+int cuInit(unsigned int flags) { return flags != 0; }
+int cuDriverGetVersion(int *version) { *version = 13010; return 0; }
+int cuGetErrorString(int error, const char **text) { *text = error == 201 ? "invalid device context" : "?"; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal != 0; }
+int cuDeviceGetName(char *name, int length, int device) { snprintf(name, length, "Stub %d", device); return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 16 ? 132 : -1;
+    return device;
+}
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)141 << 30; return device; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &primary; return device; }
+int cuCtxSetCurrent(void *context) { current = context; return context != &primary; }
+int cuCtxPushCurrent_v2(void *context) { return context != &primary; }
+int cuCtxPopCurrent_v2(void **context) { *context = &primary; return 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { int was = *mode == 2 ? 0 : 2; *mode = was; return 0; }
+int cuModuleLoadData(void **made, const char *image) { *made = &module; return memcmp(image, "\177ELF", 4) != 0; }
+int cuModuleGetFunction(void **made, void *in, const char *name) {
+    printf("{\"call\": \"function\", \"name\": \"%s\"}\n", name);
+    *made = &function;
+    return in != &module;
+}
+int cuFuncSetAttribute(void *of, int attribute, int value) {
+    printf("{\"call\": \"shared\", \"attribute\": %d, \"value\": %d}\n", attribute, value);
+    return of != &function;
+}
+int cuFuncLoad(void *of) { return of != &function; }
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *of, int threads, size_t shared) {
+    printf("{\"call\": \"occupancy\", \"threads\": %d, \"shared\": %zu}\n", threads, shared);
+    *blocks = 2;
+    return of != &function;
+}
+int cuMemAlloc_v2(void **made, size_t bytes) { *made = memory; return bytes > sizeof memory; }
+int cuMemsetD8Async(void *at, unsigned char value, size_t bytes, void *on) {
+    return at != memory || value || bytes > sizeof memory || on != &stream;
+}
+int cuStreamCreate(void **made, unsigned int flags) { *made = &stream; return flags != 1; }
+int cuStreamDestroy_v2(void *which) { return which != &stream; }
+int cuStreamSynchronize(void *which) { return which != &stream; }
+
+/* A map is what it was made of, in 128 bytes: five of each, counted from the innermost dimension. */
+int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *dims,
+                           const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
+                           int swizzle, int promotion, int fill) {
+    struct { uint64_t address, dims[5], strides[4]; uint32_t box[5]; int32_t type, rank, swizzle, promotion; } made = {0};
+    if ((uintptr_t)map % 64 || rank > 5 || interleave || fill || sizeof made > 128) return 1;
+    for (uint32_t i = 0; i < rank; i++) {
+        if (steps[i] != 1) return 1;
+        made.dims[i] = dims[i], made.box[i] = box[i];
+        if (i + 1 < rank) made.strides[i] = strides[i];
+    }
+    made.address = (uint64_t)(uintptr_t)address;
+    made.type = type, made.rank = (int32_t)rank, made.swizzle = swizzle, made.promotion = promotion;
+    memset(map, 0, 128);
+    memcpy(map, &made, sizeof made);
+    return 0;
+}
+
+int cuLaunchKernelEx(const CUlaunchConfig *config, void *kernel, void **parameters, void **extra) {
+    if (!current) return 201;
+    if (kernel != &function || extra || config->attrs || config->numAttrs) return 1;
+    printf("{\"call\": \"launch\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"shared\": %u, \"stream\": %" PRIu64
+           ", \"parameters\": [",
+           config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX, config->blockDimY,
+           config->blockDimZ, config->sharedMemBytes, (uint64_t)(uintptr_t)config->hStream);
+    for (int i = 0; i < count; i++) {
+        printf(i ? ", \"" : "\"");
+        hex(parameters[i], sizes[i]);
+        printf("\"");
+    }
+    printf("], \"memory\": %" PRIu64 "}\n", (uint64_t)(uintptr_t)memory);
+    fflush(stdout);
+    return 0;
+}
