@@ -11,7 +11,7 @@ problem and bucket, that it pays with the pass added, whose time is ``pass_us``:
 
 A call that scatters, weighs or has a bias as well needs the indexed code for it. No plan has choices for that beside a
 gather: it is taken in the plain choice's config, or, where a bundle has no such code, in its runner-up's, at 5 % above
-that one's time (an index costs a large tile 1 to 10 % on an H200: docs/performance.md).
+that one's time (an index costs a large tile up to 7 % on an H200: docs/performance.md).
 
 The code that gathers stays for a GPU whose memory's rate is not known, a bundle without the pass, a kernel that the
 caller names, and rows of x that are not dense or not aligned.
