@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import gradients
+from .device import without_autocast
 from .form import Form, Fusions
 from .gradients import Call
 
@@ -49,7 +50,8 @@ class GroupedGemm(torch.autograd.Function):
         # Nothing reads the values of a w that was not kept, only its shape.
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(ctx.w_shape) if w is None else w
         call = Call(ctx.form, w, m_sizes, Fusions(index, weights, bias), *ctx.sizes)
-        found = backward(call, dy, x, needs)
+        with without_autocast(dy.device.type):
+            found = backward(call, dy, x, needs)
         return (found[0], found[1], None, found[2], found[3], *_REST)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from ..artifacts.types import Fusion, Layout, Op, Problem
 from ..kernels.abi import code_of
 from . import gradients, inputs, plans
 from .autograd import GroupedGemm
+from .device import without_autocast
 from .form import Form, Fusions, check_fusions, token_rows
 from .gradients import Call
 from .tuner import demand_tuner
@@ -168,13 +168,6 @@ def autocast(
 def casts(kind: str) -> bool:
     """Whether this is a torch.autocast region of a kind of device."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
-
-
-def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
-    """What runs inside has the dtypes that it was given."""
-    if not torch.is_autocast_enabled(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False)
 
 
 def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:

@@ -109,6 +109,13 @@ def on(device: int) -> contextlib.AbstractContextManager[object]:
     return _HERE if device < 0 or device_is_current(device) else torch.cuda.device(device)
 
 
+def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
+    """What runs inside has the dtypes that it was given."""
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
 def platform_supported() -> bool:
     """Whether the launcher works here at all: Linux on x86-64."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")

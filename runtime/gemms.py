@@ -6,7 +6,8 @@ import torch
 
 from ..artifacts.types import Layout
 from . import gradients, inputs
-from .calls import fit, without_autocast
+from .calls import fit
+from .device import without_autocast
 from .form import form_of
 from .gradients import Call, GradY
 

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from ..artifacts.types import Layout, Op
 from . import activation, tokens
 from .activation import Activation, Needs
-from .calls import without_autocast
+from .device import without_autocast
 from .gradients import flat
 from .products import Rows, gated_rows, rows, weight
 

@@ -400,6 +400,19 @@ def test_autocast_casts_float32_and_gives_float32_gradients() -> None:
         assert torch.equal(one, other.float())
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_backward_within_autocast_is_the_same(form: tuple[int, ...]) -> None:
+    index, m_sizes = routing()
+    given = tensors(form, dtype=torch.float32)
+    y = call(form, "nk", index, m_sizes, **given)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(7))
+    want = torch.autograd.grad(y, list(given.values()), dy, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(y, list(given.values()), dy)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_checkpointing_changes_nothing() -> None:
     index, m_sizes = routing()
     form = (1, 0, 1, 0)
