@@ -65,6 +65,27 @@ def test_one_content_in_two_places_counts_once(tmp_path: Path) -> None:
     assert [skipped.reason for skipped in view.skipped] == [f"the same as {tmp_path / 'a/a.msgpack'}"]
 
 
+def test_a_whole_copy_takes_the_place_of_one_with_damaged_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The index of both, and so the digest that stands for the content, is the same."""
+    path = write(tmp_path / "a/a.msgpack", CHOICES)
+    write(tmp_path / "b/b.msgpack", CHOICES)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    found = snapshot(tmp_path / "a", tmp_path / "b")
+    (usable,) = found.view(ON_H200, installed=False).usable
+    with pytest.raises(BundleCorrupt) as error:
+        usable.bundle.cubin(usable.bundle.variant_count - 1)
+    found.reject(usable.bundle, error.value)
+    assert names(found) == ["b.msgpack"]
+    decision = decide(found, PROBLEM, 64, ON_H200)
+    assert isinstance(decision, Decision)
+    assert decision.chosen.usable.path.name == "b.msgpack"
+    assert [record.levelno for record in caplog.records if record.levelno > logging.INFO] == [logging.WARNING]
+    assert "a.msgpack" in caplog.text
+
+
 def test_installed_packages_are_asked_only_without_an_exact_choice(tmp_path: Path) -> None:
     write(tmp_path / "named/a.msgpack", CHOICES, tag="named")
     write(tmp_path / "wheel/w.msgpack", {OTHER: [modelled(64, 1)]}, tag="wheel")
