@@ -198,8 +198,9 @@ class Snapshot:
 
     def _tell(self, skipped: Iterable[Skipped]) -> None:
         for one in skipped:
-            if one not in self.told:
-                self.told.add(one)
+            topic = one.path, one.reason  # (errors differ: each view makes its own)
+            if topic not in self.told:
+                self.told.add(topic)
                 # A directory for several capabilities is ordinary; everything else wants a look.
                 ordinary = one.error is None or isinstance(one.error, TargetMismatch)
                 level = logging.INFO if ordinary else logging.WARNING
