@@ -329,3 +329,32 @@ def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch
     open_files = len(list(Path("/proc/self/fd").iterdir()))
     assert {(one.name, one.value) for one in _entry_points()} == wanted
     assert len(list(Path("/proc/self/fd").iterdir())) == open_files
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x = my-bundles", "names no module"),
+        ("x =", "names no module"),
+        ("x = broken.bundles", "no licence"),
+        ("x = gone.bundles", "gone"),
+        ("x", "can't be read"),
+        ("x = \udcff", "can't be read"),
+    ],
+)
+def test_an_entry_point_that_is_wrong_is_passed_over(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, line in {"a-1.0.dist-info": text, "b-1.0.dist-info": "good = whole"}.items():
+        (tmp_path / name).mkdir()
+        written = f"[{ENTRY_POINTS}]\n{line}\n".encode(errors="surrogateescape")
+        (tmp_path / name / "entry_points.txt").write_bytes(written)
+    for name, line in {"broken": "raise RuntimeError('no licence')", "whole": ""}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(line)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    found = installed_places()
+    assert tmp_path / "whole" in [place.path for place in found]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert says in record.getMessage()
