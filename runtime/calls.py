@@ -20,8 +20,7 @@ from .tuner import demand_tuner
 _MOST_CHECKED = 1 << 14
 # The kinds of call that passed every check as they are: the sorted rows, x's and y's.
 _checked: dict[object, tuple[int, int, int]] = {}
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = inputs.PLAIN
 
 
 def run(

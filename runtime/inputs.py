@@ -17,6 +17,7 @@ DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: 
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
 _MOST = 2**31 - 1
 _ALIGNMENT_BYTES = 16
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # what is no wrapper of another tensor
 
 _transformed = torch._C._are_functorch_transforms_active
 
@@ -100,6 +101,19 @@ def tensors(call: str = "grouped_gemm", /, **given: object) -> None:
     for name, one in given.items():
         if not isinstance(one, torch.Tensor):
             bad(name, f"a {type(one).__name__}", "a torch.Tensor", call)
+
+
+def in_memory(name: str, tensor: torch.Tensor, call: str = "grouped_gemm") -> torch.Tensor:
+    """The tensor; of one that wraps another (a collective's result that is under way) a copy of what it wraps.
+
+    (A wrapper's own address is null, and a kernel would read there.) InputError where the copy has no memory either.
+    """
+    if type(tensor) in PLAIN or tensor.data_ptr():
+        return tensor
+    made: torch.Tensor = tensor.clone()
+    if made.numel() and not made.data_ptr():
+        bad(name, f"a {type(tensor).__name__}, which has no memory of its own", "a torch.Tensor that has", call)
+    return made
 
 
 # Where no level is told, as in a torch that names it otherwise, each call looks at its tensors.
