@@ -78,7 +78,7 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
     N = w.shape[1] if layout is Layout.NK else w.shape[2]
     _check_agreement(x, w, m_sizes, E, K, layout)
     for letter, value in (("M", M), ("N", N), ("K", K), ("E", E)):
-        if value > _MOST:
+        if isinstance(value, int) and value > _MOST:  # (a traced size is looked at when it is there)
             bad("x" if letter in "MK" else "w", f"{letter}={value}", f"at most {_MOST}: split the call")
     if E > 1 and m_sizes.stride(0) != 1:
         bad("m_sizes", f"of stride {m_sizes.stride(0)}", "contiguous: pass m_sizes.contiguous()")
@@ -239,12 +239,14 @@ def _check_agreement(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, E:
 def rows_usable(tensor: torch.Tensor) -> bool:
     """Whether rows are contiguous and don't overlap; the stride of a dimension of one is of no account."""
     rows, length = tensor.shape
-    return (length <= 1 or tensor.stride(1) == 1) and (rows <= 1 or tensor.stride(0) >= length)
+    # (Rows last: of a traced tensor nobody may know how many there are.)
+    return (length <= 1 or tensor.stride(1) == 1) and (tensor.stride(0) >= length or rows <= 1)
 
 
 def row_stride(tensor: torch.Tensor, length: int) -> int:
     """Elements from row to row; a single row's is its length."""
-    return tensor.stride(0) if tensor.shape[0] > 1 else length
+    stride = tensor.stride(0)
+    return stride if stride == length or tensor.shape[0] > 1 else length
 
 
 def bad(name: str, got: str, wanted: str, call: str = "grouped_gemm") -> NoReturn:
