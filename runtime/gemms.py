@@ -51,6 +51,7 @@ def grouped_gemm_dX(
     """
     form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y,
                    kernel_config_bwd_dX=kernel_config_bwd_dX)  # fmt: skip
+    _no_tangents("grouped_gemm_dX", dy, w, topk_weights)
     inputs.tensors(dy=dy, w=w, m_sizes=m_sizes)
     inputs.tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights)
     dy, w, m_sizes, gather_indices, topk_weights = _in_memory(
@@ -110,6 +111,7 @@ def grouped_gemm_dW(
     """
     form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y,
                    kernel_config_bwd_dW=kernel_config_bwd_dW)  # fmt: skip
+    _no_tangents("grouped_gemm_dW", dy, x, topk_weights)
     inputs.tensors(dy=dy, x=x, m_sizes=m_sizes)
     inputs.tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights)
     dy, x, m_sizes, gather_indices, topk_weights = _in_memory(
@@ -129,6 +131,11 @@ def grouped_gemm_dW(
     with torch.no_grad(), without_autocast(dy.device.type):
         dw, _ = gradients.grad_w_and_bias(call, GradY.of(call, dy, gathers=True), rows.x, bias=False)
     return dw if dw is not None else rows.x.new_zeros(shape)
+
+
+def _no_tangents(call: str, *given: object) -> None:
+    if inputs.duals._current_level >= 0:
+        inputs.no_tangents(call, *given)
 
 
 def _in_memory(**given: torch.Tensor | None) -> Iterator[Any]:

@@ -251,6 +251,19 @@ def test_neither_does_a_wrapped_gradient(call: Call, shapes: dict[str, tuple[int
             torch.testing.assert_close(found, want)
 
 
+@pytest.mark.parametrize("which", ["dy", "w", "x", "topk_weights"])
+def test_a_gradient_that_is_called_alone_refuses_a_tangent(which: str) -> None:
+    weighted = {"topk_weights": random(T, TOPK), "fuse_mul_post": True} if which == "topk_weights" else {}
+    given: dict[str, Any] = GATHERED | weighted | {"dy": random(T * TOPK, N), "m_sizes": torch.tensor([3, 4, 5, 2])}
+    for call, other in ((grouped_gemm_dX, {"w": random(E, N, K)}), (grouped_gemm_dW, {"x": random(T, K)})):
+        if which in given | other:
+            with forward_ad.dual_level():
+                primal = (given | other)[which]
+                dual = forward_ad.make_dual(primal, torch.ones_like(primal))
+                with pytest.raises(InputError, match=f"{call.__name__}: a tensor has a forward-mode tangent"):
+                    call(**given | other | {which: dual})
+
+
 @pytest.mark.parametrize("which", ["dy", "w", "x", "m_sizes", "gather_indices", "topk_weights"])
 def test_nor_does_a_wrapped_tensor_of_a_gradient_that_is_called_alone(which: str) -> None:
     given: dict[str, Any] = GATHERED | {
