@@ -8,7 +8,6 @@ A call on the very operands of an earlier one (``recent.py``) does not even need
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -24,8 +23,8 @@ from .device import (
     local_gpu,
     on,
     only_device,
-    platform_name,
     platform_supported,
+    tell_unsupported,
 )
 from .form import form_of
 from .launch import row_launcher
@@ -40,7 +39,6 @@ _Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, int]]"  # N; the bytes from
 
 _MOST_CALLS = 1 << 16
 
-_log = logging.getLogger(__name__)
 # All are replaced by ``reload``: a call under way keeps those that it began with, and reads _recent first, so that
 # nothing chosen before goes into a table from after.
 _calls: _Calls = {}
@@ -344,7 +342,7 @@ def _first(
 def _launcher(call: inputs.RowGemm, device: int, aligned: bool) -> Launcher | None:
     """The launcher of the variant that dispatch decides on, or None where torch has to run the call."""
     if not platform_supported():
-        _unsupported()
+        tell_unsupported()
         return None
     problem = problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
     strict = settings.settings().strict
@@ -356,8 +354,3 @@ def _launcher(call: inputs.RowGemm, device: int, aligned: bool) -> Launcher | No
         kernel, columns=gemm.columns, reduction=gemm.reduction, E=call.E, w_kn=gemm.w_kn,
         stride_w_e=call.stride_w_e, stride_w_row=call.stride_w_row, m_sizes_step=call.m_sizes_step,
     )  # fmt: skip
-
-
-@functools.cache
-def _unsupported() -> None:
-    _log.warning("pretuned: bundles run on linux x86_64, this is %s: grouped GEMM runs on torch", platform_name())
