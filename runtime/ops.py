@@ -250,7 +250,7 @@ def _known(
         key: _Key = (
             device, dtype, K, unit, stride_x_m >= K, stride_x_m & 7, (M * M).bit_length() // 2, (x_at | w_at) & 15,
             w.dtype, w.shape, w.stride(), w.get_device(), w_layout,
-            m_sizes.dtype, m_sizes.shape, m_sizes.is_contiguous(), m_sizes.get_device(),
+            m_sizes.__class__, m_sizes.dtype, m_sizes.shape, m_sizes.is_contiguous(), m_sizes.get_device(),
             dtype is _FLOAT32 and tf32_allowed(dtype),
         )  # fmt: skip
         if out is not None:
@@ -314,6 +314,7 @@ def _first(
     if out is not None:
         inputs.check_out(out, call)
     inputs.check_cuda_dtype(call.x)
+    counts = inputs.in_memory("m_sizes", m_sizes)
     device = call.x.get_device()
     with on(device):
         y = empty((call.M, call.N), (call.N, 1), call.x.dtype) if out is None else out
@@ -327,13 +328,13 @@ def _first(
         launch = known[0] if known is not None else _launcher(call, device, aligned)
         if launch is None:
             sm = local_gpu(device).sm
-            fallback.on_cuda(call.x, call.w, call.m_sizes, y, call.layout, sm=sm, aligned=aligned)
+            fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=aligned)
             return y
         launch(
-            call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
+            call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), counts.data_ptr(),
             call.stride_x_m, stride_y_m, call.M, current_stream(device),
         )  # fmt: skip
-        lasting = key is not None and call.x is x and not y.requires_grad
+        lasting = key is not None and call.x is x and counts is m_sizes and not y.requires_grad
         if key is not None and lasting and len(known_calls) < _MOST_CALLS:
             known_calls[key] = launch, call.N, inputs.extent(call.w)
     return y

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_gpu import TOPK, Device, E, K, N, T, device, on
+from host_gpu import TOPK, Device, E, K, N, T, counts_at, device, on
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
@@ -249,6 +249,33 @@ def test_neither_does_a_wrapped_gradient(call: Call, shapes: dict[str, tuple[int
     for _ in range(2):  # the second time by a plan
         for found, want in zip(backward(call, shapes, True), backward(call, shapes, False), strict=True):
             torch.testing.assert_close(found, want)
+
+
+def test_nor_do_wrapped_counts_of_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that isn't there: counts that ranks exchange may still be under way."""
+    read: list[list[int]] = []
+
+    class Launcher:
+        prepare = staticmethod(lambda *_: b"")
+        repeater = staticmethod(lambda *_: lambda *_: None)
+
+        def __call__(self, x: int, w: int, y: int, m_sizes: int, *_: int) -> None:
+            read.append(counts_at(m_sizes, E, 2))
+
+        def start(self, prepared: bytes, y: int, m_sizes: int, stream: int) -> None:
+            read.append(counts_at(m_sizes, E, 2))
+
+    for name, stub in {
+        "_launcher": lambda *_: Launcher(), "device_is_current": lambda _: True, "current_stream": lambda _: 0,
+        "_calls": {}, "_recent": {}, "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(ops, name, stub)
+    monkeypatch.setattr(calls, "is_whole", lambda *_: False)
+    x, w = random(T, K), random(E, N, K)
+    m_sizes = torch.tensor([3, 0, 4, 0])
+    for counts in (Waiting(m_sizes), m_sizes, Waiting(m_sizes), m_sizes, Waiting(m_sizes)):
+        grouped_gemm(x, w, counts)
+    assert read == [m_sizes.tolist()] * 5
 
 
 @pytest.mark.parametrize("which", ["dy", "w", "x", "topk_weights"])
