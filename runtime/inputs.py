@@ -90,7 +90,7 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
         x = x.contiguous()
     return RowGemm(
         x, w, m_sizes, layout, M, N, K, E,
-        stride_x_m=row_stride(x, K),
+        stride_x_m=row_stride(x, K) if isinstance(M, int) else x.stride(0),  # (of a traced one nobody reads it)
         stride_w_row=w.stride(1) if w.shape[1] > 1 else w.shape[2],
         stride_w_e=w.stride(0) if E > 1 else w.shape[1] * w.shape[2],
     )  # fmt: skip

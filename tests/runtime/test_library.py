@@ -94,7 +94,7 @@ def test_compile_with_changing_tokens_compiles_once(backend: str) -> None:
     assert graphs.frame_count == 1
 
 
-@pytest.mark.parametrize("form", ["plain", "gathered", "layer"])
+@pytest.mark.parametrize("form", ["plain", "wide", "gathered", "layer"])
 def test_compile_with_as_many_rows_as_the_data_say(form: str) -> None:
     """As where ranks exchange tokens: how many come is in a tensor, and no size is known when it is traced."""
     up, down = torch.randn(E, 2 * I, H, requires_grad=True), torch.randn(E, H, I, requires_grad=True)
@@ -103,6 +103,8 @@ def test_compile_with_as_many_rows_as_the_data_say(form: str) -> None:
         rows = mask.nonzero()[:, 0]
         if form == "plain":
             return grouped_gemm(x[rows], up, m_sizes)
+        if form == "wide":
+            return grouped_gemm(torch.cat([x, x], 1)[rows][:, :H], up, m_sizes)
         if form == "gathered":
             return grouped_gemm(x, up, m_sizes, 1, rows, permute_x=True)
         hidden = x[rows]
