@@ -47,7 +47,8 @@ def toolchain() -> Toolchain:
         raise HostError(f"{folder / '__init__.py'} names no __version__: is this Triton?")
     ptxas = _release(folder, "ptxas")
     if ptxas is None:
-        raise HostError(f"{folder / 'backends/nvidia/bin/ptxas'} does not run: reinstall Triton for this machine, {platform.machine()}")
+        tool, machine = folder / "backends/nvidia/bin/ptxas", platform.machine()
+        raise HostError(f"{tool} does not run: reinstall Triton for this machine, {machine}")
     return Toolchain(found[1], ptxas, _release(folder, "ptxas-blackwell") or ptxas)
 
 

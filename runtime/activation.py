@@ -145,7 +145,7 @@ class _Activate(torch.autograd.Function):
         (h,) = ctx.saved_tensors
         if torch.is_grad_enabled():
             return torch.autograd.grad(by_torch(h, ctx.act), h, da, create_graph=True)[0], None
-        return gradient(h, da, ctx.act, Needs())[0], None
+        return gradient(h, inputs.in_memory("da", da, "activate"), ctx.act, Needs())[0], None
 
 
 def by_torch(h: torch.Tensor, act: Activation) -> torch.Tensor:

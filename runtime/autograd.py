@@ -8,8 +8,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import gradients
+from .device import without_autocast
 from .form import Form, Fusions
 from .gradients import Call
+from .inputs import in_memory
 
 # x, w, m_sizes, topk_weights, bias, gather_indices, form, (M, x_rows, y_rows), the plan of a call that comes again
 _ARGUMENTS = 9
@@ -46,10 +48,12 @@ class GroupedGemm(torch.autograd.Function):
             planned = ctx.plan.backward(x, w, m_sizes, dy, needs)
             if planned is not None:
                 return (*planned, None, None, None, *_REST)
+        dy = in_memory("dy", dy)
         # Nothing reads the values of a w that was not kept, only its shape.
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(ctx.w_shape) if w is None else w
         call = Call(ctx.form, w, m_sizes, Fusions(index, weights, bias), *ctx.sizes)
-        found = backward(call, dy, x, needs)
+        with without_autocast(dy.device.type):
+            found = backward(call, dy, x, needs)
         return (found[0], found[1], None, found[2], found[3], *_REST)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from ..artifacts.types import Fusion, Layout, Op, Problem
 from ..kernels.abi import code_of
 from . import gradients, inputs, plans
 from .autograd import GroupedGemm
+from .device import without_autocast
 from .form import Form, Fusions, check_fusions, token_rows
 from .gradients import Call
 from .tuner import demand_tuner
@@ -20,8 +20,7 @@ from .tuner import demand_tuner
 _MOST_CHECKED = 1 << 14
 # The kinds of call that passed every check as they are: the sorted rows, x's and y's.
 _checked: dict[object, tuple[int, int, int]] = {}
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = inputs.PLAIN
 
 
 def run(
@@ -168,13 +167,6 @@ def autocast(
 def casts(kind: str) -> bool:
     """Whether this is a torch.autocast region of a kind of device."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
-
-
-def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
-    """What runs inside has the dtypes that it was given."""
-    if not torch.is_autocast_enabled(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False)
 
 
 def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:

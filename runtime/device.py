@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import platform
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ..artifacts.types import Gpu
 Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 _C: Any = torch._C
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,17 @@ class LocalGpu:
 def local_gpu(index: int) -> LocalGpu:
     """The GPU that torch calls ``cuda:index``. Initialises CUDA in this process.
 
+    Where bundles can't be launched torch is asked, there may be no CUDA driver. (AMD's GPUs are of no capability.)
+
     Raises
     ------
     CudaError
         if there is no CUDA driver, or no such GPU.
     """
+    if not platform_supported():
+        told = torch.cuda.get_device_properties(index)
+        sm = 0 if torch.version.hip else 10 * told.major + told.minor
+        return LocalGpu(sm, Gpu(told.name, told.multi_processor_count, told.total_memory >> 20, 0))
     from . import driver
 
     found = driver.device(index)
@@ -109,11 +117,26 @@ def on(device: int) -> contextlib.AbstractContextManager[object]:
     return _HERE if device < 0 or device_is_current(device) else torch.cuda.device(device)
 
 
+def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
+    """What runs inside has the dtypes that it was given."""
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
 def platform_supported() -> bool:
-    """Whether the launcher works here at all: Linux of 64 bits on x86 or Arm."""
-    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64", "aarch64")
+    """Whether the launcher works here at all: Linux on x86-64 or aarch64, a torch for CUDA (ROCm's says cuda, too)."""
+    here = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64", "aarch64")
+    return here and not torch.version.hip
 
 
 def platform_name() -> str:
     """The platform as a message names it, e.g. ``linux x86_64``."""
-    return f"{sys.platform} {platform.machine()}"
+    return f"{sys.platform} {platform.machine()}{' with ROCm' if torch.version.hip else ''}"
+
+
+@functools.cache
+def tell_unsupported() -> None:
+    """Say, once, that the launcher does not work here."""
+    what = "pretuned: bundles run on linux x86_64 and aarch64, this is %s: grouped GEMM runs on torch"
+    _log.warning(what, platform_name())

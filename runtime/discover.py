@@ -103,7 +103,7 @@ class Snapshot:
         self._views: dict[tuple[int, int, bool], View] = {}
         self._variants: dict[bytes, _Groups] = {}
         self._choices: dict[tuple[bytes, Problem], tuple[Choice, ...]] = {}
-        self._rejected: dict[bytes, BundleError] = {}
+        self._rejected: dict[BundleFile, BundleError] = {}  # not by content: a copy of it may be whole
         self.places = tuple(asked)
         self.decisions: dict[Any, Any] = {}
         self.told: set[Hashable] = set()
@@ -189,7 +189,7 @@ class Snapshot:
     def reject(self, bundle: BundleFile, error: BundleError) -> None:
         """Drop a bundle whose damage showed only when it was read: every view and decision is made anew."""
         with lock("bundles"):
-            self._rejected[bundle.digest] = error
+            self._rejected[bundle] = error
             self._views.clear()
             self.rankers.clear()
             self.decisions.clear()
@@ -207,8 +207,9 @@ class Snapshot:
 
     def _tell(self, skipped: Iterable[Skipped]) -> None:
         for one in skipped:
-            if one not in self.told:
-                self.told.add(one)
+            topic = one.path, one.reason  # (errors differ: each view makes its own)
+            if topic not in self.told:
+                self.told.add(topic)
                 # A directory for several capabilities is ordinary; everything else wants a look.
                 ordinary = one.error is None or isinstance(one.error, TargetMismatch)
                 level = logging.INFO if ordinary else logging.WARNING
@@ -309,14 +310,14 @@ def _read(found: Found) -> Found:
         return Found(found.place, found.path, None, error)
 
 
-def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[bytes, BundleError]) -> View:
+def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, BundleError]) -> View:
     usable: list[Usable] = []
     skipped: list[Skipped] = []
     seen: dict[bytes, Path] = {}
     for one in found:
         error = one.error
         if one.bundle is not None:
-            error = rejected.get(one.bundle.digest) or unusable(one.bundle, local)
+            error = rejected.get(one.bundle) or unusable(one.bundle, local)
             if error is None and one.bundle.digest in seen:
                 skipped.append(Skipped(one.place, one.path, None, f"the same as {seen[one.bundle.digest]}"))
                 continue

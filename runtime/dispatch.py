@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..artifacts.errors import ProblemNotInBundle
+from ..artifacts.names import printable
 from ..artifacts.types import Fusion, Op, Problem, bucket_of
 from . import jit
 from .candidates import Candidate, Match, Origin, chosen, modelled
@@ -208,7 +209,8 @@ def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
     ideal = best.origin is Origin.THIS_GPU and best.match is Match.EXACT
     if not _log.isEnabledFor(logging.DEBUG if ideal else logging.INFO):
         return
-    what = (known.problem, known.bucket, local.gpu.name, best.config, best.usable.path.name, known.reason)
+    name = printable(best.usable.path.name)
+    what = (known.problem, known.bucket, local.gpu.name, best.config, name, known.reason)
     if ideal:
         _log.debug("pretuned: %s at M near %d on %s: using %s of %s, %s", *what)
     else:

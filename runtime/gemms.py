@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
 from ..artifacts.types import Layout
 from . import gradients, inputs
-from .calls import fit, without_autocast
+from .calls import fit
+from .device import without_autocast
 from .form import form_of
 from .gradients import Call, GradY
 
@@ -47,8 +51,12 @@ def grouped_gemm_dX(
     """
     form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y,
                    kernel_config_bwd_dX=kernel_config_bwd_dX)  # fmt: skip
+    _no_tangents("grouped_gemm_dX", dy, w, topk_weights)
     inputs.tensors(dy=dy, w=w, m_sizes=m_sizes)
     inputs.tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights)
+    dy, w, m_sizes, gather_indices, topk_weights = _in_memory(
+        dy=dy, w=w, m_sizes=m_sizes, gather_indices=gather_indices, topk_weights=topk_weights
+    )
     inputs.check_sizes(m_sizes)
     w3 = inputs.three_dimensional(w, m_sizes.shape[0], form.layout)
     N, K = (w3.shape[1], w3.shape[2]) if form.layout is Layout.NK else (w3.shape[2], w3.shape[1])
@@ -103,7 +111,12 @@ def grouped_gemm_dW(
     """
     form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y,
                    kernel_config_bwd_dW=kernel_config_bwd_dW)  # fmt: skip
+    _no_tangents("grouped_gemm_dW", dy, x, topk_weights)
     inputs.tensors(dy=dy, x=x, m_sizes=m_sizes)
+    inputs.tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights)
+    dy, x, m_sizes, gather_indices, topk_weights = _in_memory(
+        dy=dy, x=x, m_sizes=m_sizes, gather_indices=gather_indices, topk_weights=topk_weights
+    )
     if x.dim() != 2:
         inputs.bad("x", f"of shape {list(x.shape)}", "[M, K]: flatten the leading dimensions with x.reshape(-1, K)")
     _check_dy(dy, None, x.dtype, "x")
@@ -118,6 +131,15 @@ def grouped_gemm_dW(
     with torch.no_grad(), without_autocast(dy.device.type):
         dw, _ = gradients.grad_w_and_bias(call, GradY.of(call, dy, gathers=True), rows.x, bias=False)
     return dw if dw is not None else rows.x.new_zeros(shape)
+
+
+def _no_tangents(call: str, *given: object) -> None:
+    if inputs.duals._current_level >= 0:
+        inputs.no_tangents(call, *given)
+
+
+def _in_memory(**given: torch.Tensor | None) -> Iterator[Any]:
+    return (None if one is None else inputs.in_memory(name, one) for name, one in given.items())
 
 
 def _check_dy(dy: torch.Tensor, N: int | None, dtype: torch.dtype, owner: str) -> None:

@@ -117,6 +117,8 @@ def grad_x_and_weights(call: Call, dy: GradY, x: torch.Tensor) -> tuple[torch.Te
     if weights is None or flat is None or index is None:
         raise AssertionError("no weights")
     T, topk = weights.shape
+    if not T:  # no row takes part
+        return grad_x(call, dy), torch.zeros_like(weights)
     raw = _grad_rows(call, dy, None)
     part = reference.taking_part(call.m_sizes, index, T * topk, call.M)
     index = reference.rows_of(index, T * topk)
@@ -179,6 +181,8 @@ def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, 
     """tensor[index // divisor], zero where the index is outside [0, index_end)."""
     if index is None:
         raise AssertionError("no index")
+    if not tensor.shape[0]:
+        return tensor.new_zeros((index.shape[0], tensor.shape[1]))
     inside = (index >= 0) & (index < index_end)
     if divisor > 1:  # each row is read several times: a row of zeros costs less than a mask over the result
         tensor = torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])])

@@ -17,6 +17,7 @@ DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: 
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
 _MOST = 2**31 - 1
 _ALIGNMENT_BYTES = 16
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # what is no wrapper of another tensor
 
 _transformed = torch._C._are_functorch_transforms_active
 
@@ -77,7 +78,7 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
     N = w.shape[1] if layout is Layout.NK else w.shape[2]
     _check_agreement(x, w, m_sizes, E, K, layout)
     for letter, value in (("M", M), ("N", N), ("K", K), ("E", E)):
-        if value > _MOST:
+        if isinstance(value, int) and value > _MOST:  # (a traced size is looked at when it is there)
             bad("x" if letter in "MK" else "w", f"{letter}={value}", f"at most {_MOST}: split the call")
     if E > 1 and m_sizes.stride(0) != 1:
         bad("m_sizes", f"of stride {m_sizes.stride(0)}", "contiguous: pass m_sizes.contiguous()")
@@ -89,7 +90,7 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
         x = x.contiguous()
     return RowGemm(
         x, w, m_sizes, layout, M, N, K, E,
-        stride_x_m=row_stride(x, K),
+        stride_x_m=row_stride(x, K) if isinstance(M, int) else x.stride(0),  # (of a traced one nobody reads it)
         stride_w_row=w.stride(1) if w.shape[1] > 1 else w.shape[2],
         stride_w_e=w.stride(0) if E > 1 else w.shape[1] * w.shape[2],
     )  # fmt: skip
@@ -100,6 +101,19 @@ def tensors(call: str = "grouped_gemm", /, **given: object) -> None:
     for name, one in given.items():
         if not isinstance(one, torch.Tensor):
             bad(name, f"a {type(one).__name__}", "a torch.Tensor", call)
+
+
+def in_memory(name: str, tensor: torch.Tensor, call: str = "grouped_gemm") -> torch.Tensor:
+    """The tensor; of one that wraps another (a collective's result that is under way) a copy of what it wraps.
+
+    (A wrapper's own address is null, and a kernel would read there.) InputError where the copy has no memory either.
+    """
+    if type(tensor) in PLAIN or tensor.data_ptr():
+        return tensor
+    made: torch.Tensor = tensor.clone()
+    if made.numel() and not made.data_ptr():
+        bad(name, f"a {type(tensor).__name__}, which has no memory of its own", "a torch.Tensor that has", call)
+    return made
 
 
 # Where no level is told, as in a torch that names it otherwise, each call looks at its tensors.
@@ -225,12 +239,14 @@ def _check_agreement(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, E:
 def rows_usable(tensor: torch.Tensor) -> bool:
     """Whether rows are contiguous and don't overlap; the stride of a dimension of one is of no account."""
     rows, length = tensor.shape
-    return (length <= 1 or tensor.stride(1) == 1) and (rows <= 1 or tensor.stride(0) >= length)
+    # (Rows last: of a traced tensor nobody may know how many there are.)
+    return (length <= 1 or tensor.stride(1) == 1) and (tensor.stride(0) >= length or rows <= 1)
 
 
 def row_stride(tensor: torch.Tensor, length: int) -> int:
     """Elements from row to row; a single row's is its length."""
-    return tensor.stride(0) if tensor.shape[0] > 1 else length
+    stride = tensor.stride(0)
+    return stride if stride == length or tensor.shape[0] > 1 else length
 
 
 def bad(name: str, got: str, wanted: str, call: str = "grouped_gemm") -> NoReturn:

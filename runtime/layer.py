@@ -25,8 +25,9 @@ from torch.autograd.function import once_differentiable
 from ..artifacts.types import Layout, Op
 from . import activation, tokens
 from .activation import Activation, Needs
-from .calls import without_autocast
+from .device import without_autocast
 from .gradients import flat
+from .inputs import in_memory
 from .products import Rows, gated_rows, rows, weight
 
 GATED_IN_PRODUCT = Activation("silu", gated=True, interleaved=False)  # what a product's epilogue can do
@@ -116,6 +117,7 @@ class MoeLayer(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, gate_up, down, down_bias, weights, h, *routing = ctx.saved_tensors
+        dout = in_memory("dout", dout, "moe_mlp")
         with without_autocast(dout.device.type):
             found = gradients(
                 ctx.layer, dout, x, Weights(gate_up, down, None, down_bias), weights, h, Routing(*routing),

@@ -31,7 +31,7 @@ class Plan:
     def __init__(
         self, how: Layer, x: torch.Tensor, given: Weights, sizes: tuple[int, int, int, int, int, int],
         launches: tuple[Launch, Launch], passing: tuple[passes.PassLauncher, passes.PassLauncher],
-        same: recent.Guard, grad: bool, gated: Launch | None,
+        same: recent.Guard, grad: bool, gated: Launch | None, snapshot: discover.Snapshot,
     ) -> None:  # fmt: skip
         self.how, self.grad = how, grad
         self._same, self._low, self._sizes = same, x.data_ptr() & _ALIGNMENT_BYTES - 1, sizes
@@ -40,7 +40,7 @@ class Plan:
         self._gathers = isinstance(launches[0], GatherFirst), isinstance(gated, GatherFirst)
         self._activation, self._combine = passing
         self._act, self._device, self._dtype = how.act.flags, x.get_device(), x.dtype
-        self._alone, self._snapshot = only_device(), discover.snapshot()
+        self._alone, self._snapshot = only_device(), snapshot
         self._empty, self._stream = allocator(x.device), products.stream_of
         self._stride_x = row_stride(x, x.shape[1])
 
@@ -103,6 +103,7 @@ def plan(
         return None
     if weights.dtype is not torch.float32 or not weights.is_contiguous():
         return None
+    snapshot = discover.snapshot()  # first: what another thread's ``reload`` lets be chosen is not of this one
     index, m_sizes, bounds, _ = routing
     row_weights = weights.detach().reshape(-1)
     # (A row each: a launcher asks how its operands are aligned, and nothing else of them.)
@@ -122,4 +123,4 @@ def plan(
     grad = any(one.requires_grad for one in tensors)
     gated = productlaunchers.gated_launch(first, a) if how.act == GATED_IN_PRODUCT else None
     sizes = T, k, m_sizes.shape[0], H, wide, I
-    return Plan(how, x, given, sizes, launches, passing, same, grad, gated)  # type: ignore[arg-type]
+    return Plan(how, x, given, sizes, launches, passing, same, grad, gated, snapshot)  # type: ignore[arg-type]

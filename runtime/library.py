@@ -12,7 +12,8 @@ import torch
 from ..artifacts.errors import InputError
 from . import gradients, inputs
 from .autograd import backward
-from .calls import autocast, check, without_autocast
+from .calls import autocast, check
+from .device import without_autocast
 from .form import Form, form_of
 from .gradients import Call
 

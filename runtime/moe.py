@@ -12,6 +12,7 @@ from ..artifacts.limits import MAX_EXPERTS
 from ..artifacts.types import Layout
 from . import calls, inputs, layer, layerplans, slots
 from .activation import Activation, activate, check_activation
+from .device import without_autocast
 from .form import check_fusions, form_of
 from .gradients import flat
 from .layer import Layer, MoeLayer, Routing, Weights
@@ -220,7 +221,7 @@ def _fused(
     given = Weights(gate_up, down, gate_up_bias, down_bias)
     routing = _sorted(ids, gate_up.shape[0])
     x = _checked(x, given, weights, how, routing, w_layout)
-    with calls.without_autocast(x.device.type):
+    with without_autocast(x.device.type):
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
             out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how)  # type: ignore[no-untyped-call]
             return out, routing

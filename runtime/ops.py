@@ -8,7 +8,6 @@ A call on the very operands of an earlier one (``recent.py``) does not even need
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -24,8 +23,8 @@ from .device import (
     local_gpu,
     on,
     only_device,
-    platform_name,
     platform_supported,
+    tell_unsupported,
 )
 from .form import form_of
 from .launch import row_launcher
@@ -40,7 +39,6 @@ _Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, int]]"  # N; the bytes from
 
 _MOST_CALLS = 1 << 16
 
-_log = logging.getLogger(__name__)
 # All are replaced by ``reload``: a call under way keeps those that it began with, and reads _recent first, so that
 # nothing chosen before goes into a table from after.
 _calls: _Calls = {}
@@ -252,7 +250,7 @@ def _known(
         key: _Key = (
             device, dtype, K, unit, stride_x_m >= K, stride_x_m & 7, (M * M).bit_length() // 2, (x_at | w_at) & 15,
             w.dtype, w.shape, w.stride(), w.get_device(), w_layout,
-            m_sizes.dtype, m_sizes.shape, m_sizes.is_contiguous(), m_sizes.get_device(),
+            m_sizes.__class__, m_sizes.dtype, m_sizes.shape, m_sizes.is_contiguous(), m_sizes.get_device(),
             dtype is _FLOAT32 and tf32_allowed(dtype),
         )  # fmt: skip
         if out is not None:
@@ -316,6 +314,7 @@ def _first(
     if out is not None:
         inputs.check_out(out, call)
     inputs.check_cuda_dtype(call.x)
+    counts = inputs.in_memory("m_sizes", m_sizes)
     device = call.x.get_device()
     with on(device):
         y = empty((call.M, call.N), (call.N, 1), call.x.dtype) if out is None else out
@@ -329,13 +328,13 @@ def _first(
         launch = known[0] if known is not None else _launcher(call, device, aligned)
         if launch is None:
             sm = local_gpu(device).sm
-            fallback.on_cuda(call.x, call.w, call.m_sizes, y, call.layout, sm=sm, aligned=aligned)
+            fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=aligned)
             return y
         launch(
-            call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
+            call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), counts.data_ptr(),
             call.stride_x_m, stride_y_m, call.M, current_stream(device),
         )  # fmt: skip
-        lasting = key is not None and call.x is x and not y.requires_grad
+        lasting = key is not None and call.x is x and counts is m_sizes and not y.requires_grad
         if key is not None and lasting and len(known_calls) < _MOST_CALLS:
             known_calls[key] = launch, call.N, inputs.extent(call.w)
     return y
@@ -344,7 +343,7 @@ def _first(
 def _launcher(call: inputs.RowGemm, device: int, aligned: bool) -> Launcher | None:
     """The launcher of the variant that dispatch decides on, or None where torch has to run the call."""
     if not platform_supported():
-        _unsupported()
+        tell_unsupported()
         return None
     problem = problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
     strict = settings.settings().strict
@@ -356,8 +355,3 @@ def _launcher(call: inputs.RowGemm, device: int, aligned: bool) -> Launcher | No
         kernel, columns=gemm.columns, reduction=gemm.reduction, E=call.E, w_kn=gemm.w_kn,
         stride_w_e=call.stride_w_e, stride_w_row=call.stride_w_row, m_sizes_step=call.m_sizes_step,
     )  # fmt: skip
-
-
-@functools.cache
-def _unsupported() -> None:
-    _log.warning("pretuned: bundles run on linux x86_64 and aarch64, this is %s: grouped GEMM runs on torch", platform_name())

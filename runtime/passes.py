@@ -118,10 +118,10 @@ def launcher(op: Pass, dtype: DType, device: int, *, aligned: bool) -> PassLaunc
         if the driver refuses the code.
     """
     global _launchers
-    snapshot = discover.snapshot()
-    if _launchers[0] is not snapshot:
-        _launchers = snapshot, {}
-    known = _launchers[1]
+    snapshot, kept = discover.snapshot(), _launchers  # one look: another thread may begin a new table after it
+    if kept[0] is not snapshot:
+        kept = _launchers = snapshot, {}
+    known = kept[1]
     key = (op, dtype, aligned, device)
     if key not in known:
         kernel = _kernel(snapshot, op, dtype, device, aligned)

@@ -80,9 +80,10 @@ def installed_places() -> tuple[Place, ...]:
     directories: dict[Path, None] = {}
     for point in sorted(_entry_points(), key=lambda p: (p.name, p.value)):
         try:
-            spec = importlib.util.find_spec(point.module)
-        except (ImportError, ValueError) as error:
-            _log.warning("pretuned: entry point %s = %s can't be found: %s", point.name, point.value, error)
+            spec = importlib.util.find_spec(_module(point))
+        except Exception as error:  # a module's parent is imported, and may raise anything
+            told = map(printable, (point.name, point.value, str(error)))
+            _log.warning("pretuned: entry point %s = %s can't be found: %s", *told)
             continue
         directories.update(dict.fromkeys(_directories(spec)))
     return tuple(Place(Kind.INSTALLED, directory) for directory in directories)
@@ -103,7 +104,19 @@ def _entry_points() -> Iterator[EntryPoint]:
             if name.endswith((".dist-info", ".egg-info")):
                 package = os.path.join(folder, name)  # noqa: PTH118
                 if _holds(f"{package}/entry_points.txt", word):
-                    yield from Distribution.at(package).entry_points.select(group=ENTRY_POINTS)
+                    try:
+                        points = Distribution.at(package).entry_points
+                    except (TypeError, ValueError) as error:  # importlib's words for text that is none
+                        _log.warning("pretuned: the entry points of %s can't be read: %s", printable(package), error)
+                        continue
+                    yield from points.select(group=ENTRY_POINTS)
+
+
+def _module(point: EntryPoint) -> str:
+    found = point.pattern.match(point.value)
+    if found is None:
+        raise ValueError("that names no module")
+    return str(found["module"])
 
 
 def _holds(path: str, word: bytes) -> bool:

@@ -14,7 +14,7 @@ import torch
 from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, bucket_of
 from ..kernels.abi import code_of, gemm_of, is_aligned
 from . import discover, epilogue, gathered, jit, pinned, settings
-from .device import local_gpu, platform_supported
+from .device import local_gpu, platform_supported, tell_unsupported
 from .gathered import GatherFirst, Launch
 from .inputs import DTYPES, check_cuda_dtype, row_stride
 from .launch import Fused, LoadedKernel, row_launcher, weight_launcher
@@ -177,6 +177,7 @@ def _launcher(key: tuple[object, ...], build: Callable[[], _L | None]) -> _L | N
 
 def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | None, strict: bool | None) -> Any:
     if not platform_supported():
+        tell_unsupported()
         return None
     if pin is not None:
         named = pinned.kernel(pin, problem, M, device, aligned=aligned)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import gc
 import logging
+import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Snapshot, View
 from .dispatch import forms_of, naturally_aligned
 from .loading import loaded, prepare
+from .locks import lock
 from .passkernels import ranked
 from .settings import settings
 
@@ -30,6 +33,7 @@ _MOST_ROWS = (1 << 31) - 1
 _Cell: TypeAlias = tuple[Problem, int]
 
 _log = logging.getLogger(__name__)
+_waited_for, _collected = 0, False  # by how many preloads the collector waits now, and whether it did collect before
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +52,33 @@ class Preloaded:
 @contextlib.contextmanager
 def _collector_waits() -> Iterator[None]:
     """Python's collector of cycles waits: going once through all that torch holds takes longer than all the loading."""
-    was = gc.isenabled()
-    gc.disable()
+    global _waited_for, _collected
+    _collect_in_children()
+    with lock("collector"):
+        if not _waited_for:
+            _collected = gc.isenabled()
+            gc.disable()
+        _waited_for += 1
     try:
         yield
     finally:
-        if was:
-            gc.enable()
+        with lock("collector"):
+            _waited_for = max(_waited_for - 1, 0)
+            if not _waited_for and _collected:
+                gc.enable()
+
+
+@functools.cache
+def _collect_in_children() -> None:
+    os.register_at_fork(after_in_child=_nobody_waits)
+
+
+def _nobody_waits() -> None:
+    """In a child of ``fork``: whoever made the collector wait is a thread that it does not have."""
+    global _waited_for
+    if _waited_for and _collected:
+        gc.enable()
+    _waited_for = 0
 
 
 @_collector_waits()

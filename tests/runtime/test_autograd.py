@@ -190,6 +190,35 @@ def test_rows_that_pad_experts_may_make_m_more_than_there_are_slots(form: tuple[
         torch.testing.assert_close(got[name], one)
 
 
+@pytest.mark.parametrize("topk", [1, TOPK])
+@pytest.mark.parametrize("form", [one for one in FORMS if one[0] or one[2]])
+def test_without_tokens_rows_may_pad_experts(form: tuple[int, ...], topk: int) -> None:
+    """As of a rank that has none in this step, where each expert has room for as many rows as ever."""
+    given, m_sizes = tensors(form, T=0), torch.tensor([2, 0, 1, 1])
+    M = 5
+    if form[2]:
+        given["topk_weights"] = torch.zeros(0, topk, dtype=torch.float64, requires_grad=True)
+    if not form[0]:
+        given["x"] = torch.randn(M, K, dtype=torch.float64, requires_grad=True)
+    how: dict[str, Any] = {
+        "m_sizes": m_sizes, "topk": topk, "gather_indices": torch.tensor([-1, 0, 7, -1, 0]), "permute_x": bool(form[0]),
+        "permute_y": bool(form[1]), "fuse_mul_post": bool(form[2]),
+    }  # fmt: skip
+    y = grouped_gemm(**given, **how, zero_tail=True)
+    assert y.shape == (0 if form[1] else M, N)
+    assert not y.any()
+    for one, got in zip(given.values(), torch.autograd.grad(y.sum(), list(given.values())), strict=True):
+        assert got.shape == one.shape
+        assert not got.any()
+    del how["m_sizes"], given["w"]
+    given = {name: one for name, one in given.items() if name != "bias"}
+    assert not grouped_gemm_dW(torch.ones_like(y), m_sizes=m_sizes, **given, **how).any()
+    del given["x"]
+    w = torch.randn(E, N, K, dtype=torch.float64)
+    dx = grouped_gemm_dX(torch.ones_like(y), w, m_sizes=m_sizes, **given, **how) if form[2] else torch.zeros(0)
+    assert not dx.any()
+
+
 @pytest.mark.parametrize(("index", "counts"), [([1, 2, 3, 4, 0, 5], [2, 2]), ([1, 2, 99, 4, 3], [3, 2])])
 def test_dx_of_rows_that_take_no_part_is_zero_whatever_their_weights(index: list[int], counts: list[int]) -> None:
     weights = torch.rand(3, TOPK, dtype=torch.float64)
@@ -369,6 +398,19 @@ def test_autocast_casts_float32_and_gives_float32_gradients() -> None:
     )
     for one, other in zip(gradients, again, strict=True):
         assert torch.equal(one, other.float())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_backward_within_autocast_is_the_same(form: tuple[int, ...]) -> None:
+    index, m_sizes = routing()
+    given = tensors(form, dtype=torch.float32)
+    y = call(form, "nk", index, m_sizes, **given)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(7))
+    want = torch.autograd.grad(y, list(given.values()), dy, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(y, list(given.values()), dy)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_checkpointing_changes_nothing() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_gpu import TOPK, Device, E, K, N, T, device, on
+from host_gpu import TOPK, Device, E, K, N, T, counts_at, device, on
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
@@ -16,6 +16,8 @@ from pretuned.runtime import (
     activate,
     calls,
     grouped_gemm,
+    grouped_gemm_dW,
+    grouped_gemm_dX,
     layerplans,
     moe_mlp,
     ops,
@@ -211,6 +213,106 @@ def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, monkey
     torch.testing.assert_close(found, want)
     assert all(all(words) for words in seen)
     assert len(seen) == 2 * count
+
+
+class Waiting(Wrapped):
+    """As an AsyncCollectiveTensor: a view of it waits, too."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        return cls(made) if func is torch.ops.aten.view.default else made
+
+
+def backward(call: Call, shapes: dict[str, tuple[int, ...]], wraps: bool) -> tuple[torch.Tensor, ...]:
+    given = [random(*shape).requires_grad_() for shape in shapes.values()]
+    y = call(*given)
+    dy = random(*y.shape)
+    return torch.autograd.grad(y, given, Waiting(dy) if wraps else dy)
+
+
+GATHERED: dict[str, Any] = {"topk": TOPK, "gather_indices": torch.arange(T * TOPK).flip(0), "permute_x": True}
+
+
+@pytest.mark.parametrize(
+    ("call", "shapes"),
+    [
+        (product, PRODUCT),
+        (lambda x, w: grouped_gemm(x, w, torch.tensor([3, 4, 5, 2])), {"x": (T * TOPK, K), "w": (E, N, K)}),
+        (layer, LAYER),
+        (activate, {"h": (T, 2 * WIDTH)}),
+    ],
+    ids=["product", "plain", "layer", "activation"],
+)
+def test_neither_does_a_wrapped_gradient(call: Call, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A collective of the layer behind may still be under way."""
+    for _ in range(2):  # the second time by a plan
+        for found, want in zip(backward(call, shapes, True), backward(call, shapes, False), strict=True):
+            torch.testing.assert_close(found, want)
+
+
+def test_nor_do_wrapped_counts_of_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that isn't there: counts that ranks exchange may still be under way."""
+    read: list[list[int]] = []
+
+    class Launcher:
+        prepare = staticmethod(lambda *_: b"")
+        repeater = staticmethod(lambda *_: lambda *_: None)
+
+        def __call__(self, x: int, w: int, y: int, m_sizes: int, *_: int) -> None:
+            read.append(counts_at(m_sizes, E, 2))
+
+        def start(self, prepared: bytes, y: int, m_sizes: int, stream: int) -> None:
+            read.append(counts_at(m_sizes, E, 2))
+
+    for name, stub in {
+        "_launcher": lambda *_: Launcher(), "device_is_current": lambda _: True, "current_stream": lambda _: 0,
+        "_calls": {}, "_recent": {}, "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(ops, name, stub)
+    monkeypatch.setattr(calls, "is_whole", lambda *_: False)
+    x, w = random(T, K), random(E, N, K)
+    m_sizes = torch.tensor([3, 0, 4, 0])
+    for counts in (Waiting(m_sizes), m_sizes, Waiting(m_sizes), m_sizes, Waiting(m_sizes)):
+        grouped_gemm(x, w, counts)
+    assert read == [m_sizes.tolist()] * 5
+
+
+@pytest.mark.parametrize("which", ["dy", "w", "x", "topk_weights"])
+def test_a_gradient_that_is_called_alone_refuses_a_tangent(which: str) -> None:
+    weighted = {"topk_weights": random(T, TOPK), "fuse_mul_post": True} if which == "topk_weights" else {}
+    given: dict[str, Any] = GATHERED | weighted | {"dy": random(T * TOPK, N), "m_sizes": torch.tensor([3, 4, 5, 2])}
+    for call, other in ((grouped_gemm_dX, {"w": random(E, N, K)}), (grouped_gemm_dW, {"x": random(T, K)})):
+        if which in given | other:
+            with forward_ad.dual_level():
+                primal = (given | other)[which]
+                dual = forward_ad.make_dual(primal, torch.ones_like(primal))
+                with pytest.raises(InputError, match=f"{call.__name__}: a tensor has a forward-mode tangent"):
+                    call(**given | other | {which: dual})
+
+
+@pytest.mark.parametrize("which", ["dy", "w", "x", "m_sizes", "gather_indices", "topk_weights"])
+def test_nor_does_a_wrapped_tensor_of_a_gradient_that_is_called_alone(which: str) -> None:
+    given: dict[str, Any] = GATHERED | {
+        "dy": random(T * TOPK, N), "m_sizes": torch.tensor([3, 4, 5, 2]), "topk_weights": random(T, TOPK),
+        "fuse_mul_post": True,
+    }  # fmt: skip
+    for call, other in ((grouped_gemm_dX, {"w": random(E, N, K)}), (grouped_gemm_dW, {"x": random(T, K)})):
+        if which in given | other:
+            wrapped = given | other | {which: Waiting((given | other)[which])}
+            torch.testing.assert_close(call(**wrapped), call(**given, **other))
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    class Empty(Wrapped):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return cls(super().__torch_dispatch__(func, types, args, kwargs))
+
+    x, w = random(T * TOPK, K).requires_grad_(), random(E, N, K)
+    y = grouped_gemm(x, w, torch.tensor([3, 4, 5, 2]))
+    with pytest.raises(InputError, match="dy is a Empty, which has no memory of its own"):
+        torch.autograd.grad(y, x, Empty(torch.ones_like(y)))
 
 
 @pytest.mark.parametrize("which", ["x", "w", "bias"])

@@ -65,6 +65,27 @@ def test_one_content_in_two_places_counts_once(tmp_path: Path) -> None:
     assert [skipped.reason for skipped in view.skipped] == [f"the same as {tmp_path / 'a/a.msgpack'}"]
 
 
+def test_a_whole_copy_takes_the_place_of_one_with_damaged_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The index of both, and so the digest that stands for the content, is the same."""
+    path = write(tmp_path / "a/a.msgpack", CHOICES)
+    write(tmp_path / "b/b.msgpack", CHOICES)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    found = snapshot(tmp_path / "a", tmp_path / "b")
+    (usable,) = found.view(ON_H200, installed=False).usable
+    with pytest.raises(BundleCorrupt) as error:
+        usable.bundle.cubin(usable.bundle.variant_count - 1)
+    found.reject(usable.bundle, error.value)
+    assert names(found) == ["b.msgpack"]
+    decision = decide(found, PROBLEM, 64, ON_H200)
+    assert isinstance(decision, Decision)
+    assert decision.chosen.usable.path.name == "b.msgpack"
+    assert [record.levelno for record in caplog.records if record.levelno > logging.INFO] == [logging.WARNING]
+    assert "a.msgpack" in caplog.text
+
+
 def test_installed_packages_are_asked_only_without_an_exact_choice(tmp_path: Path) -> None:
     write(tmp_path / "named/a.msgpack", CHOICES, tag="named")
     write(tmp_path / "wheel/w.msgpack", {OTHER: [modelled(64, 1)]}, tag="wheel")
@@ -227,8 +248,11 @@ def test_code_without_a_suffix_runs_on_later_minor_revisions_only(tmp_path: Path
 
 def test_an_old_driver_is_told_both_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "d/new.msgpack", CHOICES, min_driver=13020)
-    assert names(snapshot(tmp_path / "d"), ON_H200) == []
-    assert caplog.records[0].levelno == logging.WARNING
+    found = snapshot(tmp_path / "d")
+    for installed in (False, True):
+        assert names(found, ON_H200, installed=installed) == []
+    (record,) = caplog.records  # once, however often it is passed over
+    assert record.levelno == logging.WARNING
     with pytest.raises(DriverTooOld, match=r"CUDA 13\.2 or later.*CUDA 12\.8"):
         decide(snapshot(path), PROBLEM, 64, ON_H200)
     newer = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13020))
@@ -305,3 +329,32 @@ def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch
     open_files = len(list(Path("/proc/self/fd").iterdir()))
     assert {(one.name, one.value) for one in _entry_points()} == wanted
     assert len(list(Path("/proc/self/fd").iterdir())) == open_files
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x = my-bundles", "names no module"),
+        ("x =", "names no module"),
+        ("x = broken.bundles", "no licence"),
+        ("x = gone.bundles", "gone"),
+        ("x", "can't be read"),
+        ("x = \udcff", "can't be read"),
+    ],
+)
+def test_an_entry_point_that_is_wrong_is_passed_over(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, line in {"a-1.0.dist-info": text, "b-1.0.dist-info": "good = whole"}.items():
+        (tmp_path / name).mkdir()
+        written = f"[{ENTRY_POINTS}]\n{line}\n".encode(errors="surrogateescape")
+        (tmp_path / name / "entry_points.txt").write_bytes(written)
+    for name, line in {"broken": "raise RuntimeError('no licence')", "whole": ""}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(line)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    found = installed_places()
+    assert tmp_path / "whole" in [place.path for place in found]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert says in record.getMessage()

@@ -235,6 +235,18 @@ def test_without_any_bundle_there_is_one_warning(tmp_path: Path, caplog: pytest.
     assert "aot build --models" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["a\x1b[31mb", "a\nforged: b", "a\udcffb"])
+def test_an_outcome_is_told_without_the_raw_name_of_a_file(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    write(tmp_path / f"{name}.msgpack", {PROBLEM: [measured(64, WIDE, 10)]}, gpus=[H200])
+    for local in (ON_H200, ON_H100):
+        decide(snapshot(tmp_path), PROBLEM, 64, local)
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.INFO]
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
 def test_an_outcome_is_told_once_at_a_fitting_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H200])

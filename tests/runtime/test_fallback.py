@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pretuned.runtime import fallback, grouped_gemm
+from pretuned.artifacts.errors import CudaError
+from pretuned.runtime import device, driver, fallback, grouped_gemm, products, reload
 
 
 def test_the_reference_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -19,3 +22,42 @@ def test_the_reference_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (logging.DEBUG, "pretuned: tensors on cpu: the torch reference runs")
     ]
+
+
+@pytest.fixture
+def amd(clean_places: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch for ROCm: its GPUs are called cuda, here they are host memory, and there is no CUDA driver."""
+
+    def library() -> None:
+        raise CudaError("no CUDA driver")
+
+    found = SimpleNamespace(
+        name="AMD Instinct MI300X", major=9, minor=4, multi_processor_count=304, total_memory=192 << 30
+    )
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: found)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(driver, "library", library)
+    monkeypatch.setattr(products, "on_gpu", lambda _tensor: True)
+    for asked in (device.local_gpu, device.tell_unsupported):
+        asked.cache_clear()
+    reload()
+    yield
+    for asked in (device.local_gpu, device.tell_unsupported):
+        asked.cache_clear()
+
+
+def test_an_amd_gpu_is_torchs(amd: None, caplog: pytest.LogCaptureFixture) -> None:
+    x, w, m_sizes = torch.randn(6, 8), torch.randn(2, 4, 8), torch.tensor([2, 4])
+    want = torch.cat([x[:2] @ w[0].T, x[2:] @ w[1].T])
+    for _ in range(2):
+        given = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = grouped_gemm(*given, m_sizes)
+        torch.testing.assert_close(y, want)
+        dx, dw = torch.autograd.grad(y.sum(), given)
+        torch.testing.assert_close(dx, torch.cat([w[:1].sum(1).expand(2, 8), w[1:].sum(1).expand(4, 8)]))
+        torch.testing.assert_close(dw, torch.stack([x[:2].sum(0), x[2:].sum(0)])[:, None].expand(2, 4, 8))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "with ROCm" in record.getMessage()
+    assert fallback.grouped_mm(torch.bfloat16, device.local_gpu(0).sm, 2) is None  # its 9.4 is no capability

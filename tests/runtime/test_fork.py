@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -14,9 +15,21 @@ from made import ON_H200, PROBLEM, SPECS, WIDE, bundle, modelled, snapshot, writ
 
 import pretuned.runtime
 from pretuned.artifacts.codec import encode
-from pretuned.artifacts.errors import BundleUnreadable
+from pretuned.artifacts.errors import BundleUnreadable, HostError
 from pretuned.artifacts.types import Problem
-from pretuned.runtime import counters, discover, driver, explain, jit, loading, register_compiler, reload, settings
+from pretuned.runtime import (
+    counters,
+    discover,
+    driver,
+    explain,
+    jit,
+    loading,
+    preload,
+    register_compiler,
+    reload,
+    settings,
+    warmup,
+)
 from pretuned.runtime.candidates import Origin
 from pretuned.runtime.dispatch import Decision, decide
 from pretuned.runtime.locks import lock
@@ -181,6 +194,32 @@ def test_a_word_of_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     with stopped_inside(lambda: words.take(1), pause):
         assert right_in_a_child(lambda: words.take(1) == 4096)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_collector_that_waits(enabled: bool, clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pause, was = Pause(), gc.isenabled()
+
+    def current_device() -> int:
+        pause()
+        raise HostError("far enough")
+
+    def preloads() -> bool:
+        with contextlib.suppress(HostError):
+            preload()
+        return gc.isenabled() is enabled
+
+    monkeypatch.setattr(warmup, "current_device", current_device)
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with stopped_inside(preloads, pause):
+            assert not gc.isenabled()
+            assert right_in_a_child(lambda: gc.isenabled() is enabled and preloads())
+        assert gc.isenabled() is enabled
+        gc.disable()
+        assert right_in_a_child(lambda: not gc.isenabled())  # what others do with it stays
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_a_child_lets_go_what_its_own_thread_holds() -> None:

@@ -12,7 +12,7 @@ from host_gpu import ALL, Device
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.types import Fusion, Op, Pass
-from pretuned.runtime import activate, layerplans, moe, moe_mlp, reload
+from pretuned.runtime import activate, discover, layerplans, moe, moe_mlp, recent, reload
 from pretuned.runtime.activation import GATED
 
 T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
@@ -379,6 +379,24 @@ def test_a_call_that_is_another_one_is_not(monkeypatch: pytest.MonkeyPatch, devi
     reload()
     call(hidden, IDS, weights)
     assert planned == [T]  # the bundles may be others
+
+
+def test_a_reload_while_a_plan_is_made_is_not_of_it(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    host_gpu.on(monkeypatch, True)
+    real, reloads = recent.guard, [discover.forget]
+
+    def guard(*tensors: torch.Tensor) -> recent.Guard | None:
+        if reloads:  # another thread's, after the launches were chosen
+            reloads.pop()()
+        return real(*tensors)
+
+    monkeypatch.setattr(recent, "guard", guard)
+    given = tensors(True, "nk", False)
+    for taken in (0, 0, 1):
+        moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"])
+        assert len(planned) == taken
 
 
 def test_a_sum_over_nothing_has_its_bias() -> None:

@@ -94,6 +94,37 @@ def test_compile_with_changing_tokens_compiles_once(backend: str) -> None:
     assert graphs.frame_count == 1
 
 
+@pytest.mark.parametrize("form", ["plain", "wide", "gathered", "layer"])
+def test_compile_with_as_many_rows_as_the_data_say(form: str) -> None:
+    """As where ranks exchange tokens: how many come is in a tensor, and no size is known when it is traced."""
+    up, down = torch.randn(E, 2 * I, H, requires_grad=True), torch.randn(E, H, I, requires_grad=True)
+
+    def step(x: torch.Tensor, mask: torch.Tensor, m_sizes: torch.Tensor) -> torch.Tensor:
+        rows = mask.nonzero()[:, 0]
+        if form == "plain":
+            return grouped_gemm(x[rows], up, m_sizes)
+        if form == "wide":
+            return grouped_gemm(torch.cat([x, x], 1)[rows][:, :H], up, m_sizes)
+        if form == "gathered":
+            return grouped_gemm(x, up, m_sizes, 1, rows, permute_x=True)
+        hidden = x[rows]
+        ids = torch.arange(hidden.shape[0] * TOPK).view(-1, TOPK) % E
+        return moe_mlp(hidden, up, down, ids, hidden[:, :TOPK].sigmoid())
+
+    torch._dynamo.reset()
+    inputs = torch.randn(T, H, requires_grad=True), *((up, down) if form == "layer" else (up,))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for many in (T, 2, 1, 0):
+            mask, m_sizes = torch.arange(T) < many, torch.tensor([many // 2, 0, many - many // 2, 0])
+            got, want = compiled(inputs[0], mask, m_sizes), step(inputs[0], mask, m_sizes)
+            torch.testing.assert_close(got, want)
+            dy = torch.ones_like(want)
+            both = torch.autograd.grad(got, inputs, dy), torch.autograd.grad(want, inputs, dy)
+            for one, other in zip(*both, strict=True):
+                torch.testing.assert_close(one, other)
+
+
 def test_compile_under_autocast_and_without_a_gradient() -> None:
     given = {name: one.detach() for name, one in tensors().items()}
 

@@ -204,6 +204,25 @@ def test_where_no_bundle_has_it_that_is_told_once(
     assert passes.launcher(Pass.ACTIVATION, DType.BF16, 0, aligned=True) is None
 
 
+def test_what_was_chosen_before_a_reload_is_not_kept_after_it(
+    tmp_path: Path, driver: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(write(tmp_path / "a.msgpack", []))
+    after = snapshot(write(tmp_path / "b.msgpack", [record(Pass.COMBINE)]))
+
+    class Interrupted(tuple[object, ...]):
+        def __getitem__(self, i: Any) -> Any:
+            if not i:  # another thread goes on with the new bundles
+                monkeypatch.setattr(passes, "_launchers", (after, {}))
+            return super().__getitem__(i)
+
+    monkeypatch.setattr(passes, "_launchers", Interrupted((before, {})))
+    monkeypatch.setattr(passes.discover, "snapshot", lambda: before)
+    assert passes.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
+    monkeypatch.setattr(passes.discover, "snapshot", lambda: after)
+    assert passes.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is not None
+
+
 def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(
     driver: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
