@@ -26,7 +26,7 @@ from ..artifacts.types import Gpu, Kernel
 from ..kernels.chips import supported
 from .outdir import holder
 from .outfile import without_waiting
-from .records import EVEN_ROUTINGS, ROUTINGS, Record, from_value, gpu_value, to_value
+from .records import EVEN_ROUTINGS, ROUTINGS, Record, from_value, to_value
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
@@ -264,14 +264,15 @@ def _checked(line: bytes) -> dict[str, object] | None:
 
 
 def _header_value(header: Header) -> dict[str, object]:
+    gpu = header.gpu
     return {
         "record": "header",
         "format": FORMAT,
         "pretuned": header.pretuned or importlib.metadata.version("pretuned"),
         "kernels": [[one.name, one.revision, one.source_sha256.hex()] for one in header.kernels],
         "sm": header.sm,
-        "gpu": gpu_value(header.gpu),
-        "driver": header.gpu.driver,
+        "gpu": {"name": gpu.name, "sm_count": gpu.sm_count, "memory_mib": gpu.memory_mib},
+        "driver": gpu.driver,
         "routings": list(header.routings),
     }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..artifacts.limits import MAX_BUCKET_LOG2, MAX_DIM, MAX_EXPERTS, MAX_TIME_NS
-from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
+from ..artifacts.types import DType, Fusion, Layout, Op, Problem
 
 MAX_REASON_CHARS = 1 << 16
 
@@ -186,11 +186,6 @@ def from_value(value: dict[str, object]) -> Record:
         plain = _sha(sha), _times(ns)
     return Measured(problem, bucket, _sha(fields["modelled"]), timings, duel, torch_ns,
                     _real(fields["drift"]), _whole(fields["driver"]), plain)  # fmt: skip
-
-
-def gpu_value(gpu: Gpu) -> dict[str, object]:
-    """What must match for a journal to go on: the driver is no part of it."""
-    return {"name": gpu.name, "sm_count": gpu.sm_count, "memory_mib": gpu.memory_mib}
 
 
 def _sha(value: object) -> bytes:
