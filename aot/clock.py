@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .inputs import FLUSH_BYTES
+from .records import FLUSH_BYTES
 
 
 class Clock:

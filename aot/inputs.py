@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-FLUSH_BYTES = 256 << 20
 SKEW = 0.3
 MAX_ERROR = 1e-2
 

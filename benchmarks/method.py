@@ -9,12 +9,11 @@
 from __future__ import annotations
 
 from pretuned.aot.clock import Clock
-from pretuned.aot.inputs import FLUSH_BYTES, MAX_ERROR, Inputs, activations, relative_error, routed_rows, weights
+from pretuned.aot.inputs import MAX_ERROR, Inputs, activations, relative_error, routed_rows, weights
 
 __all__ = [
     "BYTES_PER_S",
     "FLOPS",
-    "FLUSH_BYTES",
     "MAX_ERROR",
     "Clock",
     "Inputs",
