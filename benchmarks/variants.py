@@ -117,7 +117,7 @@ def torch_us(clock: method.Clock, op: Op, inputs: method.Inputs) -> float | None
     ends = inputs.m_sizes.cumsum(0, dtype=torch.int32)
     left, right = {Op.FORWARD: (x, w.transpose(1, 2)), Op.DX: (dy, w), Op.DW: (None if dy is None else dy.T, x)}[op]
     try:
-        return round(clock.median_us(lambda: torch._grouped_mm(left, right, offs=ends), 20, 30.0), 2)
+        return round(method.median_us(clock, lambda: torch._grouped_mm(left, right, offs=ends)), 2)
     except (AttributeError, RuntimeError):  # an older torch, another dtype
         return None
 
@@ -192,7 +192,7 @@ def measured(
         call()
         errors[number] = method.relative_error(put_back(y, how), inputs, op.value)
         if errors[number] < method.MAX_ERROR:
-            times[str(number)] = round(clock.median_us(call, 20, 30.0), 2)
+            times[str(number)] = round(method.median_us(clock, call), 2)
     del y
     return {
         "E": E, "N": N, "K": K, "top_k": top_k, "tokens": T, "M": M, "active": active,
