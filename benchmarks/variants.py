@@ -22,6 +22,7 @@ from pathlib import Path
 import method
 import torch
 
+from pretuned.aot.launches import TORCH
 from pretuned.artifacts.store import BundleFile, open_bundle
 from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem, Variant
 from pretuned.kernels import abi
@@ -36,7 +37,6 @@ MODELS = (
     ("gpt-oss-20b", 32, 2880, 2880, 4),
     ("olmoe", 64, 2048, 1024, 8),
 )
-TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32}
 
 
 @dataclass(frozen=True)
