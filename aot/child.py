@@ -63,7 +63,7 @@ def call(function: str, arguments: Mapping[str, object], answer: Path, *, timeou
     if told.is_file():
         kind, text = json.loads(told.read_text())
         raise _RAISED.get(kind, HostError)(text)
-    raise HostError(f"{function}: its process died ({_ended(done.returncode)}): {done.stderr.strip()[-_TELLS:]}")
+    raise HostError(f"{function}: its process died ({how_ended(done.returncode)}): {done.stderr.strip()[-_TELLS:]}")
 
 
 @contextlib.contextmanager
@@ -94,8 +94,11 @@ def work_on(work: Mapping[str, Any]) -> None:
         sys.exit(1)
 
 
-def _ended(code: int) -> str:
+def how_ended(exitcode: int | None) -> str:
+    """``exit 3``, or the name of the signal that a process died of."""
+    if exitcode is None or exitcode >= 0:
+        return f"exit {exitcode}"
     try:
-        return f"exit {code}" if code >= 0 else signal.Signals(-code).name
+        return signal.Signals(-exitcode).name
     except ValueError:
-        return f"signal {-code}"
+        return f"signal {-exitcode}"
