@@ -21,6 +21,7 @@ from typing import Any
 
 from ..artifacts.errors import BundleError, CompileError, HostError, InputError, PretunedError
 from .parent import end_with_parent
+from .scratch import scratch_folder
 
 _START = (
     "import json, sys; work = json.load(sys.stdin); sys.path[:] = work['path']; "
@@ -31,10 +32,11 @@ _TELLS = 2000  # characters of what a child said before it died
 _RAISED = {error.__name__: error for error in (CompileError, HostError, InputError)}
 
 
-def call(function: str, arguments: Mapping[str, object], answer: Path, *, timeout_s: float) -> None:
+def call(function: str, arguments: Mapping[str, object], *, timeout_s: float, who: str) -> bytes:
     """Run ``module:function`` of this package in a child, with plain keyword arguments and ``answer``, a file to write.
 
-    The answer's folder is the call's own: where this process is killed, the child ends too and removes it.
+    Returns what the function wrote. ``who`` it is for begins the error where there is no place for that file. Where
+    this process is killed, the child ends too and removes it.
 
     Raises
     ------
@@ -43,6 +45,18 @@ def call(function: str, arguments: Mapping[str, object], answer: Path, *, timeou
     """
     if not sys.executable:
         raise HostError("this Python does not know its own executable: nothing can be compiled or tuned on demand")
+    try:
+        with scratch_folder() as scratch:
+            answer = scratch / "answer"
+            _run(function, arguments, answer, timeout_s)
+            return answer.read_bytes()
+    except OSError as error:
+        if isinstance(error, PretunedError):
+            raise
+        raise HostError(f"{who} needs a temporary directory: {error}; TMPDIR names another one") from error
+
+
+def _run(function: str, arguments: Mapping[str, object], answer: Path, timeout_s: float) -> None:
     told = answer.with_suffix(".error")
     package = f"{_PACKAGE}." if _PACKAGE else ""
     work = {"path": sys.path, "function": package + function, "arguments": dict(arguments), "answer": str(answer),
