@@ -31,7 +31,7 @@ from .scratch import scratch_folder
 from .summary import Built, Dropped, Report
 from .toolchain import toolchain
 from .tune import Outcome, TuneObservers, tune_problems
-from .variants import Family, Space, by_code, families, optional, pass_specs, rejection, relabelled, specs
+from .variants import Family, Space, by_code, families, optional, pass_specs, rejection, relabelled, specs, to_compile
 from .workers import TIMEOUT_S, Compile, Job, Result, compile_all
 
 
@@ -221,7 +221,7 @@ def _check_journal(sm: int, options: Options) -> None:
 
 def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers) -> dict[int, list[Result]]:
     """Every cubin of every capability, all in one queue."""
-    jobs = [Job(spec, sm) for sm in sms for spec in to_compile(plan, sm, options.space)]
+    jobs = [Job(spec, sm) for sm in sms for spec in to_compile(plan.problems, sm, options.space)]
     watch.on_start(len(jobs))
     try:
         results = compile_all(
@@ -235,11 +235,6 @@ def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(jobs, options.cache)) from None
     return {sm: [result for result in results if result.job.sm == sm] for sm in sms}
-
-
-def to_compile(plan: Plan, sm: int, space: Space) -> tuple[Spec | PassSpec, ...]:
-    """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes."""
-    return (*(group[0] for group in by_code(specs(plan.problems, sm, space), sm)), *pass_specs(plan.problems))
 
 
 def _interrupted(jobs: Sequence[Job], cache: CompileCache | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, Variant
@@ -141,6 +141,11 @@ def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
         made_of = (abi.arguments(spec), abi.boxes(spec), abi.constants(spec, sm), abi.divisibility(spec))
         groups.setdefault((spec.kernel, spec.dtype, spec.config, repr(made_of)), []).append(spec)
     return tuple(map(tuple, groups.values()))
+
+
+def to_compile(problems: Sequence[Problem], sm: int, pool: Space) -> tuple[Spec | PassSpec, ...]:
+    """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes."""
+    return (*(group[0] for group in by_code(specs(problems, sm, pool), sm)), *pass_specs(problems))
 
 
 def relabelled(variant: Variant, spec: Spec | PassSpec) -> Variant:
