@@ -44,7 +44,6 @@ class Header:
     gpu: Gpu
     kernels: tuple[Kernel, ...]
     pretuned: str = ""
-    format: int = FORMAT
     routings: tuple[str, ...] = ROUTINGS
 
 
