@@ -159,7 +159,7 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
     Raises
     ------
     InputError
-        if it is of another GPU, capability or revision of a kernel, or can't be read.
+        if it is of another GPU, capability, routing or revision of a kernel, or can't be read.
     HostError
         if it can't be made, locked or written.
     """

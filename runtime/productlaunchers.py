@@ -221,6 +221,7 @@ def tf32_allowed(dtype: torch.dtype) -> bool:
 
 
 def rows_aligned(call: Rows, y: torch.Tensor) -> bool:
+    """Whether all that this product reads and stores is aligned, and w's rows and experts don't overlap."""
     x, w, size = call.x, call.w, call.x.element_size()
     stride_w_e, stride_w_row = _weight_strides(w)
     lengths = (x.shape[1], y.shape[1], row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), stride_w_e, stride_w_row)

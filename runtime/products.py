@@ -269,6 +269,7 @@ def gated_rows(call: Rows) -> torch.Tensor | None:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether kernels run on it. (Tests say so of the host's memory.)"""
     return tensor.is_cuda
 
 
