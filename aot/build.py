@@ -31,7 +31,7 @@ from .scratch import scratch_folder
 from .summary import Built, Dropped, Report
 from .toolchain import toolchain
 from .tune import Outcome, TuneObservers, tune_problems
-from .variants import Family, Space, by_code, families, optional, pass_specs, rejection, relabelled, specs, to_compile
+from .variants import Family, Space, by_code, families, optional, pass_specs, rejection, specs, to_compile
 from .workers import TIMEOUT_S, Compile, Job, Result, compile_all
 
 
@@ -251,7 +251,7 @@ def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
         if code is not None:
             reason, kind = rejection(code.variant, limits(sm)) or "", "pruned"
             if not reason:
-                usable |= {spec: Compiled(relabelled(code.variant, spec), code.cubin) for spec in group}
+                usable |= {spec: code.relabelled(spec) for spec in group}
                 continue
         dropped.append(Dropped(result.job.spec, kind, reason))
         for spec in group:
