@@ -31,7 +31,7 @@ from .scratch import scratch_folder
 from .summary import Built, Dropped, Report
 from .toolchain import toolchain
 from .tune import Outcome, TuneObservers, tune_problems
-from .variants import Family, Space, by_code, families, optional, pass_specs, rejection, relabelled, specs
+from .variants import Family, Space, by_code, families, optional, pass_specs, rejection, specs, to_compile
 from .workers import TIMEOUT_S, Compile, Job, Result, compile_all
 
 
@@ -117,14 +117,9 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
             chosen[sm] = candidates, dropped, outcome, evidence, picked
         built = []
         for sm, (candidates, dropped, outcome, evidence, picked) in chosen.items():
-            counts = _Counts(
-                compiled=sum(result.compiled is not None and not result.cached for result in results[sm]),
-                cached=sum(result.cached for result in results[sm]),
-            )
             bundle = assembled(plans[sm], candidates, picked, evidence)
-            built.append(_publish(paths[sm], bundle, picked, dropped, counts, outcome, begun))
-    notes = [options.cache.trouble] if options.cache and options.cache.trouble else []
-    return Report(tuple(built), tuple(notes), time.monotonic() - begun)
+            built.append(_publish(paths[sm], bundle, picked, dropped, _counts(results[sm]), outcome, begun))
+    return Report(tuple(built), _trouble(options), time.monotonic() - begun)
 
 
 def build_measured(plan: Plan, path: Path, options: Options, observers: Observers | None = None) -> Report:
@@ -150,9 +145,8 @@ def build_measured(plan: Plan, path: Path, options: Options, observers: Observer
     with held(options.out, watch.on_note):
         evidence, outcome = _measure(plan, candidates.target.sm, candidates, options, watch, path)
         picked = choose_from(plan, candidates, evidence, options.configs)
-        counts = _Counts(compiled=0, cached=len(candidates.compiled))
         bundle = assembled(plan, candidates, picked, evidence)
-        built = _publish(final, bundle, picked, (), counts, outcome, begun)
+        built = _publish(final, bundle, picked, (), (0, len(candidates.compiled)), outcome, begun)
     return Report((built,), (), time.monotonic() - begun)
 
 
@@ -174,13 +168,14 @@ def compile_candidates(plan: Plan, sm: int, path: Path, options: Options, observ
     results = _compile(plan, (sm,), options, watch)[sm]
     candidates, dropped = _usable(plan, sm, options.space, results)
     chosen = choose_among_all(plan, candidates.compiled, sm)
-    counts = _Counts(
-        compiled=sum(result.compiled is not None and not result.cached for result in results),
-        cached=sum(result.cached for result in results),
-    )
-    built = _publish(path, assembled(plan, candidates, chosen, None), chosen, dropped, counts, None, begun)
-    notes = [options.cache.trouble] if options.cache and options.cache.trouble else []
-    return Report((built,), tuple(notes), time.monotonic() - begun)
+    bundle = assembled(plan, candidates, chosen, None)
+    built = _publish(path, bundle, chosen, dropped, _counts(results), None, begun)
+    return Report((built,), _trouble(options), time.monotonic() - begun)
+
+
+def _trouble(options: Options) -> tuple[str, ...]:
+    """What the user should know of the compile cache."""
+    return (options.cache.trouble,) if options.cache and options.cache.trouble else ()
 
 
 def _measure(
@@ -221,7 +216,7 @@ def _check_journal(sm: int, options: Options) -> None:
 
 def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers) -> dict[int, list[Result]]:
     """Every cubin of every capability, all in one queue."""
-    jobs = [Job(spec, sm) for sm in sms for spec in to_compile(plan, sm, options.space)]
+    jobs = [Job(spec, sm) for sm in sms for spec in to_compile(plan.problems, sm, options.space)]
     watch.on_start(len(jobs))
     try:
         results = compile_all(
@@ -235,11 +230,6 @@ def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(jobs, options.cache)) from None
     return {sm: [result for result in results if result.job.sm == sm] for sm in sms}
-
-
-def to_compile(plan: Plan, sm: int, space: Space) -> tuple[Spec | PassSpec, ...]:
-    """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes."""
-    return (*(group[0] for group in by_code(specs(plan.problems, sm, space), sm)), *pass_specs(plan.problems))
 
 
 def _interrupted(jobs: Sequence[Job], cache: CompileCache | None) -> str:
@@ -261,7 +251,7 @@ def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
         if code is not None:
             reason, kind = rejection(code.variant, limits(sm)) or "", "pruned"
             if not reason:
-                usable |= {spec: Compiled(relabelled(code.variant, spec), code.cubin) for spec in group}
+                usable |= {spec: code.relabelled(spec) for spec in group}
                 continue
         dropped.append(Dropped(result.job.spec, kind, reason))
         for spec in group:
@@ -277,10 +267,10 @@ def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
     return Candidates(target, driver, producer, kernels_of(compiled), compiled), tuple(dropped)
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    compiled: int
-    cached: int
+def _counts(results: Sequence[Result]) -> tuple[int, int]:
+    """(compiled now, cached)."""
+    cached = sum(result.cached for result in results)
+    return sum(result.compiled is not None for result in results) - cached, cached
 
 
 def _publish(
@@ -288,12 +278,13 @@ def _publish(
     bundle: Bundle,
     chosen: Chosen,
     dropped: tuple[Dropped, ...],
-    counts: _Counts,
+    counts: tuple[int, int],
     outcome: Outcome | None,
     begun: float,
 ) -> Built:
     data = codec.encode(bundle)
     written = publish(path, data)
+    compiled, cached = counts
     measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
     return Built(
         path=path,
@@ -305,8 +296,8 @@ def _publish(
         measured=measured,
         gpus=bundle.gpus,
         variants=len(chosen.variants),
-        compiled=counts.compiled,
-        cached=counts.cached,
+        compiled=compiled,
+        cached=cached,
         dropped=dropped,
         worst_loss=max((loss.max_loss for loss in chosen.losses), default=0.0),
         size_bytes=len(data),

@@ -21,6 +21,7 @@ from typing import Any
 
 from ..artifacts.errors import BundleError, CompileError, HostError, InputError, PretunedError
 from .parent import end_with_parent
+from .scratch import scratch_folder
 
 _START = (
     "import json, sys; work = json.load(sys.stdin); sys.path[:] = work['path']; "
@@ -31,10 +32,11 @@ _TELLS = 2000  # characters of what a child said before it died
 _RAISED = {error.__name__: error for error in (CompileError, HostError, InputError)}
 
 
-def call(function: str, arguments: Mapping[str, object], answer: Path, *, timeout_s: float) -> None:
+def call(function: str, arguments: Mapping[str, object], *, timeout_s: float, who: str) -> bytes:
     """Run ``module:function`` of this package in a child, with plain keyword arguments and ``answer``, a file to write.
 
-    The answer's folder is the call's own: where this process is killed, the child ends too and removes it.
+    Returns what the function wrote. ``who`` it is for begins the error where there is no place for that file. Where
+    this process is killed, the child ends too and removes it.
 
     Raises
     ------
@@ -43,6 +45,18 @@ def call(function: str, arguments: Mapping[str, object], answer: Path, *, timeou
     """
     if not sys.executable:
         raise HostError("this Python does not know its own executable: nothing can be compiled or tuned on demand")
+    try:
+        with scratch_folder() as scratch:
+            answer = scratch / "answer"
+            _run(function, arguments, answer, timeout_s)
+            return answer.read_bytes()
+    except OSError as error:
+        if isinstance(error, PretunedError):
+            raise
+        raise HostError(f"{who} needs a temporary directory: {error}; TMPDIR names another one") from error
+
+
+def _run(function: str, arguments: Mapping[str, object], answer: Path, timeout_s: float) -> None:
     told = answer.with_suffix(".error")
     package = f"{_PACKAGE}." if _PACKAGE else ""
     work = {"path": sys.path, "function": package + function, "arguments": dict(arguments), "answer": str(answer),
@@ -63,7 +77,7 @@ def call(function: str, arguments: Mapping[str, object], answer: Path, *, timeou
     if told.is_file():
         kind, text = json.loads(told.read_text())
         raise _RAISED.get(kind, HostError)(text)
-    raise HostError(f"{function}: its process died ({_ended(done.returncode)}): {done.stderr.strip()[-_TELLS:]}")
+    raise HostError(f"{function}: its process died ({how_ended(done.returncode)}): {done.stderr.strip()[-_TELLS:]}")
 
 
 @contextlib.contextmanager
@@ -94,8 +108,11 @@ def work_on(work: Mapping[str, Any]) -> None:
         sys.exit(1)
 
 
-def _ended(code: int) -> str:
+def how_ended(exitcode: int | None) -> str:
+    """``exit 3``, or the name of the signal that a process died of."""
+    if exitcode is None or exitcode >= 0:
+        return f"exit {exitcode}"
     try:
-        return f"exit {code}" if code >= 0 else signal.Signals(-code).name
+        return signal.Signals(-exitcode).name
     except ValueError:
-        return f"signal {-code}"
+        return f"signal {-exitcode}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .inputs import FLUSH_BYTES
+from .records import FLUSH_BYTES
 
 
 class Clock:
@@ -68,10 +67,3 @@ class Clock:
                 marks[number].append((start, end))
         torch.cuda.synchronize(self._device)
         return [[1000.0 * start.elapsed_time(end) for start, end in pairs] for pairs in marks]
-
-    def median_us(self, call: Callable[[], object], repeats: int = 50, budget_ms: float = 200.0) -> float:
-        """The median of up to ``repeats`` replays, fewer (at least 5) where they would pass the budget."""
-        graph = self.capture(call)
-        one = self.rounds_us([graph], 2)[0][-1]
-        count = max(5, min(repeats, int(budget_ms * 1000 / max(one, 1.0))))
-        return statistics.median(self.rounds_us([graph], count)[0])

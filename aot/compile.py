@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,10 @@ class Compiled:
 
     variant: Variant
     cubin: bytes
+
+    def relabelled(self, spec: Spec | PassSpec) -> Compiled:
+        """The same, as that of another spec of its group (``variants.by_code``)."""
+        return replace(self, variant=replace(self.variant, op=spec.op, layout=spec.layout, fusion=spec.fusion))
 
 
 def min_driver(sm: int, ptxas: str) -> int:

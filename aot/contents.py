@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..artifacts.names import cuda_version
 from ..artifacts.store import BundleFile
 from ..artifacts.types import Choice, Problem, Variant
 from .assembly import config_text
@@ -25,7 +26,7 @@ def contents(bundle: BundleFile, *, choices: bool) -> dict[str, object]:
         "size_bytes": bundle.size_bytes,
         "digest": bundle.digest.hex(),
         "target": str(bundle.target),
-        "min_driver": f"CUDA {bundle.min_driver // 1000}.{bundle.min_driver % 1000 // 10}",
+        "min_driver": f"CUDA {cuda_version(bundle.min_driver)}",
         "pretuned": producer.pretuned,
         "triton": producer.triton,
         "ptxas": producer.ptxas,

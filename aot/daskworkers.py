@@ -48,7 +48,7 @@ class _Held:
     """A session's candidates, in a private file, and its process on the GPU."""
 
     def __init__(self, session: Session, data: bytes) -> None:
-        self.session, self._data = session, data
+        self.session = session
         self._idle: threading.Timer | None = None
         self._closed = threading.Event()
         with contextlib.ExitStack() as stack:

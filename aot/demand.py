@@ -29,7 +29,6 @@ from . import child, configcache, fresh, overlay
 from .configcache import CacheKey, Configs
 from .modelshape import ModelShape
 from .plan import Plan, plan
-from .scratch import scratch_folder
 from .variants import optional
 
 WAIT_S = 1800.0  # for another process that tunes
@@ -174,23 +173,16 @@ def measure_in_child(planned: Plan, sm: int, device: int) -> Bundle:
     from .compilecache import default_dir
 
     cache = default_dir()
-    try:
-        with scratch_folder() as scratch:
-            answer = scratch / "tuned"
-            arguments = {
-                "cells": [(fresh.plain(problem), list(buckets)) for problem, buckets in planned.buckets.items()],
-                "models": [
-                    (one.name, one.top_k, one.dtype.value, [fresh.plain(problem) for problem in one.problems])
-                    for one in planned.models
-                ],
-                "sm": sm, "device": device, "budget_s": BUDGET_S, "cache": None if cache is None else str(cache),
-            }  # fmt: skip
-            child.call("fresh:measure_cells", arguments, answer, timeout_s=_CHILD_TIMEOUT_S)
-            return codec.decode(answer.read_bytes(), "tuned now")
-    except OSError as error:
-        if isinstance(error, PretunedError):
-            raise
-        raise HostError(f"tuning needs a temporary directory: {error}; TMPDIR names another one") from error
+    arguments = {
+        "cells": [(fresh.plain(problem), list(buckets)) for problem, buckets in planned.buckets.items()],
+        "models": [
+            (one.name, one.top_k, one.dtype.value, [fresh.plain(problem) for problem in one.problems])
+            for one in planned.models
+        ],
+        "sm": sm, "device": device, "budget_s": BUDGET_S, "cache": None if cache is None else str(cache),
+    }  # fmt: skip
+    found = child.call("fresh:measure_cells", arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning")
+    return codec.decode(found, "tuned now")
 
 
 def measured_here(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -122,7 +122,7 @@ def diff(old: Bundle, new: Bundle) -> Changes:
 
 def time_ratio(changes: list[Change]) -> float:
     """The geometric mean of new over old times."""
-    return math.exp(math.fsum(math.log(one.new.time_ns / one.old.time_ns) for one in changes) / len(changes))
+    return statistics.geometric_mean(one.new.time_ns / one.old.time_ns for one in changes)
 
 
 def _changed(problem: Problem, old: Bundle, new: Bundle) -> list[Change]:

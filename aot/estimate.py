@@ -10,7 +10,7 @@ from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec
 from .compilecache import CompileCache
 from .plan import Plan, planned_on
-from .variants import Space, by_code, families, pass_specs, specs
+from .variants import Space, families, to_compile
 from .workers import default_workers
 
 # Seen with Triton 3.7, both of two server cores at work: CPU seconds of a variant, its assembler's included.
@@ -56,9 +56,8 @@ def estimate(plan: Plan, sms: Sequence[int], cache: CompileCache | None, workers
     found = []
     for sm in sms:
         here = planned_on(plan, (sm,))
-        beside = pass_specs(here.problems)
-        wanted: list[Spec | PassSpec] = [group[0] for group in by_code(specs(here.problems, sm, Space()), sm)]
-        wanted += beside
+        wanted = to_compile(here.problems, sm, Space())
+        passes = sum(isinstance(spec, PassSpec) for spec in wanted)
         count = len(families(here.problems))
         fresh = _fresh(wanted, sm, cache)
         cached = None if fresh is None else len(wanted) - len(fresh)
@@ -66,7 +65,7 @@ def estimate(plan: Plan, sms: Sequence[int], cache: CompileCache | None, workers
         seconds = sum(map(_cpu_s, fresh)) / (workers or default_workers()) + _PROBLEM_S * len(here.problems)
         seconds += _START_S if fresh and sm == sms[0] else 0.0
         size = count * _SHIPPED * (_CUBIN_BYTES if sm < 90 else _TMA_CUBIN_BYTES)
-        size += len(beside) * _PASS_BYTES + here.choices * _CHOICE_BYTES
+        size += passes * _PASS_BYTES + here.choices * _CHOICE_BYTES
         found.append(Estimate(sm, len(here.problems), here.choices, len(wanted), cached, seconds, size))
     return found
 

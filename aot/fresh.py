@@ -26,7 +26,7 @@ from .measured import measured_bundle
 from .plan import Plan
 from .select import select
 from .tune import tune_problems
-from .variants import ALIGNMENT_BYTES, by_code, rejection, relabelled
+from .variants import ALIGNMENT_BYTES, by_code, rejection
 from .workers import Job, compile_all
 
 _JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/cost-model.md); two more for those that don't compile
@@ -112,7 +112,7 @@ def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) ->
         if code is not None:
             reason = rejection(code.variant, limits(sm)) or ""
             if not reason:
-                usable |= {spec: Compiled(relabelled(code.variant, spec), code.cubin) for spec in group}
+                usable |= {spec: code.relabelled(spec) for spec in group}
                 continue
         reasons[reason] = None
     if not usable:

@@ -12,10 +12,9 @@ from ..kernels.chips import Chip
 from ..kernels.cost import Ranker, Resources
 from .contenders import Knobs
 from .evidence import measuring_chip
-from .records import Measured
+from .records import FLUSH_BYTES, Measured
 from .variants import optional, serves
 
-_FLUSH_BYTES = 256 << 20
 _RESERVE_BYTES = 2 << 30  # the context, code, and what a reference needs
 
 
@@ -84,7 +83,7 @@ def fits(problem: Problem, M: int, memory_mib: int) -> bool:
     """Whether a cell's tensors fit a GPU's memory: w, dw, M rows of both widths, and what a clean measurement needs."""
     matrices = problem.E * problem.N * problem.K * (2 if problem.op is Op.DW else 1)
     rows = M * (problem.N + problem.K)
-    wanted = (matrices + rows) * problem.dtype.itemsize + M * 16 + 2 * _FLUSH_BYTES + _RESERVE_BYTES
+    wanted = (matrices + rows) * problem.dtype.itemsize + M * 16 + 2 * FLUSH_BYTES + _RESERVE_BYTES
     return wanted <= memory_mib * (1 << 20) * 9 // 10
 
 

@@ -1,15 +1,12 @@
-"""What a measurement runs on: the routing, the weights, the activations, and the reference in full.
+"""What a measurement runs on: the routing, the weights, the activations.
 
 Weights are N(0, 0.05), activations N(0, 1), the rows sorted by expert.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-FLUSH_BYTES = 256 << 20
 SKEW = 0.3
 MAX_ERROR = 1e-2
 
@@ -52,16 +49,6 @@ def top_k_of(E: int, M: int) -> int:
     return k
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """One problem's tensors on the GPU: x [M, K], w [E, N, K], m_sizes [E], and for a gradient dy [M, N]."""
-
-    x: torch.Tensor
-    w: torch.Tensor
-    m_sizes: torch.Tensor
-    dy: torch.Tensor | None = None
-
-
 def weights(
     E: int, N: int, K: int, dtype: torch.dtype, device: str | torch.device = "cuda", into: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -77,32 +64,3 @@ def weights(
 def activations(M: int, K: int, dtype: torch.dtype, device: str | torch.device = "cuda") -> torch.Tensor:
     """x [M, K] ~ N(0, 1)."""
     return torch.randn(M, K, generator=torch.Generator(device).manual_seed(2), device=device).to(dtype)
-
-
-def relative_error(result: torch.Tensor, inputs: Inputs, op: str = "forward") -> float:
-    """||result - ref|| / ||ref||, ref in fp32, expert by expert. NaN where anything is not finite.
-
-    forward: y[g] = x[g] @ w[g].T; dX: dx[g] = dy[g] @ w[g]; dW: dw[g] = dy[g].T @ x[g];
-    silu: silu(gate) * up of the forward's left and right half of columns.
-    """
-    wrong = total = torch.zeros((), dtype=torch.float64, device=result.device)  # read once: E may be hundreds
-    start = 0
-    torch.backends.cuda.matmul.allow_tf32 = False  # whatever the call under test was allowed
-    for expert, rows in enumerate(inputs.m_sizes.tolist()):
-        here = slice(start, start + rows)
-        start += rows
-        if not rows and op != "dW":
-            continue
-        if op in ("forward", "silu"):
-            want = inputs.x[here].float() @ inputs.w[expert].float().T
-            if op == "silu":
-                gate, up = want.chunk(2, 1)
-                want = torch.nn.functional.silu(gate) * up
-        else:
-            assert inputs.dy is not None
-            dy = inputs.dy[here].float()
-            want = dy @ inputs.w[expert].float() if op == "dX" else dy.T @ inputs.x[here].float()
-        got = result[expert if op == "dW" else here].float()
-        wrong = wrong + (got - want).square().sum(dtype=torch.float64)
-        total = total + want.square().sum(dtype=torch.float64)
-    return float((wrong / total).sqrt()) if total else 0.0

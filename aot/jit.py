@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..artifacts.errors import HostError
 from ..artifacts.types import Problem
 from . import child
-from .scratch import scratch_folder
 
 _TIMEOUT_S = 300.0
 
@@ -31,12 +30,4 @@ def compile_kind(problem: Problem, sm: int) -> bytes:
         raise HostError(f"Triton compiles for sm_{', sm_'.join(map(str, SUPPORTED))}, not for sm_{sm}")
     cache = None if settings().disable_autotune else default_dir()
     arguments = {"problem": plain(problem), "sm": sm, "cache": None if cache is None else str(cache)}
-    try:
-        with scratch_folder() as scratch:
-            answer = scratch / "compiled"
-            child.call("fresh:compile_kind", arguments, answer, timeout_s=_TIMEOUT_S)
-            return answer.read_bytes()
-    except OSError as error:
-        if isinstance(error, HostError):
-            raise
-        raise HostError(f"the compiler needs a temporary directory: {error}; TMPDIR names another one") from error
+    return child.call("fresh:compile_kind", arguments, timeout_s=_TIMEOUT_S, who="the compiler")

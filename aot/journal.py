@@ -26,7 +26,7 @@ from ..artifacts.types import Gpu, Kernel
 from ..kernels.chips import supported
 from .outdir import holder
 from .outfile import without_waiting
-from .records import EVEN_ROUTINGS, ROUTINGS, Record, from_value, gpu_value, to_value
+from .records import EVEN_ROUTINGS, ROUTINGS, Record, from_value, to_value
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
@@ -44,7 +44,6 @@ class Header:
     gpu: Gpu
     kernels: tuple[Kernel, ...]
     pretuned: str = ""
-    format: int = FORMAT
     routings: tuple[str, ...] = ROUTINGS
 
 
@@ -160,7 +159,7 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
     Raises
     ------
     InputError
-        if it is of another GPU, capability or revision of a kernel, or can't be read.
+        if it is of another GPU, capability, routing or revision of a kernel, or can't be read.
     HostError
         if it can't be made, locked or written.
     """
@@ -264,14 +263,15 @@ def _checked(line: bytes) -> dict[str, object] | None:
 
 
 def _header_value(header: Header) -> dict[str, object]:
+    gpu = header.gpu
     return {
         "record": "header",
         "format": FORMAT,
         "pretuned": header.pretuned or importlib.metadata.version("pretuned"),
         "kernels": [[one.name, one.revision, one.source_sha256.hex()] for one in header.kernels],
         "sm": header.sm,
-        "gpu": gpu_value(header.gpu),
-        "driver": header.gpu.driver,
+        "gpu": {"name": gpu.name, "sm_count": gpu.sm_count, "memory_mib": gpu.memory_mib},
+        "driver": gpu.driver,
         "routings": list(header.routings),
     }
 

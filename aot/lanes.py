@@ -396,4 +396,5 @@ class Run:
 
 
 def first_line(error: Exception) -> str:
+    """What an error says first, or its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

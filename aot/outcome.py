@@ -33,7 +33,7 @@ class TuneObservers:
 class Outcome:
     """What a run of the tuner did. ``total`` cells were asked for, of which ``known`` were in the journal before.
 
-    ``too_large`` do not fit the GPU's memory, ``unable`` have no candidate left; ``left`` were not reached.
+    ``too_large`` do not fit the GPU's memory, ``unable`` could not be measured; ``left`` were not reached.
     ``measurements`` are (variant, cell) pairs timed now, of ``exhaustive`` that a search of all would time;
     ``repeated`` were timed once more, to confirm.
     """

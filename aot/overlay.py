@@ -59,7 +59,7 @@ def add(
     return path
 
 
-def clear(directory: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> None:
+def clear(directory: Path) -> None:
     """Remove all that was tuned here by this version.
 
     Raises
@@ -69,7 +69,7 @@ def clear(directory: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> None:
     """
     if not directory.is_dir():
         return
-    with lock(directory, timeout_s, required=True):
+    with lock(directory, LOCK_TIMEOUT_S, required=True):
         for path in directory.glob(f"tuned-f{FORMAT}-a{LAUNCH_ABI}-*.msgpack"):
             try:
                 path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..artifacts.limits import MAX_BUCKET_LOG2, MAX_DIM, MAX_EXPERTS, MAX_TIME_NS
-from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
+from ..artifacts.types import DType, Fusion, Layout, Op, Problem
 
 MAX_REASON_CHARS = 1 << 16
 
@@ -20,6 +20,7 @@ ROUTINGS = ("skewed", "uniform")  # how rows fall on experts: inputs.measured_ro
 EVEN_ROUTINGS = ("skewed", "balanced")  # of journals that name none: the second exactly even
 
 LONG_NS = 10_000_000  # launches that take longer are timed in three rounds
+FLUSH_BYTES = 256 << 20  # written before each launch that is timed: more than any L2 cache holds
 
 # Why a variant failed. One that failed anywhere never ships.
 WRONG = "wrong"  # its numbers are off
@@ -186,11 +187,6 @@ def from_value(value: dict[str, object]) -> Record:
         plain = _sha(sha), _times(ns)
     return Measured(problem, bucket, _sha(fields["modelled"]), timings, duel, torch_ns,
                     _real(fields["drift"]), _whole(fields["driver"]), plain)  # fmt: skip
-
-
-def gpu_value(gpu: Gpu) -> dict[str, object]:
-    """What must match for a journal to go on: the driver is no part of it."""
-    return {"name": gpu.name, "sm_count": gpu.sm_count, "memory_mib": gpu.memory_mib}
 
 
 def _sha(value: object) -> bytes:

@@ -39,12 +39,10 @@ class Loss:
 class _Costs:
     """log(time / best time) of every variant in every cell, and sets of variants judged by it."""
 
-    def __init__(
-        self, cells: Sequence[Sequence[tuple[int, float]]], max_loss: float, allowed: Container[int] | None = None
-    ) -> None:
+    def __init__(self, cells: Sequence[Sequence[tuple[int, float]]], allowed: Container[int] | None) -> None:
         every = sorted({variant for cell in cells for variant, _ in cell})
         self.variants = [variant for variant in every if allowed is None or variant in allowed]
-        self._allowed = math.log1p(max_loss)
+        self._allowed = math.log1p(MAX_LOSS)
         columns: dict[int, list[float]] = {variant: [] for variant in every}
         for cell in cells:
             best = min(time for _, time in cell)
@@ -112,14 +110,13 @@ def _choose(costs: _Costs, limit: int) -> list[int]:
 def select(
     table: Mapping[tuple[Problem, int], Sequence[tuple[int, float]]],
     limit: int = 16,
-    max_loss: float = MAX_LOSS,
     allowed: Container[int] | None = None,
 ) -> Loss:
     """The variants to ship for one family, at most ``limit``, only ``allowed`` ones where given, and what they lose.
 
     ``table`` maps (problem, bucket) to (variant, time) pairs in any one unit; only ratios within a
     cell count. Minimises mean(log(time / best)) plus the sum of what cells are over
-    log(1 + max_loss): first every shape within the bound, then the mean.
+    log(1 + MAX_LOSS): first every shape within the bound, then the mean.
     A variant with no time, or an infinite one, is taken as twice the slowest of that cell.
 
     Raises
@@ -131,7 +128,7 @@ def select(
     keys = sorted(table, key=lambda key: (key[0].sort_key, key[1]))
     if limit < 1 or not keys:
         raise ValueError(f"limit is {limit} and {len(keys)} cells are given, wanted at least 1 of each")
-    costs = _Costs([_finite(key, table[key]) for key in keys], max_loss, allowed)
+    costs = _Costs([_finite(key, table[key]) for key in keys], allowed)
     if not costs.variants:
         raise ValueError("not one of the variants is allowed")
     chosen = _choose(costs, limit)

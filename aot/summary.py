@@ -8,7 +8,7 @@ from pathlib import Path
 from ..artifacts.types import Gpu, Target
 from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec
-from .tune import Outcome
+from .outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, Variant
 from ..kernels import abi, passes, space
@@ -143,9 +143,9 @@ def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
-def relabelled(variant: Variant, spec: Spec | PassSpec) -> Variant:
-    """A compiled variant, as that of another spec of its group."""
-    return replace(variant, op=spec.op, layout=spec.layout, fusion=spec.fusion)
+def to_compile(problems: Sequence[Problem], sm: int, pool: Space) -> tuple[Spec | PassSpec, ...]:
+    """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes."""
+    return (*(group[0] for group in by_code(specs(problems, sm, pool), sm)), *pass_specs(problems))
 
 
 def ships_unchosen(variant: Variant) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 from ..artifacts.errors import CompileError, HostError
 from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec
+from .child import how_ended
 from .compile import Compiled, compile_variant
 from .compilecache import CompileCache
 from .parent import end_with_parent
@@ -191,10 +192,5 @@ def _result(job: Job, future: Future[Compiled], timeout_s: float) -> Result:
 
 
 def ended(exitcode: int | None) -> str:
-    if exitcode is None or exitcode >= 0:
-        return f"exit {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = f"signal {-exitcode}"
-    return name + (", perhaps out of memory: try --workers 1" if exitcode == -signal.SIGKILL else "")
+    """How a worker ended, and what may be the reason."""
+    return how_ended(exitcode) + (", perhaps out of memory: try --workers 1" if exitcode == -signal.SIGKILL else "")

@@ -31,7 +31,7 @@ def resolve(path: str) -> str:
     try:
         # (Plain text, '..' kept. An absolute path needs no working directory, which may be gone.)
         todo = deque((path if path.startswith("/") else f"{os.getcwd()}/{path}").split("/"))  # noqa: PTH109
-        _check(here, os.lstat(here), path)
+        check(here, os.lstat(here), path)
         while todo:
             part = todo.popleft()
             if part in ("", "."):
@@ -41,7 +41,7 @@ def resolve(path: str) -> str:
                 continue
             component = os.path.join(here, part)  # noqa: PTH118
             status = os.lstat(component)
-            _check(component, status, path)
+            check(component, status, path)
             if not stat.S_ISLNK(status.st_mode):
                 here = component
                 continue
@@ -58,17 +58,13 @@ def resolve(path: str) -> str:
     return here
 
 
-def check_file(real: str, status: os.stat_result, path: str) -> None:
-    """Raise BundleUntrusted unless the owner and mode of the opened file, ``real``, can be trusted."""
-    _check(real, status, path)
-
-
 def unreadable(path: str, error: OSError) -> BundleUnreadable:
     """The error for a bundle that the system won't let us read."""
     return BundleUnreadable(f"bundle {path!r}: can't be read: {error.strerror or error}")
 
 
-def _check(component: str, status: os.stat_result, path: str) -> None:
+def check(component: str, status: os.stat_result, path: str) -> None:
+    """Raise BundleUntrusted unless the owner and mode of a component of ``path`` can be trusted."""
     mode = stat.S_IMODE(status.st_mode)
     fault = ""
     if status.st_uid not in (0, os.geteuid()) and status.st_uid not in _package()[0]:

@@ -125,7 +125,7 @@ def parse(data: bytes, *, max_items: int, max_pairs: int = 64, max_bin_bytes: in
         raise _not_msgpack(error) from None
 
 
-def unpack(data: bytes, *, max_items: int, max_bin_bytes: int = 64) -> object:
+def unpack(data: bytes, *, max_items: int) -> object:
     """As ``parse``, for canonical msgpack only: no duplicate keys, no long forms.
 
     Raises
@@ -133,7 +133,7 @@ def unpack(data: bytes, *, max_items: int, max_bin_bytes: int = 64) -> object:
     Malformed
         for anything that ``pack`` would not have written.
     """
-    value = parse(data, max_items=max_items, max_bin_bytes=max_bin_bytes)
+    value = parse(data, max_items=max_items)
     try:
         again = pack(value, len(data))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

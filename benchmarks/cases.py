@@ -165,12 +165,3 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
         return math.nan
     wrong = (got.float() - want).square().sum(dtype=torch.float64)
     return float((wrong / want.square().sum(dtype=torch.float64)).sqrt())
-
-
-def expert_weights(shape: Shape, device: str) -> torch.Tensor:
-    """w [E, N, K] ~ N(0, 0.05), made expert by expert: DeepSeek-V3's is 15 GB."""
-    g = torch.Generator(device).manual_seed(1)
-    w = torch.empty(shape.E, shape.N, shape.K, dtype=BF16, device=device)
-    for matrix in w:
-        matrix.copy_(torch.randn(shape.N, shape.K, generator=g, device=device) * 0.05)
-    return w

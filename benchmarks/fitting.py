@@ -121,12 +121,8 @@ def with_values(constants: Constants, sm: int, ranges: Ranges, values: Sequence[
     return constants._replace(**{owner: family})  # type: ignore[arg-type]
 
 
-def objective(cells: Sequence[Cell], constants: Constants, error_weight: float = ERROR_WEIGHT) -> float:
+def objective(packed: Sequence[Part], constants: Constants, error_weight: float = ERROR_WEIGHT) -> float:
     """How bad the constants are: what is lost by the first choices, and how far the estimates are off."""
-    return _objective(parts(cells), constants, error_weight)
-
-
-def _objective(packed: Sequence[Part], constants: Constants, error_weight: float) -> float:
     total, count = 0.0, 0
     for part in packed:
         log_us = np.log(part.estimates_us(constants))
@@ -154,7 +150,7 @@ def search(
     def judged(values: Sequence[float]) -> float:
         away = sum((math.log(v / p) / math.log(f)) ** 2 for v, p, (*_, f) in zip(values, prior, ranges, strict=True))
         moved = with_values(begun, sm, ranges, values)
-        return _objective(packed, moved, error_weight) + PRIOR_WEIGHT * away / len(FITTED)
+        return objective(packed, moved, error_weight) + PRIOR_WEIGHT * away / len(FITTED)
 
     best = at = list(prior)
     best_score = at_score = judged(prior)

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from pretuned.aot.evidence import CellTimes, Evidence
@@ -68,7 +69,7 @@ def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, st
             times = {one.variant: one.time_ns for one in record.timings} if record else {}
             ours = times.get(cubins[choice.variant])
             if record and record.torch_ns and ours:
-                found.append((_mean(record.torch_ns) / ours, f"{problem} M={choice.bucket}"))
+                found.append((geometric_mean(record.torch_ns) / ours, f"{problem} M={choice.bucket}"))
     return sorted(found)
 
 
@@ -124,8 +125,8 @@ def kinds(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
         for (op, power), found in sorted(gains.items()):
             rows.append({
                 "kind": kind, "op": op, "rows_from": 2.0**power, "cells": len(found), "chosen": chosen[op, power],
-                "gain": _mean(tuple(found)), "least": min(found), "most": max(found),
-                "kept": _mean(tuple(max(1.0, one) for one in found)),
+                "gain": geometric_mean(found), "least": min(found), "most": max(found),
+                "kept": geometric_mean(max(1.0, one) for one in found),
             })  # fmt: skip
     return rows
 
@@ -142,10 +143,6 @@ def _summary(lost: list[tuple[float, float, str]]) -> dict[str, Any]:
         "mean_loss": math.expm1(sum(math.log(loss) for loss, _, _ in lost) / len(lost)),
         "worst": lost[:10],
     }
-
-
-def _mean(times: tuple[float, ...]) -> float:
-    return math.exp(sum(map(math.log, times)) / len(times))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from pretuned.artifacts.types import DType, Op, Problem
@@ -20,8 +20,6 @@ from pretuned.kernels.cost import Ranker, Resources
 from pretuned.kernels.space import candidates
 
 Table = dict[str, dict[str, float]]
-# A sweep knows the knobs of its time; later ones are as they were then.
-_LATER = {field.name: int(field.default) for field in fields(Config) if isinstance(field.default, int)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import method
 import torch
-from cases import BF16, FUSED, PLAIN, Case, Form, Shape, catalogue_shapes, expert_weights
+from cases import BF16, FUSED, PLAIN, Case, Form, Shape, catalogue_shapes
 
 from pretuned.artifacts.store import open_bundle
 from pretuned.runtime import moe_mlp
@@ -47,7 +48,7 @@ def cells(shapes: list[Shape], tokens: tuple[int, ...], device: str) -> dict[str
     runs: Counter[str] = Counter()
     results = 0
     for number, shape in enumerate(shapes):
-        w = expert_weights(shape, device)
+        w = method.weights(shape.E, shape.N, shape.K, BF16, device)
         for at, T in enumerate(tokens):
             case = Case(shape, w, T, device)
             first = 2 * at + number
@@ -77,7 +78,7 @@ def repeats(shapes: list[Shape], T: int, device: str) -> dict[str, Any]:
     wrong: list[str] = []
     compared = 0
     for shape in shapes:
-        case = Case(shape, expert_weights(shape, device), T, device)
+        case = Case(shape, method.weights(shape.E, shape.N, shape.K, BF16, device), T, device)
         for form in (PLAIN, *FUSED):
             first = case.run(form)
             for _ in range(3):

@@ -22,6 +22,7 @@ from pathlib import Path
 import method
 import torch
 
+from pretuned.aot.launches import TORCH
 from pretuned.artifacts.store import BundleFile, open_bundle
 from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem, Variant
 from pretuned.kernels import abi
@@ -36,7 +37,6 @@ MODELS = (
     ("gpt-oss-20b", 32, 2880, 2880, 4),
     ("olmoe", 64, 2048, 1024, 8),
 )
-TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32}
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def torch_us(clock: method.Clock, op: Op, inputs: method.Inputs) -> float | None
     ends = inputs.m_sizes.cumsum(0, dtype=torch.int32)
     left, right = {Op.FORWARD: (x, w.transpose(1, 2)), Op.DX: (dy, w), Op.DW: (None if dy is None else dy.T, x)}[op]
     try:
-        return round(clock.median_us(lambda: torch._grouped_mm(left, right, offs=ends), 20, 30.0), 2)
+        return round(method.median_us(clock, lambda: torch._grouped_mm(left, right, offs=ends)), 2)
     except (AttributeError, RuntimeError):  # an older torch, another dtype
         return None
 
@@ -192,7 +192,7 @@ def measured(
         call()
         errors[number] = method.relative_error(put_back(y, how), inputs, op.value)
         if errors[number] < method.MAX_ERROR:
-            times[str(number)] = round(clock.median_us(call, 20, 30.0), 2)
+            times[str(number)] = round(method.median_us(clock, call), 2)
     del y
     return {
         "E": E, "N": N, "K": K, "top_k": top_k, "tokens": T, "M": M, "active": active,

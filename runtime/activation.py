@@ -15,6 +15,7 @@ from ..artifacts.types import Pass
 from ..kernels import passes as words
 from . import inputs, passes, products
 from .device import on
+from .products import address_of
 
 GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -124,8 +125,8 @@ def gradient(
         step = 2 if index is not None and index.dtype is torch.int64 else 1
         launch(
             M, I,
-            (h.data_ptr(), da.data_ptr(), _address(weights), _address(index), address, _address(dh), _address(a),
-             _address(dweights)),
+            (h.data_ptr(), da.data_ptr(), address_of(weights), address_of(index), address, address_of(dh),
+             address_of(a), address_of(dweights)),
             (M, I, step, flags),
         )  # fmt: skip
     return dh, a, dweights
@@ -183,10 +184,6 @@ def _gradient_by_torch(
             dots = torch.where(torch.arange(len(dots), device=dots.device) < bounds[-1], dots, 0)
         dweights = torch.zeros_like(dots).index_copy_(0, index.long(), dots)
     return dh, (a if scale is None else (a * scale).to(a.dtype)) if needs.a else None, dweights
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def check_activation(activation: str, *, gated: bool, interleaved: bool) -> None:

@@ -9,8 +9,8 @@ from ..kernels.abi import is_aligned
 from ..kernels.passes import CLEARED_ROWS, NAMES
 from . import passes
 from .device import on
+from .inputs import ALIGNMENT_BYTES
 
-_ALIGNMENT_BYTES = 16
 _WORD_BYTES = 4
 _MOST_ROWS = 2**30  # the kernel counts in int32
 # Of a result: on an H200 to look which rows are named takes as long as to clear so much (9.4 us, Mixtral at 1024 tokens
@@ -29,7 +29,7 @@ def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, i
     few = rows * row_bytes < LEAST_BYTES or not (M and index_end and m_sizes.numel())
     if few or not dense or max(rows, M) > _MOST_ROWS:
         return y.zero_()
-    device, aligned = y.get_device(), is_aligned(_ALIGNMENT_BYTES, row_bytes, y.data_ptr())
+    device, aligned = y.get_device(), is_aligned(ALIGNMENT_BYTES, row_bytes, y.data_ptr())
     launch = passes.launcher(Pass.CLEAR, DType.FP32, device, aligned=True) if aligned else None
     if launch is None or launch.most_experts < m_sizes.shape[0]:
         return y.zero_()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..artifacts.errors import BundleError, DriverTooOld, TargetMismatch
-from ..artifacts.names import printable
+from ..artifacts.names import cuda_version, printable
 from ..artifacts.store import BundleFile, open_bundle, reading
 from ..artifacts.types import Choice, DType, Fusion, Layout, Op, Pass, Problem, Variant
 from . import jit
@@ -268,14 +268,10 @@ def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
         return error
     if 0 < local.gpu.driver < least:
         return DriverTooOld(
-            f"bundle {name!r} needs a driver for CUDA {_version(least)} or later, this one is for CUDA "
-            f"{_version(local.gpu.driver)}. Update the driver, or rebuild with a Triton whose ptxas is older"
+            f"bundle {name!r} needs a driver for CUDA {cuda_version(least)} or later, this one is for CUDA "
+            f"{cuda_version(local.gpu.driver)}. Update the driver, or rebuild with a Triton whose ptxas is older"
         )
     return None
-
-
-def _version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _scan(asked: Iterable[Place]) -> tuple[Found, ...]:

@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from ..artifacts.errors import CudaError, DriverTooOld, TargetMismatch
-from ..artifacts.names import printable
+from ..artifacts.names import cuda_version, printable
 from ..kernels import chips
 from . import discover, settings
 from .device import LocalGpu, local_gpu, platform_name, platform_supported
@@ -139,8 +139,7 @@ def _gpus() -> tuple[tuple[LocalGpu, ...], str]:
 
     from .driver import driver_version
 
-    version = driver_version()
-    driver = f"CUDA {version // 1000}.{version % 1000 // 10}"
+    driver = f"CUDA {cuda_version(driver_version())}"
     if torch.version.cuda is None:
         return (), f"{driver}, but this torch ({torch.__version__}) is built without CUDA"
     return tuple(map(local_gpu, range(torch.cuda.device_count()))), driver

@@ -25,16 +25,6 @@ _STREAM_NON_BLOCKING = 1
 _SHARED_WITHOUT_ASKING_BYTES = 48 * 1024
 
 
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig, without attributes."""
-
-    _fields_ = [
-        ("grid_x", c_uint), ("grid_y", c_uint), ("grid_z", c_uint),
-        ("block_x", c_uint), ("block_y", c_uint), ("block_z", c_uint),
-        ("shared_bytes", c_uint), ("stream", c_void_p), ("attributes", c_void_p), ("attribute_count", c_uint),
-    ]  # fmt: skip
-
-
 class Function(NamedTuple):
     """A loaded kernel. ``per_sm`` is how many of its blocks one SM holds at once."""
 

@@ -16,7 +16,7 @@ from ..kernels.abi import is_aligned
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
 _MOST = 2**31 - 1
-_ALIGNMENT_BYTES = 16
+ALIGNMENT_BYTES = 16  # what aligned code asks of every pointer, row stride and row length
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # what is no wrapper of another tensor
 
 _transformed = torch._C._are_functorch_transforms_active
@@ -49,7 +49,7 @@ class RowGemm:
         lengths = (self.K, self.N, self.stride_x_m, self.stride_w_e, self.stride_w_row)
         strides = lengths if y is None else (*lengths, row_stride(y, self.N))
         pointers = (self.x.data_ptr(), self.w.data_ptr(), 0 if y is None else y.data_ptr())
-        return self._separate() and is_aligned(_ALIGNMENT_BYTES, *pointers, *(s * size for s in strides))
+        return self._separate() and is_aligned(ALIGNMENT_BYTES, *pointers, *(s * size for s in strides))
 
     def _separate(self) -> bool:
         """Whether w's rows and experts don't overlap (an expanded w), which TMA descriptors can't express."""

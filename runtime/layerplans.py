@@ -12,11 +12,10 @@ from ..artifacts.types import Op, Pass
 from . import discover, passes, productlaunchers, products, recent
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch
-from .inputs import row_stride
+from .inputs import ALIGNMENT_BYTES, row_stride
 from .layer import GATED_IN_PRODUCT, Layer, Routing, Weights, columns
 from .products import Rows
 
-_ALIGNMENT_BYTES = 16
 _KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a call of it does
 
 
@@ -34,7 +33,7 @@ class Plan:
         same: recent.Guard, grad: bool, gated: Launch | None, snapshot: discover.Snapshot,
     ) -> None:  # fmt: skip
         self.how, self.grad = how, grad
-        self._same, self._low, self._sizes = same, x.data_ptr() & _ALIGNMENT_BYTES - 1, sizes
+        self._same, self._low, self._sizes = same, x.data_ptr() & ALIGNMENT_BYTES - 1, sizes
         self._first, self._second = launches
         self._gated = gated
         self._gathers = isinstance(launches[0], GatherFirst), isinstance(gated, GatherFirst)
@@ -48,7 +47,7 @@ class Plan:
         """Whether a call on these tensors (biases last, where there are any) is like the first."""
         return (
             self._same(hidden, *others)
-            and hidden.data_ptr() & _ALIGNMENT_BYTES - 1 == self._low
+            and hidden.data_ptr() & ALIGNMENT_BYTES - 1 == self._low
             and discover.snapshot() is self._snapshot
             and (self._alone or device_is_current(self._device))
         )

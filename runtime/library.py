@@ -11,7 +11,7 @@ import torch
 
 from ..artifacts.errors import InputError
 from . import gradients, inputs
-from .autograd import backward
+from .autograd import backward, wanted
 from .calls import autocast, check
 from .device import without_autocast
 from .form import Form, form_of
@@ -100,8 +100,6 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    from .autograd import wanted
-
     asked = ctx.needs_input_grad
     needs = list(wanted((asked[0], asked[1], False, asked[4], asked[5]), ctx.form))
     found = torch.ops.pretuned.grouped_gemm_backward(dy, *ctx.saved_tensors, *ctx.parameters, needs)

@@ -18,13 +18,12 @@ from ..kernels.passes import USED, Block, programs, rows_at_once
 from . import discover, driver, products
 from .device import current_stream, local_gpu, platform_supported
 from .discover import Snapshot
-from .inputs import DTYPES
+from .inputs import ALIGNMENT_BYTES, DTYPES
 from .launch import LoadedKernel
 from .loading import loaded
 from .passkernels import ranked
 
 _MOST_PROGRAMS = 2**31 - 1
-_ALIGNMENT_BYTES = 16
 _WORD_BYTES = 8
 _CONFIG = "7I4xQ16x"  # CUlaunchConfig: grid, block, shared bytes; the stream; no attributes
 
@@ -143,7 +142,7 @@ def for_rows(
     kind = DTYPES.get(like.dtype)
     if kind is None or not rows or not columns or not products.on_gpu(like):
         return None
-    aligned = abi.is_aligned(_ALIGNMENT_BYTES, columns * like.element_size(), *(one.data_ptr() for one in tensors))
+    aligned = abi.is_aligned(ALIGNMENT_BYTES, columns * like.element_size(), *(one.data_ptr() for one in tensors))
     return launcher(op, kind, like.get_device(), aligned=aligned)
 
 

@@ -108,8 +108,7 @@ def _configs(
     for usable in snapshot.view(local, installed=True).usable:
         for index, variant in snapshot.variants(usable.bundle, problem):
             if why_not(variant, problem, local, aligned=aligned) is None:
-                with contextlib.suppress(ValueError):  # a config that this version does not know
-                    yield Config.from_pairs(variant.config), usable, index
+                yield Config.from_pairs(variant.config), usable, index
 
 
 def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str:

@@ -18,14 +18,13 @@ from .clearing import clear
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch, in_range
 from .gradients import Call, forward_rows
-from .inputs import row_stride
+from .inputs import ALIGNMENT_BYTES, row_stride
 from .launcher import Launcher
 from .products import Rows
 
 Key: TypeAlias = "tuple[object, ...]"
 
 _MOST_PLANS = 4096  # of about 2 KB
-_ALIGNMENT_BYTES = 16
 _KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a call of it does
 
 # Function.apply does this and, for calls inside torch.func's transforms, more.
@@ -49,7 +48,7 @@ class Plan:
         self.form, self.sizes = call.form, (call.M, call.x_rows, call.y_rows)
         self._device, self._dtype = x.get_device(), x.dtype
         self._alone = only_device()
-        self._launch, self._same, self._low = launch, same, x.data_ptr() & _ALIGNMENT_BYTES - 1
+        self._launch, self._same, self._low = launch, same, x.data_ptr() & ALIGNMENT_BYTES - 1
         self._empty, self._stream = allocator(x.device), products.stream_of
         self._y = (call.y_rows, call.N), (call.N, 1), x.dtype
         self._clear_first = rows.scatter and rows.zero_tail and not launch.zeroes
@@ -62,7 +61,7 @@ class Plan:
         self._gathers = (x.shape[0], rows.gather_divisor) if isinstance(launch, GatherFirst) else None
         # dX and dW of a plain call are launched from here too, once a backward asked for them.
         self._plain = call.form.plain and not self._tensors
-        self._saved = x.stride(), call.w.stride(), call.w.data_ptr() & _ALIGNMENT_BYTES - 1
+        self._saved = x.stride(), call.w.stride(), call.w.data_ptr() & ALIGNMENT_BYTES - 1
         self._dx: Launch | None = None
         self._dw: Launcher | None = None
 
@@ -75,7 +74,7 @@ class Plan:
             same = self._same(x, w, m_sizes, *[given[i] for i in self._tensors])
         else:
             same = self._same(x, w, m_sizes)
-        if not same or x.data_ptr() & _ALIGNMENT_BYTES - 1 != self._low:
+        if not same or x.data_ptr() & ALIGNMENT_BYTES - 1 != self._low:
             return None
         if not (self._alone or device_is_current(self._device)):
             return None
@@ -121,12 +120,12 @@ class Plan:
         x_stride, w_stride, w_low = self._saved  # hooks on saved tensors may have put them elsewhere, and dense
         if w is None and needs[0]:
             return None
-        if w is not None and (w.stride() != w_stride or w.data_ptr() & _ALIGNMENT_BYTES - 1 != w_low):
+        if w is not None and (w.stride() != w_stride or w.data_ptr() & ALIGNMENT_BYTES - 1 != w_low):
             return None
-        if x is not None and (x.stride() != x_stride or x.data_ptr() & _ALIGNMENT_BYTES - 1 != self._low):
+        if x is not None and (x.stride() != x_stride or x.data_ptr() & ALIGNMENT_BYTES - 1 != self._low):
             return None
         at = dy.data_ptr()
-        if at & _ALIGNMENT_BYTES - 1 or not (self._alone or device_is_current(self._device)):
+        if at & ALIGNMENT_BYTES - 1 or not (self._alone or device_is_current(self._device)):
             return None
         (stride_x, N, M), K, form, dx, dw = self._strides, self._x_columns, self.form, None, None
         swapped, stream = form.layout is Layout.KN, self._stream(self._device)

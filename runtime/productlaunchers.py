@@ -16,7 +16,7 @@ from ..kernels.abi import code_of, gemm_of, is_aligned
 from . import discover, epilogue, gathered, jit, pinned, settings
 from .device import local_gpu, platform_supported, tell_unsupported
 from .gathered import GatherFirst, Launch
-from .inputs import DTYPES, check_cuda_dtype, row_stride
+from .inputs import ALIGNMENT_BYTES, DTYPES, check_cuda_dtype, row_stride
 from .launch import Fused, LoadedKernel, row_launcher, weight_launcher
 from .launcher import Launcher
 from .loading import prepare
@@ -25,7 +25,6 @@ from .pinned import Pin
 if TYPE_CHECKING:
     from .products import Rows
 
-_ALIGNMENT_BYTES = 16
 _MOST_LAUNCHERS = 1 << 14
 _FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs
 # A warp of each program looks at 1,024 entries of the index in 4.7 us beside a product (122,880 in 565 to 571 us:
@@ -121,7 +120,7 @@ def weight_launch(
     M, size = x.shape[0], x.element_size()
     pointers = (dy.data_ptr(), x.data_ptr(), dw.data_ptr())
     lengths = (N, K, row_stride(dy, N), row_stride(x, K))
-    aligned = is_aligned(_ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
+    aligned = is_aligned(ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
     device = x.get_device()
     key = ("weight", x.dtype, E, N, K, m_sizes.dtype, strict, bucket_of(M), aligned, device, pin, tf32_allowed(x.dtype))
 
@@ -223,12 +222,13 @@ def tf32_allowed(dtype: torch.dtype) -> bool:
 
 
 def rows_aligned(call: Rows, y: torch.Tensor) -> bool:
+    """Whether all that this product reads and stores is aligned, and w's rows and experts don't overlap."""
     x, w, size = call.x, call.w, call.x.element_size()
     stride_w_e, stride_w_row = _weight_strides(w)
     lengths = (x.shape[1], y.shape[1], row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), stride_w_e, stride_w_row)
     apart_in_memory = stride_w_row >= w.shape[2] and stride_w_e >= w.shape[1] * w.shape[2]
     pointers = (x.data_ptr(), w.data_ptr(), y.data_ptr())
-    return apart_in_memory and is_aligned(_ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
+    return apart_in_memory and is_aligned(ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
 
 
 def _weight_strides(w: torch.Tensor) -> tuple[int, int]:

@@ -206,12 +206,12 @@ def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
         zero_rest(call, y, index_end)
     moved: tuple[int, ...] = ()
     if call.fusion:
-        index = _address(call.index) if call.uses_index else 0
-        moved = (index, _address(call.row_weights), _address(call.bias), index_end)
+        index = address_of(call.index) if call.uses_index else 0
+        moved = (index, address_of(call.row_weights), address_of(call.bias), index_end)
     checked = None
     if isinstance(launch, GatherFirst):
         checked = index_in_range(call)
-        moved += (_address(checked), used_rows(call), call.x.shape[0] * call.gather_divisor)
+        moved += (address_of(checked), used_rows(call), call.x.shape[0] * call.gather_divisor)
     launch(
         x.data_ptr(), w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
         row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), call.M, stream_of(x.get_device()), *moved,
@@ -256,11 +256,11 @@ def gated_rows(call: Rows) -> torch.Tensor | None:
         if launch is None:
             return None
         a = x.new_empty((call.M, I))
-        moved: tuple[int, ...] = (_address(index), 0, 0, call.index_end(0))
+        moved: tuple[int, ...] = (address_of(index), 0, 0, call.index_end(0))
         checked = None
         if isinstance(launch, GatherFirst):
             checked = index_in_range(call)
-            moved += (_address(checked), used_rows(call), call.x.shape[0] * call.gather_divisor)
+            moved += (address_of(checked), used_rows(call), call.x.shape[0] * call.gather_divisor)
         launch(
             x.data_ptr(), w.data_ptr(), a.data_ptr(), call.m_sizes.data_ptr(), row_stride(x, x.shape[1]), I,
             call.M, stream_of(x.get_device()), *moved,
@@ -269,8 +269,10 @@ def gated_rows(call: Rows) -> torch.Tensor | None:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether kernels run on it. (Tests say so of the host's memory.)"""
     return tensor.is_cuda
 
 
-def _address(tensor: torch.Tensor | None) -> int:
+def address_of(tensor: torch.Tensor | None) -> int:
+    """Where a tensor begins; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from ...artifacts.names import printable
 from ..build import Observers
-from ..tune import TuneObservers
+from ..outcome import TuneObservers
 from ..workers import Result
 from .echo import echo
 

@@ -67,14 +67,15 @@ class Cell:
     @property
     def against_torch(self) -> float | None:
         """How many times faster than torch's grouped_mm; only where both were measured."""
-        measured = self.torch_us is not None and self.state is State.MEASURED
-        return self.torch_us / self.time_us if self.torch_us is not None and measured else None
+        return self._over_measured(self.torch_us)
 
     @property
     def model_ratio(self) -> float | None:
         """Modelled over measured; only where both are known."""
-        known = self.model_us is not None and self.state is State.MEASURED
-        return self.model_us / self.time_us if self.model_us is not None and known else None
+        return self._over_measured(self.model_us)
+
+    def _over_measured(self, us: float | None) -> float | None:
+        return us / self.time_us if us is not None and self.state is State.MEASURED else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -13,7 +14,6 @@ from ...artifacts.errors import HostError
 from ...artifacts.types import Fusion, Op
 from ..variants import fused
 from .cells import Cell, Gemm, State
-from .markup import median
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,8 +96,11 @@ class Charts:
                     s=7, color=colour, alpha=0.35, linewidths=0,
                 )  # fmt: skip
                 buckets = sorted({cell.bucket for cell in mine})
-                medians = [median(100 * cell.fraction for cell in mine if cell.bucket == bucket) for bucket in buckets]
-                axes.plot(buckets, _floats(medians), color=colour, linewidth=1.8, label=f"{op.value}, median")
+                medians = [
+                    statistics.median(100 * cell.fraction for cell in mine if cell.bucket == bucket)
+                    for bucket in buckets
+                ]
+                axes.plot(buckets, medians, color=colour, linewidth=1.8, label=f"{op.value}, median")
             _rows_axis(axes, [cell.bucket for cell in known])
             _percent_axis(axes, known)
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -158,7 +161,7 @@ class Charts:
             for rank, ratios in sorted(ranked.items()):
                 spread = [rank + 0.3 * math.sin(2.4 * i) for i in range(len(ratios))]
                 axes.scatter(spread, ratios, s=6, color=COLOURS[Op.FORWARD], alpha=0.35, linewidths=0)
-                axes.plot([rank - 0.4, rank + 0.4], _floats([median(ratios)] * 2), color=_INK, linewidth=1.6)
+                axes.plot([rank - 0.4, rank + 0.4], [statistics.median(ratios)] * 2, color=_INK, linewidth=1.6)
             axes.set(xlabel="rank by the cost model, of those measured", ylabel="time / fastest of the cell")
             _ratio_axis(axes, [ratio for ratios in ranked.values() for ratio in ratios])
             axes.set_xticks(sorted(ranked)[:: max(1, len(ranked) // 12)])
@@ -203,11 +206,6 @@ class Charts:
             'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
         )
         return re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', opening, svg)
-
-
-def _floats(values: Sequence[float | None]) -> list[float]:
-    """Without what is unknown."""
-    return [value for value in values if value is not None]
 
 
 def _style() -> AbstractContextManager[None]:

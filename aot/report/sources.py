@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...artifacts.errors import InputError
+from ...artifacts.names import cuda_version
 from ...artifacts.types import Bundle, Gpu
 from ...kernels.chips import supported
 from ..journal import Contents, read_journal
@@ -69,5 +70,4 @@ def _facts(source: str, bundle: Bundle | None, journals: Sequence[Contents]) -> 
 
 
 def _gpu(gpu: Gpu) -> str:
-    driver = f"CUDA driver {gpu.driver // 1000}.{gpu.driver % 1000 // 10}"
-    return f"{gpu.name}, {gpu.sm_count} SMs, {gpu.memory_mib} MiB, {driver}"
+    return f"{gpu.name}, {gpu.sm_count} SMs, {gpu.memory_mib} MiB, CUDA driver {cuda_version(gpu.driver)}"

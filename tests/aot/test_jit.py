@@ -88,11 +88,11 @@ def test_a_capability_that_triton_does_not_know(home: Path) -> None:
     ],
 )
 def test_a_child_that_ends_badly(
-    function: str, error: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    function: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "_PACKAGE", "")
     with pytest.raises(error, match=words):
-        child.call(function, {}, tmp_path / "answer", timeout_s=3.0)
+        child.call(function, {}, timeout_s=3.0, who="a test")
 
 
 def test_without_a_place_for_temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

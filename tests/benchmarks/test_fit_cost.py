@@ -44,7 +44,8 @@ def test_a_fit_is_deterministic_and_helps(tool: SimpleNamespace) -> None:
     cells = [cell for cell in _cells(tool, *Op) if cell.model == "olmoe" and cell.tokens in (128, 8192)]
     first, again = (tool.fitting.fit(cells, tool.fitting.PRIOR, 60) for _ in range(2))
     assert first == again != tool.fitting.PRIOR
-    assert tool.fitting.objective(cells, first) < tool.fitting.objective(cells, tool.fitting.PRIOR)
+    packed = tool.vectors.parts(cells)
+    assert tool.fitting.objective(packed, first) < tool.fitting.objective(packed, tool.fitting.PRIOR)
     assert tool.fitting.fit(cells, tool.fitting.PRIOR, 60, seed=1) != first
 
 

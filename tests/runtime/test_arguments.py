@@ -6,6 +6,7 @@ import ctypes
 from ctypes import c_char, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
 import pytest
+from cudaconfig import LaunchConfig
 
 from pretuned.artifacts.types import DType, Op
 from pretuned.kernels.abi import Spec, arguments
@@ -23,7 +24,6 @@ from pretuned.runtime.arguments import (
     Blocks,
     config_tail,
 )
-from pretuned.runtime.driver import LaunchConfig
 
 MAPS = bytes(range(128)), bytes(range(128, 256)), bytes(range(64, 192))
 X_MAP = ("M", "K", "stride_x_m", "one")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cudaconfig import LaunchConfig
 from made import ELF, ON_A100, ON_H200, ON_L40S, PROBLEM, WIDE, bundle, modelled, snapshot
 
 from pretuned.artifacts.codec import encode
@@ -20,7 +21,7 @@ from pretuned.kernels import passes as words
 from pretuned.kernels.passes import Block, PassSpec
 from pretuned.runtime import passes, passkernels
 from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.driver import Function, LaunchConfig
+from pretuned.runtime.driver import Function
 from pretuned.runtime.launch import LoadedKernel
 from pretuned.runtime.launchable import unlaunchable
 from pretuned.runtime.warmup import passes_of
