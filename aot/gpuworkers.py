@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..artifacts.errors import HostError, InputError
+from .child import how_ended
 from .jobs import Hello, Job, Result, Setup, WorkerLost
 from .native import gpu_count
 from .records import DIED, HUNG
 from .scratch import scratch_folder
-from .workers import ended, interrupts_held, start_worker, stderr_to
+from .workers import interrupts_held, start_worker, stderr_to
 
 START_TIMEOUT_S = 300.0  # importing torch from a slow disk, and the context
 JOB_TIMEOUT_S = 120.0  # a job takes 0.1 to 5 s
@@ -103,7 +104,7 @@ def _tell(done: Any, told: Future[T], name: str, timeout_s: float) -> None:
     except FutureTimeout:
         told.set_exception(WorkerLost(HUNG, f"it did not end within {timeout_s:g} s"))
     except ProcessExpired as error:
-        told.set_exception(WorkerLost(DIED, f"the process on {name} died ({ended(error.exitcode)})"))
+        told.set_exception(WorkerLost(DIED, f"the process on {name} died ({how_ended(error.exitcode)})"))
     except BrokenProcessPool as error:  # as where it died before the pool had heard that it took the job
         told.set_exception(WorkerLost(DIED, f"the process on {name} is lost: {error}"))
     except BaseException as error:  # what a worker raises is for the tuner to tell

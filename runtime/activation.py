@@ -42,7 +42,7 @@ class Activation(NamedTuple):
     def columns(self, h: torch.Tensor) -> int:
         """The columns of a; InputError where h's are no gate and up."""
         if self.gated and h.shape[-1] % 2:
-            raise InputError(f"moe_mlp: gate and up have {h.shape[-1]} columns together, wanted an even number")
+            raise InputError(f"activate: gate and up have {h.shape[-1]} columns together, wanted an even number")
         return h.shape[-1] // 2 if self.gated else h.shape[-1]
 
 
@@ -63,7 +63,7 @@ def activate(
     InputError
         for an activation that is not known, or not with (without) a gate.
     """
-    check_activation(activation, gated=gated, interleaved=interleaved)
+    check_activation("activate", activation, gated=gated, interleaved=interleaved)
     act = Activation(activation, gated, interleaved)
     columns = act.columns(h)
     if not products.on_gpu(h) or torch.compiler.is_compiling() or type(h) is not torch.Tensor or _transformed():
@@ -186,17 +186,17 @@ def _gradient_by_torch(
     return dh, (a if scale is None else (a * scale).to(a.dtype)) if needs.a else None, dweights
 
 
-def check_activation(activation: str, *, gated: bool, interleaved: bool) -> None:
-    """Raise InputError unless ``activate`` knows it."""
+def check_activation(call: str, activation: str, *, gated: bool, interleaved: bool) -> None:
+    """Raise InputError, which begins with the name of the call, unless ``activate`` knows it."""
     known = GATED if gated else UNGATED
     if activation not in known:
         raise InputError(
-            f"moe_mlp: activation is {activation!r}, wanted one of {', '.join(known)} with gated={gated}"
+            f"{call}: activation is {activation!r}, wanted one of {', '.join(known)} with gated={gated}"
             + (" (relu2 has no gate: pass gated=False)" if activation == "relu2" else "")
         )
     if interleaved and not gated:
         raise InputError(
-            "moe_mlp: interleaved=True with gated=False: without a gate nothing is interleaved. Leave it out"
+            f"{call}: interleaved=True with gated=False: without a gate nothing is interleaved. Leave it out"
         )
 
 

@@ -139,7 +139,7 @@ def moe_mlp(
         {"hidden": hidden, "gate_up_weight": gate_up_weight, "down_weight": down_weight, "topk_ids": topk_ids,
          "topk_weights": topk_weights}, gate_up_bias=gate_up_bias, down_bias=down_bias,
     )  # fmt: skip
-    check_activation(activation, gated=gated, interleaved=interleaved)
+    check_activation("moe_mlp", activation, gated=gated, interleaved=interleaved)
     if w_layout not in ("nk", "kn"):
         raise InputError(f"moe_mlp: w_layout is {w_layout!r}, wanted 'nk' (E matrices [out, in]) or 'kn' ([in, out])")
     if weights_on not in ("output", "input"):

@@ -236,8 +236,15 @@ def test_ids_that_are_none(ids: Any, says: str) -> None:
 
 
 def test_an_odd_number_of_columns_has_no_halves() -> None:
-    with pytest.raises(InputError, match="an even number"):
+    with pytest.raises(InputError, match=r"^activate: .* an even number"):
         activate(torch.ones(2, 5))
+
+
+def test_what_is_no_activation_is_told_of_the_call_that_was_made() -> None:
+    with pytest.raises(InputError, match=r"^activate: activation is 'swish', wanted one of silu"):
+        activate(torch.ones(2, 4), "swish")
+    with pytest.raises(InputError, match=r"^activate: interleaved=True with gated=False"):
+        activate(torch.ones(2, 4), gated=False, interleaved=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
