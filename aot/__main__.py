@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -44,6 +45,14 @@ def _open_standard_streams() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least number that is free: this one
             setattr(sys, name, os.fdopen(number, mode))
+        raw = getattr(getattr(sys, name), "buffer", None)
+        if mode == "w" and isinstance(raw, io.RawIOBase):  # PYTHONUNBUFFERED: what one write leaves over would be lost
+            setattr(sys, name, _whole(getattr(sys, name), raw))
+
+
+def _whole(stream: io.TextIOWrapper, raw: io.RawIOBase) -> io.TextIOWrapper:
+    """``stream`` through a buffer, which writes again until all is written or an error says why not."""
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True)
 
 
 if __name__ == "__main__":

@@ -197,12 +197,19 @@ def _measure(
         contents = read_journal(journal)
         if contents.damaged:
             watch.on_note(f"note: journal '{journal}': {contents.damaged} damaged records are left out")
-        return evidence_for(plan, candidates, contents, f"journal '{journal}'"), outcome
+        evidence = evidence_for(plan, candidates, contents, f"journal '{journal}'")
     except InputError as error:
         if outcome or options.journal:
             raise
         watch.on_note(f"note: not used: {error}")  # nobody named it: it is of another build in this directory
         return None, None
+    wanted = {(problem, bucket) for problem, buckets in plan.buckets.items() for bucket in buckets}
+    if options.journal and evidence.cells and wanted.isdisjoint(evidence.cells):
+        watch.on_note(
+            f"note: journal '{journal}': none of the {len(evidence.cells)} cells measured there is of these models: "
+            "all is modelled"
+        )
+    return evidence, outcome
 
 
 def _check_journal(sm: int, options: Options) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ..artifacts.errors import HostError, InputError
 from ..artifacts.types import Target
+from ..kernels.chips import CHIPS
 
 # What Triton compiles and pretuned builds for.
 SUPPORTED = (80, 86, 87, 89, 90, 100, 103, 120, 121)
@@ -78,9 +79,22 @@ def target_of(sm: int) -> Target:
 
 
 def _suggestion(part: str) -> str:
-    """The nearest supported capability, by number."""
-    digits = re.sub(r"[^0-9]", "", part)[:4]
+    """The capability of a GPU so named, else the nearest supported one, by number."""
+    if named := _of_gpu(part):
+        return f"; did you mean {' or '.join(map(str, named))}?"
+    digits = re.sub(r"[^0-9]", "", part)
     if not digits:
         return "; did you mean native?" if part.lower().startswith("n") else ""
+    if len(digits) > 3:
+        return ""
     number = int(digits) * (10 if len(digits) == 1 else 1)  # 9 means 9.0
     return f"; did you mean {min(SUPPORTED, key=lambda sm: (abs(sm - number), sm))}?"
+
+
+def _of_gpu(part: str) -> list[int]:
+    """The capabilities of the GPUs that a name with a number in it (H100, rtx4090) may mean, ascending."""
+    words = set(re.findall(r"[a-z0-9]+", part.lower())) - {"nvidia", "geforce"}
+    if not re.search("[0-9]", " ".join(words)):
+        return []
+    forms = ((chip.sm, chip.name.lower().split()) for chip in CHIPS)
+    return sorted({sm for sm, form in forms if words <= {*form, "".join(form), "".join(form[:2])}})

@@ -26,9 +26,15 @@ PER_TOKEN = (
     "ffn_config.moe_top_k",
 )
 HIDDEN = ("hidden_size", "d_model")
+LATENT = ("moe_latent_size", "moe_hidden_size")  # where set, the routed experts' width in place of the hidden one
 WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size")
 SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
-SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
+SHARED_WIDTHS = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "share_expert_dim",
+)
 
 # Where a multimodal model keeps its language model.
 NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
@@ -42,7 +48,6 @@ class Family:
     widths: tuple[str, ...] = ("moe_intermediate_size",)
     gated: bool = True
     one_shared: bool = False  # one shared expert of width I, which no field names
-    latent: str = ""  # the field that replaces the hidden width, where it is set
 
 
 _DENSE_NAME = ("intermediate_size",)  # elsewhere the dense layers' width; in these families the experts'
@@ -65,7 +70,7 @@ FAMILIES = (
     Family("hunyuan", ("moe_intermediate_size", "intermediate_size")),
     Family("dbrx", ("ffn_config.ffn_hidden_size",)),
     Family("longcat", ("expert_ffn_hidden_size", "moe_intermediate_size")),
-    Family("nemotron_h", gated=False, latent="moe_latent_size"),
+    Family("nemotron_h", gated=False),
     *(Family(prefix) for prefix in ("qwen", "deepseek", "glm", "kimi", "dots", "mimo", "ernie4_5", "gemma")),
 )
 
@@ -119,7 +124,7 @@ def layer_of(config: Mapping[str, object], where: str) -> tuple[ExpertLayer, tup
     if E is None or E <= 1:
         raise InputError(_dense(fields, E, model_type))
     k = fields.one_of(PER_TOKEN, largest=True)
-    H = fields.one_of((family.latent,)) if family and family.latent else None
+    H = fields.one_of(LATENT)
     latent = H is not None
     H = H if latent else fields.one_of(HIDDEN)
     width = fields.first_of(family.widths if family else WIDTHS)
@@ -138,14 +143,14 @@ def layer_of(config: Mapping[str, object], where: str) -> tuple[ExpertLayer, tup
         shared_width = (count or 0) * width
     note = ""
     if latent and shared_width:
-        shared_width, note = 0, "the shared expert works at the full hidden width, the routed ones at moe_latent_size"
+        shared_width, note = 0, f"the shared expert works at the full hidden width, the routed ones at {H}"
 
     quantised = _quantised(config, where) or _quantised(fields.values, where)
     layer = ExpertLayer(E, k, H, width, max(shared_width, 0), family is None or family.gated, quantised, note)
     if problems := layer.contradictions():
         raise InputError(f"{where}: {'; '.join(problems)}")
-    published = fields.values.get("dtype") or fields.values.get("torch_dtype") or config.get("torch_dtype")
-    if published == "float16":
+    published = (one.get(name) for one in (fields.values, config) for name in ("dtype", "torch_dtype"))
+    if next(filter(None, published), None) == "float16":
         remarks.append(f"{where}: the checkpoint is fp16 and the default is bf16; dtype=fp16 builds for it")
     return layer, tuple(remarks)
 

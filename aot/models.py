@@ -87,7 +87,9 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
         raise InputError("\n".join(head + problems))
     if quantised:
         listed = ", ".join(f"{name} ({how})" for name, how in quantised.items())
-        notes.append(f"fp8 and mxfp4 kernels are not there yet: bf16 (or the dtype= given) is built for {listed}")
+        notes.append(
+            f"kernels for quantised weights are not there yet: bf16 (or the dtype= given) is built for {listed}"
+        )
     return LoadedModels(tuple(seen), tuple(notes))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import Bundle, Problem
+from ..artifacts.types import Bundle, Op, Problem
 from .assembly import Claim, Codes, Making, assemble, united
 from .plan import Plan, planned_on
 from .variants import Family, pass_specs, ships_unchosen
@@ -43,10 +43,9 @@ def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
         if len(kept) < len(buckets):
             missing[problem] = tuple(bucket for bucket in buckets if bucket not in has)
     if not claims:
-        held = ", ".join(sorted({model.name for model in bundle.models})) or "no model"
         raise InputError(
             f"bundle {where!r} has a choice for none of the {len(plan.problems)} problems of these models; it was "
-            f"built for {held}. aot build makes what is missing"
+            f"built for {_built_for(bundle, plan)}. aot build makes what is missing"
         )
     families = {Family.of(problem) for problem in claims} | {Family.of(one) for one in pass_specs(claims)}
     models = [
@@ -66,3 +65,18 @@ def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
         if ships_unchosen(code.variant) and Family.of(code.variant) in families
     ]
     return Pruned(assemble(making, codes, claims, fallbacks), missing)
+
+
+def _built_for(bundle: Bundle, plan: Plan) -> str:
+    """The bundle's models by name; of those that the plan names too, what tells them from the plan's."""
+    names = {model.name for model in plan.models}
+    same = [model for model in bundle.models if model.name in names]
+    if not same:
+        return ", ".join(sorted({model.name for model in bundle.models})) or "no model"
+    told = []
+    for model in same:
+        ops = ", ".join(op.value for op in Op if any(problem.op is op for problem in model.problems))
+        buckets = [one.bucket for problem in model.problems for one in bundle.choices.get(problem, ())]
+        rows = f", M near {min(buckets)}..{max(buckets)}" if buckets else ""
+        told.append(f"{model.name} tp={model.tp} ep={model.ep} {model.dtype.value} ({ops}{rows})")
+    return "; ".join(told)

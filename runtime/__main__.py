@@ -36,9 +36,18 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print(json.dumps(report.to_dict(), indent=2) if given.json else report, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the last flush would complain
+        _drop_output()
         return _READER_LEFT
+    except OSError as error:
+        _drop_output()
+        print(f"pretuned: can't write the output: {error.strerror}", file=sys.stderr)
+        return 1
     return 0 if report.ok else 1
+
+
+def _drop_output() -> None:
+    """Send what is not written yet nowhere: else the interpreter's last flush would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

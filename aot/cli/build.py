@@ -23,7 +23,7 @@ from ..outdir import DEFAULT_NAME
 from ..summary import Built, Report
 from ..tune import NoGpu, Outcome, TuneObservers
 from .echo import echo, tell
-from .options import as_json, cache_of, load, print_json, what_to_build, workers
+from .options import as_json, cache_of, directory, load, print_json, what_to_build, workers
 from .progress import Progress
 from .table import duration, size, table
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
@@ -32,7 +32,7 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 @click.command()
 @what_to_build
 @click.option("--out", default=Path("bundles"), show_default=True, metavar="DIR",
-              type=click.Path(path_type=Path), help="Where the bundles go.")  # fmt: skip
+              type=directory(file_okay=True), help="Where the bundles go.")  # fmt: skip
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="The files are <name>-sm<NN>.msgpack.")
 @workers
 @click.option(

@@ -34,6 +34,7 @@ def guarded(command: Callable[[], int], debug: bool) -> int:
         if message:
             with contextlib.suppress(OSError):  # a stderr that can't be written: the code must say it alone
                 echo(message, err=True)
+        _drop_unwritten()
         return code
 
 
@@ -82,9 +83,17 @@ def quiet_without_reader() -> Iterator[None]:
     except BrokenPipeError as error:
         if not _from_echo(error):
             raise HostError(f"another process has ended early: {error}") from error
-        # else the interpreter's own last flush would complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_unwritten()
         raise click.exceptions.Exit(READER_LEFT) from None
+
+
+def _drop_unwritten() -> None:
+    """Let go of what could not be written: else the interpreter's last flush complains, and ends with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _from_echo(error: OSError) -> bool:

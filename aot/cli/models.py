@@ -43,3 +43,5 @@ def models(text: str | None, as_json: bool) -> None:
         rows.append((one.id, layer.E, layer.k, layer.H, layer.I, layer.shared_width or "-", gated,
                      layer.quantised or "-", layer.note))  # fmt: skip
     echo(table(("model", "E", "k", "H", "I", "shared", "experts", "published in", "note"), rows, "<>>>>>"))
+    if aliases := [(alias, one.id) for one in found for alias in one.aliases]:
+        echo(f"\n{table(('also known', 'of the shape of'), aliases)}")

@@ -30,6 +30,18 @@ workers = click.option(
 )
 
 
+def directory(file_okay: bool) -> Callable[[str | Path], Path]:
+    """An option's type: a directory's path; not an empty one, as of a variable that is not set: that is this one."""
+    path = click.Path(path_type=Path, file_okay=file_okay)
+
+    def converted(given: str | Path) -> Path:
+        if given == "":
+            raise click.BadParameter("it is empty; name a directory, . for this one")
+        return path.convert(given, None, None)
+
+    return converted
+
+
 def what_to_build(function: F) -> F:
     """--models, --sm, --ops, and the compile cache's options."""
     for option in reversed(
@@ -38,7 +50,7 @@ def what_to_build(function: F) -> F:
             click.option("--sm", default="native", metavar="LIST",
                          help="GPU capabilities: 80,90 or sm_90 or 9.0 or native.  [default: this machine's GPU]"),
             ops,
-            click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+            click.option("--cache-dir", type=directory(file_okay=False), metavar="DIR",
                          help="Where compiled variants are kept.  [default: as aot --version shows]"),
             click.option("--no-cache", is_flag=True, help="Compile all anew, keep nothing for the next run."),
             click.argument("rest", nargs=-1, callback=_refuse_rest, expose_value=False),

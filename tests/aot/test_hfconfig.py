@@ -121,6 +121,14 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
       "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1,
       "moe_shared_expert_intermediate_size": 3712, "moe_latent_size": None},
      ExpertLayer(128, 6, 2688, 1856, 3712, gated=False)),
+    ({"model_type": "step3p5", "hidden_size": 4096, "intermediate_size": 11264, "moe_num_experts": 288,
+      "moe_top_k": 8, "moe_intermediate_size": 1280, "share_expert_dim": 1280}, ExpertLayer(288, 8, 4096, 1280, 1280)),
+    ({"model_type": "step3_vl", "text_config": {"model_type": "step3_text", "hidden_size": 7168,
+      "intermediate_size": 18432, "moe_num_experts": 48, "moe_top_k": 3, "moe_intermediate_size": 5120,
+      "share_expert_dim": 5120}}, ExpertLayer(48, 3, 7168, 5120, 5120)),
+    ({"model_type": "muse_spark", "text_config": {"model_type": "muse_spark_text", "hidden_size": 8192,
+      "intermediate_size": 32768, "moe_intermediate_size": 4096, "moe_hidden_size": 4096, "num_local_experts": 256,
+      "num_experts_per_tok": 8}}, ExpertLayer(256, 8, 4096, 4096)),
 ]  # fmt: skip
 
 
@@ -154,8 +162,20 @@ def test_unknown_family_is_read_by_field_names() -> None:
     assert "unknown model_type 'new': the expert width is taken from intermediate_size" in remark
 
 
-def test_fp16_checkpoint_is_told() -> None:
-    layer, (remark,) = layer_of({**QWEN3, "torch_dtype": "float16"}, "c")
+NO_DTYPE = {name: value for name, value in QWEN3.items() if name != "torch_dtype"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**QWEN3, "torch_dtype": "float16"},
+        {**NO_DTYPE, "dtype": "float16"},
+        {"model_type": "x_vl", "text_config": NO_DTYPE, "torch_dtype": "float16"},
+        {"model_type": "x_vl", "text_config": NO_DTYPE, "dtype": "float16"},
+    ],
+)
+def test_fp16_checkpoint_is_told(config: Mapping[str, object]) -> None:
+    layer, (remark,) = layer_of(config, "c")
     assert layer == QWEN3_LAYER
     assert "dtype=fp16" in remark
 

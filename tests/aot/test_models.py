@@ -136,6 +136,17 @@ def test_quantised_checkpoints_are_told_once() -> None:
     assert {one.dtypes for one in loaded.shapes} == {(DType.BF16,)}
 
 
+@pytest.mark.parametrize("how", ["awq", "bitsandbytes", "compressed-tensors"])
+def test_a_checkpoint_quantised_in_another_way_is_not_taken_for_fp8(tmp_path: Path, how: str) -> None:
+    config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_local_experts": 8,
+              "num_experts_per_tok": 2, "quantization_config": {"quant_method": how}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (note,) = load_models([f"{tmp_path} name=mine"]).notes
+    assert note.startswith("kernels for quantised weights are not there yet: ")
+    assert note.endswith(f"is built for mine ({how})")
+    assert "fp8" not in note
+
+
 def test_a_shard_given_twice_counts_once(tmp_path: Path) -> None:
     file = written(tmp_path, f"{MINE} tp=1,2\n{MINE} tp=2,3\n")
     loaded = load_models([file])

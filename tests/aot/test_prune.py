@@ -89,6 +89,16 @@ def test_what_the_bundle_lacks_is_told(both: Bundle) -> None:
         prune(empty, planned("shape:E=4,H=64,I=64,k=2 name=else"), "both")
 
 
+@pytest.mark.parametrize(
+    ("model", "ops"), [(SMALL + " tp=2", OPS), (SMALL + " dtype=fp32", OPS), (SMALL, (Op.DW,)),
+                       (SMALL.replace("1..64", "1024..2048"), OPS)],
+)  # fmt: skip
+def test_a_model_that_it_has_otherwise_is_told_as_it_has_it(both: Bundle, model: str, ops: tuple[Op, ...]) -> None:
+    wanted = r"was built for small tp=1 ep=1 bf16 \(forward, dX, M near 2\.\.128\)\. aot build"
+    with pytest.raises(InputError, match=wanted):
+        prune(both, planned(model, ops=ops), "both")
+
+
 def test_pruned_parts_merge_back(both: Bundle) -> None:
     parts = {name: prune(both, planned(name), "both").bundle for name in (SMALL, BIG)}
     assert not diff(both, merge(parts).bundle).differ

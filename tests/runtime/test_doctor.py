@@ -135,3 +135,12 @@ def test_a_reader_that_has_left(tmp_path: Path, arguments: list[str]) -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_an_output_that_is_full(unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "pretuned.runtime"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (1, "pretuned: can't write the output: No space left on device\n")

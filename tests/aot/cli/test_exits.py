@@ -63,12 +63,40 @@ def test_closed_standard_streams(tmp_path: Path) -> None:
         assert verify(str(out)).target == "sm_80"
 
 
-def test_an_output_that_is_full() -> None:
+BUFFERING = pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+
+
+@BUFFERING
+def test_an_output_that_is_full(unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "pretuned.aot", "models"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     assert done.returncode == 1
     assert done.stderr == "error: can't write the output: No space left on device\n"
+
+
+@BUFFERING
+def test_where_no_message_can_be_written_the_code_tells(unbuffered: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "pretuned.aot", "verify", "none.msgpack", "--sha256", "x", "--no-such-option"]
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+@BUFFERING
+def test_an_output_that_ends_within_a_write_is_no_success(tmp_path: Path, unbuffered: str) -> None:
+    """As a disk that fills up: the first bytes are taken, the rest is not."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); "
+    program = f"{limited}import sys; from pretuned.aot.__main__ import main; sys.exit(main())"
+    with (tmp_path / "out.json").open("wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", program, "models", "--json"], stdout=out, stderr=subprocess.PIPE, text=True,
+            check=False, env=environment,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "error: can't write the output: File too large\n")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,13 @@ def test_a_typo_in_a_model_id(aot, here):
     expect(ended, here, 2, "Qwen/Qwen3-30B-A3", "did you mean", "Qwen/Qwen3-30B-A3B")
 
 
+@pytest.mark.parametrize("option", ["--out", "--cache-dir"])
+def test_a_directory_of_a_variable_that_is_not_set(aot, here, option):
+    ended = aot("build", "--models", f"{SHAPE} tokens=1..1", "--sm", "80", "--ops", "dW", option, "")
+    expect(ended, here, 2, f"'{option}': it is empty; name a directory")
+    assert not list(here.iterdir())
+
+
 def test_a_width_that_tp_does_not_divide(aot, here):
     expect(aot("build", "--models", "Qwen/Qwen3-30B-A3B tp=5", "--sm", "90"), here, 2, "tp=5 does not divide I=768")
 

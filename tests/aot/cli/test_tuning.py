@@ -160,6 +160,16 @@ def test_damaged_records_of_a_journal_are_told(aot: Aot, here: Path, candidates:
     assert "journal 'h200.journal': 1 damaged records are left out" in done.err
 
 
+def test_a_journal_of_other_models_is_told(aot: Aot, here: Path, candidates: Path, cache: Path) -> None:
+    write_journal(here / "h200.journal", candidates)
+    other = MODEL.replace("H=256", "H=512")
+    done = aot("build", "--models", other, "--sm", "90", "-J", "h200.journal", "--out", "out", "--cache-dir", cache)
+    assert done.code == 0, done.err
+    told = "note: journal 'h200.journal': none of the 8 cells measured there is of these models: all is modelled"
+    assert told in done.err
+    assert "the choices are modelled" in done.out
+
+
 def test_candidates_are_not_replaced_by_their_bundle(aot: Aot, here: Path, candidates: Path) -> None:
     write_journal(here / "h200.journal", candidates)
     own = here / "pretuned-sm90.msgpack"

@@ -62,6 +62,9 @@ def test_models(aot):
     assert 0 < len(some) < len(every)
     assert {"id", "E", "k", "H", "I"} <= set(some[0])
     assert "Qwen/Qwen3-30B-A3B " in aot("models", "qwen3").out
+    (known,) = [line.split() for line in aot("models", "deepseek-r1").out.split("\n") if "R1" in line]
+    assert known == ["deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3"], "a name that was found is shown"
+    assert "also" not in aot("models", "jamba").out, "it has no other name"
     nothing = aot("models", "no-such-model")
     assert (nothing.code, nothing.out) == (2, "")
 
