@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py --out kernels-h200.json --plot kernels-h200.svg       # the bundles that ship
     PRETUNED_BUNDLES=bundles python benchmarks/kernels.py --models models.txt --out mine.json
+    python benchmarks/kernels.py --models gpt-oss-20b --w-layout kn --out kn.json               # w lies as [E, K, N]
 
 Per cell (model, GEMM, op, tokens): ours, torch grouped_mm, from 1024 tokens on a loop of matmuls and one dense matmul
 of as many FLOPs, all in turns; the best of the libraries in benchmarks/peers, which were measured in one run (as it
@@ -14,6 +15,7 @@ peers were measured on, by name, or what ``aot build --models`` takes. QuACK: be
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -27,7 +29,7 @@ import method
 import torch
 from variants import MODELS
 
-from pretuned.artifacts.types import DType, Op, Problem
+from pretuned.artifacts.types import DType, Layout, Op, Problem
 from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
 
 PEERS = Path(__file__).with_name("peers") / "h200.jsonl"
@@ -40,18 +42,29 @@ COLUMNS = (
 LAUNCH_US = 4.06  # an empty graph
 
 
-def ours_and_torch(op: str, inputs: method.Inputs) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """The two calls to time."""
+def ours_and_torch(
+    op: str, inputs: method.Inputs, w_layout: str = "nk"
+) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    """The two calls to time. With ``kn`` inputs.w is a view of [E, K, N], and ours of dW gives dw as [E, K, N]."""
     x, w, dy, m_sizes = inputs.x, inputs.w, inputs.dy, inputs.m_sizes
+    given = w if w_layout == "nk" else w.transpose(1, 2)
     ends = m_sizes.cumsum(0).to(torch.int32)
+    torchs = functools.partial(torch._grouped_mm, offs=ends)
     if op == "forward":
-        transposed = w.transpose(1, 2)
-        return lambda: grouped_gemm(x, w, m_sizes), lambda: torch._grouped_mm(x, transposed, offs=ends)
+        ours = functools.partial(grouped_gemm, x, given, m_sizes, w_layout=w_layout)
+        return ours, functools.partial(torchs, x, w.transpose(1, 2))
     assert dy is not None
     if op == "dX":
-        return lambda: grouped_gemm_dX(dy, w, m_sizes), lambda: torch._grouped_mm(dy, w, offs=ends)
-    turned = dy.t()
-    return lambda: grouped_gemm_dW(dy, x, m_sizes), lambda: torch._grouped_mm(turned, x, offs=ends)
+        ours = functools.partial(grouped_gemm_dX, dy, given, m_sizes, w_layout=w_layout)
+        return ours, functools.partial(torchs, dy, w)
+    return functools.partial(grouped_gemm_dW, dy, x, m_sizes, w_layout=w_layout), functools.partial(torchs, dy.t(), x)
+
+
+def problem(op: str, E: int, N: int, K: int, w_layout: str) -> Problem:
+    """What a call looks up; dW of [E, K, N] is dW of [E, N, K] with dy and x in each other's place."""
+    if op == "dW":
+        return Problem(Op.DW, DType.BF16, E, *((N, K) if w_layout == "nk" else (K, N)))
+    return Problem(Op(op), DType.BF16, E, N, K, Layout(w_layout))
 
 
 def matmul_loop(op: str, inputs: method.Inputs) -> Callable[[], None]:
@@ -140,31 +153,37 @@ def room(models: str) -> torch.Tensor:
     return torch.empty(most, dtype=torch.bfloat16, device="cuda")
 
 
-def measure(models: str, columns: Iterable[tuple[str, tuple[int, ...]]], where: torch.Tensor) -> list[dict[str, Any]]:
+def measure(
+    models: str, columns: Iterable[tuple[str, tuple[int, ...]]], where: torch.Tensor, w_layout: str
+) -> list[dict[str, Any]]:
     clock, cells = method.Clock(), []
     for name, gemms, E, top_k in layers_of(models):
         for gemm, N, K in gemms:
             w = method.weights(E, N, K, torch.bfloat16, into=where)
+            w = w if w_layout == "nk" else w.view(E, K, N).transpose(1, 2)
             for op, tokens in columns:
                 for T in tokens:
                     M = T * top_k
                     m_sizes = method.routed_rows(E, top_k, T).cuda()
                     dy = None if op == "forward" else method.activations(M, N, w.dtype)
                     inputs = method.Inputs(method.activations(M, K, w.dtype), w, m_sizes, dy)
-                    ours, torchs = ours_and_torch(op, inputs)
-                    error = method.relative_error(ours(), inputs, op)
+                    ours, torchs = ours_and_torch(op, inputs, w_layout)
+                    result = ours().transpose(1, 2) if op == "dW" and w_layout == "kn" else ours()
+                    error = method.relative_error(result, inputs, op)
+                    del result
                     active = E if op == "dW" else int((m_sizes > 0).sum())
                     beside = [torchs, matmul_loop(op, inputs), dense(op, inputs)] if T >= 1024 else [torchs]
                     ours_us, torch_us, *others_us = in_turns(clock, ours, *beside)
                     cell = {
-                        "model": name, "gemm": gemm, "op": op, "tokens": T, "M": M, "E": E, "N": N, "K": K,
+                        "model": name if w_layout == "nk" else f"{name} kn", "gemm": gemm, "op": op, "tokens": T,
+                        "M": M, "E": E, "N": N, "K": K,
                         "error": error, "us": ours_us, "torch_grouped_mm_us": torch_us,
                         "floor_us": method.floor_us(M, N, K, active), "active": active,
                         "tile_waste": tile_waste(op, N, K, m_sizes.cpu()),
                     }  # fmt: skip
                     if others_us:
                         cell["matmul_loop_us"], cell["dense_same_flops_us"] = others_us
-                    chosen = explain(Problem(Op(op), DType.BF16, E, N, K), M=M).chosen
+                    chosen = explain(problem(op, E, N, K, w_layout), M=M).chosen
                     cell["chosen"] = str(chosen.config) if chosen else "torch"
                     cells.append(cell)
                     print(f"{named(cell)} {cell['us']:9.1f} us", flush=True)
@@ -270,12 +289,13 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--models", default=",".join(m[0] for m in MODELS))
     parser.add_argument("--ops", default="forward,dX,dW")
+    parser.add_argument("--w-layout", choices=("nk", "kn"), default="nk")
     args = parser.parse_args()
     begun = time.time()
     ops = args.ops.split(",")
     where, cells = room(args.models), []
     for columns in COLUMNS:
-        cells += measure(args.models, [one for one in columns if one[0] in ops], where)
+        cells += measure(args.models, [one for one in columns if one[0] in ops], where, args.w_layout)
     lines = compare(cells)
     print("\n".join(("", *each(cells), *lines)))
     wrong = [c for c in cells if not c["error"] < method.MAX_ERROR]

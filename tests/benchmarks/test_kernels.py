@@ -1,0 +1,50 @@
+"""What benchmarks/kernels.py times: ours and torch's call are the same product, w lying either way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from pretuned.artifacts.types import DType, Layout, Op, Problem
+
+E, N, K = 3, 32, 16
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[ModuleType]:
+    """The script, whose neighbours it imports as scripts do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        import kernels
+
+        yield kernels
+    for name in ("kernels", "method", "variants"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("w_layout", ["nk", "kn"])
+@pytest.mark.parametrize("op", ["forward", "dX", "dW"])
+def test_both_calls_are_the_product(kernels: ModuleType, op: str, w_layout: str) -> None:
+    method = kernels.method
+    torch.manual_seed(1)
+    m_sizes = torch.tensor([2, 0, 5], dtype=torch.int32)
+    w = torch.randn(E, N, K, dtype=torch.bfloat16)
+    w = w if w_layout == "nk" else w.view(E, K, N).transpose(1, 2)
+    x, dy = (torch.randn(7, columns, dtype=torch.bfloat16) for columns in (K, N))
+    inputs = method.Inputs(x, w, m_sizes, dy)
+    ours, torchs = kernels.ours_and_torch(op, inputs, w_layout)
+    got = ours().transpose(1, 2) if op == "dW" and w_layout == "kn" else ours()
+    for result in (got, torchs()):
+        assert result.shape == {"forward": (7, N), "dX": (7, K), "dW": (E, N, K)}[op]
+        assert method.relative_error(result, inputs, op) < method.MAX_ERROR
+
+
+def test_what_they_look_up(kernels: ModuleType) -> None:
+    assert kernels.problem("forward", E, N, K, "kn") == Problem(Op.FORWARD, DType.BF16, E, N, K, Layout.KN)
+    assert kernels.problem("dW", E, N, K, "kn") == Problem(Op.DW, DType.BF16, E, K, N)
+    assert kernels.problem("dW", E, N, K, "nk") == Problem(Op.DW, DType.BF16, E, N, K)
