@@ -1,0 +1,203 @@
+"""transformers' models with ``experts_implementation="pretuned"``: what their own code computes, and its gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pretuned.runtime import experts as ours
+from pretuned.runtime.activation import Activation
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
+
+TINY = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+MODELS: dict[str, tuple[dict[str, Any], str]] = {  # what a model is made of, and the activation that is found
+    "qwen3_moe": ({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}, "silu"),
+    "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, "silu"),
+    "olmoe": ({"num_experts": 6, "num_experts_per_tok": 3}, "silu"),
+    "gpt_oss": ({"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}, "swiglu_oai"),
+    "granitemoe": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "silu"),
+    "deepseek_v3": (
+        {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
+         "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+         "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}, "silu",
+    ),
+}  # fmt: skip
+IDS = torch.tensor([[5, 9, 11, 40, 7, 8, 96], [3, 3, 3, 60, 61, 62, 63]])
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    found = pytest.importorskip("transformers", minversion="5.8")
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register("pretuned", ours.experts_forward)
+    return found
+
+
+def made(library: Any, kind: str) -> Any:
+    config = library.AutoConfig.for_model(kind, **(TINY | MODELS[kind][0]))
+    torch.manual_seed(0)
+    model = library.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    return model.eval()
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [one for one in model.modules() if hasattr(one, "down_proj") and hasattr(one, "has_bias")]
+
+
+def run(model: Any, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.set_experts_implementation(how)
+    model.zero_grad()
+    logits = model(IDS).logits
+    logits.square().mean().backward()
+    return logits.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_and_its_gradients(library: Any, kind: str) -> None:
+    model = made(library, kind)
+    (wanted, grads), (got, ours_too) = run(model, "eager"), run(model, "pretuned")
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    assert set(ours_too) >= {name for name, grad in grads.items() if grad.any()}
+    for name, grad in grads.items():
+        torch.testing.assert_close(ours_too[name], grad, rtol=1e-3, atol=1e-5)
+    found = {ours._activation(one, True) for one in experts_of(model)}
+    assert found == {Activation(MODELS[kind][1], True, kind == "gpt_oss")}
+
+
+class Experts(torch.nn.Module):
+    """A module as transformers' decorator leaves it."""
+
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor] = functional.silu, **how: bool) -> None:
+        super().__init__()
+        self.act_fn = act
+        self.has_gate, self.has_bias = how.get("has_gate", True), how.get("has_bias", False)
+        self.is_transposed, self.is_concatenated = how.get("is_transposed", False), how.get("is_concatenated", True)
+        self.has_post_expert_norm = how.get("has_post_expert_norm", False)
+        E, H, narrow, wide = 5, 16, 12, 24 if self.has_gate else 12
+        first = "gate_up_proj" if self.has_gate else "up_proj"
+        sizes = (E, H, wide), (E, narrow, H)
+        if not self.is_transposed:
+            sizes = (E, wide, H), (E, H, narrow)
+        generator = torch.Generator().manual_seed(1)
+        for name, size in zip((first, "down_proj"), sizes, strict=True):
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(size, generator=generator)))
+        if self.has_bias:
+            self.register_parameter(f"{first}_bias", torch.nn.Parameter(torch.randn(E, wide, generator=generator)))
+            self.register_parameter("down_proj_bias", torch.nn.Parameter(torch.randn(E, H, generator=generator)))
+        self.post_expert_norm = torch.nn.RMSNorm(H)
+
+    def _apply_gate(self, h: torch.Tensor) -> torch.Tensor:
+        gate, up = h.chunk(2, -1) if self.is_concatenated else (h[..., ::2], h[..., 1::2])
+        return self.act_fn(gate) * up
+
+
+def by_hand(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    out = torch.zeros_like(hidden)
+    for t in range(len(hidden)):
+        for slot, e in enumerate(ids[t].tolist()):
+            if e >= 5:
+                continue
+            w1, w2 = getattr(experts, first)[e], experts.down_proj[e]
+            w1, w2 = (w1.T, w2.T) if experts.is_transposed else (w1, w2)
+            h = w1 @ hidden[t] + (getattr(experts, f"{first}_bias")[e] if experts.has_bias else 0)
+            a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+            y = w2 @ a + (experts.down_proj_bias[e] if experts.has_bias else 0)
+            y = experts.post_expert_norm(y) if experts.has_post_expert_norm else y
+            out[t] = out[t] + weights[t, slot] * y
+    return out
+
+
+OTHERS: list[tuple[dict[str, bool], Any, str]] = [
+    ({}, functional.silu, "silu"),
+    ({}, functional.gelu, "gelu"),
+    ({}, partial(functional.gelu, approximate="tanh"), "gelu_tanh"),
+    ({"has_gate": False}, lambda h: torch.relu(h).square(), "relu2"),
+    ({"has_gate": False, "has_bias": True}, functional.silu, "silu"),
+    ({"is_transposed": True, "has_bias": True, "is_concatenated": False}, functional.silu, "silu"),
+    ({"is_transposed": True, "has_bias": True}, functional.mish, ""),
+    ({"has_gate": False}, torch.tanh, ""),
+    ({"has_post_expert_norm": True}, functional.silu, "silu"),
+]
+
+
+@pytest.mark.parametrize(("how", "act", "name"), OTHERS)
+@pytest.mark.parametrize("elsewhere", [False, True])  # experts of another rank
+def test_every_way_that_weights_may_lie(how: dict[str, bool], act: Any, name: str, elsewhere: bool) -> None:
+    experts = Experts(act, **how)
+    other = copy.deepcopy(experts)
+    found = ours._activation(experts, experts.has_gate)
+    assert (found.name if found else "") == name
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(9, 16, generator=generator)
+    ids = torch.stack([torch.randperm(7 if elsewhere else 5, generator=generator)[:3].clamp(max=5) for _ in range(9)])
+    weights = torch.rand(9, 3, generator=generator)
+    given = [one.clone().requires_grad_() for _ in range(2) for one in (hidden, weights)]
+    got = ours.experts_forward(experts, given[0], ids, given[1])
+    wanted = by_hand(other, given[2], ids, given[3])
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    upstream = torch.randn(9, 16, generator=generator)
+    got.backward(upstream)
+    wanted.backward(upstream)
+    inside = ids < 5  # (of the others the router's module masks the weights)
+    torch.testing.assert_close(given[0].grad, given[2].grad, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(given[1].grad * inside, given[3].grad * inside, rtol=1e-3, atol=1e-3)
+    for (called, one), (_, two) in zip(experts.named_parameters(), other.named_parameters(), strict=True):
+        if two.grad is not None:
+            torch.testing.assert_close(one.grad, two.grad, rtol=1e-3, atol=1e-3, msg=called)
+
+
+def test_what_is_tried_once_is_known() -> None:
+    experts = Experts()
+    known = ours._activation(experts, True)
+    assert known == Activation("silu", True, False)
+    experts.act_fn = torch.tanh
+    assert ours._activation(experts, True) is known
+
+
+def test_code_that_can_not_be_tried_is_the_module_s_own() -> None:
+    def only_its_columns(h: torch.Tensor) -> torch.Tensor:
+        return h.view(-1, 12).sigmoid()
+
+    experts = Experts(only_its_columns, has_gate=False)
+    assert ours._activation(experts, False) is None
+    out = ours.experts_forward(experts, torch.randn(2, 16), torch.tensor([[0], [4]]), torch.ones(2, 1))
+    assert out.shape == (2, 16)
+
+
+def test_an_earlier_transformers_says_less_of_a_module() -> None:
+    experts = Experts()
+    wanted = ours.experts_forward(experts, torch.ones(2, 16), torch.tensor([[0], [4]]), torch.ones(2, 1))
+    for later in ("has_gate", "is_concatenated", "has_post_expert_norm"):
+        delattr(experts, later)
+    experts._apply_gate = lambda h: functional.silu(h[..., :12]) * h[..., 12:]  # type: ignore[method-assign]
+    got = ours.experts_forward(experts, torch.ones(2, 16), torch.tensor([[0], [4]]), torch.ones(2, 1))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_compiled_it_is_the_same() -> None:
+    experts = Experts()
+    hidden, ids, weights = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
+    compiled = torch.compile(ours.experts_forward, backend="eager", fullgraph=True)
+    torch.testing.assert_close(
+        compiled(experts, hidden, ids, weights), ours.experts_forward(experts, hidden, ids, weights),
+        rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+
+
+def test_weights_in_another_dtype_than_hidden() -> None:
+    experts = Experts().bfloat16()
+    out = ours.experts_forward(experts, torch.randn(4, 16), torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1))
+    assert out.dtype is torch.float32
