@@ -180,6 +180,8 @@ def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
 
 def miss_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
     """Why no bundle can run it, and what to do."""
+    if not local.sm:
+        return f"no bundle runs on {local}: it is of no CUDA capability"
     line = build_line(problem, bucket, local.sm)
     if not view.usable:
         skipped = f" ({len(view.skipped)} found and skipped, see python -m pretuned.runtime)" if view.skipped else ""

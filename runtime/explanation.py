@@ -236,7 +236,8 @@ def _assumed(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tuple[int
     for usable in snapshot.view(local, installed=True).usable:
         with contextlib.suppress(BundleError):  # its choices may be whole, and run
             for model in usable.bundle.models():
-                if any(replace(one, fusion=Fusion.NONE, top_k=0) == product for one in model.problems):
+                plain = (replace(one, layout=problem.layout, fusion=Fusion.NONE, top_k=0) for one in model.problems)
+                if product in plain:
                     names.setdefault(model.top_k, model.name)
     if not names:
         return 1, "top_k=1, as no bundle has a model with this product"

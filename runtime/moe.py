@@ -157,6 +157,8 @@ def moe_mlp(
             "wanted three dimensions with the same number of experts first"
         )
     how = Layer(k, Layout(w_layout), Activation(activation, gated, interleaved))
+    if gated and (wide := layer.columns(gate_up_weight, how.layout)) % 2:
+        raise InputError(f"moe_mlp: gate and up have {wide} columns together, wanted an even number")
     others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
     if weights_on == "input" or calls.is_traced(x, gate_up_weight, topk_ids, *others):
         out = _composed(

@@ -135,10 +135,10 @@ def preload(
         wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     if models is not None:
         for model in records_of(models, view):
-            for problem in (lies(one, lying) for one in model.problems):
+            for problem in turned(model.problems, lying):
                 wanted.setdefault(problem, set()).update(buckets(rows_of(model, problem, tokens)))
     elif problems is None:
-        for problem in (lies(one, lying) for usable in view.usable for one in usable.bundle.problems()):
+        for problem in (one for usable in view.usable for one in turned(usable.bundle.problems(), lying)):
             wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     cells = cells_of(wanted, snapshot, local)
     kernels = set()
@@ -269,9 +269,24 @@ def records_of(names: Sequence[str], view: View) -> list[Model]:
     return [model for model in records if model.name in names]
 
 
-def lies(problem: Problem, layout: Layout | None) -> Problem:
-    """The problem with w in this layout, or as it is if None; dW has none."""
-    return problem if layout is None or problem.op is Op.DW else replace(problem, layout=layout)
+def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Problem]:
+    """The problems with w in this layout, or as they are if None.
+
+    dW of a w that is turned has N and K exchanged. How its w lies the problems beside it say; where they don't, it is
+    here in both orders.
+    """
+    if layout is None:
+        yield from problems
+        return
+    lie = {one.layout for one in problems if one.op is not Op.DW}
+    for one in problems:
+        if one.op is not Op.DW:
+            yield replace(one, layout=layout)
+            continue
+        if layout in lie or not lie:
+            yield one
+        if lie != {layout}:
+            yield replace(one, N=one.K, K=one.N)
 
 
 def rows_of(model: Model, problem: Problem, tokens: range | None) -> tuple[int, int]:

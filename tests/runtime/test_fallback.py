@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import CudaError
-from pretuned.runtime import device, driver, fallback, grouped_gemm, products, reload
+from pretuned.runtime import device, driver, explain, fallback, grouped_gemm, products, reload
 
 
 def test_the_reference_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -61,3 +61,12 @@ def test_an_amd_gpu_is_torchs(amd: None, caplog: pytest.LogCaptureFixture) -> No
     assert record.levelno == logging.WARNING
     assert "with ROCm" in record.getMessage()
     assert fallback.grouped_mm(torch.bfloat16, device.local_gpu(0).sm, 2) is None  # its 9.4 is no capability
+
+
+def test_no_bundle_is_to_be_built_for_an_amd_gpu(amd: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    told = explain(E=2, N=64, K=64, M=8)
+    assert told.runs == "torch"
+    assert "AMD Instinct MI300X" in told.reason
+    assert "aot build" not in told.reason

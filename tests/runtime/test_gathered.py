@@ -250,6 +250,8 @@ def test_explain_takes_the_top_k_of_a_model_and_says_so(tmp_path: Path) -> None:
     assert told() == (False, "top_k=1, as no bundle has a model with this product")
     assert told(eight) == (True, "top_k=8, as eight has")
     assert told(eight, problem=asked)[1] == "top_k=8, as eight has"
+    turned = replace(ON_LOAD, layout=Layout.KN)  # a model has as many whichever way its weights lie
+    assert told(eight, problem=turned)[1] == "top_k=8, as eight has"
     assert told(eight, two)[1] == "top_k=2, as two has; eight has 8"
     assert told(eight, top_k=1) == (False, None)
     assert told(top_k=8) == (True, None)

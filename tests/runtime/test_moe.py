@@ -238,6 +238,10 @@ def test_ids_that_are_none(ids: Any, says: str) -> None:
 def test_an_odd_number_of_columns_has_no_halves() -> None:
     with pytest.raises(InputError, match=r"^activate: .* an even number"):
         activate(torch.ones(2, 5))
+    for shape, how in (((2, 5, 8), {}), ((2, 8, 5), {"w_layout": "kn"}), ((2, 5, 8), {"weights_on": "input"})):
+        with pytest.raises(InputError, match=r"^moe_mlp: gate and up have 5 columns together, wanted an even number"):
+            moe_mlp(torch.ones(1, 8), torch.ones(*shape), torch.ones(2, 8, 2), torch.zeros(1, 1, dtype=torch.int32),
+                    torch.ones(1, 1), **how)  # type: ignore[arg-type]  # fmt: skip
 
 
 def test_what_is_no_activation_is_told_of_the_call_that_was_made() -> None:

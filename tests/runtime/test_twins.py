@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made import NARROW, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
+from pretuned.aot.models import load_models
+from pretuned.aot.plan import plan
 from pretuned.aot.variants import Family, Space, by_code, serves, specs
 from pretuned.artifacts.errors import InputError, ProblemNotInBundle
 from pretuned.artifacts.store import open_bundle
@@ -19,7 +21,7 @@ from pretuned.runtime import explain, preload
 from pretuned.runtime.candidates import Match, Origin
 from pretuned.runtime.dispatch import Decision, Miss, decide
 from pretuned.runtime.explanation import examine, made_up_gpu
-from pretuned.runtime.warmup import cells_of, lies
+from pretuned.runtime.warmup import cells_of, turned
 
 FORMS = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
 BUNDLES = sorted((Path(__file__).parents[2] / "artifacts" / "bundles").glob("*.msgpack"))
@@ -137,11 +139,25 @@ def test_a_kernel_is_named_by_the_caller_for_either(tmp_path: Path) -> None:
 
 def test_what_is_prepared_for_weights_that_lie_the_other_way(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
-    weight = replace(PROBLEM, op=Op.DW)
-    turned = replace(PROBLEM, layout=Layout.KN)
-    assert [lies(one, Layout.KN) for one in (PROBLEM, weight)] == [turned, weight]
-    assert lies(turned, None) is turned
-    assert cells_of({replace(turned, op=Op.DX): [64]}, snapshot(tmp_path), ON_H200) == [(replace(turned, op=Op.DX), 64)]
+    weight, kn = replace(PROBLEM, op=Op.DW), replace(PROBLEM, layout=Layout.KN)
+    of_kn = replace(weight, N=PROBLEM.K, K=PROBLEM.N)
+    assert list(turned([PROBLEM, weight], Layout.KN)) == [kn, of_kn]
+    assert list(turned([kn, of_kn], Layout.NK)) == [PROBLEM, weight]
+    assert list(turned([kn, of_kn], Layout.KN)) == [kn, of_kn]
+    assert list(turned([kn, of_kn], None)) == [kn, of_kn]
+    for unsaid in ([weight], [PROBLEM, kn, weight]):
+        assert list(turned(unsaid, Layout.KN))[-2:] == [weight, of_kn]
+    assert cells_of({replace(kn, op=Op.DX): [64]}, snapshot(tmp_path), ON_H200) == [(replace(kn, op=Op.DX), 64)]
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("planned", Layout)
+def test_a_turned_model_has_the_problems_that_it_is_planned_with(planned: Layout, layout: Layout) -> None:
+    def problems(lying: Layout) -> set[Problem]:
+        loaded = load_models([f"shape:E=8,H=256,I=96,k=2 gated=0 layout={lying.value}"])
+        return set(plan(loaded.shapes).problems)
+
+    assert set(turned(tuple(problems(planned)), layout)) == problems(layout)
 
 
 @pytest.mark.parametrize("given", ["k", 1, ["nk"]])

@@ -93,7 +93,7 @@ def test_an_output_that_ends_within_a_write_is_no_success(tmp_path: Path, unbuff
     program = f"{limited}import sys; from pretuned.aot.__main__ import main; sys.exit(main())"
     with (tmp_path / "out.json").open("wb") as out:
         done = subprocess.run(
-            [sys.executable, "-c", program, "models", "--json"], stdout=out, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-B", "-c", program, "models", "--json"], stdout=out, stderr=subprocess.PIPE, text=True,
             check=False, env=environment,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "error: can't write the output: File too large\n")
