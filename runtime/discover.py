@@ -144,7 +144,7 @@ class Snapshot:
         key = (bundle.digest, problem)
         found = self._choices.get(key)
         if found is None:
-            twin = problem.twin
+            twin = self._twin(bundle, problem)
             try:
                 found = bundle.find(problem) or (bundle.find(twin) if twin is not None else ())
                 self._choices[key] = found
@@ -175,10 +175,12 @@ class Snapshot:
                     self.reject(bundle, error)
                     raise Rejected from error
         found = groups.get((problem.op, problem.dtype, problem.layout, problem.fusion), ())
-        if not found and isinstance(problem, Problem) and problem.twin is not None:
-            twin = problem.twin
-            found = groups.get((twin.op, twin.dtype, twin.layout, twin.fusion), ())
-        return found
+        twin = self._twin(bundle, problem) if not found and isinstance(problem, Problem) else None
+        return found if twin is None else groups.get((twin.op, twin.dtype, twin.layout, twin.fusion), ())
+
+    def _twin(self, bundle: BundleFile, problem: Problem) -> Problem | None:
+        """The problem's twin; None in what this process has made: that hangs on the calls so far, in each its own."""
+        return None if any(one.bundle is bundle for one in self._made) else problem.twin
 
     def serves(self, problem: Problem, local: LocalGpu) -> bool:
         """Whether any usable bundle has a variant of ``problem``'s kind."""

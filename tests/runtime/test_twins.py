@@ -108,6 +108,19 @@ def test_each_form_has_its_own_code(tmp_path: Path) -> None:
     assert isinstance(decide(snapshot(tmp_path), gathers, 64, ON_H200), Miss)
 
 
+def test_what_the_process_itself_has_compiled_runs_what_it_was_compiled_for(tmp_path: Path) -> None:
+    """Else a choice would hang on which of the two was called first."""
+    path = write(tmp_path / "made.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    (tmp_path / "nothing").mkdir()
+    found = snapshot(tmp_path / "nothing")
+    with open_bundle(path) as bundle:
+        found.add(bundle)
+        assert decision(found, PROBLEM).chosen.index == WIDE
+        assert isinstance(decide(found, twin_of(PROBLEM), 64, ON_H200), Miss)
+        other = replace(twin_of(PROBLEM), N=4096)
+        assert isinstance(decide(found, other, 64, ON_H200), Miss)
+
+
 @pytest.mark.parametrize("op", [Op.DW, Op.FORWARD])
 def test_no_twin_is_looked_for_where_there_is_none(op: Op, tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
