@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +75,15 @@ def test_a_model_and_its_gradients(library: Any, kind: str) -> None:
         torch.testing.assert_close(ours_too[name], grad, rtol=1e-3, atol=1e-5)
     found = {ours._activation(one, True) for one in experts_of(model)}
     assert found == {Activation(MODELS[kind][1], True, kind == "gpt_oss")}
+
+
+def test_a_model_is_loaded_with_it_by_name(library: Any, tmp_path: Path) -> None:
+    model = made(library, "qwen3_moe")
+    model.save_pretrained(tmp_path)
+    loaded = library.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="pretuned")
+    model.set_experts_implementation("eager")
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
+    assert all(one in ours._activations for one in experts_of(loaded))
 
 
 class Experts(torch.nn.Module):
