@@ -31,15 +31,15 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", "gathering.py", "unnamed.py", *_SPECIALIZED),
-    "0096490e9c400775b1d5e1d44c29f03d6250c188ff4dff4766108bec728e4486",
+    "987090bdab35dfcdff3260ffd6d8dd16665410f9471bca55169221a8999cd500",
 )
 _ROWS_FITTED = (
     ("fitted.py", "unnamed.py", *_SPECIALIZED),
-    "c8f386fc7628d6a2409c9bfc1364255eb9c43106ed29e057c685d976315103c2",
+    "8f6e76b224903dff8a9fef1a5c9ce719b992cbf86200e97f87b62509ff8f5140",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "64721eb7bcba20c3652f41cfbbfcddb0dbf6ee87423442561422b7b2f80716f6",
+    "22979f212c58b14a1384f67a38be15a92dfb02bb8f0e64ba0162323c2ce53a5e",
 )
 _ACTIVATION = ("activation.py",), "837d6f72378c576f03bc3b1337b582764b0c4028722618619ac9ded3fd6cfa64"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

@@ -221,7 +221,7 @@ def _schedule(
             expert = gl.sum(gl.where(place == expert, gl.arange(0, EXPERTS, layout=layout), 0), 0)
         n, k = grouped(inner, tiles_n, tiles_k, GROUP_M)
         count, row_end = _rows_of(end, expert, EXPERTS, layout)
-        steps = gl.cdiv(count, BLOCK_M)
+        steps = gl.maximum(gl.cdiv(count, BLOCK_M), 1)
         word = steps | (expert << 20)
         publish_turn(queue, filled, free, slot, turn, n * 128, k, N, word, stage, phase, WARPS, count, row_end)
         stage += steps
@@ -243,7 +243,10 @@ def _load_told(
     dy, x, a, b, full, empty, near, queue, filled, free, N, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp of PINGPONG code: says when it is ``near`` the end of each tile."""
+    """The loading warp of PINGPONG code: says when it is ``near`` the end of each tile.
+
+    An expert without rows has one step, of zeros: the sums of the tile before would stay (turns.py).
+    """
     AHEAD: gl.constexpr = 6  # steps: with 4 it takes 1.001 to 1.005 x as long in the mean
     PARTS: gl.constexpr = BLOCK_K // PART
     half_bytes: gl.constexpr = 64 * BLOCK_M * x.dtype.primitive_bitwidth // 8
@@ -252,8 +255,9 @@ def _load_told(
     while n >= 0:
         first = (place & 0xFFFFF) * BLOCK_K
         both = n + 64 < N
-        last = gl.cdiv(count, BLOCK_M) * BLOCK_M
-        for row in range(0, count, BLOCK_M):
+        rows = gl.maximum(count, 1)
+        last = gl.cdiv(rows, BLOCK_M) * BLOCK_M
+        for row in range(0, rows, BLOCK_M):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.arrive(near.index(0), count=1, pred=row == gl.maximum(last - AHEAD * BLOCK_M, 0))
             bar = full.index(stage)
@@ -268,7 +272,6 @@ def _load_told(
                 part = b.index(stage * PARTS + j)._reinterpret(x.dtype, [1, 1, BLOCK_M, PART], x.layout)
                 tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, first + j * PART], bar, part)
             stage, phase = advance(stage, phase, STAGES)
-        mbarrier.arrive(near.index(0), count=1, pred=count == 0)
         slot, turn = advance(slot, turn, 2)
         n, place, _end, _word, count, row_end = take_all(queue, filled, free, slot, turn, 1)
 
