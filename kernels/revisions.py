@@ -31,15 +31,15 @@ _WEIGHT = ("grad_weight.py", "tiles.py"), "3165b0857f49e230828295571e18649fa27d1
 _SPECIALIZED = ("fragments.py", "pipeline.py", "turns.py", "warpgroups.py")
 _ROWS_SPECIALIZED = (
     ("specialized.py", "gathering.py", "unnamed.py", *_SPECIALIZED),
-    "987090bdab35dfcdff3260ffd6d8dd16665410f9471bca55169221a8999cd500",
+    "9220c2784fee9acf5de3046c5f4cac0a0bc63b4c2dd6c4068f806c5333895a11",
 )
 _ROWS_FITTED = (
     ("fitted.py", "unnamed.py", *_SPECIALIZED),
-    "8f6e76b224903dff8a9fef1a5c9ce719b992cbf86200e97f87b62509ff8f5140",
+    "de8964ac845eeea4ab87d4b1cfaeee119e7471c556a5d8ebf3df623c906fe614",
 )
 _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
-    "22979f212c58b14a1384f67a38be15a92dfb02bb8f0e64ba0162323c2ce53a5e",
+    "053b3ab3c2432f2b259dd6c58c6872b1f6e188111cd0ee8d6ec1cfefce74ebcf",
 )
 _ACTIVATION = ("activation.py",), "837d6f72378c576f03bc3b1337b582764b0c4028722618619ac9ded3fd6cfa64"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"

@@ -67,7 +67,7 @@ def multiply_in_turns(
         phase = (place >> 24) & 1
         if INDEXED:
             found = look_up(moved, ask(moved, row, row_end, 128), row, row_end)
-        if WEIGHT:  # the first product takes the place of the sums: to set them to zero takes 2 to 8 % of short reductions
+        if WEIGHT:  # the first product takes the place of the sums: zeros would take 2 to 7 % of a short reduction
             gl.assume(steps > 0)
         else:
             upper = gl.zeros([64, WRITTEN], gl.float32, mma)
