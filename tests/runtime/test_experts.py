@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from pretuned.runtime import experts as ours
+from pretuned.runtime import reload
 from pretuned.runtime.activation import Activation
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
@@ -60,7 +62,7 @@ def experts_of(model: Any) -> list[Any]:
 def run(model: Any, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.set_experts_implementation(how)
     model.zero_grad()
-    logits = model(IDS).logits
+    logits = model(IDS.to(model.device)).logits
     logits.square().mean().backward()
     return logits.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
@@ -84,6 +86,43 @@ def test_a_model_is_loaded_with_it_by_name(library: Any, tmp_path: Path) -> None
     model.set_experts_implementation("eager")
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
     assert all(one in ours._activations for one in experts_of(loaded))
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PRETUNED_STRICT", "1")
+    reload()
+    yield
+    monkeypatch.undo()
+    reload()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_in_bf16_with_the_sizes_that_gpu_models_txt_has(
+    library: Any, kind: str, device: str, request: pytest.FixtureRequest
+) -> None:
+    """On a GPU: by kernels that were built for these sizes, or strict mode raises."""
+    if device == "cuda":
+        if not (torch.cuda.is_available() and os.environ.get("PRETUNED_BUNDLES")):
+            pytest.skip("needs a CUDA GPU, and PRETUNED_BUNDLES to name bundles for it")
+        request.getfixturevalue("strict")
+    sizes = {one: 8 for one in ("num_experts", "num_local_experts", "n_routed_experts") if one in MODELS[kind][0]}
+    sizes |= {"hidden_size": 768, "intermediate_size": 512, "moe_intermediate_size": 512, "num_experts_per_tok": 2}
+    # One layer with experts: its router has the same input in both, so no token may go elsewhere by a rounding.
+    sizes["num_hidden_layers"] = 2 if kind == "deepseek_v3" else 1
+    config = library.AutoConfig.for_model(kind, **(TINY | MODELS[kind][0] | sizes))
+    torch.manual_seed(0)
+    model = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1)
+    model = model.eval().to(device)
+    (wanted, grads), (got, ours_too) = run(model, "eager"), run(model, "pretuned")
+    experts = {name for name in grads if "experts" in name}  # before them bf16's own roundings add up
+    assert len(experts) >= 2
+    for one, other in ((got, wanted), *((ours_too[name], grads[name]) for name in experts)):
+        assert float((one.float() - other.float()).norm() / other.float().norm()) < 2e-2
 
 
 class Experts(torch.nn.Module):
