@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from ..artifacts.errors import CudaError, DriverTooOld, TargetMismatch
+from ..artifacts.errors import BundleError, CudaError, DriverTooOld, TargetMismatch
 from ..artifacts.names import cuda_version, printable
 from ..kernels import chips
 from . import discover, settings
@@ -169,13 +169,17 @@ def _bundle(found: Found, views: list[View]) -> BundleReport:
     bundle = found.bundle
     if bundle is None:
         return BundleReport(str(found.path), str(found.place), "", 0, 0, (), (), str(found.error))
+    try:
+        problems = len(bundle.problems())
+    except BundleError as error:
+        return BundleReport(str(found.path), str(found.place), "", 0, 0, (), (), str(error))
     used = tuple(i for i, view in enumerate(views) if any(one.path == found.path for one in view.usable))
     reasons = [one.reason for view in views for one in view.skipped if one.path == found.path]
     return BundleReport(
         str(found.path),
         str(found.place),
         str(bundle.target),
-        len(bundle.problems()),
+        problems,
         bundle.variant_count,
         tuple(gpu.name for gpu in bundle.gpus),
         used,

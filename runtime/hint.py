@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
+from ..artifacts.errors import BundleError
 from ..artifacts.types import DType, Fusion, Layout, Op, Problem
 from ..kernels.abi import result_columns
 from .device import LocalGpu
@@ -41,10 +43,11 @@ def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
     for usable in view.usable:
         if usable.bundle.target.sm != local.sm:
             continue
-        for one in usable.bundle.problems():
-            other = next((name for name in (one, one.twin) if name and _kind(name) == _kind(problem)), None)
-            if other is not None:
-                found.setdefault(other, set()).update(choice.bucket for choice in usable.bundle.find(one))
+        with contextlib.suppress(BundleError):  # a damaged record: who needs it will tell
+            for one in usable.bundle.problems():
+                other = next((name for name in (one, one.twin) if name and _kind(name) == _kind(problem)), None)
+                if other is not None:
+                    found.setdefault(other, set()).update(choice.bucket for choice in usable.bundle.find(one))
     near = sorted(found, key=lambda other: (_distance(problem, other), other.sort_key))[:_NEAREST]
     return [f"E={p.E} N={p.N} K={p.K} (M near {', '.join(map(str, sorted(found[p])))})" for p in near if found[p]]
 

@@ -20,7 +20,7 @@ from ..kernels.passes import dtype_of
 from . import discover
 from .candidates import why_not
 from .device import LocalGpu, current_device, local_gpu
-from .discover import Rejected, Snapshot, View
+from .discover import Rejected, Snapshot
 from .dispatch import forms_of, naturally_aligned
 from .loading import loaded, prepare
 from .locks import lock
@@ -128,17 +128,16 @@ def preload(
     models = [models] if isinstance(models, str) else models
     device = current_device() if device is None else device
     local, snapshot = local_gpu(device), discover.snapshot()
-    view = snapshot.view(local, installed=True)
-    view.demand_named_files()
+    snapshot.view(local, installed=True).demand_named_files()
     wanted: dict[Problem, set[int]] = {}
     for problem in problems or ():
         wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     if models is not None:
-        for model in records_of(models, view):
+        for model in records_of(models, snapshot, local):
             for problem in turned(model.problems, lying):
                 wanted.setdefault(problem, set()).update(buckets(rows_of(model, problem, tokens)))
     elif problems is None:
-        for problem in (one for usable in view.usable for one in turned(usable.bundle.problems(), lying)):
+        for problem in (one for row in problems_of(snapshot, local) for one in turned(row, lying)):
             wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     cells = cells_of(wanted, snapshot, local)
     kernels = set()
@@ -248,7 +247,14 @@ def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) 
     return list(dict.fromkeys((usable.bundle, index) for row in found for usable, index in row))
 
 
-def records_of(names: Sequence[str], view: View) -> list[Model]:
+def problems_of(snapshot: Snapshot, local: LocalGpu) -> list[tuple[Problem, ...]]:
+    """The problems of each usable bundle."""
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            return [snapshot.problems(one.bundle) for one in snapshot.view(local, installed=True).usable]
+
+
+def records_of(names: Sequence[str], snapshot: Snapshot, local: LocalGpu) -> list[Model]:
     """The models of these names, in every sharding and dtype that the bundles have.
 
     Raises
@@ -256,7 +262,11 @@ def records_of(names: Sequence[str], view: View) -> list[Model]:
     InputError
         for a name that no bundle knows.
     """
-    records = [model for usable in view.usable for model in usable.bundle.models()]
+    records: list[Model] | None = None
+    while records is None:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            usable = snapshot.view(local, installed=True).usable
+            records = [model for one in usable for model in snapshot.models(one.bundle)]
     known = sorted({model.name for model in records})
     for name in names:
         if name not in known:

@@ -283,6 +283,15 @@ def test_strict_wants_a_choice_for_problem_bucket_and_capability(tmp_path: Path)
         decide(snapshot(tmp_path / "sm80"), PROBLEM, 64, ON_L40S, strict=True)
 
 
+def test_what_a_miss_names_leaves_out_a_damaged_record(tmp_path: Path) -> None:
+    write(tmp_path / "b.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    path = write(tmp_path / "a.msgpack", {PROBLEM: [modelled(16, WIDE)]})
+    (choices,) = craft.parts(path.read_bytes())[0]["problems"].values()
+    path.write_bytes(craft.changed(path.read_bytes(), problems={b"\x90": choices}))
+    with pytest.raises(ProblemNotInBundle, match=r"E=8 N=1024 K=768 \(M near 64\)"):
+        decide(snapshot(tmp_path), OTHER, 64, ON_H200, strict=True)
+
+
 FORMS = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
 
 

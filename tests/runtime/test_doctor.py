@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import craft
 import pytest
 import torch
 from made import H200, ON_A100, ON_H200, OTHER, PROBLEM, WIDE, measured, modelled, snapshot, write
@@ -84,6 +85,16 @@ def test_a_damaged_bundle_for_another_gpu_is_told_too(tmp_path: Path) -> None:
     found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
     assert found.ok
     assert "header and index have sha256" in found.bundles[0].why_not
+
+
+def test_a_bundle_with_a_damaged_record_is_told(tmp_path: Path) -> None:
+    """Under a right digest: what wrote it is broken."""
+    path = write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    (choices,) = craft.parts(path.read_bytes())[0]["problems"].values()
+    path.write_bytes(craft.changed(path.read_bytes(), problems={b"\x90": choices}))
+    found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
+    assert "problem 0: problem has 0 items" in found.bundles[0].why_not
+    assert "problem 0: problem has 0 items" in str(found)
 
 
 def test_a_named_file_that_cannot_be_used_is_a_problem_beside_a_good_one(tmp_path: Path) -> None:
