@@ -13,6 +13,7 @@ backward of a training step. Medians of the rounds; each way's logits are held a
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -53,12 +54,13 @@ def made(library: Any, name: str, layers: int, device: str) -> Any:
         return library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train(False)
 
 
-def medians_us(calls: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
-    """Wall-clock medians in microseconds, the calls in turns."""
+def medians_us(model: Any, ways: list[str], call: Callable[[], Any], device: str, rounds: int) -> dict[str, float]:
+    """Wall-clock medians in microseconds of the call with the experts computed in each way, the ways in turns."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for i in range(rounds + 2):
-        for name, call in calls.items():
+        for name in ways:
+            model.set_experts_implementation(name)
             wait()
             start = time.perf_counter()
             call()
@@ -73,31 +75,35 @@ def measure(library: Any, name: str, layers: int, device: str, rounds: int) -> l
     top_k = SHAPES[name][1]["num_experts_per_tok"]
     cells = []
 
-    def way(how: str, ids: torch.Tensor, learns: bool) -> Callable[[], torch.Tensor]:
-        def call() -> torch.Tensor:
-            model.set_experts_implementation(how)
-            with torch.set_grad_enabled(learns):
-                logits: torch.Tensor = model(ids, use_cache=False).logits
-                if learns:
-                    model.zero_grad()
-                    logits.float().square().mean().backward()
-            return logits.detach()
+    def run(ids: torch.Tensor, learns: bool) -> torch.Tensor:
+        with torch.set_grad_enabled(learns):
+            logits: torch.Tensor = model(ids, use_cache=False).logits
+            if learns:
+                model.zero_grad()
+                logits.float().square().mean().backward()
+        return logits.detach()
 
-        return call
+    def logits_of(how: str, ids: torch.Tensor) -> torch.Tensor:
+        model.set_experts_implementation(how)
+        return run(ids, False).float()
 
     for sequences, length in BATCHES:
         T = sequences * length
         ids = torch.randint(3, 1024, (sequences, length), generator=torch.Generator().manual_seed(T)).to(device)
         ways = [how for how in (OURS, *BESIDE) if how != "batched_mm" or T * top_k <= MOST_COPIED]
+        want = logits_of("grouped_mm", ids)
+        differences = {how: float((logits_of(how, ids) - want).norm() / want.norm()) for how in ways}
         for learns in (False, True) if T >= 1024 else (False,):
-            calls = {how: way(how, ids, learns) for how in ways}
-            want = calls["grouped_mm"]().float()
-            differences = {how: float((calls[how]().float() - want).norm() / want.norm()) for how in ways}
-            us = medians_us(calls, device, rounds)
+            us = medians_us(model, ways, functools.partial(run, ids, learns), device, rounds)
             cells.append({"model": name, "layers": layers, "sequences": sequences, "length": length,
                           "training": learns, "us": us, "differences": differences})  # fmt: skip
             print(line(cells[-1]), flush=True)
     return cells
+
+
+def others(cell: dict[str, Any]) -> float:
+    """How far transformers' own ways are from each other: by a rounding a router may send a token elsewhere."""
+    return max((value for how, value in cell["differences"].items() if how != OURS), default=0.0)
 
 
 def line(cell: dict[str, Any]) -> str:
@@ -146,7 +152,7 @@ def main() -> None:
               "torch": torch.__version__, "transformers": transformers.__version__,
               "seconds": round(time.time() - begun, 1), "summary": lines, "cells": cells}  # fmt: skip
     args.out.write_text(json.dumps(report, indent=1) + "\n")
-    wrong = [c for c in cells if not max(c["differences"].values()) < MAX_DIFFERENCE]
+    wrong = [c for c in cells if not c["differences"][OURS] < max(MAX_DIFFERENCE, 2 * others(c))]
     sys.exit(f"{len(wrong)} cells differ from grouped_mm's" if wrong else 0)
 
 
