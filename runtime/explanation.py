@@ -93,12 +93,15 @@ class Explanation:
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
         lines.append(f"  why:  {self.reason}")
-        if self.candidates:
-            lines.append(f"  {'rank':>4}  {'time':>10}  {'':8}  {'config':36}  {'for':32}  bundle")
-        for place, one in enumerate(self.candidates[:_SHOWN], 1):
+        shown = self.candidates[:_SHOWN]
+        config = max((len(str(one.config)) for one in shown), default=0)
+        basis = max((len(_basis(one)) for one in shown), default=0)
+        if shown:
+            lines.append(f"  {'rank':>4}  {'time':>10}  {'':8}  {'config':{config}}  {'for':{basis}}  bundle")
+        for place, one in enumerate(shown, 1):
             lines.append(
-                f"  {place:>4}  {one.time_us:>7.1f} us  {one.source.value:8}  {one.config!s:36}  {_basis(one):32}  "
-                f"{one.usable.path.name}"
+                f"  {place:>4}  {one.time_us:>7.1f} us  {one.source.value:8}  {one.config!s:{config}}  "
+                f"{_basis(one):{basis}}  {one.usable.path.name}"
             )
         mismatched = [one for one in self.skipped if isinstance(one.error, TargetMismatch)]
         ordinary = [one for one in mismatched if not one.place.names(one.path) and best is not None]

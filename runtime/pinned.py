@@ -92,7 +92,7 @@ def find(
                 return usable, pin.variant
         raise InputError(
             f"grouped_gemm: no usable bundle has the choice {pin} for {problem}, or its variant can't run here. "
-            f"Its choices are those of BundleFile.find(problem); {_listed(there, None)}"
+            f"Its choices are those of BundleFile.find(problem), or else of problem.twin's; {_listed(there, None)}"
         )
     for config, usable, index in there:
         if config == pin:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made import H200, NARROW, ON_H200, OTHER, PROBLEM, WIDE, measured, modelled, snapshot, write
+from made import H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.types import Source
@@ -85,6 +85,17 @@ def test_past_the_first_every_time_is_for_this_bucket(tmp_path: Path) -> None:
     told = examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True)
     assert [(one.index, one.match, one.time_us) for one in told.candidates[:2]] == [
         (WIDE, Match.EXACT, 10.0), (NARROW, Match.EXACT, 11.0)]  # fmt: skip
+
+
+def test_the_columns_are_as_wide_as_what_is_in_them(tmp_path: Path) -> None:
+    """Those of specialised code are long."""
+    long = Config(128, 192, 64, 8, 5, tma=True, persistent=True, specialized=True, pingpong=True)
+    write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, 0, 7.5, second=1)]}, gpus=[H200],
+          specs=(replace(SPECS[0], config=long), SPECS[1]))  # fmt: skip
+    text = str(examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True))
+    rows = [line for line in text.splitlines() if line.endswith(("  bundle", "  a.msgpack"))]
+    assert len(rows) == 3
+    assert len({len(row) - len(row.split()[-1]) for row in rows}) == 1
 
 
 def test_without_a_gpu_a_capability_will_do(clean_places: Path) -> None:
