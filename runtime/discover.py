@@ -7,12 +7,12 @@ import hashlib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..artifacts.errors import BundleError, DriverTooOld, TargetMismatch
 from ..artifacts.names import cuda_version, printable
 from ..artifacts.store import BundleFile, open_bundle, reading
-from ..artifacts.types import Choice, DType, Fusion, Layout, Model, Op, Pass, Problem, Variant
+from ..artifacts.types import Choice, DType, Fusion, Layout, Op, Pass, Problem, Variant
 from . import jit
 from .device import LocalGpu
 from .locks import lock
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 _OVERLAY_LOCK_TIMEOUT_S = 0.2
 
 _Groups: TypeAlias = "dict[tuple[Op | Pass, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
-
-_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 _snapshot: Snapshot | None = None
@@ -157,19 +155,8 @@ class Snapshot:
 
     def variant(self, bundle: BundleFile, index: int) -> Variant:
         """Variant ``index`` of the bundle; Rejected where its record is damaged."""
-        return self._read(bundle, lambda: bundle.variant(index))
-
-    def problems(self, bundle: BundleFile) -> tuple[Problem, ...]:
-        """All problems of the bundle; Rejected where one is damaged."""
-        return self._read(bundle, bundle.problems)
-
-    def models(self, bundle: BundleFile) -> tuple[Model, ...]:
-        """The models that the bundle was built for; Rejected where their records are damaged."""
-        return self._read(bundle, bundle.models)
-
-    def _read(self, bundle: BundleFile, read: Callable[[], _T]) -> _T:
         try:
-            return read()
+            return bundle.variant(index)
         except BundleError as error:
             self.reject(bundle, error)
             raise Rejected from error

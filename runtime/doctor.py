@@ -119,6 +119,8 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
         problems += [
             discover.blamed(one.reason) for one in view.skipped if one.error is not None and one.place.names(one.path)
         ]
+    used = {usable.path for view in views for usable in view.usable}
+    problems += [damage for one in found if one.path in used and (damage := _damage(one))]
     return Report(
         platform=platform_name(),
         python=platform.python_version(),
@@ -165,21 +167,28 @@ def _fix(found: tuple[Found, ...], local: LocalGpu) -> str:
     return f"Build one with `{command}` and name its directory in PRETUNED_BUNDLES"
 
 
-def _bundle(found: Found, views: list[View]) -> BundleReport:
-    bundle = found.bundle
-    if bundle is None:
-        return BundleReport(str(found.path), str(found.place), "", 0, 0, (), (), str(found.error))
+def _damage(found: Found) -> str:
+    """What of a bundle's own list of problems and models can't be read: its choices may be whole, and run."""
     try:
-        problems = len(bundle.problems())
+        if found.bundle is not None:
+            found.bundle.problems()
+            found.bundle.models()
     except BundleError as error:
-        return BundleReport(str(found.path), str(found.place), "", 0, 0, (), (), str(error))
+        return str(error)
+    return ""
+
+
+def _bundle(found: Found, views: list[View]) -> BundleReport:
+    bundle, damage = found.bundle, _damage(found)
+    if bundle is None or damage:
+        return BundleReport(str(found.path), str(found.place), "", 0, 0, (), (), damage or str(found.error))
     used = tuple(i for i, view in enumerate(views) if any(one.path == found.path for one in view.usable))
     reasons = [one.reason for view in views for one in view.skipped if one.path == found.path]
     return BundleReport(
         str(found.path),
         str(found.place),
         str(bundle.target),
-        problems,
+        len(bundle.problems()),
         bundle.variant_count,
         tuple(gpu.name for gpu in bundle.gpus),
         used,

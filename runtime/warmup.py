@@ -9,9 +9,9 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ..artifacts.store import BundleFile
@@ -20,7 +20,7 @@ from ..kernels.passes import dtype_of
 from . import discover
 from .candidates import why_not
 from .device import LocalGpu, current_device, local_gpu
-from .discover import Rejected, Snapshot
+from .discover import Rejected, Snapshot, View
 from .dispatch import forms_of, naturally_aligned
 from .loading import loaded, prepare
 from .locks import lock
@@ -31,6 +31,8 @@ _ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those 
 _MOST_ROWS = (1 << 31) - 1
 
 _Cell: TypeAlias = tuple[Problem, int]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 _waited_for, _collected = 0, False  # by how many preloads the collector waits now, and whether it did collect before
@@ -128,16 +130,17 @@ def preload(
     models = [models] if isinstance(models, str) else models
     device = current_device() if device is None else device
     local, snapshot = local_gpu(device), discover.snapshot()
-    snapshot.view(local, installed=True).demand_named_files()
+    view = snapshot.view(local, installed=True)
+    view.demand_named_files()
     wanted: dict[Problem, set[int]] = {}
     for problem in problems or ():
         wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     if models is not None:
-        for model in records_of(models, snapshot, local):
+        for model in records_of(models, view):
             for problem in turned(model.problems, lying):
                 wanted.setdefault(problem, set()).update(buckets(rows_of(model, problem, tokens)))
     elif problems is None:
-        for problem in (one for row in problems_of(snapshot, local) for one in turned(row, lying)):
+        for problem in (one for row in problems_of(view) for one in turned(row, lying)):
             wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     cells = cells_of(wanted, snapshot, local)
     kernels = set()
@@ -247,29 +250,41 @@ def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) 
     return list(dict.fromkeys((usable.bundle, index) for row in found for usable, index in row))
 
 
-def problems_of(snapshot: Snapshot, local: LocalGpu) -> list[tuple[Problem, ...]]:
-    """The problems of each usable bundle."""
-    while True:  # each turn drops a bundle
-        with contextlib.suppress(Rejected):
-            return [snapshot.problems(one.bundle) for one in snapshot.view(local, installed=True).usable]
+def problems_of(view: View) -> list[tuple[Problem, ...]]:
+    """The problems of each usable bundle. Of one where a record is damaged none are, which is told.
+
+    Its choices may be whole, and run: dropped here it would run in ranks that preload nothing.
+    """
+    return [_whole(usable.bundle.problems, []) for usable in view.usable]
 
 
-def records_of(names: Sequence[str], snapshot: Snapshot, local: LocalGpu) -> list[Model]:
+def _whole(read: Callable[[], tuple[_T, ...]], errors: list[BundleError]) -> tuple[_T, ...]:
+    """What there is to read; nothing, told and noted in ``errors``, where it is damaged."""
+    try:
+        return read()
+    except BundleError as error:
+        _log.warning("pretuned: preload: %s", error)
+        errors.append(error)
+        return ()
+
+
+def records_of(names: Sequence[str], view: View) -> list[Model]:
     """The models of these names, in every sharding and dtype that the bundles have.
 
     Raises
     ------
     InputError
         for a name that no bundle knows.
+    BundleCorrupt
+        for one that none knows, where a bundle's models are damaged.
     """
-    records: list[Model] | None = None
-    while records is None:  # each turn drops a bundle
-        with contextlib.suppress(Rejected):
-            usable = snapshot.view(local, installed=True).usable
-            records = [model for one in usable for model in snapshot.models(one.bundle)]
+    errors: list[BundleError] = []
+    records = [model for usable in view.usable for model in _whole(usable.bundle.models, errors)]
     known = sorted({model.name for model in records})
     for name in names:
         if name not in known:
+            if errors:  # it may be in there
+                raise errors[0]
             near = difflib.get_close_matches(name, known, 3, 0.4)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise InputError(

@@ -93,8 +93,9 @@ def test_a_bundle_with_a_damaged_record_is_told(tmp_path: Path) -> None:
     (choices,) = craft.parts(path.read_bytes())[0]["problems"].values()
     path.write_bytes(craft.changed(path.read_bytes(), problems={b"\x90": choices}))
     found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
+    assert not found.ok
     assert "problem 0: problem has 0 items" in found.bundles[0].why_not
-    assert "problem 0: problem has 0 items" in str(found)
+    assert "problem 0: problem has 0 items" in found.problems[0]
 
 
 def test_a_named_file_that_cannot_be_used_is_a_problem_beside_a_good_one(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from made import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
 
-from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.errors import BundleCorrupt, HostError, InputError
 from pretuned.artifacts.store import BundleFile
 from pretuned.artifacts.types import DType, Model, Problem
 from pretuned.runtime import preload, warmup
@@ -27,29 +27,38 @@ MODELS = (
 
 def test_a_model_is_all_its_shardings(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", CHOICES, models=MODELS)
-    known = snapshot(tmp_path)
-    assert records_of(["acme/large"], known, ON_H200) == list(MODELS[:2])
-    assert records_of(["acme/small"], known, ON_H200) == [MODELS[2]]
+    view = snapshot(tmp_path).view(ON_H200, installed=False)
+    assert records_of(["acme/large"], view) == list(MODELS[:2])
+    assert records_of(["acme/small"], view) == [MODELS[2]]
 
 
 def test_an_unknown_model_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", CHOICES, models=MODELS)
+    view = snapshot(tmp_path).view(ON_H200, installed=False)
     with pytest.raises(InputError, match=r"'acme/smal' \(2 models are known\); did you mean acme/small"):
-        records_of(["acme/smal"], snapshot(tmp_path), ON_H200)
+        records_of(["acme/smal"], view)
 
 
-def test_a_bundle_with_a_damaged_record_is_dropped_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its digest is right: whatever wrote it is broken. The next bundle has what is asked for."""
+def test_of_a_bundle_with_a_damaged_record_nothing_is_preloaded_and_it_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its digest is right: what wrote it is broken. It stays in use, as in a rank that preloads nothing."""
     whole = tmp_path / "b.msgpack"
     write(whole, CHOICES, models=MODELS)
     index, _ = craft.parts(whole.read_bytes())
     (tmp_path / "a.msgpack").write_bytes(craft.changed(whole.read_bytes(), models=b"\xc0"))
-    assert records_of(["acme/small"], snapshot(tmp_path), ON_H200) == [MODELS[2]]
+    found = snapshot(tmp_path)
+    view = found.view(ON_H200, installed=False)
+    assert records_of(["acme/small"], view) == [MODELS[2]]
     assert "a.msgpack" in caplog.text
+    with pytest.raises(BundleCorrupt, match=r"a\.msgpack.*models"):
+        records_of(["acme/other"], view)  # it may be in there
+    assert len(found.view(ON_H200, installed=False).usable) == 2
     caplog.clear()
     damaged = dict(zip((b"\x90", b"\x91"), index["problems"].values(), strict=True))
     (tmp_path / "a.msgpack").write_bytes(craft.changed(whole.read_bytes(), problems=damaged))
-    ((first, second),) = problems_of(snapshot(tmp_path), ON_H200)
+    nothing, (first, second) = problems_of(snapshot(tmp_path).view(ON_H200, installed=False))
+    assert not nothing
     assert {first, second} == {PROBLEM, OTHER}
     assert "a.msgpack" in caplog.text
 
@@ -153,7 +162,7 @@ def test_no_collection_delays_it_and_none_is_left_out_afterwards(
 def test_one_model_by_its_name(tmp_path: Path, clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def records(names: object, *where: object) -> list[Model]:
+    def records(names: object, view: object) -> list[Model]:
         asked.append(names)
         raise InputError("far enough")
 
