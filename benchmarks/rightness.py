@@ -42,9 +42,10 @@ def correct() -> dict[str, Any]:
             y = torch.full((M, N), float("nan"), dtype=w.dtype, device="cuda")
             grouped_gemm(inputs.x, w, m_sizes, out=y)
             error = method.relative_error(y, inputs)
-            told = explain(inputs.x, w, m_sizes).to_dict()
+            told = explain(inputs.x, w, m_sizes)
+            chosen = str(told.chosen.config) if told.chosen else "torch"
             cells.append({"problem": name, "E": E, "N": N, "K": K, "T": T, "M": M, "error": error,
-                          "chosen": told})  # fmt: skip
+                          "chosen": chosen, "reason": told.reason})  # fmt: skip
             worst = max(worst, error) if error == error else float("nan")
         del w
         torch.cuda.empty_cache()
