@@ -264,7 +264,7 @@ def _times_us(
             if i != first and not measured.beats(compiled[i].variant.cubin_sha256, modelled):
                 known[i] = max(known[i], known[first] * NOT_FASTER)
     ratios = [math.log(known[i] / us) for us, i in estimates if i in known and math.isfinite(us)]
-    scale = UNMEASURED * math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
+    scale = UNMEASURED * math.exp(math.fsum(ratios) / len(ratios)) if ratios else 1.0
     least = UNMEASURED * min(known.values()) if first is not None and first == estimates[0][1] else 0.0
     return {i: known.get(i, max(us * scale, least)) for us, i in estimates}
 

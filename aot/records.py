@@ -106,7 +106,7 @@ Record = Measured | Failure
 
 def geometric_mean(times: Sequence[int]) -> int:
     """Of times in nanoseconds, at least 1."""
-    return max(1, round(math.exp(sum(math.log(max(1, time)) for time in times) / len(times))))
+    return max(1, round(math.exp(math.fsum(math.log(max(1, time)) for time in times) / len(times))))
 
 
 def problem_value(problem: Problem) -> list[object]:

@@ -64,7 +64,8 @@ class _Costs:
         if extra is not None:
             floor = list(map(min, floor, self.columns[extra]))
         allowed = self._allowed
-        return sum(floor) / self.count + sum([cost - allowed for cost in floor if cost > allowed])
+        # fsum, as sum rounds in another way from Python 3.12 on: the same table gives the same set on each.
+        return math.fsum(floor) / self.count + math.fsum([cost - allowed for cost in floor if cost > allowed])
 
     def add(self, chosen: list[int]) -> tuple[float, int] | None:
         """The best (score, variant) to join ``chosen``, the least variant on a tie."""
@@ -134,7 +135,7 @@ def select(
     chosen = _choose(costs, limit)
     floor = costs.floor(chosen)
     worst = max(range(len(keys)), key=floor.__getitem__)
-    mean, most = math.expm1(sum(floor) / len(floor)), math.expm1(floor[worst])
+    mean, most = math.expm1(math.fsum(floor) / len(floor)), math.expm1(floor[worst])
     first = keys[0][0]
     family = (first.op, first.dtype, first.layout, first.fusion)
     return Loss(family, tuple(chosen), len(keys), mean, most, keys[worst])

@@ -31,11 +31,11 @@ class Rows(NamedTuple):
 def _classes(E: int) -> tuple[tuple[float, float], ...]:
     """(experts, share of one of them), ranks gathered into classes that grow by about 1.4."""
     shares = [rank**-SKEW for rank in range(1, E + 1)]
-    total = sum(shares)
+    total = math.fsum(shares)  # not sum: that of Python 3.12 on rounds in another way, and ranks are to choose alike
     classes, first = [], 0
     while first < E:
         last = min(E, max(first + 1, int(first * 1.4)))
-        classes.append((float(last - first), sum(shares[first:last]) / total / (last - first)))
+        classes.append((float(last - first), math.fsum(shares[first:last]) / total / (last - first)))
         first = last
     return tuple(classes)
 

@@ -57,4 +57,4 @@ def _kind(problem: Problem) -> tuple[object, ...]:
 
 
 def _distance(a: Problem, b: Problem) -> float:
-    return sum(abs(math.log2(p) - math.log2(q)) for p, q in ((a.E, b.E), (a.N, b.N), (a.K, b.K)))
+    return math.fsum(abs(math.log2(p) - math.log2(q)) for p, q in ((a.E, b.E), (a.N, b.N), (a.K, b.K)))

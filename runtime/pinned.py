@@ -123,5 +123,5 @@ def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str
 def _distance(one: Config, other: Config) -> float:
     """How many doublings lie between two configs; a flag that differs counts as one."""
     numbers = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
-    apart = sum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in numbers)
+    apart = math.fsum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in numbers)
     return apart + (one.tma != other.tma) + (one.persistent != other.persistent)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretuned.kernels.routing import BLOCKS, expected_rows
+from pretuned.kernels.routing import BLOCKS, SKEW, expected_rows
 
 
 # (E, rows, experts in use, rows of the busiest), drawn: normal logits with a popularity of 0.3 log(rank), top-k.
@@ -41,3 +43,10 @@ def test_one_expert_has_it_all() -> None:
     assert rows.active == 1.0
     assert rows.busiest == pytest.approx(1000.0)
     assert rows.tiles[128] == pytest.approx(8.0, abs=0.5)
+
+
+@pytest.mark.parametrize("E", [60, 128, 512])
+def test_sums_are_exact(E: int) -> None:
+    """Ranks of two Pythons choose alike: from 3.12 on ``sum`` rounds in another way than before."""
+    total = sum(Fraction(rank**-SKEW) for rank in range(1, E + 1))
+    assert expected_rows(E, 1).busiest == 1.0 / float(total)
