@@ -12,6 +12,7 @@ from ..artifacts.types import Op, Pass
 from . import discover, passes, productlaunchers, products, recent
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch
+from .gradients import flat
 from .inputs import ALIGNMENT_BYTES, row_stride
 from .layer import GATED_IN_PRODUCT, Layer, Routing, Weights, columns
 from .products import Rows
@@ -24,13 +25,13 @@ class Plan:
 
     __slots__ = (
         "_act", "_activation", "_alone", "_combine", "_device", "_dtype", "_empty", "_first", "_gated", "_gathers",
-        "_low", "_same", "_second", "_sizes", "_snapshot", "_stream", "_stride_x", "grad", "how",
+        "_low", "_same", "_second", "_sizes", "_snapshot", "_stream", "_stride_x", "_widens", "grad", "how",
     )  # fmt: skip
 
     def __init__(
         self, how: Layer, x: torch.Tensor, given: Weights, sizes: tuple[int, int, int, int, int, int],
         launches: tuple[Launch, Launch], passing: tuple[passes.PassLauncher, passes.PassLauncher],
-        same: recent.Guard, grad: bool, gated: Launch | None, snapshot: discover.Snapshot,
+        same: recent.Guard, grad: bool, gated: Launch | None, snapshot: discover.Snapshot, widens: bool,
     ) -> None:  # fmt: skip
         self.how, self.grad = how, grad
         self._same, self._low, self._sizes = same, x.data_ptr() & ALIGNMENT_BYTES - 1, sizes
@@ -42,6 +43,7 @@ class Plan:
         self._alone, self._snapshot = only_device(), snapshot
         self._empty, self._stream = allocator(x.device), products.stream_of
         self._stride_x = row_stride(x, x.shape[1])
+        self._widens = widens
 
     def takes(self, hidden: torch.Tensor, *others: torch.Tensor) -> bool:
         """Whether a call on these tensors (biases last, where there are any) is like the first."""
@@ -77,6 +79,8 @@ class Plan:
             )  # fmt: skip
             self._activation(M, I, (h.data_ptr(), a.data_ptr(), used), (M, I, self._act | flag))
         y = empty((M, H), (H, 1), dtype)
+        if self._widens:
+            row_weights = row_weights.to(torch.float32)
         self._second(
             a.data_ptr(), down.data_ptr(), y.data_ptr(), at_sizes, I, H, M, stream,
             at_index, row_weights.data_ptr(), 0 if down_bias is None else down_bias.data_ptr(), M,
@@ -100,11 +104,11 @@ def plan(
         return None
     if {given.gate_up.dtype, given.down.dtype} != {x.dtype}:
         return None
-    if weights.dtype is not torch.float32 or not weights.is_contiguous():
+    if not weights.is_contiguous():
         return None
     snapshot = discover.snapshot()  # first: what another thread's ``reload`` lets be chosen is not of this one
     index, m_sizes, bounds, _ = routing
-    row_weights = weights.detach().reshape(-1)
+    row_weights = flat(weights, x)
     # (A row each: a launcher asks how its operands are aligned, and nothing else of them.)
     h, a, y = (x.new_empty((1, length)).expand(M, length) for length in (wide, I, H))
     first = Rows(
@@ -122,4 +126,5 @@ def plan(
     grad = any(one.requires_grad for one in tensors)
     gated = productlaunchers.gated_launch(first, a) if how.act == GATED_IN_PRODUCT else None
     sizes = T, k, m_sizes.shape[0], H, wide, I
-    return Plan(how, x, given, sizes, launches, passing, same, grad, gated, snapshot)  # type: ignore[arg-type]
+    widens = weights.dtype is not torch.float32  # (several models of transformers have theirs in bf16)
+    return Plan(how, x, given, sizes, launches, passing, same, grad, gated, snapshot, widens)  # type: ignore[arg-type]

@@ -38,7 +38,8 @@ class Plan:
 
     __slots__ = (
         "_alone", "_clear_first", "_device", "_dtype", "_dw", "_dx", "_empty", "_gathers", "_grad", "_launch", "_low",
-        "_moved", "_plain", "_same", "_saved", "_stream", "_strides", "_tensors", "_x_columns", "_y", "_zero_first",
+        "_moved", "_plain", "_same", "_saved", "_stream", "_strides", "_tensors", "_widens", "_x_columns", "_y",
+        "_zero_first",
         "form", "sizes",
     )  # fmt: skip
 
@@ -58,6 +59,7 @@ class Plan:
         tensors = (fusions.weights, fusions.bias, fusions.index)
         self._tensors = tuple(i for i, one in enumerate(tensors) if one is not None)
         self._grad = any(t is not None and t.requires_grad for t in (x, call.w, fusions.weights, fusions.bias))
+        self._widens = fusions.weights is not None and fusions.weights.dtype is not torch.float32
         self._gathers = (x.shape[0], rows.gather_divisor) if isinstance(launch, GatherFirst) else None
         # dX and dW of a plain call are launched from here too, once a backward asked for them.
         self._plain = call.form.plain and not self._tensors
@@ -97,6 +99,8 @@ class Plan:
         moved: tuple[int, ...] = ()
         if self._moved is not None:
             uses_index, index_end = self._moved
+            if self._widens and weights is not None:
+                weights = weights.to(torch.float32)  # (kept until it is launched)
             moved = (
                 index.data_ptr() if uses_index and index is not None else 0,
                 0 if weights is None else weights.data_ptr(), 0 if bias is None else bias.data_ptr(), index_end,
@@ -170,8 +174,6 @@ def plan(
     if fusions.weights is not weights or fusions.bias is not bias or fusions.index is not index:
         return None
     if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not (call.M and call.N and call.K):
-        return None
-    if weights is not None and weights.dtype is not torch.float32:
         return None
     launch = productlaunchers.row_launch(forward_rows(call, x), y)
     same = recent.guard(x, call.w, call.m_sizes, *[t for t in (weights, bias, index) if t is not None])

@@ -232,6 +232,29 @@ def test_a_call_that_comes_again_is_planned(
     assert planned == [T, T]
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("needs", [set(), set(NAMES)])
+def test_routing_weights_of_any_float_are_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], kind: torch.dtype, needs: set[str]
+) -> None:
+    """Several models of transformers have theirs in bf16."""
+    given = tensors(True, "nk", False)
+    weights = given["weights"]
+    assert weights is not None
+    given["weights"] = weights.detach().to(kind)
+    host_gpu.on(monkeypatch, False)
+    wanted = step(given, needs, IDS)
+    host_gpu.on(monkeypatch, True)
+    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
+    for _ in range(3):
+        got = step(leaves, needs, IDS)
+        for name, one in wanted.items():
+            rounds = name == "weights" and kind is not torch.float64
+            torch.testing.assert_close(got[name], one, rtol=1e-2 if rounds else 1e-5, atol=1e-2 if rounds else 1e-4)
+    assert planned == [T, T]
+
+
 GATED = (Op.FORWARD, Fusion.SILU | Fusion.GATHER)
 UNGATED = [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.SCATTER)]
 

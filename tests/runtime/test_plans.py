@@ -55,6 +55,18 @@ def test_it_computes_what_the_long_way_does(planned: list[plans.Plan], fused: tu
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_routing_weights_of_any_float(planned: list[plans.Plan], kind: torch.dtype) -> None:
+    given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
+    assert given["topk_weights"] is not None
+    given["topk_weights"] = given["topk_weights"].detach().to(kind).requires_grad_()
+    first = ran({"permute_x": True, "permute_y": True}, given, wide=False)
+    for _ in range(2):
+        for got, want in zip(ran({"permute_x": True, "permute_y": True}, given, wide=False), first, strict=True):
+            assert torch.equal(got, want)
+    assert len(planned) == 2
+
+
 def test_rows_that_no_index_names_are_cleared(planned: list[plans.Plan], device: Device) -> None:
     x, w, index = torch.randn(T * TOPK, K), torch.randn(E, N, K), torch.randperm(T * TOPK).int()
     m_sizes = torch.tensor([3, 0, 4, 1], dtype=torch.int32)
