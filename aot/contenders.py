@@ -72,14 +72,24 @@ def _distance(a: tuple[Problem, int], b: tuple[Problem, int]) -> float:
     return far + (0.0 if one == other else _OTHER_FORM)
 
 
-def contenders(ranked: Sequence[Knobs], near: Sequence[Knobs], twin: Knobs | None, share: float = SHARE) -> list[Knobs]:
+def contenders(
+    ranked: Sequence[Knobs], near: Sequence[Knobs], twin: Knobs | None, share: float = SHARE,
+    elsewhere: Sequence[Knobs] = (),
+) -> list[Knobs]:  # fmt: skip
     """The configs to measure, the modelled choice first: about ``share`` of ``ranked``, but at least two or three.
 
     ``ranked`` are all candidates of the cell, the model's best first; ``near`` and ``twin`` are what ``Winners.near``
     and ``Winners.twin`` say. Where the same product was measured in another form, its winner is tried beside the first
-    ones of the model. A larger share than usual is filled up by the model's order elsewhere.
+    ones of the model. A larger share than usual is filled up by the model's order. ``elsewhere`` is what another GPU's
+    bundle runs in this cell: it goes before all but the model's first, and one more is tried than else.
     """
     able = set(ranked)
+    known = [config for config in elsewhere if config in able]
+    if known and share < 1:
+        most = max(_LEAST + 1, math.floor(share * len(ranked)))
+        more = () if twin is None else (twin,)
+        tried = (config for config in (ranked[0], *known, *more, *near, *ranked[1:]) if config in able)
+        return list(dict.fromkeys(tried))[:most]
     if twin in able and share < 1:
         return list(dict.fromkeys((ranked[0], twin, *ranked[1:])))[:_LEAST]
     most = max(_LEAST if len(ranked) >= _MANY else FIRST, math.floor(share * len(ranked)))

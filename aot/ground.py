@@ -29,12 +29,14 @@ class Ground:
     able: dict[Problem, tuple[int, ...]] = field(default_factory=dict)
     index: dict[tuple[Problem, bytes], int] = field(default_factory=dict)
     too_large: int = 0
+    like: BundleFile | None = None
     _rankers: dict[tuple[int, ...], Ranker] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float
-    ) -> Ground:
+        cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float,
+        like: BundleFile | None = None,
+    ) -> Ground:  # fmt: skip
         """Leaves out what does not fit the GPU's memory.
 
         Raises
@@ -43,7 +45,7 @@ class Ground:
             if no candidate serves a problem that is not optional.
         """
         variants = bundle.variants()
-        self = cls({}, bundle, share, measuring_chip(gpu, sm))
+        self = cls({}, bundle, share, measuring_chip(gpu, sm), like=like)
         for problem in sorted(problems, key=lambda one: one.sort_key):
             able = tuple(i for i, variant in enumerate(variants) if serves(variant, problem))
             if not able and optional(problem):
@@ -68,6 +70,14 @@ class Ground:
         """The variant that serves a problem in this config, unless its cubin is in ``without``."""
         able = ((i, self.bundle.variant(i)) for i in self.able.get(problem, ()))
         return next((i for i, one in able if one.config == config and one.cubin_sha256 not in without), None)
+
+    def elsewhere(self, problem: Problem, bucket: int) -> list[Knobs]:
+        """The configs that the bundle ``like`` has for a cell: its choice, then the runner-up."""
+        if self.like is None:
+            return []
+        named = (choice for choice in self.like.find(problem) if choice.bucket == bucket)
+        indices = [i for choice in named for i in (choice.variant, choice.runner_up) if i is not None]
+        return [self.like.variant(i).config for i in indices]
 
     def ranked(self, problem: Problem, bucket: int, without: Container[bytes] = ()) -> list[tuple[float, int]]:
         """(estimate in us, variant), best first, less those whose cubin is in ``without``."""

@@ -253,7 +253,9 @@ class Run:
             return ()
         near = self.winners.near(trial.problem, trial.bucket)
         twin = self.winners.twin(trial.problem, trial.bucket)
-        return tuple(by_config[config] for config in contenders(configs, near, twin, self.ground.share))
+        elsewhere = self.ground.elsewhere(trial.problem, trial.bucket)
+        chosen = contenders(configs, near, twin, self.ground.share, elsewhere)
+        return tuple(by_config[config] for config in chosen)
 
     def _plain(self, trial: _Trial) -> int | None:
         """The fastest variant of the plain product, where the runtime holds the form's time against it."""

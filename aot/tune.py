@@ -43,6 +43,7 @@ def tune_problems(
     joined: Callable[[], Sequence[GpuExecutor]] | None = None,
     with_torch: bool = True,
     share: float = SHARE,
+    like: str | Path | None = None,
     observers: TuneObservers | None = None,
 ) -> Outcome:
     """Measure the cells that ``journal`` does not have yet, on this machine's GPUs, until done or out of time.
@@ -68,6 +69,8 @@ def tune_problems(
         Time torch's grouped_mm beside the plain bf16 problems.
     share
         Of a cell's candidates, how many are measured.
+    like
+        A bundle, as of another GPU of this capability: what it has for a cell is among those measured.
 
     Raises
     ------
@@ -82,6 +85,12 @@ def tune_problems(
     """
     watch = observers or TuneObservers()
     with open_bundle(candidates) as bundle, contextlib.ExitStack() as stack:
+        other = None if like is None else stack.enter_context(open_bundle(like))
+        if other is not None and other.target != bundle.target:
+            raise InputError(
+                f"bundle '{like}': it is for {other.target}, the candidates are for {bundle.target}. Name one for the "
+                "same capability, or none"
+            )
         if executors is None:
             try:
                 executors = stack.enter_context(local_gpus(str(candidates), bundle.digest, gpus))
@@ -92,8 +101,8 @@ def tune_problems(
         measured = {variant.kernel for variant in bundle.variants() if isinstance(variant.op, Op)}
         header = Header(sm, gpu, tuple(kernel for kernel in bundle.kernels if kernel.name in measured))
         held = stack.enter_context(open_journal(journal, header, watch.on_note))
-        run = Run(Ground.of(problems, bundle, gpu, sm, share), greeted, joined, held, watch, with_torch, budget_s)
-        return run.run()
+        ground = Ground.of(problems, bundle, gpu, sm, share, other)
+        return Run(ground, greeted, joined, held, watch, with_torch, budget_s).run()
 
 
 def _greet(executors: Sequence[GpuExecutor], watch: TuneObservers, *, lenient: bool) -> dict[GpuExecutor, Hello]:

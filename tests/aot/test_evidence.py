@@ -225,6 +225,20 @@ def test_the_winner_of_another_form_is_measured_beside_the_models_first() -> Non
     assert contenders(MANY, [], MANY[9], share=1.0) == MANY
 
 
+def test_what_another_gpu_runs_goes_before_all_but_the_models_first() -> None:
+    there = [MANY[20], MANY[9]]
+    assert contenders(MANY, [], None, elsewhere=there) == [MANY[0], *there, MANY[1]]
+    assert contenders(MANY, [MANY[5], MANY[7]], None, elsewhere=there) == [MANY[0], *there, MANY[5]]
+    assert contenders(MANY, [MANY[5]], MANY[7], elsewhere=there) == [MANY[0], *there, MANY[7]]
+    assert contenders(MANY, [MANY[9], NAMES[0]], MANY[20], elsewhere=there) == [MANY[0], *there, MANY[1]]
+    assert contenders(MANY, [], None, elsewhere=[MANY[0]]) == MANY[:4]
+    assert contenders(MANY[:2], [], None, elsewhere=[MANY[1]]) == MANY[:2]
+    assert contenders(MANY, [], None, elsewhere=[NAMES[0]]) == MANY[:2]  # it can't run here
+    rest = [one for one in MANY[1:] if one not in there]
+    assert contenders(MANY, [], None, 0.5, there) == [MANY[0], *there, *rest][:16]
+    assert contenders(MANY, [], None, 1.0, there) == MANY
+
+
 def test_winners_are_asked_nearest_first() -> None:
     winners = Winners()
     other = replace(PROBLEM, N=4096)

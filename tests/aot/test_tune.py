@@ -19,8 +19,9 @@ import pytest
 from pretuned.aot.build import Options, build, build_measured, compile_candidates
 from pretuned.aot.candidates import read_candidates
 from pretuned.aot.compilecache import CompileCache
+from pretuned.aot.contenders import Knobs
 from pretuned.aot.gpuworkers import LocalGpu
-from pretuned.aot.ground import fits
+from pretuned.aot.ground import Ground, fits
 from pretuned.aot.jobs import Hello, Job, Result, Setup, WorkerLost
 from pretuned.aot.journal import read_journal
 from pretuned.aot.measured import measured_bundle
@@ -34,6 +35,7 @@ from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.store import open_bundle
 from pretuned.artifacts.types import DType, Op, Problem, Source
 
+SHIPPED = Path(__file__).parents[2] / "artifacts" / "bundles"
 Gpus = Callable[..., contextlib.AbstractContextManager[list[LocalGpu]]]
 
 
@@ -92,6 +94,46 @@ def test_candidates_are_every_variant_and_modelled(candidates: Path, small_plan:
             choices = bundle.find(problem)
             assert [one.bucket for one in choices] == list(small_plan.buckets[problem])
             assert {one.source for one in choices} == {Source.MODELLED}
+
+
+def test_what_another_bundle_has_for_a_cell_is_asked(candidates: Path, small_plan: Plan) -> None:
+    with open_bundle(candidates) as bundle:
+        ground = Ground.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1, bundle)
+        alone = Ground.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
+        for problem, buckets in small_plan.buckets.items():
+            for choice in bundle.find(problem):
+                named = [i for i in (choice.variant, choice.runner_up) if i is not None]
+                assert ground.elsewhere(problem, choice.bucket) == [bundle.variant(i).config for i in named]
+                assert alone.elsewhere(problem, choice.bucket) == []
+            assert ground.elsewhere(problem, 2 * buckets[-1]) == []
+        assert ground.elsewhere(dataclasses.replace(problem, E=problem.E + 1), 1) == []
+
+
+def test_it_is_measured_beside_the_models_first(
+    candidates: Path, small_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each cell the variant that the model puts last: without it two others are measured."""
+    monkeypatch.setattr(Ground, "elsewhere", lambda self, problem, bucket: [last(self, problem, bucket)])
+    with gpus(candidates) as here, open_bundle(candidates) as bundle:
+        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, like=candidates)
+        ground = Ground.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
+        for one in read_journal(tmp_path / "journal").records:
+            assert isinstance(one, Measured)
+            names = {bundle.variant(i).config for _, i in ground.ranked(one.problem, one.bucket)}
+            tried = {sha: ground.index[one.problem, sha] for sha in (timing.variant for timing in one.timings)}
+            assert last(ground, one.problem, one.bucket) in {bundle.variant(i).config for i in tried.values()}
+            assert len(tried) == min(4, len(names))
+
+
+def last(ground: Ground, problem: Problem, bucket: int) -> Knobs:
+    return ground.bundle.variant(ground.ranked(problem, bucket)[-1][1]).config
+
+
+def test_a_bundle_of_another_capability_is_refused(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    other = SHIPPED / "catalogue-sm80.msgpack"
+    with gpus(candidates) as here, pytest.raises(InputError, match=r"it is for sm_80, the candidates are for sm_90a"):
+        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, like=other)
+    assert not (tmp_path / "journal").exists()
 
 
 @pytest.mark.parametrize("count", [1, 3])
