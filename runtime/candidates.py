@@ -9,7 +9,8 @@ A candidate ranks by, in this order:
    built for a binary-compatible one, compiled by this process because nothing else could run;
 4. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
    variants that are there;
-5. the place of its bundle, in the order in which places are asked.
+5. how like this GPU the one is that it was measured on, by SM count and memory;
+6. the place of its bundle, in the order in which places are asked.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class _Claim:
     choice: Choice
     index: int
     time_ns: int
+    apart: float
 
 
 class _Claims(NamedTuple):
@@ -142,15 +144,21 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
     if known is None:
         claims = []
         for usable in view.usable:
+            apart = [_apart(one, local.gpu) for one in usable.bundle.gpus]
             here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if one.is_like(local.gpu)}
             native = usable.bundle.target.sm == local.sm
             for choice in snapshot.find(usable.bundle, problem):
                 origin = _origin(choice, here, native, usable)
-                claims.append(_Claim(origin, usable, choice, choice.variant, choice.time_ns))
+                far = 0.0 if choice.gpu is None or origin is Origin.THIS_GPU else apart[choice.gpu]
+                claims.append(_Claim(origin, usable, choice, choice.variant, choice.time_ns, far))
                 if choice.runner_up is not None:
-                    claims.append(_Claim(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0))
+                    claims.append(_Claim(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0, far))
         # A choice comes before its runner-up, whose time may be less: the builder told such a lead from noise.
-        claims.sort(key=lambda one: (one.origin, one.choice.bucket, one.usable.order, one.index != one.choice.variant))
+        claims.sort(
+            key=lambda one: (
+                one.origin, one.choice.bucket, one.apart, one.usable.order, one.index != one.choice.variant
+            )
+        )  # fmt: skip
         by_origin: dict[Origin, dict[int, list[_Claim]]] = {}
         for claim in claims:
             by_origin.setdefault(claim.origin, {}).setdefault(claim.choice.bucket, []).append(claim)
@@ -241,6 +249,11 @@ def _known(pairs: tuple[tuple[str, int], ...]) -> Config | None:
         return Config.from_pairs(pairs)
     except ValueError:
         return None
+
+
+def _apart(one: Gpu, other: Gpu) -> float:
+    """How unlike two GPUs of one capability are, in doublings of SMs and of memory."""
+    return abs(math.log2(one.sm_count / other.sm_count)) + abs(math.log2(one.memory_mib / other.memory_mib))
 
 
 def _origin(choice: Choice, here: set[int], native: bool, usable: Usable) -> Origin:

@@ -72,6 +72,41 @@ def test_measured_on_this_gpu_beats_the_same_capability_whatever_the_place(tmp_p
     assert "measured on this GPU" in decision(found).reason
 
 
+@pytest.mark.parametrize(
+    ("gpu", "wanted"),
+    [
+        (Gpu("NVIDIA H800", 132, 81559, 13000), "h100"),
+        (Gpu("NVIDIA H100 PCIe", 114, 81559, 13000), "h100"),
+        (Gpu("NVIDIA H100 NVL", 132, 95830, 13000), "h100"),
+        (Gpu("NVIDIA GH200 144G HBM3e", 132, 146831, 13000), "h200"),
+        (Gpu("NVIDIA H20-3e", 78, 143771, 13000), "h200"),
+    ],
+)
+@pytest.mark.parametrize("first", ["h100", "h200"])
+def test_another_gpu_has_what_was_measured_on_the_one_most_like_it(
+    tmp_path: Path, gpu: Gpu, wanted: str, first: str
+) -> None:
+    second = "h200" if first == "h100" else "h100"
+    for place, name in ((1, first), (2, second)):
+        at, one = (H100, WIDE) if name == "h100" else (H200, NARROW)
+        write(tmp_path / f"{place}/{name}.msgpack", {PROBLEM: [measured(64, one, 9)]}, gpus=[at])
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    assert came_from(found, local=LocalGpu(90, gpu))[:2] == (wanted, Origin.THIS_CAPABILITY)
+    assert came_from(found, local=ON_H100)[:2] == ("h100", Origin.THIS_GPU)
+    assert came_from(found, local=ON_H200)[:2] == ("h200", Origin.THIS_GPU)
+
+
+def test_of_one_bundle_too(tmp_path: Path) -> None:
+    """It may have choices of two GPUs, each for buckets of its own: the nearest bucket goes first."""
+    rows = [measured(64, WIDE, 5), replace(measured(256, NARROW, 9), gpu=1)]
+    write(tmp_path / "both.msgpack", {PROBLEM: rows}, gpus=[H100, H200])
+    found = snapshot(tmp_path)
+    local = LocalGpu(90, Gpu("NVIDIA GH200 144G HBM3e", 132, 146831, 13000))
+    assert came_from(found, 64, local)[3] == WIDE
+    assert came_from(found, 256, local)[3] == NARROW
+    assert came_from(found, 128, local)[3] == NARROW  # the larger of two equally near ones
+
+
 def test_measured_on_the_capability_beats_modelled(tmp_path: Path) -> None:
     write(tmp_path / "1/m.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     write(tmp_path / "2/h100.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, gpus=[H100])
