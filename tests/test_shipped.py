@@ -6,22 +6,33 @@ from pathlib import Path
 
 import pytest
 
+from pretuned.aot.choose import CONFIG_LIMIT
 from pretuned.aot.journal import read_journal
 from pretuned.aot.records import Measured
 from pretuned.aot.verify import sound
 from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import Op, Source
+from pretuned.artifacts.types import DType, Gpu, Op, Problem, Source
 from pretuned.kernels.revisions import source_sha256
+from pretuned.runtime.candidates import Origin
+from pretuned.runtime.device import LocalGpu
+from pretuned.runtime.discover import Snapshot
+from pretuned.runtime.dispatch import Decision, decide
+from pretuned.runtime.places import Kind, Place
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "bundles"
 BUNDLES = sorted(FOLDER.glob("*.msgpack"))
-JOURNAL = Path(__file__).parents[1] / "benchmarks" / "results" / "catalogue-h200.journal"
-MOST_BYTES = 16_400_000
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+MEASURED = [  # bundle, its journal, the GPU
+    ("catalogue-sm90", "catalogue-h200.journal", "NVIDIA H200"),
+    ("catalogue-h100-sm90", "catalogue-h100.journal", "NVIDIA H100 80GB HBM3"),
+]
+MOST_BYTES = 21_400_000
 
 
 def test_which_there_are_and_how_large() -> None:
     capabilities = (100, 103, 120, 121, 80, 86, 89, 90)
-    assert [path.name for path in BUNDLES] == [f"catalogue-sm{sm}.msgpack" for sm in capabilities]
+    names = ["catalogue-h100-sm90", *(f"catalogue-sm{sm}" for sm in capabilities)]
+    assert [path.stem for path in BUNDLES] == names
     assert sum(path.stat().st_size for path in BUNDLES) < MOST_BYTES
 
 
@@ -35,26 +46,51 @@ def test_every_one_is_sound_and_of_these_kernels(path: Path) -> None:
     assert {problem.op for problem in bundle.choices} == set(Op)
 
 
-def test_the_one_for_sm_90_was_measured_on_an_h200() -> None:
-    with open_bundle(FOLDER / "catalogue-sm90.msgpack") as bundle:
+@pytest.mark.parametrize(("name", "journal", "gpu"), MEASURED)
+def test_those_for_sm_90_were_measured(name: str, journal: str, gpu: str) -> None:
+    assert read_journal(RESULTS / journal).header.gpu.name == gpu
+    with open_bundle(FOLDER / f"{name}.msgpack") as bundle:
         gpus = bundle.gpus
         choices = [choice for problem in bundle.problems() for choice in bundle.find(problem)]
-    assert [gpu.name for gpu in gpus] == ["NVIDIA H200"]
+    assert [one.name for one in gpus] == [gpu]
     measured = [choice for choice in choices if choice.source is Source.MEASURED]
     assert len(measured) > 0.9 * len(choices)
     assert all(choice.gpu == 0 and choice.time_ns > 0 for choice in measured)
 
 
-def test_every_specialised_kernel_was_right_on_an_h200() -> None:
+@pytest.mark.parametrize(("name", "journal", "gpu"), MEASURED)
+def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, gpu: str) -> None:
     """No interpreter runs them: what the journal judged on the GPU are these very cubins, of this very source."""
-    contents = read_journal(JOURNAL)
+    contents = read_journal(RESULTS / journal)
     for kernel in contents.header.kernels:
         assert kernel.source_sha256.hex() == source_sha256(kernel.name), (
-            f"{kernel.name} changed since it was judged on an H200. On one: aot measure candidates.msgpack --models "
-            f"'catalogue tp=1 dtype=bf16' --journal {JOURNAL.name} (docs/build.md, What ships)"
+            f"{kernel.name} changed since it was judged on {gpu}. On one: aot measure candidates.msgpack --models "
+            f"'catalogue tp=1 dtype=bf16' --journal {journal} (docs/build.md, What ships)"
         )
     judged = {timing.variant for one in contents.records if isinstance(one, Measured) for timing in one.timings}
-    with open_bundle(FOLDER / "catalogue-sm90.msgpack") as bundle:
+    with open_bundle(FOLDER / f"{name}.msgpack") as bundle:
         specialised = [one for one in bundle.variants() if one.kernel.endswith(("_specialized", "_fitted"))]
     assert {one.kernel for one in specialised} == {"rows_specialized", "rows_fitted", "weight_specialized"}
     assert {one.cubin_sha256 for one in specialised} <= judged
+
+
+def test_each_gpu_has_the_choices_of_its_own_kind() -> None:
+    """Of the bundles for sm_90, and another GPU of the capability those of the one most like it."""
+    found = Snapshot([Place(Kind.INSTALLED, FOLDER)])
+    problem = Problem(Op.DX, DType.BF16, 8, 28672, 4096)  # of Mixtral-8x7B
+    for name, memory_mib, wanted in (
+        ("NVIDIA H200", 143155, "catalogue-sm90"), ("NVIDIA H100 80GB HBM3", 81079, "catalogue-h100-sm90"),
+        ("NVIDIA H100 NVL", 95830, "catalogue-h100-sm90"), ("NVIDIA GH200 144G HBM3e", 146831, "catalogue-sm90"),
+    ):  # fmt: skip
+        local = LocalGpu(90, Gpu(name, 132, memory_mib, 13000))
+        decided = decide(found, problem, 16384, local)
+        assert isinstance(decided, Decision)
+        assert decided.chosen.usable.path.stem == wanted
+        assert (decided.chosen.origin is Origin.THIS_GPU) == (name in {gpu for _, _, gpu in MEASURED})
+
+
+def test_no_more_configs_than_a_build_ships() -> None:
+    for name, *_ in MEASURED:
+        with open_bundle(FOLDER / f"{name}.msgpack") as bundle:
+            gemms = [one for one in bundle.variants() if isinstance(one.op, Op)]
+        assert max(len({one.config for one in gemms if one.op is op}) for op in Op) <= CONFIG_LIMIT
