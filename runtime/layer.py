@@ -109,7 +109,7 @@ class MoeLayer(torch.autograd.Function):
             x if needs_up else None, gate_up if needs_x else None, down if inner or needs_weights else None, down_bias,
             weights, h if inner or needs_down or needs_weights else None, *routing,
         )  # fmt: skip
-        ctx.layer = layer
+        ctx.layer, ctx.plan = layer, plan
         return out
 
     @staticmethod
@@ -117,6 +117,13 @@ class MoeLayer(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, gate_up, down, down_bias, weights, h, *routing = ctx.saved_tensors
+        if ctx.plan is not None and h is not None and down_bias is None:
+            planned = ctx.plan.gradients(
+                dout, x, gate_up, down, weights, h, Routing(*routing), ctx.needs_input_grad[:6]
+            )  # fmt: skip
+            if planned is not None:
+                dx, dup, ddown, dweights = planned
+                return dx, dup, ddown, None, None, dweights, None, None, None
         dout = in_memory("dout", dout, "moe_mlp")
         with without_autocast(dout.device.type):
             found = gradients(

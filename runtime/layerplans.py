@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.types import Op, Pass
-from . import discover, passes, productlaunchers, products, recent
+from . import discover, gradientplans, passes, productlaunchers, products, recent
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch
+from .gradientplans import Sizes
 from .gradients import flat
 from .inputs import ALIGNMENT_BYTES, row_stride
 from .layer import GATED_IN_PRODUCT, Layer, Routing, Weights, columns
@@ -25,11 +26,11 @@ class Plan:
 
     __slots__ = (
         "_act", "_activation", "_alone", "_combine", "_device", "_dtype", "_empty", "_first", "_gated", "_gathers",
-        "_low", "_same", "_second", "_sizes", "_snapshot", "_stream", "_stride_x", "_widens", "grad", "how",
+        "_low", "_planned", "_same", "_second", "_sizes", "_snapshot", "_stream", "_stride_x", "_widens", "grad", "how",
     )  # fmt: skip
 
     def __init__(
-        self, how: Layer, x: torch.Tensor, given: Weights, sizes: tuple[int, int, int, int, int, int],
+        self, how: Layer, x: torch.Tensor, given: Weights, sizes: Sizes,
         launches: tuple[Launch, Launch], passing: tuple[passes.PassLauncher, passes.PassLauncher],
         same: recent.Guard, grad: bool, gated: Launch | None, snapshot: discover.Snapshot, widens: bool,
     ) -> None:  # fmt: skip
@@ -44,6 +45,7 @@ class Plan:
         self._empty, self._stream = allocator(x.device), products.stream_of
         self._stride_x = row_stride(x, x.shape[1])
         self._widens = widens
+        self._planned: dict[gradientplans.Wanted, gradientplans.GradientPlan | None] = {}
 
     def takes(self, hidden: torch.Tensor, *others: torch.Tensor) -> bool:
         """Whether a call on these tensors (biases last, where there are any) is like the first."""
@@ -53,6 +55,22 @@ class Plan:
             and discover.snapshot() is self._snapshot
             and (self._alone or device_is_current(self._device))
         )
+
+    def gradients(
+        self, dout: torch.Tensor, x: torch.Tensor | None, gate_up: torch.Tensor | None, down: torch.Tensor | None,
+        weights: torch.Tensor, h: torch.Tensor, routing: Routing, needs: tuple[bool, ...],
+    ) -> gradientplans.Gradients | None:  # fmt: skip
+        """Those of x, gate_up, down and weights that are needed; None where ``layer.gradients`` has to compute them."""
+        needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
+        if needs_up_bias or needs_down_bias or discover.snapshot() is not self._snapshot or down is None:
+            return None
+        if not (self._alone or device_is_current(self._device)):
+            return None
+        wanted = gradientplans.Wanted(needs_x, needs_up, needs_down, needs_weights)
+        if wanted not in self._planned:
+            self._planned[wanted] = gradientplans.plan(self.how, self._sizes, wanted, dout, gate_up, down, routing)
+        planned = self._planned[wanted]
+        return None if planned is None else planned(dout, x, gate_up, down, weights, h, routing)
 
     def forward(
         self, x: torch.Tensor, given: Weights, routing: Routing, row_weights: torch.Tensor, *, keeps_h: bool
@@ -125,6 +143,6 @@ def plan(
         return None
     grad = any(one.requires_grad for one in tensors)
     gated = productlaunchers.gated_launch(first, a) if how.act == GATED_IN_PRODUCT else None
-    sizes = T, k, m_sizes.shape[0], H, wide, I
+    sizes = Sizes(T, k, m_sizes.shape[0], H, wide, I)
     widens = weights.dtype is not torch.float32  # (several models of transformers have theirs in bf16)
     return Plan(how, x, given, sizes, launches, passing, same, grad, gated, snapshot, widens)  # type: ignore[arg-type]

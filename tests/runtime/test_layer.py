@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from host_gpu import ALL, Device
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.types import Fusion, Op, Pass
-from pretuned.runtime import activate, discover, layerplans, moe, moe_mlp, recent, reload
+from pretuned.runtime import activate, discover, gradientplans, layerplans, moe, moe_mlp, recent, reload
 from pretuned.runtime.activation import GATED
 
 T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
@@ -230,6 +231,145 @@ def test_a_call_that_comes_again_is_planned(
         for name, one in wanted.items():
             torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
     assert planned == [T, T]
+
+
+@pytest.fixture
+def graded(monkeypatch: pytest.MonkeyPatch, planned: list[int]) -> list[gradientplans.GradientPlan]:
+    """The plans that computed a gradient."""
+    taken: list[gradientplans.GradientPlan] = []
+    real = gradientplans.GradientPlan.__call__
+
+    def call(self: gradientplans.GradientPlan, *given: Any) -> gradientplans.Gradients | None:
+        found = real(self, *given)
+        if found is not None:
+            taken.append(self)
+        return found
+
+    monkeypatch.setattr(gradientplans.GradientPlan, "__call__", call)
+    return taken
+
+
+def again(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor | None], needs: set[str], **how: Any
+) -> Callable[[], None]:
+    """A step on the very same tensors each time, as a model has them, held against the reference's."""
+    host_gpu.on(monkeypatch, False)
+    wanted = step(given, needs, IDS, **how)
+    host_gpu.on(monkeypatch, True)
+    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
+
+    def call() -> None:
+        got = step(leaves, needs, IDS, **how)
+        assert set(got) == set(wanted)
+        for name, one in wanted.items():
+            torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
+
+    return call
+
+
+FOUR = ("hidden", "up", "down", "weights")
+SUBSETS = [some for count in range(1, 5) for some in itertools.combinations(FOUR, count)]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("needs", SUBSETS, ids="+".join)
+def test_a_gradient_that_comes_again_is_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan],
+    needs: tuple[str, ...], layout: str, gated: bool,
+) -> None:  # fmt: skip
+    how = {} if gated else {"gated": False, "activation": "relu2"}
+    call = again(monkeypatch, tensors(gated, layout, False), set(needs), w_layout=layout, **how)
+    for _ in range(3):
+        call()
+    assert len(graded) == (0 if needs == ("down",) else 2)  # that one reads no more than a
+    if needs == FOUR:
+        asked = len(device.launched)
+        call()
+        assert len(device.launched) == asked  # nothing is looked for again
+
+
+def test_a_gradient_of_a_layer_with_biases_is_not(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan], planned: list[int]
+) -> None:
+    for needs in (set(NAMES), set(FOUR)):
+        call = again(monkeypatch, tensors(True, "nk", True), needs)
+        call()
+        call()
+    assert planned == [T, T]
+    assert graded == []
+
+
+@pytest.mark.parametrize(
+    ("gone", "needs"),
+    [(Pass.GATHER, {"hidden"}), (Pass.ACTIVATION_GRAD, {"hidden"}), ((Op.DX, Fusion.NONE), {"weights"}),
+     ((Op.DX, Fusion.SCATTER), {"hidden"}), ((Op.DW, Fusion.NONE), {"hidden", "up"}),
+     ((Op.DW, Fusion.NONE), {"hidden", "down"})],
+)  # fmt: skip
+def test_without_a_kernel_of_its_own_a_gradient_is_not_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan], gone: object,
+    needs: set[str],
+) -> None:  # fmt: skip
+    device.there.remove(gone)
+    call = again(monkeypatch, tensors(True, "nk", False), needs)
+    for _ in range(3):
+        call()
+    assert graded == []
+
+
+def test_kernels_that_a_gradient_does_not_need_are_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan]
+) -> None:
+    """Frozen experts: a bundle of forward and dX is enough, in strict mode too."""
+    device.there.remove((Op.DW, Fusion.NONE))
+    call = again(monkeypatch, tensors(True, "nk", False), {"hidden", "weights"})
+    for _ in range(3):
+        call()
+    assert len(graded) == 2
+    assert Op.DW not in {op for op, _ in device.launched}
+
+
+def test_a_gradient_that_is_another_one_goes_the_long_way(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan]
+) -> None:
+    given = tensors(True, "nk", False)
+    leaves = {name: one for name, one in given.items() if one is not None}
+    for one in leaves.values():
+        one.requires_grad_()
+
+    def call() -> torch.Tensor:
+        return moe_mlp(leaves["hidden"], leaves["up"], leaves["down"], IDS, leaves["weights"])
+
+    def grads(out: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, list(leaves.values()), dout)
+
+    host_gpu.on(monkeypatch, True)
+    dout = torch.linspace(-1, 1, T * H).view(T, H)
+    wanted = grads(call(), dout)
+    for one, other in zip(grads(call(), dout), wanted, strict=True):
+        assert torch.equal(one, other)
+    assert len(graded) == 1
+
+    def elsewhere(one: torch.Tensor) -> torch.Tensor:
+        if one.dim() != 3:
+            return one
+        wide = torch.zeros(*one.shape[:2], one.shape[2] + 4)
+        wide[..., : one.shape[2]] = one.detach()
+        return wide[..., : one.shape[2]]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, elsewhere):
+        out = call()
+    odd = torch.cat([torch.zeros(1), dout.flatten()])[1:].view(T, H)  # begins elsewhere
+    across = dout.T.contiguous().T
+    for made, given_dout in ((out, dout), (call(), odd), (call(), across)):
+        for one, other in zip(grads(made, given_dout), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    out = call()
+    reload()  # the bundles may be others
+    for one, other in zip(grads(out, dout), wanted, strict=True):
+        assert torch.equal(one, other)
+    assert len(graded) == 1
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
