@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..artifacts.cubin import mismatch, other_parameters
 from ..artifacts.errors import BundleError
 from ..artifacts.store import BundleFile
-from ..artifacts.types import Problem
+from ..artifacts.types import Problem, Variant
 from ..artifacts.wire import corrupt
 from ..kernels.abi import parameter_bytes
 from .device import LocalGpu
@@ -15,6 +15,7 @@ from .launch import LoadedKernel, load_kernel
 from .locks import lock
 
 _loaded: dict[tuple[bytes, int, int], LoadedKernel] = {}  # by bundle, variant, device
+_known: dict[tuple[Variant, int], LoadedKernel] = {}  # by all that is said of it, its cubin's sha256 too, and device
 
 
 def prepare(
@@ -45,6 +46,8 @@ def prepare(
 def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
     """Variant ``index`` of a bundle on ``cuda:device``. Legal inside a graph capture.
 
+    The same variant of another bundle (two that were built of the same candidates) is the same kernel.
+
     Raises
     ------
     BundleCorrupt
@@ -59,16 +62,22 @@ def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> Loaded
             kernel = _loaded.get(key)
             if kernel is None:
                 variant = bundle.variant(index)
-                cubin = bundle.cubin(index)
-                wrong = mismatch(cubin, bundle.target, later_abi=True)
-                wrong = wrong or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
-                if wrong:
-                    raise corrupt(bundle.path, f"variant {index}: {wrong}")
-                where = f"bundle {bundle.path!r}: variant {index}"
-                kernel = _loaded[key] = load_kernel(variant, cubin, device, sm_count, where)
+                kernel = _known.get((variant, device))
+                if kernel is None:
+                    kernel = _known[variant, device] = _load(bundle, index, variant, device, sm_count)
+                _loaded[key] = kernel
     return kernel
+
+
+def _load(bundle: BundleFile, index: int, variant: Variant, device: int, sm_count: int) -> LoadedKernel:
+    cubin = bundle.cubin(index)
+    wrong = mismatch(cubin, bundle.target, later_abi=True)
+    wrong = wrong or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
+    if wrong:
+        raise corrupt(bundle.path, f"variant {index}: {wrong}")
+    return load_kernel(variant, cubin, device, sm_count, f"bundle {bundle.path!r}: variant {index}")
 
 
 def loaded_count() -> int:
     """How many cubins this process has loaded, over all devices."""
-    return len(_loaded)
+    return len(_known)
