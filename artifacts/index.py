@@ -25,15 +25,15 @@ from .schema import (
     read_target,
     read_variant,
 )
-from .types import Choice, Model, Problem, Target, Variant
-from .wire import Malformed, Preamble, corrupt, pack, parse, unpack
+from .types import Choice, Gpu, Model, Problem, Target, Variant
+from .wire import Malformed, Preamble, begins_with, corrupt, pack, parse, unpack
 
 FIELDS = (
     "target", "min_driver", "producer", "kernels", "gpus", "variants", "cubin_bytes", "problems", "models",
 )  # fmt: skip
 MODEL = ("name", "tp", "ep", "top_k", "dtype", "problems")
 
-GLANCED_BYTES = 64  # hold what an index begins with, byte by byte
+GLANCED_BYTES = 4096  # hold what an index begins with: the target, and mostly the GPUs, too
 _BEGIN = re.compile(
     rb"\x89\xa6target\x82\xa2sm(?:([\x00-\x7f])|\xcc(.)|\xcd(..))\xadarch_specific([\xc2\xc3])", re.DOTALL
 )
@@ -46,6 +46,15 @@ def glance(begin: bytes) -> Target | None:
     """
     found = _BEGIN.match(begin)
     return found and Target(int.from_bytes(found[1] or found[2] or found[3], "big"), found[4] == b"\xc3")
+
+
+def glance_at_gpus(begin: bytes) -> tuple[Gpu, ...] | None:
+    """The GPUs that an index says at its beginning; None where these bytes do not tell. Their digest is not checked."""
+    found = begins_with(begin, FIELDS[: FIELDS.index("gpus") + 1], max_items=lim.MAX_GPUS)
+    try:
+        return found and tuple(read_gpu(gpu) for gpu in items(found[-1], "gpus", 0, lim.MAX_GPUS))
+    except Malformed:
+        return None
 
 
 class Index:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from . import codec, trust
 from .errors import BundleError, BundleUnreadable, BundleUntrusted, HostError, LockBusy
-from .index import GLANCED_BYTES, Index, glance
+from .index import GLANCED_BYTES, Index, glance, glance_at_gpus
 from .limits import MAX_FILE_BYTES
 from .publication import publish
 from .types import Bundle, Choice, Gpu, Kernel, Model, Problem, Producer, Target, Variant
@@ -105,7 +105,8 @@ class BundleFile:
         self._preamble = read_preamble(self._head, status.st_size, where)
         self.path = where
         self._file_bytes = status.st_size
-        self._glanced = glance(begin[PREAMBLE_BYTES:]) if later else None
+        self._begin = begin[PREAMBLE_BYTES:]
+        self._glanced = glance(self._begin) if later else None
         self._known: Index | BundleError | None = None
         if self._glanced is None:
             self._known = self._read_index(fd, sha256)
@@ -171,6 +172,17 @@ class BundleFile:
     def gpus(self) -> tuple[Gpu, ...]:
         """The GPUs that its times were measured on."""
         return self._index.gpus
+
+    def may_be_of(self, gpu: Gpu) -> bool:
+        """Whether something here may have been measured on such a GPU; yes where that can't be told.
+
+        By the index, or, while that is unread, by what it begins with: whatever is read later is checked.
+        """
+        if self._known is None:
+            said = glance_at_gpus(self._begin)
+        else:
+            said = None if isinstance(self._known, BundleError) else self._known.gpus
+        return said is None or any(one.is_like(gpu) for one in said)
 
     @property
     def variant_count(self) -> int:

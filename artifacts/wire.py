@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgpack
@@ -123,6 +124,26 @@ def parse(data: bytes, *, max_items: int, max_pairs: int = 64, max_bin_bytes: in
         )
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise _not_msgpack(error) from None
+
+
+def begins_with(data: bytes, names: Sequence[str], *, max_items: int) -> list[object] | None:
+    """The values of the first fields of the map that ``data`` begins with, if they have these names; else None."""
+    reader = msgpack.Unpacker(
+        max_buffer_size=max(1, len(data)), raw=False, strict_map_key=True, max_array_len=max_items, max_map_len=64,
+        max_str_len=MAX_NAME_CHARS, max_bin_len=64, max_ext_len=0,
+    )  # fmt: skip
+    found = []
+    try:
+        reader.feed(data)
+        if reader.read_map_header() < len(names):
+            return None
+        for name in names:
+            if reader.unpack() != name:
+                return None
+            found.append(reader.unpack())
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
+        return None
+    return found
 
 
 def unpack(data: bytes, *, max_items: int) -> object:

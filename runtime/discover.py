@@ -100,7 +100,7 @@ class Snapshot:
         self._named = _scan(asked)
         self._packaged: tuple[Found, ...] | None = None
         self._made: tuple[Found, ...] = ()
-        self._views: dict[tuple[int, int, bool], View] = {}
+        self._views: dict[Hashable, View] = {}
         self._variants: dict[bytes, _Groups] = {}
         self._choices: dict[tuple[bytes, Problem], tuple[Choice, ...]] = {}
         self._rejected: dict[BundleFile, BundleError] = {}  # not by content: a copy of it may be whole
@@ -136,6 +136,22 @@ class Snapshot:
             view = self._views.get(key)
             if view is None:
                 view = self._views[key] = _view(self._found(installed=installed), local, self._rejected)
+                self._tell(view.skipped)
+        return view
+
+    def nearer_view(self, local: LocalGpu) -> View:
+        """The same with those of the installed ones alone that say that they were measured on such a GPU.
+
+        Of the others, for other GPUs of its capability, no more is read than that: most first calls need none.
+        """
+        with lock("bundles"):
+            view = self._views.get(local)
+            if view is None:
+                every = self._found(installed=True)
+                near = [one for one in every if _is_near(one, local)]
+                if len(near) == len(every):
+                    return self.view(local, installed=True)
+                view = self._views[local] = _view(near, local, self._rejected)
                 self._tell(view.skipped)
         return view
 
@@ -282,6 +298,12 @@ def _scan(asked: Iterable[Place]) -> tuple[Found, ...]:
         with _undisturbed(place):
             found += [_open(place, path) for path in place.files()]
     return tuple(found)
+
+
+def _is_near(found: Found, local: LocalGpu) -> bool:
+    if found.place.kind is not Kind.INSTALLED or found.bundle is None:
+        return True
+    return not found.bundle.target.runs_on(local.sm) or found.bundle.may_be_of(local.gpu)
 
 
 def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:

@@ -113,17 +113,25 @@ def _decide(
     view = snapshot.view(local, installed=False)
     view.demand_named_files()
     found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1) if view.usable else []
-    if not found or found[0].match is not Match.EXACT or found[0].origin >= Origin.COMPATIBLE:
-        view = snapshot.view(local, installed=True)
+    if not _settles(found, Origin.MODELLED):
+        view = snapshot.nearer_view(local)
         found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
-        if not found or found[0].origin >= Origin.COMPATIBLE:
-            found += modelled(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
-            found.sort(key=lambda candidate: (candidate.origin, candidate.match))
-        if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
-            raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
+        if not _settles(found, Origin.THIS_GPU):
+            view = snapshot.view(local, installed=True)
+            found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
+            if not found or found[0].origin >= Origin.COMPATIBLE:
+                found += modelled(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
+                found.sort(key=lambda candidate: (candidate.origin, candidate.match))
+            if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
+                raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
     if not found:
         return Miss(problem, bucket, aligned, miss_text(problem, bucket, local, view))
     return Decision(problem, bucket, aligned, found[0], reason(found[0], problem, bucket, local))
+
+
+def _settles(found: list[Candidate], least: Origin) -> bool:
+    """Whether no bundle that was not asked yet can have better: chosen for this very bucket, and no worse than this."""
+    return bool(found) and found[0].match is Match.EXACT and found[0].origin <= least
 
 
 def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:

@@ -27,9 +27,9 @@ from pretuned.artifacts.errors import (
     BundleUntrusted,
     HostError,
 )
-from pretuned.artifacts.index import GLANCED_BYTES, Index, glance
+from pretuned.artifacts.index import GLANCED_BYTES, Index, glance, glance_at_gpus
 from pretuned.artifacts.store import lock, open_bundle, publish, reading
-from pretuned.artifacts.types import DType, Op, Problem, Target
+from pretuned.artifacts.types import DType, Gpu, Op, Problem, Target
 from pretuned.artifacts.wire import PREAMBLE_BYTES
 
 MEDIUM = codec.encode(golden_bundles.medium())
@@ -143,6 +143,40 @@ def test_a_glance_at_anything_is_a_target_or_nothing(tail, kept):
 def test_a_glance_tells_every_target(target):
     data = codec.encode(dataclasses.replace(golden_bundles.small(), target=target))
     assert glance(data[PREAMBLE_BYTES : PREAMBLE_BYTES + GLANCED_BYTES]) == target
+
+
+def test_opened_for_later_it_tells_whose_gpu_it_may_be_of_unread(tmp_path, path, monkeypatch):
+    (gpu, *_) = golden_bundles.medium().gpus
+    other = dataclasses.replace(gpu, name="another")
+    monkeypatch.setattr(store, "Index", lambda *_: pytest.fail("it was read"))
+    with open_bundle(path, later=True) as file:
+        assert file.may_be_of(gpu)
+        assert file.may_be_of(dataclasses.replace(gpu, driver=gpu.driver + 10))
+        assert not file.may_be_of(other)
+    monkeypatch.undo()
+    with open_bundle(path) as file:
+        assert file.may_be_of(gpu)
+        assert not file.may_be_of(other)
+    at = MEDIUM.index(b"gpus")
+    damaged = tmp_path / "damaged.msgpack"
+    damaged.write_bytes(MEDIUM[:at] + b"gpuS" + MEDIUM[at + 4 :])
+    with open_bundle(damaged, later=True) as file:
+        assert file.may_be_of(other)  # it does not tell
+        with pytest.raises(BundleCorrupt):
+            file.gpus  # noqa: B018
+        assert file.may_be_of(other)
+
+
+@given(st.binary(max_size=300), st.integers(0, 1000))
+def test_a_glance_at_anything_is_gpus_or_nothing(tail, kept):
+    begin = MEDIUM[PREAMBLE_BYTES : PREAMBLE_BYTES + kept] + tail
+    assert glance_at_gpus(begin) is None or all(isinstance(one, Gpu) for one in glance_at_gpus(begin))
+
+
+def test_the_gpus_of_what_ships_are_within_what_is_glanced_at():
+    for shipped in (Path(store.__file__).parent / "bundles").glob("*.msgpack"):
+        with open_bundle(shipped, later=True) as file:
+            assert glance_at_gpus(file._begin) == file.gpus
 
 
 def test_closed(path):

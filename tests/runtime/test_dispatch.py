@@ -8,6 +8,7 @@ import shlex
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import craft
 import pytest
@@ -42,7 +43,7 @@ from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
 from pretuned.artifacts.store import publish
 from pretuned.artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, Source, bucket_of
 from pretuned.kernels.config import Config
-from pretuned.runtime.candidates import Match, Origin
+from pretuned.runtime.candidates import Match, Origin, chosen
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot
 from pretuned.runtime.dispatch import Decision, Miss, decide
@@ -417,6 +418,76 @@ def test_there_is_always_a_decision_and_it_is_always_the_same(
     ranked = [(one.origin, one.match) for one in told.candidates]
     assert ranked == sorted(ranked)
     assert len({one.index for one in told.candidates}) == len(ranked)
+
+
+ELSEWHERE = Gpu("NVIDIA H800", 132, 81559, 13000)
+ROWS = st.tuples(st.sampled_from([32, 64, 128, 1024]), st.integers(0, 2), st.sampled_from([WIDE, NARROW]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    files=st.lists(
+        st.tuples(
+            st.booleans(),  # whether it is an installed package's
+            st.sampled_from([(), (H100,), (H200,), (H100, H200)]),
+            st.lists(ROWS, min_size=1, max_size=4, unique_by=lambda row: row[0]),
+        ),
+        min_size=1, max_size=4,
+    ),
+    local=st.sampled_from([ON_H100, ON_H200, LocalGpu(90, ELSEWHERE)]),
+    M=st.sampled_from([16, 64, 100, 1024]),
+)  # fmt: skip
+def test_what_is_not_read_would_not_have_been_chosen(
+    tmp_path_factory: pytest.TempPathFactory, files: list[Any], local: LocalGpu, M: int
+) -> None:
+    """A first call reads few of the installed bundles: the choice is the one that all of them would give."""
+    folder = tmp_path_factory.mktemp("b")
+    (folder / "named").mkdir()
+    for i, (installed, gpus, rows) in enumerate(files):
+        made = [
+            modelled(bucket, index) if gpu >= len(gpus) else measured(bucket, index, 9, gpu=gpu)
+            for bucket, gpu, index in sorted(rows)
+        ]
+        write(folder / ("installed" if installed else "named") / f"{i}.msgpack", {PROBLEM: made}, gpus=gpus, tag=str(i))
+    found = snapshot(folder / "named", installed=[folder / "installed"])
+    got = decision(found, M, local).chosen
+    for installed in (False, True):
+        view = found.view(local, installed=installed)
+        best = chosen(found, PROBLEM, bucket_of(M), local, view, aligned=True, most=1)
+        if best and best[0].match is Match.EXACT:
+            break
+    assert (got.usable.path, got.index, got.origin, got.match) == (
+        best[0].usable.path, best[0].index, best[0].origin, best[0].match)  # fmt: skip
+
+
+def test_installed_bundles_for_other_gpus_are_read_only_where_they_are_needed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = {PROBLEM: [measured(64, NARROW, 9)]}
+    write(tmp_path / "b.msgpack", mine, gpus=[H200])
+    other = write(
+        tmp_path / "a.msgpack", {PROBLEM: [measured(64, WIDE, 5)], OTHER: [measured(64, WIDE, 5)]}, gpus=[H100]
+    )
+    found = snapshot(installed=[tmp_path])
+    assert came_from(found) == ("b", Origin.THIS_GPU, Match.EXACT, NARROW)
+    opened = {one.path.stem: one.bundle for one in found._found(installed=True)}
+    assert opened["b"] is not None
+    assert opened["b"]._known is not None
+    assert opened["a"] is not None
+    assert opened["a"]._known is None
+    assert came_from(found, local=ON_H100) == ("a", Origin.THIS_GPU, Match.EXACT, WIDE)
+    assert decision(found, problem=OTHER).chosen.usable.path.stem == "a"  # there is no other
+
+    data = bytearray(other.read_bytes())
+    data[-len(data) // 2] ^= 1
+    other.write_bytes(data)
+    found = snapshot(installed=[tmp_path])
+    assert came_from(found)[0] == "b"
+    assert "a.msgpack" not in caplog.text
+    fresh = snapshot(installed=[tmp_path])
+    fresh.fingerprint(ON_H200)  # what may be chosen later is looked at
+    assert "a.msgpack" in caplog.text
+    assert came_from(found, local=ON_H100)[0] == "b"
 
 
 def test_a_config_that_this_version_does_not_know_is_passed_over(tmp_path: Path) -> None:
