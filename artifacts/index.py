@@ -51,8 +51,10 @@ def glance(begin: bytes) -> Target | None:
 def glance_at_gpus(begin: bytes) -> tuple[Gpu, ...] | None:
     """The GPUs that an index says at its beginning; None where these bytes do not tell. Their digest is not checked."""
     found = begins_with(begin, FIELDS[: FIELDS.index("gpus") + 1], max_items=lim.MAX_GPUS)
+    if found is None:
+        return None
     try:
-        return found and tuple(read_gpu(gpu) for gpu in items(found[-1], "gpus", 0, lim.MAX_GPUS))
+        return tuple(read_gpu(gpu) for gpu in items(found[-1], "gpus", 0, lim.MAX_GPUS))
     except Malformed:
         return None
 
