@@ -1,6 +1,6 @@
 """The gradient of a layer that comes again: its launches in readiness. As ``layerplans``, for ``layer.gradients``.
 
-It is of a layer without biases. A gradient whose tensors do not lie as the first ones did goes the long way.
+Those of biases it does not compute. A gradient whose tensors do not lie as the first ones did goes the long way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .device import allocator
 from .gathered import Launch
 from .inputs import ALIGNMENT_BYTES
 from .launcher import Launcher
-from .layer import Layer, Routing
+from .layer import Layer, Routing, with_bias
 from .products import Rows
 
 Gradients: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"
@@ -80,7 +80,7 @@ class GradientPlan:
 
     def __call__(
         self, dout: torch.Tensor, x: torch.Tensor | None, gate_up: torch.Tensor | None, down: torch.Tensor,
-        weights: torch.Tensor, h: torch.Tensor, routing: Routing,
+        down_bias: torch.Tensor | None, weights: torch.Tensor, h: torch.Tensor, routing: Routing,
     ) -> Gradients | None:  # fmt: skip
         """The gradients of x, gate_up, down and weights that are wanted; None where it is another call."""
         if not self._takes(dout, x, gate_up, down, weights, h):
@@ -108,7 +108,7 @@ class GradientPlan:
         if a is not None and launches.ddown is not None:
             ddown = self._weight(launches.ddown, dy, a, (E, H, I), at_sizes, stream)
         if dweights is not None:
-            dweights = dweights.view(weights.shape).to(weights.dtype)
+            dweights = with_bias(dweights.view(weights.shape), dout, down_bias, experts, E).to(weights.dtype)
         del a, dy  # half of what the gradient takes beside its results
         if dh is not None and gate_up is not None and launches.each is not None and launches.combine is not None:
             each = empty((M, H), (H, 1), dtype)

@@ -117,9 +117,9 @@ class MoeLayer(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, gate_up, down, down_bias, weights, h, *routing = ctx.saved_tensors
-        if ctx.plan is not None and h is not None and down_bias is None:
+        if ctx.plan is not None and h is not None:
             planned = ctx.plan.gradients(
-                dout, x, gate_up, down, weights, h, Routing(*routing), ctx.needs_input_grad[:6]
+                dout, x, gate_up, down, down_bias, weights, h, Routing(*routing), ctx.needs_input_grad[:6]
             )  # fmt: skip
             if planned is not None:
                 dx, dup, ddown, dweights = planned
@@ -162,10 +162,7 @@ def gradients(
         scale = row_weights[index].to(dy.dtype)[:, None].expand(M, _ONES).contiguous()
         ddown_bias = weight(dy, scale, m_sizes, strict=False)[:, :, 0].contiguous()
     if needs_weights and dweights is not None:
-        dweights = dweights.view(weights.shape)
-        if given.down_bias is not None and E:
-            dweights = dweights + _with_bias(dout, given.down_bias, experts.view(weights.shape), E)
-        dweights = dweights.to(weights.dtype)
+        dweights = with_bias(dweights.view(weights.shape), dout, given.down_bias, experts, E).to(weights.dtype)
     del a, dy  # half of what the gradient takes beside its results
     if dh is not None:
         if needs_x:
@@ -191,9 +188,15 @@ def _times(dy: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, layout: Lay
     return rows(Rows(Op.DX, dy, w, m_sizes, layout, M), dy.new_empty((M, K)))
 
 
-def _with_bias(dout: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor, E: int) -> torch.Tensor:
-    """dot(dout[t], bias[expert of t's slot s]) of every slot, [T, k]; zero for a slot that takes no part."""
+def with_bias(
+    dweights: torch.Tensor, dout: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor, E: int
+) -> torch.Tensor:
+    """dweights [T, k], and dot(dout[t], bias[expert of t's slot s]) of every slot that takes part; not by autocast."""
+    if bias is None or not E:
+        return dweights
+    experts = experts.view(dweights.shape)
     wide = torch.promote_types(dout.dtype, torch.float32)
-    every = dout.to(wide) @ bias.detach().to(wide).T
+    with without_autocast(dout.device.type):
+        every = dout.to(wide) @ bias.detach().to(wide).T
     here = (experts >= 0) & (experts < E)
-    return torch.where(here, every.gather(1, torch.where(here, experts, 0).long()), 0)
+    return dweights + torch.where(here, every.gather(1, torch.where(here, experts, 0).long()), 0)

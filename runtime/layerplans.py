@@ -58,7 +58,8 @@ class Plan:
 
     def gradients(
         self, dout: torch.Tensor, x: torch.Tensor | None, gate_up: torch.Tensor | None, down: torch.Tensor | None,
-        weights: torch.Tensor, h: torch.Tensor, routing: Routing, needs: tuple[bool, ...],
+        down_bias: torch.Tensor | None, weights: torch.Tensor, h: torch.Tensor, routing: Routing,
+        needs: tuple[bool, ...],
     ) -> gradientplans.Gradients | None:  # fmt: skip
         """Those of x, gate_up, down and weights that are needed; None where ``layer.gradients`` has to compute them."""
         needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
@@ -70,7 +71,7 @@ class Plan:
         if wanted not in self._planned:
             self._planned[wanted] = gradientplans.plan(self.how, self._sizes, wanted, dout, gate_up, down, routing)
         planned = self._planned[wanted]
-        return None if planned is None else planned(dout, x, gate_up, down, weights, h, routing)
+        return None if planned is None else planned(dout, x, gate_up, down, down_bias, weights, h, routing)
 
     def forward(
         self, x: torch.Tensor, given: Weights, routing: Routing, row_weights: torch.Tensor, *, keeps_h: bool

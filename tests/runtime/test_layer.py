@@ -290,14 +290,25 @@ def test_a_gradient_that_comes_again_is_planned(
         assert len(device.launched) == asked  # nothing is looked for again
 
 
-def test_a_gradient_of_a_layer_with_biases_is_not(
+@pytest.mark.parametrize("needs", [FOUR, ("hidden", "weights"), ("hidden",)], ids="+".join)
+def test_a_gradient_beside_biases_is_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan], needs: tuple[str, ...]
+) -> None:
+    """As where they are frozen."""
+    call = again(monkeypatch, tensors(True, "nk", True), set(needs))
+    for _ in range(3):
+        call()
+    assert len(graded) == 2
+
+
+def test_a_gradient_of_biases_is_not(
     monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan], planned: list[int]
 ) -> None:
-    for needs in (set(NAMES), set(FOUR)):
+    for needs in (set(NAMES), {"hidden", "up_bias"}, {"down_bias", "weights"}):
         call = again(monkeypatch, tensors(True, "nk", True), needs)
         call()
         call()
-    assert planned == [T, T]
+    assert planned == [T, T, T]
     assert graded == []
 
 
