@@ -25,9 +25,8 @@ _INDEX_STEP = 2  # Routing's index is int64
 
 
 class Sizes(NamedTuple):
-    """Of a layer: tokens, slots of each, experts, columns of hidden, of the first product, and of the second's x."""
+    """Of a layer: slots of a token, experts, columns of hidden, of the first product, and of the second's x."""
 
-    T: int
     k: int
     E: int
     H: int
@@ -85,7 +84,8 @@ class GradientPlan:
         """The gradients of x, gate_up, down and weights that are wanted; None where it is another call."""
         if not self._takes(dout, x, gate_up, down, weights, h):
             return None
-        T, k, E, H, wide, I = self._sizes  # noqa: E741
+        k, E, H, wide, I = self._sizes  # noqa: E741
+        T = dout.shape[0]
         M, dtype, empty, stream = T * k, self._dtype, self._empty, self._stream(self._device)
         wanted, launches = self._wanted, self._launches
         index, m_sizes, bounds, experts = routing
@@ -137,7 +137,7 @@ class GradientPlan:
 
     def _sorted(self, rows: torch.Tensor, at_index: int, used: int) -> torch.Tensor:
         """A row for each slot of rows' tokens [T, H], in the sorted order."""
-        T, k, _, H, *_ = self._sizes
+        T, (k, _, H, *_) = rows.shape[0], self._sizes
         out = self._empty((T * k, H), (H, 1), self._dtype)
         rowgather.gather(
             self._launches.gather, self._empty, rows.data_ptr(), at_index, used, out.data_ptr(), M=T * k, columns=H,
@@ -165,8 +165,9 @@ def plan(
     """A plan for what is ``wanted`` of a layer of these sizes; None where there is none, or a kernel is missing."""
     if down is None or not (wanted.inner or wanted.weights) or (wanted.x and gate_up is None):
         return None
-    T, k, E, H, wide, I = sizes  # noqa: E741
-    M, (index, m_sizes, *_) = T * k, routing
+    k, E, H, wide, I = sizes  # noqa: E741
+    T, (index, m_sizes, *_) = dout.shape[0], routing
+    M = T * k
     # (A row each: a launcher asks how its operands are aligned, and nothing else of them.)
     dy, da, dh = (dout.new_empty((1, length)).expand(M, length) for length in (H, I, wide))
 

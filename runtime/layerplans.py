@@ -1,7 +1,8 @@
 """Layers that come again: what was checked and chosen the first time, in readiness. As ``plans``, for ``moe_mlp``.
 
-A plan belongs to the weights and the shapes of one layer. It takes a call only if its tensors pass one guard
-(``recent.py``) and hidden begins as well aligned as the first; any other goes the long way, which checks everything.
+A plan belongs to the weights of one layer and to a bucket of rows, for which all its launches were chosen. It takes a
+call, of any number of tokens in there, only if its tensors pass one guard (``recent.py``) and hidden begins as well
+aligned as the first; any other goes the long way, which checks everything.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from .layer import GATED_IN_PRODUCT, Layer, Routing, Weights, columns
 from .products import Rows
 
 _KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a call of it does
+
+
+_LOOSE = (0, 3, 4)  # of a guard's tensors: hidden, the ids and the routing weights, a row a token
+_MOST_ROWS = 1 << 29  # so that all of its bucket fit int32
 
 
 class Plan:
@@ -47,10 +52,19 @@ class Plan:
         self._widens = widens
         self._planned: dict[gradientplans.Wanted, gradientplans.GradientPlan | None] = {}
 
-    def takes(self, hidden: torch.Tensor, *others: torch.Tensor) -> bool:
-        """Whether a call on these tensors (biases last, where there are any) is like the first."""
+    def takes(
+        self, hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+        *biases: torch.Tensor,
+    ) -> bool:  # fmt: skip
+        """Whether a call on these tensors, of as many rows by bucket, is like the first."""
+        if not self._same(hidden, gate_up, down, ids, weights, *biases):
+            return False
+        T = ids.shape[0]
         return (
-            self._same(hidden, *others)
+            0 < T == weights.shape[0]
+            and hidden.numel() == T * self._sizes.H
+            and hidden.is_contiguous()
+            and weights.is_contiguous()
             and hidden.data_ptr() & ALIGNMENT_BYTES - 1 == self._low
             and discover.snapshot() is self._snapshot
             and (self._alone or device_is_current(self._device))
@@ -77,7 +91,8 @@ class Plan:
         self, x: torch.Tensor, given: Weights, routing: Routing, row_weights: torch.Tensor, *, keeps_h: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out [T, H] and, with ``keeps_h``, h, without a look at the tensors: ``takes`` had one."""
-        T, k, E, H, wide, I = self._sizes  # noqa: E741
+        k, E, H, wide, I = self._sizes  # noqa: E741
+        T = x.shape[0]
         M, dtype, empty = T * k, self._dtype, self._empty
         gate_up, down, gate_up_bias, down_bias = given
         index, m_sizes, bounds, experts = routing
@@ -119,6 +134,8 @@ def plan(
     I = wide // 2 if how.act.gated else wide  # noqa: E741
     if not products.on_gpu(x) or x.dtype not in _KINDS or not (M and H and I) or not hidden.is_contiguous():
         return None
+    if M >= _MOST_ROWS:
+        return None
     if any(one is not None and (one.dtype is not x.dtype or not one.is_contiguous()) for one in given[2:]):
         return None
     if {given.gate_up.dtype, given.down.dtype} != {x.dtype}:
@@ -139,11 +156,11 @@ def plan(
     launches = productlaunchers.row_launch(first, h), productlaunchers.row_launch(second, y)
     passing = passes.for_rows(Pass.ACTIVATION, I, M, like=x), passes.for_rows(Pass.COMBINE, H, T, like=x)
     tensors = [one for one in (hidden, *given[:2], ids, weights, *given[2:]) if one is not None]
-    same = recent.guard(*tensors)
+    same = recent.guard(*tensors, loose=_LOOSE)
     if same is None or None in launches or None in passing:
         return None
     grad = any(one.requires_grad for one in tensors)
     gated = productlaunchers.gated_launch(first, a) if how.act == GATED_IN_PRODUCT else None
-    sizes = Sizes(T, k, m_sizes.shape[0], H, wide, I)
+    sizes = Sizes(k, m_sizes.shape[0], H, wide, I)
     widens = weights.dtype is not torch.float32  # (several models of transformers have theirs in bf16)
     return Plan(how, x, given, sizes, launches, passing, same, grad, gated, snapshot, widens)  # type: ignore[arg-type]

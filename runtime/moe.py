@@ -123,12 +123,19 @@ def moe_mlp(
         if inputs.duals._current_level >= 0:
             inputs.no_tangents("moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias)
         try:
+            T, k = topk_ids.shape
+            bucket = 1 << (T * k * T * k).bit_length() // 2  # bucket_of, of which each plan is for one
             key = (
-                gate_up_weight.data_ptr(), down_weight.data_ptr(), topk_ids.shape, activation, gated, interleaved,
+                gate_up_weight.data_ptr(), down_weight.data_ptr(), k, bucket, activation, gated, interleaved,
                 gate_up_bias is None, down_bias is None, weights_on, w_layout,
             )  # fmt: skip
             plan = _plans.get(key)
-        except (AttributeError, TypeError, RuntimeError):  # something that is no usable tensor: the checks will say
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # something that is no usable tensor: the checks will say
             plan, key = None, None
         if plan is not None:
             given = Weights(gate_up_weight, down_weight, gate_up_bias, down_bias)

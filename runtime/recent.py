@@ -8,7 +8,7 @@ Where calls of several sizes share an address, the last of them is tried first, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -32,12 +32,23 @@ def remember(table: Table, key: Key, rows: int, entry: Entry) -> None:
     table[key] = table[key, rows] = entry
 
 
-def guard(*tensors: torch.Tensor) -> Guard | None:
-    """A check that these tensors pass, and others only if they differ from them in address and content."""
+def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:
+    """A check that these tensors pass, and others only if they differ from them in address and content.
+
+    Those whose place is in ``loose`` may have any number of rows, anywhere: of their sizes and strides the last counts.
+    """
     if _TensorGuards is None:
         return None
+    sizes, strides = (
+        [_last(given) if i in loose else list(given) for i, given in enumerate(every)] if loose else None
+        for every in ([one.shape for one in tensors], [one.stride() for one in tensors])
+    )
     try:
-        check: Guard = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        check: Guard = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         return check if check(*tensors) else None
     except (TypeError, ValueError, RuntimeError):  # another torch
         return None
+
+
+def _last(given: Sequence[int]) -> list[int | None]:
+    return [*(None for _ in given[1:]), given[-1]]

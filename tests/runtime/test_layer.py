@@ -561,10 +561,10 @@ def test_a_reload_while_a_plan_is_made_is_not_of_it(
     host_gpu.on(monkeypatch, True)
     real, reloads = recent.guard, [discover.forget]
 
-    def guard(*tensors: torch.Tensor) -> recent.Guard | None:
+    def guard(*tensors: torch.Tensor, **how: Any) -> recent.Guard | None:
         if reloads:  # another thread's, after the launches were chosen
             reloads.pop()()
-        return real(*tensors)
+        return real(*tensors, **how)
 
     monkeypatch.setattr(recent, "guard", guard)
     given = tensors(True, "nk", False)
@@ -646,7 +646,65 @@ def test_a_full_table_of_plans_begins_anew(monkeypatch: pytest.MonkeyPatch, devi
     hidden, weights = given["hidden"], given["weights"]
     assert hidden is not None
     assert weights is not None
-    for count in (3, 4, 5, 5, 3):
+    for count in (1, 2, 7, 7, 1):  # each of a bucket of its own
         moe_mlp(hidden[:count], given["up"], given["down"], IDS[:count], weights[:count])
-    assert planned == [5]
+    assert planned == [7]
     assert len(moe._plans) == 2
+
+
+def many(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden, ids and routing weights of so many tokens."""
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(-1, E + 1, (count, TOPK), generator=generator)
+    return torch.randn(count, H, generator=generator), ids, torch.rand(count, TOPK, generator=generator)
+
+
+def test_a_plan_is_of_a_bucket_whatever_the_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan], planned: list[int]
+) -> None:
+    """Prompts and sequences of other lengths all the time."""
+    given = tensors(True, "nk", False)
+    experts = [given["up"].requires_grad_(), given["down"].requires_grad_()]  # type: ignore[union-attr]
+    counts = (24, 23, 30, 17, 45, 24, 12)
+    results: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    for simulated, found in results.items():
+        host_gpu.on(monkeypatch, simulated)
+        for count in counts:
+            hidden, ids, weights = many(count)
+            leaves = [hidden.requires_grad_(), *experts, weights.requires_grad_()]
+            out = moe_mlp(hidden, *experts, ids, weights)
+            found += [out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view_as(out))]
+    for got, want in zip(results[True], results[False], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    assert planned == [23, 30, 17, 24]  # 46 to 90 rows are of one bucket; 135 and 36 are not
+    assert len(graded) == 4
+
+
+def test_what_a_plan_of_a_bucket_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    host_gpu.on(monkeypatch, True)
+    given = tensors(True, "nk", False)
+    hidden, ids, weights = many(24)
+
+    def call(*of: torch.Tensor) -> torch.Tensor:
+        return moe_mlp(of[0], given["up"], given["down"], *of[1:])
+
+    wanted = call(hidden, ids, weights)
+    assert torch.equal(call(hidden.view(24, H), ids, weights), wanted)
+    assert planned == [24]
+    for less in ((hidden[:23], ids, weights), (hidden, ids[:23], weights), (hidden, ids, weights[:23])):
+        with pytest.raises(InputError, match="the tokens of hidden"):
+            call(*less)
+    wide = torch.cat([hidden, hidden], dim=1)[:, :H]
+    turned = weights.T.contiguous().T
+    assert torch.equal(call(wide, ids, weights), wanted)
+    assert torch.equal(call(hidden, ids, turned), wanted)
+    assert call(hidden[:0], ids[:0], weights[:0]).shape == (0, H)
+    assert planned == [24]
+    three = hidden.view(4, 6, H)
+    for _ in range(2):
+        assert torch.equal(call(three, ids, weights), wanted.view(4, 6, H))
+    again = many(28)
+    assert call(again[0].view(7, 4, H), *again[1:]).shape == (7, 4, H)
+    assert planned == [24, 24, 28]
