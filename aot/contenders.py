@@ -81,7 +81,7 @@ def contenders(
     ``ranked`` are all candidates of the cell, the model's best first; ``near`` and ``twin`` are what ``Winners.near``
     and ``Winners.twin`` say. Where the same product was measured in another form, its winner is tried beside the first
     ones of the model. A larger share than usual is filled up by the model's order. ``elsewhere`` is what another GPU's
-    bundle runs in this cell: it goes before all but the model's first, and one more is tried than else.
+    bundle runs in this cell: it goes before all but the model's first, and four are tried at least.
     """
     able = set(ranked)
     known = [config for config in elsewhere if config in able]

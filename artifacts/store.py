@@ -28,8 +28,8 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, late
     """Open a bundle. Its place, size, header and index are checked now, the rest when it is read.
 
     ``sha256``, 64 hex digits as ``sha256sum`` prints them, pins the whole file: it replaces the check of the place.
-    ``later``: the index is checked when more is asked for than the target, which is all that a bundle for another GPU
-    is asked.
+    ``later``: the index is checked when more is asked for than the target and ``may_be_of``, which are all that a
+    bundle for other GPUs is asked.
 
     Raises
     ------

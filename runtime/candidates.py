@@ -9,7 +9,7 @@ A candidate ranks by, in this order:
    built for a binary-compatible one, compiled by this process because nothing else could run;
 4. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
    variants that are there;
-5. how like this GPU the one is that it was measured on, by SM count and memory;
+5. if on another GPU of its capability, how like this one that is, by SM count and memory;
 6. the place of its bundle, in the order in which places are asked.
 """
 
@@ -149,7 +149,7 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
             native = usable.bundle.target.sm == local.sm
             for choice in snapshot.find(usable.bundle, problem):
                 origin = _origin(choice, here, native, usable)
-                far = 0.0 if choice.gpu is None or origin is Origin.THIS_GPU else apart[choice.gpu]
+                far = apart[choice.gpu] if origin is Origin.THIS_CAPABILITY and choice.gpu is not None else 0.0
                 claims.append(_Claim(origin, usable, choice, choice.variant, choice.time_ns, far))
                 if choice.runner_up is not None:
                     claims.append(_Claim(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0, far))

@@ -113,10 +113,10 @@ def _decide(
     view = snapshot.view(local, installed=False)
     view.demand_named_files()
     found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1) if view.usable else []
-    if not _settles(found, Origin.MODELLED):
+    if not _settles(found, Origin.MODELLED, local):
         view = snapshot.nearer_view(local)
         found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
-        if not _settles(found, Origin.THIS_GPU):
+        if not _settles(found, Origin.THIS_GPU, local):
             view = snapshot.view(local, installed=True)
             found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
             if not found or found[0].origin >= Origin.COMPATIBLE:
@@ -129,9 +129,11 @@ def _decide(
     return Decision(problem, bucket, aligned, found[0], reason(found[0], problem, bucket, local))
 
 
-def _settles(found: list[Candidate], least: Origin) -> bool:
-    """Whether no bundle that was not asked yet can have better: chosen for this very bucket, and no worse than this."""
-    return bool(found) and found[0].match is Match.EXACT and found[0].origin <= least
+def _settles(found: list[Candidate], least: Origin, local: LocalGpu) -> bool:
+    """Whether no other bundle is asked: this one was chosen for this very bucket and capability, and is no worse."""
+    if not found or found[0].match is not Match.EXACT:
+        return False
+    return found[0].origin <= least and found[0].usable.bundle.target.sm == local.sm
 
 
 def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:

@@ -16,7 +16,7 @@ from . import discover, epilogue, gathered, jit, settings
 from .candidates import Candidate, Match, Origin, chosen, modelled
 from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Skipped, Snapshot
-from .dispatch import miss_text, naturally_aligned, reason, settle
+from .dispatch import Decision, miss_text, naturally_aligned, reason, settle
 
 if TYPE_CHECKING:
     import torch
@@ -215,9 +215,12 @@ def examine(
                 if (one.usable.order, one.index) not in known
             ]
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
+            decided, raises = _decided(snapshot, problem, bucket, local, aligned, strict)
+            if decided is not None:  # some bundles are asked only if others have nothing: what runs may not rank first
+                at = decided.usable.bundle, decided.index
+                found = [decided, *(one for one in found if (one.usable.bundle, one.index) != at)]
             why = reason(found[0], problem, bucket, local) if found else miss_text(problem, bucket, local, view)
             compiles = not found and jit.would_compile(problem, local)
-            raises = _raises(snapshot, problem, bucket, local, aligned, strict)
             ruled_rows = _gathered_first(snapshot, problem, M, local, aligned, top_k)
             before = None if ruled_rows is None else ruled_rows.chosen
             if ruled_rows is not None:
@@ -260,15 +263,15 @@ def _gathered_first(
     return ruled if ruled.time_us else None
 
 
-def _raises(
+def _decided(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
-) -> str | None:
-    """The error that a call ends with, in words, or None."""
+) -> tuple[Candidate | None, str | None]:
+    """What a call runs, if a bundle does; the error that it ends with, in words."""
     try:
-        settle(snapshot, problem, bucket, local, aligned, strict)
+        decided = settle(snapshot, problem, bucket, local, aligned, strict)
     except PretunedError as error:
-        return str(error)
-    return None
+        return None, str(error)
+    return (decided.chosen if isinstance(decided, Decision) else None), None
 
 
 def _gpu_here(device: int | None) -> LocalGpu:

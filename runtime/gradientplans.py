@@ -126,10 +126,16 @@ class GradientPlan:
         self, dout: torch.Tensor, x: torch.Tensor | None, gate_up: torch.Tensor | None, down: torch.Tensor,
         weights: torch.Tensor, h: torch.Tensor,
     ) -> bool:  # fmt: skip
-        """Whether they lie as the first ones did. (Hooks on saved tensors may have put them elsewhere.)"""
-        if type(dout) is not torch.Tensor or dout.dtype is not self._dtype or not weights.is_contiguous():
+        """Whether they are as the first ones were. (Hooks on saved tensors may have made others of them.)"""
+        k, _, H, wide, _ = self._sizes
+        T = dout.shape[0]
+        if type(dout) is not torch.Tensor or not weights.is_contiguous() or weights.shape != (T, k):
+            return False
+        if weights.get_device() != self._device or h.shape != (T * k, wide) or (x is not None and x.shape != (T, H)):
             return False
         for one in (dout, h) if x is None else (dout, h, x):
+            if one.dtype is not self._dtype or one.get_device() != self._device:
+                return False
             if not one.is_contiguous() or one.data_ptr() & ALIGNMENT_BYTES - 1:
                 return False
         lies_up, lies_down = self._lies
@@ -199,5 +205,5 @@ def plan(
 
 
 def _lying(w: torch.Tensor) -> tuple[object, ...]:
-    """How a tensor lies in memory, but for where it begins: its strides, and how far from alignment."""
-    return w.stride(), w.data_ptr() & ALIGNMENT_BYTES - 1
+    """What a tensor is but for its values, and how it lies in memory but for where: how far from alignment."""
+    return w.dtype, w.get_device(), w.shape, w.stride(), w.data_ptr() & ALIGNMENT_BYTES - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.types import Op, Pass
-from . import discover, gradientplans, passes, productlaunchers, products, recent
+from . import discover, gradientplans, jit, passes, productlaunchers, products, recent
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch
 from .gradientplans import Sizes
@@ -82,9 +82,11 @@ class Plan:
         if not (self._alone or device_is_current(self._device)):
             return None
         wanted = gradientplans.Wanted(needs_x, needs_up, needs_down, needs_weights)
+        planned = self._planned.get(wanted)
         if wanted not in self._planned:
-            self._planned[wanted] = gradientplans.plan(self.how, self._sizes, wanted, dout, gate_up, down, routing)
-        planned = self._planned[wanted]
+            planned = gradientplans.plan(self.how, self._sizes, wanted, dout, gate_up, down, routing)
+            if planned is not None or not jit.jit_allowed():  # else the next call asks again
+                self._planned[wanted] = planned
         return None if planned is None else planned(dout, x, gate_up, down, down_bias, weights, h, routing)
 
     def forward(

@@ -46,7 +46,8 @@ def prepare(
 def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
     """Variant ``index`` of a bundle on ``cuda:device``. Legal inside a graph capture.
 
-    The same variant of another bundle (two that were built of the same candidates) is the same kernel.
+    The same variant of another bundle (two that were built of the same candidates) is the same kernel: that bundle's
+    own copy of the code is then not read, whatever became of it.
 
     Raises
     ------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 from ..artifacts.types import DType, Pass, Variant
 from ..kernels import abi, chips
@@ -16,14 +17,15 @@ def ranked(snapshot: Snapshot, op: Pass, dtype: DType, local: LocalGpu, *, align
     """The kernels of this pass that ``local`` can run, best first: (bundle, variant's index).
 
     Code for this very capability first, then aligned code, the later revision, the place of the bundle. Installed
-    packages are asked only if no other place has any.
+    packages are asked only if no other place has any, and of them those measured on this GPU first.
     """
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
-            for installed in (False, True):
+            for asked in (partial(snapshot.view, installed=False), snapshot.nearer_view,
+                          partial(snapshot.view, installed=True)):  # fmt: skip
                 found = [
                     (usable, i, variant)
-                    for usable in snapshot.view(local, installed=installed).usable
+                    for usable in asked(local).usable
                     for i, variant in snapshot.variants(usable.bundle, PassSpec(op, dtype))
                     if _runs(variant, local, aligned)
                 ]

@@ -174,7 +174,9 @@ def test_a_glance_at_anything_is_gpus_or_nothing(tail, kept):
 
 
 def test_the_gpus_of_what_ships_are_within_what_is_glanced_at():
-    for shipped in (Path(store.__file__).parent / "bundles").glob("*.msgpack"):
+    every = sorted((Path(store.__file__).parent / "bundles").glob("*.msgpack"))
+    assert len(every) == 9
+    for shipped in every:
         with open_bundle(shipped, later=True) as file:
             assert glance_at_gpus(file._begin) == file.gpus
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import BundleError
 from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import Gpu
 
 
 def strict(path: Path) -> None:
@@ -27,6 +28,12 @@ def lazy(path: Path) -> None:
         file.models()
         for i in range(file.variant_count):
             file.cubin(i)
+
+
+def glance(path: Path) -> None:
+    """Look at what it begins with, as at a bundle for another GPU."""
+    with open_bundle(path, later=True) as file:
+        file.may_be_of(Gpu("NVIDIA H200", 132, 143771, 13000))
 
 
 def resident_mib(peak: bool) -> float:
@@ -51,4 +58,4 @@ def measure(read: Callable[[Path], None], path: Path) -> tuple[str | None, float
 
 
 paths = sorted(Path(sys.argv[1]).glob("*.msgpack"))
-print(json.dumps({path.name: {f.__name__: measure(f, path) for f in (lazy, strict)} for path in paths}))
+print(json.dumps({path.name: {f.__name__: measure(f, path) for f in (lazy, strict, glance)} for path in paths}))

@@ -147,7 +147,7 @@ def verdicts(tmp_path_factory):
 @pytest.mark.parametrize("name", ATTACKS)
 def test_refused_quickly_and_in_little_memory(verdicts, name):
     for reader, (error, seconds, peak_mib) in verdicts[f"{list(ATTACKS).index(name)}.msgpack"].items():
-        assert error == "BundleCorrupt", reader
+        assert error == "BundleCorrupt" or reader == "glance", reader  # that sees no more than what it begins with
         assert seconds < (4 if name in SLOWER else 0.5), reader  # ten times what they took where this was written
         assert peak_mib < (64 + 3 * 8 if name in SLOWER else 64), reader
 
@@ -161,4 +161,4 @@ def test_a_record_is_parsed_once_however_many_choices_name_it(verdicts):
 
 def test_what_the_attacks_were_made_from_is_valid(verdicts):
     assert craft.seal(RAW, CUBINS) == SMALL
-    assert [error for error, _, _ in verdicts["valid.msgpack"].values()] == [None, None]
+    assert [error for error, _, _ in verdicts["valid.msgpack"].values()] == [None, None, None]

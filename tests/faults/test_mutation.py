@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pretuned.artifacts.errors import BundleError
 from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import Gpu
 
 sys.path.append(str(Path(__file__).parent))
 import mutate
@@ -50,6 +51,8 @@ def test_the_lazy_reader_raises_nothing_else(tmp_path):
     for _ in range(3000):
         path.write_bytes(next(inputs))
         try:
+            with open_bundle(path, later=True) as file:
+                assert file.may_be_of(Gpu("NVIDIA H200", 132, 143771, 13000)) in (True, False)
             with open_bundle(path) as file:
                 opened += 1
                 file.variants()

@@ -50,6 +50,8 @@ from pretuned.runtime.dispatch import Decision, Miss, decide
 from pretuned.runtime.explanation import examine
 from pretuned.runtime.hint import build_line
 
+ELSEWHERE = Gpu("NVIDIA H800", 132, 81559, 13000)
+
 
 def decision(
     found: Snapshot, M: int = 64, local: LocalGpu = ON_H200, problem: Problem = PROBLEM, **how: bool
@@ -97,15 +99,35 @@ def test_another_gpu_has_what_was_measured_on_the_one_most_like_it(
     assert came_from(found, local=ON_H200)[:2] == ("h200", Origin.THIS_GPU)
 
 
-def test_of_one_bundle_too(tmp_path: Path) -> None:
-    """It may have choices of two GPUs, each for buckets of its own: the nearest bucket goes first."""
-    rows = [measured(64, WIDE, 5), replace(measured(256, NARROW, 9), gpu=1)]
-    write(tmp_path / "both.msgpack", {PROBLEM: rows}, gpus=[H100, H200])
-    found = snapshot(tmp_path)
-    local = LocalGpu(90, Gpu("NVIDIA GH200 144G HBM3e", 132, 146831, 13000))
-    assert came_from(found, 64, local)[3] == WIDE
-    assert came_from(found, 256, local)[3] == NARROW
-    assert came_from(found, 128, local)[3] == NARROW  # the larger of two equally near ones
+def test_how_like_it_a_gpu_is_counts_for_nothing_else(tmp_path: Path) -> None:
+    """Code for a compatible capability: the place decides, measured or not."""
+    a100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 81251, 13000)
+    write(tmp_path / "1/measured.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, sm=80, gpus=[a100])
+    write(tmp_path / "2/modelled.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
+    first, second = tmp_path / "1", tmp_path / "2"
+    assert came_from(snapshot(first, second), local=ON_L40S)[:2] == ("measured", Origin.COMPATIBLE)
+    assert came_from(snapshot(second, first), local=ON_L40S)[:2] == ("modelled", Origin.COMPATIBLE)
+
+
+def test_what_is_explained_first_is_what_runs(tmp_path: Path) -> None:
+    """An exact choice of the capability ends the search before installed packages are asked."""
+    write(tmp_path / "named/h200.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, gpus=[H200])
+    write(tmp_path / "installed/h100.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H100])
+    found = snapshot(tmp_path / "named", installed=[tmp_path / "installed"])
+    for local in (LocalGpu(90, ELSEWHERE), ON_H100, ON_H200):
+        assert came_from(found, local=local)[0] == "h200"
+        told = examine(found, PROBLEM, 64, local, aligned=True)
+        assert [one.usable.path.stem for one in told.candidates[:2]] == ["h200", "h100"]
+        assert told.reason == decision(found, local=local).reason
+
+
+def test_strict_mode_wants_a_choice_of_the_capability_though_one_was_measured_here(tmp_path: Path) -> None:
+    write(tmp_path / "l40s.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, sm=80, gpus=[ON_L40S.gpu])
+    write(tmp_path / "a100.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
+    found = snapshot(installed=[tmp_path])
+    assert came_from(found, local=ON_L40S)[:2] == ("l40s", Origin.THIS_GPU)
+    with pytest.raises(ProblemNotInBundle):
+        decision(found, local=ON_L40S, strict=True)
 
 
 def test_measured_on_the_capability_beats_modelled(tmp_path: Path) -> None:
@@ -420,7 +442,6 @@ def test_there_is_always_a_decision_and_it_is_always_the_same(
     assert len({one.index for one in told.candidates}) == len(ranked)
 
 
-ELSEWHERE = Gpu("NVIDIA H800", 132, 81559, 13000)
 ROWS = st.tuples(st.sampled_from([32, 64, 128, 1024]), st.integers(0, 2), st.sampled_from([WIDE, NARROW]))
 
 

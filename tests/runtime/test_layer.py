@@ -13,7 +13,7 @@ from host_gpu import ALL, Device
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.types import Fusion, Op, Pass
-from pretuned.runtime import activate, discover, gradientplans, layerplans, moe, moe_mlp, recent, reload
+from pretuned.runtime import activate, discover, gradientplans, jit, layerplans, moe, moe_mlp, recent, reload
 from pretuned.runtime.activation import GATED
 
 T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
@@ -339,6 +339,38 @@ def test_kernels_that_a_gradient_does_not_need_are_not_asked_for(
         call()
     assert len(graded) == 2
     assert Op.DW not in {op for op, _ in device.launched}
+
+
+@pytest.mark.parametrize("which", [(T, H), (T * TOPK, 2 * I), (E, 2 * I, H), (E, H, I)])
+@pytest.mark.parametrize("change", [torch.Tensor.double, torch.Tensor.half])
+def test_what_hooks_made_another_tensor_of_goes_the_long_way(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan], which: tuple[int, ...],
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:  # fmt: skip
+    """A kernel would read past its end, or take its bytes for other numbers; the long way says what is wrong."""
+    call = again(monkeypatch, tensors(True, "nk", False), set(FOUR))
+    call()
+    call()
+    assert len(graded) == 1
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda one: one, lambda one: change(one) if one.shape == which and one.is_floating_point() else one
+    ), pytest.raises((InputError, RuntimeError, AssertionError, IndexError)):  # fmt: skip
+        call()
+    assert len(graded) == 1
+
+
+def test_where_a_compiler_may_help_a_missing_kernel_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan]
+) -> None:
+    device.there.remove((Op.DW, Fusion.NONE))
+    call = again(monkeypatch, tensors(True, "nk", False), {"hidden", "up"})
+    monkeypatch.setattr(jit, "jit_allowed", lambda: True)
+    call()
+    call()
+    assert graded == []
+    device.there.add((Op.DW, Fusion.NONE))
+    call()
+    assert len(graded) == 1
 
 
 def test_a_gradient_that_is_another_one_goes_the_long_way(
