@@ -127,7 +127,7 @@ def moe_mlp(
             bucket = 1 << (T * k * T * k).bit_length() // 2  # bucket_of, of which each plan is for one
             key = (
                 gate_up_weight.data_ptr(), down_weight.data_ptr(), k, bucket, activation, gated, interleaved,
-                gate_up_bias is None, down_bias is None, weights_on, w_layout,
+                gate_up_bias is None, down_bias is None, weights_on, w_layout, hidden.dim(), hidden.requires_grad,
             )  # fmt: skip
             plan = _plans.get(key)
         except (
