@@ -122,21 +122,18 @@ def moe_mlp(
     if not _tracing():
         if inputs.duals._current_level >= 0:
             inputs.no_tangents("moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias)
+        plan = None
         try:
             T, k = topk_ids.shape
-            bucket = 1 << (T * k * T * k).bit_length() // 2  # bucket_of, of which each plan is for one
-            key = (
-                gate_up_weight.data_ptr(), down_weight.data_ptr(), k, bucket, activation, gated, interleaved,
-                gate_up_bias is None, down_bias is None, weights_on, w_layout, hidden.dim(), hidden.requires_grad,
-            )  # fmt: skip
-            plan = _plans.get(key)
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ):  # something that is no usable tensor: the checks will say
-            plan, key = None, None
+            if type(T) is int:  # (else it is traced, and what looks at it fixes it)
+                bucket = 1 << (T * k * T * k).bit_length() // 2  # bucket_of, of which each plan is for one
+                key = (
+                    gate_up_weight.data_ptr(), down_weight.data_ptr(), k, bucket, activation, gated, interleaved,
+                    gate_up_bias is None, down_bias is None, weights_on, w_layout, hidden.dim(), hidden.requires_grad,
+                )  # fmt: skip
+                plan = _plans.get(key)
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
+            key = None
         if plan is not None:
             given = Weights(gate_up_weight, down_weight, gate_up_bias, down_bias)
             out = _again(plan, hidden, given, topk_ids, topk_weights)
