@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..artifacts.errors import HostError
@@ -18,6 +17,7 @@ from .jobs import GpuExecutor, GpuGone, Hello, Job, Result, WorkerLost
 from .journal import Journal, described
 from .outcome import Outcome, Progress, TuneObservers
 from .records import DIED, Failure, Measured
+from .trials import Lane, Trial
 
 _RESTARTS = 3  # of a worker that does not start, one after the other
 _LOOK_S = 0.5  # how often to ask for GPUs that have joined
@@ -29,42 +29,6 @@ SAME_GPU = "use the same GPU: give each worker its own with CUDA_VISIBLE_DEVICES
 Cell = tuple[Problem, int]
 
 
-@dataclass(slots=True, eq=False)
-class _Trial:
-    """A cell to measure. ``alone``: contenders to try one by one, as a process died over them, once (``split``).
-
-    ``kills``: the GPUs that have gone while the first of ``alone`` ran there.
-    """
-
-    problem: Problem
-    bucket: int
-    seconds: float
-    alone: deque[int] = field(default_factory=deque)
-    split: bool = False
-    kills: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.problem}, {self.bucket} rows"
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """One GPU: the cells that wait for it, the one under way, and what its worker was lost over."""
-
-    executor: GpuExecutor
-    uuid: str = ""
-    waiting: deque[_Trial] = field(default_factory=deque)
-    trial: _Trial | None = None
-    sent: tuple[int, ...] = ()
-    lost: WorkerLost | None = None
-    starts: int = 0
-
-    @property
-    def waiting_s(self) -> float:
-        """What waits for it takes, about."""
-        return sum(trial.seconds for trial in self.waiting)
-
-
 class Run:
     """One run of the tuner."""
 
@@ -74,11 +38,11 @@ class Run:
     ) -> None:  # fmt: skip
         self.ground, self.journal, self.watch, self.with_torch = ground, journal, watch, with_torch
         self.bundle = ground.bundle
-        self.lanes = [_Lane(executor, hello.uuid) for executor, hello in greeted.items()]
+        self.lanes = [Lane(executor, hello.uuid) for executor, hello in greeted.items()]
         self.joined = joined
         self.deserted_at: float | None = None
-        self.queue: deque[list[_Trial]] = deque()
-        self.running: dict[Future[Any], _Lane] = {}
+        self.queue: deque[list[Trial]] = deque()
+        self.running: dict[Future[Any], Lane] = {}
         self.winners = Winners()
         self.failed: dict[bytes, Failure] = {}
         self.failures: list[Failure] = []
@@ -106,7 +70,7 @@ class Run:
                 for future in sorted(finished, key=lambda one: one.exception() is None):  # who is gone, first
                     self._settle(self.running.pop(future), future)
                 for executor in self.joined() if self.joined else ():
-                    lane = _Lane(executor)
+                    lane = Lane(executor)
                     self.lanes.append(lane)
                     self._restart(lane)
                 self._feed()
@@ -150,14 +114,14 @@ class Run:
         if i is not None:
             self.winners.add(record.problem, record.bucket, self.bundle.variant(i).config)
 
-    def _groups(self, known: set[Cell]) -> list[list[_Trial]]:
+    def _groups(self, known: set[Cell]) -> list[list[Trial]]:
         """What is to be measured, by the weights that are shared; plain forms first, rows rising."""
-        groups: dict[object, list[_Trial]] = {}
+        groups: dict[object, list[Trial]] = {}
         for problem, buckets in self.ground.cells.items():
             for bucket in buckets:
                 if (problem, bucket) not in known:
                     best_us = self.ground.ranked(problem, bucket)[0][0]
-                    trial = _Trial(problem, bucket, expected_seconds(best_us))
+                    trial = Trial(problem, bucket, expected_seconds(best_us))
                     groups.setdefault(weight_key(problem), []).append(trial)
         return list(groups.values())
 
@@ -201,7 +165,7 @@ class Run:
             if lane not in busy:
                 self._next(lane)
 
-    def _next(self, lane: _Lane) -> None:
+    def _next(self, lane: Lane) -> None:
         while True:
             if lane.trial is not None:
                 self._skip_failed(lane.trial)
@@ -222,18 +186,18 @@ class Run:
                 return
             self._give_up(lane, "no candidate is left")
 
-    def _skip_failed(self, trial: _Trial) -> None:
+    def _skip_failed(self, trial: Trial) -> None:
         """Of those to be tried alone, another GPU may have found some to be bad meanwhile."""
         while trial.alone and self.bundle.variant(trial.alone[0]).cubin_sha256 in self.failed:
             trial.alone.popleft()
             trial.kills = 0
 
-    def _taken(self) -> deque[_Trial]:
+    def _taken(self) -> deque[Trial]:
         """Of what waits for the GPU that has most to do, from the end of its queue, all that is done sooner elsewhere.
 
         That is about half of it, less where the weights take long to be made anew; in the end it is single cells.
         """
-        taken: deque[_Trial] = deque()
+        taken: deque[Trial] = deque()
         longest = max(self.lanes, key=lambda lane: lane.waiting_s)
         if not longest.waiting:
             return taken
@@ -244,7 +208,7 @@ class Run:
             taken.appendleft(trial)
         return taken
 
-    def _contenders(self, trial: _Trial) -> tuple[int, ...]:
+    def _contenders(self, trial: Trial) -> tuple[int, ...]:
         """The variants to measure, the modelled choice first."""
         ranked = [i for _, i in self.ground.ranked(trial.problem, trial.bucket, self.failed)]
         by_config = {self.bundle.variant(i).config: i for i in reversed(ranked)}
@@ -257,19 +221,19 @@ class Run:
         chosen = contenders(configs, near, twin, self.ground.share, elsewhere)
         return tuple(by_config[config] for config in chosen)
 
-    def _plain(self, trial: _Trial) -> int | None:
+    def _plain(self, trial: Trial) -> int | None:
         """The fastest variant of the plain product, where the runtime holds the form's time against it."""
         plain = None if trial.alone or trial.split else plain_of(trial.problem)
         config = None if plain is None else self.winners.of(plain, trial.bucket)
         return None if plain is None or config is None else self.ground.variant(plain, config, self.failed)
 
-    def _give_up(self, lane: _Lane, reason: str) -> None:
+    def _give_up(self, lane: Lane, reason: str) -> None:
         """Leave the lane's cell modelled."""
         self.watch.on_note(f"{lane.trial}: left modelled: {reason}")
         self.unable += 1
         lane.trial = None
 
-    def _settle(self, lane: _Lane, future: Future[Any]) -> None:
+    def _settle(self, lane: Lane, future: Future[Any]) -> None:
         """What a future brought: a worker that has started again, or the result of a job."""
         try:
             result: Result | Hello = future.result()
@@ -308,7 +272,7 @@ class Run:
         if result.broken:
             self._restart(lane)
 
-    def _keep(self, lane: _Lane, trial: _Trial, record: Measured) -> None:
+    def _keep(self, lane: Lane, trial: Trial, record: Measured) -> None:
         self.journal.append([record])
         self._remember(record)
         self.measured += 1
@@ -327,11 +291,11 @@ class Run:
                 self.failed[one.variant] = one
                 self.watch.on_note(f"{one.problem}, {one.bucket} rows: a variant is out ({one.kind}): {one.reason}")
 
-    def _restart(self, lane: _Lane) -> None:
+    def _restart(self, lane: Lane) -> None:
         lane.starts += 1
         self.running[lane.executor.start()] = lane
 
-    def _unfit(self, lane: _Lane, hello: Hello) -> str:
+    def _unfit(self, lane: Lane, hello: Hello) -> str:
         """Why a worker that has started can't be used: it may be another one than before."""
         header = self.journal.contents.header
         if hello.sm != header.sm or not hello.gpu.is_like(header.gpu):
@@ -342,7 +306,7 @@ class Run:
                 return f"it and {other.executor.name} {SAME_GPU}"
         return ""
 
-    def _retire(self, lane: _Lane, error: WorkerLost, *, guilty: bool) -> None:
+    def _retire(self, lane: Lane, error: WorkerLost, *, guilty: bool) -> None:
         """A GPU is out: the others take over what it had. ``guilty``: what ran there may be the reason.
 
         Then each variant is tried alone, elsewhere, and one that takes several GPUs with it is to blame.
@@ -370,13 +334,13 @@ class Run:
         if lane.waiting:
             self.queue.appendleft(list(lane.waiting))
 
-    def _blame(self, trial: _Trial, lost: WorkerLost) -> None:
+    def _blame(self, trial: Trial, lost: WorkerLost) -> None:
         """The variant that ran alone."""
         sha = self.bundle.variant(trial.alone.popleft()).cubin_sha256
         trial.kills = 0
         self._fail([Failure(trial.problem, trial.bucket, sha, lost.kind, str(lost))])
 
-    def _restarted(self, lane: _Lane, hello: Hello) -> None:
+    def _restarted(self, lane: Lane, hello: Hello) -> None:
         """The GPU answers again, so what ran there is to blame, if it does it again: each variant is tried alone."""
         trial, lost = lane.trial, lane.lost
         lane.starts, lane.lost, lane.uuid = 0, None, hello.uuid
