@@ -9,7 +9,7 @@ import torch
 
 from ..artifacts.errors import InputError
 from ..artifacts.limits import MAX_EXPERTS
-from ..artifacts.types import Layout
+from ..artifacts.types import Layout, bucket_of
 from . import calls, inputs, layer, layerplans, slots
 from .activation import Activation, activate, check_activation
 from .device import without_autocast
@@ -126,10 +126,10 @@ def moe_mlp(
         try:
             T, k = topk_ids.shape
             if type(T) is int:  # (else it is traced, and what looks at it fixes it)
-                bucket = 1 << (T * k * T * k).bit_length() // 2  # bucket_of, of which each plan is for one
                 key = (
-                    gate_up_weight.data_ptr(), down_weight.data_ptr(), k, bucket, activation, gated, interleaved,
-                    gate_up_bias is None, down_bias is None, weights_on, w_layout, hidden.dim(), hidden.requires_grad,
+                    gate_up_weight.data_ptr(), down_weight.data_ptr(), k, bucket_of(T * k), activation, gated,
+                    interleaved, gate_up_bias is None, down_bias is None, weights_on, w_layout, hidden.dim(),
+                    hidden.requires_grad,
                 )  # fmt: skip
                 plan = _plans.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
