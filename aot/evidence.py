@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..artifacts.types import Fusion, Gpu, Problem
@@ -97,7 +97,7 @@ def measuring_chip(gpu: Gpu, sm: int) -> Chip:
 
 
 def _combined(records: list[Measured]) -> CellTimes:
-    """A cell that was measured more than once (journals put together) counts by its medians.
+    """A cell that was measured more than once counts by its medians, in which a time weighs as many as its rounds.
 
     Of a form by the records alone that have the plain product's time, where one has: no other's clock is known.
     """
@@ -106,22 +106,34 @@ def _combined(records: list[Measured]) -> CellTimes:
     for record in records:
         for timing in record.timings:
             timings.setdefault(timing.variant, []).append(timing)
-    plain: dict[bytes, list[int]] = {}
+    plain: dict[bytes, list[tuple[int, int]]] = {}
     for record in records:
         if record.plain is not None:
-            plain.setdefault(record.plain[0], []).append(geometric_mean(record.plain[1]))
+            rounds = max((one.rounds for one in record.timings), default=1)
+            plain.setdefault(record.plain[0], []).append((geometric_mean(record.plain[1]), rounds))
     ordered = sorted(timings.items())
     duels = sorted(
         (record.duel for record in records if record.duel is not None),
         key=lambda duel: (duel.challenger, duel.modelled, duel.ratio, duel.band),
     )
     return CellTimes(
-        {sha: statistics.median_low(one.time_ns for one in some) for sha, some in ordered},
-        {sha: max(one.noise for one in some) for sha, some in ordered},
+        {sha: _median([(one.time_ns, one.rounds) for one in some]) for sha, some in ordered},
+        {sha: max((one.rounds, one.noise) for one in some)[1] for sha, some in ordered},
         tuple(duels),
         max(record.driver for record in records),
-        {sha: statistics.median_low(some) for sha, some in sorted(plain.items())},
+        {sha: _median(some) for sha, some in sorted(plain.items())},
     )
+
+
+def _median(times: Sequence[tuple[int, int]]) -> int:
+    """The lower median of (time, rounds), each as often as its rounds."""
+    ordered = sorted((time, max(1, rounds)) for time, rounds in times)
+    half, seen = sum(rounds for _, rounds in ordered), 0
+    for time, rounds in ordered:
+        seen += 2 * rounds
+        if seen >= half:
+            return time
+    raise ValueError("no time")
 
 
 def plain_of(problem: Problem) -> Problem | None:

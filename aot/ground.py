@@ -30,12 +30,13 @@ class Ground:
     index: dict[tuple[Problem, bytes], int] = field(default_factory=dict)
     too_large: int = 0
     like: BundleFile | None = None
+    again: BundleFile | None = None
     _rankers: dict[tuple[int, ...], Ranker] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float,
-        like: BundleFile | None = None,
+        like: BundleFile | None = None, again: BundleFile | None = None,
     ) -> Ground:  # fmt: skip
         """Leaves out what does not fit the GPU's memory.
 
@@ -45,7 +46,7 @@ class Ground:
             if no candidate serves a problem that is not optional.
         """
         variants = bundle.variants()
-        self = cls({}, bundle, share, measuring_chip(gpu, sm), like=like)
+        self = cls({}, bundle, share, measuring_chip(gpu, sm), like=like, again=again)
         for problem in sorted(problems, key=lambda one: one.sort_key):
             able = tuple(i for i, variant in enumerate(variants) if serves(variant, problem))
             if not able and optional(problem):

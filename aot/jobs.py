@@ -33,7 +33,7 @@ class Job:
     """Measure ``contenders`` (indices into the candidates) for ``problem`` with ``bucket`` rows.
 
     The first is the modelled choice. ``with_torch`` times torch's grouped_mm too, where it can run, and ``plain``, of a
-    form, that variant of the plain product: times of two jobs are of two clocks.
+    form, that variant of the plain product: times of two jobs are of two clocks. ``again`` takes more rounds.
     """
 
     problem: Problem
@@ -41,6 +41,7 @@ class Job:
     contenders: tuple[int, ...]
     with_torch: bool = False
     plain: int | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from ..artifacts.errors import HostError
-from ..artifacts.types import Problem
 from .contenders import Winners, contenders
-from .evidence import plain_of
+from .doubts import doubts
+from .evidence import Cell, plain_of
 from .ground import Ground, expected_seconds, torch_can, weight_key, weight_seconds
 from .jobs import GpuExecutor, GpuGone, Hello, Job, Result, WorkerLost
 from .journal import Journal, described
@@ -25,8 +25,6 @@ _DESERTED_S = 60.0  # how long to wait for one where all have left
 _KILLS = 2  # GPUs that a variant may take with it, alone, before it is to blame
 
 SAME_GPU = "use the same GPU: give each worker its own with CUDA_VISIBLE_DEVICES"
-
-Cell = tuple[Problem, int]
 
 
 class Run:
@@ -44,6 +42,7 @@ class Run:
         self.queue: deque[list[Trial]] = deque()
         self.running: dict[Future[Any], Lane] = {}
         self.winners = Winners()
+        self.doubts: Mapping[Cell, tuple[bytes, ...]] = {}
         self.failed: dict[bytes, Failure] = {}
         self.failures: list[Failure] = []
         self.begun = time.monotonic()
@@ -97,7 +96,7 @@ class Run:
         )
 
     def _learn(self) -> set[Cell]:
-        """The cells that the journal has, measured with these candidates."""
+        """The cells that the journal has, measured with these candidates, less those to be measured again."""
         known: set[Cell] = set()
         for record in self.journal.contents.records:
             if isinstance(record, Failure):
@@ -105,6 +104,10 @@ class Run:
             elif self.ground.has(record):
                 known.add((record.problem, record.bucket))
                 self._remember(record)
+        if self.ground.again is not None:
+            found = doubts(self.ground.again, self.journal.contents)
+            self.doubts = {cell: shas for cell, shas in found.items() if cell in known}
+            known -= self.doubts.keys()
         self.known = len(known)
         return known
 
@@ -121,7 +124,8 @@ class Run:
             for bucket in buckets:
                 if (problem, bucket) not in known:
                     best_us = self.ground.ranked(problem, bucket)[0][0]
-                    trial = Trial(problem, bucket, expected_seconds(best_us))
+                    again = self.doubts.get((problem, bucket), ())
+                    trial = Trial(problem, bucket, expected_seconds(best_us), again=again)
                     groups.setdefault(weight_key(problem), []).append(trial)
         return list(groups.values())
 
@@ -181,7 +185,8 @@ class Run:
             lane.sent = (trial.alone[0],) if trial.alone else self._contenders(trial)
             if lane.sent:
                 with_torch = self.with_torch and torch_can(trial.problem) and not trial.alone
-                job = Job(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial))
+                again = bool(trial.again)
+                job = Job(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial), again)
                 self.running[lane.executor.submit(job)] = lane
                 return
             self._give_up(lane, "no candidate is left")
@@ -215,6 +220,9 @@ class Run:
         configs = [self.bundle.variant(i).config for i in ranked]
         if not configs:
             return ()
+        if trial.again:
+            named = {self.ground.index.get((trial.problem, sha)) for sha in trial.again}
+            return (ranked[0], *(i for i in ranked[1:] if i in named))
         near = self.winners.near(trial.problem, trial.bucket)
         twin = self.winners.twin(trial.problem, trial.bucket)
         elsewhere = self.ground.elsewhere(trial.problem, trial.bucket)

@@ -39,6 +39,8 @@ _TIMING_US = 10_000.0  # for a contender on one routing, flushes not counted
 _DUEL_US = 25_000.0
 _ROUNDS = (5, 20)  # the least and the most
 _DUEL_ROUNDS = (7, 30)
+_LONG_ROUNDS = 3
+_AGAIN = 3  # times as many rounds, for a cell that is looked at again
 _WARM_UP_ROUNDS = 200
 _NOISY = 0.05  # a median whose standard error is larger is told
 _REFERENCE_SIZE = 4096
@@ -207,7 +209,7 @@ class Bench:
         peer_ns = []
         for routing in range(len(ROUTINGS)):
             together = [graphs[i][routing] for i in order] + ([peers[routing]] if peers else [])
-            rounds = self._rounds(together, _TIMING_US, _ROUNDS)
+            rounds = self._rounds(together, _TIMING_US, _ROUNDS, job.again)
             for i, row in zip(order, rounds, strict=False):
                 times[i].append(row)
             if peers:
@@ -217,7 +219,7 @@ class Bench:
         duel = None
         band = max(LEAST_BAND, 2 * math.hypot(timings[fastest].noise, timings[modelled].noise))
         if timings[fastest].time_ns < timings[modelled].time_ns * (1 - band):
-            duel = self._duel(graphs, fastest, modelled)
+            duel = self._duel(graphs, fastest, modelled, job.again)
         found = Measured(
             job.problem, job.bucket, self._sha(modelled), tuple(timings.values()), duel, None,
             round((before + self._drift()) / 2, 4), self.local.gpu.driver,
@@ -233,11 +235,14 @@ class Bench:
         least = min(map(len, rows))
         return Timing(self._sha(i), tuple(map(_ns, rows)), round(noise, 6), least, float(f"{error:.4g}"))
 
-    def _duel(self, graphs: dict[int, list[torch.cuda.CUDAGraph]], fastest: int, modelled: int) -> Duel:
+    def _duel(
+        self, graphs: dict[int, list[torch.cuda.CUDAGraph]], fastest: int, modelled: int, again: bool
+    ) -> Duel:  # fmt: skip
         """The two in turns: the ratio is of times of the same round, so a clock that drifts moves both."""
         ratios, spreads, both = [], [], []
         for routing in range(len(ROUTINGS)):
-            rounds = self._rounds([graphs[fastest][routing], graphs[modelled][routing]], _DUEL_US, _DUEL_ROUNDS)
+            both_graphs = [graphs[fastest][routing], graphs[modelled][routing]]
+            rounds = self._rounds(both_graphs, _DUEL_US, _DUEL_ROUNDS, again)
             logs = [math.log(a / b) for a, b in zip(*rounds, strict=True)]
             ratios.append(statistics.median(logs))
             spreads.append(_spread(logs))
@@ -249,13 +254,14 @@ class Bench:
         )  # fmt: skip
 
     def _rounds(
-        self, graphs: Sequence[torch.cuda.CUDAGraph], budget_us: float, limits: tuple[int, int]
+        self, graphs: Sequence[torch.cuda.CUDAGraph], budget_us: float, limits: tuple[int, int], again: bool
     ) -> list[list[float]]:
-        """The first round only warms up, and tells how many there is time for."""
+        """The first round only warms up, and tells how many there is time for. ``again``: thrice as many."""
         once = [row[0] for row in self.clock.rounds_us(graphs, 1)]
         least, most = limits
         rounds = max(least, min(most, int(budget_us * len(once) / sum(once))))
-        return self.clock.rounds_us(graphs, 3 if 1000 * max(once) > LONG_NS else rounds)
+        rounds = _LONG_ROUNDS if 1000 * max(once) > LONG_NS else rounds
+        return self.clock.rounds_us(graphs, _AGAIN * rounds if again else rounds)
 
     def _drift(self) -> float:
         return statistics.median(self.clock.rounds_us([self._reference], 3)[0]) / self._reference_us

@@ -13,7 +13,8 @@ from .jobs import GpuExecutor, WorkerLost
 class Trial:
     """A cell to measure. ``alone``: contenders to try one by one, as a process died over them, once (``split``).
 
-    ``kills``: the GPUs that have gone while the first of ``alone`` ran there.
+    ``kills``: the GPUs that have gone while the first of ``alone`` ran there. ``again``: the cubins to time once more,
+    of a cell that was measured before.
     """
 
     problem: Problem
@@ -22,6 +23,7 @@ class Trial:
     alone: deque[int] = field(default_factory=deque)
     split: bool = False
     kills: int = 0
+    again: tuple[bytes, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.problem}, {self.bucket} rows"

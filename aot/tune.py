@@ -44,6 +44,7 @@ def tune_problems(
     with_torch: bool = True,
     share: float = SHARE,
     like: str | Path | None = None,
+    again: str | Path | None = None,
     observers: TuneObservers | None = None,
 ) -> Outcome:
     """Measure the cells that ``journal`` does not have yet, on this machine's GPUs, until done or out of time.
@@ -71,6 +72,8 @@ def tune_problems(
         Of a cell's candidates, how many are measured.
     like
         A bundle, as of another GPU of this capability: what it has for a cell is among those measured.
+    again
+        A bundle built of the journal: cells whose choice took over 2 % more than the fastest are measured once more.
 
     Raises
     ------
@@ -85,12 +88,7 @@ def tune_problems(
     """
     watch = observers or TuneObservers()
     with open_bundle(candidates) as bundle, contextlib.ExitStack() as stack:
-        other = None if like is None else stack.enter_context(open_bundle(like))
-        if other is not None and other.target != bundle.target:
-            raise InputError(
-                f"bundle '{like}': it is for {other.target}, the candidates are for {bundle.target}. Name one for the "
-                "same capability, or none"
-            )
+        there, built = (_beside(one, bundle, stack) for one in (like, again))
         if executors is None:
             try:
                 executors = stack.enter_context(local_gpus(str(candidates), bundle.digest, gpus))
@@ -101,8 +99,21 @@ def tune_problems(
         measured = {variant.kernel for variant in bundle.variants() if isinstance(variant.op, Op)}
         header = Header(sm, gpu, tuple(kernel for kernel in bundle.kernels if kernel.name in measured))
         held = stack.enter_context(open_journal(journal, header, watch.on_note))
-        ground = Ground.of(problems, bundle, gpu, sm, share, other)
+        ground = Ground.of(problems, bundle, gpu, sm, share, there, built)
         return Run(ground, greeted, joined, held, watch, with_torch, budget_s).run()
+
+
+def _beside(named: str | Path | None, candidates: BundleFile, stack: contextlib.ExitStack) -> BundleFile | None:
+    """Another bundle of the candidates' capability, if one is named."""
+    if named is None:
+        return None
+    other = stack.enter_context(open_bundle(named))
+    if other.target != candidates.target:
+        raise InputError(
+            f"bundle '{named}': it is for {other.target}, the candidates are for {candidates.target}. Name one for the "
+            "same capability, or none"
+        )
+    return other
 
 
 def _greet(executors: Sequence[GpuExecutor], watch: TuneObservers, *, lenient: bool) -> dict[GpuExecutor, Hello]:

@@ -184,6 +184,22 @@ def test_a_cell_measured_twice_counts_by_its_medians_in_any_order(model_first: i
         assert chosen(turned).time_ns == 45_000
 
 
+def test_of_a_cell_measured_twice_each_time_weighs_its_rounds(model_first: int) -> None:
+    other = (model_first + 1) % 4
+
+    def of_rounds(ns: int, rounds: int, noise: float) -> Measured:
+        found = record({model_first: 50_000, other: ns}, model_first)
+        return replace(found, timings=tuple(replace(one, rounds=rounds, noise=noise) for one in found.timings))
+
+    few, more = of_rounds(40_000, 3, 0.03), of_rounds(48_000, 9, 0.001)
+    for both in ((few, more), (more, few)):
+        cell = Evidence.of(Contents(Header(90, H200, ()), both, 0, 0)).cells[PROBLEM, 64]
+        assert (cell.times_ns[sha(other)], cell.noise[sha(other)]) == (48_000, 0.001)
+        thrice = (*both, replace(few, timings=tuple(replace(one, rounds=6) for one in few.timings)))
+        cell = Evidence.of(Contents(Header(90, H200, ()), thrice, 0, 0)).cells[PROBLEM, 64]
+        assert cell.times_ns[sha(other)] == 40_000  # 9 rounds each: the lower
+
+
 def test_drivers_are_told_apart() -> None:
     first = record({0: 10_000}, 0)
     second = replace(record({0: 11_000}, 0, bucket=128), driver=13020)

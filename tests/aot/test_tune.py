@@ -20,6 +20,8 @@ from pretuned.aot.build import Options, build, build_measured, compile_candidate
 from pretuned.aot.candidates import read_candidates
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.contenders import Knobs
+from pretuned.aot.doubts import doubts
+from pretuned.aot.evidence import Evidence
 from pretuned.aot.gpuworkers import LocalGpu
 from pretuned.aot.ground import Ground, fits
 from pretuned.aot.jobs import Hello, Job, Result, Setup, WorkerLost
@@ -125,14 +127,56 @@ def test_it_is_measured_beside_the_models_first(
             assert len(tried) == min(4, len(names))
 
 
+def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
+    candidates: Path, small_plan: Plan, tmp_path: Path
+) -> None:
+    """The candidates' own choices are the model's, which made-up times don't follow. More rounds find other times."""
+    journal = tmp_path / "h200.journal"
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    first = {(one.problem, one.bucket): one for one in read_journal(journal).records if isinstance(one, Measured)}
+    with open_bundle(candidates) as bundle:
+        wanted = doubts(bundle, read_journal(journal))
+        for cell, one in first.items():
+            times = {timing.variant: timing.time_ns for timing in one.timings}
+            lost = times[one.modelled] / min(times.values())
+            assert (cell in wanted) is (lost > 1.02)  # the choice is the model's first, which is always measured
+            if lost > 1.02:
+                near = {sha for sha, time in times.items() if time <= 1.1 * min(times.values())}
+                assert set(wanted[cell]) == near | {one.modelled}
+    assert 3 < len(wanted) < len(first)
+
+    with gpus(candidates, faketimer.steady) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, again=candidates)
+    assert (outcome.known, outcome.measured, outcome.left) == (len(first) - len(wanted), len(wanted), 0)
+    contents = read_journal(journal)
+    later = [one for one in contents.records if isinstance(one, Measured)][len(first) :]
+    assert sorted((str(one.problem), one.bucket) for one in later) == sorted((str(p), M) for p, M in wanted)
+    cells = Evidence.of(contents).cells
+    for one in later:
+        assert {timing.variant for timing in one.timings} == set(wanted[one.problem, one.bucket])
+        assert one.timings[0].variant == one.modelled == first[one.problem, one.bucket].modelled
+        assert {timing.rounds for timing in one.timings} == {60}
+        for timing in one.timings:  # they count for more than those of 20 rounds
+            assert cells[one.problem, one.bucket].times_ns[timing.variant] == timing.time_ns == 12_000
+    with open_bundle(candidates) as bundle:
+        assert doubts(bundle, contents) == {}
+    with gpus(candidates, faketimer.steady) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, again=candidates)
+    assert (outcome.known, outcome.measured) == (len(first), 0)
+
+
 def last(ground: Ground, problem: Problem, bucket: int) -> Knobs:
     return ground.bundle.variant(ground.ranked(problem, bucket)[-1][1]).config
 
 
-def test_a_bundle_of_another_capability_is_refused(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["like", "again"])
+def test_a_bundle_of_another_capability_is_refused(
+    candidates: Path, small_plan: Plan, tmp_path: Path, named: str
+) -> None:
     other = SHIPPED / "catalogue-sm80.msgpack"
     with gpus(candidates) as here, pytest.raises(InputError, match=r"it is for sm_80, the candidates are for sm_90a"):
-        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, like=other)
+        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, **{named: other})
     assert not (tmp_path / "journal").exists()
 
 

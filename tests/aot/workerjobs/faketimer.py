@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from pretuned.aot.evidence import plain_of
@@ -43,6 +44,15 @@ def run(setup: Setup, job: Job) -> Result:
         ratio = round(fastest.time_ns / timings[0].time_ns, 5)
         duel = Duel(fastest.variant, shas[0], fastest.ns, timings[0].ns, ratio, 0.005)
     return Result(Measured(job.problem, job.bucket, shas[0], timings, duel, None, 1.0, 13000, plain))
+
+
+def steady(setup: Setup, job: Job) -> Result:
+    """Looked at again, in more rounds, all take the same time."""
+    found = run(setup, job).measured
+    if not job.again or found is None:
+        raise AssertionError(f"{job} is no second look")
+    timings = tuple(Timing(one.variant, (12_000, 12_000), 0.0005, 60, one.error) for one in found.timings)
+    return Result(replace(found, timings=timings, duel=None))
 
 
 def dies_beside(setup: Setup, job: Job) -> Result:
