@@ -99,6 +99,7 @@ def measuring_chip(gpu: Gpu, sm: int) -> Chip:
 def _combined(records: list[Measured]) -> CellTimes:
     """A cell that was measured more than once counts by its medians, in which a time weighs as many as its rounds.
 
+    Of duels of the same two those of the most rounds count.
     Of a form by the records alone that have the plain product's time, where one has: no other's clock is known.
     """
     records = [record for record in records if record.plain is not None] or records
@@ -109,11 +110,12 @@ def _combined(records: list[Measured]) -> CellTimes:
     plain: dict[bytes, list[tuple[int, int]]] = {}
     for record in records:
         if record.plain is not None:
-            rounds = max((one.rounds for one in record.timings), default=1)
-            plain.setdefault(record.plain[0], []).append((geometric_mean(record.plain[1]), rounds))
+            plain.setdefault(record.plain[0], []).append((geometric_mean(record.plain[1]), _rounds(record)))
     ordered = sorted(timings.items())
+    fought = [(_rounds(record), record.duel) for record in records if record.duel is not None]
+    most = {(duel.challenger, duel.modelled): rounds for rounds, duel in sorted(fought, key=lambda one: one[0])}
     duels = sorted(
-        (record.duel for record in records if record.duel is not None),
+        (duel for rounds, duel in fought if rounds == most[duel.challenger, duel.modelled]),
         key=lambda duel: (duel.challenger, duel.modelled, duel.ratio, duel.band),
     )
     return CellTimes(
@@ -123,6 +125,10 @@ def _combined(records: list[Measured]) -> CellTimes:
         max(record.driver for record in records),
         {sha: _median(some) for sha, some in sorted(plain.items())},
     )
+
+
+def _rounds(record: Measured) -> int:
+    return max((one.rounds for one in record.timings), default=1)
 
 
 def _median(times: Sequence[tuple[int, int]]) -> int:

@@ -200,6 +200,20 @@ def test_of_a_cell_measured_twice_each_time_weighs_its_rounds(model_first: int) 
         assert cell.times_ns[sha(other)] == 40_000  # 9 rounds each: the lower
 
 
+def test_of_duels_of_the_same_two_those_of_the_most_rounds_count(model_first: int) -> None:
+    other = (model_first + 1) % 4
+    times = {model_first: 50_000, other: 45_000}
+
+    def of_rounds(rounds: int, ratio: float) -> Measured:
+        duel = Duel(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), ratio, 0.005)
+        found = record(times, model_first, duel)
+        return replace(found, timings=tuple(replace(one, rounds=rounds) for one in found.timings))
+
+    for won, lost, ns in ((9, 3, 45_000), (3, 9, 50_000), (3, 3, 50_000)):
+        for both in ((of_rounds(won, 0.9), of_rounds(lost, 1.02)), (of_rounds(lost, 1.02), of_rounds(won, 0.9))):
+            assert chosen(both).time_ns == ns
+
+
 def test_drivers_are_told_apart() -> None:
     first = record({0: 10_000}, 0)
     second = replace(record({0: 11_000}, 0, bucket=128), driver=13020)
