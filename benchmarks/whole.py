@@ -7,7 +7,8 @@
 The sizes of each model's layers are its own; of the layers there are ``--layers``, of the vocabulary 1,024 words, and
 the weights are random, bf16. Wall-clock times of eager calls, as a user makes them: a forward without gradients over a
 batch of sequences (of one token each: a step of decoding, but for the cache), and from 1,024 tokens on the forward and
-backward of a training step. Medians of the rounds; each way's logits are held against those of grouped_mm.
+backward of a training step. Medians of the rounds, beside the same model without experts ("none"). Each way's logits
+are held against those of grouped_mm token by token, by the median: a rounding may send a token to other experts.
 """
 
 from __future__ import annotations
@@ -40,9 +41,14 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {  # transformers' kind of model
         "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
 }  # fmt: skip
 BATCHES = ((1, 1), (16, 1), (128, 1), (1, 1024), (4, 2048))  # sequences, tokens of each
-OURS, BESIDE = "pretuned", ("grouped_mm", "batched_mm", "eager")
+OURS, BESIDE, NONE = "pretuned", ("grouped_mm", "batched_mm", "eager"), "none"
 MOST_COPIED = 8e9  # elements: batched_mm copies an expert's weights for each slot
 MAX_DIFFERENCE = 2e-2
+
+
+def no_experts(self: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What is left of a layer without its experts."""
+    return hidden * weights[:, :1].to(hidden.dtype)
 
 
 def made(library: Any, name: str, layers: int, device: str) -> Any:
@@ -83,7 +89,7 @@ def measure(library: Any, name: str, layers: int, device: str, rounds: int) -> l
             if learns:
                 model.zero_grad()
                 logits.float().square().mean().backward()
-        return logits.detach()
+        return logits.detach().flatten(0, -2)
 
     def logits_of(how: str, ids: torch.Tensor) -> torch.Tensor:
         model.set_experts_implementation(how)
@@ -94,25 +100,36 @@ def measure(library: Any, name: str, layers: int, device: str, rounds: int) -> l
         ids = torch.randint(3, 1024, (sequences, length), generator=torch.Generator().manual_seed(T)).to(device)
         ways = [how for how in (OURS, *BESIDE) if how != "batched_mm" or T * copied <= MOST_COPIED]
         want = logits_of("grouped_mm", ids)
-        differences = {how: float((logits_of(how, ids) - want).norm() / want.norm()) for how in ways}
+        differences = {how: difference(logits_of(how, ids), want) for how in ways}
         for learns in (False, True) if T >= 1024 else (False,):
-            us = medians_us(model, ways, functools.partial(run, ids, learns), device, rounds)
+            us = medians_us(model, [*ways, NONE], functools.partial(run, ids, learns), device, rounds)
             cells.append({"model": name, "layers": layers, "sequences": sequences, "length": length,
                           "training": learns, "us": us, "differences": differences})  # fmt: skip
             print(line(cells[-1]), flush=True)
     return cells
 
 
+def difference(logits: torch.Tensor, want: torch.Tensor) -> float:
+    """Of the token in the middle, relative."""
+    return float(((logits - want).norm(dim=-1) / want.norm(dim=-1)).median())
+
+
 def others(cell: dict[str, Any]) -> float:
-    """How far transformers' own ways are from each other: by a rounding a router may send a token elsewhere."""
+    """How far transformers' own ways are from each other."""
     return max((value for how, value in cell["differences"].items() if how != OURS), default=0.0)
 
 
 def line(cell: dict[str, Any]) -> str:
     us = cell["us"]
-    beside = ", ".join(f"{us[how] / us[OURS]:.2f} x {how}" for how in us if how != OURS)
+    ratios = {how: us[how] / us[OURS] for how in us if how != OURS}
     what = "training" if cell["training"] else "forward"
-    return f"{cell['model']:13}{cell['sequences']:4} x {cell['length']:<5}{what:9}{us[OURS]:10.0f} us   {beside}"
+    return f"{cell['model']:13}{cell['sequences']:4} x {cell['length']:<5}{what:9}{us[OURS]:10.0f} us   {beside(ratios)}"
+
+
+def beside(ratios: dict[str, float]) -> str:
+    """Of each way its time over ours."""
+    others = [f"{ratio:.2f} x {how}" for how, ratio in ratios.items() if how != NONE]
+    return ", ".join([*others, f"without experts {ratios[NONE]:.2f} of it"])
 
 
 def summary(cells: list[dict[str, Any]]) -> list[str]:
@@ -121,11 +138,11 @@ def summary(cells: list[dict[str, Any]]) -> list[str]:
         some = [c["us"] for c in cells if (c["sequences"], c["length"], c["training"]) == (sequences, length, training)]
         means = {
             how: math.exp(statistics.fmean(math.log(us[how] / us[OURS]) for us in some))
-            for how in BESIDE
+            for how in (*BESIDE, NONE)
             if all(how in us for us in some)
         }
         what = "training" if training else "forward"
-        lines.append(f"{sequences:4} x {length:<5}{what:9}" + ", ".join(f"{v:.2f} x {how}" for how, v in means.items()))
+        lines.append(f"{sequences:4} x {length:<5}{what:9}{beside(means)}")
     return lines
 
 
@@ -142,6 +159,7 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"whole: {error}: pip install 'transformers>=5.8'")
     ExpertsInterface.register(OURS, experts_forward)
+    ExpertsInterface.register(NONE, no_experts)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     begun, cells, lines = time.time(), [], []
     for name in args.models.split(","):
