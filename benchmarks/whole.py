@@ -123,7 +123,8 @@ def line(cell: dict[str, Any]) -> str:
     us = cell["us"]
     ratios = {how: us[how] / us[OURS] for how in us if how != OURS}
     what = "training" if cell["training"] else "forward"
-    return f"{cell['model']:13}{cell['sequences']:4} x {cell['length']:<5}{what:9}{us[OURS]:10.0f} us   {beside(ratios)}"
+    where = f"{cell['model']:13}{cell['sequences']:4} x {cell['length']:<5}{what:9}"
+    return f"{where}{us[OURS]:10.0f} us   {beside(ratios)}"
 
 
 def beside(ratios: dict[str, float]) -> str:
