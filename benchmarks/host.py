@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from pretuned.runtime import device, driver, grouped_gemm, ops, reload
+from pretuned.runtime import device, driver, grouped_gemm, moe_mlp, ops, reload, sort_routing
 
 E, N, K, M, TOPK = 8, 256, 256, 16, 2  # so little that the GPU keeps up
 BATCHES, CALLS = 40, 200
@@ -125,6 +125,31 @@ def whole_calls(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> dict
     }  # fmt: skip
 
 
+def layers(w: torch.Tensor) -> dict[str, dict[str, float]]:
+    """A whole layer, its routing weights in float32 and in bf16, and what sorts its slots."""
+    T, H = M // TOPK, w.shape[2]
+    hidden, down = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(E, H, N // 2, device="cuda").bfloat16()
+    ids, weights = torch.randint(0, E, (T, TOPK), device="cuda"), torch.rand(T, TOPK, device="cuda")
+    narrow = weights.bfloat16()
+    leaves = [one.clone().requires_grad_() for one in (hidden, w, down, narrow)]
+    dout = torch.randn_like(hidden)
+
+    def learning() -> torch.Tensor:
+        return moe_mlp(*leaves[:3], ids, leaves[3])
+
+    def step() -> None:
+        for one in leaves:
+            one.grad = None
+        learning().backward(dout)
+
+    return {
+        "layer": host_us(lambda: moe_mlp(hidden, w, down, ids, weights), 50),
+        "layer_bf16_weights": host_us(lambda: moe_mlp(hidden, w, down, ids, narrow), 50),
+        "layer_autograd": host_us(learning, 50), "layer_autograd_and_backward": host_us(step, 20),
+        "sort_routing": host_us(lambda: sort_routing(ids, E)),
+    }  # fmt: skip
+
+
 def cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
@@ -138,7 +163,7 @@ def main() -> None:
     w = torch.randn(E, N, K, device="cuda", dtype=torch.bfloat16)
     m_sizes = torch.full((E,), M // E, dtype=torch.int32, device="cuda")
     report: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "unit": "us"}
-    report["parts"], report["calls"] = parts(x, w, m_sizes), whole_calls(x, w, m_sizes)
+    report["parts"], report["calls"] = parts(x, w, m_sizes), whole_calls(x, w, m_sizes) | layers(w)
     median = {name: one["median"] for name, one in (report["parts"] | report["calls"]).items()}
     report["driver"] = round(median["launch"] - median["ctypes"], 2)
     report["floor"] = round(median["launch"] + median["allocation"] - median["loop"], 2)

@@ -7,7 +7,7 @@ import torch
 from ..artifacts.types import DType, Pass
 from ..kernels.passes import ADDS, COUNTS, PLACES, SORTED_EXPERTS
 from . import passes, products
-from .device import on
+from .device import allocator, on
 
 _MOST_SLOTS = 2**29  # the kernel counts in int32
 _STEPS = {torch.int32: 1, torch.int64: 2}
@@ -36,19 +36,18 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor, t
     with on(device):
         ids = ids.contiguous()
         chunks = -(-M // launch.block)
-        order = torch.empty(M, dtype=torch.int64, device=ids.device)
-        experts, m_sizes, bounds, counts = (
-            torch.empty(size, dtype=torch.int32, device=ids.device)
-            for size in (chunks * launch.block, E, E + 1, chunks * (E + 1) if chunks > 1 else 0)
-        )
+        empty = allocator(ids.device)
+        order = empty((M,), (1,), torch.int64)
+        experts, m_sizes, bounds = (empty((size,), (1,), torch.int32) for size in (chunks * launch.block, E, E + 1))
+        counts = empty((chunks * (E + 1),), (1,), torch.int32) if chunks > 1 else None
         pointers = (
             ids.data_ptr(), experts.data_ptr(), order.data_ptr(), bounds.data_ptr(), m_sizes.data_ptr(),
-            counts.data_ptr(),
+            products.address_of(counts),
         )  # fmt: skip
-        if chunks == 1:
+        if counts is None:
             launch(1, 0, pointers, (M, E, step, COUNTS | PLACES))
         else:
             launch(chunks, 0, pointers, (M, E, step, COUNTS))
             launch(-(-(E + 1) // SORTED_EXPERTS), 0, pointers, (M, E, step, ADDS))
             launch(chunks, 0, pointers, (M, E, step, PLACES))
-    return order, m_sizes, bounds, experts[:M]
+    return order, m_sizes, bounds, experts.narrow(0, 0, M)
