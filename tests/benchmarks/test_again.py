@@ -47,9 +47,11 @@ def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType)
 
 
 def test_journals_without_such_a_cell_are_told(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["again.py", str(JOURNAL), str(JOURNAL)])
+    once = tmp_path / "once.journal"
+    once.write_text("".join(JOURNAL.read_text().splitlines(keepends=True)[:300]))  # before any second look
+    monkeypatch.setattr(sys, "argv", ["again.py", str(once), str(once)])
     with pytest.raises(SystemExit, match="2"):
         tool.main()
     assert "was measured again" in capsys.readouterr().err
