@@ -6,10 +6,8 @@ look takes more rounds, of all that may be the fastest, so that what is left ove
 
 from __future__ import annotations
 
-from collections import Counter
-
 from ..artifacts.store import BundleFile
-from .evidence import Cell, Evidence
+from .evidence import Cell, Evidence, counting
 from .journal import Contents
 from .records import Measured
 from .select import MAX_LOSS
@@ -20,15 +18,21 @@ NEAR = 0.1  # over the fastest: may be the fastest
 def doubts(bundle: BundleFile, contents: Contents) -> dict[Cell, tuple[bytes, ...]]:
     """By cell, the cubins to time again: the choice of ``bundle``, and what took at most NEAR more than the fastest.
 
-    Of cells in which the choice took over MAX_LOSS more than the fastest, and which were measured once.
+    Of cells in which the choice took over MAX_LOSS more than the fastest that never failed, and which one record tells
+    of.
     """
-    looks = Counter((one.problem, one.bucket) for one in contents.records if isinstance(one, Measured))
-    cells = Evidence.of(contents).cells
+    records: dict[Cell, list[Measured]] = {}
+    for one in contents.records:
+        if isinstance(one, Measured):
+            records.setdefault((one.problem, one.bucket), []).append(one)
+    evidence = Evidence.of(contents)
     found = {}
     for problem in bundle.problems():
         for choice in bundle.find(problem):
             cell, ours = (problem, choice.bucket), bundle.variant(choice.variant).cubin_sha256
-            times = cells[cell].times_ns if looks[cell] == 1 else {}
+            if len(counting(records.get(cell, []))) != 1:
+                continue
+            times = {sha: ns for sha, ns in evidence.cells[cell].times_ns.items() if sha not in evidence.failed}
             if ours in times and times[ours] > min(times.values()) * (1 + MAX_LOSS):
                 near = min(times.values()) * (1 + NEAR)
                 found[cell] = tuple(sha for sha in times if sha == ours or times[sha] <= near)

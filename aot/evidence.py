@@ -99,10 +99,9 @@ def measuring_chip(gpu: Gpu, sm: int) -> Chip:
 def _combined(records: list[Measured]) -> CellTimes:
     """A cell that was measured more than once counts by its medians, in which a time weighs as many as its rounds.
 
-    Of duels of the same two those of the most rounds count.
-    Of a form by the records alone that have the plain product's time, where one has: no other's clock is known.
+    A duel counts unless the two were timed together in more rounds, in another record.
     """
-    records = [record for record in records if record.plain is not None] or records
+    records = counting(records)
     timings: dict[bytes, list[Timing]] = {}
     for record in records:
         for timing in record.timings:
@@ -112,10 +111,8 @@ def _combined(records: list[Measured]) -> CellTimes:
         if record.plain is not None:
             plain.setdefault(record.plain[0], []).append((geometric_mean(record.plain[1]), _rounds(record)))
     ordered = sorted(timings.items())
-    fought = [(_rounds(record), record.duel) for record in records if record.duel is not None]
-    most = {(duel.challenger, duel.modelled): rounds for rounds, duel in sorted(fought, key=lambda one: one[0])}
     duels = sorted(
-        (duel for rounds, duel in fought if rounds == most[duel.challenger, duel.modelled]),
+        (one.duel for one in records if one.duel is not None and _rounds(one) >= _most(records, one.duel)),
         key=lambda duel: (duel.challenger, duel.modelled, duel.ratio, duel.band),
     )
     return CellTimes(
@@ -127,8 +124,22 @@ def _combined(records: list[Measured]) -> CellTimes:
     )
 
 
+def counting(records: list[Measured]) -> list[Measured]:
+    """The records of one cell that its times are from.
+
+    Of a form those alone that have the plain product's time, where one has: no other's clock is known.
+    """
+    return [record for record in records if record.plain is not None] or records
+
+
 def _rounds(record: Measured) -> int:
     return max((one.rounds for one in record.timings), default=1)
+
+
+def _most(records: list[Measured], duel: Duel) -> int:
+    """The most rounds in which the two of a duel were timed together."""
+    two = {duel.challenger, duel.modelled}
+    return max((_rounds(one) for one in records if two <= {timing.variant for timing in one.timings}), default=1)
 
 
 def _median(times: Sequence[tuple[int, int]]) -> int:

@@ -16,7 +16,7 @@ from .ground import Ground, expected_seconds, torch_can, weight_key, weight_seco
 from .jobs import GpuExecutor, GpuGone, Hello, Job, Result, WorkerLost
 from .journal import Journal, described
 from .outcome import Outcome, Progress, TuneObservers
-from .records import DIED, Failure, Measured
+from .records import AGAIN, DIED, Failure, Measured
 from .trials import Lane, Trial
 
 _RESTARTS = 3  # of a worker that does not start, one after the other
@@ -43,6 +43,7 @@ class Run:
         self.running: dict[Future[Any], Lane] = {}
         self.winners = Winners()
         self.doubts: Mapping[Cell, tuple[bytes, ...]] = {}
+        self.kept: set[Cell] = set()
         self.failed: dict[bytes, Failure] = {}
         self.failures: list[Failure] = []
         self.begun = time.monotonic()
@@ -75,7 +76,7 @@ class Run:
                 self._feed()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
-                f"interrupted: {self.known + self.measured} of {self.total} cells are measured and kept in "
+                f"interrupted: {len(self.kept)} of {self.total} cells are measured and kept in "
                 f"'{self.journal.path}'; run the same command to go on"
             ) from None
         header = self.journal.contents.header
@@ -104,12 +105,18 @@ class Run:
             elif self.ground.has(record):
                 known.add((record.problem, record.bucket))
                 self._remember(record)
+        self.kept = set(known)
         if self.ground.again is not None:
             found = doubts(self.ground.again, self.journal.contents)
-            self.doubts = {cell: shas for cell, shas in found.items() if cell in known}
+            self.doubts = {cell: shas for cell, shas in found.items() if cell in known and self._are_there(cell, shas)}
             known -= self.doubts.keys()
+            self.watch.on_note(f"a second look at {len(self.doubts)} of the {len(self.kept)} cells that are known")
         self.known = len(known)
         return known
+
+    def _are_there(self, cell: Cell, shas: Sequence[bytes]) -> bool:
+        """Whether the candidates still hold all that a second look is to time."""
+        return all((cell[0], sha) in self.ground.index for sha in shas)
 
     def _remember(self, record: Measured) -> None:
         best = min(record.timings, key=lambda one: (one.time_ns, one.variant)).variant
@@ -125,7 +132,8 @@ class Run:
                 if (problem, bucket) not in known:
                     best_us = self.ground.ranked(problem, bucket)[0][0]
                     again = self.doubts.get((problem, bucket), ())
-                    trial = Trial(problem, bucket, expected_seconds(best_us), again=again)
+                    seconds = expected_seconds(best_us) * (AGAIN if again else 1)
+                    trial = Trial(problem, bucket, seconds, again=again)
                     groups.setdefault(weight_key(problem), []).append(trial)
         return list(groups.values())
 
@@ -236,9 +244,11 @@ class Run:
         return None if plain is None or config is None else self.ground.variant(plain, config, self.failed)
 
     def _give_up(self, lane: Lane, reason: str) -> None:
-        """Leave the lane's cell modelled."""
-        self.watch.on_note(f"{lane.trial}: left modelled: {reason}")
-        self.unable += 1
+        """Leave the lane's cell modelled, or as it was measured before."""
+        again = lane.trial is not None and bool(lane.trial.again)
+        self.watch.on_note(f"{lane.trial}: left {'as it was' if again else 'modelled'}: {reason}")
+        self.known += again
+        self.unable += not again
         lane.trial = None
 
     def _settle(self, lane: Lane, future: Future[Any]) -> None:
@@ -283,6 +293,7 @@ class Run:
     def _keep(self, lane: Lane, trial: Trial, record: Measured) -> None:
         self.journal.append([record])
         self._remember(record)
+        self.kept.add((record.problem, record.bucket))
         self.measured += 1
         self.measurements += len(record.timings)
         self.repeated += 2 * (record.duel is not None)

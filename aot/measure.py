@@ -33,14 +33,13 @@ from .jobs import Hello, Job, Result, Setup
 from .judge import Judge
 from .launches import TORCH, Tensors, caller, torch_caller
 from .native import gpu_uuid
-from .records import FAULT, LONG_NS, ROUTINGS, WRONG, Duel, Failure, Measured, Timing
+from .records import AGAIN, FAULT, LONG_NS, ROUTINGS, WRONG, Duel, Failure, Measured, Timing
 
 _TIMING_US = 10_000.0  # for a contender on one routing, flushes not counted
 _DUEL_US = 25_000.0
 _ROUNDS = (5, 20)  # the least and the most
 _DUEL_ROUNDS = (7, 30)
 _LONG_ROUNDS = 3
-_AGAIN = 3  # times as many rounds, for a cell that is looked at again
 _WARM_UP_ROUNDS = 200
 _NOISY = 0.05  # a median whose standard error is larger is told
 _REFERENCE_SIZE = 4096
@@ -261,7 +260,7 @@ class Bench:
         least, most = limits
         rounds = max(least, min(most, int(budget_us * len(once) / sum(once))))
         rounds = _LONG_ROUNDS if 1000 * max(once) > LONG_NS else rounds
-        return self.clock.rounds_us(graphs, _AGAIN * rounds if again else rounds)
+        return self.clock.rounds_us(graphs, AGAIN * rounds if again else rounds)
 
     def _drift(self) -> float:
         return statistics.median(self.clock.rounds_us([self._reference], 3)[0]) / self._reference_us

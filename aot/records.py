@@ -20,6 +20,7 @@ ROUTINGS = ("skewed", "uniform")  # how rows fall on experts: inputs.measured_ro
 EVEN_ROUTINGS = ("skewed", "balanced")  # of journals that name none: the second exactly even
 
 LONG_NS = 10_000_000  # launches that take longer are timed in three rounds
+AGAIN = 3  # times as many rounds, where a cell is looked at again
 FLUSH_BYTES = 256 << 20  # written before each launch that is timed: more than any L2 cache holds
 
 # Why a variant failed. One that failed anywhere never ships.

@@ -96,6 +96,11 @@ def tune_problems(
                 raise NoGpu(str(error)) from None
         greeted = _greet(executors, watch, lenient=joined is not None)
         sm, gpu = _same_gpu(greeted, bundle)
+        if built is not None and built.gpus and not any(one.is_like(gpu) for one in built.gpus):
+            raise InputError(
+                f"--again '{again}': it was measured on {built.gpus[0].name}, this is {described(gpu, sm)}. Name the "
+                "bundle that was built of this journal"
+            )
         measured = {variant.kernel for variant in bundle.variants() if isinstance(variant.op, Op)}
         header = Header(sm, gpu, tuple(kernel for kernel in bundle.kernels if kernel.name in measured))
         held = stack.enter_context(open_journal(journal, header, watch.on_note))

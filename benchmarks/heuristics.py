@@ -140,8 +140,9 @@ def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[
     planned = plan(load_models(models).shapes).models
     owner = {problem: model for model in reversed(planned) for problem in model.problems}
     cells, torch_us = [], {}
-    for record in contents.records:
-        if not isinstance(record, Measured) or record.problem not in owner or record.problem.fusion:
+    measured = {(one.problem, one.bucket): one for one in contents.records if isinstance(one, Measured)}
+    for record in measured.values():
+        if record.problem not in owner or record.problem.fusion:
             continue
         timed = {known[key]: one.time_ns / 1e3 for one in record.timings
                  if (key := (Family.of(record.problem), one.variant)) in known}  # fmt: skip

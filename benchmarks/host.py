@@ -2,7 +2,8 @@
 
     PRETUNED_BUNDLES=bundles python benchmarks/host.py --out results/host.json
 
-Each figure is a loop of 200 calls, timed on the host, in batches small enough that the launch queue never fills; the
+Each figure is a loop of 200 calls (50 or 20 of a layer, or of a gradient), timed on the host, in batches small enough
+that the launch queue never fills; the
 median and the 10th percentile over 40 batches, in microseconds. ``floor`` is what no call can do without: the driver's
 launch through ctypes and the allocation of y. ``driver`` is that launch less the same ctypes call of a C function that
 does nothing.

@@ -61,7 +61,7 @@ def loss_of(cell: CellTimes, chosen: bytes, *, raw: bool) -> float:
 def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, str]]:
     """(how many times as fast as grouped_mm, which cell) of each choice that has both, the slowest first."""
     cubins = [one.cubin_sha256 for one in bundle.variants()]
-    records = {(one.problem, one.bucket): one for one in contents.records if isinstance(one, Measured)}
+    records = {(one.problem, one.bucket): one for one in contents.records if isinstance(one, Measured) and one.torch_ns}
     found = []
     for problem in bundle.problems():
         for choice in bundle.find(problem):

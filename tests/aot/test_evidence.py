@@ -214,6 +214,24 @@ def test_of_duels_of_the_same_two_those_of_the_most_rounds_count(model_first: in
             assert chosen(both).time_ns == ns
 
 
+def test_more_rounds_together_count_more_than_a_duel_of_fewer(model_first: int) -> None:
+    """A second look in which the two fought no duel."""
+    other = (model_first + 1) % 4
+    lost = Duel(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), 1.02, 0.005)
+
+    def of_rounds(rounds: int, duel: Duel | None) -> Measured:
+        found = record({model_first: 50_000, other: 49_000}, model_first, duel)
+        return replace(found, timings=tuple(replace(one, rounds=rounds) for one in found.timings))
+
+    assert chosen([of_rounds(3, lost)]).time_ns == 50_000
+    for both in ((of_rounds(3, lost), of_rounds(9, None)), (of_rounds(9, None), of_rounds(3, lost))):
+        assert chosen(both).time_ns == 49_000
+    assert chosen([of_rounds(3, lost), of_rounds(3, None)]).time_ns == 50_000
+    alone = of_rounds(9, None)
+    alone = replace(alone, timings=alone.timings[:1])  # the two were not timed together there
+    assert chosen([of_rounds(3, lost), alone]).time_ns == 50_000
+
+
 def test_drivers_are_told_apart() -> None:
     first = record({0: 10_000}, 0)
     second = replace(record({0: 11_000}, 0, bucket=128), driver=13020)

@@ -170,6 +170,69 @@ def last(ground: Ground, problem: Problem, bucket: int) -> Knobs:
     return ground.bundle.variant(ground.ranked(problem, bucket)[-1][1]).config
 
 
+def test_a_third_look_is_never_taken(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    """Though the second one found the same times: the choice is what is slow."""
+    journal, heard = tmp_path / "h200.journal", list[str]()
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+        first = tune_problems(small_plan.buckets, candidates, journal, executors=here, again=candidates)
+        watch = TuneObservers(on_note=heard.append)
+        second = tune_problems(
+            small_plan.buckets, candidates, journal, executors=here, again=candidates, observers=watch
+        )
+    assert first.measured > 3
+    assert (second.measured, second.known) == (0, cells(small_plan))
+    assert f"a second look at 0 of the {cells(small_plan)} cells that are known" in heard
+
+
+def test_what_failed_is_no_reason_for_a_second_look(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    journal = tmp_path / "h200.journal"
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    contents = read_journal(journal)
+    with open_bundle(candidates) as bundle:
+        wanted = doubts(bundle, contents)
+        records = {(one.problem, one.bucket): one for one in contents.records if isinstance(one, Measured)}
+        choices = {(p, one.bucket): bundle.variant(one.variant).cubin_sha256 for p in wanted_problems(wanted)
+                   for one in bundle.find(p)}  # fmt: skip
+        for cell in wanted:
+            faster = [one.variant for one in records[cell].timings if one.variant != choices[cell]]
+            failed = tuple(Failure(*cell, sha, WRONG, "relative error 0.5") for sha in faster)
+            assert cell not in doubts(bundle, dataclasses.replace(contents, records=(*contents.records, *failed)))
+
+
+def wanted_problems(cells: dict[tuple[Problem, int], tuple[bytes, ...]]) -> set[Problem]:
+    return {problem for problem, _ in cells}
+
+
+def test_a_second_look_is_for_what_was_built_of_this_gpus_journal(
+    candidates: Path, small_plan: Plan, tmp_path: Path
+) -> None:
+    of_an_h100 = SHIPPED / "catalogue-h100-sm90.msgpack"
+    with gpus(candidates) as here, pytest.raises(InputError, match=r"--again .*measured on NVIDIA H100.*H200"):
+        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, again=of_an_h100)
+    assert not (tmp_path / "journal").exists()
+
+
+def test_a_second_look_that_is_interrupted_goes_on(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    journal = tmp_path / "h200.journal"
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    with open_bundle(candidates) as bundle:
+        wanted = doubts(bundle, read_journal(journal))
+
+    def stop(progress: object) -> None:
+        raise KeyboardInterrupt
+
+    words = f"interrupted: {cells(small_plan)} of {cells(small_plan)} cells are measured and kept"
+    watch = TuneObservers(on_cell=stop)
+    with gpus(candidates) as here, pytest.raises(KeyboardInterrupt, match=words):
+        tune_problems(small_plan.buckets, candidates, journal, executors=here, again=candidates, observers=watch)
+    with gpus(candidates) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, again=candidates)
+    assert (outcome.measured, outcome.left) == (len(wanted) - 1, 0)
+
+
 @pytest.mark.parametrize("named", ["like", "again"])
 def test_a_bundle_of_another_capability_is_refused(
     candidates: Path, small_plan: Plan, tmp_path: Path, named: str
