@@ -31,12 +31,13 @@ class Ground:
     too_large: int = 0
     like: BundleFile | None = None
     again: BundleFile | None = None
+    untried: BundleFile | None = None
     _rankers: dict[tuple[int, ...], Ranker] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float,
-        like: BundleFile | None = None, again: BundleFile | None = None,
+        like: BundleFile | None = None, again: BundleFile | None = None, untried: BundleFile | None = None,
     ) -> Ground:  # fmt: skip
         """Leaves out what does not fit the GPU's memory.
 
@@ -46,7 +47,7 @@ class Ground:
             if no candidate serves a problem that is not optional.
         """
         variants = bundle.variants()
-        self = cls({}, bundle, share, measuring_chip(gpu, sm), like=like, again=again)
+        self = cls({}, bundle, share, measuring_chip(gpu, sm), like=like, again=again, untried=untried)
         for problem in sorted(problems, key=lambda one: one.sort_key):
             able = tuple(i for i, variant in enumerate(variants) if serves(variant, problem))
             if not able and optional(problem):
@@ -79,6 +80,12 @@ class Ground:
         named = (choice for choice in self.like.find(problem) if choice.bucket == bucket)
         indices = [i for choice in named for i in (choice.variant, choice.runner_up) if i is not None]
         return [self.like.variant(i).config for i in indices]
+
+    def estimates(self, problem: Problem, bucket: int) -> dict[bytes, float]:
+        """By cubin of what serves a problem that is asked for, the estimate in us."""
+        if bucket not in self.cells.get(problem, ()):
+            return {}
+        return {self.bundle.variant(i).cubin_sha256: us for us, i in self.ranked(problem, bucket)}
 
     def ranked(self, problem: Problem, bucket: int, without: Container[bytes] = ()) -> list[tuple[float, int]]:
         """(estimate in us, variant), best first, less those whose cubin is in ``without``."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..artifacts.errors import HostError
 from .contenders import Winners, contenders
-from .doubts import doubts
+from .doubts import doubts, untried
 from .evidence import Cell, plain_of
 from .ground import Ground, expected_seconds, torch_can, weight_key, weight_seconds
 from .jobs import GpuExecutor, GpuGone, Hello, Job, Result, WorkerLost
@@ -43,6 +43,7 @@ class Run:
         self.running: dict[Future[Any], Lane] = {}
         self.winners = Winners()
         self.doubts: Mapping[Cell, tuple[bytes, ...]] = {}
+        self.untried: Mapping[Cell, tuple[bytes, ...]] = {}
         self.kept: set[Cell] = set()
         self.failed: dict[bytes, Failure] = {}
         self.failures: list[Failure] = []
@@ -111,6 +112,11 @@ class Run:
             self.doubts = {cell: shas for cell, shas in found.items() if cell in known and self._are_there(cell, shas)}
             known -= self.doubts.keys()
             self.watch.on_note(f"a second look at {len(self.doubts)} of the {len(self.kept)} cells that are known")
+        if self.ground.untried is not None:
+            found = untried(self.ground.untried, self.journal.contents, self.ground.estimates)
+            self.untried = {cell: shas for cell, shas in found.items() if cell in known}
+            known -= self.untried.keys()
+            self.watch.on_note(f"what ships and was not timed, in {len(self.untried)} cells")
         self.known = len(known)
         return known
 
@@ -131,9 +137,11 @@ class Run:
             for bucket in buckets:
                 if (problem, bucket) not in known:
                     best_us = self.ground.ranked(problem, bucket)[0][0]
-                    again = self.doubts.get((problem, bucket), ())
-                    seconds = expected_seconds(best_us) * (AGAIN if again else 1)
-                    trial = Trial(problem, bucket, seconds, again=again)
+                    cell = problem, bucket
+                    more = cell in self.doubts
+                    again = self.doubts.get(cell, self.untried.get(cell, ()))
+                    seconds = expected_seconds(best_us) * (AGAIN if more else 1)
+                    trial = Trial(problem, bucket, seconds, again=again, more=more)
                     groups.setdefault(weight_key(problem), []).append(trial)
         return list(groups.values())
 
@@ -193,8 +201,7 @@ class Run:
             lane.sent = (trial.alone[0],) if trial.alone else self._contenders(trial)
             if lane.sent:
                 with_torch = self.with_torch and torch_can(trial.problem) and not trial.alone
-                again = bool(trial.again)
-                job = Job(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial), again)
+                job = Job(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial), trial.more)
                 self.running[lane.executor.submit(job)] = lane
                 return
             self._give_up(lane, "no candidate is left")

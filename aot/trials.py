@@ -13,8 +13,8 @@ from .jobs import GpuExecutor, WorkerLost
 class Trial:
     """A cell to measure. ``alone``: contenders to try one by one, as a process died over them, once (``split``).
 
-    ``kills``: the GPUs that have gone while the first of ``alone`` ran there. ``again``: the cubins to time once more,
-    of a cell that was measured before.
+    ``kills``: the GPUs that have gone while the first of ``alone`` ran there. ``again``: the cubins to time now, of a
+    cell that was measured before; ``more``: in more rounds.
     """
 
     problem: Problem
@@ -24,6 +24,7 @@ class Trial:
     split: bool = False
     kills: int = 0
     again: tuple[bytes, ...] = ()
+    more: bool = False
 
     def __str__(self) -> str:
         return f"{self.problem}, {self.bucket} rows"

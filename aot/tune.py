@@ -45,6 +45,7 @@ def tune_problems(
     share: float = SHARE,
     like: str | Path | None = None,
     again: str | Path | None = None,
+    untried: str | Path | None = None,
     observers: TuneObservers | None = None,
 ) -> Outcome:
     """Measure the cells that ``journal`` does not have yet, on this machine's GPUs, until done or out of time.
@@ -74,6 +75,8 @@ def tune_problems(
         A bundle, as of another GPU of this capability: what it has for a cell is among those measured.
     again
         A bundle built of the journal: cells whose choice took over 2 % more than the fastest are measured once more.
+    untried
+        A bundle: what it ships that may be the fastest in a cell of the journal, and was not timed there, is.
 
     Raises
     ------
@@ -88,7 +91,7 @@ def tune_problems(
     """
     watch = observers or TuneObservers()
     with open_bundle(candidates) as bundle, contextlib.ExitStack() as stack:
-        there, built = (_beside(one, bundle, stack) for one in (like, again))
+        there, built, ships = (_beside(one, bundle, stack) for one in (like, again, untried))
         if executors is None:
             try:
                 executors = stack.enter_context(local_gpus(str(candidates), bundle.digest, gpus))
@@ -104,7 +107,7 @@ def tune_problems(
         measured = {variant.kernel for variant in bundle.variants() if isinstance(variant.op, Op)}
         header = Header(sm, gpu, tuple(kernel for kernel in bundle.kernels if kernel.name in measured))
         held = stack.enter_context(open_journal(journal, header, watch.on_note))
-        ground = Ground.of(problems, bundle, gpu, sm, share, there, built)
+        ground = Ground.of(problems, bundle, gpu, sm, share, there, built, ships)
         return Run(ground, greeted, joined, held, watch, with_torch, budget_s).run()
 
 

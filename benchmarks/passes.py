@@ -3,10 +3,10 @@
     python benchmarks/passes.py --out passes-h200.json
     python benchmarks/passes.py --blocks 512x4,1024x4,1024x8,2048x8 --out blocks.json     # compiles; needs Triton
 
-Rows gathered, the activation (silu, halves), its gradient with routing weights, the sum over a token's slots, and the
-rows of y that an index leaves out set to zero, of which there are none (torch sets all rows): bf16, in CUDA graphs that
-take turns with torch's own operations, L2 flushed. ``--blocks`` times other columns x warps of a program than the
-bundle's. The method is benchmarks/method.py.
+Rows gathered, the activation (silu, halves), its gradient with routing weights, the weighted sum over a token's slots,
+and the rows of y that an index leaves out set to zero, of which there are none (torch sets all rows): bf16, in CUDA
+graphs that take turns with torch's own operations, L2 flushed. ``--blocks`` times other columns x warps of a program
+than the bundle's. The method is benchmarks/method.py.
 """
 
 from __future__ import annotations
@@ -54,17 +54,14 @@ def calls(T: int, H: int, width: int, top_k: int, E: int) -> Iterator[tuple[Pass
     h, da, y = (method.activations(M, columns, torch.bfloat16) for columns in (2 * width, width, H))
     weights = torch.rand(M, device="cuda")
     bounds = torch.full((1,), M, device="cuda", dtype=torch.int32)
-    experts = torch.randint(0, E, (M,), device="cuda").int()
     how: dict[str, Any] = {"weights": weights, "index": index, "bounds": bounds}
     yield Pass.GATHER, functools.partial(tokens.gather, x, index, top_k, bounds), 2 * (M + T) * H + 8 * M
     yield Pass.ACTIVATION, functools.partial(activation.forward, h, SILU, bounds), 2 * 3 * M * width
     grad = functools.partial(activation.gradient, h, da, SILU, Needs(True, True, True), **how)
     yield Pass.ACTIVATION_GRAD, grad, 2 * 6 * M * width + 16 * M
 
-    def combine() -> torch.Tensor:
-        return tokens.combine(y, experts, top_k, E, passes.for_rows(Pass.COMBINE, H, T, y))
-
-    yield Pass.COMBINE, combine, 2 * (M + T) * H + 4 * M
+    places = torch.empty_like(index).index_copy_(0, index, torch.arange(M, device="cuda")).int()
+    yield Pass.COMBINE, functools.partial(tokens.combine, y, places, top_k, weights), 2 * (M + T) * H + 8 * M
     m_sizes = torch.full((E,), -(-M // E), device="cuda", dtype=torch.int32)
     yield Pass.CLEAR, functools.partial(clearing.clear, y, index.int(), m_sizes, M, M), 4 * M + 3 * M
 

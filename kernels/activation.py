@@ -23,6 +23,8 @@ _WEIGHTED: tl.constexpr = tl.constexpr(64)
 _WRITES_DH: tl.constexpr = tl.constexpr(128)
 _WRITES_A: tl.constexpr = tl.constexpr(256)
 _WRITES_DWEIGHTS: tl.constexpr = tl.constexpr(512)
+_NARROW: tl.constexpr = tl.constexpr(4096)
+_NARROW_DWEIGHTS: tl.constexpr = tl.constexpr(8192)
 
 _FAR: tl.constexpr = tl.constexpr(150.0)  # from here on a sigmoid is 0 or 1 in fp32, and squares are still finite
 
@@ -148,6 +150,9 @@ def _backward(
     The weight is loaded after the row: its place comes from memory too, and nothing should wait for that.
     """
     sums = tl.zeros((row.shape[0], BLOCK), tl.float32)
+    narrow = row_weights.to(tl.pointer_type(h.dtype.element_ty), bitcast=True)
+    weighted = inside & ((flags & _WEIGHTED) != 0)
+    is_narrow = (flags & _NARROW) != 0
     of_h = row * _row_of(flags, columns)
     of_a = row * columns
     for first in tl.range(0, columns, BLOCK):
@@ -156,7 +161,8 @@ def _backward(
         place = of_a[:, None] + col[None, :]
         gate, up = _gate_and_up(h, of_h, inside, columns, first, flags, BLOCK, INTERLEAVED)
         d = tl.load(da + place, mask=mask, other=0.0).to(tl.float32)
-        scale = tl.load(row_weights + flat, mask=inside & ((flags & _WEIGHTED) != 0), other=1.0)[:, None]
+        scale = tl.load(row_weights + flat, mask=weighted & (not is_narrow), other=1.0)[:, None]
+        scale *= tl.load(narrow + flat, mask=weighted & is_narrow, other=1.0).to(tl.float32)[:, None]
         kept_gate, kept_up, limit = _limited(gate, up, flags)
         act, slope = _act(kept_gate, flags)
         whole = act * kept_up
@@ -185,9 +191,10 @@ def activation_grad(
     """dh[i] = act'(h[i]) * t(i) * da[i], a[i] = t(i) * act(h[i]), dweights[index[i]] = dot(da[i], act(h[i])).
 
     h and dh [M, 2*columns] (or [M, columns]), da and a [M, columns], rows dense. With WEIGHTED t(i) =
-    row_weights[index[i]], float32, else 1; ``index`` points at int32 words, a step of 2 means int64. Only what
-    ``flags`` ask for is written. Of rows from ``used`` on nothing is read or written, but dweights, a zero.
-    One program a row, which adds its columns up in a fixed order.
+    row_weights[index[i]], float32, else 1; ``index`` points at int32 words, a step of 2 means int64. NARROW and
+    NARROW_DWEIGHTS say that row_weights and dweights are of h's dtype. Only what ``flags`` ask for is written. Of rows
+    from ``used`` on nothing is read or written, but dweights, a zero. One program a row, which adds its columns up in a
+    fixed order.
     """
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     flat = row
@@ -200,4 +207,8 @@ def activation_grad(
             dot = _backward(h, da, row_weights, flat, dh, a, row, row < end, columns, flags, BLOCK, True)
         else:
             dot = _backward(h, da, row_weights, flat, dh, a, row, row < end, columns, flags, BLOCK, False)
-    tl.store(dweights + flat, dot, mask=(row < M) & ((flags & _WRITES_DWEIGHTS) != 0))
+    writes = (row < M) & ((flags & _WRITES_DWEIGHTS) != 0)
+    is_narrow = (flags & _NARROW_DWEIGHTS) != 0
+    narrow = dweights.to(tl.pointer_type(h.dtype.element_ty), bitcast=True)
+    tl.store(dweights + flat, dot, mask=writes & (not is_narrow))
+    tl.store(narrow + flat, dot.to(h.dtype.element_ty), mask=writes & is_narrow)

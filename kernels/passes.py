@@ -4,8 +4,10 @@ Their words of launch ABI 1, beside those of kernels/abi.py (``M`` counts rows, 
 
 =========================  ===================================================================
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
-``row_weights dweights``   device pointers to float32, by index
+``row_weights dweights``   device pointers to float32 by index, or NARROW to the variant's dtype
 ``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
+``places``                 device pointer to int32: each slot's row in the sorted order, -1 for one of no expert
+``bias``                   device pointer to dense [E, columns] in the variant's dtype
 ``named``                  device pointer to bytes, of each row of y one: zero at first
 ``ids order``              device pointers, by slot: to 32-bit words, to int64 (SORT_SLOTS has room in ``experts``
                            for whole chunks, from a multiple of 16 bytes on)
@@ -37,6 +39,11 @@ WRITES_DWEIGHTS = 512
 # kernels/tokens.py, which has the same values.
 NOTES = 1024
 BY_TOKEN = 2048
+# The routing weights that are read, and their gradients, are of the variant's dtype; COMBINE adds a bias.
+NARROW = 4096
+NARROW_DWEIGHTS = 8192
+NARROW_REVISION = 3  # of ACTIVATION_GRAD, from which on it knows both
+BIASED = 16384
 NOTED_ROWS = 256  # that a program looks at
 BY_TOKEN_REVISION = 2
 # What a launch of SORT_SLOTS does; kernels/slots.py has the same values.
@@ -53,17 +60,21 @@ _ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Pass.ACTIVATION_GRAD: (
         ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"), ("M", "columns", "index_step", "flags"),
     ),
-    Pass.COMBINE: (("y", "experts", "out"), ("M", "columns", "top_k", "E")),
+    Pass.COMBINE: (
+        ("y", "places", "row_weights", "experts", "bias", "out"), ("M", "columns", "top_k", "flags"),
+    ),
     Pass.CLEAR: (
         ("y", "index", "m_sizes", "named"),
         ("M", "rows", "columns", "E", "index_end", "m_sizes_step", "index_step", "flags"),
     ),
-    Pass.SORT_SLOTS: (("ids", "experts", "order", "bounds", "m_sizes", "counts"), ("M", "E", "ids_step", "flags")),
+    Pass.SORT_SLOTS: (
+        ("ids", "experts", "order", "places", "bounds", "m_sizes", "counts"), ("M", "E", "ids_step", "flags"),
+    ),
 }  # fmt: skip
-_ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out")
-# Bytes of a row that one thread has at once (of h's gate alone, of combine's rows of 8), and the warps of a program.
+_ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias")
+# Bytes of a row that one thread has at once (of h's gate alone, of each of combine's 8), and the warps of a program.
 _THREADS = {
-    Pass.GATHER: (32, 4), Pass.ACTIVATION: (16, 4), Pass.ACTIVATION_GRAD: (8, 2), Pass.COMBINE: (8, 4),
+    Pass.GATHER: (32, 4), Pass.ACTIVATION: (16, 4), Pass.ACTIVATION_GRAD: (8, 2), Pass.COMBINE: (16, 2),
     Pass.CLEAR: (32, 4),
 }  # fmt: skip
 ACTIVATION_ROWS = 4  # that a program of ACTIVATION does side by side, from this revision on

@@ -41,20 +41,20 @@ _WEIGHT_SPECIALIZED = (
     ("specialized_weight.py", *_SPECIALIZED),
     "053b3ab3c2432f2b259dd6c58c6872b1f6e188111cd0ee8d6ec1cfefce74ebcf",
 )
-_ACTIVATION = ("activation.py",), "837d6f72378c576f03bc3b1337b582764b0c4028722618619ac9ded3fd6cfa64"
+_ACTIVATION = ("activation.py",), "61bc54f8278e18bd8c6d4e1d400c7385e6913a16059d067ac759a7cb00bb5685"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"
-_SLOTS = ("slots.py",), "b7dac8bcfa37c6c1bc15bc1a851e555feac517a622ea21b301cde5d36caffd3a"
-_TOKENS = ("tokens.py",), "07b9967ca4c6fdd92f9f7a65c5c1613a01752f797c438752aabcb0f28a80ae9c"
+_SLOTS = ("slots.py",), "0f5663f33380be6903a5bfded8732fcd83fc159813d376211aa358d3737a7567"
+_TOKENS = ("tokens.py",), "6f17d6d5b0acbc3210fe86706fac5642cea7bfb78b045aea7a8ffbcc1db9808f"
 REVISIONS = {
     "activation": Revision(2, *_ACTIVATION),
-    "activation_grad": Revision(2, *_ACTIVATION),
+    "activation_grad": Revision(3, *_ACTIVATION),
     "clear": Revision(1, *_CLEAR),
-    "combine": Revision(1, *_TOKENS),
+    "combine": Revision(2, *_TOKENS),
     "gather": Revision(2, *_TOKENS),
     "rows": Revision(2, *_ROWS),
     "rows_fitted": Revision(2, *_ROWS_FITTED),
     "rows_specialized": Revision(2, *_ROWS_SPECIALIZED),
-    "sort_slots": Revision(1, *_SLOTS),
+    "sort_slots": Revision(2, *_SLOTS),
     "weight": Revision(1, *_WEIGHT),
     "weight_specialized": Revision(1, *_WEIGHT_SPECIALIZED),
 }

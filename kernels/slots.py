@@ -93,14 +93,18 @@ def _add(counts, m_sizes, block, chunks, E):
 
 
 @triton.jit
-def sort_slots(ids, experts, order, bounds, m_sizes, counts, M, E, ids_step, flags, BLOCK: tl.constexpr):
+def sort_slots(
+    ids, experts, order, places, bounds, m_sizes, counts, M, E, ids_step, flags, BLOCK: tl.constexpr
+):  # fmt: skip
     """order[bounds[e] + j] = the j-th slot i, in rising order, with ids[i] = e; after them the slots of no expert.
 
+    And places[i] = slot i's place in the order, -1 for one of no expert.
+
     ids [M] points at int32 words, a step of 2 means int64; experts int32 [M]: ids, E where they are not in [0, E), with
-    room for whole chunks of BLOCK slots; order int64 [M]; bounds int32 [E + 1]; m_sizes int32 [E]; counts: room for
-    [chunks, E + 1] int32. One program where there is one chunk, with COUNTS and PLACES of ``flags`` at once; else a
-    launch for each: COUNTS and PLACES with a program a chunk, ADDS between them with one for 32 experts. E is at most
-    512.
+    room for whole chunks of BLOCK slots; order int64 [M]; places int32 [M]; bounds int32 [E + 1]; m_sizes int32 [E];
+    counts: room for [chunks, E + 1] int32. One program where there is one chunk, with COUNTS and PLACES of ``flags`` at
+    once; else a launch for each: COUNTS and PLACES with a program a chunk, ADDS between them with one for 32 experts. E
+    is at most 512.
     """
     chunk = tl.program_id(0)
     few = E <= _FEW_BINS
@@ -139,3 +143,4 @@ def sort_slots(ids, experts, order, bounds, m_sizes, counts, M, E, ids_step, fla
                 tl.debug_barrier()
                 place += tl.load(bounds + expert, mask=i < M, other=0)
             tl.store(order + place, i.to(tl.int64), mask=i < M)
+            tl.store(places + i, tl.where(expert < E, place, -1), mask=i < M)

@@ -7,10 +7,14 @@ import triton.language as tl
 
 # The values of kernels.passes.
 _USED: tl.constexpr = tl.constexpr(32)
+_WEIGHTED: tl.constexpr = tl.constexpr(64)
 _NOTES: tl.constexpr = tl.constexpr(1024)
 _BY_TOKEN: tl.constexpr = tl.constexpr(2048)
+_NARROW: tl.constexpr = tl.constexpr(4096)
+_BIASED: tl.constexpr = tl.constexpr(16384)
 _ROWS: tl.constexpr = tl.constexpr(256)  # NOTED_ROWS
 _SLOTS: tl.constexpr = tl.constexpr(8)  # whose loads are under way at once
+_BIASED_SLOTS: tl.constexpr = tl.constexpr(4)  # each with two: more are more code, which comes from memory, too
 
 
 @triton.jit
@@ -103,22 +107,61 @@ def gather(x, index, used, out, M, columns, top_k, index_step, flags, BLOCK: tl.
 
 
 @triton.jit
-def combine(y, experts, out, M, columns, top_k, E, BLOCK: tl.constexpr):
-    """out[t] = sum over s of y[t * top_k + s], of the slots whose expert is in [0, E).
+def _added(
+    y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """The sum of a token's rows: nothing in the loop branches, so that its loads are under way together."""
+    SLOTS: tl.constexpr = _BIASED_SLOTS if BIASED else _SLOTS
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.range(0, top_k, SLOTS):
+        for slot in tl.static_range(SLOTS):
+            at = flat + first + slot
+            there = first + slot < top_k
+            row = tl.load(places + at, mask=there, other=-1)
+            here = row >= 0
+            value = tl.load(y + row.to(tl.int64) * columns + col, mask=inside & here, other=0.0).to(tl.float32)
+            if BIASED:
+                expert = tl.load(experts + at, mask=there, other=0).to(tl.int64)
+                value += tl.load(bias + expert * columns + col, mask=inside & here, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                weight = tl.load(row_weights + at, mask=there, other=0.0).to(tl.float32)
+                value *= tl.where(here, weight, 0.0)
+            acc += value
+    return acc
 
-    y [M * top_k, columns], experts int32 [M * top_k], out [M, columns], rows dense. Slots are added in their order, in
-    fp32, and rounded once; rows of others are not read. One program for BLOCK columns of a token.
+
+@triton.jit
+def _weighted(
+    y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, flags, BLOCK: tl.constexpr
+):  # fmt: skip
+    if (flags & _BIASED) != 0:
+        acc = _added(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, BLOCK, True, True)
+    else:
+        acc = _added(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, BLOCK, True, False)
+    return acc
+
+
+@triton.jit
+def combine(y, places, row_weights, experts, bias, out, M, columns, top_k, flags, BLOCK: tl.constexpr):
+    """out[t] = sum over s of weight[t, s] * (y[places[t, s]] + bias[experts[t, s]]), of slots with a place >= 0.
+
+    y [M * top_k, columns], places int32 [M * top_k], out [M, columns], rows dense. With WEIGHTED weight is row_weights
+    [M * top_k], float32, or with NARROW of y's dtype, else one; with BIASED, which only weighted sums know, bias is
+    [E, columns] and experts int32 [M * top_k], else it is zero. Slots are added in their order, in fp32, and rounded
+    once. One program for BLOCK columns of a token.
     """
     blocks = tl.cdiv(columns, BLOCK)
-    token = tl.program_id(0) // blocks
+    token = (tl.program_id(0) // blocks).to(tl.int64)
     col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = col < columns
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for first in tl.range(0, top_k, _SLOTS):
-        for slot in tl.static_range(_SLOTS):
-            flat = token.to(tl.int64) * top_k + first + slot
-            there = first + slot < top_k
-            expert = tl.load(experts + flat, mask=there, other=-1)
-            here = there & (expert >= 0) & (expert < E)
-            acc += tl.load(y + flat * columns + col, mask=inside & here, other=0.0).to(tl.float32)
-    tl.store(out + token.to(tl.int64) * columns + col, acc.to(out.dtype.element_ty), mask=inside)
+    flat = token * top_k
+    # Each whole: a branch in the loop, or what another one loads, takes up to 1.5 x as long.
+    if (flags & _WEIGHTED) == 0:
+        acc = _added(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, BLOCK, False, False)
+    elif (flags & _NARROW) != 0:
+        narrow = row_weights.to(tl.pointer_type(y.dtype.element_ty), bitcast=True)
+        acc = _weighted(y, places, narrow, experts, bias, flat, col, inside, columns, top_k, flags, BLOCK)
+    else:
+        acc = _weighted(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, flags, BLOCK)
+    tl.store(out + token * columns + col, acc.to(out.dtype.element_ty), mask=inside)

@@ -102,13 +102,14 @@ class Needs(NamedTuple):
 
 def gradient(
     h: torch.Tensor, da: torch.Tensor, act: Activation, needs: Needs, *, weights: torch.Tensor | None = None,
-    index: torch.Tensor | None = None, bounds: torch.Tensor | None = None,
+    index: torch.Tensor | None = None, bounds: torch.Tensor | None = None, narrow: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dh[i] = act'(h[i]) * (t * da[i]), a[i] = t * act(h[i]), dweights[index[i]] = dot(da[i], act(h[i])).
 
-    h [M, 2*I] or [M, I], da [M, I]; t = weights[index[i]] with ``weights``, float32 by index (float64 beside float64),
-    else 1. ``index`` [M] is a permutation. With ``bounds`` rows of no expert get dweights of zero, and in dh and a they
-    hold anything. None stands for what is not needed.
+    h [M, 2*I] or [M, I], da [M, I]; t = weights[index[i]] with ``weights``, by index in h's dtype or float32, else 1.
+    ``index`` [M] is a permutation. With ``bounds`` rows of no expert get dweights of zero, and in dh and a they hold
+    anything. dweights are float32 (float64 beside float64); with ``narrow`` they may be of the weights' dtype. None
+    stands for what is not needed.
     """
     M, I = da.shape  # noqa: E741
     h, da = h.contiguous(), da.contiguous()
@@ -118,10 +119,14 @@ def gradient(
     with on(h.get_device()):
         dh = torch.empty_like(h) if needs.dh else None
         a = torch.empty_like(da) if needs.a else None
-        dweights = h.new_empty((M,), dtype=torch.float32) if needs.dweights else None
+        if weights is not None and launch.revision < words.NARROW_REVISION:
+            weights = weights.to(torch.float32)
+        kind = weights.dtype if narrow and weights is not None else torch.float32
+        dweights = h.new_empty((M,), dtype=kind) if needs.dweights else None
         address, flags = passes.used(bounds)
         flags |= act.flags | (words.WRITES_DH if needs.dh else 0) | (words.WRITES_A if needs.a else 0)
-        flags |= (words.WEIGHTED if weights is not None else 0) | (words.WRITES_DWEIGHTS if needs.dweights else 0)
+        flags |= passes.weighing(weights) | (words.WRITES_DWEIGHTS if needs.dweights else 0)
+        flags |= 0 if kind is torch.float32 else words.NARROW_DWEIGHTS
         step = 2 if index is not None and index.dtype is torch.int64 else 1
         launch(
             M, I,
@@ -169,7 +174,8 @@ def _gradient_by_torch(
     h: torch.Tensor, da: torch.Tensor, act: Activation, needs: Needs, weights: torch.Tensor | None,
     index: torch.Tensor | None, bounds: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    scale = None if weights is None or index is None else weights[index.long()][:, None]
+    wide = torch.promote_types(da.dtype, torch.float32)
+    scale = None if weights is None or index is None else weights[index.long()][:, None].to(wide)
     dh = dweights = None
     with torch.enable_grad():
         given = h.detach().requires_grad_()
@@ -178,7 +184,6 @@ def _gradient_by_torch(
         (dh,) = torch.autograd.grad(a, given, da if scale is None else (da * scale).to(da.dtype))
     a = a.detach()
     if needs.dweights and index is not None:
-        wide = torch.promote_types(da.dtype, torch.float32)
         dots = (da.to(wide) * a.to(wide)).sum(-1)
         if bounds is not None:
             dots = torch.where(torch.arange(len(dots), device=dots.device) < bounds[-1], dots, 0)

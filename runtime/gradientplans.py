@@ -74,7 +74,7 @@ class GradientPlan:
         self._sizes, self._wanted, self._lies, self._launches = sizes, wanted, lies, launches
         self._dtype, self._device, self._empty = like.dtype, like.get_device(), allocator(like.device)
         self._stream, self._swapped = products.stream_of, how.layout is Layout.KN
-        self._flags = how.act.flags | words.WEIGHTED | (words.WRITES_DH if wanted.inner else 0)
+        self._flags = how.act.flags | (words.WRITES_DH if wanted.inner else 0)
         self._flags |= (words.WRITES_A if wanted.down else 0) | (words.WRITES_DWEIGHTS if wanted.weights else 0)
 
     def __call__(
@@ -88,19 +88,22 @@ class GradientPlan:
         T = dout.shape[0]
         M, dtype, empty, stream = T * k, self._dtype, self._empty, self._stream(self._device)
         wanted, launches = self._wanted, self._launches
-        index, m_sizes, bounds, experts = routing
+        index, m_sizes, bounds, experts, places = routing
         at_index, at_sizes, (used, flag) = index.data_ptr(), m_sizes.data_ptr(), passes.used(bounds)
-        row_weights = weights.detach().to(torch.float32)
+        read = weights.detach() if self._reads(weights) else weights.detach().to(torch.float32)
+        flag |= passes.weighing(read)
+        kind = torch.float32 if down_bias is not None else read.dtype  # (a bias adds to it, in float32)
+        flag |= 0 if kind is torch.float32 else words.NARROW_DWEIGHTS
         dx = dup = ddown = None
         dy = self._sorted(dout, at_index, used)
         da = empty((M, I), (I, 1), dtype)
         launches.through(dy.data_ptr(), down.data_ptr(), da.data_ptr(), at_sizes, H, I, M, stream)
         dh = empty((M, wide), (wide, 1), dtype) if wanted.inner else None
         a = empty((M, I), (I, 1), dtype) if wanted.down else None
-        dweights = empty((M,), (1,), torch.float32) if wanted.weights else None
+        dweights = empty((M,), (1,), kind) if wanted.weights else None
         launches.activation(
             M, I,
-            (h.data_ptr(), da.data_ptr(), row_weights.data_ptr(), at_index, used, products.address_of(dh),
+            (h.data_ptr(), da.data_ptr(), read.data_ptr(), at_index, used, products.address_of(dh),
              products.address_of(a), products.address_of(dweights)),
             (M, I, _INDEX_STEP, self._flags | flag),
         )  # fmt: skip
@@ -112,11 +115,11 @@ class GradientPlan:
         del a, dy  # half of what the gradient takes beside its results
         if dh is not None and gate_up is not None and launches.each is not None and launches.combine is not None:
             each = empty((M, H), (H, 1), dtype)
-            launches.each(
-                dh.data_ptr(), gate_up.data_ptr(), each.data_ptr(), at_sizes, wide, H, M, stream, at_index, 0, 0, M
-            )  # fmt: skip
+            launches.each(dh.data_ptr(), gate_up.data_ptr(), each.data_ptr(), at_sizes, wide, H, M, stream)
             dx = empty((T, H), (H, 1), dtype)
-            launches.combine(T, H, (each.data_ptr(), experts.data_ptr(), dx.data_ptr()), (T, H, k, E))
+            launches.combine(
+                T, H, (each.data_ptr(), places.data_ptr(), 0, 0, 0, dx.data_ptr()), (T, H, k, 0)
+            )  # fmt: skip
             del each
         if dh is not None and x is not None and launches.dup is not None:
             dup = self._weight(launches.dup, dh, self._sorted(x, at_index, used), (E, wide, H), at_sizes, stream)
@@ -140,6 +143,11 @@ class GradientPlan:
                 return False
         lies_up, lies_down = self._lies
         return _lying(down) == lies_down and (gate_up is None or _lying(gate_up) == lies_up)
+
+    def _reads(self, weights: torch.Tensor) -> bool:
+        """Whether the kernel reads routing weights as they are."""
+        narrow = self._launches.activation.revision >= words.NARROW_REVISION
+        return weights.dtype is torch.float32 or (narrow and weights.dtype is self._dtype)
 
     def _sorted(self, rows: torch.Tensor, at_index: int, used: int) -> torch.Tensor:
         """A row for each slot of rows' tokens [T, H], in the sorted order."""
@@ -172,7 +180,7 @@ def plan(
     if down is None or not (wanted.inner or wanted.weights) or (wanted.x and gate_up is None):
         return None
     k, E, H, wide, I = sizes  # noqa: E741
-    T, (index, m_sizes, *_) = dout.shape[0], routing
+    T, m_sizes = dout.shape[0], routing.m_sizes
     M = T * k
     # (A row each: a launcher asks how its operands are aligned, and nothing else of them.)
     dy, da, dh = (dout.new_empty((1, length)).expand(M, length) for length in (H, I, wide))
@@ -191,7 +199,7 @@ def plan(
     ddown = weight(dy, da) if wanted.down else None
     each = combine = None
     if wanted.x and gate_up is not None:
-        product = Rows(Op.DX, dh, gate_up, m_sizes, how.layout, M, index, 0, True)
+        product = Rows(Op.DX, dh, gate_up, m_sizes, how.layout, M)
         each, combine = productlaunchers.row_launch(product, dy), passes.for_rows(Pass.COMBINE, H, T, like=dout)
     dup = weight(dh, dy) if wanted.gate_up else None
     if (wanted.down and ddown is None) or (wanted.gate_up and dup is None):

@@ -39,13 +39,15 @@ class Routing(NamedTuple):
 
     ``gather_indices`` [T*k]: the flat token*k + slot of each sorted row; ``m_sizes`` int32 [E]: each expert's rows;
     ``bounds`` int32 [E+1]: where each expert's rows begin, and where the last one's end; ``experts`` int32 [T*k]: each
-    slot's expert, not in [0, E) for one that takes no part.
+    slot's expert, not in [0, E) for one that takes no part; ``places`` int32 [T*k]: each slot's sorted row, -1 for one
+    that takes no part.
     """
 
     gather_indices: torch.Tensor
     m_sizes: torch.Tensor
     bounds: torch.Tensor
     experts: torch.Tensor
+    places: torch.Tensor
 
 
 class Layer(NamedTuple):
@@ -66,15 +68,15 @@ class Weights(NamedTuple):
 
 
 def forward(
-    layer: Layer, x: torch.Tensor, given: Weights, routing: Routing, row_weights: torch.Tensor, *, keeps_h: bool
+    layer: Layer, x: torch.Tensor, given: Weights, routing: Routing, weights: torch.Tensor, *, keeps_h: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out [T, H] and h [T*k, 2*I] of x [T, H]; ``row_weights`` [T*k] float32, or float64 beside float64.
+    """out [T, H] and h [T*k, 2*I] of x [T, H] and the routing weights [T, k].
 
     Without ``keeps_h`` there is none, and silu(gate) * up may be the first product's own work (``epilogue.py``).
     """
     k, layout, act = layer
-    index, m_sizes, bounds, experts = routing
-    M, E = index.shape[0], m_sizes.shape[0]
+    index, m_sizes, bounds, experts, places = routing
+    M = index.shape[0]
     # (Kernels read a bias as dense.)
     up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in given[2:])
     first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias, bounds=bounds)
@@ -83,9 +85,9 @@ def forward(
     if a is None:
         h = rows(first, x.new_empty((M, columns(given.gate_up, layout))))
         a = activation.forward(h, act, bounds)
-    y, launch = tokens.fresh(x, M, columns(given.down, layout), k)
-    rows(Rows(Op.FORWARD, a, given.down, m_sizes, layout, M, index, 0, True, row_weights, down_bias), y)
-    return tokens.combine(y, experts, k, E, launch), h if keeps_h else None
+    y = rows(Rows(Op.FORWARD, a, given.down, m_sizes, layout, M), x.new_empty((M, columns(given.down, layout))))
+    out = tokens.combine(y, places, k, slot_weights(weights, x), experts, down_bias)
+    return out, h if keeps_h else None
 
 
 class MoeLayer(torch.autograd.Function):
@@ -100,7 +102,7 @@ class MoeLayer(torch.autograd.Function):
         """The layer; what a gradient needs is saved. ``plan`` is a ``layerplans.Plan``."""
         given = Weights(gate_up, down, gate_up_bias, down_bias)
         if plan is None:
-            out, h = forward(layer, x, given, routing, flat(weights, x), keeps_h=True)
+            out, h = forward(layer, x, given, routing, weights, keeps_h=True)
         else:
             out, h = plan.forward(x, given, routing, weights, keeps_h=True)
         needs_x, needs_up, needs_down, needs_up_bias, _, needs_weights = ctx.needs_input_grad[:6]
@@ -140,11 +142,11 @@ def gradients(
     """The gradients of x, gate_up, down, gate_up_bias, down_bias and weights: those that ``needs`` asks for."""
     needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
     k, layout, act = layer
-    index, m_sizes, bounds, experts = routing
+    index, m_sizes, bounds, experts, places = routing
     M, E = index.shape[0], m_sizes.shape[0]
     inner = needs_x or needs_up or needs_up_bias
     dout = dout.contiguous()
-    row_weights = flat(weights, dout)
+    row_weights = slot_weights(weights, dout)
     dy = tokens.gather(dout, index, k, bounds)
     dx = dup = ddown = dup_bias = ddown_bias = dweights = None
     a = dh = None
@@ -153,8 +155,9 @@ def gradients(
         whole = inner or needs_weights
         da = _times(dy, given.down, m_sizes, layout) if whole else h.new_zeros((M, act.columns(h)))
         dh, a, dweights = activation.gradient(
-            h, da, act, Needs(inner, needs_down, needs_weights), weights=row_weights, index=index, bounds=bounds
-        )
+            h, da, act, Needs(inner, needs_down, needs_weights), weights=row_weights, index=index, bounds=bounds,
+            narrow=given.down_bias is None,
+        )  # fmt: skip
         del da
     if a is not None:
         ddown = weight(dy, a, m_sizes, layout=layout)
@@ -166,15 +169,19 @@ def gradients(
     del a, dy  # half of what the gradient takes beside its results
     if dh is not None:
         if needs_x:
-            each, launch = tokens.fresh(dout, M, dout.shape[1], k)
-            rows(Rows(Op.DX, dh, given.gate_up, m_sizes, layout, M, index, 0, True), each)
-            dx = tokens.combine(each, experts, k, E, launch)
-            del each
+            dx = tokens.combine(_times(dh, given.gate_up, m_sizes, layout), places, k)
         if needs_up and x is not None:
             dup = weight(dh, tokens.gather(x, index, k, bounds), m_sizes, layout=layout)
         if needs_up_bias:
             dup_bias = weight(dh, dh.new_ones((M, _ONES)), m_sizes, strict=False)[:, :, 0].contiguous()
     return dx, dup, ddown, dup_bias, ddown_bias, dweights
+
+
+def slot_weights(weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The routing weights by slot, [T*k]: float32 or in like's dtype as they are, which kernels read; else widened."""
+    if weights.dtype in (like.dtype, torch.float32):
+        return weights.detach().reshape(-1).contiguous()
+    return flat(weights, like)
 
 
 def columns(w: torch.Tensor, layout: Layout) -> int:

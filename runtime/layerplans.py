@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.types import Op, Pass
+from ..kernels.passes import BIASED
 from . import discover, gradientplans, jit, passes, productlaunchers, products, recent
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch
 from .gradientplans import Sizes
-from .gradients import flat
 from .inputs import ALIGNMENT_BYTES, row_stride
-from .layer import GATED_IN_PRODUCT, Layer, Routing, Weights, columns
+from .layer import GATED_IN_PRODUCT, Layer, Routing, Weights, columns, slot_weights
 from .products import Rows
 
 _KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a call of it does
@@ -31,13 +31,15 @@ class Plan:
 
     __slots__ = (
         "_act", "_activation", "_alone", "_combine", "_device", "_dtype", "_empty", "_first", "_gated", "_gathers",
-        "_low", "_planned", "_same", "_second", "_sizes", "_snapshot", "_stream", "_stride_x", "_widens", "grad", "how",
+        "_low", "_planned", "_same", "_second", "_sizes", "_snapshot", "_stream", "_stride_x", "_weighs", "_widens",
+        "grad", "how",
     )  # fmt: skip
 
     def __init__(
         self, how: Layer, x: torch.Tensor, given: Weights, sizes: Sizes,
         launches: tuple[Launch, Launch], passing: tuple[passes.PassLauncher, passes.PassLauncher],
-        same: recent.Guard, grad: bool, gated: Launch | None, snapshot: discover.Snapshot, widens: bool,
+        same: recent.Guard, grad: bool, gated: Launch | None, snapshot: discover.Snapshot, read: torch.Tensor,
+        widens: bool,
     ) -> None:  # fmt: skip
         self.how, self.grad = how, grad
         self._same, self._low, self._sizes = same, x.data_ptr() & ALIGNMENT_BYTES - 1, sizes
@@ -49,6 +51,7 @@ class Plan:
         self._alone, self._snapshot = only_device(), snapshot
         self._empty, self._stream = allocator(x.device), products.stream_of
         self._stride_x = row_stride(x, x.shape[1])
+        self._weighs = passes.weighing(read) | (0 if given.down_bias is None else BIASED)
         self._widens = widens
         self._planned: dict[gradientplans.Wanted, gradientplans.GradientPlan | None] = {}
 
@@ -66,6 +69,7 @@ class Plan:
             and hidden.is_contiguous()
             and weights.is_contiguous()
             and hidden.data_ptr() & ALIGNMENT_BYTES - 1 == self._low
+            and all(not one.data_ptr() & ALIGNMENT_BYTES - 1 for one in biases)
             and discover.snapshot() is self._snapshot
             and (self._alone or device_is_current(self._device))
         )
@@ -90,14 +94,14 @@ class Plan:
         return None if planned is None else planned(dout, x, gate_up, down, down_bias, weights, h, routing)
 
     def forward(
-        self, x: torch.Tensor, given: Weights, routing: Routing, row_weights: torch.Tensor, *, keeps_h: bool
+        self, x: torch.Tensor, given: Weights, routing: Routing, weights: torch.Tensor, *, keeps_h: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out [T, H] and, with ``keeps_h``, h, without a look at the tensors: ``takes`` had one."""
-        k, E, H, wide, I = self._sizes  # noqa: E741
+        k, _, H, wide, I = self._sizes  # noqa: E741
         T = x.shape[0]
         M, dtype, empty = T * k, self._dtype, self._empty
         gate_up, down, gate_up_bias, down_bias = given
-        index, m_sizes, bounds, experts = routing
+        index, m_sizes, bounds, experts, places = routing
         at_index, at_sizes, stream = index.data_ptr(), m_sizes.data_ptr(), self._stream(self._device)
         h, a = None, empty((M, I), (I, 1), dtype)
         if self._gated is not None and not keeps_h:
@@ -115,14 +119,16 @@ class Plan:
             )  # fmt: skip
             self._activation(M, I, (h.data_ptr(), a.data_ptr(), used), (M, I, self._act | flag))
         y = empty((M, H), (H, 1), dtype)
-        if self._widens:
-            row_weights = row_weights.to(torch.float32)
-        self._second(
-            a.data_ptr(), down.data_ptr(), y.data_ptr(), at_sizes, I, H, M, stream,
-            at_index, row_weights.data_ptr(), 0 if down_bias is None else down_bias.data_ptr(), M,
-        )  # fmt: skip
+        self._second(a.data_ptr(), down.data_ptr(), y.data_ptr(), at_sizes, I, H, M, stream)
         out = empty((T, H), (H, 1), dtype)
-        self._combine(T, H, (y.data_ptr(), experts.data_ptr(), out.data_ptr()), (T, H, k, E))
+        if self._widens:
+            weights = weights.to(torch.float32)
+        self._combine(
+            T, H,
+            (y.data_ptr(), places.data_ptr(), weights.data_ptr(), experts.data_ptr(),
+             0 if down_bias is None else down_bias.data_ptr(), out.data_ptr()),
+            (T, H, k, self._weighs),
+        )  # fmt: skip
         return out, h if keeps_h else None
 
 
@@ -144,17 +150,17 @@ def plan(
         return None
     if not weights.is_contiguous():
         return None
+    if any(one is not None and one.data_ptr() & ALIGNMENT_BYTES - 1 for one in given[2:]):
+        return None
     snapshot = discover.snapshot()  # first: what another thread's ``reload`` lets be chosen is not of this one
-    index, m_sizes, bounds, _ = routing
-    row_weights = flat(weights, x)
+    index, m_sizes, bounds, *_ = routing
+    read = slot_weights(weights, x)
     # (A row each: a launcher asks how its operands are aligned, and nothing else of them.)
     h, a, y = (x.new_empty((1, length)).expand(M, length) for length in (wide, I, H))
     first = Rows(
         Op.FORWARD, x, given.gate_up, m_sizes, how.layout, M, index, k, bias=given.gate_up_bias, bounds=bounds
     )  # fmt: skip
-    second = Rows(
-        Op.FORWARD, a, given.down, m_sizes, how.layout, M, index, 0, True, row_weights, given.down_bias
-    )  # fmt: skip
+    second = Rows(Op.FORWARD, a, given.down, m_sizes, how.layout, M)
     launches = productlaunchers.row_launch(first, h), productlaunchers.row_launch(second, y)
     passing = passes.for_rows(Pass.ACTIVATION, I, M, like=x), passes.for_rows(Pass.COMBINE, H, T, like=x)
     tensors = [one for one in (hidden, *given[:2], ids, weights, *given[2:]) if one is not None]
@@ -164,5 +170,5 @@ def plan(
     grad = any(one.requires_grad for one in tensors)
     gated = productlaunchers.gated_launch(first, a) if how.act == GATED_IN_PRODUCT else None
     sizes = Sizes(k, m_sizes.shape[0], H, wide, I)
-    widens = weights.dtype is not torch.float32  # (several models of transformers have theirs in bf16)
-    return Plan(how, x, given, sizes, launches, passing, same, grad, gated, snapshot, widens)  # type: ignore[arg-type]
+    widens = read.dtype is not weights.dtype
+    return Plan(how, x, given, sizes, launches, passing, same, grad, gated, snapshot, read, widens)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A whole MoE layer: sort the routing, gather, two grouped GEMMs with an activation between, scatter, sum over k."""
+"""A whole MoE layer: sort the routing, gather, two grouped GEMMs with an activation between, weigh, sum over k."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from . import calls, inputs, layer, layerplans, slots
 from .activation import Activation, activate, check_activation
 from .device import without_autocast
 from .form import check_fusions, form_of
-from .gradients import flat
 from .layer import Layer, MoeLayer, Routing, Weights
 from .ops import grouped_gemm
 
@@ -62,7 +61,9 @@ def _sorted(topk_ids: torch.Tensor, E: int) -> Routing:
     experts, order = torch.sort(flat, stable=True)
     steps = torch.arange(E + 1, dtype=torch.int32, device=flat.device)
     bounds = torch.searchsorted(experts, steps, out_int32=True)
-    return Routing(order, bounds[1:] - bounds[:-1], bounds, flat)
+    rows = torch.arange(flat.shape[0], dtype=torch.int32, device=flat.device)
+    places = torch.where(flat < E, torch.zeros_like(flat).scatter(0, order, rows), -1)
+    return Routing(order, bounds[1:] - bounds[:-1], bounds, flat, places)
 
 
 def moe_mlp(
@@ -231,7 +232,7 @@ def _fused(
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
             out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how)  # type: ignore[no-untyped-call]
             return out, routing
-        return layer.forward(how, x, given, routing, flat(weights, x), keeps_h=False)[0], routing
+        return layer.forward(how, x, given, routing, weights, keeps_h=False)[0], routing
 
 
 def _checked(

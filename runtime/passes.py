@@ -14,7 +14,7 @@ import torch
 from ..artifacts.errors import BundleError, InputError
 from ..artifacts.types import DType, Pass
 from ..kernels import abi
-from ..kernels.passes import USED, Block, programs, rows_at_once
+from ..kernels.passes import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
 from . import discover, driver, products
 from .device import current_stream, local_gpu, platform_supported
 from .discover import Snapshot
@@ -149,6 +149,11 @@ def for_rows(
 def used(bounds: torch.Tensor | None) -> tuple[int, int]:
     """The address of the number of rows that belong to an expert (the last of bounds), and the flag that says so."""
     return (0, 0) if bounds is None else (bounds.data_ptr() + 4 * (bounds.shape[0] - 1), USED)
+
+
+def weighing(weights: torch.Tensor | None) -> int:
+    """The flags for routing weights, which are float32 or of the kernel's dtype."""
+    return 0 if weights is None else WEIGHTED | (0 if weights.dtype is torch.float32 else NARROW)
 
 
 def _kernel(snapshot: Snapshot, op: Pass, dtype: DType, device: int, aligned: bool) -> LoadedKernel | None:

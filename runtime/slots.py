@@ -17,8 +17,8 @@ _modes = torch._C._len_torch_dispatch_stack
 _transformed = torch._C._are_functorch_transforms_active
 
 
-def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """(order int64 [M], m_sizes int32 [E], bounds int32 [E + 1], experts int32 [M]) of ``ids``, M of any shape.
+def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
+    """(order int64 [M], m_sizes int32 [E], bounds int32 [E + 1], experts, places int32 [M]) of ``ids``, M of any shape.
 
     As ``layer.Routing`` has them; a slot whose id is not in [0, E) comes after all others, and its expert is E. The
     order is stable. None where no kernel does it: torch is to.
@@ -38,11 +38,13 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor, t
         chunks = -(-M // launch.block)
         empty = allocator(ids.device)
         order = empty((M,), (1,), torch.int64)
-        experts, m_sizes, bounds = (empty((size,), (1,), torch.int32) for size in (chunks * launch.block, E, E + 1))
+        experts, places, m_sizes, bounds = (
+            empty((size,), (1,), torch.int32) for size in (chunks * launch.block, M, E, E + 1)
+        )  # fmt: skip
         counts = empty((chunks * (E + 1),), (1,), torch.int32) if chunks > 1 else None
         pointers = (
-            ids.data_ptr(), experts.data_ptr(), order.data_ptr(), bounds.data_ptr(), m_sizes.data_ptr(),
-            products.address_of(counts),
+            ids.data_ptr(), experts.data_ptr(), order.data_ptr(), places.data_ptr(), bounds.data_ptr(),
+            m_sizes.data_ptr(), products.address_of(counts),
         )  # fmt: skip
         if counts is None:
             launch(1, 0, pointers, (M, E, step, COUNTS | PLACES))
@@ -50,4 +52,4 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor, t
             launch(chunks, 0, pointers, (M, E, step, COUNTS))
             launch(-(-(E + 1) // SORTED_EXPERTS), 0, pointers, (M, E, step, ADDS))
             launch(chunks, 0, pointers, (M, E, step, PLACES))
-    return order, m_sizes, bounds, experts.narrow(0, 0, M)
+    return order, m_sizes, bounds, experts.narrow(0, 0, M), places

@@ -1,12 +1,15 @@
-"""Rows of tokens: copied into the sorted order, and each token's added up again. By a bundle's kernel, or by torch."""
+"""Rows of tokens: copied into the sorted order, and out of it each token's added up. By a bundle's kernel, or torch."""
 
 from __future__ import annotations
 
 import torch
 
 from ..artifacts.types import Pass
-from . import passes, rowgather
+from ..kernels.passes import BIASED
+from . import passes, products, rowgather
 from .device import allocator, on
+
+_CHUNK_ELEMENTS = 1 << 24
 
 
 def gather(x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,24 +32,43 @@ def gather(x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tenso
     return out
 
 
-def fresh(like: torch.Tensor, rows: int, columns: int, top_k: int) -> tuple[torch.Tensor, passes.PassLauncher | None]:
-    """A y [rows, columns] to be stored to, and who will ``combine`` it: unwritten for a kernel, zeros for torch."""
-    launch = passes.for_rows(Pass.COMBINE, columns, rows // top_k, like=like)
-    return (like.new_zeros if launch is None else like.new_empty)((rows, columns)), launch
-
-
 def combine(
-    y: torch.Tensor, experts: torch.Tensor, top_k: int, E: int, launch: passes.PassLauncher | None
-) -> torch.Tensor:
-    """out[t] = sum over slots s, in their order, of y[t*top_k + s], summed in float32 (or wider) and rounded once.
+    y: torch.Tensor, places: torch.Tensor, top_k: int, weights: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """out[t] = sum over slots s, in their order, of weights[t, s] * (y[places[t, s]] + bias[experts[t, s]]).
 
-    y [T*top_k, H] and ``launch`` are as ``fresh`` made them: of slots whose ``experts`` (int32 [T*top_k]) are not in
-    [0, E) a kernel reads nothing, and torch the zeros that stand there.
+    y [T*top_k, H] in the sorted order, ``places`` and ``experts`` (``layer.Routing``) int32 [T*top_k], ``weights``
+    [T*top_k] float32 or in y's dtype (else one), bias [E, H] in y's dtype (else zero). Summed in float32 (or wider) and
+    rounded once. Of slots without a place nothing is read.
     """
     T, H = y.shape[0] // top_k, y.shape[1]
+    launch = passes.for_rows(Pass.COMBINE, H, T, *(one for one in (y, bias) if one is not None))
     if launch is None:
-        return y.view(T, top_k, H).sum(1)
+        return _combined_by_torch(y, places, top_k, weights, experts, bias)
     with on(y.get_device()):
         out = y.new_empty((T, H))
-        launch(T, H, (y.data_ptr(), experts.data_ptr(), out.data_ptr()), (T, H, top_k, E))
+        pointers = (y, places, weights, experts, bias, out)
+        flags = passes.weighing(weights) | (0 if bias is None else BIASED)
+        launch(T, H, tuple(map(products.address_of, pointers)), (T, H, top_k, flags))
     return out
+
+
+def _combined_by_torch(
+    y: torch.Tensor, places: torch.Tensor, top_k: int, weights: torch.Tensor | None, experts: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    T, wide = y.shape[0] // top_k, torch.promote_types(y.dtype, torch.float32)
+    step = max(1, _CHUNK_ELEMENTS // max(1, top_k * y.shape[1]))  # tokens at a time, as their rows are wide meanwhile
+    parts = []
+    for start in range(0, T, step):
+        slots = slice(start * top_k, (start + step) * top_k)
+        place = places[slots]
+        rows = y.index_select(0, place.clamp(min=0)).to(wide)
+        if bias is not None and experts is not None and len(bias):
+            rows += bias.detach().index_select(0, experts[slots].clamp(0, len(bias) - 1)).to(wide)
+        if weights is not None:
+            rows *= weights[slots, None].to(wide)
+        rows = torch.where((place >= 0)[:, None], rows, 0)
+        parts.append(rows.view(-1, top_k, y.shape[1]).sum(1).to(y.dtype))
+    return torch.cat(parts) if parts else y.new_empty((0, y.shape[1]))

@@ -20,12 +20,12 @@ from pretuned.aot.build import Options, build, build_measured, compile_candidate
 from pretuned.aot.candidates import read_candidates
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.contenders import Knobs
-from pretuned.aot.doubts import doubts
+from pretuned.aot.doubts import doubts, untried
 from pretuned.aot.evidence import Evidence
 from pretuned.aot.gpuworkers import LocalGpu
 from pretuned.aot.ground import Ground, fits
 from pretuned.aot.jobs import Hello, Job, Result, Setup, WorkerLost
-from pretuned.aot.journal import read_journal
+from pretuned.aot.journal import open_journal, read_journal
 from pretuned.aot.measured import measured_bundle
 from pretuned.aot.plan import Plan
 from pretuned.aot.records import DIED, FAULT, HUNG, WRONG, Failure, Measured
@@ -233,7 +233,57 @@ def test_a_second_look_that_is_interrupted_goes_on(candidates: Path, small_plan:
     assert (outcome.measured, outcome.left) == (len(wanted) - 1, 0)
 
 
-@pytest.mark.parametrize("named", ["like", "again"])
+def test_what_ships_is_timed_wherever_it_may_be_the_fastest(
+    candidates: Path, small_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here all candidates ship, and of each cell the modelled choice alone was timed."""
+    monkeypatch.setattr("pretuned.aot.doubts.LIKELY", MORE)  # the models are tiny, and their estimates far apart
+    journal, whole = tmp_path / "h200.journal", tmp_path / "whole.journal"
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, whole, executors=here)
+    contents = read_journal(whole)
+    with open_journal(journal, contents.header) as held:
+        for one in contents.records:
+            assert isinstance(one, Measured)
+            held.append([dataclasses.replace(one, timings=one.timings[:1], duel=None)])
+    contents = read_journal(journal)
+    before = Evidence.of(contents).cells
+    with open_bundle(candidates) as bundle:
+        ground = Ground.of(small_plan.buckets, bundle, contents.header.gpu, 90, 0.1)
+        wanted = untried(bundle, contents, ground.estimates)
+        likely = {cell: near_the_best(ground, *cell) for cell in before}
+        failed = Failure(*next(iter(wanted)), next(iter(wanted.values()))[-1], WRONG, "relative error 0.5")
+        less = untried(bundle, dataclasses.replace(contents, records=(*contents.records, failed)), ground.estimates)
+    assert all(set(shas) == likely[cell] | {*before[cell].times_ns} for cell, shas in wanted.items())
+    assert set(wanted) == {cell for cell in before if len(likely[cell]) > 1}
+    assert 3 < len(wanted) < len(before)
+    assert all(failed.variant not in shas for shas in less.values())
+
+    heard: list[str] = []
+    watch = TuneObservers(on_note=heard.append)
+    with gpus(candidates) as here:
+        outcome = tune_problems(
+            small_plan.buckets, candidates, journal, executors=here, untried=candidates, observers=watch
+        )
+        assert (outcome.known, outcome.measured) == (len(before) - len(wanted), len(wanted))
+        assert f"what ships and was not timed, in {len(wanted)} cells" in heard
+        later = [one for one in read_journal(journal).records if isinstance(one, Measured)][len(before) :]
+        for one in later:
+            assert {timing.variant for timing in one.timings} == set(wanted[one.problem, one.bucket])
+            assert {timing.rounds for timing in one.timings} == {20}, "no second look"
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, untried=candidates)
+    assert (outcome.known, outcome.measured) == (len(before), 0)
+
+
+MORE = 1.5
+
+
+def near_the_best(ground: Ground, problem: Problem, bucket: int) -> set[bytes]:
+    ranked = ground.ranked(problem, bucket)
+    return {ground.bundle.variant(i).cubin_sha256 for us, i in ranked if us <= MORE * ranked[0][0]}
+
+
+@pytest.mark.parametrize("named", ["like", "again", "untried"])
 def test_a_bundle_of_another_capability_is_refused(
     candidates: Path, small_plan: Plan, tmp_path: Path, named: str
 ) -> None:

@@ -39,7 +39,7 @@ def run_activation(case: dict[str, Any]) -> list[str]:
     g = torch.Generator().manual_seed(case["seed"])
     h = (4 * torch.randn(M, columns * (2 if act.gated else 1), generator=g)).to(dtype)
     da = torch.randn(M, columns, generator=g).to(dtype)
-    weights = torch.rand(M, generator=g)
+    weights = torch.rand(M, generator=g).to(dtype if case["narrow"] else torch.float32)
     index = torch.randperm(M, generator=g).to(torch.int64 if case["wide"] else torch.int32)
     end = M if used is None else min(used, M)
     h[end:], da[end:] = float("nan"), float("nan")  # rows of no expert hold anything
@@ -58,7 +58,11 @@ def run_activation(case: dict[str, Any]) -> list[str]:
     for name, flag in (("dh", passes.WRITES_DH), ("a", passes.WRITES_A), ("dweights", passes.WRITES_DWEIGHTS)):
         flags |= flag if name in writes else 0
     flags |= passes.WEIGHTED if case["weighted"] else 0
-    fresh |= {"dh": torch.full((M + 1, h.shape[1]), GUARD, dtype=dtype), "dweights": torch.full((M + 1,), GUARD)}
+    flags |= passes.NARROW | passes.NARROW_DWEIGHTS if case["narrow"] else 0
+    kind = dtype if case["narrow"] else torch.float32
+    fresh |= {
+        "dh": torch.full((M + 1, h.shape[1]), GUARD, dtype=dtype), "dweights": torch.full((M + 1,), GUARD, dtype=kind),
+    }  # fmt: skip
     given |= {
         "da": da,
         "row_weights": weights,
@@ -71,7 +75,7 @@ def run_activation(case: dict[str, Any]) -> list[str]:
     dots[index[:end].long()] = (da[:end].double() * want.detach()).sum(1)
     wrong = compared("dh", fresh["dh"], dh, end if "dh" in writes else 0, dtype)
     wrong += compared("a", fresh["a"], want.detach() * scale, end if "a" in writes else 0, dtype)
-    return wrong + compared("dweights", fresh["dweights"], dots, M if "dweights" in writes else 0, torch.float32)
+    return wrong + compared("dweights", fresh["dweights"], dots, M if "dweights" in writes else 0, kind)
 
 
 def run_gather(case: dict[str, Any]) -> list[str]:
@@ -108,7 +112,9 @@ def run_sort(case: dict[str, Any]) -> list[str]:
     if case["others"] and case["wide"]:
         ids[::5] += 2**32  # its low word alone is an expert's
     chunks = -(-M // block)
-    guards = {"experts": chunks * block, "order": M, "bounds": E + 1, "m_sizes": E, "counts": chunks * (E + 1)}
+    guards = {
+        "experts": chunks * block, "order": M, "places": M, "bounds": E + 1, "m_sizes": E, "counts": chunks * (E + 1),
+    }  # fmt: skip
     given: dict[str, Any] = {
         name: torch.full((size + 1,), int(GUARD), dtype=torch.int64 if name == "order" else torch.int32)
         for name, size in guards.items()
@@ -122,7 +128,9 @@ def run_sort(case: dict[str, Any]) -> list[str]:
     experts = torch.where((ids >= 0) & (ids < E), ids, E)
     m_sizes = torch.bincount(experts, minlength=E + 1)[:E]
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), m_sizes.cumsum(0)])
-    want = {"experts": experts, "order": experts.sort(stable=True).indices, "bounds": bounds, "m_sizes": m_sizes}
+    order = experts.sort(stable=True).indices
+    places = torch.where(experts < E, order.argsort(), -1)
+    want = {"experts": experts, "order": order, "places": places, "bounds": bounds, "m_sizes": m_sizes}
     wrong = [name for name, one in want.items() if not torch.equal(given[name][: len(one)].long(), one)]
     return wrong + [f"{name}: past its end" for name in guards if given[name][-1] != GUARD]
 
@@ -161,14 +169,26 @@ def run_combine(case: dict[str, Any]) -> list[str]:
     T, columns, top_k, E = case["M"], case["columns"], case["top_k"], 5
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[case["dtype"]]
     g = torch.Generator().manual_seed(case["seed"])
-    y = torch.randn(T * top_k, columns, generator=g).to(dtype)
-    experts = torch.randint(-2, E + 2, (T * top_k,), generator=g, dtype=torch.int32)
+    M = T * top_k
+    y, bias = torch.randn(M, columns, generator=g).to(dtype), torch.randn(E, columns, generator=g).to(dtype)
+    experts = torch.randint(-2, E + 2, (M,), generator=g, dtype=torch.int32)
+    places, weights = torch.randperm(M, generator=g, dtype=torch.int32), torch.rand(M, generator=g)
     here = (experts >= 0) & (experts < E)
-    y[~here] = float("nan")
+    y[places[~here].long()] = float("nan")
+    want = y[places.long()].double()
+    places[~here] = -1
+    weights[~here] = float("nan")
+    weights = weights.to(dtype) if case["narrow"] else weights
+    flags = (passes.WEIGHTED if case["weighted"] else 0) | (passes.NARROW if case["narrow"] else 0)
+    flags |= passes.BIASED | passes.WEIGHTED if case["biased"] else 0
+    given = {"y": y, "experts": experts, "places": places, "row_weights": weights, "bias": bias, "top_k": top_k}
     out = torch.full((T + 1, columns), GUARD, dtype=dtype)
-    launch(Pass.COMBINE, case, {"y": y, "experts": experts, "out": out, "top_k": top_k, "E": E})
-    want = torch.where(here[:, None], y, 0).double().view(T, top_k, columns).sum(1)
-    return compared("out", out, want, T, dtype)
+    launch(Pass.COMBINE, case, given | {"out": out, "flags": flags})
+    if case["biased"]:
+        want += bias[experts.clamp(0, E - 1).long()].double()
+    if case["weighted"] or case["biased"]:
+        want *= weights[:, None].double()
+    return compared("out", out, torch.where(here[:, None], want, 0).view(T, top_k, columns).sum(1), T, dtype)
 
 
 def compared(name: str, got: torch.Tensor, want: torch.Tensor, rows: int, dtype: torch.dtype) -> list[str]:

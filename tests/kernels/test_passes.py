@@ -33,7 +33,7 @@ def case(**changes: object) -> dict[str, object]:
     base: dict[str, object] = {
         "pass": "activation_grad", "M": 7, "columns": 40, "block": 16, "dtype": "fp32", "activation": "silu",
         "gated": True, "interleaved": False, "used": None, "weighted": False, "writes": ALL, "wide": True,
-        "top_k": 2, "seed": 0, "by_token": False, "repeated": 0,
+        "top_k": 2, "seed": 0, "by_token": False, "repeated": 0, "narrow": False, "biased": False,
     }  # fmt: skip
     return base | changes
 
@@ -76,6 +76,15 @@ CASES = {
     "combine": case(**{"pass": "combine"}),
     "combine, one slot": case(**{"pass": "combine"}, top_k=1),
     "combine, many slots": case(**{"pass": "combine"}, top_k=11, dtype="fp16"),
+    "combine, weighted": case(**{"pass": "combine"}, top_k=3, weighted=True),
+    "combine, weighted in fp16": case(**{"pass": "combine"}, top_k=9, weighted=True, narrow=True, dtype="fp16"),
+    "combine, biased": case(**{"pass": "combine"}, top_k=4, biased=True),
+    "combine, biased and weighted in fp16": case(
+        **{"pass": "combine"}, top_k=2, weighted=True, narrow=True, biased=True, dtype="fp16"
+    ),
+    "combine, of weights in fp16 none": case(**{"pass": "combine"}, narrow=True, dtype="fp16"),
+    "weights in fp16": case(weighted=True, narrow=True, dtype="fp16", used=5),
+    "weights in fp16, interleaved": case(weighted=True, narrow=True, dtype="fp16", interleaved=True),
 } | {
     f"sort of {M} slots by {block}, E={E}{', int64' if wide else ''}{', others' if others else ''}": case(
         **{"pass": "sort_slots"}, M=M, E=E, block=block, wide=wide, others=others, one=False
@@ -132,7 +141,7 @@ def test_random_shapes() -> None:
                 wide=rng.random() < 0.5, writes=[one for one in ALL if rng.random() < 0.7],
                 dtype=rng.choice(["fp32", "fp16"]), top_k=rng.choice([1, 3, 8, 9]), rows=rng.choice([1, 9, 64, 70]),
                 E=rng.choice([1, 5, 20]), index_end=rng.choice([0, 1]), most=rng.choice([0, 1, 9]),
-                named=rng.random() < 0.5,
+                named=rng.random() < 0.5, narrow=rng.random() < 0.5, biased=rng.random() < 0.5,
             )
         )  # fmt: skip
     for given, wrong in zip(cases, run(cases), strict=True):

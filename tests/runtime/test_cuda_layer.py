@@ -72,18 +72,30 @@ def test_the_activation_and_its_gradient(act: Activation, dtype: torch.dtype, co
     assert torch.equal(found[2], again[2])
 
 
+@pytest.mark.parametrize(
+    ("weighted", "biased"), [(None, False), ("wide", False), ("narrow", False), ("wide", True), ("narrow", True)]
+)
 @pytest.mark.parametrize("top_k", [1, 2, 8, 11])
 @pytest.mark.parametrize("columns", [2048, 768, 33])
 @pytest.mark.parametrize("dtype", list(MOST), ids=str)
-def test_combine(dtype: torch.dtype, columns: int, top_k: int) -> None:
+def test_combine(dtype: torch.dtype, columns: int, top_k: int, biased: bool, weighted: str | None) -> None:
     demand(Pass.COMBINE, dtype, columns)
     T = 123
-    y, experts = random(T * top_k, columns, dtype=dtype), torch.randint(-2, E + 2, (T * top_k,), device="cuda").int()
-    here = (experts >= 0) & (experts < E)
-    y[~here] = float("nan")
-    want = torch.where(here[:, None], y, 0).double().view(T, top_k, columns).sum(1)
-    launch = passes.for_rows(Pass.COMBINE, columns, T, y)
-    near(tokens.combine(y, experts, top_k, E, launch), want, MOST[dtype])
+    M = T * top_k
+    y, experts = random(M, columns, dtype=dtype), torch.randint(-2, E + 2, (M,), device="cuda").int()
+    places, here = torch.randperm(M, device="cuda").int(), (experts >= 0) & (experts < E)
+    bias = random(E, columns, dtype=dtype, seed=2) if biased else None
+    weights = torch.rand(M, device="cuda").to(dtype if weighted == "narrow" else torch.float32) if weighted else None
+    y[places[~here].long()] = float("nan")
+    want = y[places.long()].double()
+    places[~here] = -1
+    if bias is not None:
+        want += bias[experts.clamp(0, E - 1).long()].double()
+    if weights is not None:
+        weights[~here] = float("nan")
+        want *= weights[:, None].double()
+    want = torch.where(here[:, None], want, 0).view(T, top_k, columns).sum(1)
+    near(tokens.combine(y, places, top_k, weights, experts, bias), want, MOST[dtype])
 
 
 @pytest.mark.parametrize("least_bytes", [0, 1 << 40])
@@ -199,13 +211,15 @@ def step(hidden: torch.Tensor, given: dict[str, torch.Tensor], ids: torch.Tensor
     ("activation_", "gated", "layout", "biased"),
     [("silu", True, "nk", False), ("swiglu_oai", True, "kn", True), ("relu2", False, "nk", True)],
 )
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("T", [1, 37, 700])
 def test_the_layer_is_near_float64(
-    T: int, activation_: str, gated: bool, layout: str, biased: bool, dtype: torch.dtype
+    T: int, narrow: bool, activation_: str, gated: bool, layout: str, biased: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(T)
     given = layer(dtype, gated, layout, biased)
-    hidden, weights = random(T, H, dtype=dtype), torch.rand(T, TOPK, device="cuda")
+    hidden = random(T, H, dtype=dtype)
+    weights = torch.rand(T, TOPK, device="cuda").to(dtype if narrow else torch.float32)
     ids = torch.randint(-2, E, (T, TOPK), device="cuda")  # some on other ranks
     how: dict[str, Any] = {"activation": activation_, "gated": gated, "w_layout": layout}
     got = step(hidden, given, ids, weights, **how)

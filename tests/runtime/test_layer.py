@@ -130,7 +130,7 @@ def test_each_gradient_alone(device: Device, both: Any, name: str, there: str) -
         (set(), [], []),
         (
             {"hidden"},
-            [ONE, (Op.DX, Fusion.SCATTER)],
+            [ONE, ONE],
             [Pass.GATHER, Pass.ACTIVATION_GRAD, Pass.COMBINE],
         ),  # LoRA: frozen weights
         ({"weights"}, [ONE], [Pass.GATHER, Pass.ACTIVATION_GRAD]),
@@ -143,7 +143,7 @@ def test_only_what_needs_a_gradient_is_computed(
     device: Device, both: Any, needs: set[str], gemms: list[Any], passed: list[Pass]
 ) -> None:
     both(tensors(True, "nk", True), needs, IDS)
-    assert device.launched == [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.SCATTER), *gemms]
+    assert device.launched == [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.NONE), *gemms]
     assert device.passed == [Pass.ACTIVATION, Pass.COMBINE, *passed]
 
 
@@ -315,7 +315,7 @@ def test_a_gradient_of_biases_is_not(
 @pytest.mark.parametrize(
     ("gone", "needs"),
     [(Pass.GATHER, {"hidden"}), (Pass.ACTIVATION_GRAD, {"hidden"}), ((Op.DX, Fusion.NONE), {"weights"}),
-     ((Op.DX, Fusion.SCATTER), {"hidden"}), ((Op.DW, Fusion.NONE), {"hidden", "up"}),
+     ((Op.DX, Fusion.NONE), {"hidden"}), ((Op.DW, Fusion.NONE), {"hidden", "up"}),
      ((Op.DW, Fusion.NONE), {"hidden", "down"})],
 )  # fmt: skip
 def test_without_a_kernel_of_its_own_a_gradient_is_not_planned(
@@ -449,7 +449,7 @@ def test_routing_weights_of_any_float_are_planned(
 
 
 GATED = (Op.FORWARD, Fusion.SILU | Fusion.GATHER)
-UNGATED = [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.SCATTER)]
+UNGATED = [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.NONE)]
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
@@ -459,7 +459,7 @@ def test_silu_is_the_first_products_work_where_no_gradient_needs_h(
     device.there |= {GATED}
     given = tensors(True, layout, False)
     both(given, set(), IDS, w_layout=layout)
-    assert device.launched == [GATED, (Op.FORWARD, Fusion.SCATTER)]
+    assert device.launched == [GATED, (Op.FORWARD, Fusion.NONE)]
     assert device.passed == [Pass.COMBINE]
     both(given, {"hidden"}, IDS, w_layout=layout)
     assert device.launched[0] == UNGATED[0]  # (the second's launcher is known)
@@ -478,13 +478,18 @@ def test_silu_is_the_first_products_work_where_no_gradient_needs_h(
         ({"interleaved": True}, False),
         ({"gated": False}, False),
         ({}, True),
-        ({"weights_on": "input"}, False),
     ],
 )
 def test_nothing_else_is(device: Device, both: Callable[..., None], how: dict[str, Any], biased: bool) -> None:
     device.there |= {GATED}
     both(tensors(how.get("gated", True), "nk", biased), set(), IDS, **how)
     assert device.launched == UNGATED
+
+
+def test_nor_is_it_where_what_an_expert_reads_is_weighted(device: Device, both: Callable[..., None]) -> None:
+    device.there |= {GATED}
+    both(tensors(True, "nk", False), set(), IDS, weights_on="input")
+    assert device.launched == [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.SCATTER)]
 
 
 def test_a_plan_keeps_h_only_for_a_gradient(

@@ -175,6 +175,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
+GIVEN = (1, 2, 3, 4, 5, 6), (2, 3, 1, 0)  # pointers and numbers of COMBINE
+
+
 def made(op: Pass = Pass.COMBINE) -> passes.PassLauncher:
     return passes.PassLauncher(LoadedKernel(record(op), Function(5, 6, 0, 256, 0, 8), 132), op)
 
@@ -235,10 +238,10 @@ def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(
     launch = made()
     driver.append(700)
     with pytest.raises(CudaError, match=r"cuLaunchKernelEx\(combine\): CUDA error 700"):
-        launch(2, 3, (1, 2, 3), (2, 3, 1, 1))
-    launch(2, 3, (1, 2, 3), (2, 3, 1, 1))
+        launch(2, 3, *GIVEN)
+    launch(2, 3, *GIVEN)
     driver.append(passes.driver.INVALID_CONTEXT)  # a thread that has not touched CUDA: once more
-    launch(2, 3, (1, 2, 3), (2, 3, 1, 1))
+    launch(2, 3, *GIVEN)
     assert driver == []
 
 
@@ -248,12 +251,12 @@ def test_two_threads_never_share_a_block(driver: list[int], monkeypatch: pytest.
     def launch(config: object, handle: object, arguments: object, extra: None) -> int:
         seen.append(arguments)
         if len(seen) == 1:  # another thread, while the first is in the driver
-            other(2, 3, (1, 2, 3), (2, 3, 1, 1))
+            other(2, 3, *GIVEN)
         return 0
 
     monkeypatch.setattr(passes.driver, "launch_kernel", lambda: launch)
     other = made()
-    other(2, 3, (1, 2, 3), (2, 3, 1, 1))
+    other(2, 3, *GIVEN)
     assert len(set(seen)) == 2
 
 

@@ -97,11 +97,12 @@ def test_what_traces_a_call_sees_torchs_operations(device: Device) -> None:  # n
 def test_a_variant_for_fewer_experts_is_left_alone(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     launch = device.passes(Pass.SORT_SLOTS, DType.FP32, 0, aligned=True)
     assert launch is not None
-    monkeypatch.setattr(launch, "most_experts", 7)
-    monkeypatch.setattr(passes, "launcher", lambda *_given, **_named: launch)
-    ids = torch.tensor([[0, 1]])
-    assert slots.sort_slots(ids, 7) is not None
-    assert slots.sort_slots(ids, 8) is None
+    with monkeypatch.context() as patch:  # undone before the simulated GPU is
+        patch.setattr(launch, "most_experts", 7)
+        patch.setattr(passes, "launcher", lambda *_given, **_named: launch)
+        ids = torch.tensor([[0, 1]])
+        assert slots.sort_slots(ids, 7) is not None
+        assert slots.sort_slots(ids, 8) is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted")  # of a batch: torch's own remark

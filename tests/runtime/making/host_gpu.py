@@ -169,15 +169,23 @@ def fake_gather(rows: int, columns: int, pointers: tuple[int, ...], numbers: tup
 
 
 def fake_combine(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-    (y, experts, out), (T, H, top_k, E) = pointers, numbers
+    (y, places, row_weights, experts, bias, out), (T, H, top_k, flags) = pointers, numbers
     assert (rows, columns) == (T, H)
-    here = torch.from_numpy(at(experts, T * top_k, ctypes.c_int32))
-    given = torch.where(((here >= 0) & (here < E))[:, None], rows_at(y, T * top_k, H), 0)
-    rows_at(out, T, H)[:] = given.view(T, top_k, H).sum(1)
+    M, place = T * top_k, torch.from_numpy(at(places, T * top_k, ctypes.c_int32))
+    here = (place >= 0)[:, None]
+    given = torch.where(here, rows_at(y, M, H)[place.clamp(min=0).long()], 0)
+    if flags & words.BIASED:
+        assert flags & words.WEIGHTED
+        expert = torch.where(here[:, 0], torch.from_numpy(at(experts, M, ctypes.c_int32)), 0)
+        given = given + rows_at(bias, int(expert.max()) + 1, H)[expert.long()]
+    if flags & words.WEIGHTED:
+        assert not flags & words.NARROW
+        given = given * torch.from_numpy(at(row_weights, M))[:, None]
+    rows_at(out, T, H)[:] = torch.where(here, given, 0).view(T, top_k, H).sum(1)
 
 
 def fake_sort(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-    (ids, experts, order, bounds, m_sizes, counts), (M, E, step, flags) = pointers, numbers
+    (ids, experts, order, places, bounds, m_sizes, counts), (M, E, step, flags) = pointers, numbers
     chunks = -(-M // SLOTS)
     assert (rows, columns) == (-(-(E + 1) // words.SORTED_EXPERTS) if flags == words.ADDS else chunks, 0)
     assert (flags == words.COUNTS | words.PLACES) == (chunks == 1)
@@ -191,6 +199,7 @@ def fake_sort(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple
         at(m_sizes, E, ctypes.c_int32)[:] = sizes
         at(bounds, E + 1, ctypes.c_int32)[:] = np.concatenate([[0], sizes.cumsum()])
         at(order, M, ctypes.c_int64)[:] = np.argsort(of_slot, kind="stable")
+        at(places, M, ctypes.c_int32)[at(order, M, ctypes.c_int64)] = [i if i < sizes.sum() else -1 for i in range(M)]
     if chunks > 1:
         at(counts, chunks * (E + 1), ctypes.c_int32)[:] = 0  # it is as large as the contract says
 
@@ -226,7 +235,7 @@ class Device:
         self.there: set[object] = {*ALL, *Pass}
         self.launched: list[tuple[Op, Fusion]] = []
         self.passed: list[Pass] = []  # of rows
-        self.pass_revision = 2
+        self.pass_revision = words.NARROW_REVISION
         self.sorted: list[Pass] = []
         self.cleared: list[Pass] = []
         self.first = self.clears = self.specialized = False
