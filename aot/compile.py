@@ -31,12 +31,14 @@ OPTIONS = ("enable_fp_fusion=True", "line_info=off")
 _ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF32: "fp32"}
 # CUtensorMapDataType (cuda.h); 11 rounds fp32 to tf32 on load, where the tensor core would cut it off.
 _MAP_ELEMENT = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
-_POINTS_AT = dict.fromkeys(("m_sizes", "index", "counter", "experts", "used", "ids", "bounds", "counts"), "*i32") | {
+_WORDS = ("m_sizes", "index", "counter", "experts", "places", "used", "ids", "bounds", "counts")
+_POINTS_AT = dict.fromkeys(_WORDS, "*i32") | {
     "row_weights": "*fp32",
     "dweights": "*fp32",
     "order": "*i64",
     "named": "*i8",
-}  # and every other pointer at the dtype
+}
+_ELEMENTS = ("x", "w", "y", "dy", "dw", "dy_at", "x_at", "bias", "h", "a", "da", "dh", "out")  # pointers at the dtype
 _OUTPUT_LIMIT_CHARS = 2000
 # What of the environment changes the code that Triton makes, and is in no job's key: taken out before it compiles.
 _CHANGE_CODE = (
@@ -106,6 +108,9 @@ def job_key(spec: Spec | PassSpec, sm: int) -> str:
     if isinstance(spec, Spec):
         parts += [repr(abi.constants(spec, sm)), repr(abi.boxes(spec)), repr(abi.divisibility(spec))]
         parts += [source_of_rewrites_sha256()] if rewrites(spec.config) else []
+    else:
+        kinds = [_triton_type(name, kind, spec, {}) for name, kind in arguments_of(spec)]
+        parts += [str(spec.config), repr(passes.constants(spec)), repr(passes.divisibility(spec)), repr(kinds)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -198,7 +203,7 @@ def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
 def _triton_type(name: str, kind: str, spec: Spec | PassSpec, boxes: dict[str, tuple[int, ...]]) -> str:
     element = _ELEMENT[spec.dtype]
     if kind == "ptr":
-        return _POINTS_AT.get(name, f"*{element}")
+        return f"*{element}" if name in _ELEMENTS else _POINTS_AT[name]
     if kind.startswith("desc"):
         box = boxes[name]
         specialized = isinstance(spec, Spec) and spec.config.specialized

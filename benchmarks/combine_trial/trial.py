@@ -88,13 +88,14 @@ def cell(clock, name, op, w, T, k, E, biased):
 
     def by(block, warps):
         def add():
-            combine_gathered[(T * triton.cdiv(H, block),)](
-                z, places, weights, experts, y if bias is None else bias, other, T, H, k, flags, BLOCK=block, num_warps=warps
-            )
+            given = z, places, weights, experts, y if bias is None else bias, other, T, H, k, flags
+            combine_gathered[(T * triton.cdiv(H, block),)](*given, BLOCK=block, num_warps=warps)
+
         return add
 
     add_gathered = by(512, 4)
-    others = {f"{block}x{warps}": by(block, warps) for block, warps in ((256, 2), (256, 1), (512, 2), (1024, 4), (1024, 8), (2048, 8))}
+    blocks_and_warps = ((256, 2), (256, 1), (512, 2), (1024, 4), (1024, 8), (2048, 8))
+    others = {f"{block}x{warps}": by(block, warps) for block, warps in blocks_and_warps}
 
     def scattered():
         scatter()
@@ -106,8 +107,14 @@ def cell(clock, name, op, w, T, k, E, biased):
 
     scattered(), gathered()
     difference = float((out.float() - other.float()).norm() / out.float().norm())
-    calls = {"scattered": scattered, "gathered": gathered, "scatter": scatter, "plain": plain, "add": add,
-             "add_gathered": add_gathered} | others
+    calls = {
+        "scattered": scattered,
+        "gathered": gathered,
+        "scatter": scatter,
+        "plain": plain,
+        "add": add,
+        "add_gathered": add_gathered,
+    } | others
     us = dict(zip(calls, in_turns(clock, *calls.values()), strict=True))
     return {"model": name, "op": op.value, "tokens": T, "difference": difference, "us": us}
 
@@ -124,8 +131,9 @@ def main():
                     one = cell(clock, name, op, w, T, k, E, name == "gpt-oss-20b")
                     cells.append(one)
                     us = one["us"]
+                    x, off = us["scattered"] / us["gathered"], one["difference"]
                     print(
-                        f"{name:13}{op.value:8} T={T:<5} {us['scattered'] / us['gathered']:.3f} x  diff {one['difference']:.1e} "
+                        f"{name:13}{op.value:8} T={T:<5} {x:.3f} x  diff {off:.1e} "
                         + " ".join(f"{key} {value:.1f}" for key, value in us.items()),
                         flush=True,
                     )
