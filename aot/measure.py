@@ -302,7 +302,7 @@ class Bench:
         rows = self._pool("rows", tokens, reduction, dtype)
         result = self._pool("result", M, result_columns(columns, problem.fusion), dtype)
         row_weights = None
-        if problem.op is Op.FORWARD and Fusion.SCATTER in problem.fusion:  # a layer's second product weighs its rows
+        if problem.op is Op.FORWARD and Fusion.SCATTER in problem.fusion:  # they are mostly weighted, too
             row_weights = torch.exp2(torch.arange(M, device=self.device) % 3 - 1)  # powers of two: nothing is rounded
         return Tensors(problem, M, rows, w, result, index, top_k, row_weights)
 

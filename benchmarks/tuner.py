@@ -15,7 +15,7 @@ earlier exhaustive run, which stands for the GPU. Candidates that the sweep left
 
 With ``--journal``, on any machine: the same on the times of a tuner's journal, whose candidates are given too: on all
 plain products, and on those that move rows or end in silu where it has the times of four candidates, or of all. It has
-a fifth of them a cell, so the best of a cell is the best of those.
+some of them a cell, so the best of a cell is the best of those.
 """
 
 from __future__ import annotations
