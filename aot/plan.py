@@ -11,8 +11,8 @@ from ..kernels.abi import MAX_EXPERTS, code_of
 from .modelshape import Gemm, ModelShape
 from .variants import Family, Space, is_aligned, optional
 
-# What a layer does beside the product of GEMM 1 and of GEMM 2: GEMM 1 reads hidden states in token order, GEMM 2
-# writes them there, and what is gathered going forward is scattered coming back.
+# What ``grouped_gemm`` can do beside the product of GEMM 1 and of GEMM 2 of a layer: GEMM 1 reads hidden states in
+# token order, GEMM 2 writes them there, and what is gathered going forward is scattered coming back.
 _MOVES = {Op.FORWARD: (Fusion.GATHER, Fusion.SCATTER), Op.DX: (Fusion.SCATTER, Fusion.GATHER)}
 
 

@@ -174,8 +174,7 @@ def _gradient_by_torch(
     h: torch.Tensor, da: torch.Tensor, act: Activation, needs: Needs, weights: torch.Tensor | None,
     index: torch.Tensor | None, bounds: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    wide = torch.promote_types(da.dtype, torch.float32)
-    scale = None if weights is None or index is None else weights[index.long()][:, None].to(wide)
+    scale = None if weights is None or index is None else weights[index.long()][:, None]
     dh = dweights = None
     with torch.enable_grad():
         given = h.detach().requires_grad_()
@@ -184,6 +183,7 @@ def _gradient_by_torch(
         (dh,) = torch.autograd.grad(a, given, da if scale is None else (da * scale).to(da.dtype))
     a = a.detach()
     if needs.dweights and index is not None:
+        wide = torch.promote_types(da.dtype, torch.float32)
         dots = (da.to(wide) * a.to(wide)).sum(-1)
         if bounds is not None:
             dots = torch.where(torch.arange(len(dots), device=dots.device) < bounds[-1], dots, 0)

@@ -110,6 +110,10 @@ def moe_mlp(
 
     Notes
     -----
+    An expert's result is rounded to hidden's dtype before it is weighted: in float16 one over 65504 is infinite. Where
+    torch traces the call, and with ``weights_on="input"``, the second product stores rows by an index, weighted before
+    they are rounded.
+
     Where nothing needs a gradient, silu(gate) * up of halves without a bias is computed in the first product's epilogue
     if a bundle's times say that this is faster (``runtime/epilogue.py`` has the rule); then the product is not rounded
     in between. A call that needs a gradient, and any other activation, runs the product and a pass over its rows.

@@ -39,8 +39,8 @@ def combine(
     """out[t] = sum over slots s, in their order, of weights[t, s] * (y[places[t, s]] + bias[experts[t, s]]).
 
     y [T*top_k, H] in the sorted order, ``places`` and ``experts`` (``layer.Routing``) int32 [T*top_k], ``weights``
-    [T*top_k] float32 or in y's dtype (else one), bias [E, H] in y's dtype (else zero). Summed in float32 (or wider) and
-    rounded once. Of slots without a place nothing is read.
+    [T*top_k] float32 or in y's dtype (else one), beside them bias [E, H] in y's dtype (else zero). Summed in float32
+    (or wider) and rounded once. Of slots without a place nothing is read.
     """
     T, H = y.shape[0] // top_k, y.shape[1]
     launch = passes.for_rows(Pass.COMBINE, H, T, *(one for one in (y, bias) if one is not None))

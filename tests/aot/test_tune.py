@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import faketimer
 import pytest
@@ -28,13 +29,13 @@ from pretuned.aot.jobs import Hello, Job, Result, Setup, WorkerLost
 from pretuned.aot.journal import open_journal, read_journal
 from pretuned.aot.measured import measured_bundle
 from pretuned.aot.plan import Plan
-from pretuned.aot.records import DIED, FAULT, HUNG, WRONG, Failure, Measured
+from pretuned.aot.records import DIED, FAULT, HUNG, WRONG, Failure, Measured, Timing
 from pretuned.aot.scratch import scratch_folder
 from pretuned.aot.tune import NoGpu, TuneObservers, tune_problems
 from pretuned.aot.variants import Space, is_aligned, serves
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.store import BundleFile, open_bundle
 from pretuned.artifacts.types import DType, Op, Problem, Source
 
 SHIPPED = Path(__file__).parents[2] / "artifacts" / "bundles"
@@ -276,6 +277,48 @@ def test_what_ships_is_timed_wherever_it_may_be_the_fastest(
 
 
 MORE = 1.5
+
+
+def test_only_what_ships_is_timed_beside_those_that_are_ahead(
+    candidates: Path, small_plan: Plan, tmp_path: Path
+) -> None:
+    journal = tmp_path / "h200.journal"
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    contents = read_journal(journal)
+    with open_bundle(candidates) as bundle:
+        ground = Ground.of(small_plan.buckets, bundle, contents.header.gpu, 90, 0.1)
+        one = next(one for one in contents.records if isinstance(one, Measured) and len(one.timings) > 1)
+        timed, other = one.timings[:2]
+        ns = 100_000
+
+        def like(name: bytes, factor: float) -> Timing:
+            return dataclasses.replace(timed, variant=name * 32, ns=(round(ns * factor),) * 2)
+
+        first = dataclasses.replace(timed, ns=(ns, ns))
+        timings = (first, like(b"a", 1.029), like(b"b", 1.031), like(b"c", 2.0))
+        record = dataclasses.replace(one, timings=timings, modelled=timed.variant, duel=None)
+        contents = dataclasses.replace(contents, records=(record,))
+        variants = bundle.variants()
+
+        def ships(*shas: bytes) -> BundleFile:
+            return SimpleNamespace(variants=lambda: [v for v in variants if v.cubin_sha256 in shas])  # type: ignore[return-value]
+
+        def even(_problem: Problem, _bucket: int) -> dict[bytes, float]:
+            return {timed.variant: 1.0, other.variant: 1.0}
+
+        cell = (one.problem, one.bucket)
+        assert untried(ships(timed.variant, other.variant), contents, even) == {
+            cell: (timed.variant, b"a" * 32, other.variant)
+        }
+        assert untried(ships(timed.variant), contents, even) == {}
+        assert untried(ships(other.variant), contents, even)[cell][-1] == other.variant
+        assert (
+            untried(ships(timed.variant, other.variant), contents, lambda *_: {timed.variant: 1.0, other.variant: 1.07})
+            == {}
+        )
+        assert ground.estimates(*cell)
+        assert ground.estimates(one.problem, one.bucket + 1) == {}
 
 
 def near_the_best(ground: Ground, problem: Problem, bucket: int) -> set[bytes]:

@@ -272,6 +272,26 @@ FOUR = ("hidden", "up", "down", "weights")
 SUBSETS = [some for count in range(1, 5) for some in itertools.combinations(FOUR, count)]
 
 
+def test_a_plan_takes_no_bias_that_is_less_aligned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    """Aligned kernels read 16 bytes of it at once."""
+    given = tensors(True, "nk", True)
+    down_bias = given["down_bias"]
+    assert down_bias is not None
+    elsewhere = given | {"down_bias": torch.empty(E * H + 1)[1:].view(E, H).copy_(down_bias)}
+    unaligned, aligned = again(monkeypatch, elsewhere, set()), again(monkeypatch, given, set())
+    for _ in range(2):
+        unaligned()
+    assert planned == []
+    aligned()  # (another call by its biases' addresses alone)
+    assert planned == []
+    aligned()
+    assert planned == [T]
+    unaligned()
+    assert planned == [T]
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("needs", SUBSETS, ids="+".join)
