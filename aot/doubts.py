@@ -21,7 +21,7 @@ from .select import MAX_LOSS
 
 NEAR = 0.1  # over the fastest: may be the fastest
 BESIDE = 0.03  # over the fastest: timed beside what was not
-LIKELY = 1.06  # times the least estimate: of what won in 5,024 cells of an H200 98 % were within it
+LIKELY = 1.06  # times the least estimate: 99 % of the winners in an H200's journal (benchmarks/shipped.py)
 
 
 def doubts(bundle: BundleFile, contents: Contents) -> dict[Cell, tuple[bytes, ...]]:

@@ -44,7 +44,7 @@ _WEIGHT_SPECIALIZED = (
 _ACTIVATION = ("activation.py",), "61bc54f8278e18bd8c6d4e1d400c7385e6913a16059d067ac759a7cb00bb5685"
 _CLEAR = ("clear.py", "tiles.py"), "14f86666b55c13b24e90e122cb083df1c2cb93bcc9a55866b0025c5f8ef63f6e"
 _SLOTS = ("slots.py",), "0f5663f33380be6903a5bfded8732fcd83fc159813d376211aa358d3737a7567"
-_TOKENS = ("tokens.py",), "6f17d6d5b0acbc3210fe86706fac5642cea7bfb78b045aea7a8ffbcc1db9808f"
+_TOKENS = ("tokens.py",), "460d0f2693494eb5ba1557e791ae8056c6f1e1e7a662e33ab41109da87d82843"
 REVISIONS = {
     "activation": Revision(2, *_ACTIVATION),
     "activation_grad": Revision(3, *_ACTIVATION),
