@@ -42,6 +42,7 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {  # transformers' kind of model
 }  # fmt: skip
 BATCHES = ((1, 1), (16, 1), (128, 1), (1, 1024), (4, 2048))  # sequences, tokens of each
 OURS, BESIDE, NONE = "pretuned", ("grouped_mm", "batched_mm", "eager"), "none"
+MANY_TOKENS = 1024
 MOST_COPIED = 8e9  # elements: batched_mm copies an expert's weights for each slot
 MAX_DIFFERENCE = 2e-2
 
@@ -101,8 +102,9 @@ def measure(library: Any, name: str, layers: int, device: str, rounds: int) -> l
         ways = [how for how in (OURS, *BESIDE) if how != "batched_mm" or T * copied <= MOST_COPIED]
         want = logits_of("grouped_mm", ids)
         differences = {how: difference(logits_of(how, ids), want) for how in ways}
-        for learns in (False, True) if T >= 1024 else (False,):
-            us = medians_us(model, [*ways, NONE], functools.partial(run, ids, learns), device, rounds)
+        times = 1 if T >= MANY_TOKENS else 5  # of few tokens the host decides, whose times scatter
+        for learns in (False, True) if T >= MANY_TOKENS else (False,):
+            us = medians_us(model, [*ways, NONE], functools.partial(run, ids, learns), device, times * rounds)
             cells.append({"model": name, "layers": layers, "sequences": sequences, "length": length,
                           "training": learns, "us": us, "differences": differences})  # fmt: skip
             print(line(cells[-1]), flush=True)
@@ -152,7 +154,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", default="qwen3-30b,mixtral-8x7b,gpt-oss-20b,olmoe")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help=f"below {MANY_TOKENS} tokens five times as many")
     args = parser.parse_args()
     try:
         import transformers
