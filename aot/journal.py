@@ -26,7 +26,7 @@ from ..artifacts.types import Gpu, Kernel
 from ..kernels.chips import supported
 from .outdir import holder
 from .outfile import without_waiting
-from .records import EVEN_ROUTINGS, ROUTINGS, Record, from_value, to_value
+from .records import ROUTINGS, Record, from_value, to_value
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
@@ -294,7 +294,7 @@ def _header(value: dict[str, object]) -> Header:
         ),
         tuple(_kernel(*one) for one in kernels),
         name(value["pretuned"], "pretuned", is_text),
-        routings=_routings(value.get("routings", list(EVEN_ROUTINGS))),
+        routings=_routings(value["routings"]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
     seen: dict[ModelShape, str] = {}
     layers: dict[str, tuple[tuple[object, ...], str]] = {}
     quantised: dict[str, str] = {}
-    for line in itertools.chain.from_iterable(map(_each_of_catalogue, _lines(values, problems))):
+    for line in itertools.chain.from_iterable(_each_of_catalogue(one, problems) for one in _lines(values, problems)):
         try:
             found, options = _resolve(line)
             shards = list(_shards(found, options, only))
@@ -97,7 +98,8 @@ def _lines(values: Sequence[str], problems: list[str]) -> Iterator[_Line]:
     for value in values:
         path = _expanded(value)
         if not _is_file_of_specs(value, path):
-            yield _Line(f"--models '{_short(value)}'", value, Path())
+            blank = re.search(r"\s", value) and _exists(path)  # a path as it is, no word and its options
+            yield _Line(f"--models '{_short(value)}'", _quoted(value) if blank else value, Path())
             continue
         try:
             with path.open("rb") as stream:
@@ -122,11 +124,19 @@ def _lines(values: Sequence[str], problems: list[str]) -> Iterator[_Line]:
             yield from lines
 
 
-def _each_of_catalogue(line: _Line) -> Iterator[_Line]:
+def _quoted(value: str) -> str:
+    """One word for ``spec.words``."""
+    return f"'{value}'" if '"' in value else f'"{value}"'
+
+
+def _each_of_catalogue(line: _Line, problems: list[str]) -> Iterator[_Line]:
     """``catalogue tp=1,2`` stands for every model of the catalogue with these options."""
     word, options = (*line.text.split(None, 1), "", "")[:2]
-    if word != CATALOGUE:
+    if word.strip("\"'").lower() != CATALOGUE:
         yield line
+        return
+    if re.search(r"(^|\s)name=", options):
+        problems.append(f"{line.where}: name= can't be given for {CATALOGUE}, whose models have names of their own")
         return
     for model in catalogue():
         yield _Line(line.where, f"{model} {options}", line.base)

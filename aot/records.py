@@ -17,7 +17,6 @@ from ..artifacts.types import DType, Fusion, Layout, Op, Problem
 MAX_REASON_CHARS = 1 << 16
 
 ROUTINGS = ("skewed", "uniform")  # how rows fall on experts: inputs.measured_routings
-EVEN_ROUTINGS = ("skewed", "balanced")  # of journals that name none: the second exactly even
 
 LONG_NS = 10_000_000  # launches that take longer are timed in three rounds
 AGAIN = 3  # times as many rounds, where a cell is looked at again
@@ -183,7 +182,7 @@ def from_value(value: dict[str, object]) -> Record:
                     _real(band))  # fmt: skip
     torch_ns = None if fields["torch_ns"] is None else _times(fields["torch_ns"])
     plain = None
-    if fields.get("plain") is not None:  # older records have none
+    if fields["plain"] is not None:
         sha, ns = fields["plain"]
         plain = _sha(sha), _times(ns)
     return Measured(problem, bucket, _sha(fields["modelled"]), timings, duel, torch_ns,

@@ -23,17 +23,12 @@ Family = tuple[Op, DType, Layout, Fusion]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one family pays for its set: ``mean_loss`` (geometric) and ``max_loss`` are fractions over the best.
-
-    ``worst`` is the (problem, bucket) of ``max_loss``.
-    """
+    """What one family pays for its set: ``mean_loss`` (geometric) and ``max_loss`` are fractions over the best."""
 
     family: Family
     variants: tuple[int, ...]
-    cells: int
     mean_loss: float
     max_loss: float
-    worst: tuple[Problem, int]
 
 
 class _Costs:
@@ -134,11 +129,9 @@ def select(
         raise ValueError("not one of the variants is allowed")
     chosen = _choose(costs, limit)
     floor = costs.floor(chosen)
-    worst = max(range(len(keys)), key=floor.__getitem__)
-    mean, most = math.expm1(math.fsum(floor) / len(floor)), math.expm1(floor[worst])
     first = keys[0][0]
     family = (first.op, first.dtype, first.layout, first.fusion)
-    return Loss(family, tuple(chosen), len(keys), mean, most, keys[worst])
+    return Loss(family, tuple(chosen), math.expm1(math.fsum(floor) / len(floor)), math.expm1(max(floor)))
 
 
 def _finite(key: tuple[Problem, int], cell: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -36,7 +36,6 @@ LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
 
 ZERO_TAIL = 16  # a flag: rows that belong to no expert are set to zero; with SCATTER, those that no row goes to
-CLEARS_SINCE = 2  # the revision of kernels of rows
 CLEARER_ROWS = 16  # of them, for a program: ``cdiv(index_end, CLEARER_ROWS)`` more programs
 FLAGS = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS  # the fusions that ``flags`` tells a kernel of
 MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
@@ -277,12 +276,12 @@ def constants(spec: Spec, sm: int) -> dict[str, int | str | bool | None]:
     }
 
 
-def clears(fusion: Fusion, config: Config, revision: int = CLEARS_SINCE) -> bool:
+def clears(fusion: Fusion, config: Config) -> bool:
     """Whether code of rows can set the rows of y to zero that an index sends no row to.
 
     Of one tile a program by more programs (``forward.rows``), specialised by a warp in each (``unnamed.py``).
     """
-    return fusion == Fusion.SCATTER and revision >= CLEARS_SINCE and (config.specialized or not config.persistent)
+    return fusion == Fusion.SCATTER and (config.specialized or not config.persistent)
 
 
 def _turned(spec: Spec, sm: int) -> bool:

@@ -25,7 +25,7 @@ _GRAIN = 16  # rows: kernels/fitted.py rounds a tile's up to so many
 _FEW_EXPERTS = 32
 _FEW_TILES = 16
 
-__all__ = ["Ranker", "Resources", "estimate_us", "occupancy", "rank"]
+__all__ = ["Ranker", "Resources", "estimate_us", "occupancy"]
 
 
 class _Work(NamedTuple):
@@ -270,13 +270,6 @@ class Ranker:
         work, chip, constants = _work(problem, M), self._chip, self._constants
         times = [(_time_us(profile, work, chip, constants), i) for i, profile in enumerate(self._profiles)]
         return sorted(times, key=lambda time: (time[0], self._profiles[time[1]].config, time[1]))
-
-
-def rank(
-    problem: Problem, M: int, candidates: Sequence[Resources], chip: Chip, constants: Constants = CONSTANTS
-) -> list[tuple[float, int]]:
-    """``Ranker(...).rank(problem, M)``, for one shape."""
-    return Ranker(candidates, problem.op, problem.dtype, chip, constants).rank(problem, M)
 
 
 def _check_rows(M: int) -> None:

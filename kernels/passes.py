@@ -35,17 +35,14 @@ WEIGHTED = 64
 WRITES_DH = 128
 WRITES_A = 256
 WRITES_DWEIGHTS = 512
-# The two launches of GATHER that read each row of x once, which code of revision BY_TOKEN_REVISION has; see
-# kernels/tokens.py, which has the same values.
+# The two launches of GATHER that read each row of x once; kernels/tokens.py has the same values.
 NOTES = 1024
 BY_TOKEN = 2048
 # The routing weights that are read, and their gradients, are of the variant's dtype; COMBINE adds a bias.
 NARROW = 4096
 NARROW_DWEIGHTS = 8192
-NARROW_REVISION = 3  # of ACTIVATION_GRAD, from which on it knows both
 BIASED = 16384
 NOTED_ROWS = 256  # that a program looks at
-BY_TOKEN_REVISION = 2
 # What a launch of SORT_SLOTS does; kernels/slots.py has the same values.
 COUNTS = 1
 ADDS = 2  # a program for SORTED_EXPERTS
@@ -77,8 +74,7 @@ _THREADS = {
     Pass.GATHER: (32, 4), Pass.ACTIVATION: (16, 4), Pass.ACTIVATION_GRAD: (8, 2), Pass.COMBINE: (16, 2),
     Pass.CLEAR: (32, 4),
 }  # fmt: skip
-ACTIVATION_ROWS = 4  # that a program of ACTIVATION does side by side, from this revision on
-ACTIVATION_ROWS_REVISION = 2
+ACTIVATION_ROWS = 4  # that a program of ACTIVATION does side by side
 MOST_EXPERTS = 65536  # what a variant's record says: any number
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
@@ -132,7 +128,7 @@ class PassSpec(NamedTuple):
         if self.op is Pass.SORT_SLOTS:
             return Block(256, 8)
         thread_bytes, warps = _THREADS[self.op]
-        rows = rows_at_once(self.op, ACTIVATION_ROWS_REVISION)
+        rows = rows_at_once(self.op)
         return Block(32 * warps * thread_bytes // self.dtype.itemsize // rows, warps)
 
     @property
@@ -197,9 +193,9 @@ def constants(spec: PassSpec) -> dict[str, int]:
     return {"BLOCK": spec.config.block} | rows
 
 
-def rows_at_once(op: Pass, revision: int) -> int:
+def rows_at_once(op: Pass) -> int:
     """The rows that a program does side by side."""
-    return ACTIVATION_ROWS if op is Pass.ACTIVATION and revision >= ACTIVATION_ROWS_REVISION else 1
+    return ACTIVATION_ROWS if op is Pass.ACTIVATION else 1
 
 
 def programs(op: Pass, M: int, columns: int, block: int, rows: int = 1) -> int:

@@ -1,8 +1,8 @@
 """The revision of every kernel, and the sha256 of the source it stands for.
 
-A kernel's revision goes up whenever its source changes: bundles record it, and a later revision
-beats an earlier one when bundles are merged. A test compares the digest with the files. Before the first release it
-goes up only where a launcher has to know, and bundles of two trees with other sources are not merged.
+From the first release on a kernel's revision goes up whenever its source changes; until then only where a launcher has
+to know. Bundles record it. When they are merged a later revision beats an earlier one, and one revision of two sources
+is refused. A test compares the digests with the files.
 """
 
 from __future__ import annotations
@@ -58,6 +58,13 @@ REVISIONS = {
     "weight": Revision(1, *_WEIGHT),
     "weight_specialized": Revision(1, *_WEIGHT_SPECIALIZED),
 }
+
+
+# The first revision whose code does all that today's launchers ask of it, where that is not the first.
+LAUNCHED_SINCE = {
+    "activation": 2, "activation_grad": 3, "combine": 2, "gather": 2, "rows": 2, "rows_fitted": 2,
+    "rows_specialized": 2, "sort_slots": 2,
+}  # fmt: skip
 
 
 def source_sha256(kernel: str) -> str:

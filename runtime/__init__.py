@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .gemms import grouped_gemm_dW, grouped_gemm_dX
     from .jit import allow_jit, register_compiler
     from .moe import moe_mlp, sort_routing
-    from .ops import grouped_gemm, grouped_gemm_forward, reload
+    from .ops import grouped_gemm, reload
     from .tuner import register_tuner
     from .warmup import Preloaded, preload
 
@@ -32,7 +32,6 @@ _PUBLIC = {
     "grouped_gemm": "ops",
     "grouped_gemm_dW": "gemms",
     "grouped_gemm_dX": "gemms",
-    "grouped_gemm_forward": "ops",
     "moe_mlp": "moe",
     "preload": "warmup",
     "register_compiler": "jit",
@@ -51,7 +50,6 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_dW",
     "grouped_gemm_dX",
-    "grouped_gemm_forward",
     "moe_mlp",
     "preload",
     "register_compiler",

@@ -13,9 +13,9 @@ from torch.nn import functional
 from ..artifacts.errors import InputError
 from ..artifacts.types import Pass
 from ..kernels import passes as words
-from . import inputs, passes, products
+from . import inputs, passes
 from .device import on
-from .products import address_of
+from .inputs import address_of
 
 GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -66,7 +66,7 @@ def activate(
     check_activation("activate", activation, gated=gated, interleaved=interleaved)
     act = Activation(activation, gated, interleaved)
     columns = act.columns(h)
-    if not products.on_gpu(h) or torch.compiler.is_compiling() or type(h) is not torch.Tensor or _transformed():
+    if not inputs.on_gpu(h) or torch.compiler.is_compiling() or type(h) is not torch.Tensor or _transformed():
         return by_torch(h, act)
     if inputs.duals._current_level >= 0:  # a tangent goes through torch's operations alone
         return by_torch(h, act)
@@ -119,8 +119,6 @@ def gradient(
     with on(h.get_device()):
         dh = torch.empty_like(h) if needs.dh else None
         a = torch.empty_like(da) if needs.a else None
-        if weights is not None and launch.revision < words.NARROW_REVISION:
-            weights = weights.to(torch.float32)
         kind = weights.dtype if narrow and weights is not None else torch.float32
         dweights = h.new_empty((M,), dtype=kind) if needs.dweights else None
         address, flags = passes.used(bounds)

@@ -20,16 +20,15 @@ import contextlib
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..artifacts.errors import BundleError
 from ..artifacts.types import Fusion, Gpu, Problem, Source, bucket_of
 from ..kernels import chips
 from ..kernels.abi import code_of, result_columns
 from . import gathered, rivals
 from .candidates import Candidate
 from .device import LocalGpu, local_gpu
-from .discover import Rejected, Snapshot
+from .discover import Rejected, Snapshot, Usable
 from .launch import LoadedKernel
-from .loading import loaded
+from .loading import load_first
 
 _MODELLED_ROWS = 64  # of an expert
 # Of the time in which the memory, at its published rate, moves what the pass moves: 1.13 to 1.63 on an H200
@@ -68,14 +67,12 @@ def kernel(
     Nothing is compiled, and nothing is logged: the plain product is an ordinary choice.
     """
     local = local_gpu(device)
-    while True:  # each turn drops a bundle
+
+    def choose() -> tuple[Usable, int] | None:
         chosen = verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k, checks=checks).chosen
-        if chosen is None:
-            return None
-        try:
-            return loaded(chosen.usable.bundle, chosen.index, device, local.gpu.sm_count)
-        except BundleError as error:
-            snapshot.reject(chosen.usable.bundle, error)
+        return None if chosen is None else (chosen.usable, chosen.index)
+
+    return load_first(snapshot, choose, local, device)
 
 
 def plain_of(problem: Problem) -> Problem:

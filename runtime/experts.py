@@ -67,6 +67,9 @@ def _activation(experts: Any, gated: bool) -> Activation | None:
     found = _activations.get(experts, _UNTRIED)
     if found is _UNTRIED:
         h = 4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
+        h = torch.cat([h, 64 * h, 4096 * h])  # large ones, too: a module may clamp what is above some limit
+        if type(h) is not torch.Tensor:
+            return None  # nothing but shapes is computed now: it is tried with the first numbers
         known = [Activation(name, True, turned) for name in GATED for turned in (False, True)]
         known = known if gated else [Activation(name, False, False) for name in UNGATED]
         with torch.no_grad():

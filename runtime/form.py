@@ -181,7 +181,7 @@ def token_rows(form: Form, given_rows: int, fusions: Fusions, out_rows: int | No
                  "topk_weights that tell T")  # fmt: skip
     if weights is not None and weights.shape[0] != T:
         bad("topk_weights", f"of shape {list(weights.shape)}", f"[T, topk] with T={T}, x's rows")
-    if T * form.topk > _MOST_INDEX:
+    if isinstance(T, int) and T * form.topk > _MOST_INDEX:  # traced, T may be no number yet, and gets no bound
         bad("gather_indices", f"indices up to {T * form.topk}", f"at most {_MOST_INDEX}: split the call")
     return M, (T * form.topk if form.permute_y else M)
 

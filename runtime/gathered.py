@@ -25,18 +25,17 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..artifacts.errors import BundleError
 from ..artifacts.types import Fusion, Gpu, Pass, Problem, Source, bucket_of
 from ..kernels import chips
 from ..kernels.abi import code_of, gemm_of
-from ..kernels.passes import PassSpec, dtype_of
+from ..kernels.passes import dtype_of
 from . import passkernels, rivals, rowgather
 from .candidates import Candidate, why_not
 from .device import LocalGpu, allocator, local_gpu
-from .discover import Rejected, Snapshot
+from .discover import Rejected, Snapshot, Usable
 from .launch import LoadedKernel
 from .launcher import Launcher
-from .loading import loaded
+from .loading import load_first
 
 # The pass's time: within 10 % of every gather at 1024 tokens and more in benchmarks/results/passes-h200.json (of fewer
 # tokens a few us are all that it takes, and the file says up to 2.3 us more). The multiple is of the time in which the
@@ -132,14 +131,12 @@ def kernel(
 ) -> LoadedKernel | None:  # fmt: skip
     """The variant that ``verdict`` names, loaded on ``cuda:device``; None where the code that gathers is to run."""
     local = local_gpu(device)
-    while True:  # each turn drops a bundle
-        ruled = verdict(snapshot, problem, M, local, top_k=top_k, fusion=fusion, aligned=aligned, checks=checks)
-        if ruled.chosen is None:
-            return None
-        try:
-            return loaded(ruled.chosen.usable.bundle, ruled.chosen.index, device, local.gpu.sm_count)
-        except BundleError as error:
-            snapshot.reject(ruled.chosen.usable.bundle, error)
+
+    def choose() -> tuple[Usable, int] | None:
+        chosen = verdict(snapshot, problem, M, local, top_k=top_k, fusion=fusion, aligned=aligned, checks=checks).chosen
+        return None if chosen is None else (chosen.usable, chosen.index)
+
+    return load_first(snapshot, choose, local, device)
 
 
 def against(
@@ -173,17 +170,13 @@ def pass_us_for(
     gpu = local.gpu if ran.gpu is None else ran.gpu
     if not top_k or not aligned:
         return "rows are gathered on load: the pass is for dense, aligned rows"
-    dtype = dtype_of(problem.dtype)
-    found = passkernels.ranked(snapshot, Pass.GATHER, dtype, local, aligned=True)
-    if not found:
+    if not passkernels.ranked(snapshot, Pass.GATHER, dtype_of(problem.dtype), local, aligned=True):
         return "rows are gathered on load: no usable bundle has the pass that gathers them"
-    usable, index = found[0]
-    revision = dict(snapshot.variants(usable.bundle, PassSpec(Pass.GATHER, dtype)))[index].revision
-    gather_us = pass_us(bucket, gemm_of(problem).reduction, problem.dtype.itemsize, top_k, gpu, revision)
+    gather_us = pass_us(bucket, gemm_of(problem).reduction, problem.dtype.itemsize, top_k, gpu)
     return "rows are gathered on load: the memory's rate of this GPU is not known" if gather_us is None else gather_us
 
 
-def pass_us(M: int, K: int, itemsize: int, top_k: int, gpu: Gpu, revision: int) -> float | None:
+def pass_us(M: int, K: int, itemsize: int, top_k: int, gpu: Gpu) -> float | None:
     """What the pass takes for M rows of K elements, in us; None for a GPU whose memory's rate is not known.
 
     It reads the index and M/top_k rows of x, and writes M rows.
@@ -192,7 +185,7 @@ def pass_us(M: int, K: int, itemsize: int, top_k: int, gpu: Gpu, revision: int) 
     if chip is None:
         return None
     moved_bytes = (M + M / top_k) * K * itemsize + _INDEX_BYTES * M
-    once = rowgather.by_token(revision, M, K * itemsize, M, top_k)
+    once = rowgather.by_token(M, K * itemsize, M, top_k)
     fixed_us, times = (_BY_TOKEN_FIXED_US, _BY_TOKEN_TRAFFIC_TIMES) if once else (_FIXED_US, _TRAFFIC_TIMES)
     return fixed_us + times * moved_bytes / chip.bandwidth_gbs * 1e-3
 

@@ -14,7 +14,7 @@ from ..kernels import passes as words
 from . import passes, productlaunchers, products, rowgather
 from .device import allocator
 from .gathered import Launch
-from .inputs import ALIGNMENT_BYTES
+from .inputs import ALIGNMENT_BYTES, address_of
 from .launcher import Launcher
 from .layer import Layer, Routing, with_bias
 from .products import Rows
@@ -103,8 +103,8 @@ class GradientPlan:
         dweights = empty((M,), (1,), kind) if wanted.weights else None
         launches.activation(
             M, I,
-            (h.data_ptr(), da.data_ptr(), read.data_ptr(), at_index, used, products.address_of(dh),
-             products.address_of(a), products.address_of(dweights)),
+            (h.data_ptr(), da.data_ptr(), read.data_ptr(), at_index, used, address_of(dh),
+             address_of(a), address_of(dweights)),
             (M, I, _INDEX_STEP, self._flags | flag),
         )  # fmt: skip
         del da
@@ -146,8 +146,7 @@ class GradientPlan:
 
     def _reads(self, weights: torch.Tensor) -> bool:
         """Whether the kernel reads routing weights as they are."""
-        narrow = self._launches.activation.revision >= words.NARROW_REVISION
-        return weights.dtype is torch.float32 or (narrow and weights.dtype is self._dtype)
+        return weights.dtype in (torch.float32, self._dtype)
 
     def _sorted(self, rows: torch.Tensor, at_index: int, used: int) -> torch.Tensor:
         """A row for each slot of rows' tokens [T, H], in the sorted order."""

@@ -13,7 +13,7 @@ from .discover import View
 
 _NEAREST = 3
 _DEFAULT_TOKENS = 65_536  # what a spec builds for when it does not say
-
+_MOST_TOKENS = 1 << 24  # that a spec may say
 
 # The forms that a layer's first GEMM, of weight [E, I, H], has alone; all others the second, of weight [E, H, I], has.
 _FIRST_GEMM = {(Op.FORWARD, Fusion.GATHER), (Op.DX, Fusion.SCATTER)}
@@ -24,7 +24,7 @@ def build_line(problem: Problem, bucket: int, sm: int) -> str:
 
     The problem is written as a GEMM of a layer without a gate: the second, H = N and I = K, or the first, H = K
     and I = N; with silu in its epilogue the first of one with a gate, I = N/2. (top_k decides nothing about a product,
-    so it is 1.)
+    so it is 1, or what makes so many rows of the tokens that a spec may have.)
     """
     gated = Fusion.SILU in problem.fusion
     first = gated or (problem.op, problem.fusion) in _FIRST_GEMM
@@ -33,8 +33,9 @@ def build_line(problem: Problem, bucket: int, sm: int) -> str:
     options += "" if problem.dtype is DType.BF16 else f" dtype={problem.dtype.value}"
     options += "" if problem.layout is Layout.NK else f" layout={problem.layout.value}"
     options += f" ops={problem.op.value}"
-    options += "" if bucket <= _DEFAULT_TOKENS else f" tokens=1..{bucket}"
-    return f'aot build --models "shape:E={problem.E},H={H},I={width},k=1{options}" --sm {sm}'
+    k = min(-(-bucket // _MOST_TOKENS), problem.E)
+    options += "" if bucket <= _DEFAULT_TOKENS else f" tokens=1..{min(-(-bucket // k), _MOST_TOKENS)}"
+    return f'aot build --models "shape:E={problem.E},H={H},I={width},k={k}{options}" --sm {sm}'
 
 
 def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:

@@ -229,11 +229,21 @@ def _check_agreement(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, E:
         bad("w", f"of shape {list(w.shape)}", f"{shape} with K={K}, x's last dimension{hint}")
     if w.dtype is not x.dtype:
         bad("w", f"{w.dtype}", f"x's dtype, {x.dtype}")
-    if not x.dtype.is_floating_point:
-        bad("x", f"{x.dtype}", "torch.bfloat16, torch.float16 or torch.float32")
+    check_dtype("x", x, "grouped_gemm")
     for name, tensor in (("w", w), ("m_sizes", m_sizes)):
         if tensor.device != x.device:
             bad(name, f"on {tensor.device}", f"x's device, {x.device}")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, call: str) -> None:
+    """Raise InputError for a dtype that no product has: float64 only the CPU's."""
+    if tensor.dtype not in DTYPES and tensor.dtype is not torch.float64:
+        bad(
+            name,
+            f"{tensor.dtype}",
+            "torch.bfloat16, torch.float16 or torch.float32 (the CPU: torch.float64, too)",
+            call,
+        )
 
 
 def rows_usable(tensor: torch.Tensor) -> bool:
@@ -247,6 +257,16 @@ def row_stride(tensor: torch.Tensor, length: int) -> int:
     """Elements from row to row; a single row's is its length."""
     stride = tensor.stride(0)
     return stride if stride == length or tensor.shape[0] > 1 else length
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether kernels run on it. (Tests say so of the host's memory.)"""
+    return tensor.is_cuda
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    """Where a tensor begins; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def bad(name: str, got: str, wanted: str, call: str = "grouped_gemm") -> NoReturn:

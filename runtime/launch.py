@@ -127,7 +127,7 @@ def row_launcher(
     config, variant = kernel.config, kernel.variant
     _refuse(variant, columns, reduction, config)
     asked = fused.beside if config.specialized else fused.few
-    can = asked and clears(variant.fusion, config, variant.revision)
+    can = asked and clears(variant.fusion, config)
     if fused.fusion & _INDEXED and not can:
         fused = fused._replace(zero_tail=False)
     maps = {

@@ -1,4 +1,4 @@
-"""Whether a variant's record is one that a launcher can carry out: its arguments, descriptors and threads.
+"""Whether a variant's record is one that a launcher can carry out: its revision, arguments, descriptors and threads.
 
 A bundle's own checks end at what the format says. What the names mean is launch ABI 1 (kernels/abi.py): an argument
 that no launcher fills, or fills with something else, must be found before a kernel is launched with it.
@@ -11,6 +11,7 @@ from ..kernels.abi import MAX_EXPERTS, counts, no_code
 from ..kernels.config import Config, fitted
 from ..kernels.passes import Block
 from ..kernels.passes import arguments as arguments_of_pass
+from ..kernels.revisions import LAUNCHED_SINCE
 
 _NUMBERS = dict.fromkeys(
     ("M", "N", "K", "E", "m_sizes_step", "index_step", "index_end", "x_divisor", "flags"), ("i32",)
@@ -31,6 +32,9 @@ _WARP = 32
 
 def unlaunchable(variant: Variant) -> str | None:
     """Why no launcher can run this variant, or None. Its launch ABI is one that this version reads."""
+    since = LAUNCHED_SINCE.get(variant.kernel, 1)
+    if variant.revision < since:
+        return f"its kernel {variant.kernel} is of revision {variant.revision}, this version launches {since} and later"
     if isinstance(variant.op, Pass):
         return _unlaunchable_pass(variant, variant.op)
     try:

@@ -11,7 +11,7 @@ import torch
 
 from ..artifacts.types import Op, Pass
 from ..kernels.passes import BIASED
-from . import discover, gradientplans, jit, passes, productlaunchers, products, recent
+from . import discover, gradientplans, inputs, jit, passes, productlaunchers, products, recent
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch
 from .gradientplans import Sizes
@@ -140,7 +140,7 @@ def plan(
     (T, H), k, (M,) = x.shape, how.top_k, routing.gather_indices.shape
     wide = columns(given.gate_up, how.layout)
     I = wide // 2 if how.act.gated else wide  # noqa: E741
-    if not products.on_gpu(x) or x.dtype not in _KINDS or not (M and H and I) or not hidden.is_contiguous():
+    if not inputs.on_gpu(x) or x.dtype not in _KINDS or not (M and H and I) or not hidden.is_contiguous():
         return None
     if M >= _MOST_ROWS:
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..artifacts.cubin import mismatch, other_parameters
 from ..artifacts.errors import BundleError
 from ..artifacts.store import BundleFile
@@ -9,7 +11,7 @@ from ..artifacts.types import Problem, Variant
 from ..artifacts.wire import corrupt
 from ..kernels.abi import parameter_bytes
 from .device import LocalGpu
-from .discover import Snapshot
+from .discover import Snapshot, Usable
 from .dispatch import Miss, decide
 from .launch import LoadedKernel, load_kernel
 from .locks import lock
@@ -32,15 +34,30 @@ def prepare(
     CudaError
         if the driver refuses the code.
     """
-    while True:  # each turn drops a bundle
+
+    def choose() -> tuple[Usable, int] | None:
         decision = decide(snapshot, problem, M, local, aligned=aligned, strict=strict)
-        if isinstance(decision, Miss):
+        return None if isinstance(decision, Miss) else (decision.chosen.usable, decision.chosen.index)
+
+    return load_first(snapshot, choose, local, device)  # a named file's error is raised by the next decision
+
+
+def load_first(
+    snapshot: Snapshot, choose: Callable[[], tuple[Usable, int] | None], local: LocalGpu, device: int
+) -> LoadedKernel | None:
+    """The variant that ``choose`` names (a bundle, and its number there), loaded; None where it names none.
+
+    A bundle whose code turns out damaged is dropped with a warning, and ``choose`` asked again.
+    """
+    while True:  # each turn drops a bundle
+        chosen = choose()
+        if chosen is None:
             return None
-        chosen = decision.chosen
+        usable, index = chosen
         try:
-            return loaded(chosen.usable.bundle, chosen.index, device, local.gpu.sm_count)
+            return loaded(usable.bundle, index, device, local.gpu.sm_count)
         except BundleError as error:
-            snapshot.reject(chosen.usable.bundle, error)  # a named file's error is raised by the next decision
+            snapshot.reject(usable.bundle, error)
 
 
 def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:

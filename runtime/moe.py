@@ -191,6 +191,7 @@ def _check_tensors(given: dict[str, torch.Tensor], **biases: torch.Tensor | None
     hidden, ids = given["hidden"], given["topk_ids"]
     if not hidden.dim() or not hidden.shape[-1]:
         inputs.bad("hidden", f"of shape {list(hidden.shape)}", "[T, H] (or [..., H]) with H of at least 1", "moe_mlp")
+    inputs.check_dtype("hidden", hidden, "moe_mlp")
     _check_ids(ids, "moe_mlp")
     cast = calls.casts(hidden.device.type)
     for name, one in (*given.items(), *biases.items()):

@@ -218,9 +218,6 @@ def grouped_gemm(
     return y
 
 
-grouped_gemm_forward = grouped_gemm
-
-
 def reload() -> None:
     """Read the environment and all places again: bundles that were added since are found.
 

@@ -11,16 +11,16 @@ from ctypes import addressof, c_char
 
 import torch
 
-from ..artifacts.errors import BundleError, InputError
+from ..artifacts.errors import InputError
 from ..artifacts.types import DType, Pass
 from ..kernels import abi
 from ..kernels.passes import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
-from . import discover, driver, products
+from . import discover, driver, inputs
 from .device import current_stream, local_gpu, platform_supported
-from .discover import Snapshot
+from .discover import Snapshot, Usable
 from .inputs import ALIGNMENT_BYTES, DTYPES
 from .launch import LoadedKernel
-from .loading import loaded
+from .loading import load_first
 from .passkernels import ranked
 
 _MOST_PROGRAMS = 2**31 - 1
@@ -48,7 +48,6 @@ class PassLauncher:
         "_size",
         "block",
         "most_experts",
-        "revision",
     )
 
     def __init__(self, kernel: LoadedKernel, op: Pass) -> None:
@@ -60,7 +59,7 @@ class PassLauncher:
         self.most_experts = variant.max_experts
         block = Block.from_pairs(variant.config)
         self._kernel, self._op, self.block = kernel, op, block.block
-        self.revision, self._rows = variant.revision, rows_at_once(op, variant.revision)
+        self._rows = rows_at_once(op)
         self._fixed = (1, 1, function.threads, 1, 1, function.shared_bytes)
         self._launch, self._handle = driver.launch_kernel(), driver.argument(function.handle)
         self._free = [self._new()]
@@ -140,7 +139,7 @@ def for_rows(
     """
     like = tensors[0] if like is None else like
     kind = DTYPES.get(like.dtype)
-    if kind is None or not rows or not columns or not products.on_gpu(like):
+    if kind is None or not rows or not columns or not inputs.on_gpu(like):
         return None
     aligned = abi.is_aligned(ALIGNMENT_BYTES, columns * like.element_size(), *(one.data_ptr() for one in tensors))
     return launcher(op, kind, like.get_device(), aligned=aligned)
@@ -160,12 +159,8 @@ def _kernel(snapshot: Snapshot, op: Pass, dtype: DType, device: int, aligned: bo
     if not platform_supported():
         return None
     local = local_gpu(device)
-    while True:  # each turn drops a bundle
-        found = ranked(snapshot, op, dtype, local, aligned=aligned)
-        if not found:
-            return None
-        usable, index = found[0]
-        try:
-            return loaded(usable.bundle, index, device, local.gpu.sm_count)
-        except BundleError as error:
-            snapshot.reject(usable.bundle, error)
+
+    def choose() -> tuple[Usable, int] | None:
+        return next(iter(ranked(snapshot, op, dtype, local, aligned=aligned)), None)
+
+    return load_first(snapshot, choose, local, device)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from ..artifacts.errors import BundleError, InputError
+from ..artifacts.errors import InputError
 from ..artifacts.types import Choice, Op, Problem
 from ..kernels.config import Config
 from . import discover
@@ -15,7 +15,7 @@ from .candidates import why_not
 from .device import LocalGpu, local_gpu
 from .discover import Rejected, Snapshot, Usable
 from .launch import LoadedKernel
-from .loading import loaded
+from .loading import load_first
 from .pair import KernelPair, Preferred
 
 Pin: TypeAlias = Config | Choice | Preferred
@@ -47,7 +47,7 @@ def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | No
     )
 
 
-def kernel(pin: Pin, problem: Problem, M: int, device: int, *, aligned: bool) -> LoadedKernel | None:
+def kernel(pin: Pin, problem: Problem, device: int, *, aligned: bool) -> LoadedKernel | None:
     """The variant that ``pin`` names, loaded on ``cuda:device``; None where a preference has none.
 
     Raises
@@ -61,13 +61,14 @@ def kernel(pin: Pin, problem: Problem, M: int, device: int, *, aligned: bool) ->
         if config is None:
             return None
         pin = config
-    while True:  # each turn drops a bundle
-        with contextlib.suppress(Rejected):
-            usable, index = find(snapshot, pin, problem, local, aligned=aligned)
-            try:
-                return loaded(usable.bundle, index, device, local.gpu.sm_count)
-            except BundleError as error:
-                snapshot.reject(usable.bundle, error)
+    named = pin
+
+    def choose() -> tuple[Usable, int]:
+        while True:  # each turn drops a bundle
+            with contextlib.suppress(Rejected):
+                return find(snapshot, named, problem, local, aligned=aligned)
+
+    return load_first(snapshot, choose, local, device)
 
 
 def preferred(snapshot: Snapshot, pin: Preferred, problem: Problem, local: LocalGpu, *, aligned: bool) -> Config | None:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from ..artifacts.types import Layout, Op
-from . import productlaunchers, products, recent
+from . import inputs, productlaunchers, products, recent
 from .autograd import GroupedGemm
 from .clearing import clear
 from .device import allocator, device_is_current, only_device
@@ -169,7 +169,7 @@ def plan(
     ``weights``, ``bias`` and ``index`` are as the caller passed them.
     """
     form, fusions = call.form, call.fusions
-    if not products.on_gpu(x) or x.dtype not in _KINDS or form.autotune or form.pinned:
+    if not inputs.on_gpu(x) or x.dtype not in _KINDS or form.autotune or form.pinned:
         return None
     if fusions.weights is not weights or fusions.bias is not bias or fusions.index is not index:
         return None

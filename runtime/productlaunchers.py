@@ -13,7 +13,7 @@ import torch
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, bucket_of
 from ..kernels.abi import code_of, gemm_of, is_aligned
-from . import discover, epilogue, gathered, jit, pinned, settings
+from . import discover, epilogue, gathered, jit, passes, pinned, settings
 from .device import local_gpu, platform_supported, tell_unsupported
 from .gathered import GatherFirst, Launch
 from .inputs import ALIGNMENT_BYTES, DTYPES, check_cuda_dtype, row_stride
@@ -147,8 +147,6 @@ def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -
 
 def _after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> GatherFirst | None:
     """The same after a pass that gathers the rows, of a kernel that does not; None where there is no such pass."""
-    from . import passes  # here: it asks products where a tensor is
-
     gather = passes.launcher(Pass.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
     if gather is None:
         return None
@@ -179,7 +177,7 @@ def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | Non
         tell_unsupported()
         return None
     if pin is not None:
-        named = pinned.kernel(pin, problem, M, device, aligned=aligned)
+        named = pinned.kernel(pin, problem, device, aligned=aligned)
         if named is not None:
             return named
     demanded = settings.settings().strict if strict is None else strict

@@ -13,10 +13,10 @@ import torch
 
 from ..artifacts.types import Fusion, Layout, Op
 from ..kernels import reference
-from . import apart, clearing, fallback, gathered
+from . import apart, clearing, fallback, gathered, inputs, passes
 from .device import current_stream, local_gpu, on
-from .gathered import GatherFirst
-from .inputs import row_stride, rows_usable
+from .gathered import GatherFirst, Launch
+from .inputs import address_of, row_stride, rows_usable
 from .pinned import Pin
 from .productlaunchers import gated_launch, row_launch, rows_aligned, weight_launch
 
@@ -115,7 +115,7 @@ def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
     end = call.index_end(y.shape[0])
     if not call.x.shape[1]:
         return _sums_of_nothing(call, y, end)
-    if not on_gpu(call.x):
+    if not inputs.on_gpu(call.x):
         fallback.tell_reference(call.x.device.type)
         if call.zero_tail:
             y.zero_()
@@ -182,7 +182,7 @@ def weight(
     (M, N), K, E = dy.shape, x.shape[1], m_sizes.shape[0]
     if not (M and E and N and K):
         return x.new_zeros((E, N, K))
-    if not on_gpu(x):
+    if not inputs.on_gpu(x):
         fallback.tell_reference(x.device.type)
         return reference.grad_weight(dy, x, m_sizes)
     dy, x = (tensor if rows_usable(tensor) else tensor.contiguous() for tensor in (dy, x))
@@ -198,7 +198,6 @@ def weight(
 
 def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
     """Launch a bundle's kernel; False where there is none."""
-    x, w = call.x, call.w
     launch = row_launch(call, y)
     if launch is None:
         return False
@@ -208,15 +207,19 @@ def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
     if call.fusion:
         index = address_of(call.index) if call.uses_index else 0
         moved = (index, address_of(call.row_weights), address_of(call.bias), index_end)
-    checked = None
+    _launch(launch, call, y, moved)
+    return True
+
+
+def _launch(launch: Launch, call: Rows, y: torch.Tensor, moved: tuple[int, ...]) -> None:
+    x, checked = call.x, None
     if isinstance(launch, GatherFirst):
         checked = index_in_range(call)
-        moved += (address_of(checked), used_rows(call), call.x.shape[0] * call.gather_divisor)
+        moved += (address_of(checked), passes.used(call.bounds)[0], x.shape[0] * call.gather_divisor)
     launch(
-        x.data_ptr(), w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
+        x.data_ptr(), call.w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
         row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), call.M, stream_of(x.get_device()), *moved,
     )  # fmt: skip
-    return True
 
 
 def zero_rest(call: Rows, y: torch.Tensor, index_end: int) -> None:
@@ -234,21 +237,16 @@ def index_in_range(call: Rows) -> torch.Tensor | None:
     return gathered.in_range(call.index, call.x.shape[0], call.gather_divisor)
 
 
-def used_rows(call: Rows) -> int:
-    """The address of the number of rows that belong to an expert; 0 where nobody has it."""
-    return 0 if call.bounds is None else call.bounds.data_ptr() + 4 * (call.bounds.shape[0] - 1)
-
-
 def gated_rows(call: Rows) -> torch.Tensor | None:
     """silu(gate) * up of this product, [M, N/2], by one kernel; None where ``gated_launch`` has none.
 
     Rows of no expert hold anything, and so do those of an index out of range.
     """
-    if not (call.M and call.x.numel() and call.w.shape[0]) or not on_gpu(call.x):
+    if not (call.M and call.x.numel() and call.w.shape[0]) or not inputs.on_gpu(call.x):
         return None
     if not rows_usable(call.x):
         call = dataclasses.replace(call, x=call.x.contiguous())
-    x, w, index = call.x, call.w, call.index
+    x = call.x
     with on(x.get_device()):
         I = call.sizes[1] // 2  # noqa: E741
         # (A row is enough to ask: a launcher asks how its operands are aligned, and nothing else of them.)
@@ -256,23 +254,5 @@ def gated_rows(call: Rows) -> torch.Tensor | None:
         if launch is None:
             return None
         a = x.new_empty((call.M, I))
-        moved: tuple[int, ...] = (address_of(index), 0, 0, call.index_end(0))
-        checked = None
-        if isinstance(launch, GatherFirst):
-            checked = index_in_range(call)
-            moved += (address_of(checked), used_rows(call), call.x.shape[0] * call.gather_divisor)
-        launch(
-            x.data_ptr(), w.data_ptr(), a.data_ptr(), call.m_sizes.data_ptr(), row_stride(x, x.shape[1]), I,
-            call.M, stream_of(x.get_device()), *moved,
-        )  # fmt: skip
+        _launch(launch, call, a, (address_of(call.index), 0, 0, call.index_end(0)))
     return a
-
-
-def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether kernels run on it. (Tests say so of the host's memory.)"""
-    return tensor.is_cuda
-
-
-def address_of(tensor: torch.Tensor | None) -> int:
-    """Where a tensor begins; 0 for none."""
-    return 0 if tensor is None else tensor.data_ptr()

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from ..kernels.passes import BY_TOKEN, BY_TOKEN_REVISION, NOTED_ROWS, NOTES, USED
+from ..kernels.passes import BY_TOKEN, NOTED_ROWS, NOTES, USED
 from .device import Allocator
 
 # Of the result: with 117 MB two launches take as long as one on an H200, with 134 MB less, with 42 MB longer
@@ -17,17 +17,15 @@ LEAST_BYTES = 128 << 20
 class Gather(Protocol):
     """A ``passes.PassLauncher`` of Pass.GATHER."""
 
-    revision: int
-
     def __call__(self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None: ...
 
 
-def by_token(revision: int, M: int, row_bytes: int, slots: int, top_k: int) -> bool:
+def by_token(M: int, row_bytes: int, slots: int, top_k: int) -> bool:
     """Whether each row of x is to be read once, for all rows that it goes to, which takes a launch more.
 
     Not where most of the ``slots``, ``top_k`` of each row of x, are not in the index.
     """
-    return revision >= BY_TOKEN_REVISION and top_k > 1 and M * row_bytes >= LEAST_BYTES and 0 < slots <= 2 * M
+    return top_k > 1 and M * row_bytes >= LEAST_BYTES and 0 < slots <= 2 * M
 
 
 def gather(
@@ -40,7 +38,7 @@ def gather(
     memory on the current stream.
     """
     flags = USED if used else 0
-    if not by_token(launch.revision, M, columns * itemsize, slots, top_k):
+    if not by_token(M, columns * itemsize, slots, top_k):
         launch(M, columns, (x, index, used, out), (M, columns, top_k, index_step, flags))
         return
     noted = empty((1 + slots,), (1,), torch.int32)

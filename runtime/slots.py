@@ -6,7 +6,7 @@ import torch
 
 from ..artifacts.types import DType, Pass
 from ..kernels.passes import ADDS, COUNTS, PLACES, SORTED_EXPERTS
-from . import passes, products
+from . import inputs, passes
 from .device import allocator, on
 
 _MOST_SLOTS = 2**29  # the kernel counts in int32
@@ -27,7 +27,7 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
     if type(ids) is not torch.Tensor or _compiling() or _traced() is not None or _modes() or _transformed():
         return None
     step, M = _STEPS.get(ids.dtype), ids.numel()
-    if step is None or not 0 < M < _MOST_SLOTS or E < 1 or not products.on_gpu(ids):
+    if step is None or not 0 < M < _MOST_SLOTS or E < 1 or not inputs.on_gpu(ids):
         return None
     device = ids.get_device()
     launch = passes.launcher(Pass.SORT_SLOTS, DType.FP32, device, aligned=True)
@@ -44,7 +44,7 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
         counts = empty((chunks * (E + 1),), (1,), torch.int32) if chunks > 1 else None
         pointers = (
             ids.data_ptr(), experts.data_ptr(), order.data_ptr(), places.data_ptr(), bounds.data_ptr(),
-            m_sizes.data_ptr(), products.address_of(counts),
+            m_sizes.data_ptr(), inputs.address_of(counts),
         )  # fmt: skip
         if counts is None:
             launch(1, 0, pointers, (M, E, step, COUNTS | PLACES))

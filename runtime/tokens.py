@@ -6,7 +6,7 @@ import torch
 
 from ..artifacts.types import Pass
 from ..kernels.passes import BIASED
-from . import passes, products, rowgather
+from . import inputs, passes, rowgather
 from .device import allocator, on
 
 _CHUNK_ELEMENTS = 1 << 24
@@ -50,7 +50,7 @@ def combine(
         out = y.new_empty((T, H))
         pointers = (y, places, weights, experts, bias, out)
         flags = passes.weighing(weights) | (0 if bias is None else BIASED)
-        launch(T, H, tuple(map(products.address_of, pointers)), (T, H, top_k, flags))
+        launch(T, H, tuple(map(inputs.address_of, pointers)), (T, H, top_k, flags))
     return out
 
 

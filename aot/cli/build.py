@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -181,7 +183,7 @@ def _show(report: Report, out: Path, verbose: bool) -> None:
     echo(
         f"Next:\n"
         f"  look inside     aot inspect {first}\n"
-        f"  in a Dockerfile COPY {_in_context(out)} /opt/pretuned/bundles\n"
+        f"  in a Dockerfile COPY {_in_context(out)}\n"
         f"  or right here   export PRETUNED_BUNDLES={folder}\n"
         f"  then            pretuned.runtime.grouped_gemm(x, w, m_sizes)"
     )
@@ -196,7 +198,8 @@ def _origin(one: Built) -> str:
     return f"{one.measured} of {one.choices} choices were measured on {names}{rest}"
 
 
-def _in_context(out: Path) -> Path:
-    """The folder as a Dockerfile's COPY takes it: below the folder of the build, not outside of it."""
+def _in_context(out: Path) -> str:
+    """What a Dockerfile's COPY is told: the folder below that of the build, not outside of it, and where it is put."""
     outside = out.is_absolute() or ".." in out.parts
-    return Path(out.resolve().name or "bundles") if outside else out
+    names = [str(Path(out.resolve().name or "bundles") if outside else out), "/opt/pretuned/bundles"]
+    return json.dumps(names) if re.search(r"\s", names[0]) else " ".join(names)

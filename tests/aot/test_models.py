@@ -113,6 +113,8 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert load_models(["'./my model'"]).shapes[0].I == 768
     assert load_models(["models.txt", "'my model/config.json' tp=4"]).shapes[-1].tp == 4
+    for path in ("my model", "./my model/config.json", str(tmp_path / "my model")):
+        assert load_models([path]).shapes[0].I == 768
 
 
 def test_a_config_given_as_a_path_is_no_file_of_specs(tmp_path: Path) -> None:
@@ -267,7 +269,11 @@ def test_the_whole_catalogue_is_one_word() -> None:
     loaded = load_models(["catalogue dtype=fp16 tokens=1..64"])
     assert {one.name for one in loaded.shapes} == set(catalogue())
     assert {(one.dtypes, one.tokens) for one in loaded.shapes} == {((DType.FP16,), (1, 64))}
-    assert "name=" in mistakes("catalogue name=all")[1]
+    for same in ('"catalogue" tp=2', "Catalogue tp=2"):
+        assert load_models([same]).shapes == load_models(["catalogue tp=2"]).shapes
+    assert mistakes("catalogue tp=2 name=all") == [
+        "--models 'catalogue tp=2 name=all': name= can't be given for catalogue, whose models have names of their own"
+    ]
 
 
 def test_words() -> None:

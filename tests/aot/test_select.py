@@ -65,7 +65,6 @@ def test_the_worst_shape_is_bounded_though_the_mean_is_small() -> None:
     alone = select(table, limit=1)
     assert alone.variants == (0,)
     assert alone.max_loss == pytest.approx(0.05)
-    assert alone.worst == (_problem(200), 16)
 
 
 def test_two_bad_shapes_that_need_two_variants_get_both() -> None:
@@ -79,8 +78,6 @@ def test_the_limit_holds_and_so_does_what_is_allowed() -> None:
     table = _random_table(1, 30, 20)
     assert len(select(table, limit=3).variants) == 3
     assert set(select(table, limit=3, allowed={4, 5, 19}).variants) <= {4, 5, 19}
-    assert select(table).cells == 30
-    assert select(table).family[0] is Op.FORWARD
 
 
 @pytest.mark.parametrize("seed", range(5))

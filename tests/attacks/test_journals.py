@@ -19,10 +19,12 @@ from pretuned.artifacts.types import Gpu, Kernel
 
 SHA, OTHER = "03" * 32, "04" * 32
 HEADER: dict[str, Any] = {
+    "routings": ["skewed", "uniform"],
     "record": "header", "format": 1, "pretuned": "0.1.0", "kernels": [["rows", 1, "01" * 32]], "sm": 90,
     "gpu": {"name": "NVIDIA H200", "sm_count": 132, "memory_mib": 143771}, "driver": 13000,
 }  # fmt: skip
 MEASURED: dict[str, Any] = {
+    "plain": None,
     "record": "measured", "problem": ["dX", "bf16", 8, 256, 128, "nk", 0, 0], "bucket": 16, "modelled": SHA,
     "timings": [[SHA, [10_000, 11_000], 0.001, 20, 0.0017], [OTHER, [9_000, 9_500], 0.001, 20, 0.0017]],
     "duel": [OTHER, SHA, [9_000], [10_000], 0.9, 0.01], "torch_ns": [20_000], "drift": 1.01, "driver": 13000,

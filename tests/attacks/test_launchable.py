@@ -19,6 +19,7 @@ from pretuned.artifacts.store import BundleFile, open_bundle, open_bytes, publis
 from pretuned.artifacts.types import Bundle, DType, Fusion, Kernel, Layout, Op, Target, TensorMap, Variant
 from pretuned.kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, arguments, boxes, parameter_bytes
 from pretuned.kernels.config import Config
+from pretuned.kernels.revisions import REVISIONS
 from pretuned.runtime.launchable import unlaunchable
 from pretuned.runtime.loading import loaded
 
@@ -42,9 +43,9 @@ def record(spec: Spec) -> Variant:
         TensorMap(name, ELEMENTS[stored if name == "dw" else spec.dtype], box, 3) for name, box in boxes(spec).items()
     )
     return Variant(
-        spec.kernel, 1, 1, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
-        spec.config.pairs(), spec.kernel, arguments(spec), maps, 384 if spec.config.specialized else 128, 49152, 128,
-        0, 0, len(CUBIN), hashlib.sha256(CUBIN).digest(),
+        spec.kernel, REVISIONS[spec.kernel].revision, 1, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment,
+        spec.max_experts, spec.config.pairs(), spec.kernel, arguments(spec), maps,
+        384 if spec.config.specialized else 128, 49152, 128, 0, 0, len(CUBIN), hashlib.sha256(CUBIN).digest(),
     )  # fmt: skip
 
 
@@ -74,6 +75,7 @@ def configured(variant: Variant, **values: int) -> Variant:
 
 
 BROKEN = {
+    "code of an earlier revision": replace(ROWS, revision=1),
     "no arguments": replace(ROWS, arguments=(), tensor_maps=()),
     "an argument nobody knows": passed(ROWS, z="ptr"),
     "a word of the launcher's own": passed(ROWS, null="ptr"),

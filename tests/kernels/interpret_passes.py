@@ -10,7 +10,6 @@ import torch
 
 from pretuned.artifacts.types import DType, Pass
 from pretuned.kernels import activation, clear, passes, reference, slots, tokens
-from pretuned.kernels.revisions import REVISIONS
 from pretuned.runtime.activation import Activation, by_torch
 
 GUARD = 3.0  # what a result holds where the kernel must not write
@@ -25,7 +24,7 @@ def run(case: dict[str, Any]) -> list[str]:
 
 def launch(op: Pass, case: dict[str, Any], values: dict[str, Any]) -> None:
     kernel = getattr(tokens, op.value, None) or getattr(activation, op.value)
-    rows = passes.rows_at_once(op, REVISIONS[op.value].revision)
+    rows = passes.rows_at_once(op)
     grid = values.pop("grid", passes.programs(op, case["M"], case["columns"], case["block"], rows))
     values = {"M": case["M"], "columns": case["columns"]} | values
     constants = passes.constants(passes.PassSpec(op, DType.BF16)) | {"BLOCK": case["block"]}

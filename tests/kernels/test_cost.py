@@ -18,9 +18,13 @@ from pretuned.kernels import space
 from pretuned.kernels.calibration import CONSTANTS, Constants
 from pretuned.kernels.chips import CHIPS, Chip, chip_for, chip_named, limits
 from pretuned.kernels.config import Config
-from pretuned.kernels.cost import Ranker, Resources, _mean_waves, estimate_us, occupancy, rank
+from pretuned.kernels.cost import Ranker, Resources, _mean_waves, estimate_us, occupancy
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def rank(problem: Problem, M: int, candidates: list[Resources], chip: Chip) -> list[tuple[float, int]]:
+    return Ranker(candidates, problem.op, problem.dtype, chip).rank(problem, M)
 
 
 def _compiled(*rows: tuple[Config, int, int]) -> list[Resources]:

@@ -182,10 +182,8 @@ def test_a_program_of_the_activation_has_lanes_for_four_rows() -> None:
     """256 columns of four rows, in bf16: 768 columns leave no lane idle."""
     spec = passes.PassSpec(Pass.ACTIVATION, DType.BF16)
     assert (spec.config.block, spec.config.num_warps, passes.constants(spec)["ROWS"]) == (256, 4, 4)
-    for revision, rows in ((1, 1), (2, 4)):
-        assert passes.rows_at_once(Pass.ACTIVATION, revision) == rows
-        assert passes.rows_at_once(Pass.ACTIVATION_GRAD, revision) == 1
-        assert passes.programs(Pass.ACTIVATION, 9, 768, 256, rows) == 3 * -(-9 // rows)
+    assert (passes.rows_at_once(Pass.ACTIVATION), passes.rows_at_once(Pass.ACTIVATION_GRAD)) == (4, 1)
+    assert passes.programs(Pass.ACTIVATION, 9, 768, 256, 4) == 9
 
 
 def test_which_passes_go_with_which_gemms() -> None:

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.types import Layout, Op, Pass
-from pretuned.kernels.abi import CLEARS_SINCE
 from pretuned.kernels.passes import MOST_SORTED_EXPERTS
 from pretuned.runtime import clearing, grouped_gemm, grouped_gemm_dX, productlaunchers
 from pretuned.runtime.products import Rows, rows
@@ -134,7 +133,7 @@ def test_code_that_clears_does_it_itself(
 
 
 @pytest.mark.parametrize("specialized", [False, True])
-@pytest.mark.parametrize("what", ["many rows", "an earlier kernel", "persistent", "fewer weights", "gathered too"])
+@pytest.mark.parametrize("what", ["many rows", "persistent", "fewer weights", "gathered too"])
 def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch, what: str, specialized: bool) -> None:
     on(monkeypatch, True)
     device.clears, device.specialized = what != "persistent", specialized and what != "persistent"
@@ -143,8 +142,6 @@ def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch,
     form: dict[str, object] = {"permute_y": True}
     if what == "many rows":
         monkeypatch.setattr(productlaunchers, "_SHORT_TO_CLEAR" if specialized else "_FEW_TO_CLEAR", M - 1)
-    if what == "an earlier kernel":
-        monkeypatch.setattr(device, "revision", CLEARS_SINCE - 1)
     if what == "gathered too":
         x, form = x[:T], form | {"permute_x": True}
     if what == "fewer weights":  # of y's rows those without a weight take no part

@@ -122,7 +122,7 @@ def test_a_large_gather_reads_each_token_once() -> None:
     launch = passes.for_rows(Pass.GATHER, columns, T * top_k, random(1, columns, dtype=torch.bfloat16))
     if launch is None:
         pytest.skip("no bundle here has the pass")
-    assert rowgather.by_token(launch.revision, T * top_k, 2 * columns, T * top_k, top_k)
+    assert rowgather.by_token(T * top_k, 2 * columns, T * top_k, top_k)
     x, index = random(T, columns, dtype=torch.bfloat16), torch.randperm(T * top_k, device="cuda")
     assert torch.equal(tokens.gather(x, index, top_k), x[index // top_k])
 
@@ -196,12 +196,12 @@ def layer(dtype: torch.dtype, gated: bool, layout: str, biased: bool) -> dict[st
     return found
 
 
-def step(hidden: torch.Tensor, given: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor, **how: Any
-         ) -> list[torch.Tensor]:  # fmt: skip
-    """The layer's result, and all its gradients."""
+def step(hidden: torch.Tensor, given: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor,
+         frozen: dict[str, torch.Tensor] | None = None, **how: Any) -> list[torch.Tensor]:  # fmt: skip
+    """The layer's result, and all its gradients but for those of what is frozen."""
     leaves = {name: one.detach().requires_grad_() for name, one in given.items()}
     x, t = hidden.detach().requires_grad_(), weights.detach().requires_grad_()
-    out = moe_mlp(x, topk_ids=ids, topk_weights=t, **leaves, **how)
+    out = moe_mlp(x, topk_ids=ids, topk_weights=t, **leaves, **(frozen or {}), **how)
     dout = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out).to(out)
     return [out.detach(), *torch.autograd.grad(out, [x, t, *leaves.values()], dout)]
 
@@ -230,6 +230,22 @@ def test_the_layer_is_near_float64(
         near(one.cpu(), other, most * (10 if other.numel() <= TOPK else 1))
     for one, other in zip(got, step(hidden, given, ids, weights, **how), strict=True):  # by a plan, where there is one
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("T", [1, 37, 700])
+def test_frozen_biases(T: int, narrow: bool) -> None:
+    torch.manual_seed(T)
+    given = layer(torch.bfloat16, True, "kn", True)
+    biases = {name: given.pop(name) for name in ("gate_up_bias", "down_bias")}
+    hidden, ids = random(T, H), torch.randint(-2, E, (T, TOPK), device="cuda")
+    weights = torch.rand(T, TOPK, device="cuda").to(torch.bfloat16 if narrow else torch.float32)
+    how: dict[str, Any] = {"activation": "swiglu_oai", "w_layout": "kn"}
+    learnt = step(hidden, given | biases, ids, weights, **how)
+    for _ in range(3):  # by a plan from the second on
+        got = step(hidden, given, ids, weights, frozen=biases, **how)
+        for one, other in zip(got, learnt[: len(got)], strict=True):
+            near(one, other, 2e-2 * (10 if other.numel() <= TOPK else 1))
 
 
 def test_biases_of_any_strides() -> None:

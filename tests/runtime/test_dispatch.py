@@ -382,7 +382,9 @@ def test_strict_takes_any_form_of_a_product_that_was_built(built: Fusion, called
     [(op, layout, fusion) for op in (Op.FORWARD, Op.DX) for layout in Layout
      for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)] + [(Op.DW, Layout.NK, Fusion.NONE)],
 )  # fmt: skip
-@pytest.mark.parametrize(("M", "dtype"), [(64, DType.BF16), (1 << 20, DType.BF16), (5, DType.TF32)])
+@pytest.mark.parametrize(
+    ("M", "dtype"), [(64, DType.BF16), (1 << 20, DType.BF16), (30_000_000, DType.BF16), (5, DType.TF32)]
+)
 def test_the_line_it_names_builds_that_very_problem_and_bucket(
     M: int, dtype: DType, op: Op, layout: Layout, fusion: Fusion
 ) -> None:

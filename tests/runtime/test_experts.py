@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from pretuned.runtime import experts as ours
@@ -224,6 +225,28 @@ def test_code_that_can_not_be_tried_is_the_module_s_own() -> None:
     assert ours._activation(experts, False) is None
     out = ours.experts_forward(experts, torch.randn(2, 16), torch.tensor([[0], [4]]), torch.ones(2, 1))
     assert out.shape == (2, 16)
+
+
+@pytest.mark.parametrize("limit", [5.0, 20.0, 300.0, 20000.0])
+def test_what_a_module_clamps_stays_clamped(limit: float) -> None:
+    experts = Experts(lambda gate: functional.silu(gate.clamp(max=limit)))
+    torch.manual_seed(3)
+    hidden, ids, weights = limit * torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
+    assert ours._activation(experts, True) is None
+    wanted = by_hand(experts, hidden, ids, weights)
+    assert float((by_hand(Experts(), hidden, ids, weights) - wanted).norm() / wanted.norm()) > 0.5
+    got = ours.experts_forward(experts, hidden, ids, weights)
+    assert float((got - wanted).norm() / wanted.norm()) < 1e-5
+
+
+def test_it_is_tried_with_numbers() -> None:
+    experts = Experts()
+    given = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
+    with FakeTensorMode(allow_non_fake_inputs=True) as shapes:
+        out = ours.experts_forward(experts, *map(shapes.from_tensor, given))
+    assert out.shape == (9, 16)
+    ours.experts_forward(experts, *given)
+    assert ours._activation(experts, True) == Activation("silu", True, False)
 
 
 def test_an_earlier_transformers_says_less_of_a_module() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import CudaError
-from pretuned.runtime import device, driver, explain, fallback, grouped_gemm, products, reload
+from pretuned.runtime import device, driver, explain, fallback, grouped_gemm, inputs, reload
 
 
 def test_the_reference_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -38,7 +38,7 @@ def amd(clean_places: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: found)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(driver, "library", library)
-    monkeypatch.setattr(products, "on_gpu", lambda _tensor: True)
+    monkeypatch.setattr(inputs, "on_gpu", lambda _tensor: True)
     for asked in (device.local_gpu, device.tell_unsupported):
         asked.cache_clear()
     reload()

@@ -9,6 +9,7 @@ import pytest
 from pretuned.artifacts.types import DType, Fusion, Op, TensorMap, Variant
 from pretuned.kernels.abi import RAGGED_SIZES, Spec, arguments, boxes, ragged_strides
 from pretuned.kernels.config import Config
+from pretuned.kernels.revisions import REVISIONS
 from pretuned.runtime import driver, launch
 from pretuned.runtime.arguments import SIZES
 from pretuned.runtime.tensormaps import MAP_BYTES, TensorMaps
@@ -20,7 +21,8 @@ CONFIG = Config(128, 128, 64, 8, 6, tma=True, specialized=True)
 def record(fusion: Fusion) -> Variant:
     spec = Spec(Op.FORWARD, DType.BF16, CONFIG, fusion=fusion)
     return Variant(
-        spec.kernel, 1, 1, spec.op, spec.dtype, spec.layout, fusion, 16, 512, CONFIG.pairs(), spec.kernel,
+        spec.kernel, REVISIONS[spec.kernel].revision, 1, spec.op, spec.dtype, spec.layout, fusion, 16, 512,
+        CONFIG.pairs(), spec.kernel,
         arguments(spec), tuple(TensorMap(name, 9, box, 3) for name, box in boxes(spec).items()), 384, 220_000, 168,
         0, 0, 4, hashlib.sha256(b"code").digest(),
     )  # fmt: skip

@@ -138,7 +138,8 @@ def test_compile_under_autocast_and_without_a_gradient() -> None:
     torch.testing.assert_close(y, layer(**given))
 
 
-def test_export() -> None:
+@pytest.mark.parametrize("tokens", [torch.export.Dim("T", min=2, max=4096), torch.export.Dim("T")])
+def test_export(tokens: Any) -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -150,7 +151,7 @@ def test_export() -> None:
 
     module = Layer()
     example = torch.randn(T, H), torch.randint(0, E, (T, TOPK)), torch.rand(T, TOPK)
-    dynamic = [{0: torch.export.Dim("T", min=2, max=4096)}] * 3
+    dynamic = [{0: tokens}] * 3
     for strict in (False, True):
         exported = torch.export.export(module, example, dynamic_shapes=dynamic, strict=strict)
         assert "pretuned.grouped_gemm" in str(exported.graph)

@@ -19,7 +19,8 @@ from pretuned.artifacts.store import BundleFile, publish
 from pretuned.artifacts.types import DType, Fusion, Kernel, Layout, Pass, Variant
 from pretuned.kernels import passes as words
 from pretuned.kernels.passes import Block, PassSpec
-from pretuned.runtime import passes, passkernels
+from pretuned.kernels.revisions import REVISIONS
+from pretuned.runtime import loading, passes, passkernels
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.driver import Function
 from pretuned.runtime.launch import LoadedKernel
@@ -27,10 +28,11 @@ from pretuned.runtime.launchable import unlaunchable
 from pretuned.runtime.warmup import passes_of
 
 
-def record(op: Pass, cubin: bytes = ELF, *, alignment: int = 16, revision: int = 1, **fields: Any) -> Variant:
+def record(op: Pass, cubin: bytes = ELF, *, alignment: int = 16, revision: int = 0, **fields: Any) -> Variant:
     spec = PassSpec(op, DType.BF16, alignment)
     one = Variant(
-        op.value, revision, 1, op, spec.dtype, Layout.NK, Fusion.NONE, alignment, spec.max_experts,
+        op.value, revision or REVISIONS[op.value].revision, 1, op, spec.dtype, Layout.NK, Fusion.NONE, alignment,
+        spec.max_experts,
         spec.config.pairs(), op.value, words.arguments(op), (), 256, 0, 40, 0, 0, len(cubin),
         hashlib.sha256(cubin).digest(),
     )  # fmt: skip
@@ -58,7 +60,7 @@ def best(
 
 
 def test_aligned_code_first_then_the_later_revision_then_the_place(tmp_path: Path) -> None:
-    any_row, old, new = record(Pass.COMBINE, alignment=1), record(Pass.COMBINE), record(Pass.COMBINE, revision=2)
+    any_row, old, new = record(Pass.COMBINE, alignment=1), record(Pass.COMBINE), record(Pass.COMBINE, revision=9)
     a, b = write(tmp_path / "a.msgpack", [any_row, old]), write(tmp_path / "b.msgpack", [any_row, new])
     assert best([a, b]) == [("b.msgpack", 1), ("a.msgpack", 1), ("a.msgpack", 0), ("b.msgpack", 0)]
     assert best([a, b], aligned=False) == [("a.msgpack", 0), ("b.msgpack", 0)]
@@ -114,9 +116,8 @@ def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path:
     assert sorted(index for _, index in tf32) == list(range(first, end))
 
 
-@pytest.mark.parametrize("revision", [1, 2])
 @pytest.mark.parametrize("op", Pass)
-def test_the_driver_gets_every_argument_and_the_grid(op: Pass, revision: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = words.arguments(op)
     pointers = tuple(1000 + i for i, (_, kind) in enumerate(kinds) if kind == "ptr")
     rows, columns = 70, 3000
@@ -140,16 +141,15 @@ def test_the_driver_gets_every_argument_and_the_grid(op: Pass, revision: int, mo
     monkeypatch.setattr(passes.driver, "launch_kernel", lambda: launch)
     monkeypatch.setattr(passes.driver, "argument", lambda address: ctypes.c_void_p(address))
     monkeypatch.setattr(passes, "current_stream", lambda device: 77 + device)
-    kernel = LoadedKernel(record(op, revision=revision), Function(5, 6, 2, 256, 4096, 8), 132)
+    kernel = LoadedKernel(record(op), Function(5, 6, 2, 256, 4096, 8), 132)
     launcher = passes.PassLauncher(kernel, op)
     for _ in range(2):
         launcher(rows, columns, pointers, numbers)
     block = Block.from_pairs(kernel.variant.config).block
-    side_by_side = 4 if op is Pass.ACTIVATION and revision == 2 else 1
+    side_by_side = 4 if op is Pass.ACTIVATION else 1
     grid = words.programs(op, rows, columns, block, side_by_side)
     by_row = op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS, Pass.CLEAR)
     assert grid == -(-rows // side_by_side) * (1 if by_row else -(-columns // block))
-    assert launcher.revision == revision
     wanted = ([*pointers, *numbers], [0, 0], [grid, 1, 1, 256, 1, 1], 4096, 79, None, 0)
     assert seen == [wanted] * 2
 
@@ -171,7 +171,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise BundleCorrupt("its cubin is not what the index says")
         return LoadedKernel(bundle.variant(index), Function(5, 6, device, 256, 0, 8), sm_count)
 
-    monkeypatch.setattr(passes, "loaded", loaded)
+    monkeypatch.setattr(loading, "loaded", loaded)
     return codes
 
 

@@ -9,7 +9,17 @@ import torch
 
 from pretuned.artifacts.types import Layout
 from pretuned.kernels import passes as words
-from pretuned.runtime import activation, gradientplans, layer, layerplans, passes, products, sort_routing, tokens
+from pretuned.runtime import (
+    activation,
+    gradientplans,
+    inputs,
+    layer,
+    layerplans,
+    passes,
+    products,
+    sort_routing,
+    tokens,
+)
 from pretuned.runtime.gradientplans import Sizes, Wanted
 
 T, TOPK, E, H, I = 4, 2, 3, 16, 8  # noqa: E741
@@ -20,8 +30,7 @@ HOW = layer.Layer(TOPK, Layout.NK, activation.Activation("silu", True, False))
 class Noted:
     """A pass that notes what it is launched with."""
 
-    def __init__(self, revision: int) -> None:
-        self.revision = revision
+    def __init__(self) -> None:
         self.numbers: tuple[int, ...] = ()
         self.pointers: tuple[int, ...] = ()
 
@@ -29,19 +38,18 @@ class Noted:
         self.pointers, self.numbers = pointers, numbers
 
 
-@pytest.mark.parametrize("revision", [words.NARROW_REVISION - 1, words.NARROW_REVISION])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
-    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, biased: bool, revision: int
+    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, biased: bool
 ) -> None:
     h, da, weights = torch.randn(4, 6).bfloat16(), torch.randn(4, 3).bfloat16(), torch.rand(4).to(kind)
-    noted = Noted(revision)
+    noted = Noted()
     monkeypatch.setattr(passes, "for_rows", lambda *_, **__: noted)
     act, needs = activation.Activation("silu", True, False), activation.Needs(True, True, True)
     index = torch.arange(4)
     _, _, dweights = activation.gradient(h, da, act, needs, weights=weights, index=index, narrow=not biased)
-    narrow = kind is torch.bfloat16 and revision == words.NARROW_REVISION
+    narrow = kind is torch.bfloat16
     assert dweights is not None
     assert dweights.dtype is (torch.bfloat16 if narrow and not biased else torch.float32)
     assert bool(noted.numbers[-1] & words.NARROW) == narrow
@@ -85,7 +93,7 @@ def test_a_plan_tells_the_sum_of_what_dtype_they_are(
     x = torch.randn(T, H).bfloat16()
     bias = torch.randn(E, H).bfloat16() if biased else None
     given = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, bias)
-    noted, ignored, read = Noted(2), Noted(2), layer.slot_weights(weights, x)
+    noted, ignored, read = Noted(), Noted(), layer.slot_weights(weights, x)
     made: Any = layerplans.Plan
     plan = made(
         HOW, x, given, Sizes(TOPK, E, H, 2 * I, I), (nothing, nothing), (ignored, noted), None, False, None, None, read,
@@ -100,11 +108,10 @@ def test_a_plan_tells_the_sum_of_what_dtype_they_are(
     assert at_bias == (0 if bias is None else bias.data_ptr())
 
 
-@pytest.mark.parametrize("revision", [words.NARROW_REVISION - 1, words.NARROW_REVISION])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_planned_gradient_reads_and_writes_them_as_its_kernel_can(
-    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, biased: bool, revision: int
+    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, biased: bool
 ) -> None:
     """``biased``, frozen: the bias' part is added to their gradient in float32."""
     monkeypatch.setattr(products, "stream_of", lambda _device: 0)
@@ -112,16 +119,16 @@ def test_a_planned_gradient_reads_and_writes_them_as_its_kernel_can(
     dout, x, h = torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16(), torch.randn(T * TOPK, 2 * I).bfloat16()
     up, down = torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16()
     bias = torch.randn(E, H).bfloat16() if biased else None
-    noted, summed = Noted(revision), Noted(2)
+    noted, summed = Noted(), Noted()
     made: Any = gradientplans.GradientPlan
-    launches: Any = gradientplans._Launches(Noted(2), nothing, noted, nothing, nothing, summed, nothing)  # type: ignore[arg-type]
+    launches: Any = gradientplans._Launches(Noted(), nothing, noted, nothing, nothing, summed, nothing)  # type: ignore[arg-type]
     lies = gradientplans._lying(up), gradientplans._lying(down)
     plan = made(HOW, Sizes(TOPK, E, H, 2 * I, I), Wanted(True, True, True, True), dout, lies, launches)
     found = plan(dout, x, up, down, bias, weights, h, routing)
     assert found is not None
     dweights = found[3]
     assert dweights.dtype is kind
-    flags, narrow = noted.numbers[-1], kind is torch.bfloat16 and revision == words.NARROW_REVISION
+    flags, narrow = noted.numbers[-1], kind is torch.bfloat16
     assert flags & words.WEIGHTED
     assert bool(flags & words.NARROW) is narrow
     assert bool(flags & words.NARROW_DWEIGHTS) is (narrow and not biased)
@@ -161,7 +168,7 @@ def test_the_sum_asks_for_a_kernel_that_may_read_its_bias(monkeypatch: pytest.Mo
 
     weights, routing = routed(torch.float32)
     monkeypatch.setattr(passes, "launcher", launcher)
-    monkeypatch.setattr(products, "on_gpu", lambda _tensor: True)
+    monkeypatch.setattr(inputs, "on_gpu", lambda _tensor: True)
     y, bias = torch.randn(T * TOPK, H), torch.randn(E, H)
     spare = torch.empty(E * H + 1)[1:].view(E, H).copy_(bias)
     sums = [

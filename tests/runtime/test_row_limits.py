@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pretuned.artifacts
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.store import open_bundle
 from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Problem, Variant
-from pretuned.kernels.abi import CLEARS_SINCE, clears
+from pretuned.kernels.abi import clears
 from pretuned.kernels.config import Config, across
 from pretuned.runtime import discover, driver, launch
 from pretuned.runtime.arguments import PREPARED
@@ -109,7 +108,7 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int) -> None
     with open_bundle(SHIPPED) as bundle:
         variant = next(
             one for one in bundle.variants()
-            if one.op is Op.FORWARD and clears(one.fusion, Config.from_pairs(one.config), CLEARS_SINCE)
+            if one.op is Op.FORWARD and clears(one.fusion, Config.from_pairs(one.config))
             and not dict(one.config)["specialized"]
         )  # fmt: skip
     kernel = LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
@@ -132,7 +131,6 @@ def test_specialised_code_has_a_warp_for_it(beside: bool) -> None:
             one for one in bundle.variants()
             if one.op is Op.FORWARD and one.fusion == Fusion.SCATTER and dict(one.config)["specialized"]
         )  # fmt: skip
-    variant = replace(variant, revision=CLEARS_SINCE)
     kernel = LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
     packed = []
     for zero_tail in (False, True):
@@ -146,7 +144,7 @@ def test_specialised_code_has_a_warp_for_it(beside: bool) -> None:
     assert (packed[0] != packed[1]) is beside, "it is told"
 
 
-@pytest.mark.parametrize("what", ["persistent", "an earlier revision", "gathers", "many rows"])
+@pytest.mark.parametrize("what", ["persistent", "gathers", "many rows"])
 def test_code_that_cannot_clear_is_not_told_to(what: str) -> None:
     with open_bundle(SHIPPED) as bundle:
         code = Fusion.GATHER if what == "gathers" else Fusion.SCATTER
@@ -155,7 +153,6 @@ def test_code_that_cannot_clear_is_not_told_to(what: str) -> None:
             if one.op is Op.FORWARD and one.fusion == code and one.alignment == 16
             and not dict(one.config)["specialized"] and bool(dict(one.config)["persistent"]) is (what == "persistent")
         )  # fmt: skip
-    variant = replace(variant, revision=CLEARS_SINCE - (what == "an earlier revision"))
     kernel = LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
     flags = []
     for zero_tail in (False, True):

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.types import Pass
-from pretuned.kernels.passes import BY_TOKEN_REVISION
 from pretuned.runtime import rowgather, tokens
 
 device = host_gpu.device
@@ -18,19 +17,18 @@ LARGE = 128 << 20
 
 
 @pytest.mark.parametrize(
-    ("revision", "M", "row_bytes", "slots", "top_k", "once"),
+    ("M", "row_bytes", "slots", "top_k", "once"),
     [
-        (BY_TOKEN_REVISION, 1 << 15, LARGE >> 15, 1 << 15, 8, True),
-        (BY_TOKEN_REVISION - 1, 1 << 15, LARGE >> 15, 1 << 15, 8, False),
-        (BY_TOKEN_REVISION, (1 << 15) - 1, LARGE >> 15, 1 << 15, 8, False),  # too small
-        (BY_TOKEN_REVISION, 1 << 15, LARGE >> 15, 1 << 15, 1, False),  # each row goes to one place
-        (BY_TOKEN_REVISION, 1 << 15, LARGE >> 15, 1 << 16, 2, True),
-        (BY_TOKEN_REVISION, 1 << 15, LARGE >> 15, (1 << 16) + 8, 8, False),  # most slots are elsewhere
-        (BY_TOKEN_REVISION, 1 << 15, LARGE >> 15, 0, 8, False),  # nobody said how many
+        (1 << 15, LARGE >> 15, 1 << 15, 8, True),
+        ((1 << 15) - 1, LARGE >> 15, 1 << 15, 8, False),  # too small
+        (1 << 15, LARGE >> 15, 1 << 15, 1, False),  # each row goes to one place
+        (1 << 15, LARGE >> 15, 1 << 16, 2, True),
+        (1 << 15, LARGE >> 15, (1 << 16) + 8, 8, False),  # most slots are elsewhere
+        (1 << 15, LARGE >> 15, 0, 8, False),  # nobody said how many
     ],
 )
-def test_when_each_row_is_read_once(revision: int, M: int, row_bytes: int, slots: int, top_k: int, once: bool) -> None:
-    assert rowgather.by_token(revision, M, row_bytes, slots, top_k) is once
+def test_when_each_row_is_read_once(M: int, row_bytes: int, slots: int, top_k: int, once: bool) -> None:
+    assert rowgather.by_token(M, row_bytes, slots, top_k) is once
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -47,8 +45,8 @@ def test_every_index_gives_its_rows(
     end = len(picked) if used is None else used
     with pytest.MonkeyPatch.context() as patch:
         host_gpu.on(patch, True)
-        patch.setattr(rowgather, "LEAST_BYTES", 0)
-        device.passed, device.pass_revision = [], 1 if old else 2
+        patch.setattr(rowgather, "LEAST_BYTES", 1 << 40 if old else 0)
+        device.passed = []
         got = tokens.gather(x, index, top_k, bounds)
     assert torch.equal(got[:end], x[index.long() // top_k][:end])
     once = not old and top_k > 1 and 2 * len(picked) >= T * top_k

@@ -162,4 +162,8 @@ def test_an_output_that_is_a_link_is_replaced_and_said_to_be(aot, here, put, ver
 
 @pytest.mark.parametrize(("out", "shown"), [("bundles", "bundles"), ("a/b", "a/b"), ("../x", "x"), ("/srv/y", "y")])
 def test_a_dockerfile_copies_from_below_its_own_folder(out: str, shown: str) -> None:
-    assert _in_context(Path(out)) == Path(shown)
+    assert _in_context(Path(out)) == f"{shown} /opt/pretuned/bundles"
+
+
+def test_a_dockerfile_copies_a_folder_with_blanks() -> None:
+    assert _in_context(Path("/srv/my bundles")) == '["my bundles", "/opt/pretuned/bundles"]'

@@ -15,10 +15,10 @@ import torch
 
 from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Pass
 from pretuned.kernels import passes as words
-from pretuned.kernels.abi import CLEARS_SINCE, clears, code_of
+from pretuned.kernels.abi import clears, code_of
 from pretuned.kernels.config import Config
 from pretuned.kernels.passes import MOST_SORTED_EXPERTS
-from pretuned.runtime import clearing, grouped_gemm, passes, productlaunchers, products, sort_routing
+from pretuned.runtime import clearing, grouped_gemm, inputs, passes, productlaunchers, products, sort_routing
 from pretuned.runtime.activation import Activation, by_torch
 from pretuned.runtime.device import LocalGpu
 
@@ -44,7 +44,7 @@ def fake_rows(
     kernel: Any, *, columns: int, reduction: int, E: int, w_kn: bool, stride_w_e: int, stride_w_row: int,
     m_sizes_step: int, fused: Any,
 ) -> Callable[..., None]:  # fmt: skip
-    can = clears(kernel.variant.fusion, kernel.config, kernel.variant.revision)
+    can = clears(kernel.variant.fusion, kernel.config)
     if fused.fusion & INDEXED and not (can and (fused.beside if kernel.config.specialized else fused.few)):
         fused = fused._replace(zero_tail=False)
 
@@ -235,11 +235,9 @@ class Device:
         self.there: set[object] = {*ALL, *Pass}
         self.launched: list[tuple[Op, Fusion]] = []
         self.passed: list[Pass] = []  # of rows
-        self.pass_revision = words.NARROW_REVISION
         self.sorted: list[Pass] = []
         self.cleared: list[Pass] = []
         self.first = self.clears = self.specialized = False
-        self.revision = CLEARS_SINCE
 
     def passes(self, op: Pass, dtype: DType, device: int, *, aligned: bool) -> Callable[..., None] | None:
         if op not in self.there:
@@ -251,7 +249,6 @@ class Device:
             FAKES[op](*given)
 
         launch.block, launch.most_experts = SLOTS, MOST_SORTED_EXPERTS  # type: ignore[attr-defined]
-        launch.revision = self.pass_revision  # type: ignore[attr-defined]
         return launch
 
     def gated(self, problem: Any, *_: object) -> object | None:
@@ -269,7 +266,7 @@ class Device:
             return None
         self.launched.append((problem.op, problem.fusion))
         return SimpleNamespace(
-            variant=SimpleNamespace(fusion=problem.fusion, revision=self.revision),
+            variant=SimpleNamespace(fusion=problem.fusion),
             config=SPECIALIZED if self.specialized else Config(16, 64, 64, 4, 2, persistent=not self.clears),
         )
 
@@ -295,7 +292,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 def on(patch: pytest.MonkeyPatch, simulated: bool) -> None:
-    patch.setattr(products, "on_gpu", lambda tensor: simulated and not tensor.is_meta)
+    patch.setattr(inputs, "on_gpu", lambda tensor: simulated and not tensor.is_meta)
 
 
 def tensors(
