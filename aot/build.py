@@ -23,7 +23,7 @@ from .compile import Compiled, compile_variant, kernels_of, min_driver, producer
 from .compilecache import CompileCache
 from .evidence import Evidence
 from .journal import read_journal
-from .measured import assembled, choose_from, evidence_for
+from .measured import Ships, assembled, choose_from, evidence_for, shipping
 from .outdir import DEFAULT_NAME, check_writable, file_name, held
 from .outfile import check_out
 from .plan import Plan, planned_on
@@ -39,15 +39,16 @@ class Tune(Protocol):
     """Measures cells of ``candidates`` into ``journal``: ``tune_problems``, but for how. None where it can't."""
 
     def __call__(
-        self, problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, observers: TuneObservers
+        self, problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships,
+        observers: TuneObservers,
     ) -> Outcome | None: ...  # fmt: skip
 
 
 def tune_now(
-    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, observers: TuneObservers
+    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships, observers: TuneObservers
 ) -> Outcome:
     """On this machine's GPUs, as long as is usual."""
-    return tune_problems(problems, candidates, journal, observers=observers)
+    return tune_problems(problems, candidates, journal, ships=ships, observers=observers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,8 @@ def _measure(
                 path = stack.enter_context(scratch_folder()) / f"candidates-sm{sm}.msgpack"
                 every = choose_among_all(plan, candidates.compiled, sm)
                 publish(path, codec.encode(assembled(plan, candidates, every, None)))
-            outcome = options.tune(plan.buckets, path, journal, watch.tune)
+            ships = shipping(plan, candidates, options.configs)
+            outcome = options.tune(plan.buckets, path, journal, ships, watch.tune)
     if options.modelled or not (outcome or options.journal or journal.exists()):
         return None, None
     try:

@@ -30,14 +30,12 @@ class Ground:
     index: dict[tuple[Problem, bytes], int] = field(default_factory=dict)
     too_large: int = 0
     like: BundleFile | None = None
-    again: BundleFile | None = None
-    untried: BundleFile | None = None
     _rankers: dict[tuple[int, ...], Ranker] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float,
-        like: BundleFile | None = None, again: BundleFile | None = None, untried: BundleFile | None = None,
+        like: BundleFile | None = None,
     ) -> Ground:  # fmt: skip
         """Leaves out what does not fit the GPU's memory.
 
@@ -47,7 +45,7 @@ class Ground:
             if no candidate serves a problem that is not optional.
         """
         variants = bundle.variants()
-        self = cls({}, bundle, share, measuring_chip(gpu, sm), like=like, again=again, untried=untried)
+        self = cls({}, bundle, share, measuring_chip(gpu, sm), like=like)
         for problem in sorted(problems, key=lambda one: one.sort_key):
             able = tuple(i for i, variant in enumerate(variants) if serves(variant, problem))
             if not able and optional(problem):
@@ -67,6 +65,11 @@ class Ground:
     def has(self, record: Measured) -> bool:
         """Whether a record is of a cell that is asked for, and of these candidates."""
         return record.bucket in self.cells.get(record.problem, ()) and (record.problem, record.modelled) in self.index
+
+    def config(self, problem: Problem, sha: bytes) -> Knobs | None:
+        """The config of the variant with this cubin, if it serves a problem."""
+        i = self.index.get((problem, sha))
+        return None if i is None else self.bundle.variant(i).config
 
     def variant(self, problem: Problem, config: Knobs, without: Container[bytes] = ()) -> int | None:
         """The variant that serves a problem in this config, unless its cubin is in ``without``."""

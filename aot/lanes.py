@@ -9,12 +9,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from ..artifacts.errors import HostError
-from .contenders import Winners, contenders
-from .doubts import doubts, untried
+from .contenders import contenders
 from .evidence import Cell, plain_of
 from .ground import Ground, expected_seconds, torch_can, weight_key, weight_seconds
 from .jobs import GpuExecutor, GpuGone, Hello, Job, Result, WorkerLost
 from .journal import Journal, described
+from .known import Known
+from .looks import Look
+from .measured import Ships
 from .outcome import Outcome, Progress, TuneObservers
 from .records import AGAIN, DIED, Failure, Measured
 from .trials import Lane, Trial
@@ -33,6 +35,7 @@ class Run:
     def __init__(
         self, ground: Ground, greeted: Mapping[GpuExecutor, Hello], joined: Callable[[], Sequence[GpuExecutor]] | None,
         journal: Journal, watch: TuneObservers, with_torch: bool, budget_s: float | None,
+        ships: Ships | None,
     ) -> None:  # fmt: skip
         self.ground, self.journal, self.watch, self.with_torch = ground, journal, watch, with_torch
         self.bundle = ground.bundle
@@ -41,43 +44,30 @@ class Run:
         self.deserted_at: float | None = None
         self.queue: deque[list[Trial]] = deque()
         self.running: dict[Future[Any], Lane] = {}
-        self.winners = Winners()
-        self.doubts: Mapping[Cell, tuple[bytes, ...]] = {}
-        self.untried: Mapping[Cell, tuple[bytes, ...]] = {}
-        self.kept: set[Cell] = set()
-        self.failed: dict[bytes, Failure] = {}
+        self.known = Known(ground, journal, ships)
         self.failures: list[Failure] = []
         self.begun = time.monotonic()
         self.end = None if budget_s is None else self.begun + budget_s
         self.total = sum(map(len, ground.cells.values()))
-        self.known = self.measured = self.unable = self.measurements = self.repeated = self.exhaustive = 0
+        self.measured = self.looked = self.unable = self.measurements = self.repeated = self.exhaustive = 0
         self.planned_s = self.done_s = 0.0
+        self.stage_begun, self.stage_cells, self.stage_done = self.begun, 0, 0
 
     def run(self) -> Outcome:
-        """Until every cell is measured, or time is up."""
-        groups = self._groups(self._learn())
-        self.planned_s = sum(trial.seconds for group in groups for trial in group)
-        # Large first balances the GPUs; where time is short, small first measures the most.
-        short = self.end is not None and self.planned_s / len(self.lanes) > self.end - self.begun
-        groups.sort(key=lambda group: sum(trial.seconds for trial in group), reverse=not short)
-        self.queue = deque(groups)
-        left_s = self.planned_s / len(self.lanes)
-        self.watch.on_start(Progress(self.known, self.total, left_s, len(self.failed)))
+        """Until every cell is measured, and looked at where that may find a faster one, or time is up."""
+        missing = self.known.missing()
+        known = self.total - len(missing)
         try:
-            self._feed()
-            while self._working() or self._deserted():
-                wait(self.running, timeout=_LOOK_S if self.joined else None, return_when=FIRST_COMPLETED)
-                finished = [future for future in self.running if future.done()]
-                for future in sorted(finished, key=lambda one: one.exception() is None):  # who is gone, first
-                    self._settle(self.running.pop(future), future)
-                for executor in self.joined() if self.joined else ():
-                    lane = Lane(executor)
-                    self.lanes.append(lane)
-                    self._restart(lane)
-                self._feed()
+            self._measure(dict.fromkeys(missing), known, self.total)
+            left = len(missing) - self.measured - self.unable
+            begun, found = time.monotonic(), {} if left else self.known.looks()
+            while found and not self._over:
+                self._measure(found, 0, len(found))
+                found = self.known.looks()
+            look_s = time.monotonic() - begun
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
-                f"interrupted: {len(self.kept)} of {self.total} cells are measured and kept in "
+                f"interrupted: {len(self.known.cells)} of {self.total} cells are measured and kept in "
                 f"'{self.journal.path}'; run the same command to go on"
             ) from None
         header = self.journal.contents.header
@@ -85,63 +75,54 @@ class Run:
             sm=header.sm,
             gpu=header.gpu,
             total=self.total + self.ground.too_large,
-            known=self.known,
+            known=known,
             measured=self.measured,
+            looked=self.looked,
             too_large=self.ground.too_large,
             unable=self.unable,
-            left=self.total - self.known - self.measured - self.unable,
+            left=left,
+            to_look=len(found),
             failures=tuple(self.failures),
             measurements=self.measurements,
             repeated=self.repeated,
             exhaustive=self.exhaustive,
             seconds=time.monotonic() - self.begun,
+            look_seconds=look_s,
         )
 
-    def _learn(self) -> set[Cell]:
-        """The cells that the journal has, measured with these candidates, less those to be measured again."""
-        known: set[Cell] = set()
-        for record in self.journal.contents.records:
-            if isinstance(record, Failure):
-                self.failed[record.variant] = record
-            elif self.ground.has(record):
-                known.add((record.problem, record.bucket))
-                self._remember(record)
-        self.kept = set(known)
-        if self.ground.again is not None:
-            found = doubts(self.ground.again, self.journal.contents)
-            self.doubts = {cell: shas for cell, shas in found.items() if cell in known and self._are_there(cell, shas)}
-            known -= self.doubts.keys()
-            self.watch.on_note(f"a second look at {len(self.doubts)} of the {len(self.kept)} cells that are known")
-        if self.ground.untried is not None:
-            found = untried(self.ground.untried, self.journal.contents, self.ground.estimates)
-            self.untried = {cell: shas for cell, shas in found.items() if cell in known}
-            known -= self.untried.keys()
-            self.watch.on_note(f"what ships and was not timed, in {len(self.untried)} cells")
-        self.known = len(known)
-        return known
+    def _measure(self, wanted: Mapping[Cell, Look | None], done: int, cells: int) -> None:
+        """Until each of these cells is measured, or time is up: ``done`` of the stage's ``cells`` are, before."""
+        groups = self._groups(wanted)
+        self.stage_begun, self.stage_done, self.stage_cells = time.monotonic(), done, cells
+        self.done_s, self.planned_s = 0.0, sum(trial.seconds for group in groups for trial in group)
+        left_s = self.planned_s / max(1, len(self.lanes))
+        # Large first balances the GPUs; where time is short, small first measures the most.
+        short = self.end is not None and left_s > self.end - self.stage_begun
+        groups.sort(key=lambda group: sum(trial.seconds for trial in group), reverse=not short)
+        self.queue = deque(groups)
+        looking = any(look is not None for look in wanted.values())
+        self.watch.on_start(Progress(done, cells, left_s, len(self.known.failed), looking=looking))
+        self._feed()
+        while self._working() or self._deserted():
+            wait(self.running, timeout=_LOOK_S if self.joined else None, return_when=FIRST_COMPLETED)
+            finished = [future for future in self.running if future.done()]
+            for future in sorted(finished, key=lambda one: one.exception() is None):  # who is gone, first
+                self._settle(self.running.pop(future), future)
+            for executor in self.joined() if self.joined else ():
+                lane = Lane(executor)
+                self.lanes.append(lane)
+                self._restart(lane)
+            self._feed()
 
-    def _are_there(self, cell: Cell, shas: Sequence[bytes]) -> bool:
-        """Whether the candidates still hold all that a second look is to time."""
-        return all((cell[0], sha) in self.ground.index for sha in shas)
-
-    def _remember(self, record: Measured) -> None:
-        best = min(record.timings, key=lambda one: (one.time_ns, one.variant)).variant
-        i = self.ground.index.get((record.problem, best))
-        if i is not None:
-            self.winners.add(record.problem, record.bucket, self.bundle.variant(i).config)
-
-    def _groups(self, known: set[Cell]) -> list[list[Trial]]:
+    def _groups(self, wanted: Mapping[Cell, Look | None]) -> list[list[Trial]]:
         """What is to be measured, by the weights that are shared; plain forms first, rows rising."""
         groups: dict[object, list[Trial]] = {}
         for problem, buckets in self.ground.cells.items():
             for bucket in buckets:
-                if (problem, bucket) not in known:
-                    best_us = self.ground.ranked(problem, bucket)[0][0]
-                    cell = problem, bucket
-                    more = cell in self.doubts
-                    again = self.doubts.get(cell, self.untried.get(cell, ()))
-                    seconds = expected_seconds(best_us) * (AGAIN if more else 1)
-                    trial = Trial(problem, bucket, seconds, again=again, more=more)
+                if (problem, bucket) in wanted:
+                    look = wanted[problem, bucket]
+                    seconds = expected_seconds(self.ground.ranked(problem, bucket)[0][0])
+                    trial = Trial(problem, bucket, seconds * (AGAIN if look and look.more else 1), look=look)
                     groups.setdefault(weight_key(problem), []).append(trial)
         return list(groups.values())
 
@@ -201,14 +182,15 @@ class Run:
             lane.sent = (trial.alone[0],) if trial.alone else self._contenders(trial)
             if lane.sent:
                 with_torch = self.with_torch and torch_can(trial.problem) and not trial.alone
-                job = Job(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial), trial.more)
+                more = trial.look is not None and trial.look.more
+                job = Job(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial), more)
                 self.running[lane.executor.submit(job)] = lane
                 return
             self._give_up(lane, "no candidate is left")
 
     def _skip_failed(self, trial: Trial) -> None:
         """Of those to be tried alone, another GPU may have found some to be bad meanwhile."""
-        while trial.alone and self.bundle.variant(trial.alone[0]).cubin_sha256 in self.failed:
+        while trial.alone and self.bundle.variant(trial.alone[0]).cubin_sha256 in self.known.failed:
             trial.alone.popleft()
             trial.kills = 0
 
@@ -230,16 +212,16 @@ class Run:
 
     def _contenders(self, trial: Trial) -> tuple[int, ...]:
         """The variants to measure, the modelled choice first."""
-        ranked = [i for _, i in self.ground.ranked(trial.problem, trial.bucket, self.failed)]
+        ranked = [i for _, i in self.ground.ranked(trial.problem, trial.bucket, self.known.failed)]
         by_config = {self.bundle.variant(i).config: i for i in reversed(ranked)}
         configs = [self.bundle.variant(i).config for i in ranked]
         if not configs:
             return ()
-        if trial.again:
-            named = {self.ground.index.get((trial.problem, sha)) for sha in trial.again}
+        if trial.look is not None:
+            named = {self.ground.index.get((trial.problem, sha)) for sha in trial.look.variants}
             return (ranked[0], *(i for i in ranked[1:] if i in named))
-        near = self.winners.near(trial.problem, trial.bucket)
-        twin = self.winners.twin(trial.problem, trial.bucket)
+        near = self.known.winners.near(trial.problem, trial.bucket)
+        twin = self.known.winners.twin(trial.problem, trial.bucket)
         elsewhere = self.ground.elsewhere(trial.problem, trial.bucket)
         chosen = contenders(configs, near, twin, self.ground.share, elsewhere)
         return tuple(by_config[config] for config in chosen)
@@ -247,15 +229,18 @@ class Run:
     def _plain(self, trial: Trial) -> int | None:
         """The fastest variant of the plain product, where the runtime holds the form's time against it."""
         plain = None if trial.alone or trial.split else plain_of(trial.problem)
-        config = None if plain is None else self.winners.of(plain, trial.bucket)
-        return None if plain is None or config is None else self.ground.variant(plain, config, self.failed)
+        config = None if plain is None else self.known.winners.of(plain, trial.bucket)
+        return None if plain is None or config is None else self.ground.variant(plain, config, self.known.failed)
 
     def _give_up(self, lane: Lane, reason: str) -> None:
         """Leave the lane's cell modelled, or as it was measured before."""
-        again = lane.trial is not None and bool(lane.trial.again)
-        self.watch.on_note(f"{lane.trial}: left {'as it was' if again else 'modelled'}: {reason}")
-        self.known += again
-        self.unable += not again
+        assert lane.trial is not None
+        trial = lane.trial
+        self.watch.on_note(f"{trial}: left {'as it was' if trial.look else 'modelled'}: {reason}")
+        if trial.look:
+            self.known.looked_at((trial.problem, trial.bucket), trial.look)
+        else:
+            self.unable += 1
         lane.trial = None
 
     def _settle(self, lane: Lane, future: Future[Any]) -> None:
@@ -298,23 +283,25 @@ class Run:
             self._restart(lane)
 
     def _keep(self, lane: Lane, trial: Trial, record: Measured) -> None:
-        self.journal.append([record])
-        self._remember(record)
-        self.kept.add((record.problem, record.bucket))
-        self.measured += 1
-        self.measurements += len(record.timings)
-        self.repeated += 2 * (record.duel is not None)
-        self.exhaustive += len(self.ground.able[trial.problem])
+        self.known.add([record])
+        if trial.look:
+            self.known.looked_at((trial.problem, trial.bucket), trial.look)
+            self.looked += 1
+        else:
+            self.measured += 1
+            self.measurements += len(record.timings)
+            self.repeated += 2 * (record.duel is not None)
+            self.exhaustive += len(self.ground.able[trial.problem])
+        self.stage_done += 1
         self.done_s += trial.seconds
         lane.trial = None
         self.watch.on_cell(self._progress(record))
 
     def _fail(self, failures: Sequence[Failure]) -> None:
         if failures:
-            self.journal.append(failures)
+            self.known.add(failures)
             self.failures += failures
             for one in failures:
-                self.failed[one.variant] = one
                 self.watch.on_note(f"{one.problem}, {one.bucket} rows: a variant is out ({one.kind}): {one.reason}")
 
     def _restart(self, lane: Lane) -> None:
@@ -381,10 +368,10 @@ class Run:
 
     def _progress(self, record: Measured) -> Progress:
         now = time.monotonic()
-        left_s = max(0.0, self.planned_s - self.done_s) * (now - self.begun) / self.done_s
+        left_s = max(0.0, self.planned_s - self.done_s) * (now - self.stage_begun) / self.done_s
         if self.end is not None:
             left_s = min(left_s, max(0.0, self.end - now))
-        return Progress(self.known + self.measured, self.total, left_s, len(self.failed), record)
+        return Progress(self.stage_done, self.stage_cells, left_s, len(self.known.failed), record)
 
 
 def first_line(error: Exception) -> str:

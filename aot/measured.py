@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..artifacts.errors import CompileError, InputError
@@ -12,6 +13,8 @@ from .evidence import Evidence
 from .journal import Contents
 from .plan import Plan
 from .variants import Family, families, optional
+
+Ships = Callable[[Contents], Chosen]  # what would ship by a journal
 
 
 def measured_bundle(plan: Plan, candidates: Candidates, contents: Contents) -> Bundle:
@@ -47,6 +50,11 @@ def evidence_for(plan: Plan, candidates: Candidates, contents: Contents, where: 
             "another Triton or pretuned. Name what was measured with --candidates FILE"
         )
     return evidence
+
+
+def shipping(plan: Plan, candidates: Candidates, configs: int = CONFIG_LIMIT) -> Ships:
+    """What would ship of these candidates."""
+    return lambda contents: choose_from(plan, candidates, Evidence.of(contents), configs)
 
 
 def choose_from(plan: Plan, candidates: Candidates, evidence: Evidence | None, configs: int = CONFIG_LIMIT) -> Chosen:

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 
 from ..artifacts.types import Problem
 from .jobs import GpuExecutor, WorkerLost
+from .looks import Look
 
 
 @dataclass(slots=True, eq=False)
 class Trial:
     """A cell to measure. ``alone``: contenders to try one by one, as a process died over them, once (``split``).
 
-    ``kills``: the GPUs that have gone while the first of ``alone`` ran there. ``again``: the cubins to time now, of a
-    cell that was measured before; ``more``: in more rounds.
+    ``kills``: the GPUs that have gone while the first of ``alone`` ran there. ``look``: what to time, of a cell that
+    was measured before.
     """
 
     problem: Problem
@@ -23,8 +24,7 @@ class Trial:
     alone: deque[int] = field(default_factory=deque)
     split: bool = False
     kills: int = 0
-    again: tuple[bytes, ...] = ()
-    more: bool = False
+    look: Look | None = None
 
     def __str__(self) -> str:
         return f"{self.problem}, {self.bucket} rows"

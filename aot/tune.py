@@ -21,6 +21,7 @@ from .ground import Ground
 from .jobs import GpuExecutor, Hello, WorkerLost
 from .journal import Header, described, open_journal
 from .lanes import SAME_GPU, Run, first_line
+from .measured import Ships
 from .outcome import Outcome, Progress, TuneObservers
 
 __all__ = ["DEFAULT_BUDGET_S", "NoGpu", "Outcome", "Progress", "TuneObservers", "tune_problems"]
@@ -44,8 +45,7 @@ def tune_problems(
     with_torch: bool = True,
     share: float = SHARE,
     like: str | Path | None = None,
-    again: str | Path | None = None,
-    untried: str | Path | None = None,
+    ships: Ships | None = None,
     observers: TuneObservers | None = None,
 ) -> Outcome:
     """Measure the cells that ``journal`` does not have yet, on this machine's GPUs, until done or out of time.
@@ -73,10 +73,10 @@ def tune_problems(
         Of a cell's candidates, how many are measured.
     like
         A bundle, as of another GPU of this capability: what it has for a cell is among those measured.
-    again
-        A bundle built of the journal: cells whose choice took over 2 % more than the fastest are measured once more.
-    untried
-        A bundle: what it ships that may be the fastest in a cell of the journal, and was not timed there, is.
+    ships
+        What would ship by a journal (``measured.shipping``). Once no cell is missing, those are measured once more that
+        lack what would ship and may be the fastest there, or whose choice took over 2 % more than the fastest. None:
+        no such look is taken.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def tune_problems(
     """
     watch = observers or TuneObservers()
     with open_bundle(candidates) as bundle, contextlib.ExitStack() as stack:
-        there, built, ships = (_beside(one, bundle, stack) for one in (like, again, untried))
+        there = _beside(like, bundle, stack)
         if executors is None:
             try:
                 executors = stack.enter_context(local_gpus(str(candidates), bundle.digest, gpus))
@@ -99,16 +99,11 @@ def tune_problems(
                 raise NoGpu(str(error)) from None
         greeted = _greet(executors, watch, lenient=joined is not None)
         sm, gpu = _same_gpu(greeted, bundle)
-        if built is not None and built.gpus and not any(one.is_like(gpu) for one in built.gpus):
-            raise InputError(
-                f"--again '{again}': it was measured on {built.gpus[0].name}, this is {described(gpu, sm)}. Name the "
-                "bundle that was built of this journal"
-            )
         measured = {variant.kernel for variant in bundle.variants() if isinstance(variant.op, Op)}
         header = Header(sm, gpu, tuple(kernel for kernel in bundle.kernels if kernel.name in measured))
         held = stack.enter_context(open_journal(journal, header, watch.on_note))
-        ground = Ground.of(problems, bundle, gpu, sm, share, there, built, ships)
-        return Run(ground, greeted, joined, held, watch, with_torch, budget_s).run()
+        ground = Ground.of(problems, bundle, gpu, sm, share, there)
+        return Run(ground, greeted, joined, held, watch, with_torch, budget_s, ships).run()
 
 
 def _beside(named: str | Path | None, candidates: BundleFile, stack: contextlib.ExitStack) -> BundleFile | None:

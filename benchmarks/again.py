@@ -5,7 +5,7 @@
 
 By what the first duel said of the challenger: how many cells, its time over the modelled choice's the second time
 (geometric mean), and in how many it was the faster. Launches of over 10 ms apart: their times are of three rounds.
-A journal beside itself tells of the cells that ``aot measure --again`` looked at twice.
+A journal beside itself tells of the cells that were looked at once more.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from statistics import geometric_mean
 from typing import Any
 
 from pretuned.aot.contenders import SHARE
-from pretuned.aot.doubts import LIKELY
 from pretuned.aot.evidence import CellTimes, Evidence
 from pretuned.aot.ground import Ground
 from pretuned.aot.journal import Contents, read_journal
+from pretuned.aot.looks import LIKELY
 from pretuned.aot.records import LONG_NS, Measured
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.store import BundleFile, open_bundle
@@ -78,7 +78,7 @@ def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, st
 
 
 def winners_likely(bundle: BundleFile, contents: Contents) -> float:
-    """The part of all cells in which the fastest of what ships is what ``aot measure --untried`` would have timed."""
+    """The part of all cells in which the fastest of what ships is what a look would have timed."""
     cells = Evidence.of(contents).cells
     problems = {problem: [choice.bucket for choice in bundle.find(problem)] for problem in bundle.problems()}
     ground = Ground.of(problems, bundle, contents.header.gpu, contents.header.sm, SHARE)

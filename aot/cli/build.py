@@ -20,6 +20,7 @@ from ..build import Options, build_measured
 from ..build import build as build_bundles
 from ..capabilities import parse_sm
 from ..choose import CONFIG_LIMIT
+from ..measured import Ships
 from ..native import native_sm
 from ..outdir import DEFAULT_NAME
 from ..summary import Built, Report
@@ -148,10 +149,10 @@ def _measured_sms(
 
 def _tune(
     budget_s: float | None, executor: str | None, gpus: Sequence[int] | None, must: bool,
-    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, observers: TuneObservers,
+    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships, observers: TuneObservers,
 ) -> Outcome | None:  # fmt: skip
     try:
-        return tune(executor, gpus, problems, candidates, journal, observers=observers, budget_s=budget_s)
+        return tune(executor, gpus, problems, candidates, journal, observers=observers, budget_s=budget_s, ships=ships)
     except NoGpu as error:
         if must:
             raise

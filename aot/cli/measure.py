@@ -10,7 +10,9 @@ import click
 
 from ...artifacts.errors import InputError
 from ...runtime import settings
+from ..candidates import read_candidates
 from ..contenders import SHARE
+from ..measured import shipping
 from ..models import load_models
 from ..plan import plan
 from .echo import echo
@@ -29,17 +31,11 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
               help="Measure this share of a cell's candidates; 1 is all, for a journal of its own.")  # fmt: skip
 @click.option("--like", metavar="BUNDLE", type=click.Path(path_type=Path),
               help="Try what this bundle, measured on another GPU of the capability, has for each cell.")  # fmt: skip
-@click.option("--again", metavar="BUNDLE", type=click.Path(path_type=Path),
-              help="Measure once more, in more rounds, the cells whose choice in this bundle, built of the journal, "
-                   "took over 2 % more than the fastest.")  # fmt: skip
-@click.option("--untried", metavar="BUNDLE", type=click.Path(path_type=Path),
-              help="Time what this bundle ships wherever it may be the fastest and was never timed.")  # fmt: skip
 @click.option("--no-torch", is_flag=True, help="Don't time torch's grouped_mm for the report.")
 @as_json
 def measure(
     candidates: Path, models: tuple[str, ...], ops: str | None, journal: Path, budget: float | None, gpus: str | None,
-    executor: str | None, share: float, like: Path | None, again: Path | None, untried: Path | None,
-    no_torch: bool, as_json: bool,
+    executor: str | None, share: float, like: Path | None, no_torch: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure candidates on this machine's GPUs, or a cluster's, into a journal. Needs no Triton and no compiler.
 
@@ -51,8 +47,6 @@ def measure(
       aot measure candidates.msgpack --models models.txt --journal h200.journal --budget 1h --gpus 0,1
       aot measure candidates.msgpack --models models.txt --journal h200.journal --executor dask://scheduler:8786
       aot measure candidates.msgpack --models models.txt --journal h100.journal --like h200-sm90.msgpack
-      aot measure candidates.msgpack --models models.txt --journal h200.journal --untried bundle-sm90.msgpack
-      aot measure candidates.msgpack --models models.txt --journal h200.journal --again bundle-sm90.msgpack
       aot build --models models.txt --sm 90 --candidates candidates.msgpack --journal h200.journal
     """
     if settings.read(os.environ).disable_autotune:
@@ -67,7 +61,7 @@ def measure(
     with TuneProgress(as_json, budget) as progress:
         outcome = tune(
             executor, wanted, planned.buckets, candidates, journal, observers=progress.observers(), budget_s=budget,
-            with_torch=not no_torch, share=share, like=like, again=again, untried=untried,
+            with_torch=not no_torch, share=share, like=like, ships=shipping(planned, read_candidates(candidates)),
         )  # fmt: skip
     if as_json:
         print_json({**outcome.to_dict(), "journal": str(journal)})

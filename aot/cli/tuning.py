@@ -127,14 +127,21 @@ class TuneProgress:
         self._pause()
         if self._quiet:
             return
-        limit = f"; it stops after {duration(self._budget_s)} (--budget)" if self._budget_s is not None else ""
-        known = f", {progress.done} are known" if progress.done else ""
-        self._say(f"measuring {progress.total} cells{known}: about {duration(progress.seconds_left)}{limit}")
+        about = f"about {duration(progress.seconds_left)}"
+        if progress.looking:
+            self._say(f"looking at {progress.total} cells once more, by what would ship: {about}")
+        else:
+            limit = f"; it stops after {duration(self._budget_s)} (--budget)" if self._budget_s is not None else ""
+            known = f", {progress.done} are known" if progress.done else ""
+            self._say(f"measuring {progress.total} cells{known}: {about}{limit}")
         if self._terminal:
             self._start_bar(progress)
         self._last_line = time.monotonic()
 
     def _start_bar(self, progress: Progress) -> None:
+        if self._rich is not None:
+            self._rich.stop()
+
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
@@ -179,6 +186,7 @@ def told(outcome: Outcome) -> str:
     """What the tuner did, for the end of a command."""
     text = f"measured {outcome.measured} cells in {duration(outcome.seconds)} on {outcome.gpu.name}"
     text += f", {outcome.known} were known" if outcome.known else ""
+    text += f", looked at {outcome.looked} once more" if outcome.looked else ""
     if outcome.exhaustive:
         text += f"; {outcome.measurements} of {outcome.exhaustive} possible measurements"
     for count, what in (
@@ -186,6 +194,7 @@ def told(outcome: Outcome) -> str:
         (outcome.unable, "could not be measured and stay modelled"),
         (len(outcome.failures), "variants failed and do not ship"),
         (outcome.left, "cells are left: the same command goes on with them"),
+        (outcome.to_look, "cells are to be looked at once more: the same command goes on with them"),
     ):
         text += f"\n{count} {what}" if count else ""
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 import signal
@@ -19,24 +20,27 @@ import pytest
 
 from pretuned.aot.build import Options, build, build_measured, compile_candidates
 from pretuned.aot.candidates import read_candidates
+from pretuned.aot.choose import Chosen, choose_among_all
+from pretuned.aot.cli.tuning import told
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.contenders import Knobs
-from pretuned.aot.doubts import doubts, untried
-from pretuned.aot.evidence import Evidence
+from pretuned.aot.evidence import Cell, Evidence
 from pretuned.aot.gpuworkers import LocalGpu
 from pretuned.aot.ground import Ground, fits
 from pretuned.aot.jobs import Hello, Job, Result, Setup, WorkerLost
-from pretuned.aot.journal import open_journal, read_journal
-from pretuned.aot.measured import measured_bundle
+from pretuned.aot.journal import Contents, open_journal, read_journal
+from pretuned.aot.looks import Look, looks
+from pretuned.aot.measured import Ships, measured_bundle, shipping
+from pretuned.aot.outcome import Progress
 from pretuned.aot.plan import Plan
 from pretuned.aot.records import DIED, FAULT, HUNG, WRONG, Failure, Measured, Timing
 from pretuned.aot.scratch import scratch_folder
 from pretuned.aot.tune import NoGpu, TuneObservers, tune_problems
 from pretuned.aot.variants import Space, is_aligned, serves
 from pretuned.artifacts import codec
-from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.store import BundleFile, open_bundle
-from pretuned.artifacts.types import DType, Op, Problem, Source
+from pretuned.artifacts.errors import CompileError, HostError, InputError
+from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.types import Choice, DType, Op, Problem, Source
 
 SHIPPED = Path(__file__).parents[2] / "artifacts" / "bundles"
 Gpus = Callable[..., contextlib.AbstractContextManager[list[LocalGpu]]]
@@ -128,99 +132,118 @@ def test_it_is_measured_beside_the_models_first(
             assert len(tried) == min(4, len(names))
 
 
+def everything(candidates: Path, small_plan: Plan) -> Ships:
+    """Whatever the journal says: all candidates ship, and the model's choices, which made-up times don't follow."""
+    chosen = choose_among_all(small_plan, read_candidates(candidates).compiled, 90)
+    return lambda contents: chosen
+
+
+def wanted_looks(candidates: Path, small_plan: Plan, contents: Contents, ships: Ships) -> dict[Cell, Look]:
+    with open_bundle(candidates) as bundle:
+        ground = Ground.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
+        return looks(ships(contents), contents, ground.estimates)
+
+
+def records_of(journal: Path) -> list[Measured]:
+    return [one for one in read_journal(journal).records if isinstance(one, Measured)]
+
+
+@pytest.fixture
+def doubted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was not timed may be the fastest: what is looked at is what lost."""
+    monkeypatch.setattr("pretuned.aot.looks.LIKELY", 0.0)
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No choice has lost: what is looked at is what was not timed."""
+    monkeypatch.setattr("pretuned.aot.looks.MAX_LOSS", 100.0)
+    monkeypatch.setattr("pretuned.aot.looks.LIKELY", MORE)  # the models are tiny, and their estimates far apart
+
+
+MORE = 1.5
+
+
+@pytest.mark.usefixtures("doubted")
 def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
     candidates: Path, small_plan: Plan, tmp_path: Path
 ) -> None:
-    """The candidates' own choices are the model's, which made-up times don't follow. More rounds find other times."""
-    journal = tmp_path / "h200.journal"
+    """More rounds find other times."""
+    journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
-    first = {(one.problem, one.bucket): one for one in read_journal(journal).records if isinstance(one, Measured)}
-    with open_bundle(candidates) as bundle:
-        wanted = doubts(bundle, read_journal(journal))
-        for cell, one in first.items():
-            times = {timing.variant: timing.time_ns for timing in one.timings}
-            lost = times[one.modelled] / min(times.values())
-            assert (cell in wanted) is (lost > 1.02)  # the choice is the model's first, which is always measured
-            if lost > 1.02:
-                near = {sha for sha, time in times.items() if time <= 1.1 * min(times.values())}
-                assert set(wanted[cell]) == near | {one.modelled}
+    first = {(one.problem, one.bucket): one for one in records_of(journal)}
+    wanted = wanted_looks(candidates, small_plan, read_journal(journal), ships)
+    for cell, one in first.items():
+        times = {timing.variant: timing.time_ns for timing in one.timings}
+        lost = times[one.modelled] / min(times.values())
+        assert (cell in wanted) is (lost > 1.02)  # the choice is the model's first, which is always measured
+        if lost > 1.02:
+            near = {sha for sha, time in times.items() if time <= 1.1 * min(times.values())}
+            assert wanted[cell] == Look(frozenset(near | {one.modelled}), more=True)
     assert 3 < len(wanted) < len(first)
 
+    heard: list[Progress] = []
+    watch = TuneObservers(on_start=heard.append, on_cell=heard.append)
     with gpus(candidates, faketimer.steady) as here:
-        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, again=candidates)
-    assert (outcome.known, outcome.measured, outcome.left) == (len(first) - len(wanted), len(wanted), 0)
-    contents = read_journal(journal)
-    later = [one for one in contents.records if isinstance(one, Measured)][len(first) :]
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
+    assert (outcome.known, outcome.measured, outcome.left) == (len(first), 0, 0)
+    assert (outcome.looked, outcome.to_look, outcome.finished) == (len(wanted), 0, True)
+    assert [(one.looking, one.done, one.total) for one in heard] == [
+        (False, len(first), len(first)), (True, 0, len(wanted)),
+        *((False, i + 1, len(wanted)) for i in range(len(wanted))),
+    ]  # fmt: skip
+    later = records_of(journal)[len(first) :]
     assert sorted((str(one.problem), one.bucket) for one in later) == sorted((str(p), M) for p, M in wanted)
-    cells = Evidence.of(contents).cells
+    times = Evidence.of(read_journal(journal)).cells
     for one in later:
-        assert {timing.variant for timing in one.timings} == set(wanted[one.problem, one.bucket])
+        assert {timing.variant for timing in one.timings} == wanted[one.problem, one.bucket].variants
         assert one.timings[0].variant == one.modelled == first[one.problem, one.bucket].modelled
         assert {timing.rounds for timing in one.timings} == {60}
         for timing in one.timings:  # they count for more than those of 20 rounds
-            assert cells[one.problem, one.bucket].times_ns[timing.variant] == timing.time_ns == 12_000
-    with open_bundle(candidates) as bundle:
-        assert doubts(bundle, contents) == {}
+            assert times[one.problem, one.bucket].times_ns[timing.variant] == timing.time_ns == 12_000
+    assert wanted_looks(candidates, small_plan, read_journal(journal), ships) == {}
     with gpus(candidates, faketimer.steady) as here:
-        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, again=candidates)
-    assert (outcome.known, outcome.measured) == (len(first), 0)
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert (outcome.known, outcome.measured, outcome.looked) == (len(first), 0, 0)
 
 
 def last(ground: Ground, problem: Problem, bucket: int) -> Knobs:
     return ground.bundle.variant(ground.ranked(problem, bucket)[-1][1]).config
 
 
+@pytest.mark.usefixtures("doubted")
 def test_a_third_look_is_never_taken(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
     """Though the second one found the same times: the choice is what is slow."""
-    journal, heard = tmp_path / "h200.journal", list[str]()
+    journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
-        tune_problems(small_plan.buckets, candidates, journal, executors=here)
-        first = tune_problems(small_plan.buckets, candidates, journal, executors=here, again=candidates)
-        watch = TuneObservers(on_note=heard.append)
-        second = tune_problems(
-            small_plan.buckets, candidates, journal, executors=here, again=candidates, observers=watch
-        )
-    assert first.measured > 3
-    assert (second.measured, second.known) == (0, cells(small_plan))
-    assert f"a second look at 0 of the {cells(small_plan)} cells that are known" in heard
+        first = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+        second = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert first.measured == cells(small_plan)
+    assert first.looked > 3
+    assert (second.measured, second.looked, second.known) == (0, 0, cells(small_plan))
 
 
+@pytest.mark.usefixtures("doubted")
 def test_what_failed_is_no_reason_for_a_second_look(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
-    journal = tmp_path / "h200.journal"
+    journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
     contents = read_journal(journal)
-    with open_bundle(candidates) as bundle:
-        wanted = doubts(bundle, contents)
-        records = {(one.problem, one.bucket): one for one in contents.records if isinstance(one, Measured)}
-        choices = {(p, one.bucket): bundle.variant(one.variant).cubin_sha256 for p in wanted_problems(wanted)
-                   for one in bundle.find(p)}  # fmt: skip
-        for cell in wanted:
-            faster = [one.variant for one in records[cell].timings if one.variant != choices[cell]]
-            failed = tuple(Failure(*cell, sha, WRONG, "relative error 0.5") for sha in faster)
-            assert cell not in doubts(bundle, dataclasses.replace(contents, records=(*contents.records, *failed)))
+    records = {(one.problem, one.bucket): one for one in records_of(journal)}
+    for cell in wanted_looks(candidates, small_plan, contents, ships):
+        faster = [one.variant for one in records[cell].timings if one.variant != records[cell].modelled]
+        failed = tuple(Failure(*cell, sha, WRONG, "relative error 0.5") for sha in faster)
+        less = dataclasses.replace(contents, records=(*contents.records, *failed))
+        assert cell not in wanted_looks(candidates, small_plan, less, ships)
 
 
-def wanted_problems(cells: dict[tuple[Problem, int], tuple[bytes, ...]]) -> set[Problem]:
-    return {problem for problem, _ in cells}
-
-
-def test_a_second_look_is_for_what_was_built_of_this_gpus_journal(
-    candidates: Path, small_plan: Plan, tmp_path: Path
-) -> None:
-    of_an_h100 = SHIPPED / "catalogue-h100-sm90.msgpack"
-    with gpus(candidates) as here, pytest.raises(InputError, match=r"--again .*measured on NVIDIA H100.*H200"):
-        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, again=of_an_h100)
-    assert not (tmp_path / "journal").exists()
-
-
+@pytest.mark.usefixtures("doubted")
 def test_a_second_look_that_is_interrupted_goes_on(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
-    journal = tmp_path / "h200.journal"
+    journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
-    with open_bundle(candidates) as bundle:
-        wanted = doubts(bundle, read_journal(journal))
+    wanted = wanted_looks(candidates, small_plan, read_journal(journal), ships)
 
     def stop(progress: object) -> None:
         raise KeyboardInterrupt
@@ -228,57 +251,77 @@ def test_a_second_look_that_is_interrupted_goes_on(candidates: Path, small_plan:
     words = f"interrupted: {cells(small_plan)} of {cells(small_plan)} cells are measured and kept"
     watch = TuneObservers(on_cell=stop)
     with gpus(candidates) as here, pytest.raises(KeyboardInterrupt, match=words):
-        tune_problems(small_plan.buckets, candidates, journal, executors=here, again=candidates, observers=watch)
+        tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
     with gpus(candidates) as here:
-        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, again=candidates)
-    assert (outcome.measured, outcome.left) == (len(wanted) - 1, 0)
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert (outcome.looked, outcome.to_look) == (len(wanted) - 1, 0)
 
 
-def test_what_ships_is_timed_wherever_it_may_be_the_fastest(
-    candidates: Path, small_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("doubted")
+def test_out_of_time_the_looks_are_left_for_later(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    wanted = wanted_looks(candidates, small_plan, read_journal(journal), ships)
+    with gpus(candidates, faketimer.slow) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, budget_s=0.2)
+    assert 0 < outcome.looked < len(wanted)
+    assert outcome.to_look == len(wanted) - outcome.looked
+    assert (outcome.left, outcome.finished) == (0, False)
+    assert f"{outcome.to_look} cells are to be looked at once more" in told(outcome)
+    with gpus(candidates) as here:
+        rest = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert (rest.looked, rest.to_look, rest.finished) == (outcome.to_look, 0, True)
+
+
+@pytest.mark.usefixtures("doubted")
+def test_a_look_that_can_not_be_taken_is_not_tried_for_ever(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    journal, ships, heard = tmp_path / "h200.journal", everything(candidates, small_plan), list[str]()
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    wanted = wanted_looks(candidates, small_plan, read_journal(journal), ships)
+    with gpus(candidates, faketimer.unable) as here:
+        watch = TuneObservers(on_note=heard.append)
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
+    assert (outcome.looked, outcome.to_look, outcome.unable) == (0, 0, 0)
+    assert sum("left as it was: it can't be measured here" in one for one in heard) == len(wanted)
+
+
+@pytest.mark.usefixtures("untried")
+def test_what_ships_is_timed_wherever_it_may_be_the_fastest(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
     """Here all candidates ship, and of each cell the modelled choice alone was timed."""
-    monkeypatch.setattr("pretuned.aot.doubts.LIKELY", MORE)  # the models are tiny, and their estimates far apart
-    journal, whole = tmp_path / "h200.journal", tmp_path / "whole.journal"
+    journal, whole, ships = tmp_path / "h200.journal", tmp_path / "whole.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, whole, executors=here)
-    contents = read_journal(whole)
-    with open_journal(journal, contents.header) as held:
-        for one in contents.records:
-            assert isinstance(one, Measured)
+    with open_journal(journal, read_journal(whole).header) as held:
+        for one in records_of(whole):
             held.append([dataclasses.replace(one, timings=one.timings[:1], duel=None)])
     contents = read_journal(journal)
     before = Evidence.of(contents).cells
+    wanted = wanted_looks(candidates, small_plan, contents, ships)
     with open_bundle(candidates) as bundle:
         ground = Ground.of(small_plan.buckets, bundle, contents.header.gpu, 90, 0.1)
-        wanted = untried(bundle, contents, ground.estimates)
         likely = {cell: near_the_best(ground, *cell) for cell in before}
-        failed = Failure(*next(iter(wanted)), next(iter(wanted.values()))[-1], WRONG, "relative error 0.5")
-        less = untried(bundle, dataclasses.replace(contents, records=(*contents.records, failed)), ground.estimates)
-    assert all(set(shas) == likely[cell] | {*before[cell].times_ns} for cell, shas in wanted.items())
+    assert all(look == Look(frozenset(likely[cell] | {*before[cell].times_ns}), False) for cell, look in wanted.items())
     assert set(wanted) == {cell for cell in before if len(likely[cell]) > 1}
     assert 3 < len(wanted) < len(before)
-    assert all(failed.variant not in shas for shas in less.values())
+    cell, look = next(iter(wanted.items()))
+    failed = Failure(*cell, next(iter(look.variants - before[cell].times_ns.keys())), WRONG, "relative error 0.5")
+    less = dataclasses.replace(contents, records=(*contents.records, failed))
+    assert all(failed.variant not in one.variants
+               for one in wanted_looks(candidates, small_plan, less, ships).values())  # fmt: skip
 
-    heard: list[str] = []
-    watch = TuneObservers(on_note=heard.append)
     with gpus(candidates) as here:
-        outcome = tune_problems(
-            small_plan.buckets, candidates, journal, executors=here, untried=candidates, observers=watch
-        )
-        assert (outcome.known, outcome.measured) == (len(before) - len(wanted), len(wanted))
-        assert f"what ships and was not timed, in {len(wanted)} cells" in heard
-        later = [one for one in read_journal(journal).records if isinstance(one, Measured)][len(before) :]
-        for one in later:
-            assert {timing.variant for timing in one.timings} == set(wanted[one.problem, one.bucket])
-            assert {timing.rounds for timing in one.timings} == {20}, "no second look"
-        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, untried=candidates)
-    assert (outcome.known, outcome.measured) == (len(before), 0)
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+        assert (outcome.known, outcome.measured, outcome.looked) == (len(before), 0, len(wanted))
+        for one in records_of(journal)[len(before) :]:
+            assert {timing.variant for timing in one.timings} == wanted[one.problem, one.bucket].variants
+            assert {timing.rounds for timing in one.timings} == {20}, "no more rounds"
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert (outcome.known, outcome.measured, outcome.looked) == (len(before), 0, 0)
 
 
-MORE = 1.5
-
-
+@pytest.mark.usefixtures("untried")
 def test_only_what_ships_is_timed_beside_those_that_are_ahead(
     candidates: Path, small_plan: Plan, tmp_path: Path
 ) -> None:
@@ -286,39 +329,71 @@ def test_only_what_ships_is_timed_beside_those_that_are_ahead(
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
     contents = read_journal(journal)
+    one = next(one for one in records_of(journal) if len(one.timings) > 1)
+    timed, other = one.timings[:2]
+    ns = 100_000
+
+    def like(name: bytes, factor: float) -> Timing:
+        return dataclasses.replace(timed, variant=name * 32, ns=(round(ns * factor),) * 2)
+
+    first = dataclasses.replace(timed, ns=(ns, ns))
+    timings = (first, like(b"a", 1.029), like(b"b", 1.031), like(b"c", 2.0))
+    record = dataclasses.replace(one, timings=timings, modelled=timed.variant, duel=None)
+    contents = dataclasses.replace(contents, records=(record,))
+    cell = (one.problem, one.bucket)
+    known = {timing.variant: 3.0 for timing in timings}
+
+    def found(*ships: bytes, **estimates: float) -> dict[Cell, Look]:
+        variants = tuple(SimpleNamespace(variant=SimpleNamespace(cubin_sha256=sha)) for sha in ships)
+        choices = {one.problem: (Choice(one.bucket, 0, Source.MODELLED, ns),)}
+        able = known | {timed.variant: 1.0, other.variant: estimates.get("other", 1.0)}
+        return looks(Chosen(variants, choices, ()), contents, lambda problem, bucket: able)  # type: ignore[arg-type]
+
+    more = Look(frozenset({timed.variant, b"a" * 32, other.variant}), False)
+    assert found(timed.variant, other.variant) == {cell: more}
+    assert found(timed.variant) == {}
+    assert found(other.variant) == {cell: more}
+    assert found(timed.variant, other.variant, other=MORE + 0.1) == {}
     with open_bundle(candidates) as bundle:
         ground = Ground.of(small_plan.buckets, bundle, contents.header.gpu, 90, 0.1)
-        one = next(one for one in contents.records if isinstance(one, Measured) and len(one.timings) > 1)
-        timed, other = one.timings[:2]
-        ns = 100_000
-
-        def like(name: bytes, factor: float) -> Timing:
-            return dataclasses.replace(timed, variant=name * 32, ns=(round(ns * factor),) * 2)
-
-        first = dataclasses.replace(timed, ns=(ns, ns))
-        timings = (first, like(b"a", 1.029), like(b"b", 1.031), like(b"c", 2.0))
-        record = dataclasses.replace(one, timings=timings, modelled=timed.variant, duel=None)
-        contents = dataclasses.replace(contents, records=(record,))
-        variants = bundle.variants()
-
-        def ships(*shas: bytes) -> BundleFile:
-            return SimpleNamespace(variants=lambda: [v for v in variants if v.cubin_sha256 in shas])  # type: ignore[return-value]
-
-        def even(_problem: Problem, _bucket: int) -> dict[bytes, float]:
-            return {timed.variant: 1.0, other.variant: 1.0}
-
-        cell = (one.problem, one.bucket)
-        assert untried(ships(timed.variant, other.variant), contents, even) == {
-            cell: (timed.variant, b"a" * 32, other.variant)
-        }
-        assert untried(ships(timed.variant), contents, even) == {}
-        assert untried(ships(other.variant), contents, even)[cell][-1] == other.variant
-        assert (
-            untried(ships(timed.variant, other.variant), contents, lambda *_: {timed.variant: 1.0, other.variant: 1.07})
-            == {}
-        )
         assert ground.estimates(*cell)
         assert ground.estimates(one.problem, one.bucket + 1) == {}
+
+
+def test_one_run_measures_and_looks_and_the_next_does_nothing(
+    candidates: Path, small_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what would ship in earnest, which the looks change; at first every other cell has one contender alone."""
+    cell = itertools.count()
+    monkeypatch.setattr("pretuned.aot.looks.LIKELY", 2.0)
+    monkeypatch.setattr("pretuned.aot.lanes.contenders", lambda ranked, *rest: ranked[: 1 + next(cell) % 2])
+    journal, found = tmp_path / "h200.journal", read_candidates(candidates, small_plan)
+    ships = shipping(small_plan, found)
+    with gpus(candidates) as here:
+        first = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+        second = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert (first.measured, first.left, first.to_look, first.finished) == (cells(small_plan), 0, 0, True)
+    assert first.looked > 3
+    assert len(records_of(journal)) == first.measured + first.looked
+    assert (second.measured, second.looked) == (0, 0)
+    assert wanted_looks(candidates, small_plan, read_journal(journal), ships) == {}
+    times = Evidence.of(read_journal(journal)).cells
+    chosen = ships(read_journal(journal))
+    for problem, choices in chosen.choices.items():
+        for choice in choices:
+            known = times[problem, choice.bucket].times_ns
+            assert known[chosen.variants[choice.variant].variant.cubin_sha256] == min(known.values())
+
+
+def test_where_nothing_would_ship_nothing_is_looked_at(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+    """The build says so."""
+
+    def ships(contents: Contents) -> Chosen:
+        raise CompileError("not one variant works on the GPU")
+
+    with gpus(candidates) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, ships=ships)
+    assert (outcome.measured, outcome.looked, outcome.finished) == (cells(small_plan), 0, True)
 
 
 def near_the_best(ground: Ground, problem: Problem, bucket: int) -> set[bytes]:
@@ -326,13 +401,10 @@ def near_the_best(ground: Ground, problem: Problem, bucket: int) -> set[bytes]:
     return {ground.bundle.variant(i).cubin_sha256 for us, i in ranked if us <= MORE * ranked[0][0]}
 
 
-@pytest.mark.parametrize("named", ["like", "again", "untried"])
-def test_a_bundle_of_another_capability_is_refused(
-    candidates: Path, small_plan: Plan, tmp_path: Path, named: str
-) -> None:
+def test_a_bundle_of_another_capability_is_refused(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
     other = SHIPPED / "catalogue-sm80.msgpack"
     with gpus(candidates) as here, pytest.raises(InputError, match=r"it is for sm_80, the candidates are for sm_90a"):
-        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, **{named: other})
+        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, like=other)
     assert not (tmp_path / "journal").exists()
 
 
@@ -416,9 +488,9 @@ def test_a_build_measures_and_goes_on_with_its_own_journal(
 ) -> None:
     calls: list[int] = []
 
-    def tune(problems, candidates, journal, observers):
+    def tune(problems, candidates, journal, ships, observers):
         with gpus(candidates) as here:
-            outcome = tune_problems(problems, candidates, journal, executors=here, observers=observers)
+            outcome = tune_problems(problems, candidates, journal, executors=here, ships=ships, observers=observers)
         calls.append(outcome.measured)
         return outcome
 
@@ -645,7 +717,7 @@ def test_a_build_goes_on_modelled_where_the_gpu_can_not_be_used(
         tune_problems(small_plan.buckets, candidates, tmp_path / "h200.journal", executors=here)
     assert not (tmp_path / "h200.journal").exists()
 
-    def tune(problems, candidates, journal, observers):
+    def tune(problems, candidates, journal, ships, observers):
         return None
 
     options = Options(tmp_path, cache=CompileCache(compiled_dir), space=small_space, measure=(90,), tune=tune)

@@ -74,7 +74,6 @@ def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Pat
         (("measure", "candidates.msgpack", "--models", MODEL), 2, "Missing option '--journal'"),
         (("measure", "none.msgpack", "--models", MODEL, "-J", "j"), 2, "none.msgpack"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--like", "none.msgpack"), 2, "none.msgpack"),
-        (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--again", "none.msgpack"), 2, "none.msgpack"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--budget", "5x"), 2, "wanted e.g. 90s, 10m"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--budget", "9" * 400), 2, "is no duration"),
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--budget", "9" * 308 + "h"), 2,

@@ -55,6 +55,11 @@ def steady(setup: Setup, job: Job) -> Result:
     return Result(replace(found, timings=timings, duel=None))
 
 
+def unable(setup: Setup, job: Job) -> Result:
+    """Nothing can be timed."""
+    return Result(None)
+
+
 def dies_beside(setup: Setup, job: Job) -> Result:
     """Whatever is timed in turns with the plain product takes its process down."""
     if job.plain is not None:
