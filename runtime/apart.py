@@ -44,10 +44,11 @@ def weight(dy: torch.Tensor, x: torch.Tensor, m_sizes: torch.Tensor, *, sm: int)
     """
     M, N, K = x.shape[0], dy.shape[1], x.shape[1]
     grouped = grouped_mm(x.dtype, sm, m_sizes.shape[0])
-    if grouped is not None and N % 8 == 0 and K % 8 == 0:
+    dy, x = dy.contiguous(), x.contiguous()
+    if grouped is not None and N % 8 == 0 and K % 8 == 0 and (dy.data_ptr() | x.data_ptr()) % 16 == 0:
         counts = m_sizes.long().clamp(0, M)
         ends = counts.cumsum(0).clamp_(max=M)
-        product: torch.Tensor = grouped(dy.contiguous().t(), x.contiguous(), offs=ends.to(torch.int32))
+        product: torch.Tensor = grouped(dy.t(), x, offs=ends.to(torch.int32))
         rows_here = ends - torch.cat([ends.new_zeros(1), ends[:-1]])
         return product.masked_fill_((rows_here == 0)[:, None, None], 0)
     if torch.cuda.is_current_stream_capturing():

@@ -21,6 +21,7 @@ _MOST_CHECKED = 1 << 14
 # The kinds of call that passed every check as they are: the sorted rows, x's and y's.
 _checked: dict[object, tuple[int, int, int]] = {}
 _PLAIN = inputs.PLAIN
+jit_state = torch._C._get_tracing_state  # of torch.jit.trace, None where it is not under way
 
 
 def run(
@@ -111,7 +112,7 @@ def is_whole(x: object, w: object) -> bool:
 
 def is_traced(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether one of these stands for a tensor to come, or wraps others: only an operator can take them."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or jit_state() is not None:
         return True
     if not others[1:] and type(x) is torch.Tensor and type(others[0]) in _PLAIN:  # a plain call's: in half the time
         return x.is_meta

@@ -12,7 +12,9 @@ the tokens and their routing. Nothing here imports it.
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from .activation import GATED, UNGATED, Activation, by_torch
 from .moe import moe_mlp, sort_routing
 from .ops import grouped_gemm
 
-_activations: weakref.WeakKeyDictionary[torch.nn.Module, Activation | None] = weakref.WeakKeyDictionary()
-_UNTRIED: Any = object()
+# By module: whether it was in training, its act_fn, and what was found then.
+_Tried = tuple[bool, Callable[[], Any], Activation | None]
+_activations: weakref.WeakKeyDictionary[torch.nn.Module, _Tried] = weakref.WeakKeyDictionary()
+_transformed = torch._C._are_functorch_transforms_active
 
 
 def experts_forward(
@@ -33,8 +37,9 @@ def experts_forward(
     ``self`` is the experts' module: gate_up_proj (up_proj without a gate) and down_proj, [E, N, K] or, with
     ``is_transposed``, [E, K, N]. hidden_states is [T, H], top_k_index and top_k_weights are [T, k].
 
-    One ``moe_mlp`` where what the module does between its products is an activation that it knows; else, and where
-    torch.compile traces it, two grouped GEMMs around the module's own code.
+    One ``moe_mlp`` where what the module does between its products is an activation that it knows, and has no
+    parameters, buffers or hooks of its own; else, and where torch.compile traces it, two grouped GEMMs around the
+    module's own code.
     """
     gated, normed = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # later ones have it
     first, first_bias = ("gate_up_proj", "gate_up_proj_bias") if gated else ("up_proj", "up_proj_bias")
@@ -42,7 +47,8 @@ def experts_forward(
     b1, b2 = (getattr(self, first_bias), self.down_proj_bias) if self.has_bias else (None, None)
     layout = "kn" if self.is_transposed else "nk"
     hidden = hidden_states.to(w1.dtype)
-    act = None if torch.compiler.is_compiling() or normed else _activation(self, gated)
+    own = torch.compiler.is_compiling() or normed or _has_state(self, (first, first_bias))
+    act = None if own else _activation(self, gated)
     if act is not None:
         out = moe_mlp(
             hidden, w1, w2, top_k_index, top_k_weights, act.name, gated=gated, interleaved=act.interleaved,
@@ -62,21 +68,55 @@ def experts_forward(
     return (y.view(T, k, -1).to(wide) * weights).sum(1).to(hidden_states.dtype)
 
 
+def _has_state(experts: Any, first: tuple[str, str]) -> bool:
+    """Whether what is between the products may change or be looked at: by parameters, buffers or hooks of its own."""
+    weights = {*first, "down_proj", "down_proj_bias"}
+    if experts._buffers or not experts._parameters.keys() <= weights:
+        return True
+    for name, child in experts._modules.items():
+        if child is None or (name == "parametrizations" and child._modules.keys() <= weights):  # the weights' own
+            continue
+        for one in () if name == "post_expert_norm" else child.modules():
+            if (
+                one._parameters or one._buffers or one._forward_hooks or one._forward_pre_hooks
+                or one._backward_hooks or one._backward_pre_hooks
+            ):  # fmt: skip
+                return True
+    return False
+
+
 def _activation(experts: Any, gated: bool) -> Activation | None:
-    """What ``activate`` has that does what the module does between its products, found by trying it; or None."""
-    found = _activations.get(experts, _UNTRIED)
-    if found is _UNTRIED:
-        h = 4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
-        h = torch.cat([h, 64 * h, 4096 * h])  # large ones, too: a module may clamp what is above some limit
-        if type(h) is not torch.Tensor:
-            return None  # nothing but shapes is computed now: it is tried with the first numbers
-        known = [Activation(name, True, turned) for name in GATED for turned in (False, True)]
-        known = known if gated else [Activation(name, False, False) for name in UNGATED]
-        with torch.no_grad():
-            try:
-                does = experts._apply_gate(h) if gated else experts.act_fn(h)
-                same = [act for act in known if torch.allclose(does, by_torch(h, act), rtol=1e-5, atol=1e-6)]
-            except Exception:  # code of somebody else: it may want the module's own device or number of columns
-                same = []
-        found = _activations[experts] = same[0] if same else None
-    return found  # type: ignore[no-any-return]
+    """What ``activate`` has that does what the module does between its products, found by trying it; or None.
+
+    It is tried again where the module has changed between training and not, or its ``act_fn`` has.
+    """
+    training, act_fn = experts.training, getattr(experts, "act_fn", None)
+    act_fn = getattr(act_fn, "__func__", act_fn)  # of the class: each look at it makes another method
+    tried = _activations.get(experts)
+    if tried is not None and tried[0] is training and tried[1]() is act_fn:
+        return tried[2]
+    if _transformed():
+        return None
+    h = 4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
+    h = torch.cat([h, 64 * h, 4096 * h])  # large ones, too: a module may clamp what is above some limit
+    if type(h) is not torch.Tensor:
+        return None  # nothing but shapes is computed now: it is tried with the first numbers
+    known = [Activation(name, True, turned) for name in GATED for turned in (False, True)]
+    known = known if gated else [Activation(name, False, False) for name in UNGATED]
+    with torch.no_grad():
+        try:
+            does = experts._apply_gate(h) if gated else experts.act_fn(h)
+            same = [act for act in known if torch.allclose(does, by_torch(h, act), rtol=1e-5, atol=1e-6)]
+        except Exception:  # code of somebody else: it may want the module's own device or number of columns
+            same = []
+    found = same[0] if same else None
+    try:
+        then: Callable[[], Any] = weakref.ref(act_fn)  # it may hold the module
+    except TypeError:
+        then = functools.partial(_itself, act_fn)
+    _activations[experts] = training, then, found
+    return found
+
+
+def _itself(one: object) -> object:
+    return one

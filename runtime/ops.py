@@ -152,7 +152,7 @@ def grouped_gemm(
     it, with one warning. On other devices it is a torch reference, slow. In a torch.autocast region float32
     x, w and bias are cast. torch.compile and torch.export see one operator. A gradient can't be differentiated again.
     """
-    if _tracing():
+    if _tracing() or calls.jit_state() is not None:
         from .library import traced
 
         return traced(
@@ -267,6 +267,8 @@ def _known(
     if known is None or (grad and torch.is_grad_enabled()) or not device_is_current(device):
         return _first(x, w, m_sizes, w_layout, out, zero_tail, key)
     launcher, N, w_bytes = known
+    if M == 1:
+        stride_y_m = N
     if out is None:
         y, stride_y_m = empty((M, N), (N, 1), dtype), N
     else:

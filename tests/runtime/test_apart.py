@@ -42,6 +42,25 @@ def test_dw(counts: list[int], dtype: torch.dtype) -> None:
     near(apart.weight(dy, x, m_sizes, sm=90), want)
 
 
+def test_dw_of_tensors_that_grouped_mm_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA it wants 16-byte aligned pointers; a view that begins anywhere has none."""
+
+    def aligned_alone(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        assert (a.data_ptr() | b.data_ptr()) % 16 == 0, "expected data_ptr to be aligned to 16 bytes"
+        asked.append(1)
+        return torch._grouped_mm(a, b, offs=offs)
+
+    asked: list[int] = []
+    monkeypatch.setattr(apart, "grouped_mm", lambda *_: aligned_alone)
+    (x, dy, _), m_sizes = operands(torch.bfloat16), torch.tensor(COUNTS[0])
+    want = reference.grad_weight(dy, x, m_sizes)
+    near(apart.weight(dy, x, m_sizes, sm=90), want)
+    assert asked == [1]
+    off = torch.zeros(x.numel() + 8, dtype=x.dtype)[1 : 1 + x.numel()].view_as(x).copy_(x)
+    near(apart.weight(dy, off, m_sizes, sm=90), want)
+    assert asked == [1]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("layout", list(Layout))

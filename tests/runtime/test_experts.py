@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -77,6 +79,7 @@ def test_a_model_and_its_gradients(library: Any, kind: str) -> None:
     for name, grad in grads.items():
         torch.testing.assert_close(ours_too[name], grad, rtol=1e-3, atol=1e-5)
     found = {ours._activation(one, True) for one in experts_of(model)}
+    assert not any(ours._has_state(one, ("gate_up_proj", "gate_up_proj_bias")) for one in experts_of(model))
     assert found == {Activation(MODELS[kind][1], True, kind == "gpt_oss")}
 
 
@@ -209,12 +212,107 @@ def test_every_way_that_weights_may_lie(how: dict[str, bool], act: Any, name: st
             torch.testing.assert_close(one.grad, two.grad, rtol=1e-3, atol=1e-3, msg=called)
 
 
-def test_what_is_tried_once_is_known() -> None:
-    experts = Experts()
-    known = ours._activation(experts, True)
-    assert known == Activation("silu", True, False)
+def test_it_is_tried_again_where_its_code_or_its_training_changes() -> None:
+    experts, tried = Experts(lambda h: tried.append(1) or functional.silu(h)), []  # type: ignore[func-returns-value]
+    known = Activation("silu", True, False)
+    assert [ours._activation(experts, True) for _ in range(3)] == [known] * 3
+    assert len(tried) == 1
+    experts.eval()
+    assert ours._activation(experts, True) == known
+    assert len(tried) == 2
+    experts.act_fn = functional.gelu
+    assert ours._activation(experts, True) == Activation("gelu", True, False)
     experts.act_fn = torch.tanh
-    assert ours._activation(experts, True) is known
+    assert ours._activation(experts, True) is None
+
+
+def test_a_method_is_tried_once_and_keeps_no_module() -> None:
+    tried = []
+
+    class WithMethod(Experts):
+        def act_fn(self, h: torch.Tensor) -> torch.Tensor:
+            tried.append(1)
+            return functional.silu(h)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name != "act_fn":
+                super().__setattr__(name, value)
+
+    experts = WithMethod()
+    for _ in range(3):
+        assert ours._activation(experts, True) == Activation("silu", True, False)
+    assert len(tried) == 1
+    gone = weakref.ref(experts)
+    del experts
+    gc.collect()
+    assert gone() is None
+
+
+class Swish(torch.nn.Module):
+    """silu at first; beta is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h * torch.sigmoid(self.beta * h)
+
+
+def called(experts: Experts, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return ours.experts_forward(experts, *given), by_hand(experts, *given)
+
+
+def test_an_activation_that_learns() -> None:
+    experts = Experts(Swish())
+    given = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
+    for beta in (1.0, 1.5):
+        with torch.no_grad():
+            experts.act_fn.beta.fill_(beta)
+        got, wanted = called(experts, *given)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        grads = [torch.autograd.grad(one.square().sum(), experts.act_fn.beta)[0] for one in (got, wanted)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_an_activation_run(when: str) -> None:
+    experts = Experts(torch.nn.Sequential(torch.nn.SiLU()))
+    given = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
+    if when == "after":
+        torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
+    handle = experts.act_fn[0].register_forward_hook(lambda module, taken, made: torch.zeros_like(made))
+    got, wanted = called(experts, *given)
+    assert float(got.detach().abs().max()) == float(wanted.detach().abs().max()) == 0.0
+    handle.remove()
+    torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
+    assert not ours._has_state(experts, ("gate_up_proj", "gate_up_proj_bias"))
+
+
+def test_an_activation_that_drops_in_training_alone() -> None:
+    experts = Experts(torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(1.0))).eval()
+    given = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
+    torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
+    experts.train()
+    assert float(called(experts, *given)[0].detach().abs().max()) == 0.0
+    experts.eval()
+    torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_experts_hold_beside_their_weights() -> None:
+    """A limit that is learnt, or kept as a buffer, may change. What makes the weights is no part of the activation."""
+    first = ("gate_up_proj", "gate_up_proj_bias")
+    experts = Experts()
+    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
+    assert not ours._has_state(experts, first)
+    experts.register_parameter("limit", torch.nn.Parameter(torch.ones(())))
+    assert ours._has_state(experts, first)
+    torch.nn.utils.parametrize.register_parametrization(experts, "limit", torch.nn.Identity())
+    assert ours._has_state(experts, first)
+    other = Experts(has_bias=True)
+    assert not ours._has_state(other, first)
+    other.register_buffer("limit", torch.ones(()))
+    assert ours._has_state(other, first)
 
 
 def test_code_that_can_not_be_tried_is_the_module_s_own() -> None:

@@ -170,3 +170,17 @@ def test_what_cannot_be_traced_is_named() -> None:
         torch.compile(layer, fullgraph=True, backend="eager")()
     with pytest.raises(Exception, match="wanted x's dtype"):
         torch.compile(lambda: grouped_gemm(x, w.double(), m_sizes), fullgraph=True, backend="eager")()
+
+
+def test_a_scripted_trace_keeps_the_call() -> None:
+    """torch.jit.trace: other counts and numbers of rows than those it was traced with."""
+    w, x = torch.randn(3, 6, 8), torch.randn(10, 8)
+
+    def product(x: torch.Tensor, m_sizes: torch.Tensor) -> torch.Tensor:
+        return x[:, :6] + grouped_gemm(x, w, m_sizes)
+
+    traced = torch.jit.trace(product, (x, torch.tensor([3, 4, 3])))
+    assert "pretuned::grouped_gemm" in str(traced.graph)
+    for rows, counts in ((10, [1, 0, 9]), (4, [0, 3, 1])):
+        given = torch.randn(rows, 8), torch.tensor(counts)
+        torch.testing.assert_close(traced(*given), product(*given))

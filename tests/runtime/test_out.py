@@ -170,3 +170,34 @@ def test_a_known_call_on_a_gpu_with_other_tensors(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(InputError, match=REFUSED.format("x")):
             call(beside[0, :, :K], beside[0, :, :N])
     assert launcher.launches == 5
+
+
+def test_the_stride_of_one_row_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of a matrix whose rows are no multiple of 16 bytes: a TMA descriptor of such a stride is refused."""
+    got: list[int] = []
+
+    class Launcher:
+        def __call__(self, *arguments: int) -> None:
+            got.append(arguments[5])
+
+        def prepare(self, x: int, w: int, stride_x_m: int, stride_y_m: int, M: int) -> bytes:
+            got.append(stride_y_m)
+            return b""
+
+        def start(self, *arguments: object) -> None:
+            pass
+
+        def repeater(self, *arguments: object) -> Callable[..., None]:
+            return lambda *again: None
+
+    for name, stub in {
+        "_launcher": lambda *arguments: Launcher(), "device_is_current": lambda device: True, "_calls": {},
+        "current_stream": lambda device: 0, "on": lambda device: contextlib.nullcontext(), "_recent": {},
+    }.items():  # fmt: skip
+        monkeypatch.setattr(ops, name, stub)
+    monkeypatch.setattr(ops.calls, "is_whole", lambda *operands: False)
+    w, x = weights(torch.bfloat16), torch.randn(1, K).bfloat16()
+    out = torch.empty(4, N + 1, dtype=torch.bfloat16)[:1, :N]
+    for _ in range(2):
+        grouped_gemm(x, w, torch.tensor([1, 0]), out=out)
+    assert got == [N, N]
