@@ -19,7 +19,7 @@ from ..kernels.passes import PassSpec
 from .candidates import Candidates, read_candidates
 from .capabilities import target_of
 from .choose import CONFIG_LIMIT, Chosen, choose_among_all
-from .compile import Compiled, compile_variant, kernels_of, min_driver, producer_of
+from .compile import Compiled, compile_variant
 from .compilecache import CompileCache
 from .evidence import Evidence
 from .journal import read_journal
@@ -271,9 +271,7 @@ def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
             listed = "\n".join(f"  {reason}" for reason in list(reasons.get(family, {}))[:5])
             raise CompileError(f"sm_{sm}: not one variant of {family} can be used. What went wrong:\n{listed}")
     compiled = tuple(usable[spec] for spec in (*wanted, *beside) if spec in usable)
-    producer = producer_of(sm)
-    target, driver = target_of(sm), min_driver(sm, producer.ptxas)
-    return Candidates(target, driver, producer, kernels_of(compiled), compiled), tuple(dropped)
+    return Candidates.made_here(sm, compiled), tuple(dropped)
 
 
 def _counts(results: Sequence[Result]) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from ..artifacts.errors import InputError
 from ..artifacts.store import open_bundle
 from ..artifacts.types import Kernel, Producer, Target
-from .compile import Compiled
+from .capabilities import target_of
+from .compile import Compiled, kernels_of, min_driver, producer_of
 from .plan import Plan
 from .variants import Family, families, optional
 
@@ -22,6 +23,12 @@ class Candidates:
     producer: Producer
     kernels: tuple[Kernel, ...]
     compiled: tuple[Compiled, ...]
+
+    @classmethod
+    def made_here(cls, sm: int, compiled: tuple[Compiled, ...]) -> Candidates:
+        """What this machine's tools have compiled for a capability."""
+        producer = producer_of(sm)
+        return cls(target_of(sm), min_driver(sm, producer.ptxas), producer, kernels_of(compiled), compiled)
 
     def kernels_of(self, variants: tuple[Compiled, ...]) -> tuple[Kernel, ...]:
         """The kernels of some of the variants."""

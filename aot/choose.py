@@ -19,7 +19,6 @@ from ..kernels.cost import Ranker, Resources
 from .compile import Compiled
 from .evidence import CellTimes, Evidence
 from .plan import Plan
-from .records import LONG_NS
 from .select import Loss, select
 from .variants import Family, families, is_aligned, optional, serves, ships_unchosen
 
@@ -130,9 +129,8 @@ def _modelled_choice(cell: _Cell, place: Mapping[int, int]) -> Choice:
 def _measured_choice(
     cell: _Cell, place: Mapping[int, int], compiled: Sequence[Compiled], evidence: Evidence | None
 ) -> Choice | None:
-    """The fastest of those that ship, but for one that lost its duel with another: then that one.
+    """The one of those that ship that ``CellTimes.best_of`` names.
 
-    Where neither won by more than noise the times decide, but for long launches, whose times are of few rounds.
     None where nothing was measured, or the modelled one was not and looks better even so. Where it was, and lost, it
     is not taken back for the sake of a third that was not measured.
     """
@@ -143,11 +141,8 @@ def _measured_choice(
     timed = sorted((times_ns[sha[i]], order, i) for order, i in enumerate(sha) if sha[i] in times_ns)
     if not timed:
         return None
-    best, modelled = timed[0][2], next(iter(sha))
-    long = times_ns[sha[best]] > LONG_NS
-    fought = [duel for duel in cell.measured.duels if duel.challenger == sha[best]]
-    won = {duel.modelled for duel in fought if duel.ratio >= (1.0 if long else 1.0 + duel.band)}
-    best = next((i for i, one in sha.items() if one in won and one in times_ns), best)
+    found, modelled = cell.measured.best_of([*sha.values()]), next(iter(sha))
+    best = next(i for i, one in sha.items() if one == found)
     if sha[modelled] not in times_ns and cell.times_us[modelled] < cell.times_us[best]:
         return None
     second = next(((ns, i) for ns, _, i in timed if i != best), None)

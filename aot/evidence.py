@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from ..artifacts.types import Fusion, Gpu, Problem
 from ..kernels.chips import Chip, chip_for, chip_named
 from .journal import Contents
-from .records import Duel, Failure, Measured, Timing, geometric_mean
+from .records import LONG_NS, Duel, Failure, Measured, Timing, geometric_mean
 
 LEAST_BAND = 0.005  # a difference below this fraction is never taken for real
 _STANDARD_ERRORS = 2.0
@@ -36,6 +36,21 @@ class CellTimes:
         error = math.hypot(self.noise[challenger], self.noise[modelled])
         band = max(LEAST_BAND, _STANDARD_ERRORS * error)
         return self.times_ns[challenger] < self.times_ns[modelled] * (1 - band)
+
+    def best_of(self, able: Sequence[bytes]) -> bytes | None:
+        """The one of these that a bundle has: the fastest, but for one that lost its duel with another: then that one.
+
+        Where neither won by more than noise the times decide, but for long launches, whose times are of few rounds.
+        Equally fast ones are taken in the order given. None where not one was timed.
+        """
+        timed = [sha for sha in able if sha in self.times_ns]
+        if not timed:
+            return None
+        best = min(timed, key=lambda sha: self.times_ns[sha])
+        long = self.times_ns[best] > LONG_NS
+        fought = [duel for duel in self.duels if duel.challenger == best]
+        won = {duel.modelled for duel in fought if duel.ratio >= (1.0 if long else 1.0 + duel.band)}
+        return next((sha for sha in timed if sha in won), best)
 
 
 @dataclass(frozen=True, slots=True)

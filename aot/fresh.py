@@ -10,19 +10,18 @@ from ..artifacts import codec
 from ..artifacts.errors import CompileError
 from ..artifacts.schema import pack_problem, read_problem
 from ..artifacts.store import publish
-from ..artifacts.types import Bundle, Choice, DType, Model, Op, Problem, Source, buckets_between
+from ..artifacts.types import DType, Model, Op, Problem, buckets_between
 from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, counts, no_code
 from ..kernels.chips import chip_for, limits
 from ..kernels.config import Config
 from ..kernels.cost import Ranker, Resources
 from ..kernels.space import candidates, fallbacks, shared_bytes_at_least
-from .candidates import read_candidates
-from .capabilities import target_of
-from .choose import choose
-from .compile import Compiled, kernels_of, min_driver, producer_of
+from .candidates import Candidates, read_candidates
+from .choose import choose, choose_among_all
+from .compile import Compiled
 from .compilecache import CompileCache
 from .journal import read_journal
-from .measured import measured_bundle
+from .measured import assembled, measured_bundle
 from .plan import Plan
 from .select import select
 from .tune import tune_problems
@@ -41,9 +40,9 @@ def compile_kind(problem: str, sm: int, cache: str | None, answer: Path) -> None
     wanted = _problem(problem)
     plan = Plan({wanted: buckets_between(1, _JIT_ROWS)}, ())
     configs = _spread(wanted, plan.buckets[wanted], sm)
-    usable = compile_specs(_specs(wanted, configs, sm), sm, _cache(cache))
-    chosen = choose(plan, usable, sm)
-    answer.write_bytes(codec.encode(_bundle(sm, chosen.variants, chosen.choices)))
+    made = Candidates.made_here(sm, compile_specs(_specs(wanted, configs, sm), sm, _cache(cache)))
+    chosen = choose(plan, made.compiled, sm)
+    answer.write_bytes(codec.encode(assembled(plan, made, chosen, None)))
 
 
 def measure_cells(
@@ -57,42 +56,25 @@ def measure_cells(
         for name, top_k, dtype, problems in models
     )  # fmt: skip
     candidates, journal = answer.with_suffix(".candidates"), answer.with_suffix(".journal")
-    publish(candidates, codec.encode(compile_cells(wanted, sm, _cache(cache))))
-    tune_problems(wanted, candidates, journal, budget_s=budget_s, gpus=[device], with_torch=False, share=_SHARE)
     planned = Plan(wanted, records)
+    made = Candidates.made_here(sm, compile_specs(_specs_of(wanted, sm), sm, _cache(cache)))
+    every = choose_among_all(planned, made.compiled, sm)
+    publish(candidates, codec.encode(assembled(planned, made, every, None)))
+    tune_problems(wanted, candidates, journal, budget_s=budget_s, gpus=[device], with_torch=False, share=_SHARE)
     answer.write_bytes(codec.encode(measured_bundle(planned, read_candidates(candidates), read_journal(journal))))
 
 
-def compile_cells(cells: Mapping[Problem, Sequence[int]], sm: int, cache: CompileCache | None) -> Bundle:
-    """Candidates for these problems and buckets: the best of each by the cost model; choices are modelled.
-
-    Raises
-    ------
-    CompileError
-        if nothing is left for a problem.
-    HostError
-        if Triton is missing, or the machine stops the compiler.
-    """
+def _specs_of(cells: Mapping[Problem, Sequence[int]], sm: int) -> dict[Spec, None]:
+    """What is compiled for these problems and buckets: the best of each by the cost model, and the fallbacks."""
     specs: dict[Spec, None] = {}
     for problem, buckets in cells.items():
         ranked = [_ranked(problem, bucket, sm) for bucket in buckets]
         picked = dict.fromkeys(config for row in ranked for _, config in row[:_CELL_CONFIGS])
         specs.update(dict.fromkeys(_specs(problem, picked, sm)))
-    usable = compile_specs(specs, sm, cache)
-    variants = [one.variant for one in usable]
-    choices: dict[Problem, tuple[Choice, ...]] = {}
-    for problem, buckets in cells.items():
-        chosen = choose(Plan({problem: tuple(buckets)}, ()), usable, sm)
-        choices[problem] = tuple(
-            Choice(
-                one.bucket, variants.index(chosen.variants[one.variant].variant), Source.MODELLED, one.time_ns
-            )
-            for one in chosen.choices[problem]
-        )  # fmt: skip
-    return _bundle(sm, usable, choices)
+    return specs
 
 
-def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) -> list[Compiled]:
+def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) -> tuple[Compiled, ...]:
     """What of it compiles and fits, in that order.
 
     Raises
@@ -117,7 +99,7 @@ def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) ->
         reasons[reason] = None
     if not usable:
         raise CompileError(f"sm_{sm}: not one variant can be used: {'; '.join(list(reasons)[:3])}")
-    return [usable[spec] for spec in specs if spec in usable]
+    return tuple(usable[spec] for spec in specs if spec in usable)
 
 
 def plain(problem: Problem) -> str:
@@ -175,18 +157,3 @@ def _likely(problem: Problem, config: Config, sm: int) -> Resources:
     registers = min(limits(sm).registers_per_thread, _OVERHEAD_REGISTERS + tile // threads)
     shared = shared_bytes_at_least(problem.op, problem.dtype, config, sm)
     return Resources(config, threads, shared, registers, ALIGNMENT_BYTES)
-
-
-def _bundle(sm: int, compiled: Sequence[Compiled], choices: Mapping[Problem, tuple[Choice, ...]]) -> Bundle:
-    producer = producer_of(sm)
-    return Bundle(
-        target=target_of(sm),
-        min_driver=min_driver(sm, producer.ptxas),
-        producer=producer,
-        kernels=kernels_of(compiled),
-        gpus=(),
-        variants=tuple(one.variant for one in compiled),
-        cubins=tuple(one.cubin for one in compiled),
-        choices=choices,
-        models=(),
-    )

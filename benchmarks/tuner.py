@@ -35,7 +35,7 @@ import sweeps
 from selection import listed
 
 from pretuned.aot.contenders import SHARE, Knobs, Winners, contenders
-from pretuned.aot.evidence import CellTimes, Evidence, measuring_chip
+from pretuned.aot.evidence import Evidence, measuring_chip
 from pretuned.aot.journal import read_journal
 from pretuned.aot.records import Measured
 from pretuned.aot.tune import tune_problems
@@ -105,7 +105,8 @@ def on_gpu(bundle: Path, folder: Path) -> tuple[list[Cell], dict[str, object]]:
     for key, record in records.items():
         all_times = times.cells[key].times_ns
         best = min(all_times.values())
-        choice = choice_of(chosen.cells[key], record.modelled)
+        choice = chosen.cells[key].best_of([record.modelled, *chosen.cells[key].times_ns])
+        assert choice is not None
         cells.append(
             Cell(str(record.problem), record.problem.op.value, record.bucket, len(record.timings),
                  2 * (record.duel is not None), len(all_times),
@@ -117,12 +118,6 @@ def on_gpu(bundle: Path, folder: Path) -> tuple[list[Cell], dict[str, object]]:
         "failures": [one.reason for one in (*tuned.failures, *every.failures)],
     }  # fmt: skip
     return cells, facts
-
-
-def choice_of(cell: CellTimes, modelled: bytes) -> bytes:
-    """What a bundle would hold: the fastest measured, or the modelled choice where that is no slower but for noise."""
-    fastest = min(cell.times_ns, key=lambda sha: (cell.times_ns[sha], sha))
-    return fastest if fastest == modelled or cell.beats(fastest, modelled) else modelled
 
 
 def on_sweeps(paths: list[Path]) -> list[Cell]:

@@ -330,17 +330,19 @@ def _of_numbers(E: int | None, N: int | None, K: int | None, dtype: str | torch.
 def _of_tensors(
     x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor | None, w_layout: str, device: int | None
 ) -> tuple[Problem, int, bool, int | None]:
-    from . import inputs, productlaunchers
+    from . import inputs, productlaunchers, products
 
     if w is None or m_sizes is None:
         raise InputError("explain: wanted x, w and m_sizes, got x alone (or a Problem and M)")
     call = inputs.check(x, w, m_sizes, w_layout)
+    rows = products.Rows(Op.FORWARD, call.x, call.w, m_sizes, call.layout, call.M)
+    aligned = productlaunchers.rows_aligned(rows, call.x.new_empty((0, call.N)))
     if call.x.is_cuda:
         device = call.x.get_device()
         problem = productlaunchers.problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
-        return problem, call.M, call.aligned(None), device
+        return problem, call.M, aligned, device
     dtype = inputs.check_cuda_dtype(call.x)
-    return Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout), call.M, call.aligned(None), device
+    return Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout), call.M, aligned, device
 
 
 def _basis(candidate: Candidate) -> str:

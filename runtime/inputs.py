@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 
 from ..artifacts.errors import InputError
 from ..artifacts.types import DType, Layout
-from ..kernels.abi import is_aligned
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
@@ -24,7 +23,7 @@ _transformed = torch._C._are_functorch_transforms_active
 
 @dataclass(frozen=True, slots=True)
 class RowGemm:
-    """A checked call y[g] = x[g] @ w[g].T: sizes and strides in elements. ``w`` is a 3-D view of what was given."""
+    """A checked call y[g] = x[g] @ w[g].T. ``w`` is a 3-D view of what was given."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -34,27 +33,6 @@ class RowGemm:
     N: int
     K: int
     E: int
-    stride_x_m: int
-    stride_w_e: int
-    stride_w_row: int
-
-    @property
-    def m_sizes_step(self) -> int:
-        """32-bit words of one count."""
-        return 2 if self.m_sizes.dtype is torch.int64 else 1
-
-    def aligned(self, y: torch.Tensor | None) -> bool:
-        """Whether every pointer, row stride and row length keeps to 16 bytes; no y is a fresh one."""
-        size = self.x.element_size()
-        lengths = (self.K, self.N, self.stride_x_m, self.stride_w_e, self.stride_w_row)
-        strides = lengths if y is None else (*lengths, row_stride(y, self.N))
-        pointers = (self.x.data_ptr(), self.w.data_ptr(), 0 if y is None else y.data_ptr())
-        return self._separate() and is_aligned(ALIGNMENT_BYTES, *pointers, *(s * size for s in strides))
-
-    def _separate(self) -> bool:
-        """Whether w's rows and experts don't overlap (an expanded w), which TMA descriptors can't express."""
-        rows, length = self.w.shape[1], self.w.shape[2]
-        return self.stride_w_row >= length and self.stride_w_e >= rows * length
 
 
 def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str) -> RowGemm:
@@ -88,12 +66,7 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
         bad("w", f"with strides {list(w.stride())}", f"a last stride of 1 (w is never copied){hint}")
     if not rows_usable(x):
         x = x.contiguous()
-    return RowGemm(
-        x, w, m_sizes, layout, M, N, K, E,
-        stride_x_m=row_stride(x, K) if isinstance(M, int) else x.stride(0),  # (of a traced one nobody reads it)
-        stride_w_row=w.stride(1) if w.shape[1] > 1 else w.shape[2],
-        stride_w_e=w.stride(0) if E > 1 else w.shape[1] * w.shape[2],
-    )  # fmt: skip
+    return RowGemm(x, w, m_sizes, layout, M, N, K, E)
 
 
 def tensors(call: str = "grouped_gemm", /, **given: object) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 
-from ..artifacts.types import Fusion, Op
-from ..kernels.abi import gemm_of
+from ..artifacts.types import Op
 from . import calls, discover, fallback, inputs, plans, recent, settings
 from .device import (
     current_stream,
@@ -23,16 +22,13 @@ from .device import (
     local_gpu,
     on,
     only_device,
-    platform_supported,
-    tell_unsupported,
 )
 from .form import form_of
-from .launch import row_launcher
 from .launcher import Launcher
-from .loading import prepare
 from .pair import KernelPair
 from .pinned import Pin
-from .productlaunchers import problem_of, tf32_allowed
+from .productlaunchers import row_launch, rows_aligned, tf32_allowed
+from .products import Rows
 
 _Key: TypeAlias = "tuple[object, ...]"
 _Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, int]]"  # N; the bytes from w's first to its last
@@ -323,34 +319,17 @@ def _first(
             return y
         stride_y_m = y.stride(0) if call.M > 1 else call.N
         known = known_calls.get(key) if key is not None and call.x is x else None
-        aligned = call.aligned(out)
-        launch = known[0] if known is not None else _launcher(call, device, aligned)
+        product = Rows(Op.FORWARD, call.x, call.w, counts, call.layout, call.M)
+        launch = known[0] if known is not None else cast("Launcher | None", row_launch(product, y))
         if launch is None:
             sm = local_gpu(device).sm
-            fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=aligned)
+            fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=rows_aligned(product, y))
             return y
         launch(
             call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), counts.data_ptr(),
-            call.stride_x_m, stride_y_m, call.M, current_stream(device),
+            inputs.row_stride(call.x, call.K), stride_y_m, call.M, current_stream(device),
         )  # fmt: skip
         lasting = key is not None and call.x is x and counts is m_sizes and not y.requires_grad
         if key is not None and lasting and len(known_calls) < _MOST_CALLS:
             known_calls[key] = launch, call.N, inputs.extent(call.w)
     return y
-
-
-def _launcher(call: inputs.RowGemm, device: int, aligned: bool) -> Launcher | None:
-    """The launcher of the variant that dispatch decides on, or None where torch has to run the call."""
-    if not platform_supported():
-        tell_unsupported()
-        return None
-    problem = problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
-    strict = settings.settings().strict
-    kernel = prepare(discover.snapshot(), problem, call.M, local_gpu(device), device, aligned=aligned, strict=strict)
-    if kernel is None:
-        return None
-    gemm = gemm_of(problem)
-    return row_launcher(
-        kernel, columns=gemm.columns, reduction=gemm.reduction, E=call.E, w_kn=gemm.w_kn,
-        stride_w_e=call.stride_w_e, stride_w_row=call.stride_w_row, m_sizes_step=call.m_sizes_step,
-    )  # fmt: skip

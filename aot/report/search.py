@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...artifacts.types import Gpu, Problem
-from ..evidence import CellTimes, Evidence
+from ..evidence import Evidence
 from ..journal import Contents
 from ..records import Failure, Measured, geometric_mean
 
@@ -62,18 +62,8 @@ def _of(journal: Contents) -> dict[Key, Search]:
         found[key] = Search(
             evidence.gpus[evidence.gpu_of(times)],
             tuple(sorted((clock * time_ns / 1e3, sha) for sha, time_ns in times.times_ns.items())),
-            _choice(times, sorted({one.modelled for one in records[key]}), evidence),
+            times.best_of([sha for sha in sorted(times.times_ns) if sha not in evidence.failed]),
             min(torch, default=None),
             broken,
         )
     return found
-
-
-def _choice(times: CellTimes, modelled: Sequence[bytes], evidence: Evidence) -> bytes | None:
-    """The fastest; the modelled one where the fastest is not faster by more than noise."""
-    sound = sorted((time_ns, sha) for sha, time_ns in times.times_ns.items() if sha not in evidence.failed)
-    if not sound:
-        return None
-    best = sound[0][1]
-    stays = [sha for _, sha in sound if sha in modelled and sha != best and not times.beats(best, sha)]
-    return stays[0] if stays else best

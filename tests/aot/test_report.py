@@ -146,15 +146,18 @@ def test_a_journal(distinct: Bundle, problem: Problem) -> None:
     base = distinct
     first, second, third = (config_text(base.variants[i]) for i in able(base, problem))
     broken = Failure(problem, 64, base.variants[able(base, problem)[2]].cubin_sha256, HUNG, "no end after 10 s")
+    fought = measured(base, problem, 16, [3_000, 2_900], won=False)
+    assert fought.duel
     contents = journal(
         base,
         measured(base, problem, 2, [3_000, 2_000, 4_000], won=True, torch=3_000),
         measured(base, problem, 4, [3_000, 2_999], won=False),
         measured(base, problem, 8, [1_000], won=None),
+        replace(fought, duel=replace(fought.duel, ratio=1.02)),
         broken,
     )
     cells = sheet("t", {}, None, [contents], None, base.variants).cells
-    assert [cell.bucket for cell in cells] == [2, 4, 8, 64]
+    assert [cell.bucket for cell in cells] == [2, 4, 8, 16, 64]
     won = the_cell(cells, problem, 2)
     assert (won.config, won.time_us, won.runner_up, won.runner_up_us) == (second, 2.0, first, 3.0)
     assert [(one.config, one.time_us) for one in won.candidates] == [(second, 2.0), (first, 3.0), (third, 4.0)]
@@ -165,7 +168,9 @@ def test_a_journal(distinct: Bundle, problem: Problem) -> None:
         )
         assert one.model_us == pytest.approx(estimate_us(problem, 2, Resources.of(variant), chip_of(A100, 80)))
     stayed = the_cell(cells, problem, 4)
-    assert (stayed.config, stayed.time_us, stayed.runner_up_us) == (first, 3.0, 2.999), "inside the noise band"
+    assert (stayed.config, stayed.time_us, stayed.runner_up_us) == (second, 2.999, 3.0), "neither won: the times decide"
+    lost = the_cell(cells, problem, 16)
+    assert (lost.config, lost.time_us, lost.runner_up_us) == (first, 3.0, 2.9), "as aot build: who lost its duel is out"
     assert the_cell(cells, problem, 8).runner_up_us is None
     failed = the_cell(cells, problem, 64)
     assert failed.state is State.MISSING

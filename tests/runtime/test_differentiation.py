@@ -266,7 +266,7 @@ def test_nor_do_wrapped_counts_of_a_plain_call(monkeypatch: pytest.MonkeyPatch) 
             read.append(counts_at(m_sizes, E, 2))
 
     for name, stub in {
-        "_launcher": lambda *_: Launcher(), "device_is_current": lambda _: True, "current_stream": lambda _: 0,
+        "row_launch": lambda *_: Launcher(), "device_is_current": lambda _: True, "current_stream": lambda _: 0,
         "_calls": {}, "_recent": {}, "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
     }.items():  # fmt: skip
         monkeypatch.setattr(ops, name, stub)

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import bucket_of
+from pretuned.artifacts.types import Layout, Op, bucket_of
 from pretuned.kernels import reference
 from pretuned.runtime import grouped_gemm, ops
 from pretuned.runtime.inputs import check
+from pretuned.runtime.productlaunchers import rows_aligned
+from pretuned.runtime.products import Rows
 
 E, N, K, M = 3, 10, 8, 12
 BF16 = torch.bfloat16
@@ -139,16 +141,17 @@ def test_rows_beyond_int32_are_refused() -> None:
     ],
 )
 def test_what_counts_as_aligned(x: torch.Tensor, w: torch.Tensor, aligned: bool) -> None:
-    assert check(x, w, torch.zeros(2, dtype=torch.int32), "nk").aligned(None) is aligned
+    call = Rows(Op.FORWARD, x, w, torch.zeros(2, dtype=torch.int32), Layout.NK, len(x))
+    assert rows_aligned(call, torch.empty(len(x), w.shape[1], dtype=x.dtype)) is aligned
 
 
 def test_the_alignment_of_out_counts() -> None:
     x, w = torch.empty(4, 64, dtype=BF16), torch.empty(2, 32, 64, dtype=BF16)
-    checked = check(x, w, torch.zeros(2, dtype=torch.int32), "nk")
+    call = Rows(Op.FORWARD, x, w, torch.zeros(2, dtype=torch.int32), Layout.NK, 4)
     wide = torch.empty(4, 40, dtype=BF16)
-    assert checked.aligned(wide[:, 8:])
-    assert not checked.aligned(wide[:, 4:36])
-    assert not checked.aligned(torch.empty(4, 36, dtype=BF16)[:, :32])
+    assert rows_aligned(call, wide[:, 8:])
+    assert not rows_aligned(call, wide[:, 4:36])
+    assert not rows_aligned(call, torch.empty(4, 36, dtype=BF16)[:, :32])
 
 
 @pytest.mark.parametrize("rows", [(1100, 2000, 1400, 1500), (2000, 1100, 1500, 1400), (1024, 1448, 1449, 2048)])
@@ -175,7 +178,7 @@ def test_a_plain_call_takes_the_launcher_of_its_own_bucket(
             return lambda *_: None
 
     for name, stub in {
-        "_launcher": lambda call, *_: Launcher(call), "device_is_current": lambda _: True,
+        "row_launch": lambda call, y: Launcher(call), "device_is_current": lambda _: True,
         "current_stream": lambda _: 0, "on": lambda _: contextlib.nullcontext(), "_calls": {}, "_recent": {},
         "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
     }.items():  # fmt: skip

@@ -142,7 +142,7 @@ def test_a_known_call_on_a_gpu_with_other_tensors(monkeypatch: pytest.MonkeyPatc
     """On a GPU that isn't there: the kind was met before, these tensors were not."""
     launcher = Launcher()
     for name, stub in {
-        "_launcher": lambda *_: launcher, "device_is_current": lambda _: True, "current_stream": lambda _: 0,
+        "row_launch": lambda *_: launcher, "device_is_current": lambda _: True, "current_stream": lambda _: 0,
         "on": lambda _: contextlib.nullcontext(), "_calls": {}, "_recent": {},
     }.items():  # fmt: skip
         monkeypatch.setattr(ops, name, stub)
@@ -191,7 +191,7 @@ def test_the_stride_of_one_row_means_nothing(monkeypatch: pytest.MonkeyPatch) ->
             return lambda *again: None
 
     for name, stub in {
-        "_launcher": lambda *arguments: Launcher(), "device_is_current": lambda device: True, "_calls": {},
+        "row_launch": lambda *arguments: Launcher(), "device_is_current": lambda device: True, "_calls": {},
         "current_stream": lambda device: 0, "on": lambda device: contextlib.nullcontext(), "_recent": {},
     }.items():  # fmt: skip
         monkeypatch.setattr(ops, name, stub)
