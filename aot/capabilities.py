@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from ..artifacts.errors import HostError, InputError
 from ..artifacts.types import Target
-from ..kernels.chips import CHIPS
+from ..kernels.chips import CHIPS, supported
 
-# What Triton compiles and pretuned builds for.
-SUPPORTED = (80, 86, 87, 89, 90, 100, 103, 120, 121)
+SUPPORTED = supported()  # what Triton compiles and pretuned builds for
 
 # What looks supported and is not, and why.
 REFUSED = {

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from ..artifacts.errors import CompileError
 from ..artifacts.limits import MAX_TIME_NS
 from ..artifacts.types import Choice, Fusion, Problem, Source
+from ..kernels.abi import has_aligned_rows
 from ..kernels.chips import chip_for
 from ..kernels.cost import Ranker, Resources
 from .compile import Compiled
 from .evidence import CellTimes, Evidence
 from .plan import Plan
 from .select import Loss, select
-from .variants import Family, families, is_aligned, optional, serves, ships_unchosen
+from .variants import Family, families, optional, serves, ships_unchosen
 
 CONFIG_LIMIT = 16  # of an op, dtype and layout, in all their families, fallbacks included
 
@@ -203,7 +204,9 @@ def _variant_configs(ranked: Ranked, compiled: Sequence[Compiled]) -> set[Knobs]
 
 def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]:
     """What there is to choose from: problems that aren't aligned have the fallbacks alone."""
-    return {(cell.problem, cell.bucket): list(cell.times_us.items()) for cell in ranked if is_aligned(cell.problem)}
+    return {
+        (cell.problem, cell.bucket): list(cell.times_us.items()) for cell in ranked if has_aligned_rows(cell.problem)
+    }
 
 
 def _all_ranked(plan: Plan, compiled: Sequence[Compiled], sm: int, evidence: Evidence | None) -> dict[Family, Ranked]:

@@ -16,11 +16,12 @@ from ..artifacts import codec
 from ..artifacts.errors import BundleError, HostError, LockBusy, PretunedError
 from ..artifacts.store import lock, open_bytes
 from ..artifacts.types import Bundle, Choice, DType, Fusion, Model, Op, Problem, bucket_of
+from ..kernels.abi import has_aligned_rows
 from ..kernels.config import Config
 from ..runtime import discover, locks
 from ..runtime.device import LocalGpu, local_gpu
 from ..runtime.discover import Rejected, Usable
-from ..runtime.dispatch import Decision, capturing, decide, naturally_aligned
+from ..runtime.dispatch import Decision, capturing, decide
 from ..runtime.ops import reload
 from ..runtime.pair import KernelPair, Preferred
 from ..runtime.places import Kind
@@ -233,7 +234,7 @@ def _configs(planned: Plan, shape: ModelShape, bucket: int, local: LocalGpu) -> 
     found: dict[tuple[Op, bool], list[tuple[Fusion, Config]]] = {}
     first = shape.gemms()[0]
     for problem in planned.problems:
-        ran = decide(snapshot, problem, bucket, local, aligned=naturally_aligned(problem), strict=strict)
+        ran = decide(snapshot, problem, bucket, local, aligned=has_aligned_rows(problem), strict=strict)
         if isinstance(ran, Decision):
             which = (problem.op, (problem.N, problem.K) == (first.N, first.K))
             found.setdefault(which, []).append((problem.fusion, ran.chosen.config))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..artifacts.types import Fusion, Gpu, Problem
-from ..kernels.chips import Chip, chip_for, chip_named
+from ..kernels.chips import Chip, chip_of
 from .journal import Contents
 from .records import LONG_NS, Duel, Failure, Measured, Timing, geometric_mean
 
@@ -97,18 +97,11 @@ class Evidence:
     @property
     def chip(self) -> Chip | None:
         """What the cost model is told of the GPU; None where nothing was measured."""
-        return measuring_chip(self.gpus[0], self.sm) if self.gpus else None
+        return chip_of(self.gpus[0], self.sm) if self.gpus else None
 
     def gpu_of(self, cell: CellTimes) -> int:
         """The place in ``gpus`` of the one that a cell was measured on."""
         return [gpu.driver for gpu in self.gpus].index(cell.driver)
-
-
-def measuring_chip(gpu: Gpu, sm: int) -> Chip:
-    """What the cost model is told of a GPU that times come from: its own figures, or its capability's."""
-    named = chip_named(gpu.name)
-    chip = named if named is not None and named.sm == sm else chip_for(sm)
-    return chip.with_sm_count(gpu.sm_count)
 
 
 def _combined(records: list[Measured]) -> CellTimes:

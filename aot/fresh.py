@@ -11,7 +11,7 @@ from ..artifacts.errors import CompileError
 from ..artifacts.schema import pack_problem, read_problem
 from ..artifacts.store import publish
 from ..artifacts.types import DType, Model, Op, Problem, buckets_between
-from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, counts, no_code
+from ..kernels.abi import ALIGNMENT_BYTES, MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, counts, no_code
 from ..kernels.chips import chip_for, limits
 from ..kernels.config import Config
 from ..kernels.cost import Ranker, Resources
@@ -25,7 +25,7 @@ from .measured import assembled, measured_bundle
 from .plan import Plan
 from .select import select
 from .tune import tune_problems
-from .variants import ALIGNMENT_BYTES, by_code, rejection
+from .variants import by_code, rejection
 from .workers import Job, compile_all
 
 _JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/cost-model.md); two more for those that don't compile

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from ..artifacts.errors import InputError
 from ..artifacts.store import BundleFile
 from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
-from ..kernels.chips import Chip
+from ..kernels.chips import Chip, chip_of
 from ..kernels.cost import Ranker, Resources
 from .contenders import Knobs
-from .evidence import measuring_chip
 from .records import FLUSH_BYTES, Measured
 from .variants import optional, serves
 
@@ -45,7 +44,7 @@ class Ground:
             if no candidate serves a problem that is not optional.
         """
         variants = bundle.variants()
-        self = cls({}, bundle, share, measuring_chip(gpu, sm), like=like)
+        self = cls({}, bundle, share, chip_of(gpu, sm), like=like)
         for problem in sorted(problems, key=lambda one: one.sort_key):
             able = tuple(i for i, variant in enumerate(variants) if serves(variant, problem))
             if not able and optional(problem):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ..artifacts.types import DType, Fusion, Layout, Model, Op, Problem, buckets_between
-from ..kernels.abi import MAX_EXPERTS, code_of
+from ..kernels.abi import MAX_EXPERTS, code_of, has_aligned_rows
 from .modelshape import Gemm, ModelShape
-from .variants import Family, Space, is_aligned, optional
+from .variants import Family, Space, optional
 
 # What ``grouped_gemm`` can do beside the product of GEMM 1 and of GEMM 2 of a layer: GEMM 1 reads hidden states in
 # token order, GEMM 2 writes them there, and what is gathered going forward is scattered coming back.
@@ -110,7 +110,7 @@ def _gated(gemm: Gemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
     """
     problem = Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K, layout, Fusion.SILU)
     able = dtype in _GATED_DTYPES and layout is Layout.NK and gemm.E <= MAX_EXPERTS
-    if able and is_aligned(problem) and is_aligned(replace(problem, N=gemm.N // 2)):
+    if able and has_aligned_rows(problem) and has_aligned_rows(replace(problem, N=gemm.N // 2)):
         yield problem
         yield replace(problem, fusion=Fusion.SILU | Fusion.GATHER)
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..artifacts.limits import MAX_BUCKET_LOG2, MAX_DIM, MAX_EXPERTS, MAX_TIME_NS
-from ..artifacts.types import DType, Fusion, Layout, Op, Problem
+from ..artifacts.limits import MAX_BUCKET_LOG2, MAX_DIM, MAX_TIME_NS
+from ..artifacts.schema import problem_of
+from ..artifacts.types import Problem
 
 MAX_REASON_CHARS = 1 << 16
 
@@ -109,30 +110,9 @@ def geometric_mean(times: Sequence[int]) -> int:
     return max(1, round(math.exp(math.fsum(math.log(max(1, time)) for time in times) / len(times))))
 
 
-def problem_value(problem: Problem) -> list[object]:
-    """A problem as a list of plain values."""
-    return [problem.op.value, problem.dtype.value, problem.E, problem.N, problem.K, problem.layout.value,
-            problem.fusion.value, problem.top_k]  # fmt: skip
-
-
-def read_problem(value: Sequence[object]) -> Problem:
-    """Back from ``problem_value``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        if it is none.
-    """
-    op, dtype, E, N, K, layout, fusion, top_k = value
-    return Problem(
-        Op(op), DType(dtype), _whole(E, MAX_EXPERTS, 1), _whole(N, MAX_DIM, 1), _whole(K, MAX_DIM, 1), Layout(layout),
-        Fusion(_whole(fusion)), _whole(top_k, MAX_EXPERTS),
-    )  # fmt: skip
-
-
 def to_value(record: Record) -> dict[str, object]:
     """A record as JSON has it."""
-    where = {"problem": problem_value(record.problem), "bucket": record.bucket}
+    where = {"problem": list(record.problem.sort_key), "bucket": record.bucket}
     if isinstance(record, Failure):
         return {"record": "failed", **where, "variant": record.variant.hex(), "kind": record.kind,
                 "reason": record.reason}  # fmt: skip
@@ -161,7 +141,7 @@ def from_value(value: dict[str, object]) -> Record:
         if it is no record that this version knows: a number out of range or not finite, a name that is none.
     """
     fields: dict[str, Any] = dict(value)
-    problem = read_problem(fields["problem"])
+    problem = problem_of(fields["problem"])
     bucket = _whole(fields["bucket"], 1 << MAX_BUCKET_LOG2, 1)
     if bucket & (bucket - 1):
         raise ValueError(f"bucket {bucket} is no power of two")

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, Variant
 from ..kernels import abi, passes, space
-from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ..kernels.abi import ALIGNMENT_BYTES, MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, has_aligned_rows
 from ..kernels.chips import SmLimits
 from ..kernels.config import Config
 from ..kernels.cost import Resources, occupancy
 from ..kernels.passes import PassSpec
 
-ALIGNMENT_BYTES = 16
 # A few registers spilled outside the loop cost next to nothing; more than this many bytes a thread
 # means that the loop itself goes through memory.
 MAX_SPILL_BYTES = 64
@@ -153,15 +152,9 @@ def ships_unchosen(variant: Variant) -> bool:
     return variant.alignment == 1 or isinstance(variant.op, Pass)
 
 
-def is_aligned(problem: Problem) -> bool:
-    """Whether both row lengths of the weight, N and K, are multiples of 16 bytes."""
-    size = problem.dtype.itemsize
-    return problem.N * size % ALIGNMENT_BYTES == 0 and problem.K * size % ALIGNMENT_BYTES == 0
-
-
 def serves(variant: Variant, problem: Problem) -> bool:
     """Whether ``problem`` is one that ``variant`` is chosen for: its family, its class of E, its alignment."""
-    alignment = ALIGNMENT_BYTES if is_aligned(problem) else 1
+    alignment = ALIGNMENT_BYTES if has_aligned_rows(problem) else 1
     same = Family.of(variant) == Family.of(problem)
     able = same and variant.alignment == alignment and variant.max_experts >= problem.E
     return able and abi.beyond(problem, Config.from_pairs(variant.config)) is None

@@ -105,15 +105,17 @@ def read_gpu(value: object) -> Gpu:
 
 def pack_problem(problem: Problem) -> bytes:
     """The canonical key of a problem: what a bundle sorts by and looks up."""
-    return pack(
-        [problem.op.value, problem.dtype.value, problem.E, problem.N, problem.K,
-         problem.layout.value, problem.fusion.value, problem.top_k]
-    )  # fmt: skip
+    return pack(list(problem.sort_key))
 
 
 def read_problem(record: bytes) -> Problem:
     """Back from ``pack_problem``."""
-    op, dtype, E, N, K, layout, fusion, top_k = items(unpack(record, max_items=8), "problem", 8, 8)
+    return problem_of(unpack(record, max_items=8))
+
+
+def problem_of(value: object) -> Problem:
+    """Back from the plain values of ``Problem.sort_key``."""
+    op, dtype, E, N, K, layout, fusion, top_k = items(value, "problem", 8, 8)
     problem = Problem(
         pick(op, "problem.op", OPS),
         pick(dtype, "problem.dtype", DTYPES),

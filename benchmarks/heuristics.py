@@ -35,6 +35,7 @@ from pretuned.aot.choose import CONFIG_LIMIT
 from pretuned.aot.select import select
 from pretuned.artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
 from pretuned.kernels.calibration import CONSTANTS, Constants
+from pretuned.kernels.chips import chip_of
 from pretuned.kernels.cost import Resources
 
 PEERS = Path(__file__).with_name("peers") / "h200.jsonl"
@@ -126,7 +127,6 @@ def torch_times(cells: Iterable[Cell], sweeps: Iterable[Path] = (), path: Path =
 def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[list[Cell], dict[Cell, float]]:
     """The cells of a journal, each under the first model that has its problem, and torch's times in the same run."""
     from pretuned.aot.candidates import read_candidates
-    from pretuned.aot.evidence import measuring_chip
     from pretuned.aot.journal import read_journal
     from pretuned.aot.models import load_models
     from pretuned.aot.plan import plan
@@ -134,7 +134,7 @@ def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[
     from pretuned.aot.variants import Family
 
     contents = read_journal(path)
-    chip = measuring_chip(contents.header.gpu, contents.header.sm)
+    chip = chip_of(contents.header.gpu, contents.header.sm)
     known = {(Family.of(one.variant), one.variant.cubin_sha256): Resources.of(one.variant)
              for one in read_candidates(candidates).compiled if one.variant.alignment == 16}  # fmt: skip
     planned = plan(load_models(models).shapes).models

@@ -35,13 +35,14 @@ import sweeps
 from selection import listed
 
 from pretuned.aot.contenders import SHARE, Knobs, Winners, contenders
-from pretuned.aot.evidence import Evidence, measuring_chip
+from pretuned.aot.evidence import Evidence
 from pretuned.aot.journal import read_journal
 from pretuned.aot.records import Measured
 from pretuned.aot.tune import tune_problems
 from pretuned.aot.variants import Family, ships_unchosen
 from pretuned.artifacts.store import open_bundle
 from pretuned.artifacts.types import DType, Fusion, Op, Problem, Variant
+from pretuned.kernels.chips import chip_of
 from pretuned.kernels.cost import Ranker, Resources
 from pretuned.kernels.space import candidates
 
@@ -139,7 +140,7 @@ def on_journal(path: Path, bundle: Path) -> list[Cell]:
     """The same on what a tuner has timed."""
     journal = read_journal(path)
     times_of = Evidence.of(journal).cells
-    chip = measuring_chip(journal.header.gpu, journal.header.sm)
+    chip = chip_of(journal.header.gpu, journal.header.sm)
     with open_bundle(bundle) as opened:
         every = list(opened.variants())
     families: dict[Family, tuple[list[Variant], Ranker]] = {}

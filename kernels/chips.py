@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from ..artifacts.types import Gpu
+
 KIB = 1024
 
 
@@ -176,6 +178,13 @@ def chip_for(sm: int) -> Chip:
     """
     limits(sm)
     return _BY_SM[sm]
+
+
+def chip_of(gpu: Gpu, sm: int) -> Chip:
+    """What is known of a GPU: its own published figures, or its capability's first chip's, with this one's SMs."""
+    named = chip_named(gpu.name)
+    chip = named if named is not None and named.sm == sm else chip_for(sm)
+    return chip.with_sm_count(gpu.sm_count)
 
 
 def chip_named(device_name: str) -> Chip | None:

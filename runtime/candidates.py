@@ -193,13 +193,6 @@ def modelled(
     ]
 
 
-def chip_of(local: LocalGpu) -> chips.Chip:
-    """The published figures of this GPU, or of its capability's representative with this one's SMs."""
-    named = chips.chip_named(local.gpu.name)
-    chip = named if named is not None and named.sm == local.sm else chips.chip_for(local.sm)
-    return chip.with_sm_count(local.gpu.sm_count)
-
-
 def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: bool) -> str | None:
     """Why this variant can't run the call, or None."""
     first, last = abi.READS_ABI
@@ -238,7 +231,7 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
             if why_not(variant, kind, local, aligned=aligned) is None
         ]
         resources = [Resources.of(variant) for *_, variant in fitting]
-        known = view, fitting, Ranker(resources, problem.op, problem.dtype, chip_of(local))
+        known = view, fitting, Ranker(resources, problem.op, problem.dtype, chips.chip_of(local.gpu, local.sm))
         snapshot.rankers[key] = known
     return known
 

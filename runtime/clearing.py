@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.types import DType, Pass
-from ..kernels.abi import is_aligned
+from ..kernels.abi import ALIGNMENT_BYTES, is_aligned
 from ..kernels.passes import CLEARED_ROWS, NAMES
 from . import passes
 from .device import on
-from .inputs import ALIGNMENT_BYTES
 
 _WORD_BYTES = 4
 _MOST_ROWS = 2**30  # the kernel counts in int32

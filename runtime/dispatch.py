@@ -78,12 +78,6 @@ def decide(
     return known
 
 
-def naturally_aligned(problem: Problem) -> bool:
-    """Whether dense, freshly allocated tensors of this problem keep to 16 bytes."""
-    size = problem.dtype.itemsize
-    return not (problem.N * size | problem.K * size) % 16
-
-
 def settle(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
 ) -> Decision | Miss:

@@ -12,11 +12,12 @@ from ..artifacts.limits import MAX_DIM
 from ..artifacts.names import printable
 from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
 from ..kernels import chips
+from ..kernels.abi import has_aligned_rows
 from . import discover, epilogue, gathered, jit, settings
 from .candidates import Candidate, Match, Origin, chosen, modelled
 from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Skipped, Snapshot
-from .dispatch import Decision, miss_text, naturally_aligned, reason, settle
+from .dispatch import Decision, miss_text, reason, settle
 
 if TYPE_CHECKING:
     import torch
@@ -159,12 +160,12 @@ def explain(
     """
     if isinstance(x, Problem):
         _check_numbers(E=x.E, N=x.N, K=x.K)
-        problem, natural = x, naturally_aligned(x)
+        problem, natural = x, has_aligned_rows(x)
     elif x is not None:
         problem, M, natural, device = _of_tensors(x, w, m_sizes, w_layout, device)
     else:
         problem = _of_numbers(E, N, K, dtype, w_layout)
-        natural = naturally_aligned(problem)
+        natural = has_aligned_rows(problem)
     _check_numbers(M=M)
     if top_k is not None:
         _check_numbers(top_k=top_k)

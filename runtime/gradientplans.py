@@ -11,10 +11,11 @@ import torch
 
 from ..artifacts.types import Layout, Op, Pass
 from ..kernels import passes as words
+from ..kernels.abi import ALIGNMENT_BYTES
 from . import passes, productlaunchers, products, rowgather
 from .device import allocator
 from .gathered import Launch
-from .inputs import ALIGNMENT_BYTES, address_of
+from .inputs import address_of
 from .launcher import Launcher
 from .layer import Layer, Routing, with_bias
 from .products import Rows

@@ -15,7 +15,6 @@ from ..artifacts.types import DType, Layout
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
 _MOST = 2**31 - 1
-ALIGNMENT_BYTES = 16  # what aligned code asks of every pointer, row stride and row length
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # what is no wrapper of another tensor
 
 _transformed = torch._C._are_functorch_transforms_active

@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.types import Op, Pass
+from ..kernels.abi import ALIGNMENT_BYTES
 from ..kernels.passes import BIASED
 from . import discover, gradientplans, inputs, jit, passes, productlaunchers, products, recent
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch
 from .gradientplans import Sizes
-from .inputs import ALIGNMENT_BYTES, row_stride
+from .inputs import row_stride
 from .layer import GATED_IN_PRODUCT, Layer, Routing, Weights, columns, slot_weights
 from .products import Rows
 

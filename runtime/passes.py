@@ -14,11 +14,12 @@ import torch
 from ..artifacts.errors import InputError
 from ..artifacts.types import DType, Pass
 from ..kernels import abi
+from ..kernels.abi import ALIGNMENT_BYTES
 from ..kernels.passes import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
 from . import discover, driver, inputs
 from .device import current_stream, local_gpu, platform_supported
 from .discover import Snapshot, Usable
-from .inputs import ALIGNMENT_BYTES, DTYPES
+from .inputs import DTYPES
 from .launch import LoadedKernel
 from .loading import load_first
 from .passkernels import ranked

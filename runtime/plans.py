@@ -12,13 +12,14 @@ from typing import TypeAlias
 import torch
 
 from ..artifacts.types import Layout, Op
+from ..kernels.abi import ALIGNMENT_BYTES
 from . import inputs, productlaunchers, products, recent
 from .autograd import GroupedGemm
 from .clearing import clear
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch, in_range
 from .gradients import Call, forward_rows
-from .inputs import ALIGNMENT_BYTES, row_stride
+from .inputs import row_stride
 from .launcher import Launcher
 from .products import Rows
 

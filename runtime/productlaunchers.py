@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, bucket_of
-from ..kernels.abi import code_of, gemm_of, is_aligned
+from ..kernels.abi import ALIGNMENT_BYTES, code_of, gemm_of, is_aligned
 from . import discover, epilogue, gathered, jit, passes, pinned, settings
 from .device import local_gpu, platform_supported, tell_unsupported
 from .gathered import GatherFirst, Launch
-from .inputs import ALIGNMENT_BYTES, DTYPES, check_cuda_dtype, row_stride
+from .inputs import DTYPES, check_cuda_dtype, row_stride
 from .launch import Fused, LoadedKernel, row_launcher, weight_launcher
 from .launcher import Launcher
 from .loading import prepare

@@ -16,12 +16,13 @@ from typing import TypeAlias, TypeVar
 from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ..artifacts.store import BundleFile
 from ..artifacts.types import Fusion, Layout, Model, Op, Pass, Problem, buckets_between
+from ..kernels.abi import has_aligned_rows
 from ..kernels.passes import dtype_of
 from . import discover
 from .candidates import why_not
 from .device import LocalGpu, current_device, local_gpu
 from .discover import Rejected, Snapshot, View
-from .dispatch import forms_of, naturally_aligned
+from .dispatch import forms_of
 from .loading import loaded, prepare
 from .locks import lock
 from .passkernels import ranked
@@ -148,7 +149,7 @@ def preload(
     for problem, bucket in cells:
         if Fusion.SILU in problem.fusion:  # see rivals_of; nobody misses it
             continue
-        aligned = naturally_aligned(problem)
+        aligned = has_aligned_rows(problem)
         try:
             kernel = prepare(snapshot, problem, bucket, local, device, aligned=aligned, strict=strict)
         except ProblemNotInBundle:  # strict mode: the call itself will raise

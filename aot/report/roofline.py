@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...artifacts.types import DType, Gpu, Op, Problem
+from ...artifacts.types import DType, Op, Problem
 from ...kernels.abi import result_columns
-from ...kernels.chips import Chip, chip_for, chip_named
+from ...kernels.chips import Chip
 from ...kernels.routing import expected_rows
 
 
@@ -45,10 +45,3 @@ def roofline(problem: Problem, M: int, chip: Chip) -> Roofline:
     rates = {DType.FP32: chip.fp32_tflops, DType.TF32: chip.tf32_tflops}
     tflops = rates.get(problem.dtype, chip.bf16_tflops)
     return Roofline(moved_bytes / chip.bandwidth_gbs * 1e-3, 2.0 * M * N * K / tflops * 1e-6)
-
-
-def chip_of(gpu: Gpu | None, sm: int) -> Chip:
-    """The published figures of a GPU with its own number of SMs; of one not in the table, its capability's first."""
-    if gpu is None:
-        return chip_for(sm)
-    return (chip_named(gpu.name) or chip_for(sm)).with_sm_count(gpu.sm_count)

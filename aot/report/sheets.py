@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...artifacts.types import Bundle, Choice, Gpu, Op, Problem, Source, Variant
-from ...kernels.chips import LIMITS
+from ...kernels.chips import LIMITS, Chip, chip_for, chip_of
 from ...kernels.cost import Resources, estimate_us
 from ..assembly import config_text
 from ..journal import Contents
 from ..plan import Plan, gated_buckets, planned_on
 from ..variants import optional
 from .cells import Candidate, Cell, Gemm, GemmKey, Sheet, State, gemm_key
-from .roofline import chip_of, roofline
+from .roofline import roofline
 from .search import Key, Search, searches
 
 
@@ -39,7 +39,7 @@ def sheet(
     keys = dict.fromkeys([*_chosen(bundle), *found, *_wanted(bundle, plan)])
     read = _Reader(sm, _default_gpu(bundle, journals), bundle, variants, found)
     cells = [read.cell(*key) for key in sorted(keys, key=lambda key: (key[0].sort_key, key[1]))]
-    chips = dict.fromkeys(chip_of(cell.gpu, sm) for cell in cells)
+    chips = dict.fromkeys(_chip(cell.gpu, sm) for cell in cells)
     models = plan.models if plan is not None else bundle.models if bundle is not None else ()
     notes = [f"{one.damaged} damaged records of a journal are left out" for one in journals if one.damaged]
     return Sheet(title, facts, sm, tuple(chips), tuple(models), _gemms(cells), tuple(notes))
@@ -49,6 +49,10 @@ def _default_gpu(bundle: Bundle | None, journals: Sequence[Contents]) -> Gpu | N
     """Of what nobody measured: the one GPU of the rest, or none in particular."""
     gpus = [journals[0].header.gpu] if bundle is None else list(bundle.gpus)
     return gpus[0] if len({(gpu.name, gpu.sm_count) for gpu in gpus}) == 1 else None
+
+
+def _chip(gpu: Gpu | None, sm: int) -> Chip:
+    return chip_for(sm) if gpu is None else chip_of(gpu, sm)
 
 
 class _Reader:
@@ -88,7 +92,7 @@ class _Reader:
             problem,
             choice.bucket,
             State.MEASURED if choice.source is Source.MEASURED else State.MODELLED,
-            roofline(problem, choice.bucket, chip_of(gpu, self._sm)),
+            roofline(problem, choice.bucket, _chip(gpu, self._sm)),
             config=config_text(variant),
             time_us=choice.time_ns / 1e3,
             runner_up=config_text(second) if second is not None else "",
@@ -101,7 +105,7 @@ class _Reader:
         )
 
     def _searched(self, problem: Problem, bucket: int, gpu: Gpu | None, search: Search | None) -> Cell:
-        line = roofline(problem, bucket, chip_of(gpu, self._sm))
+        line = roofline(problem, bucket, _chip(gpu, self._sm))
         candidates, failures = self._candidates(problem, bucket, search), self._failures(search)
         if search is None or search.choice is None:
             return Cell(problem, bucket, State.MISSING, line, gpu=gpu, candidates=candidates, failures=failures)
@@ -143,7 +147,7 @@ class _Reader:
         if variant is None or self._sm not in LIMITS:
             return None
         try:
-            time_us = estimate_us(problem, bucket, Resources.of(variant), chip_of(gpu, self._sm))
+            time_us = estimate_us(problem, bucket, Resources.of(variant), _chip(gpu, self._sm))
         except ValueError:  # a config of another version
             return None
         return time_us if math.isfinite(time_us) else None

@@ -9,7 +9,7 @@ from pretuned.aot.choose import CONFIG_LIMIT, Chosen, choose
 from pretuned.aot.compile import Compiled
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan, planned_on
-from pretuned.aot.variants import GATED_CONFIGS, Family, Space, families, is_aligned, optional, specs
+from pretuned.aot.variants import GATED_CONFIGS, Family, Space, families, has_aligned_rows, optional, specs
 from pretuned.artifacts.types import Fusion, Layout, Op, Problem, Variant
 from pretuned.kernels import abi, space
 from pretuned.kernels.abi import Spec
@@ -61,7 +61,7 @@ def test_the_whole_catalogue(catalogue: Plan, sm: int) -> None:
         assert tuple(one.bucket for one in choices) == catalogue.buckets[problem]
         for one in choices:
             assert Family.of(variants[one.variant]) == Family.of(problem)
-            assert is_aligned(problem) == (variants[one.variant].alignment == 16)
+            assert has_aligned_rows(problem) == (variants[one.variant].alignment == 16)
     used = {i for choices in chosen.choices.values() for one in choices for i in (one.variant, one.runner_up)}
     assert all(i in used for i, one in enumerate(variants) if one.alignment == 16)
 

@@ -10,7 +10,7 @@ import pytest
 from pretuned.aot.choose import choose
 from pretuned.aot.compile import Compiled
 from pretuned.aot.contenders import SHARE, Winners, contenders
-from pretuned.aot.evidence import Evidence, measuring_chip
+from pretuned.aot.evidence import Evidence
 from pretuned.aot.journal import Contents, Header
 from pretuned.aot.plan import Plan
 from pretuned.aot.records import Duel, Failure, Measured, Timing
@@ -26,6 +26,7 @@ from pretuned.artifacts.types import (
     Source,
     Variant,
 )
+from pretuned.kernels.chips import chip_of
 from pretuned.kernels.config import Config
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
@@ -242,9 +243,9 @@ def test_drivers_are_told_apart() -> None:
 
 
 def test_the_model_knows_the_gpu_that_was_measured() -> None:
-    assert measuring_chip(H200, 90).name == "H200"
-    assert measuring_chip(replace(H200, name="NVIDIA H200 NVL", sm_count=130), 90).sm_count == 130
-    assert measuring_chip(replace(H200, name="unheard of"), 90).name == "H100 SXM"
+    assert chip_of(H200, 90).name == "H200"
+    assert chip_of(replace(H200, name="NVIDIA H200 NVL", sm_count=130), 90).sm_count == 130
+    assert chip_of(replace(H200, name="unheard of"), 90).name == "H100 SXM"
 
 
 NAMES = [config.pairs() for config in CONFIGS]

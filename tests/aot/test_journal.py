@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from pretuned.aot.journal import Header, open_journal, read_journal
 from pretuned.aot.records import Duel, Failure, Measured, Record, Timing, from_value, to_value
 from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.schema import INDEXED
 from pretuned.artifacts.types import DType, Fusion, Gpu, Kernel, Layout, Op, Problem
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
@@ -27,7 +29,7 @@ small = st.floats(0, 1, allow_nan=False)
 problems = st.builds(
     Problem, st.sampled_from(Op), st.sampled_from(DType), st.integers(1, 512), st.integers(1, 9999),
     st.integers(1, 9999), st.sampled_from(Layout), st.sampled_from(list(Fusion)), st.integers(0, 8),
-)  # fmt: skip
+).map(lambda one: one if one.fusion & INDEXED else dataclasses.replace(one, top_k=0))  # fmt: skip
 timings = st.builds(Timing, shas, times, small, st.integers(1, 50), small)
 duels = st.builds(Duel, shas, shas, times, times, small, small)
 buckets = st.integers(0, 31).map(lambda power: 1 << power)

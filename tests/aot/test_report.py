@@ -20,7 +20,8 @@ from pretuned.aot.records import HUNG, Duel, Failure, Measured, Timing
 from pretuned.aot.report.cells import Cell, State
 from pretuned.aot.report.charts import Charts
 from pretuned.aot.report.page import page
-from pretuned.aot.report.roofline import chip_of, roofline
+from pretuned.aot.report.roofline import roofline
+from pretuned.aot.report.sheets import _chip as chip_of
 from pretuned.aot.report.sheets import sheet
 from pretuned.artifacts import codec
 from pretuned.artifacts.types import Bundle, DType, Gpu, Op, Problem
