@@ -108,6 +108,8 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
         _check_journal(sm, options)
     toolchain()
     with held(options.out, watch.on_note):
+        for path in paths.values():
+            check_out(path)
         results = _compile(plan, sms, options, watch)
         plans = {sm: planned_on(plan, (sm,), options.space) for sm in sms}
         made = {sm: _usable(plans[sm], sm, options.space, results[sm]) for sm in sms}
@@ -144,6 +146,7 @@ def build_measured(plan: Plan, path: Path, options: Options, observers: Observer
         )
     _check_journal(candidates.target.sm, options)
     with held(options.out, watch.on_note):
+        check_out(final)
         evidence, outcome = _measure(plan, candidates.target.sm, candidates, options, watch, path)
         picked = choose_from(plan, candidates, evidence, options.configs)
         bundle = assembled(plan, candidates, picked, evidence)

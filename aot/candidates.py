@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..artifacts.errors import InputError
-from ..artifacts.store import open_bundle
 from ..artifacts.types import Kernel, Producer, Target
 from .capabilities import target_of
 from .compile import Compiled, kernels_of, min_driver, producer_of
 from .plan import Plan
 from .variants import Family, families, optional
+from .verify import sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,16 @@ class Candidates:
 
 
 def read_candidates(path: str | Path, plan: Plan | None = None) -> Candidates:
-    """A bundle's variants, every digest checked.
+    """A bundle's variants, all of them checked as ``aot verify`` does.
 
     Raises
     ------
     BundleError
-        if it can't be read, or is damaged.
+        if it can't be read, is damaged, or has code that this version can't launch.
     InputError
         if it has no variants for a problem of ``plan``.
     """
-    with open_bundle(path) as opened:
-        bundle = opened.load()
+    bundle = sound(str(path))
     compiled = tuple(map(Compiled, bundle.variants, bundle.cubins))
     if plan is not None:
         there = {Family.of(variant) for variant in bundle.variants}

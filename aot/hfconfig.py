@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..artifacts.errors import InputError
+from ..artifacts.names import printable
 from .modelshape import ExpertLayer
 
 MAX_CONFIG_BYTES = 8 << 20
@@ -116,7 +117,7 @@ def layer_of(config: Mapping[str, object], where: str) -> tuple[ExpertLayer, tup
         if a field is missing, contradictory, or of the wrong type.
     """
     fields = _Fields(_language_model(config), where)
-    model_type = str(fields.values.get("model_type") or config.get("model_type") or "")
+    model_type = printable(str(fields.values.get("model_type") or config.get("model_type") or ""))[:80]
     family = next((family for family in FAMILIES if model_type.startswith(family.prefix)), None)
     remarks: list[str] = []
 
@@ -229,7 +230,7 @@ def _quantised(config: Mapping[str, object], where: str) -> str:
         return ""
     if not isinstance(quantisation, dict):
         raise InputError(f"{where}: quantization_config is {_short(quantisation)}, wanted an object")
-    return str(quantisation.get("quant_method") or "quantised")[:32]
+    return printable(str(quantisation.get("quant_method") or "quantised"))[:32]
 
 
 def _load(file: Path) -> Mapping[str, object]:

@@ -33,6 +33,10 @@ MAX_BYTES = 1 << 30
 _LONGEST_WAIT_S = 24 * 3600.0
 
 
+class OtherJournal(InputError):
+    """A journal of another GPU, routing or revision of a kernel: read it may be, gone on with not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a journal's times hold for. ``gpu.driver`` is the first session's; every record has its own.
@@ -214,12 +218,12 @@ def _begun(path: Path, fd: int, header: Header, note: Callable[[str], None]) -> 
 def _check_same(path: Path, old: Header, new: Header) -> None:
     a, b = old.gpu, new.gpu
     if old.sm != new.sm or not a.is_like(b):
-        raise InputError(
+        raise OtherJournal(
             f"journal '{path}': measured on {described(a, old.sm)}, this is {described(b, new.sm)}. "
             "Times of one say nothing of the other: name a new file with --journal"
         )
     if old.routings != new.routings:
-        raise InputError(
+        raise OtherJournal(
             f"journal '{path}': measured on {' and '.join(old.routings)} rows, this version measures on "
             f"{' and '.join(new.routings)} ones: name a new file with --journal (aot build still reads this one)"
         )
@@ -227,7 +231,7 @@ def _check_same(path: Path, old: Header, new: Header) -> None:
     for kernel in new.kernels:
         was = theirs.get(kernel.name, kernel)
         if was != kernel:
-            raise InputError(
+            raise OtherJournal(
                 f"journal '{path}': measured with revision {was.revision} of the kernel {kernel.name} "
                 f"(source {was.source_sha256.hex()[:12]}), the candidates have revision {kernel.revision} "
                 f"(source {kernel.source_sha256.hex()[:12]}): name a new file with --journal"

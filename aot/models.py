@@ -174,6 +174,11 @@ def _find(word: str, base: Path) -> _Found:
         remarks = () if "/" in word else (f"'{word}' is taken as {match.id}",)
         return _Found(match.id, match.entry.layer, remarks)
     path = base / _expanded(word)
+    if _exists(path) and path.is_file() and path.suffix != ".json":
+        raise InputError(
+            f"'{_short(word)}': no config.json, as its name does not end so. A file of specs, one a line, is given "
+            "alone: each spec has its options in it"
+        )
     if word.startswith((".", "/", "~")) or word.endswith(".json") or _exists(path):
         config = read_model(path)
         return _Found(config.name, config.layer, config.remarks)

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..artifacts.errors import HostError, InputError, LockBusy
@@ -70,8 +70,22 @@ def held(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
         try:
             stack.enter_context(lock(directory, 0.0, required=True))
         except LockBusy:
-            note(f"another build ({holder(directory / LOCK_NAME)}) works in '{directory}': waiting for it")
+            note(f"another aot ({holder(directory / LOCK_NAME)}) works in '{directory}': waiting for it")
             stack.enter_context(lock(directory, _LONGEST_WAIT_S, required=True))
+        yield
+
+
+@contextlib.contextmanager
+def replacing(path: Path, inputs: Iterable[str], note: Callable[[str], None]) -> Iterator[None]:
+    """Hold the directory of a file that is made of itself and others: of two at once the second reads what one made.
+
+    Raises
+    ------
+    HostError
+        as ``held``.
+    """
+    here = path.resolve()
+    with held(path.parent, note) if any(Path(one).resolve() == here for one in inputs) else contextlib.nullcontext():
         yield
 
 

@@ -88,11 +88,11 @@ def _check(path: Path, begins: bytes, what: str) -> None:
     except FileNotFoundError:
         return
     except IsADirectoryError:
-        raise InputError(f"-o '{path}' is a directory, wanted a file's name") from None
+        raise InputError(f"'{path}' is a directory, wanted a file's name") from None
     except OSError as error:
         raise HostError(f"can't read '{path}', which is to be replaced: {error.strerror}") from error
     if begin != begins:
-        raise InputError(f"-o '{path}' is there and is no {what}: it is not overwritten. Name another file")
+        raise InputError(f"'{path}' is there and is no {what}: it is not overwritten. Name another file")
 
 
 def without_waiting(path: str, flags: int) -> int:

@@ -61,7 +61,7 @@ def sound(path: str, sha256: str | None = None) -> Bundle:
             raise BundleTooOld(f"{where}: launch ABI {variant.abi}, this version reads {_reads()}. Build it again")
         wrong = unlaunchable(variant) or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
         if wrong:
-            raise BundleCorrupt(f"{where}: {wrong}. Build it again with aot build")
+            raise BundleCorrupt(f"{where}: {wrong}. Build it again with aot build, or upgrade pretuned")
     return bundle
 
 

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,13 +19,14 @@ from ..build import Options, build_measured
 from ..build import build as build_bundles
 from ..capabilities import parse_sm
 from ..choose import CONFIG_LIMIT
+from ..journal import OtherJournal
 from ..measured import Ships
 from ..native import native_sm
 from ..outdir import DEFAULT_NAME
 from ..summary import Built, Report
 from ..tune import NoGpu, Outcome, TuneObservers
-from .echo import echo, tell
-from .options import as_json, cache_of, directory, load, print_json, what_to_build, workers
+from .echo import echo, quoted, tell
+from .options import as_json, cache_of, directory, file_path, load, print_json, what_to_build, workers
 from .progress import Progress
 from .table import duration, size, table
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
@@ -44,22 +44,23 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
     type=click.Choice(("auto", "no", "only")),
     default="auto",
     show_default=True,
-    help="auto: measure where this machine has the GPU; no: model all; only: fail where it can't measure.",
+    help="auto: measure where this machine has the GPU; no: measure nothing, and model what no --journal FILE tells; "
+    "only: fail where it can't measure.",
 )
 @click.option(
     "--journal",
     "-J",
     metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="What was measured: by aot measure, or by this build.  [default: <name>-sm<NN>.journal beside the "
-    "bundle, where this build measures]",
+    type=file_path,
+    help="What was measured, by aot measure or by this build, which goes on with it where it measures.  [default: "
+    "<name>-sm<NN>.journal beside the bundle]",
 )
-@click.option("--candidates", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
+@click.option("--candidates", metavar="FILE", type=file_path,
               help="Variants that aot compile made: nothing is compiled.")  # fmt: skip
 @click.option("--configs", type=click.IntRange(4, CONFIG_LIMIT), default=CONFIG_LIMIT, show_default=True,
               help="Ship at most so many configs an op, dtype and layout: fewer are smaller and slower.")  # fmt: skip
 @budget_and_gpus
-@click.option("--verbose", "-v", is_flag=True, help="Tell every variant that does not ship, and why.")
+@click.option("--verbose", "-v", is_flag=True, help="Tell every variant that fails or is pruned, and why.")
 @as_json
 def build(
     models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
@@ -95,7 +96,7 @@ def build(
     must = measuring == "only" or executor is not None
     tuner = functools.partial(_tune, budget, executor, ordinals(gpus), must)
     options = Options(out, name, workers, cache, journal=journal, measure=measured_sms,
-                      modelled=measuring == "no", configs=configs, tune=tuner)  # fmt: skip
+                      modelled=measuring == "no" and journal is None, configs=configs, tune=tuner)  # fmt: skip
     with Progress(quiet=as_json, verbose=verbose) as progress, TuneProgress(as_json, budget, progress.pause) as second:
         observers = progress.observers(second.observers())
         if candidates is not None:
@@ -124,8 +125,6 @@ def _measured_sms(
     """The capabilities to measure, and what to say of it."""
     if executor is not None and measuring == "no":
         raise InputError("--executor is to measure on, and --measure no forbids it: choose")
-    if journal is not None and measuring == "no":
-        raise InputError("--journal has what was measured, and --measure no wants nothing of it: choose")
     if journal is not None and len(sms) > 1:
         raise InputError("--journal: a journal is of one capability; name one with --sm")
     if measuring == "no":
@@ -136,8 +135,6 @@ def _measured_sms(
         return (), ("PRETUNED_DISABLE_AUTOTUNE is set: nothing is measured",)
     if executor is not None:
         return tuple(sms), ()
-    if measuring == "auto" and journal is not None and journal.exists():
-        return (), ()  # its times are used as they are; --measure only goes on with it
     here = native_sm()
     if measuring == "only":
         missing = [sm for sm in sms if sm != here]
@@ -153,7 +150,7 @@ def _tune(
 ) -> Outcome | None:  # fmt: skip
     try:
         return tune(executor, gpus, problems, candidates, journal, observers=observers, budget_s=budget_s, ships=ships)
-    except NoGpu as error:
+    except (NoGpu, OtherJournal) as error:
         if must:
             raise
         observers.on_note(f"note: nothing is measured: {error}")
@@ -175,7 +172,7 @@ def _show(report: Report, out: Path, verbose: bool) -> None:
                 echo(f"{one.target}: {dropped.kind}: {dropped.spec}: {dropped.reason}")
         elif one.failed:
             echo(f"{one.target}: {one.failed} variants failed to compile; -v tells why")
-    first, folder = shlex.quote(str(report.bundles[0].path)), shlex.quote(str(out.resolve()))
+    first, folder = quoted(report.bundles[0].path), quoted(out.resolve())
     echo("")
     for one in report.bundles:
         if one.tuned is not None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from ...artifacts.errors import InputError
+from ...artifacts.names import printable
 from ..build import Options, compile_candidates
-from .echo import echo, tell
-from .options import as_json, cache_of, load, print_json, what_to_build, workers
+from .echo import echo, quoted, tell
+from .options import as_json, cache_of, file_path, load, print_json, what_to_build, workers
 from .progress import Progress
 from .table import duration, size
 
@@ -17,7 +18,7 @@ from .table import duration, size
 @click.command()
 @what_to_build
 @click.option("--out", "-o", default=Path("candidates.msgpack"), show_default=True, metavar="FILE",
-              type=click.Path(path_type=Path, dir_okay=False), help="Where the candidates go.")  # fmt: skip
+              type=file_path, help="Where the candidates go.")  # fmt: skip
 @workers
 @click.option("--verbose", "-v", is_flag=True, help="Tell every variant that is no candidate, and why.")
 @as_json
@@ -51,8 +52,8 @@ def compile(
     for dropped in one.dropped if verbose else ():
         echo(f"{dropped.kind}: {dropped.spec}: {dropped.reason}")
     echo(
-        f"{one.path}: {one.variants} candidates for {one.target}, {size(one.size_bytes)} "
+        f"{printable(str(one.path))}: {one.variants} candidates for {one.target}, {size(one.size_bytes)} "
         f"({one.compiled} compiled, {one.cached} cached, {one.pruned} pruned, {one.failed} failed) "
         f"in {duration(one.seconds)}\nNext, where the GPU is:\n"
-        f"  aot measure {one.path} --models ... --journal FILE"
+        f"  aot measure {quoted(one.path)} --models ... --journal FILE"
     )

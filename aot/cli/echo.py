@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
 import click
 
@@ -17,4 +19,14 @@ def echo(text: str = "", *, err: bool = False) -> None:
 def tell(notes: Iterable[str]) -> None:
     """What the user should know, a line each, on stderr."""
     for note in notes:
-        echo(f"note: {note}", err=True)
+        tell_one(note)
+
+
+def tell_one(note: str) -> None:
+    """One of them."""
+    click.echo(f"note: {printable(note)}", err=True)
+
+
+def quoted(path: Path) -> str:
+    """A path for a shell, in a line."""
+    return printable(shlex.quote(str(path)))

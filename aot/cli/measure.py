@@ -15,21 +15,21 @@ from ..contenders import SHARE
 from ..measured import shipping
 from ..models import load_models
 from ..plan import plan
-from .echo import echo
-from .options import as_json, models, ops, print_json, wanted_ops
+from .echo import echo, quoted
+from .options import as_json, file_path, models, ops, print_json, wanted_ops
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
 
 
 @click.command()
-@click.argument("candidates", type=click.Path(path_type=Path))
+@click.argument("candidates", type=file_path, metavar="CANDIDATES")
 @models
 @ops
-@click.option("--journal", "-J", required=True, metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
+@click.option("--journal", "-J", required=True, metavar="FILE", type=file_path,
               help="Where every result is kept at once. Made, or gone on with.")  # fmt: skip
 @budget_and_gpus
 @click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=SHARE, show_default=True,
               help="Measure this share of a cell's candidates; 1 is all, for a journal of its own.")  # fmt: skip
-@click.option("--like", metavar="BUNDLE", type=click.Path(path_type=Path),
+@click.option("--like", metavar="BUNDLE", type=file_path,
               help="Try what this bundle, measured on another GPU of the capability, has for each cell.")  # fmt: skip
 @click.option("--no-torch", is_flag=True, help="Don't time torch's grouped_mm for the report.")
 @as_json
@@ -67,4 +67,7 @@ def measure(
         print_json({**outcome.to_dict(), "journal": str(journal)})
         return
     echo(told(outcome))
-    echo(f"Next:\n  aot build --models ... --sm {outcome.sm} --candidates {candidates} --journal {journal}")
+    echo(
+        f"Next:\n  aot build --models ... --sm {outcome.sm} --candidates {quoted(candidates)} "
+        f"--journal {quoted(journal)}"
+    )

@@ -8,20 +8,22 @@ from pathlib import Path
 
 import click
 
+from ...artifacts.names import printable
 from ...artifacts.types import Source
 from ..assembly import Claim, Codes, label
 from ..merge import Conflict, Merged
 from ..merge import merge as merge_bundles
+from ..outdir import replacing
 from ..outfile import Written, check_out, write_bundle
 from ..verify import sound
-from .echo import echo, tell
-from .options import as_json, print_json
+from .echo import echo, tell, tell_one
+from .options import as_json, file_path, print_json
 from .table import size, table
 
 
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="A B [C ...]")
-@click.option("--out", "-o", required=True, metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--out", "-o", required=True, metavar="FILE", type=file_path,
               help="Where the merged bundle goes; may be one of the inputs.")  # fmt: skip
 @click.option("--conflicts", "every", is_flag=True, help="Tell each cell that the bundles see differently.")
 @as_json
@@ -39,9 +41,10 @@ def merge(bundles: tuple[str, ...], out: Path, every: bool, as_json: bool) -> No
     """
     check_out(out)
     paths = tuple(dict.fromkeys(bundles))
-    loaded = {path: sound(path) for path in paths}
-    merged = merge_bundles(loaded)
-    written = write_bundle(out, merged.bundle)
+    with replacing(out, paths, tell_one):
+        loaded = {path: sound(path) for path in paths}
+        merged = merge_bundles(loaded)
+        written = write_bundle(out, merged.bundle)
     if as_json:
         print_json(_to_dict(merged, paths, written))
         return
@@ -68,9 +71,9 @@ def _show(merged: Merged, paths: Sequence[str], problems: Sequence[int], written
     choices = sum(map(len, bundle.choices.values()))
     same = " (unchanged)" if written.unchanged else ""
     echo(
-        f"\n{written.path}{same}: {bundle.target}, {len(bundle.models)} models, {len(bundle.choices)} problems, "
-        f"{choices} choices ({measured} measured), {len(bundle.variants)} variants, {size(written.size_bytes)}; "
-        f"{merged.unused} variants dropped as unused"
+        f"\n{printable(str(written.path))}{same}: {bundle.target}, {len(bundle.models)} models, "
+        f"{len(bundle.choices)} problems, {choices} choices ({measured} measured), {len(bundle.variants)} variants, "
+        f"{size(written.size_bytes)}; {merged.unused} variants dropped as unused"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,15 +32,23 @@ workers = click.option(
 
 
 def directory(file_okay: bool) -> Callable[[str | Path], Path]:
-    """An option's type: a directory's path; not an empty one, as of a variable that is not set: that is this one."""
-    path = click.Path(path_type=Path, file_okay=file_okay)
+    """An option's type: a directory's path."""
+    return _path("a directory, . for this one", file_okay=file_okay)
+
+
+def _path(wanted: str, **how: bool) -> Callable[[str | Path], Path]:
+    """An option's type: a path; not an empty one, as of a variable that is not set: that is the directory here."""
+    path = click.Path(path_type=Path, **how)
 
     def converted(given: str | Path) -> Path:
         if given == "":
-            raise click.BadParameter("it is empty; name a directory, . for this one")
+            raise click.BadParameter(f"it is empty; name {wanted}")
         return path.convert(given, None, None)
 
     return converted
+
+
+file_path = _path("a file")
 
 
 def what_to_build(function: F) -> F:
@@ -62,10 +71,13 @@ def what_to_build(function: F) -> F:
 
 def _refuse_rest(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> None:
     if values:
-        models = ctx.params.get("models") or ["Qwen/Qwen3-30B-A3B"]
+        models = ctx.params.get("models") or ()
+        if not any("=" in value for value in values):
+            more = " ".join(f"--models {shlex.quote(value)}" for value in values)
+            raise click.UsageError(f"'{values[0]}' belongs to no option; each model is one, e.g. {more}", ctx)
+        spec = shlex.quote(" ".join((*models[-1:], *values)))
         raise click.UsageError(
-            f"'{values[0]}' belongs to no option; a spec and its options are one value in quotes, "
-            f'e.g. --models "{models[-1]} {" ".join(values)}"',
+            f"'{values[0]}' belongs to no option; a spec and its options are one value in quotes, e.g. --models {spec}",
             ctx,
         )
 

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import click
 
+from ...artifacts.names import printable
 from ...artifacts.types import Bundle
 from ..models import load_models
+from ..outdir import replacing
 from ..outfile import Written, check_out, write_bundle
 from ..plan import plan
 from ..prune import Pruned
 from ..prune import prune as prune_bundle
 from ..verify import sound
-from .echo import echo, tell
-from .options import as_json, print_json, wanted_ops
+from .echo import echo, tell, tell_one
+from .options import as_json, file_path, print_json, wanted_ops
 from .table import size, table
 
 
@@ -22,8 +24,8 @@ from .table import size, table
 @click.argument("bundle", type=click.Path())
 @click.option("--models", "-m", multiple=True, required=True, metavar="FILE|SPEC",
               help="The models to keep, as for aot build; again for more.")  # fmt: skip
-@click.option("--ops", metavar="OPS", help="Keep only some of forward, dX, dW.  [default: all]")
-@click.option("--out", "-o", required=True, metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--ops", metavar="LIST", help="Keep only some of forward, dX, dW.  [default: all]")
+@click.option("--out", "-o", required=True, metavar="FILE", type=file_path,
               help="Where the smaller bundle goes; may be the bundle itself.")  # fmt: skip
 @as_json
 def prune(bundle: str, models: tuple[str, ...], ops: str | None, out: Path, as_json: bool) -> None:
@@ -38,10 +40,11 @@ def prune(bundle: str, models: tuple[str, ...], ops: str | None, out: Path, as_j
     """
     check_out(out)
     loaded = load_models(models, only=wanted_ops(ops))
-    before = sound(bundle)
-    before_bytes = Path(bundle).stat().st_size
-    pruned = prune_bundle(before, plan(loaded.shapes), bundle)
-    written = write_bundle(out, pruned.bundle)
+    with replacing(out, [bundle], tell_one):
+        before = sound(bundle)
+        before_bytes = Path(bundle).stat().st_size
+        pruned = prune_bundle(before, plan(loaded.shapes), bundle)
+        written = write_bundle(out, pruned.bundle)
     notes = [*loaded.notes, *_notes(pruned)]
     if as_json:
         print_json(_to_dict(before, before_bytes, pruned, written, notes))
@@ -52,7 +55,7 @@ def prune(bundle: str, models: tuple[str, ...], ops: str | None, out: Path, as_j
     echo(table(("", "before", "after"), rows, "<>>"))
     same = " (unchanged)" if written.unchanged else ""
     saved = 1 - written.size_bytes / before_bytes
-    echo(f"\n{written.path}{same}: {saved:.0%} smaller than {bundle}")
+    echo(f"\n{printable(str(written.path))}{same}: {saved:.0%} smaller than {printable(bundle)}")
 
 
 def _counts(before: Bundle, after: Bundle) -> dict[str, tuple[int, int]]:

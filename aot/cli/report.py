@@ -11,23 +11,22 @@ from ..models import load_models
 from ..outfile import check_page, is_bundle, write_page
 from ..plan import plan
 from .echo import echo, tell
-from .options import as_json, print_json, wanted_ops
+from .options import as_json, file_path, print_json, wanted_ops
+from .progress import Shown
 from .table import size
-
-_LINE_EVERY_S = 3.0
 
 
 @click.command()
 @click.argument("source", type=click.Path(), metavar="BUNDLE-OR-JOURNAL")
 @click.option("--out", "-o", default=Path("report.html"), show_default=True, metavar="FILE",
-              type=click.Path(path_type=Path), help="Where the page goes.")  # fmt: skip
-@click.option("--journal", "journals", multiple=True, metavar="FILE", type=click.Path(path_type=Path),
+              type=file_path, help="Where the page goes.")  # fmt: skip
+@click.option("--journal", "journals", multiple=True, metavar="FILE", type=file_path,
               help="What measuring found, beside a bundle's choices; again for more.")  # fmt: skip
 @click.option("--candidates", metavar="BUNDLE", type=click.Path(),
               help="The bundle that was measured: names the variants of a journal.")  # fmt: skip
 @click.option("--models", "-m", multiple=True, metavar="FILE|SPEC",
               help="What should be there, as for aot build: the rest is shown as missing.")  # fmt: skip
-@click.option("--ops", metavar="OPS", help="With --models: only some of forward, dX, dW.  [default: all]")
+@click.option("--ops", metavar="LIST", help="With --models: only some of forward, dX, dW.  [default: all]")
 @as_json
 def report(
     source: str, out: Path, journals: tuple[Path, ...], candidates: str | None, models: tuple[str, ...],
@@ -55,16 +54,16 @@ def report(
         raise click.UsageError("--ops says which ops of --models are wanted; give --models too")
     wanted = plan(load_models(models, only=wanted_ops(ops)).shapes) if models else None
     sheet = read(source, is_bundle(Path(source)), journals, candidates, wanted)
-    begun = last = time.monotonic()
+    begun = time.monotonic()
+    with Shown("drawing", as_json) as shown:
 
-    def on_chart(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if not as_json and now - last >= _LINE_EVERY_S and done < total:
-            last = now
-            echo(f"{done} of {total} charts, about {(now - begun) / done * (total - done):.0f} s left", err=True)
+        def on_chart(done: int, total: int) -> None:
+            if done == 1:
+                shown.start(total)
+            left = f"charts, about {(time.monotonic() - begun) / done * (total - done):.0f} s left"
+            shown.show(done, left, f"{done} of {total} {left}", last=False)
 
-    written = write_page(out, page(sheet, on_chart))
+        written = write_page(out, page(sheet, on_chart))
     cells = sheet.cells
     counts = {state: sum(cell.state.value == state for cell in cells) for state in ("measured", "modelled", "missing")}
     if as_json:

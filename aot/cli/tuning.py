@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,17 +12,15 @@ from typing import Any, TypeVar
 import click
 
 from ...artifacts.errors import InputError
-from ...artifacts.names import printable
 from ...artifacts.types import Problem
 from ..records import Measured, geometric_mean
 from ..tune import DEFAULT_BUDGET_S, Outcome, Progress, TuneObservers, tune_problems
-from .echo import echo
+from .progress import Shown
 from .table import duration
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_LINE_EVERY_S = 5.0
 
 
 def _seconds(ctx: click.Context, parameter: click.Parameter, value: str) -> float | None:
@@ -106,13 +102,11 @@ class TuneProgress:
 
     def __init__(self, quiet: bool, budget_s: float | None, pause: Callable[[], None] = lambda: None) -> None:
         self._quiet, self._budget_s, self._pause = quiet, budget_s, pause
-        self._terminal = not quiet and sys.stderr.isatty()
-        self._rich: Any = None
-        self._last_line = 0.0
+        self._shown = Shown("measuring", quiet)
 
     def observers(self) -> TuneObservers:
         """To hand to the tuner."""
-        return TuneObservers(self._start, self._cell, self._say)
+        return TuneObservers(self._start, self._cell, self._shown.say)
 
     def __enter__(self) -> TuneProgress:
         return self
@@ -120,58 +114,28 @@ class TuneProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._rich is not None:
-            self._rich.stop()
+        self._shown.stop()
 
     def _start(self, progress: Progress) -> None:
         self._pause()
         if self._quiet:
             return
-        about = f"about {duration(progress.seconds_left)}"
+        left = duration(progress.seconds_left)
         if progress.looking:
-            self._say(f"looking at {progress.total} cells once more, by what would ship: {about}")
+            self._shown.say(f"looking at {progress.total} cells once more, by what would ship: about {left}")
         else:
             limit = f"; it stops after {duration(self._budget_s)} (--budget)" if self._budget_s is not None else ""
             known = f", {progress.done} are known" if progress.done else ""
-            self._say(f"measuring {progress.total} cells{known}: {about}{limit}")
-        if self._terminal:
-            self._start_bar(progress)
-        self._last_line = time.monotonic()
-
-    def _start_bar(self, progress: Progress) -> None:
-        if self._rich is not None:
-            self._rich.stop()
-
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        self._rich = Bar(
-            TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("cells, {task.fields[left]} left"),
-            TextColumn("{task.fields[last]}"), console=Console(stderr=True), transient=True,
-        )  # fmt: skip
-        left = duration(progress.seconds_left)
-        self._task = self._rich.add_task("", total=progress.total, completed=progress.done, left=left, last="")
-        self._rich.start()
+            self._shown.say(f"measuring {progress.total} cells{known}: about {left}{limit}")
+        self._shown.start(progress.total, progress.done, f"cells, {left} left")
 
     def _cell(self, progress: Progress) -> None:
-        if self._quiet or progress.last is None:
+        if progress.last is None:
             return
         left, last = duration(progress.seconds_left), described(progress.last)
-        if self._rich is not None:
-            self._rich.update(self._task, completed=progress.done, left=left, last=last)
-            return
-        now = time.monotonic()
-        if now - self._last_line >= _LINE_EVERY_S or progress.done == progress.total:
-            self._last_line = now
-            failed = f", {progress.failed} variants failed" if progress.failed else ""
-            echo(f"{progress.done} of {progress.total} cells{failed}, about {left} left: {last}", err=True)
-
-    def _say(self, note: str) -> None:
-        if self._rich is not None:
-            self._rich.console.print(printable(note), markup=False, highlight=False)
-        else:
-            echo(note, err=True)
+        failed = f", {progress.failed} variants failed" if progress.failed else ""
+        line = f"{progress.done} of {progress.total} cells{failed}, about {left} left: {last}"
+        self._shown.show(progress.done, f"cells, {left} left: {last}", line, last=progress.done == progress.total)
 
 
 def described(record: Measured) -> str:

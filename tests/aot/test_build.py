@@ -19,14 +19,14 @@ from pretuned.aot.compile import compile_variant
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan
-from pretuned.aot.variants import Family, Space, by_code, families, is_aligned, rejection, specs
+from pretuned.aot.variants import Family, Space, by_code, families, rejection, specs
 from pretuned.aot.verify import verify
 from pretuned.aot.workers import Result
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.store import lock, open_bundle
 from pretuned.artifacts.types import Bundle, DType, Fusion, Layout, Op, Pass, Problem, Source, Variant
-from pretuned.kernels.abi import LAUNCH_ABI, Spec
+from pretuned.kernels.abi import LAUNCH_ABI, Spec, has_aligned_rows
 from pretuned.kernels.chips import limits
 from pretuned.kernels.config import Config, fitted
 from pretuned.kernels.revisions import source_sha256
@@ -67,7 +67,7 @@ def test_there_is_a_choice_for_every_problem_and_bucket(bundles: dict[int, Bundl
                 assert (choice.source, choice.gpu) == (Source.MODELLED, None)
                 assert choice.time_ns > 0
                 variant = bundle.variants[choice.variant]
-                assert variant.alignment == (16 if is_aligned(problem) else 1)
+                assert variant.alignment == (16 if has_aligned_rows(problem) else 1)
                 if choice.runner_up is not None:
                     assert choice.runner_up != choice.variant
                     assert choice.runner_up_ns is not None
@@ -77,10 +77,10 @@ def test_there_is_a_choice_for_every_problem_and_bucket(bundles: dict[int, Bundl
 def test_unaligned_problems_run_on_the_fallback(bundles: dict[int, Bundle]) -> None:
     problem = Problem(Op.FORWARD, DType.BF16, 8, 250, 250)
     assert problem in bundles[80].choices
-    assert not is_aligned(problem)
-    assert is_aligned(Problem(Op.FORWARD, DType.BF16, 8, 256, 256))
-    assert not is_aligned(Problem(Op.FORWARD, DType.BF16, 8, 250, 256))
-    assert is_aligned(Problem(Op.FORWARD, DType.FP32, 8, 252, 256))
+    assert not has_aligned_rows(problem)
+    assert has_aligned_rows(Problem(Op.FORWARD, DType.BF16, 8, 256, 256))
+    assert not has_aligned_rows(Problem(Op.FORWARD, DType.BF16, 8, 250, 256))
+    assert has_aligned_rows(Problem(Op.FORWARD, DType.FP32, 8, 252, 256))
 
 
 def test_what_a_bundle_says_of_its_making(bundles: dict[int, Bundle]) -> None:
@@ -354,7 +354,7 @@ def test_a_second_build_in_the_same_directory_waits_and_says_for_whom(
 
     assert holder.__enter__()
     build(small_plan, (80,), options(), Observers(on_note=waiting))
-    assert notes == [f"another build (process {os.getpid()}) works in '{out}': waiting for it"]
+    assert notes == [f"another aot (process {os.getpid()}) works in '{out}': waiting for it"]
     assert (out / "pretuned-sm80.msgpack").exists()
 
 

@@ -247,13 +247,14 @@ def quoted(command: list[str]) -> str:
 def test_a_full_disk(built: Place) -> None:
     old = built.bundle.read_bytes()
     assert len(old) > 48 << 10, "the bundle must be larger than the disk"
+    begins = r"printf '\225\250pretuned, old\n'"  # what is no bundle is not written over
     script = f"""
-echo old > '{built.bundle}'
+{begins} > '{built.bundle}'
 set +e
 {quoted(built.command(OTHER))}
 echo "exit $?"
 ls -A '{built.out}'
-cat '{built.bundle}'
+tail -c 4 '{built.bundle}'
 """
     done = in_small_disk(built, script)
     assert done.stdout.split("\n") == ["exit 1", ".pretuned.lock", built.bundle.name, "old", ""], done.stderr

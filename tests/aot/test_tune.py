@@ -36,11 +36,12 @@ from pretuned.aot.plan import Plan
 from pretuned.aot.records import DIED, FAULT, HUNG, WRONG, Failure, Measured, Timing
 from pretuned.aot.scratch import scratch_folder
 from pretuned.aot.tune import NoGpu, TuneObservers, tune_problems
-from pretuned.aot.variants import Space, is_aligned, serves
+from pretuned.aot.variants import Space, serves
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.store import open_bundle
 from pretuned.artifacts.types import Choice, DType, Op, Problem, Source
+from pretuned.kernels.abi import has_aligned_rows
 
 SHIPPED = Path(__file__).parents[2] / "artifacts" / "bundles"
 Gpus = Callable[..., contextlib.AbstractContextManager[list[LocalGpu]]]
@@ -786,7 +787,7 @@ def test_a_journal_of_other_code_is_refused(
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
     other = Space(lambda op, dtype, sm: small_space.aligned(op, dtype, 80)[:1], lambda op, dtype, sm: ())
-    aligned = next(one for one in small_plan.problems if is_aligned(one))
+    aligned = next(one for one in small_plan.problems if has_aligned_rows(one))
     forward = Plan({aligned: small_plan.buckets[aligned]}, ())
     path = tmp_path / "other.msgpack"
     compile_candidates(forward, 90, path, Options(tmp_path, cache=CompileCache(compiled_dir), space=other))

@@ -66,3 +66,36 @@ def test_a_file_that_is_skipped_is_logged_in_one_line(
     (record,) = caplog.records
     assert not raw(record.getMessage())
     assert "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize("field", ["model_type", "quant_method"])
+def test_a_config_forges_no_line(tmp_path: Path, field: str) -> None:
+    forged = "x'\nok  all bundles verified\x1b[2J\nnote: y" + "z" * 1_000_000
+    config = {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 256, "intermediate_size": 128}
+    config |= {"model_type": forged} if field == "model_type" else {"quantization_config": {field: forged}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "pretuned.aot", "plan", "--models", str(tmp_path), "--sm", "80"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "\\n" in done.stderr
+    assert not raw(done.stdout + done.stderr)
+    assert not any(line.startswith("ok") for line in done.stderr.splitlines())
+    assert len(done.stderr) < 10_000
+
+
+@pytest.mark.parametrize(("term", "lines"), [("xterm", 0), ("dumb", 1)])
+def test_a_terminal_without_a_bar_gets_lines(tmp_path: Path, term: str, lines: int) -> None:
+    """script(1) is the terminal."""
+    code = "from pretuned.aot.cli.progress import Shown\nwith Shown('testing', False) as s:\n s.start(9)\n"
+    code += " s.show(9, 'things', '9 of 9 things', last=True)"
+    program = tmp_path / "show.py"
+    program.write_text(code)
+    done = subprocess.run(
+        ["script", "-qec", f"{sys.executable} {program}", str(tmp_path / "log")],
+        capture_output=True, text=True, check=False, env={**os.environ, "TERM": term, "COLUMNS": "80"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("9 of 9 things") == lines
+    assert ("testing" in done.stdout) is not bool(lines)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from claims import H200, able, chosen, revised, with_twins
 from pretuned.aot.cli.build import _in_context
 from pretuned.aot.verify import verify
 from pretuned.artifacts import codec
-from pretuned.artifacts.store import publish
+from pretuned.artifacts.store import lock, open_bundle, publish
 from pretuned.kernels.revisions import REVISIONS
 
 
@@ -64,6 +67,26 @@ def test_merge_into_one_of_its_inputs(aot, put):
     assert "later kernel revision" in ended.out
     assert aot("diff", one, two, "--exit-code").code == 1  # the twins that nothing uses are gone
     assert "choices that changed" not in aot("diff", one, two).out
+
+
+@pytest.mark.parametrize("verb", ["merge", "prune"])
+def test_of_two_that_change_one_file_the_second_waits(aot_process, here, put, verb):
+    """Else what the first added would be gone. Other outputs wait for nobody."""
+    one = put("one", lambda base: base)
+    rest = (put("two", revised),) if verb == "merge" else ("--models", "shape:E=8,H=256,I=128,k=2 name=small")
+    with contextlib.ExitStack() as held:
+        held.enter_context(lock(here, 0.0, required=True))
+        assert aot_process(verb, one, *rest, "-o", "other.msgpack").code == 0
+        words = [sys.executable, "-m", "pretuned.aot", verb, one, *rest, "-o", f"./{one}"]
+        with subprocess.Popen(words, cwd=here, stderr=subprocess.PIPE, text=True) as waits:
+            assert waits.stderr is not None
+            assert "works in" in waits.stderr.readline()
+            put("one", lambda base: chosen(base, cells(base, 1, 2_000, H200)))
+            held.close()
+            waits.stderr.read()
+    assert waits.returncode == 0
+    with open_bundle(here / one) as bundle:  # what was put there meanwhile was read
+        assert any(choice.time_ns == 2_000 for problem in bundle.problems() for choice in bundle.find(problem))
 
 
 @pytest.mark.parametrize("verb", ["merge", "prune"])

@@ -81,7 +81,30 @@ def test_no_models(aot, here):
 
 def test_a_spec_without_its_quotes(aot, here):
     ended = aot("build", "--models", "Qwen/Qwen3-30B-A3B", "tp=1,2", "--sm", "90")
-    expect(ended, here, 2, "'tp=1,2'", '--models "Qwen/Qwen3-30B-A3B tp=1,2"')
+    expect(ended, here, 2, "'tp=1,2'", "--models 'Qwen/Qwen3-30B-A3B tp=1,2'")
+    ended = aot("plan", "Qwen/Qwen3-30B-A3B", "--sm", "90")
+    expect(ended, here, 2, "'Qwen/Qwen3-30B-A3B' belongs to no option", "e.g. --models Qwen/Qwen3-30B-A3B")
+    ended = aot("plan", "--models", "a.txt", "b.txt", "c d.txt", "--sm", "90")
+    expect(ended, here, 2, "'b.txt'", "e.g. --models b.txt --models 'c d.txt'")
+    ended = aot("plan", "shape:E=8,H=256,I=128,k=2", "tp=2", "--sm", "90")
+    expect(ended, here, 2, "e.g. --models 'shape:E=8,H=256,I=128,k=2 tp=2'")
+
+
+def test_options_beside_a_file_of_specs(aot, here):
+    (here / "models.txt").write_text(SHAPE)
+    ended = aot("plan", "--models", "models.txt tp=2", "--sm", "90")
+    assert (ended.code, ended.out) == (2, "")
+    assert "'models.txt': no config.json" in ended.err
+    assert "each spec has its options in it" in ended.err
+
+
+@pytest.mark.parametrize("arguments", [
+    ("build", "--models", "x", "--sm", "90", "--journal", ""), ("build", "--models", "x", "--candidates", ""),
+    ("compile", "--models", "x", "--sm", "90", "-o", ""), ("measure", "", "--models", "x", "-J", "j"),
+    ("merge", "a", "b", "-o", ""), ("prune", "a", "--models", "x", "-o", ""), ("report", "a", "-o", ""),
+])  # fmt: skip
+def test_a_path_that_is_empty(aot, here, arguments):
+    expect(aot(*arguments), here, 2, "it is empty; name a file")
 
 
 def test_ops_that_are_none(aot, here):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +15,15 @@ from pretuned.aot import native
 from pretuned.aot.journal import Header, open_journal
 from pretuned.aot.records import Measured, Timing
 from pretuned.aot.variants import serves
+from pretuned.artifacts import codec
 from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import Gpu, Source
+from pretuned.artifacts.types import Gpu, Source, Variant
 
 # fp32 dW has the fewest candidates: 7 variants.
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..8 name=mine"
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
+H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 13000)
+cli = importlib.import_module("pretuned.aot.cli.build")  # (the package has the command by this name)
 Aot = Callable[..., Any]
 
 pytestmark = pytest.mark.skipif(native.gpu_count() > 0, reason="for a machine without a GPU")
@@ -82,7 +87,7 @@ def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Pat
         (("measure", "candidates.msgpack", "--models", MODEL, "-J", "j", "--share", "nan"), 2, "nan is no share"),
         (("build", "--models", MODEL, "--sm", "90", "--measure", "only"), 1, "sm_90 can't be measured"),
         (("build", "--models", MODEL, "--sm", "80,90", "-J", "j"), 2, "a journal is of one capability"),
-        (("build", "--models", MODEL, "--sm", "90", "-J", "j", "--measure", "no"), 2, "wants nothing of it"),
+        (("build", "--models", MODEL, "--sm", "90", "-J", "j", "--measure", "no"), 2, "aot measure writes one"),
         (("build", "--models", MODEL, "--sm", "80", "--candidates", "candidates.msgpack"), 2, "are for sm_90"),
         (("build", "--models", MODEL, "--candidates", "candidates.msgpack", "-J", "none"), 2, "aot measure writes one"),
         (("build", "--models", "shape:E=8,H=256,I=128,k=2", "--candidates", "candidates.msgpack"), 2,
@@ -188,3 +193,102 @@ def test_the_examples_in_the_help_have_real_options(aot: Aot) -> None:
         options = {word for line in done.out.splitlines() for word in line.split() if word.startswith("--")}
         named = {word.rstrip(",") for word in options}
         assert {"--models", "--json"} <= named
+
+
+def of_a_later_version(variant: Variant) -> Variant:
+    return dataclasses.replace(variant, config=(*variant.config, ("zz_later", 1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda variant: dataclasses.replace(variant, abi=2), "launch ABI 2, this version reads 1. Upgrade pretuned"),
+        (of_a_later_version, "or upgrade pretuned"),
+        (lambda variant: dataclasses.replace(variant, entry="another"), "another"),
+    ],
+)
+def test_candidates_that_can_not_be_launched_are_refused_before_anything_is_written(
+    aot: Aot, here: Path, candidates: Path, change: Callable[[Variant], Variant], message: str
+) -> None:
+    write_journal(here / "h200.journal", candidates)
+    bundle = codec.decode(candidates.read_bytes(), "candidates")
+    changed = dataclasses.replace(bundle, variants=(change(bundle.variants[0]), *bundle.variants[1:]))
+    (here / "changed.msgpack").write_bytes(codec.encode(changed))
+    for arguments in (
+        ("build", "--models", MODEL, "--candidates", "changed.msgpack", "--out", "made"),
+        ("measure", "changed.msgpack", "--models", MODEL, "-J", "new.journal"),
+    ):
+        done = aot(*arguments)
+        assert (done.code, done.out) == (2, ""), done.err
+        assert message in done.err
+        assert done.err.count("\n") == 1
+    assert not (here / "made").exists()
+    assert not (here / "new.journal").exists()
+
+
+def test_a_journal_that_is_named_is_gone_on_with_where_there_is_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    monkeypatch.setattr(cli, "native_sm", lambda: 90)
+    journal = here / "h200.journal"
+    for there in (False, True):
+        if there:
+            journal.write_text("")
+        assert cli._measured_sms("auto", (90,), journal, None) == ((90,), ())
+        assert cli._measured_sms("auto", (80,), journal, None) == ((), ())
+        assert cli._measured_sms("no", (90,), journal, None) == ((), ())
+
+
+def test_a_journal_of_another_gpu_is_read_where_nothing_must_be_measured(
+    monkeypatch: pytest.MonkeyPatch, aot: Aot, here: Path, candidates: Path
+) -> None:
+    """As on an H100, with an H200's journal."""
+    write_journal(here / "h200.journal", candidates)
+    before = (here / "h200.journal").read_bytes()
+
+    def on_an_h100(executor: None, gpus: None, problems: object, given: Path, journal: Path, **how: object) -> None:
+        with open_bundle(given) as bundle, open_journal(journal, Header(90, H100, bundle.kernels)):
+            raise AssertionError("it was opened")
+
+    monkeypatch.setattr(cli, "native_sm", lambda: 90)
+    monkeypatch.setattr(cli, "tune", on_an_h100)
+    build = ("build", "--models", MODEL, "--candidates", "candidates.msgpack", "--journal", "h200.journal")
+    done = aot(*build)
+    assert done.code == 0, done.err
+    assert "nothing is measured: journal 'h200.journal': measured on NVIDIA H200" in done.err
+    assert "choices were measured on NVIDIA H200" in done.out
+    done = aot(*build, "--measure", "only")
+    assert done.code == 2
+    assert "Times of one say nothing of the other" in done.err
+    assert (here / "h200.journal").read_bytes() == before
+
+
+def test_no_measuring_takes_a_journal_that_is_named_and_no_other(aot: Aot, here: Path, candidates: Path) -> None:
+    (here / "bundles").mkdir()
+    write_journal(here / "bundles" / "pretuned-sm90.journal", candidates)
+    build = ("build", "--models", MODEL, "--candidates", "candidates.msgpack")
+    assert "choices were measured" in aot(*build).out
+    assert "nothing was measured" in aot(*build, "--measure", "no").out
+    named = aot(*build, "--measure", "no", "--journal", "bundles/pretuned-sm90.journal")
+    assert "choices were measured" in named.out
+
+
+def test_what_is_no_bundle_is_not_built_over(aot: Aot, here: Path, candidates: Path) -> None:
+    (here / "bundles").mkdir()
+    path = here / "bundles" / "pretuned-sm90.msgpack"
+    path.write_text("precious")
+    for more in (("--sm", "90"), ("--candidates", "candidates.msgpack")):
+        done = aot("build", "--models", MODEL, *more)
+        assert (done.code, done.out) == (2, ""), done.err
+        assert "is there and is no bundle: it is not overwritten" in done.err
+    assert path.read_text() == "precious"
+    path.unlink()
+    path.mkdir()
+    done = aot("build", "--models", MODEL, "--sm", "90")
+    assert done.code == 2
+    assert "is a directory, wanted a file's name" in done.err
+
+
+def test_next_is_said_for_a_shell(aot: Aot, here: Path, cache: Path) -> None:
+    done = aot("compile", "--models", MODEL, "--sm", "90", "-o", "my c.msgpack", "--cache-dir", cache)
+    assert "aot measure 'my c.msgpack' --models" in done.out
