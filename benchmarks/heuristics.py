@@ -33,6 +33,7 @@ from variants import MODELS
 
 from pretuned.aot.choose import CONFIG_LIMIT
 from pretuned.aot.select import select
+from pretuned.artifacts.store import open_bundle
 from pretuned.artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
 from pretuned.kernels.calibration import CONSTANTS, Constants
 from pretuned.kernels.chips import chip_of
@@ -126,7 +127,6 @@ def torch_times(cells: Iterable[Cell], sweeps: Iterable[Path] = (), path: Path =
 
 def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[list[Cell], dict[Cell, float]]:
     """The cells of a journal, each under the first model that has its problem, and torch's times in the same run."""
-    from pretuned.aot.candidates import read_candidates
     from pretuned.aot.journal import read_journal
     from pretuned.aot.models import load_models
     from pretuned.aot.plan import plan
@@ -135,8 +135,9 @@ def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[
 
     contents = read_journal(path)
     chip = chip_of(contents.header.gpu, contents.header.sm)
-    known = {(Family.of(one.variant), one.variant.cubin_sha256): Resources.of(one.variant)
-             for one in read_candidates(candidates).compiled if one.variant.alignment == 16}  # fmt: skip
+    with open_bundle(candidates) as bundle:
+        known = {(Family.of(one), one.cubin_sha256): Resources.of(one)
+                 for one in bundle.variants() if one.alignment == 16}  # fmt: skip
     planned = plan(load_models(models).shapes).models
     owner = {problem: model for model in reversed(planned) for problem in model.problems}
     cells, torch_us = [], {}
