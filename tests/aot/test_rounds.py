@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pretuned.aot.clock import orders
 from pretuned.aot.measure import Bench
 
 
@@ -28,3 +29,20 @@ def test_a_second_look_takes_three_times_as_many_rounds(us: float, first: int, s
         found = bench._rounds([object(), object()], 10_000.0, (5, 20), again)  # type: ignore[list-item]
         assert clock.rounds == [1, wanted]
         assert [len(row) for row in found] == [wanted, wanted]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 42])
+def test_nobody_has_the_same_one_before_it_each_time(count: int) -> None:
+    rounds = 9
+    found = orders(count, rounds)
+    assert found == orders(count, rounds)
+    assert [sorted(one) for one in found] == [list(range(count))] * rounds
+    for number in range(count):
+        places = [one.index(number) for one in found]
+        before = [one[place - 1] for one, place in zip(found, places, strict=True) if place]
+        after = [one[place + 1] for one, place in zip(found, places, strict=True) if place + 1 < count]
+        if count > 1:
+            assert len(set(places)) > 1
+            assert abs(len(before) - len(after)) <= rounds // 3
+        if count > 2:
+            assert len(set(before)) > 1
