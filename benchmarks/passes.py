@@ -27,7 +27,7 @@ from variants import MODELS
 
 from pretuned.artifacts.types import DType, Pass
 from pretuned.kernels.passes import Block, PassSpec, dtype_of
-from pretuned.runtime import activation, clearing, passes, tokens
+from pretuned.runtime import activation, clearing, passlaunchers, tokens
 from pretuned.runtime.activation import Activation, Needs
 from pretuned.runtime.launch import load_kernel
 
@@ -70,16 +70,16 @@ def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
     """``call`` with this in place of the bundles' launcher; None is torch."""
 
     def run() -> Any:
-        given, passes.launcher = passes.launcher, lambda *_, **__: launcher
+        given, passlaunchers.launcher = passlaunchers.launcher, lambda *_, **__: launcher
         try:
             return call()
         finally:
-            passes.launcher = given
+            passlaunchers.launcher = given
 
     return run
 
 
-def compiled(op: Pass, block: Block) -> passes.PassLauncher:
+def compiled(op: Pass, block: Block) -> passlaunchers.PassLauncher:
     """A pass with another block, compiled here."""
     from pretuned.aot.compile import compile_variant
 
@@ -88,7 +88,9 @@ def compiled(op: Pass, block: Block) -> passes.PassLauncher:
     device = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(device)
     made = compile_variant(spec, 10 * properties.major + properties.minor)
-    return passes.PassLauncher(load_kernel(made.variant, made.cubin, device, properties.multi_processor_count), op)
+    return passlaunchers.PassLauncher(
+        load_kernel(made.variant, made.cubin, device, properties.multi_processor_count), op
+    )
 
 
 def measure(models: list[str], blocks: list[Block]) -> list[dict[str, Any]]:

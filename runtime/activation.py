@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from ..artifacts.errors import InputError
 from ..artifacts.types import Pass
-from ..kernels import passes as words
-from . import inputs, passes
+from ..kernels import passes
+from . import inputs, passlaunchers
 from .device import on
 from .inputs import address_of
 
@@ -36,8 +36,8 @@ class Activation(NamedTuple):
     @property
     def flags(self) -> int:
         """What a kernel is told of it."""
-        gate = (words.GATED if self.gated else 0) | (words.INTERLEAVED if self.interleaved else 0)
-        return words.KINDS.index(self.name) | gate
+        gate = (passes.GATED if self.gated else 0) | (passes.INTERLEAVED if self.interleaved else 0)
+        return passes.KINDS.index(self.name) | gate
 
     def columns(self, h: torch.Tensor) -> int:
         """The columns of a; InputError where h's are no gate and up."""
@@ -82,12 +82,12 @@ def forward(h: torch.Tensor, act: Activation, bounds: torch.Tensor | None = None
     """a [M, I] of h [M, 2*I] or [M, I]. With ``bounds`` (``Routing.bounds``) rows of no expert hold anything."""
     I = act.columns(h)  # noqa: E741
     h = h.contiguous()
-    launch = passes.for_rows(Pass.ACTIVATION, I, h.shape[0], h)
+    launch = passlaunchers.for_rows(Pass.ACTIVATION, I, h.shape[0], h)
     if launch is None:
         return by_torch(h, act)
     with on(h.get_device()):
         a = h.new_empty((h.shape[0], I))
-        address, flag = passes.used(bounds)
+        address, flag = passlaunchers.used(bounds)
         launch(h.shape[0], I, (h.data_ptr(), a.data_ptr(), address), (h.shape[0], I, act.flags | flag))
     return a
 
@@ -113,7 +113,7 @@ def gradient(
     """
     M, I = da.shape  # noqa: E741
     h, da = h.contiguous(), da.contiguous()
-    launch = passes.for_rows(Pass.ACTIVATION_GRAD, I, M, h, da)
+    launch = passlaunchers.for_rows(Pass.ACTIVATION_GRAD, I, M, h, da)
     if launch is None:
         return _gradient_by_torch(h, da, act, needs, weights, index, bounds)
     with on(h.get_device()):
@@ -121,10 +121,10 @@ def gradient(
         a = torch.empty_like(da) if needs.a else None
         kind = weights.dtype if narrow and weights is not None else torch.float32
         dweights = h.new_empty((M,), dtype=kind) if needs.dweights else None
-        address, flags = passes.used(bounds)
-        flags |= act.flags | (words.WRITES_DH if needs.dh else 0) | (words.WRITES_A if needs.a else 0)
-        flags |= passes.weighing(weights) | (words.WRITES_DWEIGHTS if needs.dweights else 0)
-        flags |= 0 if kind is torch.float32 else words.NARROW_DWEIGHTS
+        address, flags = passlaunchers.used(bounds)
+        flags |= act.flags | (passes.WRITES_DH if needs.dh else 0) | (passes.WRITES_A if needs.a else 0)
+        flags |= passlaunchers.weighing(weights) | (passes.WRITES_DWEIGHTS if needs.dweights else 0)
+        flags |= 0 if kind is torch.float32 else passes.NARROW_DWEIGHTS
         step = 2 if index is not None and index.dtype is torch.int64 else 1
         launch(
             M, I,

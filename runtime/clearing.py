@@ -7,7 +7,7 @@ import torch
 from ..artifacts.types import DType, Pass
 from ..kernels.abi import ALIGNMENT_BYTES, is_aligned
 from ..kernels.passes import CLEARED_ROWS, NAMES
-from . import passes
+from . import passlaunchers
 from .device import on
 
 _WORD_BYTES = 4
@@ -29,7 +29,7 @@ def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, i
     if few or not dense or max(rows, M) > _MOST_ROWS:
         return y.zero_()
     device, aligned = y.get_device(), is_aligned(ALIGNMENT_BYTES, row_bytes, y.data_ptr())
-    launch = passes.launcher(Pass.CLEAR, DType.FP32, device, aligned=True) if aligned else None
+    launch = passlaunchers.launcher(Pass.CLEAR, DType.FP32, device, aligned=True) if aligned else None
     if launch is None or launch.most_experts < m_sizes.shape[0]:
         return y.zero_()
     with on(device):

@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from ..artifacts.types import Layout, Op, Pass
-from ..kernels import passes as words
+from ..kernels import passes
 from ..kernels.abi import ALIGNMENT_BYTES
-from . import passes, productlaunchers, products, rowgather
+from . import passlaunchers, productlaunchers, products, rowgather
 from .device import allocator
 from .gathered import Launch
 from .inputs import address_of
@@ -52,12 +52,12 @@ class Wanted(NamedTuple):
 class _Launches(NamedTuple):
     """What sorts rows, dX of down, and the activation's gradient; the rest is there where it is wanted."""
 
-    gather: passes.PassLauncher
+    gather: passlaunchers.PassLauncher
     through: Launch
-    activation: passes.PassLauncher
+    activation: passlaunchers.PassLauncher
     ddown: Launcher | None
     each: Launch | None
-    combine: passes.PassLauncher | None
+    combine: passlaunchers.PassLauncher | None
     dup: Launcher | None
 
 
@@ -75,8 +75,8 @@ class GradientPlan:
         self._sizes, self._wanted, self._lies, self._launches = sizes, wanted, lies, launches
         self._dtype, self._device, self._empty = like.dtype, like.get_device(), allocator(like.device)
         self._stream, self._swapped = products.stream_of, how.layout is Layout.KN
-        self._flags = how.act.flags | (words.WRITES_DH if wanted.inner else 0)
-        self._flags |= (words.WRITES_A if wanted.down else 0) | (words.WRITES_DWEIGHTS if wanted.weights else 0)
+        self._flags = how.act.flags | (passes.WRITES_DH if wanted.inner else 0)
+        self._flags |= (passes.WRITES_A if wanted.down else 0) | (passes.WRITES_DWEIGHTS if wanted.weights else 0)
 
     def __call__(
         self, dout: torch.Tensor, x: torch.Tensor | None, gate_up: torch.Tensor | None, down: torch.Tensor,
@@ -90,11 +90,11 @@ class GradientPlan:
         M, dtype, empty, stream = T * k, self._dtype, self._empty, self._stream(self._device)
         wanted, launches = self._wanted, self._launches
         index, m_sizes, bounds, experts, places = routing
-        at_index, at_sizes, (used, flag) = index.data_ptr(), m_sizes.data_ptr(), passes.used(bounds)
+        at_index, at_sizes, (used, flag) = index.data_ptr(), m_sizes.data_ptr(), passlaunchers.used(bounds)
         read = weights.detach() if self._reads(weights) else weights.detach().to(torch.float32)
-        flag |= passes.weighing(read)
+        flag |= passlaunchers.weighing(read)
         kind = torch.float32 if down_bias is not None else read.dtype  # (a bias adds to it, in float32)
-        flag |= 0 if kind is torch.float32 else words.NARROW_DWEIGHTS
+        flag |= 0 if kind is torch.float32 else passes.NARROW_DWEIGHTS
         dx = dup = ddown = None
         dy = self._sorted(dout, at_index, used)
         da = empty((M, I), (I, 1), dtype)
@@ -191,16 +191,16 @@ def plan(
         dw = dout.new_empty((1, 1, 1)).expand(E, left.shape[1], right.shape[1])
         return productlaunchers.weight_launch(left, right, dw, m_sizes)
 
-    gather = passes.for_rows(Pass.GATHER, H, M, like=dout)
+    gather = passlaunchers.for_rows(Pass.GATHER, H, M, like=dout)
     through = productlaunchers.row_launch(Rows(Op.DX, dy, down, m_sizes, how.layout, M), da)
-    activation = passes.for_rows(Pass.ACTIVATION_GRAD, I, M, like=dout)
+    activation = passlaunchers.for_rows(Pass.ACTIVATION_GRAD, I, M, like=dout)
     if gather is None or through is None or activation is None:
         return None
     ddown = weight(dy, da) if wanted.down else None
     each = combine = None
     if wanted.x and gate_up is not None:
         product = Rows(Op.DX, dh, gate_up, m_sizes, how.layout, M)
-        each, combine = productlaunchers.row_launch(product, dy), passes.for_rows(Pass.COMBINE, H, T, like=dout)
+        each, combine = productlaunchers.row_launch(product, dy), passlaunchers.for_rows(Pass.COMBINE, H, T, like=dout)
     dup = weight(dh, dy) if wanted.gate_up else None
     if (wanted.down and ddown is None) or (wanted.gate_up and dup is None):
         return None

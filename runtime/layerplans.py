@@ -12,7 +12,7 @@ import torch
 from ..artifacts.types import Op, Pass
 from ..kernels.abi import ALIGNMENT_BYTES
 from ..kernels.passes import BIASED
-from . import discover, gradientplans, inputs, jit, passes, productlaunchers, products, recent
+from . import discover, gradientplans, inputs, jit, passlaunchers, productlaunchers, products, recent
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch
 from .gradientplans import Sizes
@@ -38,7 +38,7 @@ class Plan:
 
     def __init__(
         self, how: Layer, x: torch.Tensor, given: Weights, sizes: Sizes,
-        launches: tuple[Launch, Launch], passing: tuple[passes.PassLauncher, passes.PassLauncher],
+        launches: tuple[Launch, Launch], passing: tuple[passlaunchers.PassLauncher, passlaunchers.PassLauncher],
         same: recent.Guard, grad: bool, gated: Launch | None, snapshot: discover.Snapshot, read: torch.Tensor,
         widens: bool,
     ) -> None:  # fmt: skip
@@ -52,7 +52,7 @@ class Plan:
         self._alone, self._snapshot = only_device(), snapshot
         self._empty, self._stream = allocator(x.device), products.stream_of
         self._stride_x = row_stride(x, x.shape[1])
-        self._weighs = passes.weighing(read) | (0 if given.down_bias is None else BIASED)
+        self._weighs = passlaunchers.weighing(read) | (0 if given.down_bias is None else BIASED)
         self._widens = widens
         self._planned: dict[gradientplans.Wanted, gradientplans.GradientPlan | None] = {}
 
@@ -108,11 +108,11 @@ class Plan:
         if self._gated is not None and not keeps_h:
             self._gated(
                 x.data_ptr(), gate_up.data_ptr(), a.data_ptr(), at_sizes, self._stride_x, I, M, stream,
-                at_index, 0, 0, M, *((0, passes.used(bounds)[0], M) if self._gathers[1] else ()),
+                at_index, 0, 0, M, *((0, passlaunchers.used(bounds)[0], M) if self._gathers[1] else ()),
             )  # fmt: skip
         else:
             h = empty((M, wide), (wide, 1), dtype)
-            used, flag = passes.used(bounds)
+            used, flag = passlaunchers.used(bounds)
             self._first(
                 x.data_ptr(), gate_up.data_ptr(), h.data_ptr(), at_sizes, self._stride_x, wide, M, stream,
                 at_index, 0, 0 if gate_up_bias is None else gate_up_bias.data_ptr(), M,
@@ -163,7 +163,7 @@ def plan(
     )  # fmt: skip
     second = Rows(Op.FORWARD, a, given.down, m_sizes, how.layout, M)
     launches = productlaunchers.row_launch(first, h), productlaunchers.row_launch(second, y)
-    passing = passes.for_rows(Pass.ACTIVATION, I, M, like=x), passes.for_rows(Pass.COMBINE, H, T, like=x)
+    passing = passlaunchers.for_rows(Pass.ACTIVATION, I, M, like=x), passlaunchers.for_rows(Pass.COMBINE, H, T, like=x)
     tensors = [one for one in (hidden, *given[:2], ids, weights, *given[2:]) if one is not None]
     same = recent.guard(*tensors, loose=_LOOSE)
     if same is None or None in launches or None in passing:

@@ -13,7 +13,7 @@ import torch
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, bucket_of
 from ..kernels.abi import ALIGNMENT_BYTES, code_of, gemm_of, is_aligned
-from . import discover, epilogue, gathered, jit, passes, pinned, settings
+from . import discover, epilogue, gathered, jit, passlaunchers, pinned, settings
 from .device import local_gpu, platform_supported, tell_unsupported
 from .gathered import GatherFirst, Launch
 from .inputs import DTYPES, check_cuda_dtype, row_stride
@@ -147,7 +147,7 @@ def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -
 
 def _after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> GatherFirst | None:
     """The same after a pass that gathers the rows, of a kernel that does not; None where there is no such pass."""
-    gather = passes.launcher(Pass.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
+    gather = passlaunchers.launcher(Pass.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
     if gather is None:
         return None
     left = fused._replace(fusion=fused.fusion & ~Fusion.GATHER)

@@ -13,7 +13,7 @@ import torch
 
 from ..artifacts.types import Fusion, Layout, Op
 from ..kernels import reference
-from . import apart, clearing, fallback, gathered, inputs, passes
+from . import apart, clearing, fallback, gathered, inputs, passlaunchers
 from .device import current_stream, local_gpu, on
 from .gathered import GatherFirst, Launch
 from .inputs import address_of, row_stride, rows_usable
@@ -215,7 +215,7 @@ def _launch(launch: Launch, call: Rows, y: torch.Tensor, moved: tuple[int, ...])
     x, checked = call.x, None
     if isinstance(launch, GatherFirst):
         checked = index_in_range(call)
-        moved += (address_of(checked), passes.used(call.bounds)[0], x.shape[0] * call.gather_divisor)
+        moved += (address_of(checked), passlaunchers.used(call.bounds)[0], x.shape[0] * call.gather_divisor)
     launch(
         x.data_ptr(), call.w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
         row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), call.M, stream_of(x.get_device()), *moved,

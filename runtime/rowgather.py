@@ -15,7 +15,7 @@ LEAST_BYTES = 128 << 20
 
 
 class Gather(Protocol):
-    """A ``passes.PassLauncher`` of Pass.GATHER."""
+    """A ``passlaunchers.PassLauncher`` of Pass.GATHER."""
 
     def __call__(self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None: ...
 

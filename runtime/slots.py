@@ -6,7 +6,7 @@ import torch
 
 from ..artifacts.types import DType, Pass
 from ..kernels.passes import ADDS, COUNTS, PLACES, SORTED_EXPERTS
-from . import inputs, passes
+from . import inputs, passlaunchers
 from .device import allocator, on
 
 _MOST_SLOTS = 2**29  # the kernel counts in int32
@@ -30,7 +30,7 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
     if step is None or not 0 < M < _MOST_SLOTS or E < 1 or not inputs.on_gpu(ids):
         return None
     device = ids.get_device()
-    launch = passes.launcher(Pass.SORT_SLOTS, DType.FP32, device, aligned=True)
+    launch = passlaunchers.launcher(Pass.SORT_SLOTS, DType.FP32, device, aligned=True)
     if launch is None or launch.most_experts < E:
         return None
     with on(device):

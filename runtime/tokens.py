@@ -6,7 +6,7 @@ import torch
 
 from ..artifacts.types import Pass
 from ..kernels.passes import BIASED
-from . import inputs, passes, rowgather
+from . import inputs, passlaunchers, rowgather
 from .device import allocator, on
 
 _CHUNK_ELEMENTS = 1 << 24
@@ -19,13 +19,13 @@ def gather(x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tenso
     """
     M, H = index.shape[0], x.shape[1]
     x = x.contiguous()
-    launch = passes.for_rows(Pass.GATHER, H, M, x)
+    launch = passlaunchers.for_rows(Pass.GATHER, H, M, x)
     if launch is None:
         return x.index_select(0, index // top_k if top_k > 1 else index)
     with on(x.get_device()):
         out = x.new_empty((M, H))
         rowgather.gather(
-            launch, allocator(x.device), x.data_ptr(), index.data_ptr(), passes.used(bounds)[0], out.data_ptr(),
+            launch, allocator(x.device), x.data_ptr(), index.data_ptr(), passlaunchers.used(bounds)[0], out.data_ptr(),
             M=M, columns=H, itemsize=x.element_size(), slots=x.shape[0] * top_k, top_k=top_k,
             index_step=2 if index.dtype is torch.int64 else 1,
         )  # fmt: skip
@@ -43,13 +43,13 @@ def combine(
     (or wider) and rounded once. Of slots without a place nothing is read.
     """
     T, H = y.shape[0] // top_k, y.shape[1]
-    launch = passes.for_rows(Pass.COMBINE, H, T, *(one for one in (y, bias) if one is not None))
+    launch = passlaunchers.for_rows(Pass.COMBINE, H, T, *(one for one in (y, bias) if one is not None))
     if launch is None:
         return _combined_by_torch(y, places, top_k, weights, experts, bias)
     with on(y.get_device()):
         out = y.new_empty((T, H))
         pointers = (y, places, weights, experts, bias, out)
-        flags = passes.weighing(weights) | (0 if bias is None else BIASED)
+        flags = passlaunchers.weighing(weights) | (0 if bias is None else BIASED)
         launch(T, H, tuple(map(inputs.address_of, pointers)), (T, H, top_k, flags))
     return out
 

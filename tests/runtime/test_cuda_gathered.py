@@ -15,7 +15,16 @@ import torch
 
 from pretuned.artifacts.types import DType, Fusion, Layout, Op, Pass, Problem
 from pretuned.kernels.abi import code_of
-from pretuned.runtime import discover, grouped_gemm, moe, moe_mlp, passes, productlaunchers, products, sort_routing
+from pretuned.runtime import (
+    discover,
+    grouped_gemm,
+    moe,
+    moe_mlp,
+    passlaunchers,
+    productlaunchers,
+    products,
+    sort_routing,
+)
 from pretuned.runtime.candidates import why_not
 from pretuned.runtime.device import local_gpu
 from pretuned.runtime.gathered import GatherFirst
@@ -76,7 +85,7 @@ class Switch:
 
 @pytest.fixture
 def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Switch]:
-    if passes.launcher(Pass.GATHER, DType.BF16, 0, aligned=True) is None:
+    if passlaunchers.launcher(Pass.GATHER, DType.BF16, 0, aligned=True) is None:
         pytest.skip("the bundles have no pass that gathers")
     yield Switch(monkeypatch)
     moe._plans.clear()

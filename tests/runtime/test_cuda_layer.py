@@ -10,7 +10,17 @@ import torch
 
 from pretuned.artifacts.types import DType, Pass
 from pretuned.kernels.passes import KINDS
-from pretuned.runtime import activation, clearing, grouped_gemm, moe_mlp, passes, rowgather, slots, sort_routing, tokens
+from pretuned.runtime import (
+    activation,
+    clearing,
+    grouped_gemm,
+    moe_mlp,
+    passlaunchers,
+    rowgather,
+    slots,
+    sort_routing,
+    tokens,
+)
 from pretuned.runtime.activation import Activation, Needs, by_torch
 
 pytestmark = [
@@ -41,7 +51,7 @@ def near(got: torch.Tensor | None, want: torch.Tensor, most: float) -> None:
 
 def demand(op: Pass, dtype: torch.dtype, columns: int) -> None:
     """A bundle has the kernel: nothing here is to be torch's."""
-    assert passes.for_rows(op, columns, 1, like=torch.empty(1, device="cuda", dtype=dtype)) is not None
+    assert passlaunchers.for_rows(op, columns, 1, like=torch.empty(1, device="cuda", dtype=dtype)) is not None
 
 
 @pytest.mark.parametrize("columns", [512, 768, 1536, 40, 33, 1])
@@ -119,7 +129,7 @@ def test_gather(
 
 def test_a_large_gather_reads_each_token_once() -> None:
     T, columns, top_k = 8192, 4096, 4
-    launch = passes.for_rows(Pass.GATHER, columns, T * top_k, random(1, columns, dtype=torch.bfloat16))
+    launch = passlaunchers.for_rows(Pass.GATHER, columns, T * top_k, random(1, columns, dtype=torch.bfloat16))
     if launch is None:
         pytest.skip("no bundle here has the pass")
     assert rowgather.by_token(T * top_k, 2 * columns, T * top_k, top_k)
@@ -142,7 +152,7 @@ def test_rows_that_no_index_names_become_zero(dtype: torch.dtype, named: float, 
     left = torch.zeros(rows, dtype=torch.bool, device="cuda")
     left[index[:used][(index[:used] >= 0) & (index[:used] < rows - 5)]] = True
     want = torch.where(left[:, None], y, 0)
-    assert passes.launcher(Pass.CLEAR, DType.FP32, 0, aligned=True) is not None
+    assert passlaunchers.launcher(Pass.CLEAR, DType.FP32, 0, aligned=True) is not None
     clearing.clear(y, index.to(kind), m_sizes, M, rows - 5)
     assert torch.equal(y, want)
 
@@ -265,7 +275,7 @@ def test_torch_in_place_of_the_passes_is_as_near(monkeypatch: pytest.MonkeyPatch
     hidden, weights = random(200, H), torch.rand(200, TOPK, device="cuda")
     ids = torch.randint(-2, E, (200, TOPK), device="cuda")
     got = step(hidden, given, ids, weights)
-    monkeypatch.setattr(passes, "launcher", lambda *_, **__: None)
+    monkeypatch.setattr(passlaunchers, "launcher", lambda *_, **__: None)
     for one, other in zip(got, step(hidden, given, ids, weights), strict=True):
         near(one, other, 2e-2)
 

@@ -19,7 +19,7 @@ from made import ELF, H200, ON_A100, ON_H100, ON_H200, Spec, bundle, measured, m
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.store import publish
 from pretuned.artifacts.types import Choice, DType, Fusion, Gpu, Kernel, Layout, Model, Op, Pass, Problem, Variant
-from pretuned.kernels import passes as words
+from pretuned.kernels import passes
 from pretuned.kernels.config import Config
 from pretuned.kernels.passes import PassSpec
 from pretuned.kernels.revisions import REVISIONS
@@ -57,7 +57,7 @@ def a_pass() -> Variant:
     return Variant(
         "gather", REVISIONS["gather"].revision, 1, Pass.GATHER, spec.dtype, Layout.NK, Fusion.NONE, 16,
         spec.max_experts, spec.config.pairs(),
-        "gather", words.arguments(Pass.GATHER), (), 128, 0, 40, 0, 0, len(ELF), hashlib.sha256(ELF).digest(),
+        "gather", passes.arguments(Pass.GATHER), (), 128, 0, 40, 0, 0, len(ELF), hashlib.sha256(ELF).digest(),
     )  # fmt: skip
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from pretuned.artifacts.types import Layout
-from pretuned.kernels import passes as words
+from pretuned.kernels import passes
 from pretuned.runtime import (
     activation,
     gradientplans,
     inputs,
     layer,
     layerplans,
-    passes,
+    passlaunchers,
     products,
     sort_routing,
     tokens,
@@ -45,21 +45,21 @@ def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
 ) -> None:
     h, da, weights = torch.randn(4, 6).bfloat16(), torch.randn(4, 3).bfloat16(), torch.rand(4).to(kind)
     noted = Noted()
-    monkeypatch.setattr(passes, "for_rows", lambda *_, **__: noted)
+    monkeypatch.setattr(passlaunchers, "for_rows", lambda *_, **__: noted)
     act, needs = activation.Activation("silu", True, False), activation.Needs(True, True, True)
     index = torch.arange(4)
     _, _, dweights = activation.gradient(h, da, act, needs, weights=weights, index=index, narrow=not biased)
     narrow = kind is torch.bfloat16
     assert dweights is not None
     assert dweights.dtype is (torch.bfloat16 if narrow and not biased else torch.float32)
-    assert bool(noted.numbers[-1] & words.NARROW) == narrow
-    assert bool(noted.numbers[-1] & words.NARROW_DWEIGHTS) == (narrow and not biased)
-    assert noted.numbers[-1] & words.WEIGHTED
+    assert bool(noted.numbers[-1] & passes.NARROW) == narrow
+    assert bool(noted.numbers[-1] & passes.NARROW_DWEIGHTS) == (narrow and not biased)
+    assert noted.numbers[-1] & passes.WEIGHTED
     assert (noted.pointers[2] == weights.data_ptr()) == (narrow or kind is torch.float32)
     y, one = torch.randn(4, 3).bfloat16(), torch.zeros(4, dtype=torch.int32)
     tokens.combine(y, one, 2, weights, one, torch.randn(1, 3).bfloat16() if biased else None)
     narrow = kind is torch.bfloat16
-    assert noted.numbers[-1] == words.WEIGHTED | words.NARROW * narrow | words.BIASED * biased
+    assert noted.numbers[-1] == passes.WEIGHTED | passes.NARROW * narrow | passes.BIASED * biased
 
 
 def test_routing_weights_of_another_kind_are_widened() -> None:
@@ -100,8 +100,8 @@ def test_a_plan_tells_the_sum_of_what_dtype_they_are(
         read.dtype is not kind,
     )  # fmt: skip
     plan.forward(x, given, routing, weights, keeps_h=False)
-    narrow = words.NARROW if kind is torch.bfloat16 else 0
-    assert noted.numbers == (T, H, TOPK, words.WEIGHTED | narrow | (words.BIASED if biased else 0))
+    narrow = passes.NARROW if kind is torch.bfloat16 else 0
+    assert noted.numbers == (T, H, TOPK, passes.WEIGHTED | narrow | (passes.BIASED if biased else 0))
     _, places, at, experts, at_bias, _ = noted.pointers
     assert (places, experts) == (routing.places.data_ptr(), routing.experts.data_ptr())
     assert (at == weights.data_ptr()) is (kind is not torch.float16)
@@ -129,9 +129,9 @@ def test_a_planned_gradient_reads_and_writes_them_as_its_kernel_can(
     dweights = found[3]
     assert dweights.dtype is kind
     flags, narrow = noted.numbers[-1], kind is torch.bfloat16
-    assert flags & words.WEIGHTED
-    assert bool(flags & words.NARROW) is narrow
-    assert bool(flags & words.NARROW_DWEIGHTS) is (narrow and not biased)
+    assert flags & passes.WEIGHTED
+    assert bool(flags & passes.NARROW) is narrow
+    assert bool(flags & passes.NARROW_DWEIGHTS) is (narrow and not biased)
     assert (noted.pointers[2] == weights.data_ptr()) is (narrow or kind is torch.float32)
     whole = not biased and (narrow or kind is torch.float32)  # else it is made of what the kernel wrote
     assert (noted.pointers[7] == dweights.data_ptr()) is whole
@@ -167,7 +167,7 @@ def test_the_sum_asks_for_a_kernel_that_may_read_its_bias(monkeypatch: pytest.Mo
         asked.append(aligned)
 
     weights, routing = routed(torch.float32)
-    monkeypatch.setattr(passes, "launcher", launcher)
+    monkeypatch.setattr(passlaunchers, "launcher", launcher)
     monkeypatch.setattr(inputs, "on_gpu", lambda _tensor: True)
     y, bias = torch.randn(T * TOPK, H), torch.randn(E, H)
     spare = torch.empty(E * H + 1)[1:].view(E, H).copy_(bias)

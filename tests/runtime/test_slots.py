@@ -9,7 +9,7 @@ from host_gpu import Device, device  # noqa: F401 - a fixture
 
 from pretuned.artifacts.types import DType, Pass
 from pretuned.kernels.passes import MOST_SORTED_EXPERTS
-from pretuned.runtime import passes, slots, sort_routing
+from pretuned.runtime import passlaunchers, slots, sort_routing
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_a_variant_for_fewer_experts_is_left_alone(device: Device, monkeypatch: 
     assert launch is not None
     with monkeypatch.context() as patch:  # undone before the simulated GPU is
         patch.setattr(launch, "most_experts", 7)
-        patch.setattr(passes, "launcher", lambda *_given, **_named: launch)
+        patch.setattr(passlaunchers, "launcher", lambda *_given, **_named: launch)
         ids = torch.tensor([[0, 1]])
         assert slots.sort_slots(ids, 7) is not None
         assert slots.sort_slots(ids, 8) is None

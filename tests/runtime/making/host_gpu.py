@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Pass
-from pretuned.kernels import passes as words
+from pretuned.kernels import passes
 from pretuned.kernels.abi import clears, code_of
 from pretuned.kernels.config import Config
 from pretuned.kernels.passes import MOST_SORTED_EXPERTS
-from pretuned.runtime import clearing, grouped_gemm, inputs, passes, productlaunchers, products, sort_routing
+from pretuned.runtime import clearing, grouped_gemm, inputs, passlaunchers, productlaunchers, products, sort_routing
 from pretuned.runtime.activation import Activation, by_torch
 from pretuned.runtime.device import LocalGpu
 
@@ -110,14 +110,14 @@ def rows_at(address: int, rows: int, columns: int) -> torch.Tensor:
 
 
 def activation_of(flags: int) -> Activation:
-    return Activation(words.KINDS[flags & 7], bool(flags & words.GATED), bool(flags & words.INTERLEAVED))
+    return Activation(passes.KINDS[flags & 7], bool(flags & passes.GATED), bool(flags & passes.INTERLEAVED))
 
 
 def fake_activation(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     (h, a, used), (M, I, flags) = pointers, numbers  # noqa: E741
     assert (rows, columns) == (M, I)
     act = activation_of(flags)
-    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & words.USED else M
+    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & passes.USED else M
     rows_at(a, M, I)[:end] = by_torch(rows_at(h, M, I * (1 + act.gated)), act)[:end]
 
 
@@ -125,21 +125,21 @@ def fake_activation_grad(rows: int, columns: int, pointers: tuple[int, ...], num
     (h, da, row_weights, index, used, dh, a, dweights), (M, I, step, flags) = pointers, numbers  # noqa: E741
     assert (rows, columns) == (M, I)
     act = activation_of(flags)
-    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & words.USED else M
+    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & passes.USED else M
     given = rows_at(h, M, I * (1 + act.gated))[:end].clone().requires_grad_()
     with torch.enable_grad():
         made = by_torch(given, act)
     grad = rows_at(da, M, I)[:end]
     scale, flat = torch.ones(end, 1), np.arange(M)
-    if flags & (words.WEIGHTED | words.WRITES_DWEIGHTS):
+    if flags & (passes.WEIGHTED | passes.WRITES_DWEIGHTS):
         flat = at(index, M, ctypes.c_int64 if step == 2 else ctypes.c_int32)
-    if flags & words.WEIGHTED:
+    if flags & passes.WEIGHTED:
         scale = torch.from_numpy(at(row_weights, M)[flat])[:end, None]
-    if flags & words.WRITES_DH:
+    if flags & passes.WRITES_DH:
         rows_at(dh, M, given.shape[1])[:end] = torch.autograd.grad(made, given, grad * scale)[0]
-    if flags & words.WRITES_A:
+    if flags & passes.WRITES_A:
         rows_at(a, M, I)[:end] = made.detach() * scale
-    if flags & words.WRITES_DWEIGHTS:
+    if flags & passes.WRITES_DWEIGHTS:
         dots = np.zeros(M, np.float32)
         dots[:end] = (made.detach() * grad).sum(1).numpy()
         at(dweights, M)[flat] = dots
@@ -148,17 +148,17 @@ def fake_activation_grad(rows: int, columns: int, pointers: tuple[int, ...], num
 def fake_gather(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     (x, index, used, out), (M, H, top_k, step, flags) = pointers, numbers
     assert columns == H
-    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & words.USED else M
+    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & passes.USED else M
     flat = at(index, M, ctypes.c_int64 if step == 2 else ctypes.c_int32)
-    looks = -(-M // words.NOTED_ROWS)
-    if flags & words.NOTES:  # (top_k is the number of slots)
+    looks = -(-M // passes.NOTED_ROWS)
+    if flags & passes.NOTES:  # (top_k is the number of slots)
         assert rows == looks
         noted = at(out, 1 + top_k, ctypes.c_int32)
         assert flat[:end].min(initial=0) >= 0
         assert flat[:end].max(initial=0) < top_k
         noted[0], noted[1 + flat[:end]] = end, range(end)
         return
-    if flags & words.BY_TOKEN:
+    if flags & passes.BY_TOKEN:
         end = int(at(used, 1, ctypes.c_int32)[0])
         noted = at(used + 4, (rows - looks) * top_k, ctypes.c_int32)
         assert set(noted[flat[:end]]) <= set(range(end))
@@ -174,12 +174,12 @@ def fake_combine(rows: int, columns: int, pointers: tuple[int, ...], numbers: tu
     M, place = T * top_k, torch.from_numpy(at(places, T * top_k, ctypes.c_int32))
     here = (place >= 0)[:, None]
     given = torch.where(here, rows_at(y, M, H)[place.clamp(min=0).long()], 0)
-    if flags & words.BIASED:
-        assert flags & words.WEIGHTED
+    if flags & passes.BIASED:
+        assert flags & passes.WEIGHTED
         expert = torch.where(here[:, 0], torch.from_numpy(at(experts, M, ctypes.c_int32)), 0)
         given = given + rows_at(bias, int(expert.max()) + 1, H)[expert.long()]
-    if flags & words.WEIGHTED:
-        assert not flags & words.NARROW
+    if flags & passes.WEIGHTED:
+        assert not flags & passes.NARROW
         given = given * torch.from_numpy(at(row_weights, M))[:, None]
     rows_at(out, T, H)[:] = torch.where(here, given, 0).view(T, top_k, H).sum(1)
 
@@ -187,14 +187,14 @@ def fake_combine(rows: int, columns: int, pointers: tuple[int, ...], numbers: tu
 def fake_sort(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     (ids, experts, order, places, bounds, m_sizes, counts), (M, E, step, flags) = pointers, numbers
     chunks = -(-M // SLOTS)
-    assert (rows, columns) == (-(-(E + 1) // words.SORTED_EXPERTS) if flags == words.ADDS else chunks, 0)
-    assert (flags == words.COUNTS | words.PLACES) == (chunks == 1)
+    assert (rows, columns) == (-(-(E + 1) // passes.SORTED_EXPERTS) if flags == passes.ADDS else chunks, 0)
+    assert (flags == passes.COUNTS | passes.PLACES) == (chunks == 1)
     at(experts, chunks * SLOTS, ctypes.c_int32)[M:] = E + 1
     of_slot = at(experts, M, ctypes.c_int32)
-    if flags & words.COUNTS:
+    if flags & passes.COUNTS:
         given = at(ids, M, ctypes.c_int64 if step == 2 else ctypes.c_int32)
         of_slot[:] = np.where((given >= 0) & (given < E), given, E)
-    if flags & words.PLACES:
+    if flags & passes.PLACES:
         sizes = np.bincount(of_slot, minlength=E + 1)[:E]
         at(m_sizes, E, ctypes.c_int32)[:] = sizes
         at(bounds, E + 1, ctypes.c_int32)[:] = np.concatenate([[0], sizes.cumsum()])
@@ -207,14 +207,14 @@ def fake_sort(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple
 def fake_clear(programs: int, _: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     (y, index, m_sizes, named), (M, rows, columns, E, index_end, m_sizes_step, index_step, flags) = pointers, numbers
     marks = at(named, rows, ctypes.c_int8)
-    if flags & words.NAMES:
+    if flags & passes.NAMES:
         assert programs == -(-M // SLOTS)
         assert not marks.any()
         used = min(M, sum(min(max(one, 0), M) for one in counts_at(m_sizes, E, m_sizes_step)))
         given = at(index, M, ctypes.c_int64 if index_step == 2 else ctypes.c_int32)[:used]
         marks[given[(given >= 0) & (given < index_end)]] = 1
     else:
-        assert programs == -(-rows // words.CLEARED_ROWS)
+        assert programs == -(-rows // passes.CLEARED_ROWS)
         at(y, rows * columns).reshape(rows, columns)[marks == 0] = 0
 
 
@@ -281,7 +281,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         patch.setattr(productlaunchers, "_gathered_kernel", simulated.gathered)
         patch.setattr(productlaunchers, "row_launcher", fake_rows)
         patch.setattr(productlaunchers, "weight_launcher", fake_weight)
-        patch.setattr(passes, "launcher", simulated.passes)
+        patch.setattr(passlaunchers, "launcher", simulated.passes)
         patch.setattr(clearing, "LEAST_BYTES", 0)
         patch.setattr(products, "stream_of", lambda _device: 0)
         for module in (products, productlaunchers):

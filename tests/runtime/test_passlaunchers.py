@@ -17,10 +17,10 @@ from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import BundleCorrupt, CudaError, InputError
 from pretuned.artifacts.store import BundleFile, publish
 from pretuned.artifacts.types import DType, Fusion, Kernel, Layout, Pass, Variant
-from pretuned.kernels import passes as words
+from pretuned.kernels import passes
 from pretuned.kernels.passes import Block, PassSpec
 from pretuned.kernels.revisions import REVISIONS
-from pretuned.runtime import loading, passes, passkernels
+from pretuned.runtime import loading, passkernels, passlaunchers
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.driver import Function
 from pretuned.runtime.launch import LoadedKernel
@@ -33,7 +33,7 @@ def record(op: Pass, cubin: bytes = ELF, *, alignment: int = 16, revision: int =
     one = Variant(
         op.value, revision or REVISIONS[op.value].revision, 1, op, spec.dtype, Layout.NK, Fusion.NONE, alignment,
         spec.max_experts,
-        spec.config.pairs(), op.value, words.arguments(op), (), 256, 0, 40, 0, 0, len(cubin),
+        spec.config.pairs(), op.value, passes.arguments(op), (), 256, 0, 40, 0, 0, len(cubin),
         hashlib.sha256(cubin).digest(),
     )  # fmt: skip
     return replace(one, **fields)
@@ -55,7 +55,7 @@ def write(path: Path, variants: Sequence[Variant], sm: int = 90) -> Path:
 def best(
     paths: Sequence[Path], local: LocalGpu = ON_H200, op: Pass = Pass.COMBINE, *, aligned: bool = True
 ) -> list[tuple[str, int]]:
-    found = passkernels.ranked(snapshot(*paths), op, words.dtype_of(DType.BF16, op), local, aligned=aligned)
+    found = passkernels.ranked(snapshot(*paths), op, passes.dtype_of(DType.BF16, op), local, aligned=aligned)
     return [(usable.path.name, index - 3) for usable, index in found]
 
 
@@ -80,8 +80,8 @@ def test_code_for_the_very_capability_before_a_compatible_one(tmp_path: Path) ->
     [
         {"abi": 2},
         {"arguments": (("y", "ptr"),)},
-        {"arguments": words.arguments(Pass.ACTIVATION)},
-        {"arguments": tuple(reversed(words.arguments(Pass.COMBINE)))},
+        {"arguments": passes.arguments(Pass.ACTIVATION)},
+        {"arguments": tuple(reversed(passes.arguments(Pass.COMBINE)))},
         {"config": (("block", 0), ("num_warps", 8))},
         {"config": (("num_warps", 8),)},
         {"threads": 100},
@@ -90,7 +90,7 @@ def test_code_for_the_very_capability_before_a_compatible_one(tmp_path: Path) ->
     ],
 )
 def test_what_can_not_be_launched_is_passed_over(tmp_path: Path, fields: dict[str, Any], op: Pass) -> None:
-    kind = {"dtype": words.dtype_of(DType.BF16, op)}
+    kind = {"dtype": passes.dtype_of(DType.BF16, op)}
     wrong = record(op, **kind | fields)
     path = write(tmp_path / "a.msgpack", [wrong, record(op, alignment=1, **kind)])
     assert best([path], op=op) == [("a.msgpack", 1)]
@@ -118,7 +118,7 @@ def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path:
 
 @pytest.mark.parametrize("op", Pass)
 def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = words.arguments(op)
+    kinds = passes.arguments(op)
     pointers = tuple(1000 + i for i, (_, kind) in enumerate(kinds) if kind == "ptr")
     rows, columns = 70, 3000
     sizes = {"M": rows, "columns": columns}
@@ -138,16 +138,16 @@ def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pyte
         seen.append((values, scratch, blocks, *rest))
         return 0
 
-    monkeypatch.setattr(passes.driver, "launch_kernel", lambda: launch)
-    monkeypatch.setattr(passes.driver, "argument", lambda address: ctypes.c_void_p(address))
-    monkeypatch.setattr(passes, "current_stream", lambda device: 77 + device)
+    monkeypatch.setattr(passlaunchers.driver, "launch_kernel", lambda: launch)
+    monkeypatch.setattr(passlaunchers.driver, "argument", lambda address: ctypes.c_void_p(address))
+    monkeypatch.setattr(passlaunchers, "current_stream", lambda device: 77 + device)
     kernel = LoadedKernel(record(op), Function(5, 6, 2, 256, 4096, 8), 132)
-    launcher = passes.PassLauncher(kernel, op)
+    launcher = passlaunchers.PassLauncher(kernel, op)
     for _ in range(2):
         launcher(rows, columns, pointers, numbers)
     block = Block.from_pairs(kernel.variant.config).block
     side_by_side = 4 if op is Pass.ACTIVATION else 1
-    grid = words.programs(op, rows, columns, block, side_by_side)
+    grid = passes.programs(op, rows, columns, block, side_by_side)
     by_row = op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS, Pass.CLEAR)
     assert grid == -(-rows // side_by_side) * (1 if by_row else -(-columns // block))
     wanted = ([*pointers, *numbers], [0, 0], [grid, 1, 1, 256, 1, 1], 4096, 79, None, 0)
@@ -158,13 +158,13 @@ def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pyte
 def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The codes that the next launches return, then success; a GPU that loads every variant but damaged ones."""
     codes: list[int] = []
-    monkeypatch.setattr(passes.driver, "launch_kernel", lambda: lambda *_: codes.pop(0) if codes else 0)
-    monkeypatch.setattr(passes.driver, "argument", lambda address: address)
-    monkeypatch.setattr(passes.driver, "make_current", lambda device: codes.append(0))
-    monkeypatch.setattr(passes, "current_stream", lambda device: 0)
-    monkeypatch.setattr(passes, "platform_supported", lambda: True)
-    monkeypatch.setattr(passes, "local_gpu", lambda device: ON_H200)
-    monkeypatch.setattr(passes, "_launchers", (None, {}))
+    monkeypatch.setattr(passlaunchers.driver, "launch_kernel", lambda: lambda *_: codes.pop(0) if codes else 0)
+    monkeypatch.setattr(passlaunchers.driver, "argument", lambda address: address)
+    monkeypatch.setattr(passlaunchers.driver, "make_current", lambda device: codes.append(0))
+    monkeypatch.setattr(passlaunchers, "current_stream", lambda device: 0)
+    monkeypatch.setattr(passlaunchers, "platform_supported", lambda: True)
+    monkeypatch.setattr(passlaunchers, "local_gpu", lambda device: ON_H200)
+    monkeypatch.setattr(passlaunchers, "_launchers", (None, {}))
 
     def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
         if "damaged" in Path(bundle.path).name:
@@ -178,8 +178,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 GIVEN = (1, 2, 3, 4, 5, 6), (2, 3, 1, 0)  # pointers and numbers of COMBINE
 
 
-def made(op: Pass = Pass.COMBINE) -> passes.PassLauncher:
-    return passes.PassLauncher(LoadedKernel(record(op), Function(5, 6, 0, 256, 0, 8), 132), op)
+def made(op: Pass = Pass.COMBINE) -> passlaunchers.PassLauncher:
+    return passlaunchers.PassLauncher(LoadedKernel(record(op), Function(5, 6, 0, 256, 0, 8), 132), op)
 
 
 def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(
@@ -187,10 +187,10 @@ def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(
 ) -> None:
     paths = [write(tmp_path / name, [record(Pass.COMBINE)]) for name in ("a-damaged.msgpack", "b.msgpack")]
     here = snapshot(*paths)
-    monkeypatch.setattr(passes.discover, "snapshot", lambda: here)
-    first = passes.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True)
+    monkeypatch.setattr(passlaunchers.discover, "snapshot", lambda: here)
+    first = passlaunchers.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True)
     assert first is not None
-    assert passes.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is first
+    assert passlaunchers.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is first
     assert [skipped.path.name for skipped in here.view(ON_H200, installed=False).skipped] == ["a-damaged.msgpack"]
 
 
@@ -198,14 +198,14 @@ def test_where_no_bundle_has_it_that_is_told_once(
     tmp_path: Path, driver: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = snapshot(write(tmp_path / "a.msgpack", []))
-    monkeypatch.setattr(passes.discover, "snapshot", lambda: here)
-    with caplog.at_level("INFO", "pretuned.runtime.passes"):
+    monkeypatch.setattr(passlaunchers.discover, "snapshot", lambda: here)
+    with caplog.at_level("INFO", "pretuned.runtime.passlaunchers"):
         for _ in range(2):
-            assert passes.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
+            assert passlaunchers.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
     assert len(caplog.records) == 1
     assert "no usable bundle has a kernel for combine bf16" in caplog.text
-    monkeypatch.setattr(passes, "platform_supported", lambda: False)
-    assert passes.launcher(Pass.ACTIVATION, DType.BF16, 0, aligned=True) is None
+    monkeypatch.setattr(passlaunchers, "platform_supported", lambda: False)
+    assert passlaunchers.launcher(Pass.ACTIVATION, DType.BF16, 0, aligned=True) is None
 
 
 def test_what_was_chosen_before_a_reload_is_not_kept_after_it(
@@ -217,14 +217,14 @@ def test_what_was_chosen_before_a_reload_is_not_kept_after_it(
     class Interrupted(tuple[object, ...]):
         def __getitem__(self, i: Any) -> Any:
             if not i:  # another thread goes on with the new bundles
-                monkeypatch.setattr(passes, "_launchers", (after, {}))
+                monkeypatch.setattr(passlaunchers, "_launchers", (after, {}))
             return super().__getitem__(i)
 
-    monkeypatch.setattr(passes, "_launchers", Interrupted((before, {})))
-    monkeypatch.setattr(passes.discover, "snapshot", lambda: before)
-    assert passes.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
-    monkeypatch.setattr(passes.discover, "snapshot", lambda: after)
-    assert passes.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is not None
+    monkeypatch.setattr(passlaunchers, "_launchers", Interrupted((before, {})))
+    monkeypatch.setattr(passlaunchers.discover, "snapshot", lambda: before)
+    assert passlaunchers.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
+    monkeypatch.setattr(passlaunchers.discover, "snapshot", lambda: after)
+    assert passlaunchers.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is not None
 
 
 def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(
@@ -234,13 +234,13 @@ def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(
         if code:
             raise CudaError(f"{call}: CUDA error {code}")
 
-    monkeypatch.setattr(passes.driver, "check", check)
+    monkeypatch.setattr(passlaunchers.driver, "check", check)
     launch = made()
     driver.append(700)
     with pytest.raises(CudaError, match=r"cuLaunchKernelEx\(combine\): CUDA error 700"):
         launch(2, 3, *GIVEN)
     launch(2, 3, *GIVEN)
-    driver.append(passes.driver.INVALID_CONTEXT)  # a thread that has not touched CUDA: once more
+    driver.append(passlaunchers.driver.INVALID_CONTEXT)  # a thread that has not touched CUDA: once more
     launch(2, 3, *GIVEN)
     assert driver == []
 
@@ -254,7 +254,7 @@ def test_two_threads_never_share_a_block(driver: list[int], monkeypatch: pytest.
             other(2, 3, *GIVEN)
         return 0
 
-    monkeypatch.setattr(passes.driver, "launch_kernel", lambda: launch)
+    monkeypatch.setattr(passlaunchers.driver, "launch_kernel", lambda: launch)
     other = made()
     other(2, 3, *GIVEN)
     assert len(set(seen)) == 2
