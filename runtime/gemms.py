@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from ..artifacts.errors import InputError
 from ..artifacts.types import Layout
 from . import gradients, inputs
-from .calls import fit
+from .calls import fit, jit_state
 from .device import without_autocast
 from .form import form_of
 from .gradients import Call, GradY
@@ -51,7 +52,7 @@ def grouped_gemm_dX(
     """
     form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y,
                    kernel_config_bwd_dX=kernel_config_bwd_dX)  # fmt: skip
-    _no_tangents("grouped_gemm_dX", dy, w, topk_weights)
+    _check_mode("grouped_gemm_dX", dy, w, topk_weights)
     inputs.tensors(dy=dy, w=w, m_sizes=m_sizes)
     inputs.tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights)
     dy, w, m_sizes, gather_indices, topk_weights = _in_memory(
@@ -111,7 +112,7 @@ def grouped_gemm_dW(
     """
     form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y,
                    kernel_config_bwd_dW=kernel_config_bwd_dW)  # fmt: skip
-    _no_tangents("grouped_gemm_dW", dy, x, topk_weights)
+    _check_mode("grouped_gemm_dW", dy, x, topk_weights)
     inputs.tensors(dy=dy, x=x, m_sizes=m_sizes)
     inputs.tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights)
     dy, x, m_sizes, gather_indices, topk_weights = _in_memory(
@@ -133,9 +134,13 @@ def grouped_gemm_dW(
     return dw if dw is not None else rows.x.new_zeros(shape)
 
 
-def _no_tangents(call: str, *given: object) -> None:
+def _check_mode(call: str, *given: object) -> None:
     if inputs.duals._current_level >= 0:
         inputs.no_tangents(call, *given)
+    if jit_state() is not None:
+        raise InputError(
+            f"{call}: torch.jit.trace would keep these counts for good; of pretuned it can trace grouped_gemm"
+        )
 
 
 def _in_memory(**given: torch.Tensor | None) -> Iterator[Any]:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pretuned.runtime import grouped_gemm, library, moe_mlp, sort_routing
+from pretuned.artifacts.errors import InputError
+from pretuned.runtime import grouped_gemm, grouped_gemm_dX, library, moe_mlp, sort_routing
 
 T, TOPK, E, H, I = 6, 2, 4, 8, 4  # noqa: E741
 
@@ -184,3 +185,7 @@ def test_a_scripted_trace_keeps_the_call() -> None:
     for rows, counts in ((10, [1, 0, 9]), (4, [0, 3, 1])):
         given = torch.randn(rows, 8), torch.tensor(counts)
         torch.testing.assert_close(traced(*given), product(*given))
+    with pytest.raises(InputError, match=r"grouped_gemm_dX: torch.jit.trace would keep these counts"):
+        torch.jit.trace(
+            lambda dy, m_sizes: grouped_gemm_dX(dy, w, m_sizes), (torch.randn(10, 6), torch.tensor([3, 4, 3]))
+        )
