@@ -44,6 +44,7 @@ _FLOAT32 = torch.float32
 # What something that is no usable tensor raises: the checks will say which.
 _UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)
 _tracing = torch.compiler.is_dynamo_compiling
+_jit_state = calls.jit_state
 _duals = inputs.duals
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 
@@ -148,7 +149,7 @@ def grouped_gemm(
     it, with one warning. On other devices it is a torch reference, slow. In a torch.autocast region float32
     x, w and bias are cast. torch.compile and torch.export see one operator. A gradient can't be differentiated again.
     """
-    if _tracing() or calls.jit_state() is not None:
+    if _tracing() or _jit_state() is not None:
         from .library import traced
 
         return traced(
