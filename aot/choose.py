@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ..artifacts.errors import CompileError
 from ..artifacts.limits import MAX_TIME_NS
 from ..artifacts.types import Choice, Fusion, Problem, Source
-from ..kernels.abi import has_aligned_rows
+from ..kernels.alignment import has_aligned_rows
 from ..kernels.chips import chip_for
 from ..kernels.cost import Ranker, Resources
 from .compile import Compiled

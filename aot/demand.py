@@ -16,7 +16,7 @@ from ..artifacts import codec
 from ..artifacts.errors import BundleError, HostError, LockBusy, PretunedError
 from ..artifacts.store import lock, open_bytes
 from ..artifacts.types import Bundle, Choice, DType, Fusion, Model, Op, Problem, bucket_of
-from ..kernels.abi import has_aligned_rows
+from ..kernels.alignment import has_aligned_rows
 from ..kernels.config import Config
 from ..runtime import discover, locks
 from ..runtime.device import LocalGpu, local_gpu

@@ -11,7 +11,8 @@ from ..artifacts.errors import CompileError
 from ..artifacts.schema import pack_problem, read_problem
 from ..artifacts.store import publish
 from ..artifacts.types import DType, Model, Op, Problem, buckets_between
-from ..kernels.abi import ALIGNMENT_BYTES, MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, counts, no_code
+from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, counts, no_code
+from ..kernels.alignment import ALIGNMENT_BYTES
 from ..kernels.chips import chip_for, limits
 from ..kernels.config import Config
 from ..kernels.cost import Ranker, Resources

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ..artifacts.types import DType, Fusion, Layout, Model, Op, Problem, buckets_between
-from ..kernels.abi import MAX_EXPERTS, code_of, has_aligned_rows
+from ..kernels.abi import MAX_EXPERTS, code_of
+from ..kernels.alignment import has_aligned_rows
 from .modelshape import Gemm, ModelShape
 from .variants import Family, Space, optional
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, Variant
 from ..kernels import abi, passes, space
-from ..kernels.abi import ALIGNMENT_BYTES, MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, has_aligned_rows
+from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ..kernels.alignment import ALIGNMENT_BYTES, has_aligned_rows
 from ..kernels.chips import SmLimits
 from ..kernels.config import Config
 from ..kernels.cost import Resources, occupancy

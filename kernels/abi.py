@@ -33,7 +33,6 @@ from ..artifacts.types import DType, Fusion, Layout, Op, Problem
 from .config import PINGPONG_COLUMNS, Config, across, fitted, of_weight
 
 LAUNCH_ABI = 1
-ALIGNMENT_BYTES = 16  # what aligned code asks of every pointer, row stride and row length
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
 
 ZERO_TAIL = 16  # a flag: rows that belong to no expert are set to zero; with SCATTER, those that no row goes to
@@ -200,19 +199,6 @@ def counts(config: Config, max_experts: int) -> bool:
     A specialised one keeps a table, and a program that has one tile asks for it once (kernels/find.py).
     """
     return (config.persistent and not config.specialized) or max_experts <= MAX_EXPERTS
-
-
-def is_aligned(alignment: int, *values_bytes: int) -> bool:
-    """Whether every pointer, row stride and row length, in bytes, keeps to ``alignment``."""
-    mixed = 0
-    for value in values_bytes:
-        mixed |= value
-    return mixed % alignment == 0
-
-
-def has_aligned_rows(problem: Problem) -> bool:
-    """Whether both row lengths of the weight, N and K, are multiples of 16 bytes."""
-    return is_aligned(ALIGNMENT_BYTES, problem.N * problem.dtype.itemsize, problem.K * problem.dtype.itemsize)
 
 
 def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:

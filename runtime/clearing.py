@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.types import DType, Pass
-from ..kernels.abi import ALIGNMENT_BYTES, is_aligned
+from ..kernels.alignment import ALIGNMENT_BYTES, is_aligned
 from ..kernels.passes import CLEARED_ROWS, NAMES
 from . import passlaunchers
 from .device import on

@@ -12,7 +12,7 @@ from ..artifacts.limits import MAX_DIM
 from ..artifacts.names import printable
 from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
 from ..kernels import chips
-from ..kernels.abi import has_aligned_rows
+from ..kernels.alignment import has_aligned_rows
 from . import discover, epilogue, gathered, jit, settings
 from .candidates import Candidate, Match, Origin, chosen, modelled
 from .device import LocalGpu, current_device, local_gpu

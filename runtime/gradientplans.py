@@ -11,7 +11,7 @@ import torch
 
 from ..artifacts.types import Layout, Op, Pass
 from ..kernels import passes
-from ..kernels.abi import ALIGNMENT_BYTES
+from ..kernels.alignment import ALIGNMENT_BYTES
 from . import passlaunchers, productlaunchers, products, rowgather
 from .device import allocator
 from .gathered import Launch

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.types import Op, Pass
-from ..kernels.abi import ALIGNMENT_BYTES
+from ..kernels.alignment import ALIGNMENT_BYTES
 from ..kernels.passes import BIASED
 from . import discover, gradientplans, inputs, jit, passlaunchers, productlaunchers, products, recent
 from .device import allocator, device_is_current, only_device

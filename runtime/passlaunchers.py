@@ -13,8 +13,7 @@ import torch
 
 from ..artifacts.errors import InputError
 from ..artifacts.types import DType, Pass
-from ..kernels import abi
-from ..kernels.abi import ALIGNMENT_BYTES
+from ..kernels.alignment import ALIGNMENT_BYTES, is_aligned
 from ..kernels.passes import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
 from . import discover, driver, inputs
 from .device import current_stream, local_gpu, platform_supported
@@ -142,7 +141,7 @@ def for_rows(
     kind = DTYPES.get(like.dtype)
     if kind is None or not rows or not columns or not inputs.on_gpu(like):
         return None
-    aligned = abi.is_aligned(ALIGNMENT_BYTES, columns * like.element_size(), *(one.data_ptr() for one in tensors))
+    aligned = is_aligned(ALIGNMENT_BYTES, columns * like.element_size(), *(one.data_ptr() for one in tensors))
     return launcher(op, kind, like.get_device(), aligned=aligned)
 
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from ..artifacts.types import Layout, Op
-from ..kernels.abi import ALIGNMENT_BYTES
+from ..kernels.alignment import ALIGNMENT_BYTES
 from . import inputs, productlaunchers, products, recent
 from .autograd import GroupedGemm
 from .clearing import clear

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, bucket_of
-from ..kernels.abi import ALIGNMENT_BYTES, code_of, gemm_of, is_aligned
+from ..kernels.abi import code_of, gemm_of
+from ..kernels.alignment import ALIGNMENT_BYTES, is_aligned
 from . import discover, epilogue, gathered, jit, passlaunchers, pinned, settings
 from .device import local_gpu, platform_supported, tell_unsupported
 from .gathered import GatherFirst, Launch

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ..artifacts.store import BundleFile
 from ..artifacts.types import Fusion, Layout, Model, Op, Pass, Problem, buckets_between
-from ..kernels.abi import has_aligned_rows
+from ..kernels.alignment import has_aligned_rows
 from ..kernels.passes import dtype_of
 from . import discover
 from .candidates import why_not

@@ -26,7 +26,8 @@ from pretuned.artifacts import codec
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.store import lock, open_bundle
 from pretuned.artifacts.types import Bundle, DType, Fusion, Layout, Op, Pass, Problem, Source, Variant
-from pretuned.kernels.abi import LAUNCH_ABI, Spec, has_aligned_rows
+from pretuned.kernels.abi import LAUNCH_ABI, Spec
+from pretuned.kernels.alignment import has_aligned_rows
 from pretuned.kernels.chips import limits
 from pretuned.kernels.config import Config, fitted
 from pretuned.kernels.revisions import source_sha256

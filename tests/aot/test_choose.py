@@ -9,10 +9,11 @@ from pretuned.aot.choose import CONFIG_LIMIT, Chosen, choose
 from pretuned.aot.compile import Compiled
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan, planned_on
-from pretuned.aot.variants import GATED_CONFIGS, Family, Space, families, has_aligned_rows, optional, specs
+from pretuned.aot.variants import GATED_CONFIGS, Family, Space, families, optional, specs
 from pretuned.artifacts.types import Fusion, Layout, Op, Problem, Variant
 from pretuned.kernels import abi, space
 from pretuned.kernels.abi import Spec
+from pretuned.kernels.alignment import has_aligned_rows
 
 CUBINS = 160  # of the whole catalogue in bf16, all ops
 CUBIN_BYTES = 40_000  # the mean of the real ones

@@ -41,7 +41,7 @@ from pretuned.artifacts import codec
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.store import open_bundle
 from pretuned.artifacts.types import Choice, DType, Op, Problem, Source
-from pretuned.kernels.abi import has_aligned_rows
+from pretuned.kernels.alignment import has_aligned_rows
 
 SHIPPED = Path(__file__).parents[2] / "artifacts" / "bundles"
 Gpus = Callable[..., contextlib.AbstractContextManager[list[LocalGpu]]]
