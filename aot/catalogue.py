@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from ..artifacts.types import Layout
 from .modelshape import ExpertLayer
 
-COLUMNS = ("id", "E", "k", "H", "I", "shared_width", "gated", "quantised", "source", "aliases", "note")
+COLUMNS = ("id", "E", "k", "H", "I", "shared_width", "gated", "layouts", "quantised", "source", "aliases", "note")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,10 @@ def parse_table(text: str) -> dict[str, CatalogueEntry]:
         row = {name: "" if field == "-" else field for name, field in zip(COLUMNS, fields, strict=True)}
         try:
             E, k, H, width, shared_width, gated = (int(row[name]) for name in COLUMNS[1:7])
+            layouts = tuple(Layout(one) for one in row["layouts"].split(","))
         except ValueError as error:
             raise ValueError(f"catalogue.tsv:{number}: {error}") from None
-        layer = ExpertLayer(E, k, H, width, shared_width, bool(gated), row["quantised"], row["note"])
+        layer = ExpertLayer(E, k, H, width, shared_width, bool(gated), row["quantised"], row["note"], layouts)
         problems = layer.contradictions()
         if row["id"] in entries:
             problems.append(f"{row['id']} is there twice")

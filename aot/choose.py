@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..artifacts.errors import CompileError
 from ..artifacts.limits import MAX_TIME_NS
-from ..artifacts.types import Choice, Fusion, Problem, Source
+from ..artifacts.types import Choice, Fusion, Layout, Problem, Source
 from ..kernels.alignment import has_aligned_rows
 from ..kernels.chips import chip_for
 from ..kernels.cost import Ranker, Resources
@@ -172,6 +172,7 @@ def _configs(
 ) -> set[Knobs]:
     """The aligned configs that serve all families of a group best, and their fallbacks', at most ``most``.
 
+    Those of w [E, N, K] decide, where there are any: what is built for [E, K, N] too runs what serves them.
     Where another group of the op, dtype and layout ``held`` some before, both together are, or only those of them that
     it held, if each family is served by one of those.
     """
@@ -186,6 +187,7 @@ def _configs(
     }
     if not table:
         return fallbacks
+    table = {key: row for key, row in table.items() if key[0].layout is Layout.NK} or table
 
     def best(allowed: set[int] | None) -> set[Knobs]:
         limit = max(1, most - len(fallbacks))
@@ -234,7 +236,7 @@ def _ranked(
             resources = [Resources.of(compiled[i].variant) for i in able]
             rankers[able] = Ranker(resources, family.gemm, family.dtype, chip)
         for bucket in plan.buckets[problem]:
-            estimates = [(us, able[i]) for us, i in rankers[able].rank(problem, bucket)]
+            estimates = [(us, able[i]) for us, i in rankers[able].rank(problem.with_w_nk, bucket)]
             measured = evidence.cells.get((problem, bucket)) if evidence else None
             found.append(_Cell(problem, bucket, estimates, _times_us(estimates, measured, compiled), measured))
     return found

@@ -16,6 +16,7 @@ LEAST_BAND = 0.005  # a difference below this fraction is never taken for real
 _STANDARD_ERRORS = 2.0
 
 Cell = tuple[Problem, int]
+_Times = dict[bytes, list[tuple[float, int]]]  # of each variant (time, rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +108,57 @@ class Evidence:
 def _combined(records: list[Measured]) -> CellTimes:
     """A cell that was measured more than once counts by its medians, in which a time weighs as many as its rounds.
 
-    A duel counts unless the two were timed together in more rounds, in another record.
+    Each record is of the clock that its contenders left, so all are brought to the median of these. A duel counts
+    unless the two were timed together in more rounds, in another record.
     """
-    records = counting(records)
+    records = sorted(counting(records), key=_by_rounds)
     timings: dict[bytes, list[Timing]] = {}
+    times: _Times = {}
+    plain: _Times = {}
+    clocks: list[tuple[float, int]] = []
     for record in records:
+        clock = _clock_between(record, times, plain)
+        clocks.append((clock, _rounds(record)))
         for timing in record.timings:
             timings.setdefault(timing.variant, []).append(timing)
-    plain: dict[bytes, list[tuple[int, int]]] = {}
-    for record in records:
+            times.setdefault(timing.variant, []).append((timing.time_ns * clock, timing.rounds))
         if record.plain is not None:
-            plain.setdefault(record.plain[0], []).append((geometric_mean(record.plain[1]), _rounds(record)))
+            sha, ns = record.plain
+            plain.setdefault(sha, []).append((geometric_mean(ns) * clock, _rounds(record)))
+    usual = _median(clocks)
     ordered = sorted(timings.items())
     duels = sorted(
         (one.duel for one in records if one.duel is not None and _rounds(one) >= _most(records, one.duel)),
         key=lambda duel: (duel.challenger, duel.modelled, duel.ratio, duel.band),
     )
     return CellTimes(
-        {sha: _median([(one.time_ns, one.rounds) for one in some]) for sha, some in ordered},
+        {sha: _ns(_median(times[sha]) / usual) for sha, _ in ordered},
         {sha: max((one.rounds, one.noise) for one in some)[1] for sha, some in ordered},
         tuple(duels),
         max(record.driver for record in records),
-        {sha: _median(some) for sha, some in sorted(plain.items())},
+        {sha: _ns(_median(some) / usual) for sha, some in sorted(plain.items())},
     )
+
+
+def _by_rounds(record: Measured) -> tuple[object, ...]:
+    """The most rounds first, and else one order whatever that of the journal."""
+    return -_rounds(record), tuple((one.variant, one.ns) for one in record.timings), record.plain or ()
+
+
+def _clock_between(record: Measured, times: _Times, plain: _Times) -> float:
+    """What a record's times are multiplied with to compare with those before it; 1 where they have nothing in common.
+
+    By the variants that both have, or else the plain product's. An H100 under load took 1.11 x in one record what it
+    took in another, and what only the faster one had looked 3 % faster than what had beaten it there by 8 %.
+    """
+    both = [_median(times[one.variant]) / one.time_ns for one in record.timings if one.variant in times]
+    if not both and record.plain is not None and record.plain[0] in plain:
+        both = [_median(plain[record.plain[0]]) / geometric_mean(record.plain[1])]
+    return math.exp(math.fsum(map(math.log, both)) / len(both)) if both else 1.0
+
+
+def _ns(time: float) -> int:
+    return max(1, round(time))
 
 
 def counting(records: list[Measured]) -> list[Measured]:
@@ -150,7 +179,7 @@ def _most(records: list[Measured], duel: Duel) -> int:
     return max((_rounds(one) for one in records if two <= {timing.variant for timing in one.timings}), default=1)
 
 
-def _median(times: Sequence[tuple[int, int]]) -> int:
+def _median(times: Sequence[tuple[float, int]]) -> float:
     """The lower median of (time, rounds), each as often as its rounds."""
     ordered = sorted((time, max(1, rounds)) for time, rounds in times)
     half, seen = sum(rounds for _, rounds in ordered), 0

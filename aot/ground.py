@@ -94,8 +94,8 @@ class Ground:
         able = self.able[problem]
         if able not in self._rankers:
             resources = [Resources.of(self.bundle.variant(i)) for i in able]
-            self._rankers[able] = Ranker(resources, problem.op, problem.dtype, self.chip)
-        ranked = [(us, able[i]) for us, i in self._rankers[able].rank(problem, bucket)]
+            self._rankers[able] = Ranker(resources, problem.with_w_nk.op, problem.dtype, self.chip)
+        ranked = [(us, able[i]) for us, i in self._rankers[able].rank(problem.with_w_nk, bucket)]
         return [(us, i) for us, i in ranked if self.bundle.variant(i).cubin_sha256 not in without]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..artifacts.errors import InputError
 from ..artifacts.names import printable
+from ..artifacts.types import Layout
 from .modelshape import ExpertLayer
 
 MAX_CONFIG_BYTES = 8 << 20
@@ -49,9 +50,11 @@ class Family:
     widths: tuple[str, ...] = ("moe_intermediate_size",)
     gated: bool = True
     one_shared: bool = False  # one shared expert of width I, which no field names
+    layouts: tuple[Layout, ...] = (Layout.NK,)
 
 
 _DENSE_NAME = ("intermediate_size",)  # elsewhere the dense layers' width; in these families the experts'
+_KN_TOO = (Layout.NK, Layout.KN)  # their checkpoints, and transformers, have w as [E, K, N]
 
 FAMILIES = (
     *(
@@ -61,13 +64,13 @@ FAMILIES = (
             "phimoe",
             "granitemoe",
             "minimax",
-            "gpt_oss",
             "olmoe",
             "flex_olmo",
             "jamba",
         )
     ),
-    Family("llama4", _DENSE_NAME, one_shared=True),
+    Family("gpt_oss", _DENSE_NAME, layouts=_KN_TOO),
+    Family("llama4", _DENSE_NAME, one_shared=True, layouts=_KN_TOO),
     Family("hunyuan", ("moe_intermediate_size", "intermediate_size")),
     Family("dbrx", ("ffn_config.ffn_hidden_size",)),
     Family("longcat", ("expert_ffn_hidden_size", "moe_intermediate_size")),
@@ -147,7 +150,8 @@ def layer_of(config: Mapping[str, object], where: str) -> tuple[ExpertLayer, tup
         shared_width, note = 0, f"the shared expert works at the full hidden width, the routed ones at {H}"
 
     quantised = _quantised(config, where) or _quantised(fields.values, where)
-    layer = ExpertLayer(E, k, H, width, max(shared_width, 0), family is None or family.gated, quantised, note)
+    gated, layouts = (family.gated, family.layouts) if family else (True, (Layout.NK,))
+    layer = ExpertLayer(E, k, H, width, max(shared_width, 0), gated, quantised, note, layouts)
     if problems := layer.contradictions():
         raise InputError(f"{where}: {'; '.join(problems)}")
     published = (one.get(name) for one in (fields.values, config) for name in ("dtype", "torch_dtype"))

@@ -234,7 +234,7 @@ def _shards(found: _Found, options: Options, only: Sequence[Op]) -> Iterator[Mod
             tokens=options.tokens,
             ops=ops,
             note=layer.note,
-            layouts=options.layout,
+            layouts=options.layout or layer.layouts,
         )
         problems.extend(shard.contradictions())
         shards.append(shard)

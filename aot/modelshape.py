@@ -20,6 +20,7 @@ class ExpertLayer:
     ``E`` experts of width ``I``, ``k`` of them a token, between hidden states of width ``H``.
     ``shared_width`` is the width of all shared experts together, in elements (0: none). ``gated``:
     GEMM 1 makes gate and up. ``quantised`` is how the published weights are (``fp8``, ``mxfp4``, ...), or empty.
+    ``layouts``: how programs hold the weights; [E, K, N] too where the checkpoint has them so.
     """
 
     E: int
@@ -30,6 +31,7 @@ class ExpertLayer:
     gated: bool = True
     quantised: str = ""
     note: str = ""
+    layouts: tuple[Layout, ...] = (Layout.NK,)
 
     def contradictions(self) -> list[str]:
         """What can't be true of a layer; empty where it is sound."""

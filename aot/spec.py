@@ -32,7 +32,7 @@ class Options:
     ep: tuple[int, ...] = (1,)
     dtype: tuple[DType, ...] | None = None
     ops: tuple[Op, ...] | None = None
-    layout: tuple[Layout, ...] = (Layout.NK,)
+    layout: tuple[Layout, ...] | None = None
     tokens: tuple[int, int] = (1, 65_536)
     gated: bool | None = None
     shared: bool = False

@@ -28,7 +28,7 @@ Candidates = Callable[[Op, DType, int], tuple[Config, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What variants can stand in for each other."""
+    """What variants can stand in for each other. A product that has two names (``Problem.twin``) has one family."""
 
     op: Op | Pass
     dtype: DType
@@ -38,7 +38,10 @@ class Family:
     @classmethod
     def of(cls, one: Problem | Variant | Spec | PassSpec) -> Family:
         """The family of a problem, or of a variant."""
-        return cls(one.op, one.dtype, one.layout, one.fusion)
+        named: Problem | Variant | Spec | PassSpec = one
+        if isinstance(one.op, Op) and one.layout is Layout.KN:
+            named = Problem(one.op, one.dtype, 1, 1, 1, one.layout, one.fusion).with_w_nk
+        return cls(named.op, one.dtype, named.layout, one.fusion)
 
     @property
     def gemm(self) -> Op:
@@ -133,8 +136,7 @@ def pass_specs(problems: Iterable[Problem]) -> tuple[PassSpec, ...]:
 def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
     """The specs in groups that are one and the same cubin: only the first of each is compiled.
 
-    Pointer variants that gather are those that scatter, told so when they are launched; dX is the forward
-    of the other layout.
+    Pointer variants that gather are those that scatter, told so when they are launched.
     """
     groups: dict[object, list[Spec]] = {}
     for spec in wanted:

@@ -231,10 +231,11 @@ def read_kind(record: bytes) -> VariantKind:
 
 
 def check_fits(kinds: Mapping[int, VariantKind], problem: Problem) -> None:
-    """Raise Malformed unless each of these variants, by their indices, can compute ``problem``."""
-    want = [problem.op.value, problem.dtype.value, problem.layout.value, problem.fusion.value]
+    """Raise Malformed unless each of these variants, by their indices, can compute ``problem``, by whatever name."""
+    names = [one for one in (problem, problem.twin) if one is not None]
+    wanted = [[one.op.value, one.dtype.value, one.layout.value, one.fusion.value] for one in names]
     for i, (have, experts) in kinds.items():
-        if have != want:
+        if have not in wanted:
             raise Malformed(f"variant {i} is for {shown(have)}")
         if experts < problem.E:
             raise Malformed(f"variant {i} is for at most {experts} experts")

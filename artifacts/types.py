@@ -113,6 +113,11 @@ class Problem:
         return replace(self, op=op, N=self.K, K=self.N, layout=layout)
 
     @property
+    def with_w_nk(self) -> Problem:
+        """The name that has w as [E, N, K], of the two where there are two."""
+        return (self.twin or self) if self.layout is Layout.KN else self
+
+    @property
     def sort_key(self) -> tuple[str, str, int, int, int, str, int, int]:
         """The one order of problems: in a bundle, a plan, a table."""
         return (self.op.value, self.dtype.value, self.E, self.N, self.K,

@@ -3,9 +3,10 @@
     python benchmarks/shipped.py artifacts/bundles/catalogue-sm90.msgpack benchmarks/results/catalogue-h200.journal
 
 Once as timed, and once beside those alone that are faster than the choice by more than noise, as their duel says, or
-their times. How often the fastest that ships is near the least estimate. Beside torch: the same choice against
-grouped_mm, where the journal has it. With --kinds, what a kind of config gains: the best of that kind against the best
-of all others, in the cells that have times of both.
+their times. Once more in each record that has the choice, beside the fastest of that very record. How often the fastest
+that ships is near the least estimate. Beside torch: the same choice against grouped_mm, where the journal has it. With
+--kinds, what a kind of config gains: the best of that kind against the best of all others, in the cells that have times
+of both.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pretuned.aot.looks import LIKELY
 from pretuned.aot.records import LONG_NS, Measured
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.store import BundleFile, open_bundle
-from pretuned.artifacts.types import Op, Variant
+from pretuned.artifacts.types import Op, Problem, Variant
 from pretuned.kernels.config import Config, fitted
 
 OVER = 1.02
@@ -60,6 +61,28 @@ def loss_of(cell: CellTimes, chosen: bytes, *, raw: bool) -> float:
     """The time of ``chosen`` over that of the fastest, or of the fastest that beats it by more than noise."""
     times = cell.times_ns
     return times[chosen] / min(times[one] for one in times if one == chosen or raw or cell.beats(one, chosen))
+
+
+def losses_in_records(bundle: BundleFile, contents: Contents) -> list[float]:
+    """Time over that of the fastest of the same record, of each choice that was timed, the worst first.
+
+    Of several records that have it the geometric mean, each as often as it has rounds.
+    """
+    cubins = [one.cubin_sha256 for one in bundle.variants()]
+    found: dict[tuple[Problem, int], list[tuple[dict[bytes, int], int]]] = {}
+    for one in contents.records:
+        if isinstance(one, Measured):
+            times = {timing.variant: timing.time_ns for timing in one.timings}
+            found.setdefault((one.problem, one.bucket), []).append((times, max(each.rounds for each in one.timings)))
+    lost = []
+    for problem in bundle.problems():
+        for choice in bundle.find(problem):
+            chosen, records = cubins[choice.variant], found.get((problem, choice.bucket), [])
+            logs = [(rounds * math.log(times[chosen] / min(times.values())), rounds)
+                    for times, rounds in records if chosen in times]  # fmt: skip
+            if logs:
+                lost.append(math.exp(sum(log for log, _ in logs) / sum(rounds for _, rounds in logs)))
+    return sorted(lost, reverse=True)
 
 
 def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, str]]:
@@ -103,12 +126,14 @@ def report(bundle: BundleFile, contents: Contents) -> dict[str, Any]:
     raw, lost = (losses(bundle, contents, raw=raw) for raw in (True, False))
     if not lost:
         raise ValueError("the journal has no cell of this bundle's choices")
+    own = losses_in_records(bundle, contents)
     torch = beside_torch(bundle, contents)
     return {
         "configs": dict(sorted(Counter(f"{op} {dtype}" for op, dtype, _ in configs).items())),
         "choices": len(lost),
         "as_timed": _summary(raw),
         "beyond_noise": _summary(lost),
+        "in_records": {"over_2_percent": sum(one > OVER for one in own), "most": own[0], "mean_loss": _mean(own)},
         "winners_likely": winners_likely(bundle, contents),
         "beside_torch": len(torch),
         "behind_torch_by_over_3_percent": [one for one in torch if one[0] < 0.97],
@@ -159,9 +184,13 @@ def _summary(lost: list[tuple[float, float, str]]) -> dict[str, Any]:
     return {
         "over_2_percent": len(over),
         "of_which_over_10_ms": sum(1000 * us > LONG_NS for us in over),
-        "mean_loss": math.expm1(sum(math.log(loss) for loss, _, _ in lost) / len(lost)),
+        "mean_loss": _mean([loss for loss, _, _ in lost]),
         "worst": lost[:10],
     }
+
+
+def _mean(lost: list[float]) -> float:
+    return math.expm1(sum(map(math.log, lost)) / len(lost))
 
 
 def main() -> None:
@@ -192,6 +221,9 @@ def main() -> None:
               f"{one['of_which_over_10_ms']} of them over 10 ms, the mean loss is {one['mean_loss']:.2%}")  # fmt: skip
         for loss, us, cell in one["worst"]:
             print(f"  {loss:.3f} {us:8.0f} us {cell}")
+    own = told["in_records"]
+    print(f"in each record that has it: {own['over_2_percent']} take over 2 % more than the fastest there, "
+          f"{own['most'] - 1:.1%} at most, the mean loss is {own['mean_loss']:.2%}")  # fmt: skip
     near = told["winners_likely"]
     print(f"the fastest that ships is within {LIKELY - 1:.0%} of the least estimate in {near:.1%} of all cells")
     print(f"{told['beside_torch']} cells beside grouped_mm, behind it by over 3 %:")

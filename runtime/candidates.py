@@ -175,7 +175,7 @@ def modelled(
         return []
     _, fitting, ranker = _ranked(snapshot, problem, local, view, aligned)
     found = []
-    for time_us, at in ranker.rank(problem, bucket):
+    for time_us, at in ranker.rank(problem.with_w_nk, bucket):
         usable, index, variant = fitting[at]
         origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
         origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
@@ -231,7 +231,8 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
             if why_not(variant, kind, local, aligned=aligned) is None
         ]
         resources = [Resources.of(variant) for *_, variant in fitting]
-        known = view, fitting, Ranker(resources, problem.op, problem.dtype, chips.chip_of(local.gpu, local.sm))
+        op, chip = problem.with_w_nk.op, chips.chip_of(local.gpu, local.sm)
+        known = view, fitting, Ranker(resources, op, problem.dtype, chip)
         snapshot.rankers[key] = known
     return known
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
@@ -178,7 +179,7 @@ class Snapshot:
             raise Rejected from error
 
     def variants(self, bundle: BundleFile, problem: Problem | PassSpec) -> tuple[tuple[int, Variant], ...]:
-        """The bundle's variants of this kind, or else of its twin's, or of a pass, with their indices.
+        """The bundle's variants of this kind, and of its twin's, or of a pass, with their indices.
 
         Rejected where records are damaged.
         """
@@ -190,9 +191,9 @@ class Snapshot:
                 except BundleError as error:
                     self.reject(bundle, error)
                     raise Rejected from error
-        found = groups.get((problem.op, problem.dtype, problem.layout, problem.fusion), ())
-        twin = self._twin(bundle, problem) if not found and isinstance(problem, Problem) else None
-        return found if twin is None else groups.get((twin.op, twin.dtype, twin.layout, twin.fusion), ())
+        names = [problem, self._twin(bundle, problem) if isinstance(problem, Problem) else None]
+        kinds = [(one.op, one.dtype, one.layout, one.fusion) for one in names if one is not None]
+        return tuple(itertools.chain.from_iterable(groups.get(kind, ()) for kind in kinds))
 
     def _twin(self, bundle: BundleFile, problem: Problem) -> Problem | None:
         """The problem's twin; None in what this process has made: that hangs on the calls so far, in each its own."""

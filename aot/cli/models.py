@@ -29,7 +29,8 @@ def models(text: str | None, as_json: bool) -> None:
     if as_json:
         print_json([
             {"id": one.id, "E": one.layer.E, "k": one.layer.k, "H": one.layer.H, "I": one.layer.I,
-             "shared_width": one.layer.shared_width, "gated": one.layer.gated, "quantised": one.layer.quantised,
+             "shared_width": one.layer.shared_width, "gated": one.layer.gated,
+             "layouts": [layout.value for layout in one.layer.layouts], "quantised": one.layer.quantised,
              "aliases": list(one.aliases), "note": one.layer.note}
             for one in found
         ])  # fmt: skip
@@ -40,8 +41,9 @@ def models(text: str | None, as_json: bool) -> None:
     for one in found:
         layer = one.layer
         gated = "gated" if layer.gated else "plain"
-        rows.append((one.id, layer.E, layer.k, layer.H, layer.I, layer.shared_width or "-", gated,
+        layouts = ",".join(one.value for one in layer.layouts)
+        rows.append((one.id, layer.E, layer.k, layer.H, layer.I, layer.shared_width or "-", gated, layouts,
                      layer.quantised or "-", layer.note))  # fmt: skip
-    echo(table(("model", "E", "k", "H", "I", "shared", "experts", "published in", "note"), rows, "<>>>>>"))
+    echo(table(("model", "E", "k", "H", "I", "shared", "experts", "w", "published in", "note"), rows, "<>>>>>"))
     if aliases := [(alias, one.id) for one in found for alias in one.aliases]:
         echo(f"\n{table(('also known', 'of the shape of'), aliases)}")

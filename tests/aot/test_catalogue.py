@@ -4,9 +4,10 @@ import pytest
 
 from pretuned.aot.catalogue import COLUMNS, catalogue, find, nearest_ids, parse_table
 from pretuned.aot.modelshape import ExpertLayer
+from pretuned.artifacts.types import Layout
 
 HEADER = "\t".join(COLUMNS) + "\n"
-ROW = "org/A\t8\t2\t64\t32\t0\t1\t-\tconfig\t-\t-\n"
+ROW = "org/A\t8\t2\t64\t32\t0\t1\tnk\t-\tconfig\t-\t-\n"
 
 
 def test_published_sizes() -> None:
@@ -76,6 +77,14 @@ def test_parse_row() -> None:
     (entry,) = parse_table("# comment\n" + HEADER + ROW).values()
     assert entry.layer == ExpertLayer(8, 2, 64, 32)
     assert entry.aliases == ()
+    (both,) = parse_table(HEADER + ROW.replace("nk", "nk,kn")).values()
+    assert both.layer.layouts == (Layout.NK, Layout.KN)
+
+
+def test_models_whose_checkpoints_have_w_as_kn_are_held_in_both_ways() -> None:
+    both = {name for name, entry in catalogue().items() if entry.layer.layouts == (Layout.NK, Layout.KN)}
+    assert both == {name for name in catalogue() if name.startswith(("openai/gpt-oss", "meta-llama/Llama-4"))}
+    assert all(entry.layer.layouts == (Layout.NK,) for name, entry in catalogue().items() if name not in both)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +92,10 @@ def test_parse_row() -> None:
     [
         ("", "must name the columns"),
         ("id\tE\n", "must name the columns"),
-        (HEADER + "org/A\t8\n", "tsv:2: 2 fields, wanted 11"),
+        (HEADER + "org/A\t8\n", "tsv:2: 2 fields, wanted 12"),
         (HEADER + ROW.replace("64", "x"), "tsv:2: invalid literal"),
         (HEADER + ROW.replace("\t2\t", "\t9\t"), "tsv:2: k=9 is more than E=8"),
+        (HEADER + ROW.replace("nk", "nm"), "tsv:2: 'nm' is not a valid Layout"),
         (HEADER + ROW + ROW, "tsv:3: org/A is there twice"),
     ],
 )

@@ -92,15 +92,27 @@ def test_forms_that_move_rows_share_the_plain_ones_configs(catalogue: Plan) -> N
     assert all(len(configs & plain) > len(configs) / 2 for configs in moving)
 
 
-def test_each_layout_has_its_own_choice() -> None:
-    planned = plan(load_models(["Qwen/Qwen3-30B-A3B layout=nk,kn tokens=64..1024"]).shapes)
-    chosen = _choose(planned, 90)
-    for layout in Layout:
-        for op in (Op.FORWARD, Op.DX):
-            configs = {
-                one.variant.config for one in chosen.variants if (one.variant.op, one.variant.layout) == (op, layout)
-            }
-            assert 2 < len(configs) <= CONFIG_LIMIT
+def test_both_layouts_have_choices_among_the_same_variants() -> None:
+    """What [E, K, N] adds is choices: its code is that of [E, N, K], which alone decides what ships."""
+    both, nk, kn = (
+        plan(load_models([f"openai/gpt-oss-20b layout={layout}"]).shapes) for layout in ("nk,kn", "nk", "kn")
+    )
+    assert {*both.problems} == {*nk.problems, *kn.problems}
+    chosen, alone = _choose(both, 90), _choose(nk, 90)
+    assert [*chosen.choices] == [*both.problems]
+    assert {one.variant.layout for one in chosen.variants} == {Layout.NK}
+
+    def configs(found: Chosen) -> dict[object, set[object]]:
+        of: dict[object, set[object]] = {}
+        for one in found.variants:
+            of.setdefault(one.variant.op, set()).add(one.variant.config)
+        return of
+
+    for op in (Op.FORWARD, Op.DX):
+        assert configs(chosen)[op] == configs(alone)[op]
+    only = _choose(kn, 90)  # no [E, N, K] decides for it
+    assert {problem.layout for problem in only.choices if problem.op is not Op.DW} == {Layout.KN}
+    assert all(2 < len(some) <= CONFIG_LIMIT for op, some in configs(only).items() if op in (Op.FORWARD, Op.DX))
 
 
 def test_all_forms_of_an_op_keep_to_the_limit(catalogue: Plan) -> None:

@@ -16,6 +16,7 @@ from pretuned.aot.hfconfig import layer_of, read_model
 from pretuned.aot.modelshape import ExpertLayer
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.names import is_label
+from pretuned.artifacts.types import Layout
 
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -83,7 +84,7 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
             "experts_per_token": 4,
             "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
         },
-        ExpertLayer(32, 4, 2880, 2880, quantised="mxfp4"),
+        ExpertLayer(32, 4, 2880, 2880, quantised="mxfp4", layouts=(Layout.NK, Layout.KN)),
     ),
     (QWEN3, QWEN3_LAYER),
     *((one, ExpertLayer(128, 8, 2048, 768, 512)) for one in with_types(
@@ -101,7 +102,7 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
     *(({"model_type": one, "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64,
         "num_experts_per_tok": 8}, ExpertLayer(64, 8, 2048, 1024)) for one in ("olmoe", "flex_olmo", "jamba")),
     ({"model_type": "llama4", "text_config": LLAMA4_TEXT, "vision_config": {"hidden_size": 1408}},
-     ExpertLayer(16, 1, 5120, 8192, 8192)),
+     ExpertLayer(16, 1, 5120, 8192, 8192, layouts=(Layout.NK, Layout.KN))),
     ({"model_type": "ernie4_5_moe", "hidden_size": 2560, "intermediate_size": 12288, "moe_intermediate_size": 1536,
       "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2}, ExpertLayer(64, 6, 2560, 1536, 3072)),
     ({"model_type": "hunyuan_v1_moe", "hidden_size": 4096, "intermediate_size": 3072, "num_experts": 64,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +130,15 @@ def test_no_twin_is_looked_for_where_there_is_none(op: Op, tmp_path: Path) -> No
     assert isinstance(decide(snapshot(tmp_path), problem, 64, ON_H200), Miss)
 
 
+def test_a_choice_may_name_the_twin_s_code(tmp_path: Path) -> None:
+    """As the builder makes them: a product has one code, whatever it is called."""
+    twin = twin_of(PROBLEM)
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)], twin: [modelled(64, NARROW)]})
+    for problem, index in ((PROBLEM, WIDE), (twin, NARROW)):
+        got = decision(snapshot(tmp_path), problem, strict=True)
+        assert (got.chosen.index, got.chosen.match) == (index, Match.EXACT)
+
+
 def test_a_bundle_s_own_choice_comes_before_its_twin_s(tmp_path: Path) -> None:
     twin = twin_of(PROBLEM)
     specs = [SPECS[WIDE], replace(SPECS[NARROW], op=twin.op, layout=twin.layout)]
@@ -137,8 +147,8 @@ def test_a_bundle_s_own_choice_comes_before_its_twin_s(tmp_path: Path) -> None:
     for problem, index in ((PROBLEM, 0), (twin, 1)):
         got = decision(found, problem)
         assert (got.chosen.index, "the same product" in got.reason) == (index, False)
-        only = examine(found, replace(problem, N=4096), 64, ON_H200, aligned=True).candidates
-        assert [one.index for one in only] == [index]  # nor does the cost model look at the other's
+        both = examine(found, replace(problem, N=4096), 64, ON_H200, aligned=True).candidates
+        assert {one.index for one in both} == {0, 1}  # the cost model looks at all that is the same code
 
 
 def test_a_kernel_is_named_by_the_caller_for_either(tmp_path: Path) -> None:
@@ -199,18 +209,23 @@ def test_models_whose_weights_lie_the_other_way_run_from_the_bundles_that_ship(
                     assert explain(problem, M=M, sm=sm, aligned=False).runs == "bundle"
 
 
-def test_gpt_oss_s_second_product_was_measured_by_its_twin() -> None:
-    """It is square: dX of [E, 2880, 2880] in the one layout is its forward in the other."""
-    path = next(one for one in BUNDLES if one.stem == "catalogue-sm90")
-    problem = Problem(Op.FORWARD, DType.BF16, 32, 2880, 2880, Layout.KN)
-    got = decide(snapshot(path), problem, 64, made_up_gpu(90), strict=True)
-    assert isinstance(got, Decision)
-    assert (got.chosen.match, got.chosen.source) == (Match.EXACT, Source.MEASURED)
+@pytest.mark.parametrize("path", BUNDLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("model", KN_MODELS)
+def test_what_ships_was_built_for_the_layout_of_their_checkpoints(model: str, path: Path) -> None:
+    """So PRETUNED_STRICT=1 runs them as transformers holds them; where a GPU was at hand they were measured."""
+    E, *products = KN_MODELS[model]
+    sm = int(path.stem.rpartition("sm")[2])
     with open_bundle(path) as bundle:
-        own = next(one for one in bundle.find(twin_of(problem)) if one.bucket == 64)
-        assert got.chosen.index == own.variant
-        assert Family.of(bundle.variant(own.variant)) == Family.of(twin_of(problem))
-        assert serves(bundle.variant(own.variant), twin_of(problem))
+        for (N, K), op, M in itertools.product(products, (Op.FORWARD, Op.DX), (64, 4096)):
+            problem = Problem(op, DType.BF16, E, N, K, Layout.KN)
+            got = decide(snapshot(path), problem, M, made_up_gpu(sm), strict=True)
+            assert isinstance(got, Decision)
+            assert got.chosen.match is Match.EXACT
+            assert got.chosen.source is (Source.MEASURED if sm == 90 else Source.MODELLED)
+            own = next(one for one in bundle.find(problem) if one.bucket == M)
+            assert own.variant == got.chosen.index
+            assert serves(bundle.variant(own.variant), problem)
+            assert Family.of(bundle.variant(own.variant)) == Family.of(twin_of(problem)) == Family.of(problem)
 
 
 def test_a_model_s_problems_are_turned(tmp_path: Path, clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
