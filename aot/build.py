@@ -21,7 +21,7 @@ from .capabilities import target_of
 from .choose import CONFIG_LIMIT, Chosen, choose_among_all
 from .compile import Compiled, compile_variant
 from .compilecache import CompileCache
-from .evidence import Evidence
+from .evidence import Evidence, cell_of
 from .journal import read_journal
 from .measured import Ships, assembled, choose_from, evidence_for, shipping
 from .outdir import DEFAULT_NAME, check_writable, file_name, held
@@ -31,7 +31,7 @@ from .scratch import scratch_folder
 from .summary import Built, Dropped, Report
 from .toolchain import toolchain
 from .tune import Outcome, TuneObservers, tune_problems
-from .variants import Family, Space, by_code, families, optional, pass_specs, rejection, specs, to_compile
+from .variants import Family, Space, by_code, families, named, optional, pass_specs, rejection, specs, to_compile
 from .workers import TIMEOUT_S, Compile, Job, Result, compile_all
 
 
@@ -69,7 +69,7 @@ class Options:
     journal: Path | None = None
     measure: Container[int] = ()
     modelled: bool = False
-    configs: int = CONFIG_LIMIT  # of an op, dtype and layout, at most
+    configs: int = CONFIG_LIMIT  # of an op and dtype, at most
     tune: Tune = tune_now
 
 
@@ -96,7 +96,7 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
     HostError
         if the directory can't be written, or the machine stops the compiler or the measuring.
     CompileError
-        if an op, dtype, layout and form is left without any variant; the message has the reasons.
+        if an op, dtype and form is left without any variant; the message has the reasons.
     KeyboardInterrupt
         with a message that says how much is compiled or measured, and kept.
     """
@@ -208,7 +208,7 @@ def _measure(
             raise
         watch.on_note(f"note: not used: {error}")  # nobody named it: it is of another build in this directory
         return None, None
-    wanted = {(problem, bucket) for problem, buckets in plan.buckets.items() for bucket in buckets}
+    wanted = {cell_of(problem, bucket) for problem, buckets in plan.buckets.items() for bucket in buckets}
     if options.journal and evidence.cells and wanted.isdisjoint(evidence.cells):
         watch.on_note(
             f"note: journal '{journal}': none of the {len(evidence.cells)} cells measured there is of these models: "
@@ -269,10 +269,10 @@ def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
         for spec in group:
             reasons.setdefault(Family.of(spec), {})[reason] = None
     able = {Family.of(spec) for spec in usable}
-    for family in families(plan.problems):
+    for family, members in families(plan.problems).items():
         if family not in able and not optional(family):
             listed = "\n".join(f"  {reason}" for reason in list(reasons.get(family, {}))[:5])
-            raise CompileError(f"sm_{sm}: not one variant of {family} can be used. What went wrong:\n{listed}")
+            raise CompileError(f"sm_{sm}: not one variant of {named(members)} can be used. What went wrong:\n{listed}")
     compiled = tuple(usable[spec] for spec in (*wanted, *beside) if spec in usable)
     return Candidates.made_here(sm, compiled), tuple(dropped)
 

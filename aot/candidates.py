@@ -10,7 +10,7 @@ from ..artifacts.types import Kernel, Producer, Target
 from .capabilities import target_of
 from .compile import Compiled, kernels_of, min_driver, producer_of
 from .plan import Plan
-from .variants import Family, families, optional
+from .variants import Family, families, named, optional
 from .verify import sound
 
 
@@ -50,7 +50,8 @@ def read_candidates(path: str | Path, plan: Plan | None = None) -> Candidates:
     compiled = tuple(map(Compiled, bundle.variants, bundle.cubins))
     if plan is not None:
         there = {Family.of(variant) for variant in bundle.variants}
-        missing = [str(family) for family in families(plan.problems) if family not in there and not optional(family)]
+        wanted = families(plan.problems).items()
+        missing = [named(members) for family, members in wanted if family not in there and not optional(family)]
         if missing:
             raise InputError(
                 f"candidates '{path}': no variants of {', '.join(missing)}: run aot compile for the same --models and "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..artifacts.errors import CompileError
@@ -18,12 +18,12 @@ from ..kernels.alignment import has_aligned_rows
 from ..kernels.chips import chip_for
 from ..kernels.cost import Ranker, Resources
 from .compile import Compiled
-from .evidence import CellTimes, Evidence
+from .evidence import CellTimes, Evidence, cell_of
 from .plan import Plan
 from .select import Loss, select
 from .variants import Family, families, optional, serves, ships_unchosen
 
-CONFIG_LIMIT = 16  # of an op, dtype and layout, in all their families, fallbacks included
+CONFIG_LIMIT = 16  # of an op and dtype, in all their families, fallbacks included
 
 # What an estimate is charged beside measured times: among equals the one that was measured ships.
 UNMEASURED = 1.03
@@ -58,7 +58,7 @@ class Chosen:
 def choose(
     plan: Plan, compiled: Sequence[Compiled], sm: int, evidence: Evidence | None = None, configs: int = CONFIG_LIMIT
 ) -> Chosen:
-    """The variants to ship, of at most ``configs`` an op, dtype and layout, and the best for each (problem, bucket).
+    """The variants to ship, of at most ``configs`` an op and dtype, and the best for each (problem, bucket).
 
     Fallbacks always ship: they are what any other N and K runs on; and so do passes. Forms that move rows ship fewer
     configs than the plain one, or the same. Choices point into ``evidence.gpus``. An optional problem that no variant
@@ -160,7 +160,7 @@ def _measured_choice(
 
 
 def _by_op(members: Iterable[Family]) -> list[list[Family]]:
-    """The families of each op, dtype and layout; optional ones, of few configs, apart, and last."""
+    """The families of each op and dtype; optional ones, of few configs, apart, and last."""
     groups: dict[Family, list[Family]] = {}
     for family in sorted(members, key=optional):
         groups.setdefault(replace(family, fusion=family.fusion & Fusion.SILU), []).append(family)
@@ -172,8 +172,8 @@ def _configs(
 ) -> set[Knobs]:
     """The aligned configs that serve all families of a group best, and their fallbacks', at most ``most``.
 
-    Those of w [E, N, K] decide, where there are any: what is built for [E, K, N] too runs what serves them.
-    Where another group of the op, dtype and layout ``held`` some before, both together are, or only those of them that
+    What is built for w [E, K, N] beside the same shape of [E, N, K] decides nothing: it runs what serves the others.
+    Where another group of the op and dtype ``held`` some before, both together are, or only those of them that
     it held, if each family is served by one of those.
     """
     fallbacks = {
@@ -187,7 +187,8 @@ def _configs(
     }
     if not table:
         return fallbacks
-    table = {key: row for key, row in table.items() if key[0].layout is Layout.NK} or table
+    every = {cell.problem for row in ranked.values() for cell in row}
+    table = {key: row for key, row in table.items() if not _beside(key[0], every)} or table
 
     def best(allowed: set[int] | None) -> set[Knobs]:
         limit = max(1, most - len(fallbacks))
@@ -198,6 +199,11 @@ def _configs(
     if held and len(held | found) > most and all(_variant_configs(ranked[one], compiled) & held for one in group):
         found = best({i for i, name in enumerate(names) if name in held})
     return found
+
+
+def _beside(problem: Problem, every: Container[Problem]) -> bool:
+    """Whether the same shape is there with w as [E, N, K], too."""
+    return problem.layout is Layout.KN and replace(problem, layout=Layout.NK) in every
 
 
 def _variant_configs(ranked: Ranked, compiled: Sequence[Compiled]) -> set[Knobs]:
@@ -237,7 +243,7 @@ def _ranked(
             rankers[able] = Ranker(resources, family.gemm, family.dtype, chip)
         for bucket in plan.buckets[problem]:
             estimates = [(us, able[i]) for us, i in rankers[able].rank(problem.with_w_nk, bucket)]
-            measured = evidence.cells.get((problem, bucket)) if evidence else None
+            measured = evidence.cells.get(cell_of(problem, bucket)) if evidence else None
             found.append(_Cell(problem, bucket, estimates, _times_us(estimates, measured, compiled), measured))
     return found
 

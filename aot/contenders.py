@@ -29,26 +29,20 @@ Knobs = tuple[tuple[str, int], ...]
 
 @dataclass(slots=True)
 class Winners:
-    """What won in the cells measured so far, by config: forms of one shape have cubins of their own.
-
-    A product that has two names (``Problem.twin``) is one here.
-    """
+    """What won in the cells measured so far, by config: forms of one shape have cubins of their own."""
 
     _found: dict[tuple[Op, DType], dict[tuple[Problem, int], Knobs]] = field(default_factory=dict)
 
     def add(self, problem: Problem, bucket: int, config: Knobs) -> None:
         """``config`` was the fastest one in this cell."""
-        problem = problem.with_w_nk
         self._found.setdefault((problem.op, problem.dtype), {})[problem, bucket] = config
 
     def of(self, problem: Problem, bucket: int) -> Knobs | None:
         """The fastest config of this cell, if it was measured."""
-        problem = problem.with_w_nk
         return self._found.get((problem.op, problem.dtype), {}).get((problem, bucket))
 
     def near(self, problem: Problem, bucket: int) -> list[Knobs]:
         """The winners of the nearest cells of this op and dtype, each once: what won most often first, then nearest."""
-        problem = problem.with_w_nk
         here = self._found.get((problem.op, problem.dtype), {})
         ordered = sorted(here, key=lambda cell: (_distance(cell, (problem, bucket)), cell[0].sort_key, cell[1]))
         return [config for config, _ in Counter(here[cell] for cell in ordered[:_NEAREST]).most_common()]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..artifacts.types import Bundle, Choice, Gpu, Model, Problem, Source, Variant
+from .variants import Family
 
 Facts = dict[str, tuple[str, str]]
 
@@ -81,8 +82,7 @@ class Changes:
 
 def identity(variant: Variant) -> tuple[object, ...]:
     """What a variant is, apart from what the compiler made of it."""
-    return (variant.kernel, variant.op, variant.dtype, variant.layout, variant.fusion, variant.alignment,
-            variant.max_experts, variant.config)  # fmt: skip
+    return (variant.kernel, Family.of(variant), variant.alignment, variant.max_experts, variant.config)
 
 
 def diff(old: Bundle, new: Bundle) -> Changes:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..artifacts.limits import MAX_TIME_NS
 from ..artifacts.types import Fusion, Gpu, Problem
 from ..kernels.chips import Chip, chip_of
 from .journal import Contents
@@ -14,8 +15,9 @@ from .records import LONG_NS, Duel, Failure, Measured, Timing, geometric_mean
 
 LEAST_BAND = 0.005  # a difference below this fraction is never taken for real
 _STANDARD_ERRORS = 2.0
+_CLOCKS_APART = 8.0  # an idle GPU's and one's at its power limit are 2 apart at most
 
-Cell = tuple[Problem, int]
+Cell = tuple[Problem, int]  # a product by one name alone, see ``cell_of``
 _Times = dict[bytes, list[tuple[float, int]]]  # of each variant (time, rounds)
 
 
@@ -72,7 +74,7 @@ class Evidence:
             if isinstance(record, Failure):
                 failures.setdefault(record.variant, []).append(record)
             else:
-                measured.setdefault((record.problem, record.bucket), []).append(record)
+                measured.setdefault(cell_of(record.problem, record.bucket), []).append(record)
         drivers = sorted({record.driver for records in measured.values() for record in records})
         gpu = contents.header.gpu
         return cls(
@@ -88,8 +90,8 @@ class Evidence:
         By a variant of the plain product that was timed with both. Each cell has a clock of its own, by the power that
         its contenders draw: on an H200 they are up to 1.2 apart.
         """
-        plain, cell = plain_of(problem), self.cells.get((problem, bucket))
-        beside = self.cells.get((plain, bucket)) if plain is not None else None
+        plain, cell = plain_of(problem), self.cells.get(cell_of(problem, bucket))
+        beside = self.cells.get(cell_of(plain, bucket)) if plain is not None else None
         if cell is None or beside is None:
             return 1.0
         both = [beside.times_ns[sha] / ns for sha, ns in cell.plain_ns.items() if sha in beside.times_ns]
@@ -103,6 +105,11 @@ class Evidence:
     def gpu_of(self, cell: CellTimes) -> int:
         """The place in ``gpus`` of the one that a cell was measured on."""
         return [gpu.driver for gpu in self.gpus].index(cell.driver)
+
+
+def cell_of(problem: Problem, bucket: int) -> Cell:
+    """Where the times of a problem and bucket are: those of a product that has two names are under one."""
+    return problem.with_w_nk, bucket
 
 
 def _combined(records: list[Measured]) -> CellTimes:
@@ -142,23 +149,27 @@ def _combined(records: list[Measured]) -> CellTimes:
 
 def _by_rounds(record: Measured) -> tuple[object, ...]:
     """The most rounds first, and else one order whatever that of the journal."""
-    return -_rounds(record), tuple((one.variant, one.ns) for one in record.timings), record.plain or ()
+    timings = tuple((one.variant, one.ns, one.rounds, one.noise) for one in record.timings)
+    return -_rounds(record), timings, record.plain or ()
 
 
 def _clock_between(record: Measured, times: _Times, plain: _Times) -> float:
     """What a record's times are multiplied with to compare with those before it; 1 where they have nothing in common.
 
     By the variants that both have, or else the plain product's. An H100 under load took 1.11 x in one record what it
-    took in another, and what only the faster one had looked 3 % faster than what had beaten it there by 8 %.
+    took in another, and what only the faster one had looked 3 % faster than what had beaten it there by 8 %. What is
+    further apart than clocks are is none.
     """
-    both = [_median(times[one.variant]) / one.time_ns for one in record.timings if one.variant in times]
+    rounds = _rounds(record)
+    both = [(_median(times[one.variant]) / one.time_ns, rounds) for one in record.timings if one.variant in times]
     if not both and record.plain is not None and record.plain[0] in plain:
-        both = [_median(plain[record.plain[0]]) / geometric_mean(record.plain[1])]
-    return math.exp(math.fsum(map(math.log, both)) / len(both)) if both else 1.0
+        both = [(_median(plain[record.plain[0]]) / geometric_mean(record.plain[1]), rounds)]
+    clock = _median(both) if both else 1.0
+    return clock if 1 / _CLOCKS_APART < clock < _CLOCKS_APART else 1.0
 
 
 def _ns(time: float) -> int:
-    return max(1, round(time))
+    return max(1, min(MAX_TIME_NS, round(time)))
 
 
 def counting(records: list[Measured]) -> list[Measured]:
@@ -180,13 +191,15 @@ def _most(records: list[Measured], duel: Duel) -> int:
 
 
 def _median(times: Sequence[tuple[float, int]]) -> float:
-    """The lower median of (time, rounds), each as often as its rounds."""
+    """The median of (time, rounds), each as often as its rounds; where two are in the middle, their geometric mean."""
     ordered = sorted((time, max(1, rounds)) for time, rounds in times)
     half, seen = sum(rounds for _, rounds in ordered), 0
-    for time, rounds in ordered:
+    for i, (time, rounds) in enumerate(ordered):
         seen += 2 * rounds
-        if seen >= half:
+        if seen > half:
             return time
+        if seen == half:
+            return math.sqrt(time * ordered[i + 1][0])
     raise ValueError("no time")
 
 

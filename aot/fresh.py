@@ -142,7 +142,8 @@ def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]
     """(estimate in us, config) of every candidate, best first, by what a compiled one is likely to take."""
     every = _candidates(problem, sm)
     resources = [_likely(problem, config, sm) for config in every]
-    ranked = Ranker(resources, problem.op, problem.dtype, chip_for(sm)).rank(problem, bucket)
+    named = problem.with_w_nk
+    ranked = Ranker(resources, named.op, problem.dtype, chip_for(sm)).rank(named, bucket)
     return [(us, every[i]) for us, i in ranked if math.isfinite(us)]
 
 

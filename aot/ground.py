@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
 from ..kernels.chips import Chip, chip_of
 from ..kernels.cost import Ranker, Resources
 from .contenders import Knobs
+from .evidence import cell_of
 from .records import FLUSH_BYTES, Measured
 from .variants import optional, serves
 
@@ -36,7 +38,7 @@ class Ground:
         cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float,
         like: BundleFile | None = None,
     ) -> Ground:  # fmt: skip
-        """Leaves out what does not fit the GPU's memory.
+        """Leaves out what does not fit the GPU's memory. A product that has two names is one here (``cell_of``).
 
         Raises
         ------
@@ -45,7 +47,10 @@ class Ground:
         """
         variants = bundle.variants()
         self = cls({}, bundle, share, chip_of(gpu, sm), like=like)
-        for problem in sorted(problems, key=lambda one: one.sort_key):
+        wanted: dict[Problem, set[int]] = {}
+        for problem, bucket in itertools.starmap(cell_of, ((one, M) for one, row in problems.items() for M in row)):
+            wanted.setdefault(problem, set()).add(bucket)
+        for problem in sorted(wanted, key=lambda one: one.sort_key):
             able = tuple(i for i, variant in enumerate(variants) if serves(variant, problem))
             if not able and optional(problem):
                 continue
@@ -53,8 +58,8 @@ class Ground:
                 raise InputError(
                     f"candidates '{bundle.path}': no variant serves {problem}: run aot compile for the same models"
                 )
-            fitting = tuple(sorted(M for M in set(problems[problem]) if fits(problem, M, gpu.memory_mib)))
-            self.too_large += len(set(problems[problem])) - len(fitting)
+            fitting = tuple(sorted(M for M in wanted[problem] if fits(problem, M, gpu.memory_mib)))
+            self.too_large += len(wanted[problem]) - len(fitting)
             self.cells[problem] = fitting
             self.able[problem] = able
             for i in reversed(able):
@@ -63,7 +68,8 @@ class Ground:
 
     def has(self, record: Measured) -> bool:
         """Whether a record is of a cell that is asked for, and of these candidates."""
-        return record.bucket in self.cells.get(record.problem, ()) and (record.problem, record.modelled) in self.index
+        problem, bucket = cell_of(record.problem, record.bucket)
+        return bucket in self.cells.get(problem, ()) and (problem, record.modelled) in self.index
 
     def config(self, problem: Problem, sha: bytes) -> Knobs | None:
         """The config of the variant with this cubin, if it serves a problem."""
@@ -79,12 +85,14 @@ class Ground:
         """The configs that the bundle ``like`` has for a cell: its choice, then the runner-up."""
         if self.like is None:
             return []
-        named = (choice for choice in self.like.find(problem) if choice.bucket == bucket)
+        there = self.like.find(problem) or (self.like.find(problem.twin) if problem.twin else ())
+        named = (choice for choice in there if choice.bucket == bucket)
         indices = [i for choice in named for i in (choice.variant, choice.runner_up) if i is not None]
         return [self.like.variant(i).config for i in indices]
 
     def estimates(self, problem: Problem, bucket: int) -> dict[bytes, float]:
         """By cubin of what serves a problem that is asked for, the estimate in us."""
+        problem, bucket = cell_of(problem, bucket)
         if bucket not in self.cells.get(problem, ()):
             return {}
         return {self.bundle.variant(i).cubin_sha256: us for us, i in self.ranked(problem, bucket)}
@@ -94,8 +102,8 @@ class Ground:
         able = self.able[problem]
         if able not in self._rankers:
             resources = [Resources.of(self.bundle.variant(i)) for i in able]
-            self._rankers[able] = Ranker(resources, problem.with_w_nk.op, problem.dtype, self.chip)
-        ranked = [(us, able[i]) for us, i in self._rankers[able].rank(problem.with_w_nk, bucket)]
+            self._rankers[able] = Ranker(resources, problem.op, problem.dtype, self.chip)
+        ranked = [(us, able[i]) for us, i in self._rankers[able].rank(problem, bucket)]
         return [(us, i) for us, i in ranked if self.bundle.variant(i).cubin_sha256 not in without]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..artifacts.errors import CompileError
 from .contenders import Winners
-from .evidence import Cell
+from .evidence import Cell, cell_of
 from .ground import Ground
 from .journal import Journal
 from .looks import Look, looks
@@ -62,11 +62,12 @@ class Known:
             if isinstance(record, Failure):
                 self.failed[record.variant] = record
             elif self._ground.has(record):
-                self.cells.add((record.problem, record.bucket))
+                self.cells.add(cell_of(record.problem, record.bucket))
                 self._remember(record)
 
     def _remember(self, record: Measured) -> None:
         best = min(record.timings, key=lambda one: (one.time_ns, one.variant)).variant
-        config = self._ground.config(record.problem, best)
+        problem, bucket = cell_of(record.problem, record.bucket)
+        config = self._ground.config(problem, best)
         if config is not None:
-            self.winners.add(record.problem, record.bucket, config)
+            self.winners.add(problem, bucket, config)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..artifacts.types import Problem
 from .choose import Chosen
-from .evidence import Cell, Evidence, counting
+from .evidence import Cell, Evidence, cell_of, counting
 from .journal import Contents
 from .records import Measured
 from .select import MAX_LOSS
@@ -45,13 +45,13 @@ def looks(
     records: dict[Cell, list[Measured]] = {}
     for one in contents.records:
         if isinstance(one, Measured):
-            records.setdefault((one.problem, one.bucket), []).append(one)
+            records.setdefault(cell_of(one.problem, one.bucket), []).append(one)
     evidence = Evidence.of(contents)
     ships = {one.variant.cubin_sha256 for one in chosen.variants}
     found = {}
     for problem, choices in chosen.choices.items():
         for choice in choices:
-            cell, ours = (problem, choice.bucket), chosen.variants[choice.variant].variant.cubin_sha256
+            cell, ours = cell_of(problem, choice.bucket), chosen.variants[choice.variant].variant.cubin_sha256
             able = {sha: us for sha, us in estimates(*cell).items() if sha not in evidence.failed}
             known = evidence.cells[cell].times_ns if cell in evidence.cells else {}
             times = {sha: ns for sha, ns in known.items() if sha in able}

@@ -12,7 +12,7 @@ from .choose import CONFIG_LIMIT, Chosen, choose
 from .evidence import Evidence
 from .journal import Contents
 from .plan import Plan
-from .variants import Family, families, optional
+from .variants import Family, families, named, optional
 
 Ships = Callable[[Contents], Chosen]  # what would ship by a journal
 
@@ -62,11 +62,11 @@ def choose_from(plan: Plan, candidates: Candidates, evidence: Evidence | None, c
     failed = evidence.failed if evidence else {}
     sound = [one for one in candidates.compiled if one.variant.cubin_sha256 not in failed]
     there = {Family.of(one.variant) for one in sound}
-    for family in families(plan.problems):
+    for family, members in families(plan.problems).items():
         if family not in there and not optional(family):
             listed = "\n".join(f"  {failure.reason}" for failure in list(failed.values())[:5])
             raise CompileError(
-                f"{candidates.target}: not one variant of {family} works on the GPU. What went wrong:\n{listed}"
+                f"{candidates.target}: not one variant of {named(members)} works on the GPU. What went wrong:\n{listed}"
             )
     return choose(plan, sound, candidates.target.sm, evidence, configs)
 

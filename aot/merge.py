@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from ..artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
 from ..artifacts.names import is_text
-from ..artifacts.types import Bundle, DType, Gpu, Kernel, Layout, Op, Pass, Problem, Producer, Source
+from ..artifacts.types import Bundle, DType, Gpu, Kernel, Op, Pass, Problem, Producer, Source
 from ..kernels.abi import LAUNCH_ABI
 from .assembly import Claim, Codes, Making, assemble, gpu_key, united
 from .choose import CONFIG_LIMIT
@@ -58,11 +58,10 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class TooMany:
-    """An op, dtype and layout that ships more configs than one build would."""
+    """An op and dtype that ships more configs than one build would."""
 
     op: Op | Pass
     dtype: DType
-    layout: Layout
     configs: int
 
 
@@ -287,9 +286,9 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _too_many(bundle: Bundle) -> tuple[TooMany, ...]:
-    configs: dict[tuple[Op | Pass, DType, Layout], set[object]] = {}
+    configs: dict[tuple[Op | Pass, DType], set[object]] = {}
     for one in (variant for variant in bundle.variants if not optional(variant)):
-        configs.setdefault((one.op, one.dtype, one.layout), set()).add(one.config)
+        configs.setdefault((Family.of(one).op, one.dtype), set()).add(one.config)
     return tuple(TooMany(*group, len(found)) for group, found in configs.items() if len(found) > CONFIG_LIMIT)
 
 
@@ -306,7 +305,7 @@ def _notes(bundles: Sequence[Bundle], conflicts: Sequence[Conflict], too_many: S
     if len({bundle.producer.options for bundle in bundles}) > 1:
         notes.append("the bundles were compiled with different options: only those that all share are recorded")
     notes += [
-        f"{one.op.value} {one.dtype.value} w={one.layout.value} ships {one.configs} configs, a build at most "
+        f"{one.op.value} {one.dtype.value} ships {one.configs} configs, a build at most "
         f"{CONFIG_LIMIT}: all are kept, as each is a choice, a runner-up or a fallback"
         for one in too_many
     ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import Bundle, Op, Problem
+from ..artifacts.types import Bundle, Choice, Op, Problem
 from .assembly import Claim, Codes, Making, assemble, united
 from .plan import Plan, planned_on
 from .variants import Family, pass_specs, ships_unchosen
@@ -36,7 +36,7 @@ def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
     claims: dict[Problem, dict[int, Claim]] = {}
     missing: dict[Problem, tuple[int, ...]] = {}
     for problem, buckets in plan.buckets.items():
-        has = {choice.bucket: choice for choice in bundle.choices.get(problem, ())}
+        has = {choice.bucket: choice for choice in _choices(bundle, problem)}
         kept = {bucket: codes.claim(bundle, has[bucket]) for bucket in buckets if bucket in has}
         if kept:
             claims[problem] = kept
@@ -65,6 +65,12 @@ def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
         if ships_unchosen(code.variant) and Family.of(code.variant) in families
     ]
     return Pruned(assemble(making, codes, claims, fallbacks), missing)
+
+
+def _choices(bundle: Bundle, problem: Problem) -> tuple[Choice, ...]:
+    """The bundle's choices for a product, by whatever name it has them."""
+    names = (one for one in (problem, problem.twin) if one is not None)
+    return next((bundle.choices[one] for one in names if one in bundle.choices), ())
 
 
 def _built_for(bundle: Bundle, plan: Plan) -> str:

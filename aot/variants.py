@@ -63,13 +63,15 @@ class Space:
     aligned: Candidates = space.candidates
     fallbacks: Candidates = space.fallbacks
 
-    def candidates(self, family: Family, sm: int) -> tuple[Config, ...]:
+    def candidates(self, family: Family, sm: int, ops: Iterable[Op] = ()) -> tuple[Config, ...]:
         """The aligned candidates of a family: all, or where rows are moved the first of each kind and tile size.
 
-        The cost model tells forms that move rows from the plain one by little: half the candidates do. Of silu in the
-        epilogue it is the first of each width and order of tiles. None has a config that its form has no code for.
+        Those of all of ``ops``, or else of the family's own. The cost model tells forms that move rows from the plain
+        one by little: half the candidates do. Of silu in the epilogue it is the first of each width and order of tiles.
+        None has a config that its form has no code for.
         """
-        every = self.aligned(family.gemm, family.dtype, sm)
+        lists = (self.aligned(op, family.dtype, sm) for op in (tuple(ops) or (family.gemm,)))
+        every = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
         if not family.fusion:
             return every
         every = tuple(one for one in every if not abi.no_code(family.gemm, family.dtype, family.fusion, one))
@@ -104,10 +106,16 @@ def families(problems: Iterable[Problem]) -> dict[Family, list[Problem]]:
     return found
 
 
+def named(members: Iterable[Problem]) -> str:
+    """What the problems of a family are called, e.g. ``dX bf16, forward bf16 w=kn``."""
+    return ", ".join(dict.fromkeys(str(Family(one.op, one.dtype, one.layout, one.fusion)) for one in members))
+
+
 def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]:
     """Every variant to compile: the aligned candidates of each family, then its unaligned fallbacks.
 
-    One cubin serves every E up to 512. Where a family has a larger one, its variants take any number, but for those
+    What is named dX and is the forward of w [E, K, N] has the candidates of a forward, too, which are for few rows. One
+    cubin serves every E up to 512. Where a family has a larger one, its variants take any number, but for those
     whose code counts 512 at most: they serve the others.
     """
     found: list[Spec] = []
@@ -116,7 +124,7 @@ def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]
         rest = () if optional(family) else pool.fallbacks(family.gemm, family.dtype, sm)
         enough = MAX_EXPERTS if most <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
         for configs, alignment, experts in (
-            (pool.candidates(family, sm), ALIGNMENT_BYTES, enough),
+            (pool.candidates(family, sm, dict.fromkeys(problem.op for problem in members)), ALIGNMENT_BYTES, enough),
             (rest, 1, MAX_EXPERTS_FALLBACK),
         ):
             for config in configs:

@@ -21,14 +21,14 @@ from statistics import geometric_mean
 from typing import Any
 
 from pretuned.aot.contenders import SHARE
-from pretuned.aot.evidence import CellTimes, Evidence
+from pretuned.aot.evidence import CellTimes, Evidence, cell_of
 from pretuned.aot.ground import Ground
 from pretuned.aot.journal import Contents, read_journal
 from pretuned.aot.looks import LIKELY
 from pretuned.aot.records import LONG_NS, Measured
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.store import BundleFile, open_bundle
-from pretuned.artifacts.types import Op, Problem, Variant
+from pretuned.artifacts.types import Layout, Op, Problem, Variant
 from pretuned.kernels.config import Config, fitted
 
 OVER = 1.02
@@ -49,7 +49,7 @@ def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[f
     found = []
     for problem in bundle.problems():
         for choice in bundle.find(problem):
-            cell = cells.get((problem, choice.bucket))
+            cell = cells.get(cell_of(problem, choice.bucket))
             if cell is not None and cubins[choice.variant] in cell.times_ns:
                 chosen = cubins[choice.variant]
                 us = cell.times_ns[chosen] / 1000
@@ -73,11 +73,12 @@ def losses_in_records(bundle: BundleFile, contents: Contents) -> list[float]:
     for one in contents.records:
         if isinstance(one, Measured):
             times = {timing.variant: timing.time_ns for timing in one.timings}
-            found.setdefault((one.problem, one.bucket), []).append((times, max(each.rounds for each in one.timings)))
+            rounds = max(each.rounds for each in one.timings)
+            found.setdefault(cell_of(one.problem, one.bucket), []).append((times, rounds))
     lost = []
     for problem in bundle.problems():
         for choice in bundle.find(problem):
-            chosen, records = cubins[choice.variant], found.get((problem, choice.bucket), [])
+            chosen, records = cubins[choice.variant], found.get(cell_of(problem, choice.bucket), [])
             logs = [(rounds * math.log(times[chosen] / min(times.values())), rounds)
                     for times, rounds in records if chosen in times]  # fmt: skip
             if logs:
@@ -88,11 +89,12 @@ def losses_in_records(bundle: BundleFile, contents: Contents) -> list[float]:
 def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, str]]:
     """(how many times as fast as grouped_mm, which cell) of each choice that has both, the slowest first."""
     cubins = [one.cubin_sha256 for one in bundle.variants()]
-    records = {(one.problem, one.bucket): one for one in contents.records if isinstance(one, Measured) and one.torch_ns}
+    timed = (one for one in contents.records if isinstance(one, Measured) and one.torch_ns)
+    records = {cell_of(one.problem, one.bucket): one for one in timed}
     found = []
     for problem in bundle.problems():
         for choice in bundle.find(problem):
-            record = records.get((problem, choice.bucket))
+            record = records.get(cell_of(problem, choice.bucket))
             times = {one.variant: one.time_ns for one in record.timings} if record else {}
             ours = times.get(cubins[choice.variant])
             if record and record.torch_ns and ours:
@@ -157,7 +159,7 @@ def kinds(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
         for problem in bundle.problems():
             for choice in bundle.find(problem):
                 place = problem.op.value, math.floor(math.log2(choice.bucket / problem.E))
-                if problem.fusion or (problem, choice.bucket) not in cells:
+                if problem.fusion or problem.layout is Layout.KN or (problem, choice.bucket) not in cells:
                     continue
                 chosen[place] += variants[choice.variant].cubin_sha256 in of_kind
                 times = cells[problem, choice.bucket].times_ns

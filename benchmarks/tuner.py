@@ -153,7 +153,7 @@ def on_journal(path: Path, bundle: Path) -> list[Cell]:
         able, ranker = families[Family.of(problem)]
         timed = times_of[problem, M].times_ns
         times = {one.config: timed[one.cubin_sha256] for one in able if one.cubin_sha256 in timed}
-        ranked = [able[i].config for _, i in ranker.rank(problem.with_w_nk, M) if able[i].config in times]
+        ranked = [able[i].config for _, i in ranker.rank(problem, M) if able[i].config in times]
         cell = _tuned(winners, problem, M, ranked, times, len(able))
         if problem.fusion is Fusion.NONE or len(times) >= min(ENOUGH, len(able)):
             found.append(cell)

@@ -157,9 +157,9 @@ def forms_of(problem: Problem) -> tuple[Problem, ...]:
 def reason(candidate: Candidate, problem: Problem, bucket: int, local: LocalGpu) -> str:
     """Why a candidate for ``problem`` stands where it does, in words."""
     why = _standing(candidate, bucket, local)
-    return (
-        why if candidate.variant.layout is problem.layout else f"{why} (as {problem.twin}, which is the same product)"
-    )
+    code_of_another = candidate.variant.layout is not problem.layout
+    own = candidate.match is not Match.COST_MODEL and candidate.usable.bundle.find(problem)
+    return f"{why} (as {problem.twin}, which is the same product)" if code_of_another and not own else why
 
 
 def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:

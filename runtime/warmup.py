@@ -298,21 +298,22 @@ def records_of(names: Sequence[str], view: View) -> list[Model]:
 def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Problem]:
     """The problems with w in this layout, or as they are if None.
 
-    dW of a w that is turned has N and K exchanged. How its w lies the problems beside it say; where they don't, it is
-    here in both orders.
+    dW of a w that is turned has N and K exchanged. How its w lies the problems beside it say, of that layout alone
+    where both are there; where there are none, dW is here in both orders.
     """
     if layout is None:
         yield from problems
         return
-    lie = {one.layout for one in problems if one.op is not Op.DW}
+    rows = [one for one in problems if one.op is not Op.DW]
+    lie = {one.layout for one in rows}
+    kept = [one for one in rows if one.layout is layout] if layout in lie else rows
+    sizes = {(one.E, one.K, one.N) if layout is Layout.KN else (one.E, one.N, one.K) for one in kept}
     for one in problems:
-        if one.op is not Op.DW:
+        if one.op is Op.DW:
+            both = (one, replace(one, N=one.K, K=one.N))
+            yield from (each for each in both if not sizes or (each.E, each.N, each.K) in sizes)
+        elif one in kept:
             yield replace(one, layout=layout)
-            continue
-        if layout in lie or not lie:
-            yield one
-        if lie != {layout}:
-            yield replace(one, N=one.K, K=one.N)
 
 
 def rows_of(model: Model, problem: Problem, tokens: range | None) -> tuple[int, int]:

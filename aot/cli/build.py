@@ -58,7 +58,7 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 @click.option("--candidates", metavar="FILE", type=file_path,
               help="Variants that aot compile made: nothing is compiled.")  # fmt: skip
 @click.option("--configs", type=click.IntRange(4, CONFIG_LIMIT), default=CONFIG_LIMIT, show_default=True,
-              help="Ship at most so many configs an op, dtype and layout: fewer are smaller and slower.")  # fmt: skip
+              help="Ship at most so many configs an op and dtype: fewer are smaller and slower.")  # fmt: skip
 @budget_and_gpus
 @click.option("--verbose", "-v", is_flag=True, help="Tell every variant that fails or is pruned, and why.")
 @as_json

@@ -110,8 +110,7 @@ def _to_dict(merged: Merged, paths: Sequence[str], written: Written) -> dict[str
         "agreed": merged.agreed,
         "conflicts": [_conflict(one, merged.codes, paths) for one in merged.conflicts],
         "over_the_limit": [
-            {"op": one.op.value, "dtype": one.dtype.value, "layout": one.layout.value, "configs": one.configs}
-            for one in merged.too_many
+            {"op": one.op.value, "dtype": one.dtype.value, "configs": one.configs} for one in merged.too_many
         ],
         "notes": list(merged.notes),
     }

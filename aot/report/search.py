@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...artifacts.types import Gpu, Problem
-from ..evidence import Evidence
+from ..evidence import Evidence, cell_of
 from ..journal import Contents
 from ..records import Failure, Measured, geometric_mean
 
@@ -33,7 +33,7 @@ class Search:
 
 
 def searches(journals: Sequence[Contents]) -> dict[Key, list[Search]]:
-    """Every cell of every journal, in the journals' order."""
+    """Every cell of every journal, as ``cell_of`` names it, in the journals' order."""
     found: dict[Key, list[Search]] = {}
     for journal in journals:
         for key, search in _of(journal).items():
@@ -46,7 +46,7 @@ def _of(journal: Contents) -> dict[Key, Search]:
     records: dict[Key, list[Measured]] = {}
     failures: dict[Key, list[Failure]] = {}
     for record in journal.records:
-        key = (record.problem, record.bucket)
+        key = cell_of(record.problem, record.bucket)
         if isinstance(record, Measured):
             records.setdefault(key, []).append(record)
         else:

@@ -9,6 +9,7 @@ from ...artifacts.types import Bundle, Choice, Gpu, Op, Problem, Source, Variant
 from ...kernels.chips import LIMITS, Chip, chip_for, chip_of
 from ...kernels.cost import Resources, estimate_us
 from ..assembly import config_text
+from ..evidence import cell_of
 from ..journal import Contents
 from ..plan import Plan, gated_buckets, planned_on
 from ..variants import optional
@@ -36,7 +37,9 @@ def sheet(
     for variant in (*known, *(bundle.variants if bundle else ())):
         variants.setdefault(variant.cubin_sha256, variant)
     found = searches(journals)
-    keys = dict.fromkeys([*_chosen(bundle), *found, *_wanted(bundle, plan)])
+    keys = dict.fromkeys([*_chosen(bundle), *_wanted(bundle, plan)])
+    named = {cell_of(*key) for key in keys}
+    keys |= dict.fromkeys(key for key in found if key not in named)
     read = _Reader(sm, _default_gpu(bundle, journals), bundle, variants, found)
     cells = [read.cell(*key) for key in sorted(keys, key=lambda key: (key[0].sort_key, key[1]))]
     chips = dict.fromkeys(_chip(cell.gpu, sm) for cell in cells)
@@ -71,7 +74,7 @@ class _Reader:
 
     def cell(self, problem: Problem, bucket: int) -> Cell:
         """The bundle's choice where there is one, else the search's; with the search's candidates."""
-        there = self._found.get((problem, bucket), ())
+        there = self._found.get(cell_of(problem, bucket), ())
         search = next(iter(there), None)
         choice = None
         if self._bundle is not None:
@@ -147,7 +150,7 @@ class _Reader:
         if variant is None or self._sm not in LIMITS:
             return None
         try:
-            time_us = estimate_us(problem, bucket, Resources.of(variant), _chip(gpu, self._sm))
+            time_us = estimate_us(problem.with_w_nk, bucket, Resources.of(variant), _chip(gpu, self._sm))
         except ValueError:  # a config of another version
             return None
         return time_us if math.isfinite(time_us) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from steps import steps
 
-from pretuned.aot.choose import CONFIG_LIMIT, Chosen, choose
+from pretuned.aot.choose import CONFIG_LIMIT, Chosen, choose, choose_among_all
 from pretuned.aot.compile import Compiled
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan, planned_on
@@ -92,27 +92,38 @@ def test_forms_that_move_rows_share_the_plain_ones_configs(catalogue: Plan) -> N
     assert all(len(configs & plain) > len(configs) / 2 for configs in moving)
 
 
-def test_both_layouts_have_choices_among_the_same_variants() -> None:
-    """What [E, K, N] adds is choices: its code is that of [E, N, K], which alone decides what ships."""
-    both, nk, kn = (
-        plan(load_models([f"openai/gpt-oss-20b layout={layout}"]).shapes) for layout in ("nk,kn", "nk", "kn")
-    )
-    assert {*both.problems} == {*nk.problems, *kn.problems}
-    chosen, alone = _choose(both, 90), _choose(nk, 90)
-    assert [*chosen.choices] == [*both.problems]
+@pytest.mark.parametrize(
+    "models",
+    [
+        ["openai/gpt-oss-20b layout=nk,kn"],
+        ["openai/gpt-oss-20b layout=kn"],
+        # Prefill of one and decode of another, whose w is [E, K, N]: neither runs on what serves the other.
+        ["Qwen/Qwen3-30B-A3B tokens=8192..65536", "openai/gpt-oss-20b layout=kn"],
+    ],
+)
+def test_both_layouts_have_good_choices_among_the_same_variants(models: list[str]) -> None:
+    """What [E, K, N] adds is choices: its code is that of [E, N, K]."""
+    planned = plan(load_models(models).shapes)
+    compiled = [_compiled(spec, 90) for spec in specs(planned.problems, 90, Space())]
+    chosen, every = choose(planned, compiled, 90), choose_among_all(planned, compiled, 90)
     assert {one.variant.layout for one in chosen.variants} == {Layout.NK}
+    assert [*chosen.choices] == [*planned.problems]
+    for problem, choices in chosen.choices.items():
+        for choice, best in zip(choices, every.choices[problem], strict=True):
+            assert choice.time_ns <= 1.03 * best.time_ns
 
-    def configs(found: Chosen) -> dict[object, set[object]]:
-        of: dict[object, set[object]] = {}
-        for one in found.variants:
-            of.setdefault(one.variant.op, set()).add(one.variant.config)
-        return of
 
-    for op in (Op.FORWARD, Op.DX):
-        assert configs(chosen)[op] == configs(alone)[op]
-    only = _choose(kn, 90)  # no [E, N, K] decides for it
-    assert {problem.layout for problem in only.choices if problem.op is not Op.DW} == {Layout.KN}
-    assert all(2 < len(some) <= CONFIG_LIMIT for op, some in configs(only).items() if op in (Op.FORWARD, Op.DX))
+def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
+    """Those for few rows among them: dX's own are for many."""
+
+    def configs(of: str, op: Op) -> set[object]:
+        problems = plan(load_models([f"openai/gpt-oss-20b {of}"]).shapes).problems
+        return {one.config for one in specs(problems, 90, Space()) if one.op is op and not one.fusion & Fusion.SILU}
+
+    own = configs("ops=forward layout=nk", Op.FORWARD)
+    assert any(one.streamed for one in own)
+    assert configs("ops=forward layout=kn", Op.DX) == own
+    assert configs("ops=forward,dX", Op.DX) == own | configs("ops=dX layout=nk", Op.DX)
 
 
 def test_all_forms_of_an_op_keep_to_the_limit(catalogue: Plan) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pretuned.aot.choose import choose
 from pretuned.aot.compile import Compiled
 from pretuned.aot.contenders import SHARE, Winners, contenders
-from pretuned.aot.evidence import Evidence
+from pretuned.aot.evidence import Evidence, cell_of
 from pretuned.aot.journal import Contents, Header
 from pretuned.aot.plan import Plan
 from pretuned.aot.records import Duel, Failure, Measured, Timing
@@ -126,10 +126,11 @@ def test_a_record_of_a_slower_clock_makes_no_variant_of_it_slower() -> None:
 def test_records_count_the_same_in_any_order(order: Sequence[int], clocks: Sequence[int], data: st.DataObject) -> None:
     records = []
     for clock in clocks:
-        timed = data.draw(st.sets(st.integers(0, 3), min_size=1))
-        times = {i: (i + 10) * clock for i in timed}
-        rounds = data.draw(st.integers(1, 20))
-        one = record(times, min(timed))
+        timed = sorted(data.draw(st.sets(st.integers(0, 5), min_size=1)))
+        off = data.draw(st.lists(st.integers(0, 40), min_size=len(timed), max_size=len(timed)))
+        times = {i: (i + 10) * clock + more for i, more in zip(timed, off, strict=True)}
+        rounds = data.draw(st.sampled_from([5, 20]))
+        one = record(times, timed[0])
         records.append(replace(one, timings=tuple(replace(timing, rounds=rounds) for timing in one.timings)))
 
     def cell(some: Sequence[Measured]) -> object:
@@ -374,3 +375,24 @@ def test_a_plain_product_measured_after_its_forms_is_not_narrowed_to_what_won_th
     assert winners.twin(PROBLEM, 1024) is None
     assert winners.twin(replace(PROBLEM, fusion=Fusion.SCATTER), 1024) == NAMES[1]
     assert winners.near(PROBLEM, 1024) == [NAMES[1]]
+
+
+def test_a_product_of_two_names_has_one_cell() -> None:
+    twin = PROBLEM.twin
+    assert twin is not None
+    own, other = record({0: 40_000, 1: 50_000}, 0), replace(record({1: 60_000, 2: 45_000}, 1), problem=twin)
+    evidence = Evidence.of(Contents(Header(90, H200, ()), (own, other), 0, 0))
+    assert list(evidence.cells) == [(PROBLEM, 64)]
+    assert cell_of(twin, 64) == cell_of(PROBLEM, 64) == (PROBLEM, 64)
+    assert set(evidence.cells[PROBLEM, 64].times_ns) == {sha(0), sha(1), sha(2)}
+    both = choose(Plan({PROBLEM: (64,), twin: (64,)}, ()), COMPILED, 90, evidence).choices
+    assert both[PROBLEM] == both[twin]
+
+
+def test_records_of_a_form_that_share_the_plain_product_alone_are_brought_to_its_clock() -> None:
+    gathers = replace(PROBLEM, fusion=Fusion.GATHER, top_k=8)
+    fast = replace(record({8: 30_000}, 8), problem=gathers, plain=(sha(0), (20_000, 20_000)))
+    slow = replace(record({9: 31_000}, 9), problem=gathers, plain=(sha(0), (24_000, 24_000)))
+    for records in ((fast, slow), (slow, fast)):
+        cell = Evidence.of(Contents(Header(90, H200, ()), records, 0, 0)).cells[gathers, 64]
+        assert cell.times_ns[sha(9)] / cell.times_ns[sha(8)] == pytest.approx(31_000 / (30_000 * 1.2), rel=1e-3)

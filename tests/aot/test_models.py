@@ -84,6 +84,12 @@ def test_a_user_that_is_not_there_is_no_file(tmp_path: Path) -> None:
         load_models(["~nosuchuser/models.txt"])
 
 
+def test_a_model_is_built_for_the_layouts_that_programs_hold_it_in() -> None:
+    both, *one = load_models(["openai/gpt-oss-20b", "gpt-oss-20b layout=nk tp=2", "gpt-oss-20b layout=kn tp=4"]).shapes
+    assert both.layouts == (Layout.NK, Layout.KN)
+    assert [shape.layouts for shape in one] == [(Layout.NK,), (Layout.KN,)]
+
+
 def test_layouts() -> None:
     shape, other = load_models([MINE + " layout=nk,kn", MINE + " layout=KN"]).shapes
     assert (shape.layouts, other.layouts) == ((Layout.NK, Layout.KN), (Layout.KN,))

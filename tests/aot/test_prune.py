@@ -102,3 +102,13 @@ def test_a_model_that_it_has_otherwise_is_told_as_it_has_it(both: Bundle, model:
 def test_pruned_parts_merge_back(both: Bundle) -> None:
     parts = {name: prune(both, planned(name), "both").bundle for name in (SMALL, BIG)}
     assert not diff(both, merge(parts).bundle).differ
+
+
+def test_a_choice_for_the_same_product_by_its_other_name_is_kept(made) -> None:
+    """SMALL's first GEMM is square: dX of [E, N, K] is its forward of [E, K, N]."""
+    wanted = planned(SMALL + " layout=kn")
+    done = prune(made(SMALL), wanted, "small")
+    square = {one for one in wanted.problems if one.N == one.K and not one.fusion}
+    assert set(done.bundle.choices) == square != set(wanted.problems)
+    assert set(done.missing) == set(wanted.problems) - square
+    assert codec.decode(codec.encode(done.bundle), "pruned") == done.bundle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import zlib
@@ -15,6 +16,7 @@ from pretuned.aot.journal import Header, open_journal, read_journal
 from pretuned.aot.report.page import page
 from pretuned.aot.report.sheets import sheet
 from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.limits import MAX_TIME_NS
 from pretuned.artifacts.types import Gpu, Kernel
 
 SHA, OTHER = "03" * 32, "04" * 32
@@ -148,6 +150,21 @@ def test_a_bad_record_is_left_out_and_the_rest_is_read(tmp_path: Path, name: str
     assert contents.damaged == 1
     assert len(contents.records) == 1
     assert Evidence.of(contents).gpus[0].driver == 13000
+
+
+@pytest.mark.parametrize("links", [20, 60, 400])
+def test_a_chain_of_records_that_grows_without_end_grows_to_an_end(tmp_path: Path, links: int) -> None:
+    """Each record has a variant of the one before at the least time, and the next at the largest."""
+    shas = [bytes([i % 256, i // 256]).hex() * 16 for i in range(links + 1)]
+    records = []
+    for before, after in itertools.pairwise(shas):
+        few, most = ([one, [ns, ns], 0.001, 5, 0.001] for one, ns in ((before, 1), (after, MAX_TIME_NS)))
+        records.append({**MEASURED, "modelled": before, "timings": [few, most], "duel": None})
+    contents = read_journal(written(tmp_path / "journal", HEADER, *records))
+    assert len(contents.records) == links
+    (cell,) = Evidence.of(contents).cells.values()
+    assert len(cell.times_ns) == links + 1
+    assert all(1 <= ns <= MAX_TIME_NS for ns in cell.times_ns.values())
 
 
 HEADERS: dict[str, object] = {

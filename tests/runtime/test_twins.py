@@ -137,6 +137,9 @@ def test_a_choice_may_name_the_twin_s_code(tmp_path: Path) -> None:
     for problem, index in ((PROBLEM, WIDE), (twin, NARROW)):
         got = decision(snapshot(tmp_path), problem, strict=True)
         assert (got.chosen.index, got.chosen.match) == (index, Match.EXACT)
+        assert "the same product" not in got.reason  # it was chosen for this one
+    unknown = decision(snapshot(tmp_path), replace(twin, N=4096))
+    assert "which is the same product" in unknown.reason
 
 
 def test_a_bundle_s_own_choice_comes_before_its_twin_s(tmp_path: Path) -> None:
@@ -168,8 +171,9 @@ def test_what_is_prepared_for_weights_that_lie_the_other_way(tmp_path: Path) -> 
     assert list(turned([kn, of_kn], Layout.NK)) == [PROBLEM, weight]
     assert list(turned([kn, of_kn], Layout.KN)) == [kn, of_kn]
     assert list(turned([kn, of_kn], None)) == [kn, of_kn]
-    for unsaid in ([weight], [PROBLEM, kn, weight]):
-        assert list(turned(unsaid, Layout.KN))[-2:] == [weight, of_kn]
+    assert list(turned([weight], Layout.KN)) == [weight, of_kn]
+    assert list(turned([PROBLEM, kn, weight], Layout.KN)) == [kn, of_kn]
+    assert list(turned([PROBLEM, kn, weight], Layout.NK)) == [PROBLEM, weight]
     assert cells_of({replace(kn, op=Op.DX): [64]}, snapshot(tmp_path), ON_H200) == [(replace(kn, op=Op.DX), 64)]
 
 
@@ -250,3 +254,12 @@ def test_a_model_s_problems_are_turned(tmp_path: Path, clean_places: Path, monke
     asked.clear()
     preload("some/moe")
     assert asked == list(model.problems)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_of_a_model_with_both_layouts_those_of_one_are_loaded(layout: Layout) -> None:
+    alone = plan(load_models([f"openai/gpt-oss-20b layout={layout.value}"]).shapes).models[0].problems
+    both = plan(load_models(["openai/gpt-oss-20b"]).shapes).models[0].problems
+    silu = {one for one in alone if Fusion.SILU in one.fusion}
+    assert {*turned(both, layout)} == {*alone} | silu
+    assert {*turned(both, None)} == {*both} > {*alone}

@@ -61,6 +61,9 @@ def test_models(aot):
     some = json.loads(aot("models", "--json", "MIXTRAL").out)
     assert 0 < len(some) < len(every)
     assert {"id", "E", "k", "H", "I"} <= set(some[0])
+    (oss, *_) = json.loads(aot("models", "--json", "gpt-oss").out)
+    assert oss["layouts"] == ["nk", "kn"]
+    assert " nk,kn " in aot("models", "gpt-oss").out
     assert "Qwen/Qwen3-30B-A3B " in aot("models", "qwen3").out
     (known,) = [line.split() for line in aot("models", "deepseek-r1").out.split("\n") if "R1" in line]
     assert known == ["deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3"], "a name that was found is shown"
