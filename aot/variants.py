@@ -121,10 +121,11 @@ def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]
     found: list[Spec] = []
     for family, members in families(problems).items():
         fewest, most = min(problem.E for problem in members), max(problem.E for problem in members)
+        ops = sorted({problem.op for problem in members}, key=lambda op: op is not family.op)  # its own first
         rest = () if optional(family) else pool.fallbacks(family.gemm, family.dtype, sm)
         enough = MAX_EXPERTS if most <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
         for configs, alignment, experts in (
-            (pool.candidates(family, sm, dict.fromkeys(problem.op for problem in members)), ALIGNMENT_BYTES, enough),
+            (pool.candidates(family, sm, ops), ALIGNMENT_BYTES, enough),
             (rest, 1, MAX_EXPERTS_FALLBACK),
         ):
             for config in configs:

@@ -120,6 +120,10 @@ def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
         problems = plan(load_models([f"openai/gpt-oss-20b {of}"]).shapes).problems
         return {one.config for one in specs(problems, 90, Space()) if one.op is op and not one.fusion & Fusion.SILU}
 
+    def every(of: str) -> set[Spec]:
+        return {*specs(plan(load_models([f"openai/gpt-oss-20b {of}"]).shapes).problems, 90, Space())}
+
+    assert every("layout=nk") < every("")  # [E, K, N] beside it takes none away, of forms that move rows neither
     own = configs("ops=forward layout=nk", Op.FORWARD)
     assert any(one.streamed for one in own)
     assert configs("ops=forward layout=kn", Op.DX) == own
