@@ -26,7 +26,7 @@ MEASURED = [  # bundle, its journal, the GPU
     ("catalogue-sm90", "catalogue-h200.journal", "NVIDIA H200"),
     ("catalogue-h100-sm90", "catalogue-h100.journal", "NVIDIA H100 80GB HBM3"),
 ]
-MOST_BYTES = 21_800_000
+MOST_BYTES = 22_100_000
 
 
 def test_which_there_are_and_how_large() -> None:
