@@ -30,6 +30,7 @@ class CellTimes:
     duels: tuple[Duel, ...]
     driver: int
     plain_ns: Mapping[bytes, int] = field(default_factory=dict)  # of a form: the plain product's, timed with these
+    torch_ns: int | None = None  # torch's grouped_mm, at the same clock
 
     def beats(self, challenger: bytes, modelled: bytes) -> bool:
         """Whether the challenger is faster by more than noise: as their duel says, or else their times."""
@@ -122,6 +123,7 @@ def _combined(records: list[Measured]) -> CellTimes:
     timings: dict[bytes, list[Timing]] = {}
     times: _Times = {}
     plain: _Times = {}
+    torch: list[tuple[float, int]] = []
     clocks: list[tuple[float, int]] = []
     for record in records:
         clock = _clock_between(record, times, plain)
@@ -132,6 +134,8 @@ def _combined(records: list[Measured]) -> CellTimes:
         if record.plain is not None:
             sha, ns = record.plain
             plain.setdefault(sha, []).append((geometric_mean(ns) * clock, _rounds(record)))
+        if record.torch_ns is not None:
+            torch.append((geometric_mean(record.torch_ns) * clock, _rounds(record)))
     usual = _median(clocks)
     ordered = sorted(timings.items())
     duels = sorted(
@@ -144,6 +148,7 @@ def _combined(records: list[Measured]) -> CellTimes:
         tuple(duels),
         max(record.driver for record in records),
         {sha: _ns(_median(some) / usual) for sha, some in sorted(plain.items())},
+        _ns(_median(torch) / usual) if torch else None,
     )
 
 

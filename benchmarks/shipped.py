@@ -89,16 +89,14 @@ def losses_in_records(bundle: BundleFile, contents: Contents) -> list[float]:
 def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, str]]:
     """(how many times as fast as grouped_mm, which cell) of each choice that has both, the slowest first."""
     cubins = [one.cubin_sha256 for one in bundle.variants()]
-    timed = (one for one in contents.records if isinstance(one, Measured) and one.torch_ns)
-    records = {cell_of(one.problem, one.bucket): one for one in timed}
+    cells = Evidence.of(contents).cells
     found = []
     for problem in bundle.problems():
         for choice in bundle.find(problem):
-            record = records.get(cell_of(problem, choice.bucket))
-            times = {one.variant: one.time_ns for one in record.timings} if record else {}
-            ours = times.get(cubins[choice.variant])
-            if record and record.torch_ns and ours:
-                found.append((geometric_mean(record.torch_ns) / ours, f"{problem} M={choice.bucket}"))
+            cell = cells.get(cell_of(problem, choice.bucket))
+            ours = cell.times_ns.get(cubins[choice.variant]) if cell else None
+            if cell and cell.torch_ns and ours:
+                found.append((cell.torch_ns / ours, f"{problem} M={choice.bucket}"))
     return sorted(found)
 
 

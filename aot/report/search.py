@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...artifacts.types import Gpu, Problem
 from ..evidence import Evidence, cell_of
 from ..journal import Contents
-from ..records import Failure, Measured, geometric_mean
+from ..records import Failure
 
 Key = tuple[Problem, int]
 
@@ -17,7 +17,8 @@ Key = tuple[Problem, int]
 class Search:
     """One cell. ``fastest`` are (time in us, cubin's sha256) of all that were measured, ``choice`` one of them.
 
-    A variant that failed anywhere is no choice; ``choice`` is None where no other was measured.
+    A variant that failed anywhere is no choice; ``choice`` is None where no other was measured. ``torch_us`` is torch's
+    grouped_mm, at the clock of ``fastest``.
     """
 
     gpu: Gpu
@@ -43,27 +44,22 @@ def searches(journals: Sequence[Contents]) -> dict[Key, list[Search]]:
 
 def _of(journal: Contents) -> dict[Key, Search]:
     evidence = Evidence.of(journal)
-    records: dict[Key, list[Measured]] = {}
     failures: dict[Key, list[Failure]] = {}
     for record in journal.records:
-        key = cell_of(record.problem, record.bucket)
-        if isinstance(record, Measured):
-            records.setdefault(key, []).append(record)
-        else:
-            failures.setdefault(key, []).append(record)
+        if isinstance(record, Failure):
+            failures.setdefault(cell_of(record.problem, record.bucket), []).append(record)
     found: dict[Key, Search] = {}
-    for key in dict.fromkeys([*records, *failures]):
+    for key in dict.fromkeys([*evidence.cells, *failures]):
         broken = tuple(sorted(failures.get(key, ()), key=lambda one: (one.variant, one.kind, one.reason)))
-        if key not in records:
+        if key not in evidence.cells:
             found[key] = Search(journal.header.gpu, (), None, None, broken)
             continue
         times, clock = evidence.cells[key], evidence.clock(*key)  # as the bundle has them
-        torch = [geometric_mean(one.torch_ns) / 1e3 for one in records[key] if one.torch_ns]
         found[key] = Search(
             evidence.gpus[evidence.gpu_of(times)],
             tuple(sorted((clock * time_ns / 1e3, sha) for sha, time_ns in times.times_ns.items())),
             times.best_of([sha for sha in sorted(times.times_ns) if sha not in evidence.failed]),
-            min(torch, default=None),
+            None if times.torch_ns is None else clock * times.torch_ns / 1e3,
             broken,
         )
     return found

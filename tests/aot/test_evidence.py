@@ -114,12 +114,29 @@ def test_a_record_of_a_slower_clock_makes_no_variant_of_it_slower() -> None:
     for records in itertools.permutations((fast, more)):
         contents = Contents(Header(90, H200, ()), tuple(records), 0, 0)
         cell = Evidence.of(contents).cells[PROBLEM, 64]
+        assert cell.torch_ns is None
         assert cell.best_of([sha(2), sha(0)]) == sha(0)
         clock = math.sqrt(5_883 / 5_281 * 6_273 / 5_490)  # both at that of the record with more rounds
         assert cell.times_ns == {sha(0): 5_883, sha(1): 6_273, sha(2): round(5_726 * clock), sha(3): 6_685}
     apart = record({3: 9_000, 2: 10_000}, 3)  # of two that have nothing in common each counts as it is
     times = Evidence.of(Contents(Header(90, H200, ()), (record({0: 5_281, 1: 5_490}, 1), apart), 0, 0)).cells
     assert times[PROBLEM, 64].times_ns == {sha(0): 5_281, sha(1): 5_490, sha(2): 10_000, sha(3): 9_000}
+
+
+@pytest.mark.parametrize("rounds", [5, 60])
+def test_torch_is_of_the_clock_of_the_times_beside_it(rounds: int) -> None:
+    """An older record had torch, one of a look at a slower clock has none: that makes no choice slower than torch."""
+    first = replace(record({0: 10_000, 1: 11_000}, 0), torch_ns=(12_000, 12_000))
+    look = record({0: 12_500, 1: 13_750, 2: 12_000}, 0)
+    look = replace(look, timings=tuple(replace(one, rounds=rounds) for one in look.timings))
+    cell = Evidence.of(Contents(Header(90, H200, ()), (look, first), 0, 0)).cells[PROBLEM, 64]
+    assert cell.torch_ns is not None
+    assert cell.torch_ns / cell.times_ns[sha(0)] == pytest.approx(1.2, rel=1e-4)
+    assert cell.torch_ns / cell.times_ns[sha(2)] == pytest.approx(1.25, rel=1e-4)
+    twice = replace(first, torch_ns=(12_600, 12_600))  # the mean of two middles
+    cell = Evidence.of(Contents(Header(90, H200, ()), (look, first, twice), 0, 0)).cells[PROBLEM, 64]
+    assert cell.torch_ns is not None
+    assert cell.torch_ns / cell.times_ns[sha(0)] == pytest.approx(math.sqrt(1.2 * 1.26), rel=1e-4)
 
 
 @given(st.permutations(range(4)), st.lists(st.integers(900, 1_100), min_size=4, max_size=4), st.data())
@@ -130,7 +147,8 @@ def test_records_count_the_same_in_any_order(order: Sequence[int], clocks: Seque
         off = data.draw(st.lists(st.integers(0, 40), min_size=len(timed), max_size=len(timed)))
         times = {i: (i + 10) * clock + more for i, more in zip(timed, off, strict=True)}
         rounds = data.draw(st.sampled_from([5, 20]))
-        one = record(times, timed[0])
+        torch = data.draw(st.none() | st.tuples(st.integers(9_000, 11_000), st.integers(9_000, 11_000)))
+        one = replace(record(times, timed[0]), torch_ns=torch)
         records.append(replace(one, timings=tuple(replace(timing, rounds=rounds) for timing in one.timings)))
 
     def cell(some: Sequence[Measured]) -> object:
