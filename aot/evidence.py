@@ -155,7 +155,7 @@ def _combined(records: list[Measured]) -> CellTimes:
 def _by_rounds(record: Measured) -> tuple[object, ...]:
     """The most rounds first, and else one order whatever that of the journal."""
     timings = tuple((one.variant, one.ns, one.rounds, one.noise) for one in record.timings)
-    return -_rounds(record), timings, record.plain or ()
+    return -_rounds(record), timings, record.plain or (), record.torch_ns or ()
 
 
 def _clock_between(record: Measured, times: _Times, plain: _Times) -> float:

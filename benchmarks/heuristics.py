@@ -127,10 +127,10 @@ def torch_times(cells: Iterable[Cell], sweeps: Iterable[Path] = (), path: Path =
 
 def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[list[Cell], dict[Cell, float]]:
     """The cells of a journal, each under the first model that has its problem, and torch's times in the same run."""
+    from pretuned.aot.evidence import Evidence
     from pretuned.aot.journal import read_journal
     from pretuned.aot.models import load_models
     from pretuned.aot.plan import plan
-    from pretuned.aot.records import Measured, geometric_mean
     from pretuned.aot.variants import Family
 
     contents = read_journal(path)
@@ -141,19 +141,18 @@ def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[
     planned = plan(load_models(models).shapes).models
     owner = {problem: model for model in reversed(planned) for problem in model.problems}
     cells, torch_us = [], {}
-    measured = {(one.problem, one.bucket): one for one in contents.records if isinstance(one, Measured)}
-    for record in measured.values():
-        if record.problem not in owner or record.problem.fusion:
+    for (problem, bucket), times in Evidence.of(contents).cells.items():
+        if problem not in owner or problem.fusion:
             continue
-        timed = {known[key]: one.time_ns / 1e3 for one in record.timings
-                 if (key := (Family.of(record.problem), one.variant)) in known}  # fmt: skip
+        timed = {known[key]: ns / 1e3 for sha, ns in times.times_ns.items()
+                 if (key := (Family.of(problem), sha)) in known}  # fmt: skip
         if timed:
-            model = owner[record.problem]
-            tokens = max(1, record.bucket // model.top_k)
-            cell = Cell(model.name, tokens, record.problem, record.bucket, chip, tuple(timed), tuple(timed.values()))
+            model = owner[problem]
+            tokens = max(1, bucket // model.top_k)
+            cell = Cell(model.name, tokens, problem, bucket, chip, tuple(timed), tuple(timed.values()))
             cells.append(cell)
-            if record.torch_ns is not None:
-                torch_us[cell] = geometric_mean(record.torch_ns) / 1e3
+            if times.torch_ns is not None:
+                torch_us[cell] = times.torch_ns / 1e3
     return cells, torch_us
 
 

@@ -41,7 +41,7 @@ class Cell:
     """One problem and bucket. Times are microseconds of one launch with ``bucket`` rows.
 
     ``time_us`` is that of the choice, measured or modelled as ``state`` says; ``model_us`` is what this version's
-    cost model says of the same variant. ``torch_us`` is torch's grouped_mm, measured in the same turn.
+    cost model says of the same variant. ``torch_us`` is torch's grouped_mm, at the same clock.
     ``candidates`` are all that were measured, fastest first; ``failures`` those that broke, with the reason.
     """
 

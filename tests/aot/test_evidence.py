@@ -139,6 +139,14 @@ def test_torch_is_of_the_clock_of_the_times_beside_it(rounds: int) -> None:
     assert cell.torch_ns / cell.times_ns[sha(0)] == pytest.approx(math.sqrt(1.2 * 1.26), rel=1e-4)
 
 
+def test_of_records_that_are_alike_but_for_torch_the_order_makes_no_difference() -> None:
+    alike = [replace(record({2: 11_744, 0: 9_354}, 2), torch_ns=(ns, ns)) for ns in (10_132, 9_819)]
+    others = replace(record({2: 9_616}, 2), torch_ns=(11_000, 11_000)), record({0: 11_126, 1: 11_229, 2: 9_142}, 0)
+    orders = itertools.permutations((*alike, *others))
+    cells = [Evidence.of(Contents(Header(90, H200, ()), order, 0, 0)).cells[PROBLEM, 64] for order in orders]
+    assert len({cell.torch_ns for cell in cells}) == 1
+
+
 @given(st.permutations(range(4)), st.lists(st.integers(900, 1_100), min_size=4, max_size=4), st.data())
 def test_records_count_the_same_in_any_order(order: Sequence[int], clocks: Sequence[int], data: st.DataObject) -> None:
     records = []
