@@ -18,7 +18,7 @@ from pretuned.artifacts.types import Op
 from pretuned.kernels.calibration import Constants
 from pretuned.kernels.chips import Chip
 from pretuned.kernels.config import Config, across, dealt, fitted
-from pretuned.kernels.cost import _GRAIN, Resources, _Work, _work
+from pretuned.kernels.cost import _GRAIN, Resources, _short, _Work, _work
 from pretuned.kernels.profile import Profile, profile
 
 Floats = npt.NDArray[np.float64]
@@ -36,6 +36,7 @@ _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "narrow": lambda config, work: config.narrow,
     "pingpong": lambda config, work: config.pingpong,
     "dealt": lambda config, work: dealt(config),
+    "short": lambda config, work: _short(config, work),
     "fitted": lambda config, work: fitted(config),
     "E": lambda config, work: work.E,
     "M": lambda config, work: work.M,
@@ -186,6 +187,7 @@ def _rows_ns(p: SimpleNamespace, g: SimpleNamespace, chip: Chip, c: Constants) -
     pushed = np.minimum(1.0, g.read_bytes / (c.dirty_l2 * chip.l2_mib * 1048576))
     streamed_ns = np.minimum(c.streamed_share * g.read_bytes / chip.bandwidth_gbs, c.streamed_most_ns)
     memory_ns = memory_ns * np.where(g.dealt > 0, special.dealt_memory, 1.0)
+    memory_ns = memory_ns * np.where(g.short > 0, family.short_reads, 1.0)
     memory_ns = memory_ns + np.where(g.streamed > 0, streamed_ns - c.dirty_ns * pushed, 0.0)
     spread = 0.5 * column_tiles * np.sqrt(g.active) / slots
     waves = _mean_waves(per_slot, spread, saved)

@@ -85,6 +85,7 @@ class Family(NamedTuple):
     norm: float = 6.0  # memory and compute equal: 12 % over either
     step_norm: float = 6.0  # joins a step's products and its loads from L2
     write_share: float = 0.75  # of the published bandwidth, for what is written
+    short_reads: float = 1.0  # of the memory's time, where a forward reads 128 bytes of each row of w at a time; held
     weight: WeightGrad = WeightGrad()
     specialized: Specialized = Specialized()
 
@@ -134,6 +135,7 @@ _HOPPER = Family(
     norm=2.73,
     step_norm=5.5,
     write_share=0.95,
+    short_reads=1.02,
     weight=WeightGrad(
         step_ns=4.59,
         issue_ns=7.51,

@@ -139,6 +139,8 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
         memory_ns += family.lockstep * profile.tile_ns * min(1.0, per_slot - 1.0) / per_slot
     if dealt(config):
         memory_ns *= family.specialized.dealt_memory
+    if _short(config, work):
+        memory_ns *= family.short_reads
     if config.streamed:
         memory_ns += _streamed_ns(work, chip, c)
     spread = 0.5 * column_tiles * math.sqrt(rows.active) / slots
@@ -151,6 +153,11 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     if empty > 0.0:
         chain_ns += empty * c.empty_program_ns / slots
     return join(memory_ns, max(rate_ns, chain_ns), profile.norm)
+
+
+def _short(config: Config, work: _Work) -> bool:
+    """Whether the tiles read at most 128 bytes of each row of w at a time; dX's read a tile's columns of each."""
+    return work.op is Op.FORWARD and config.block_k * work.itemsize <= 128
 
 
 def _streamed_ns(work: _Work, chip: Chip, c: Constants) -> float:
