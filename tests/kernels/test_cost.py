@@ -121,7 +121,7 @@ def test_short_reads_of_weights_lose_where_memory_bounds(E: int, N: int, K: int,
     thin = Resources(Config(16, 64, 256, 4, 3, tma=True, persistent=False), 128, 81936, 40)
     assert rank(Problem(Op.FORWARD, DType.BF16, E, N, K), M, [wide, thin], chip)[0][1] == 1
     less = CONSTANTS._replace(hopper=CONSTANTS.hopper._replace(short_reads=1.0))
-    for op, times in ((Op.FORWARD, 1.01), (Op.DX, 1.0)):
+    for op, times in ((Op.FORWARD, 1.005), (Op.DX, 1.0)):
         problem = Problem(op, DType.BF16, E, N, K)
         assert estimate_us(problem, M, wide, chip) >= times * estimate_us(problem, M, wide, chip, less)
         assert estimate_us(problem, M, thin, chip) == estimate_us(problem, M, thin, chip, less)
