@@ -65,6 +65,13 @@ def select(cells: Sequence[Cell], constants: Constants) -> dict[str, dict[str, o
     return found
 
 
+def with_held(fitted: Constants) -> Constants:
+    """With what no sweep tells: the constants that were read off journals and trials stay as they are."""
+    own, special = CONSTANTS.hopper, fitted.hopper.specialized
+    special = special._replace(dealt_memory=own.specialized.dealt_memory)
+    return fitted._replace(hopper=fitted.hopper._replace(short_reads=own.short_reads, specialized=special))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", nargs="+", type=Path)
@@ -93,6 +100,7 @@ def main() -> None:
         if args.steps:
             tables["fitted"] = judge(cells, fitted)
             show("fitted", judge(cells, fitted))
+        fitted = with_held(fitted)
         words = [f"# Fitted to sweeps with the sha256 {digest} by python", *_wrapped(command)]
         block = source(fitted, 90, "\n".join(words))
         print("\n" + block, flush=True)

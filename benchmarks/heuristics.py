@@ -126,7 +126,7 @@ def torch_times(cells: Iterable[Cell], sweeps: Iterable[Path] = (), path: Path =
 
 
 def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[list[Cell], dict[Cell, float]]:
-    """The cells of a journal, each under the first model that has its problem, and torch's times in the same run."""
+    """The cells of a journal, each under the first model that has its problem, and torch's times at the same clock."""
     from pretuned.aot.evidence import Evidence
     from pretuned.aot.journal import read_journal
     from pretuned.aot.models import load_models

@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -27,11 +27,13 @@ from pretuned.aot.journal import Contents, read_journal
 from pretuned.aot.looks import LIKELY
 from pretuned.aot.records import LONG_NS, Measured
 from pretuned.artifacts.errors import PretunedError
+from pretuned.artifacts.limits import MAX_DIM
 from pretuned.artifacts.store import BundleFile, open_bundle
 from pretuned.artifacts.types import Layout, Op, Problem, Variant
 from pretuned.kernels.config import Config, fitted
 
 OVER = 1.02
+ROWS = (8, 128, 4096)  # ranges of rows in all, up to
 KINDS: dict[str, Callable[[Config], bool]] = {
     "fitted": fitted,
     "pingpong": lambda config: config.pingpong and not fitted(config),
@@ -44,17 +46,30 @@ def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[f
 
     ``raw`` takes the times as they are, else those count that are faster by more than noise.
     """
+    found = ((loss_of(cell, chosen, raw=raw), cell.times_ns[chosen] / 1000, f"{problem} M={bucket}")
+             for problem, bucket, cell, chosen in timed(bundle, contents))  # fmt: skip
+    return sorted(found, reverse=True)
+
+
+def timed(bundle: BundleFile, contents: Contents) -> Iterator[tuple[Problem, int, CellTimes, bytes]]:
+    """(problem, bucket, what is known of the cell, the choice's cubin) of each choice that has a time."""
     cubins = [one.cubin_sha256 for one in bundle.variants()]
     cells = Evidence.of(contents).cells
-    found = []
     for problem in bundle.problems():
         for choice in bundle.find(problem):
-            cell = cells.get(cell_of(problem, choice.bucket))
-            if cell is not None and cubins[choice.variant] in cell.times_ns:
-                chosen = cubins[choice.variant]
-                us = cell.times_ns[chosen] / 1000
-                found.append((loss_of(cell, chosen, raw=raw), us, f"{problem} M={choice.bucket}"))
-    return sorted(found, reverse=True)
+            cell, chosen = cells.get(cell_of(problem, choice.bucket)), cubins[choice.variant]
+            if cell is not None and chosen in cell.times_ns:
+                yield problem, choice.bucket, cell, chosen
+
+
+def losses_by_rows(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
+    """As timed, of each op in all its forms, by rows in all."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for problem, bucket, cell, chosen in timed(bundle, contents):
+        most = next((rows for rows in ROWS if bucket <= rows), MAX_DIM)
+        found.setdefault((problem.op.value, most), []).append(loss_of(cell, chosen, raw=True))
+    return [{"op": op, "rows_to": most, "choices": len(some), "mean_loss": _mean(some), "most": max(some)}
+            for (op, most), some in sorted(found.items())]  # fmt: skip
 
 
 def loss_of(cell: CellTimes, chosen: bytes, *, raw: bool) -> float:
@@ -88,16 +103,11 @@ def losses_in_records(bundle: BundleFile, contents: Contents) -> list[float]:
 
 def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, str]]:
     """(how many times as fast as grouped_mm, which cell) of each choice that has both, the slowest first."""
-    cubins = [one.cubin_sha256 for one in bundle.variants()]
-    cells = Evidence.of(contents).cells
-    found = []
-    for problem in bundle.problems():
-        for choice in bundle.find(problem):
-            cell = cells.get(cell_of(problem, choice.bucket))
-            ours = cell.times_ns.get(cubins[choice.variant]) if cell else None
-            if cell and cell.torch_ns and ours:
-                found.append((cell.torch_ns / ours, f"{problem} M={choice.bucket}"))
-    return sorted(found)
+    return sorted(
+        (cell.torch_ns / cell.times_ns[chosen], f"{problem} M={bucket}")
+        for problem, bucket, cell, chosen in timed(bundle, contents)
+        if cell.torch_ns
+    )
 
 
 def winners_likely(bundle: BundleFile, contents: Contents) -> float:
@@ -133,6 +143,7 @@ def report(bundle: BundleFile, contents: Contents) -> dict[str, Any]:
         "choices": len(lost),
         "as_timed": _summary(raw),
         "beyond_noise": _summary(lost),
+        "by_rows": losses_by_rows(bundle, contents),
         "in_records": {"over_2_percent": sum(one > OVER for one in own), "most": own[0], "mean_loss": _mean(own)},
         "winners_likely": winners_likely(bundle, contents),
         "beside_torch": len(torch),
@@ -221,6 +232,10 @@ def main() -> None:
               f"{one['of_which_over_10_ms']} of them over 10 ms, the mean loss is {one['mean_loss']:.2%}")  # fmt: skip
         for loss, us, cell in one["worst"]:
             print(f"  {loss:.3f} {us:8.0f} us {cell}")
+    for row in told["by_rows"]:
+        rows = f"up to {row['rows_to']}" if row["rows_to"] in ROWS else f"over {ROWS[-1]}"
+        print(f"{row['op']:8} {rows:>10} rows: {row['choices']:4} choices, as timed the mean loss is "
+              f"{row['mean_loss']:.1%}, {row['most'] - 1:.0%} at most")  # fmt: skip
     own = told["in_records"]
     print(f"in each record that has it: {own['over_2_percent']} take over 2 % more than the fastest there, "
           f"{own['most'] - 1:.1%} at most, the mean loss is {own['mean_loss']:.2%}")  # fmt: skip

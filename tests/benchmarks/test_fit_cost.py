@@ -172,6 +172,13 @@ def test_the_block_written_is_the_one_in_force(tool: SimpleNamespace) -> None:
     assert block.split("_HOPPER = ")[1] == tool.fit_cost.source(CONSTANTS, 90, told).split("_HOPPER = ")[1]
 
 
+def test_what_no_sweep_tells_outlives_a_fit(tool: SimpleNamespace) -> None:
+    kept = tool.fit_cost.with_held(tool.fitting.PRIOR)
+    assert kept.hopper.short_reads == CONSTANTS.hopper.short_reads > 1
+    assert kept.hopper.specialized.dealt_memory == CONSTANTS.hopper.specialized.dealt_memory > 1
+    assert kept.hopper.norm == tool.fitting.PRIOR.hopper.norm != CONSTANTS.hopper.norm
+
+
 def test_tables_of_disjoint_cells_merge(tool: SimpleNamespace) -> None:
     cells = _cells(tool, Op.DW)
     whole = tool.sweeps.judge(cells, CONSTANTS)

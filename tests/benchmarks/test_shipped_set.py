@@ -39,6 +39,8 @@ def test_the_set_is_small_and_loses_next_to_nothing(tool: ModuleType) -> None:
         assert one["mean_loss"] < 0.005
         assert one["over_2_percent"] < over * told["choices"]
         assert one["worst"][0][0] < 1.1
+    assert sum(row["choices"] for row in told["by_rows"]) == told["choices"]
+    assert all(row["mean_loss"] < 0.005 for row in told["by_rows"])
     assert told["in_records"]["mean_loss"] < 0.001  # no clock comes in here
     assert told["in_records"]["most"] < 1.1
     assert told["beside_torch"] > 2500
