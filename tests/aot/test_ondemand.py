@@ -305,7 +305,7 @@ def test_a_tuner_that_is_killed_lets_the_next_one_tune(home: Path, tmp_path: Pat
 def test_a_tuner_that_hangs_is_not_waited_for_for_ever(home: Path, tmp_path: Path) -> None:
     first = ask(home, tmp_path / "log", "60")
     try:
-        while not (tmp_path / "log").exists():
+        while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text():  # opened, then written
             time.sleep(0.02)
         first.send_signal(signal.SIGSTOP)
         second = ask(home, tmp_path / "log", "0", "0.5")
