@@ -11,14 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..artifacts.types import Problem
-    from .ondemand import (
-        cache_key,
-        clear_cache,
-        get_or_autotune_moe_kernels,
-        load_cached_config,
-        save_cached_config,
-    )
+    from ..artifacts.records.problem import Problem
+    from .ondemand import cache_key, clear_cache, get_or_autotune_moe_kernels, load_cached_config, save_cached_config
 
 __all__ = [
     "cache_key",

@@ -6,7 +6,9 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from ..artifacts.types import Bundle, Choice, Gpu, Kernel, Model, Problem, Producer, Source, Target, Variant
+from ..artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, Variant
+from ..artifacts.records.problem import Problem
+from ..artifacts.records.target import Gpu, Target
 from ..kernels.config import Config
 from .variants import Family
 

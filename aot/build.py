@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ..artifacts import codec
 from ..artifacts.errors import CompileError, InputError
-from ..artifacts.store import publish
-from ..artifacts.types import Bundle, Problem, Source
+from ..artifacts.files.publish import publish
+from ..artifacts.format import codec
+from ..artifacts.records.bundle import Bundle, Source
+from ..artifacts.records.problem import Problem
 from ..kernels.abi import Spec
 from ..kernels.chips import limits
 from ..kernels.passes import PassSpec

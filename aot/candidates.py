@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import Kernel, Producer, Target
+from ..artifacts.records.bundle import Kernel, Producer
+from ..artifacts.records.target import Target
 from .capabilities import target_of
 from .compile import Compiled, kernels_of, min_driver, producer_of
 from .plan import Plan

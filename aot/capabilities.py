@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from ..artifacts.errors import HostError, InputError
-from ..artifacts.types import Target
+from ..artifacts.records.target import Target
 from ..kernels.chips import CHIPS, supported
 
 SUPPORTED = supported()  # what Triton compiles and pretuned builds for

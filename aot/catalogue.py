@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ..artifacts.types import Layout
+from ..artifacts.records.problem import Layout
 from .modelshape import ExpertLayer
 
 COLUMNS = ("id", "E", "k", "H", "I", "shared_width", "gated", "layouts", "quantised", "source", "aliases", "note")

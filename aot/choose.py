@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from ..artifacts.errors import CompileError
 from ..artifacts.limits import MAX_TIME_NS
-from ..artifacts.types import Choice, Fusion, Layout, Problem, Source
+from ..artifacts.records.bundle import Choice, Source
+from ..artifacts.records.problem import Fusion, Layout, Problem
 from ..kernels.alignment import has_aligned_rows
 from ..kernels.chips import chip_for
 from ..kernels.cost import Ranker, Resources

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..artifacts.errors import CompileError
-from ..artifacts.types import DType, Kernel, Producer, TensorMap, Variant
+from ..artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
+from ..artifacts.records.precision import DType
 from ..kernels import abi, passes
 from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgpack
 
-from ..artifacts.blob import read_checked, write_checked
+from ..artifacts.files.blob import read_checked, write_checked
+from ..artifacts.format.schema import pack_variant, read_variant
 from ..artifacts.limits import MAX_CUBIN_BYTES
-from ..artifacts.schema import pack_variant, read_variant
 from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec
 from .compile import Compiled, arguments_of, job_key

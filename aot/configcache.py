@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgpack
 
-from ..artifacts.blob import read_checked, write_checked
-from ..artifacts.schema import FUSIONS
-from ..artifacts.types import DType, Op
+from ..artifacts.files.blob import read_checked, write_checked
+from ..artifacts.format.schema import FUSIONS
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Op
 from ..kernels.config import Config
 from ..runtime.pair import KernelPair, Preferred
 

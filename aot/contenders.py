@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..artifacts.types import DType, Fusion, Op, Problem
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Op, Problem
 
 SHARE = 0.1  # of the candidates of a cell
 FIRST = 2  # of the model's ranking

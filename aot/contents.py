@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ..artifacts.files.bundle_file import BundleFile
 from ..artifacts.names import cuda_version
-from ..artifacts.store import BundleFile
-from ..artifacts.types import Choice, Problem, Variant
+from ..artifacts.records.bundle import Choice, Variant
+from ..artifacts.records.problem import Problem
 from .assembly import config_text
 from .variants import fused
 

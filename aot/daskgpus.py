@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..artifacts.errors import HostError, InputError
-from ..artifacts.store import open_bundle
+from ..artifacts.files.bundle_file import open_bundle
 from . import daskworkers
 from .daskworkers import Session
 from .jobs import GpuGone, Hello, Job, Result

@@ -18,7 +18,7 @@ from multiprocessing import current_process
 from typing import TypeVar
 
 from ..artifacts.errors import HostError
-from ..artifacts.store import open_bundle
+from ..artifacts.files.bundle_file import open_bundle
 from .gpuworkers import JOB_TIMEOUT_S, LocalGpu, greet, run
 from .jobs import Hello, Job, Result, Setup, WorkerLost
 from .records import DIED

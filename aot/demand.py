@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ..artifacts import codec
 from ..artifacts.errors import BundleError, HostError, LockBusy, PretunedError
-from ..artifacts.store import lock, open_bytes
-from ..artifacts.types import Bundle, Choice, DType, Fusion, Model, Op, Problem, bucket_of
+from ..artifacts.files.bundle_file import open_bytes
+from ..artifacts.files.lock import lock
+from ..artifacts.format import codec
+from ..artifacts.records.bundle import Bundle, Choice, Model
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Op, Problem, bucket_of
 from ..kernels.alignment import has_aligned_rows
 from ..kernels.config import Config
 from ..runtime import discover, locks

@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..artifacts.types import Bundle, Choice, Gpu, Model, Problem, Source, Variant
+from ..artifacts.records.bundle import Bundle, Choice, Model, Source, Variant
+from ..artifacts.records.problem import Problem
+from ..artifacts.records.target import Gpu
 from .variants import Family
 
 Facts = dict[str, tuple[str, str]]

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..artifacts.limits import MAX_TIME_NS
-from ..artifacts.types import Fusion, Gpu, Problem
+from ..artifacts.records.problem import Fusion, Problem
+from ..artifacts.records.target import Gpu
 from ..kernels.chips import Chip, chip_of
 from .journal import Contents
 from .records import LONG_NS, Duel, Failure, Measured, Timing, geometric_mean

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..artifacts import codec
 from ..artifacts.errors import CompileError
-from ..artifacts.schema import pack_problem, read_problem
-from ..artifacts.store import publish
-from ..artifacts.types import DType, Model, Op, Problem, buckets_between
+from ..artifacts.files.publish import publish
+from ..artifacts.format import codec
+from ..artifacts.format.schema import pack_problem, read_problem
+from ..artifacts.records.bundle import Model
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Op, Problem, buckets_between
 from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, counts, no_code
 from ..kernels.alignment import ALIGNMENT_BYTES
 from ..kernels.chips import chip_for, limits

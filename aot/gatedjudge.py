@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ..artifacts.types import Fusion, Problem
+from ..artifacts.records.problem import Fusion, Problem
 from ..kernels.abi import gemm_of
 from .judge import MAX_ROW_ERROR
 from .launches import Tensors

@@ -7,8 +7,10 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..artifacts.errors import InputError
-from ..artifacts.store import BundleFile
-from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem
+from ..artifacts.files.bundle_file import BundleFile
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Problem
+from ..artifacts.records.target import Gpu
 from ..kernels.chips import Chip, chip_of
 from ..kernels.cost import Ranker, Resources
 from .contenders import Knobs

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..artifacts.errors import InputError
 from ..artifacts.names import printable
-from ..artifacts.types import Layout
+from ..artifacts.records.problem import Layout
 from .modelshape import ExpertLayer
 
 MAX_CONFIG_BYTES = 8 << 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..artifacts.errors import HostError
-from ..artifacts.types import Problem
+from ..artifacts.records.problem import Problem
 from . import child
 
 _TIMEOUT_S = 300.0

@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..artifacts.types import Gpu, Problem
+from ..artifacts.records.problem import Problem
+from ..artifacts.records.target import Gpu
 from .records import Failure, Measured
 
 

@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..artifacts.checks import digest, integer, name, shown
 from ..artifacts.errors import HostError, InputError
+from ..artifacts.format.checks import digest, integer, name, shown
 from ..artifacts.limits import MAX_DIM
 from ..artifacts.names import is_label, is_text
-from ..artifacts.types import Gpu, Kernel
+from ..artifacts.records.bundle import Kernel
+from ..artifacts.records.target import Gpu
 from ..kernels.chips import supported
 from .outdir import holder
 from .outfile import without_waiting

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..artifacts.types import Fusion, Op, Problem
+from ..artifacts.records.problem import Fusion, Op, Problem
 from ..kernels.abi import gemm_of
 from .launches import Tensors
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..artifacts.types import DType, Fusion, Op, Problem
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Op, Problem
 from ..kernels.abi import gemm_of
 from ..runtime import launch
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..artifacts.types import Problem
+from ..artifacts.records.problem import Problem
 from .choose import Chosen
 from .evidence import Cell, Evidence, cell_of, counting
 from .journal import Contents

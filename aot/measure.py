@@ -18,8 +18,9 @@ from typing import TypeAlias
 import torch
 
 from ..artifacts.errors import BundleError, CudaError, HostError, InputError
-from ..artifacts.store import open_bundle
-from ..artifacts.types import DType, Fusion, Layout, Op, Problem
+from ..artifacts.files.bundle_file import open_bundle
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Problem
 from ..kernels.abi import FLAGS, result_columns
 from ..kernels.config import Config
 from ..runtime import launch

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..artifacts.errors import CompileError, InputError
-from ..artifacts.types import Bundle
+from ..artifacts.records.bundle import Bundle
 from .candidates import Candidates
 from .choose import CONFIG_LIMIT, Chosen, choose
 from .evidence import Evidence

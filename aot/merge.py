@@ -25,7 +25,10 @@ from dataclasses import dataclass
 
 from ..artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
 from ..artifacts.names import is_text
-from ..artifacts.types import Bundle, DType, Gpu, Kernel, Op, Pass, Problem, Producer, Source
+from ..artifacts.records.bundle import Bundle, Kernel, Producer, Source
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Op, Pass, Problem
+from ..artifacts.records.target import Gpu
 from ..kernels.abi import LAUNCH_ABI
 from .assembly import Claim, Codes, Making, assemble, gpu_key, united
 from .choose import CONFIG_LIMIT

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import DType, Op
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Op
 from .catalogue import catalogue, find, nearest_ids
 from .hfconfig import read_model
 from .modelshape import ExpertLayer, ModelShape

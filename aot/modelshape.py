@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..artifacts.limits import MAX_EXPERTS
-from ..artifacts.types import DType, Layout, Op
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Layout, Op
 
 MAX_WIDTH = 1 << 20  # of H and I, in elements
 MAX_TOKENS = 1 << 24

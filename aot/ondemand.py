@@ -11,7 +11,8 @@ and what the runtime would run anyhow. Whatever goes wrong on the way is said, a
 from __future__ import annotations
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import DType, Op, bucket_of
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Op, bucket_of
 from ..kernels.revisions import REVISIONS
 from ..runtime.device import LocalGpu, current_device, local_gpu
 from ..runtime.pair import KernelPair

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..artifacts.types import Gpu
+from ..artifacts.records.target import Gpu
 from .records import Failure, Measured
 
 

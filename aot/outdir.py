@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..artifacts.errors import HostError, InputError, LockBusy
-from ..artifacts.store import LOCK_NAME, lock
+from ..artifacts.files.lock import LOCK_NAME, lock
 
 DEFAULT_NAME = "pretuned"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -7,11 +7,11 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..artifacts import codec
 from ..artifacts.errors import HostError, InputError
-from ..artifacts.store import publish
-from ..artifacts.types import Bundle
-from ..artifacts.wire import MAGIC
+from ..artifacts.files.publish import publish
+from ..artifacts.format import codec
+from ..artifacts.format.wire import MAGIC
+from ..artifacts.records.bundle import Bundle
 
 _PAGE = b"<!doctype html>"
 

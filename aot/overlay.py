@@ -13,11 +13,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..artifacts import codec
 from ..artifacts.errors import BundleError, BundleUnreadable, BundleUntrusted, HostError, PretunedError
+from ..artifacts.files.bundle_file import open_bundle
+from ..artifacts.files.lock import lock
+from ..artifacts.files.publish import publish
+from ..artifacts.format import codec
 from ..artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
-from ..artifacts.store import lock, open_bundle, publish
-from ..artifacts.types import Bundle, Gpu, Model, Problem, Variant
+from ..artifacts.records.bundle import Bundle, Model, Variant
+from ..artifacts.records.problem import Problem
+from ..artifacts.records.target import Gpu
 from ..kernels.abi import LAUNCH_ABI, READS_ABI
 from ..kernels.revisions import REVISIONS
 from .assembly import Claim, Codes, Making, assemble, is_fallback

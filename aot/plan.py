@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ..artifacts.types import DType, Fusion, Layout, Model, Op, Problem, buckets_between
+from ..artifacts.records.bundle import Model
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_between
 from ..kernels.abi import MAX_EXPERTS, code_of
 from ..kernels.alignment import has_aligned_rows
 from .modelshape import Gemm, ModelShape

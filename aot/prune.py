@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import Bundle, Choice, Op, Problem
+from ..artifacts.records.bundle import Bundle, Choice
+from ..artifacts.records.problem import Op, Problem
 from .assembly import Claim, Codes, Making, assemble, united
 from .plan import Plan, planned_on
 from .variants import Family, pass_specs, ships_unchosen

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..artifacts.format.schema import problem_of
 from ..artifacts.limits import MAX_BUCKET_LOG2, MAX_DIM, MAX_TIME_NS
-from ..artifacts.schema import problem_of
-from ..artifacts.types import Problem
+from ..artifacts.records.problem import Problem
 
 MAX_REASON_CHARS = 1 << 16
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import DType, Layout, Op
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Layout, Op
 from .modelshape import MAX_TOKENS, ExpertLayer
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..artifacts.types import Gpu, Target
+from ..artifacts.records.target import Gpu, Target
 from ..kernels.abi import Spec
 from ..kernels.passes import PassSpec
 from .outcome import Outcome

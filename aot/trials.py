@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from ..artifacts.types import Problem
+from ..artifacts.records.problem import Problem
 from .jobs import GpuExecutor, WorkerLost
 from .looks import Look
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..artifacts.errors import BundleError, HostError, InputError
-from ..artifacts.store import BundleFile, open_bundle
-from ..artifacts.types import Gpu, Op, Problem
+from ..artifacts.files.bundle_file import BundleFile, open_bundle
+from ..artifacts.records.problem import Op, Problem
+from ..artifacts.records.target import Gpu
 from .contenders import SHARE
 from .gpuworkers import local_gpus
 from .ground import Ground

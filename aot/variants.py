@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, Variant
+from ..artifacts.records.bundle import Variant
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
 from ..kernels import abi, passes, space
 from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from ..kernels.alignment import ALIGNMENT_BYTES, has_aligned_rows

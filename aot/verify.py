@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..artifacts.cubin import mismatch, other_parameters
+from ..artifacts.code.cubin import mismatch, other_parameters
 from ..artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
-from ..artifacts.store import open_bundle
-from ..artifacts.types import Bundle
+from ..artifacts.files.bundle_file import open_bundle
+from ..artifacts.records.bundle import Bundle
 from ..kernels.abi import READS_ABI, parameter_bytes
 from ..runtime.launchable import unlaunchable
 

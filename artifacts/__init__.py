@@ -1,7 +1,5 @@
 """What a bundle is: its types, its bytes, its files. Needs no torch, no Triton, no GPU."""
 
-from .blob import read_checked, write_checked
-from .codec import decode, encode
 from .errors import (
     BundleCorrupt,
     BundleError,
@@ -12,26 +10,15 @@ from .errors import (
     HostError,
     PretunedError,
 )
-from .store import BundleFile, lock, open_bundle, publish
-from .types import (
-    Bundle,
-    Choice,
-    DType,
-    Fusion,
-    Gpu,
-    Kernel,
-    Layout,
-    Model,
-    Op,
-    Pass,
-    Problem,
-    Producer,
-    Source,
-    Target,
-    TensorMap,
-    Variant,
-    bucket_of,
-)
+from .files.blob import read_checked, write_checked
+from .files.bundle_file import BundleFile, open_bundle
+from .files.lock import lock
+from .files.publish import publish
+from .format.codec import decode, encode
+from .records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, TensorMap, Variant
+from .records.precision import DType
+from .records.problem import Fusion, Layout, Op, Pass, Problem, bucket_of
+from .records.target import Gpu, Target
 
 __all__ = [
     "Bundle",

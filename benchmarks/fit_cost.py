@@ -23,7 +23,7 @@ import selection
 from fitting import FITTED, FITTED_DW, PRIOR, SHARED, fit, values_of
 from sweeps import Cell, Table, judge, load, merged, show
 
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.calibration import CONSTANTS, Constants, Specialized, WeightGrad
 
 CALIBRATION = Path(__file__).parent.parent / "kernels" / "calibration.py"

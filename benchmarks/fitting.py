@@ -15,7 +15,7 @@ import numpy as np
 from sweeps import Cell
 from vectors import Part, parts
 
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.calibration import Constants, Family, WeightGrad
 
 # What is searched: (constant, least, most, spread as a factor). ``a.b`` is a field of a field, ``a/2`` an entry.

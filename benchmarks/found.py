@@ -31,7 +31,9 @@ def first() -> float:
     import torch  # noqa: F401 - a process of a user has it
 
     import pretuned.runtime  # noqa: F401
-    from pretuned.artifacts.types import DType, Gpu, Op, Problem
+    from pretuned.artifacts.records.precision import DType
+    from pretuned.artifacts.records.problem import Op, Problem
+    from pretuned.artifacts.records.target import Gpu
     from pretuned.runtime.device import LocalGpu
     from pretuned.runtime.discover import snapshot
     from pretuned.runtime.dispatch import Decision, decide

@@ -33,8 +33,10 @@ from variants import MODELS
 
 from pretuned.aot.choose import CONFIG_LIMIT
 from pretuned.aot.select import select
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels.calibration import CONSTANTS, Constants
 from pretuned.kernels.chips import chip_of
 from pretuned.kernels.cost import Resources

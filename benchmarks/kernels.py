@@ -29,7 +29,8 @@ import method
 import torch
 from variants import MODELS
 
-from pretuned.artifacts.types import DType, Layout, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Layout, Op, Problem
 from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
 
 PEERS = Path(__file__).with_name("peers") / "h200.jsonl"

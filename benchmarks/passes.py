@@ -25,7 +25,8 @@ import method
 import torch
 from variants import MODELS
 
-from pretuned.artifacts.types import DType, Pass
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Pass
 from pretuned.kernels.passes import Block, PassSpec, dtype_of
 from pretuned.runtime import activation, clearing, passlaunchers, tokens
 from pretuned.runtime.activation import Activation, Needs

@@ -8,7 +8,8 @@ from typing import Any
 import method
 import torch
 
-from pretuned.artifacts.types import DType, Layout, Op
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Layout, Op
 from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
 from pretuned.runtime.gathered import GatherFirst
 from pretuned.runtime.productlaunchers import row_launch

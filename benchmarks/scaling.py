@@ -35,8 +35,8 @@ from pretuned.aot.native import gpu_count
 from pretuned.aot.plan import plan
 from pretuned.aot.records import Measured
 from pretuned.aot.tune import Outcome, tune_problems
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import Op, Problem
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.problem import Op, Problem
 
 MODELS = Path(__file__).with_name("scaling-models.txt")
 GOAL = 0.9

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from sweeps import Cell, Rankings
 
 from pretuned.aot.select import MISSING, select
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.calibration import Constants
 from pretuned.kernels.cost import Resources
 from pretuned.kernels.space import candidates

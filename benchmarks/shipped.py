@@ -27,9 +27,10 @@ from pretuned.aot.journal import Contents, read_journal
 from pretuned.aot.looks import LIKELY
 from pretuned.aot.records import LONG_NS, Measured
 from pretuned.artifacts.errors import PretunedError
+from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.limits import MAX_DIM
-from pretuned.artifacts.store import BundleFile, open_bundle
-from pretuned.artifacts.types import Layout, Op, Problem, Variant
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.problem import Layout, Op, Problem
 from pretuned.kernels.config import Config, fitted
 
 OVER = 1.02

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretuned.artifacts.types import DType, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.calibration import Constants
 from pretuned.kernels.chips import Chip, chip_named
 from pretuned.kernels.config import Config

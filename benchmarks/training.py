@@ -34,7 +34,7 @@ import method
 import torch
 from cases import BF16, FUSED, PLAIN, Case, Form, Shape, catalogue_shapes
 
-from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.runtime import moe_mlp
 
 TOKENS = (1, 17, 128, 1000, 1024, 8192)

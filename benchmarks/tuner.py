@@ -40,8 +40,10 @@ from pretuned.aot.journal import read_journal
 from pretuned.aot.records import Measured
 from pretuned.aot.tune import tune_problems
 from pretuned.aot.variants import Family, ships_unchosen
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import DType, Fusion, Op, Problem, Variant
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.kernels.chips import chip_of
 from pretuned.kernels.cost import Ranker, Resources
 from pretuned.kernels.space import candidates

@@ -23,8 +23,10 @@ import method
 import torch
 
 from pretuned.aot.launches import TORCH
-from pretuned.artifacts.store import BundleFile, open_bundle
-from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem, Variant
+from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import abi
 from pretuned.runtime import launch
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from sweeps import Cell
 
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.calibration import Constants
 from pretuned.kernels.chips import Chip
 from pretuned.kernels.config import Config, across, dealt, fitted

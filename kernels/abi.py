@@ -29,7 +29,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..artifacts.types import DType, Fusion, Layout, Op, Problem
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Problem
 from .config import PINGPONG_COLUMNS, Config, across, fitted, of_weight
 
 LAUNCH_ABI = 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ..artifacts.types import Gpu
+from ..artifacts.records.target import Gpu
 
 KIB = 1024
 

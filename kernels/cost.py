@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..artifacts.types import DType, Fusion, Op, Problem
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Op, Problem
 from .abi import result_columns
 from .calibration import CONSTANTS, Constants, Specialized
 from .chips import Chip

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..artifacts.types import DType, Fusion, Layout, Op, Pass
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Pass
 
 # Of ``flags``: the activation, then how it is done. kernels/activation.py has the same values.
 KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")

@@ -7,7 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..artifacts.types import DType, Op, Variant
+from ..artifacts.records.bundle import Variant
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Op
 from .abi import MAX_EXPERTS
 from .calibration import SIZES, Constants, Specialized
 from .chips import Chip, SmLimits, limits

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ..artifacts.types import Layout
+from ..artifacts.records.problem import Layout
 
 
 def expert_bounds(m_sizes: torch.Tensor, M: int) -> list[tuple[int, int]]:

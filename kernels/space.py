@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..artifacts.types import DType, Op
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Op
 from . import shortlists as lists
 from .chips import limits
 from .config import Config, invalid

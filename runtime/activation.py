@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import Pass
+from ..artifacts.records.problem import Pass
 from ..kernels import passes
 from . import inputs, passlaunchers
 from .device import on

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import Fusion, Layout, Op, Problem
+from ..artifacts.records.problem import Fusion, Layout, Op, Problem
 from ..kernels.abi import code_of
 from . import gradients, inputs, plans
 from .autograd import GroupedGemm

@@ -22,7 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ..artifacts.types import Choice, Gpu, Problem, Source, Variant
+from ..artifacts.records.bundle import Choice, Source, Variant
+from ..artifacts.records.problem import Problem
+from ..artifacts.records.target import Gpu
 from ..kernels import abi, chips
 from ..kernels.config import Config
 from .device import LocalGpu

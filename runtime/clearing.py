@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..artifacts.types import DType, Pass
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Pass
 from ..kernels.alignment import ALIGNMENT_BYTES, is_aligned
 from ..kernels.passes import CLEARED_ROWS, NAMES
 from . import passlaunchers

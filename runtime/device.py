@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..artifacts.errors import HostError
-from ..artifacts.types import Gpu
+from ..artifacts.records.target import Gpu
 
 # (size, strides, dtype) -> a new tensor
 Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]

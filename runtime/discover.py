@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..artifacts.errors import BundleError, DriverTooOld, TargetMismatch
+from ..artifacts.files.bundle_file import BundleFile, open_bundle
+from ..artifacts.files.lock import reading
 from ..artifacts.names import cuda_version, printable
-from ..artifacts.store import BundleFile, open_bundle, reading
-from ..artifacts.types import Choice, DType, Fusion, Layout, Op, Pass, Problem, Variant
+from ..artifacts.records.bundle import Choice, Variant
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
 from . import jit
 from .device import LocalGpu
 from .locks import lock

@@ -16,7 +16,7 @@ import torch
 
 from ..artifacts.errors import ProblemNotInBundle
 from ..artifacts.names import printable
-from ..artifacts.types import Fusion, Op, Problem, bucket_of
+from ..artifacts.records.problem import Fusion, Op, Problem, bucket_of
 from . import jit
 from .candidates import Candidate, Match, Origin, chosen, modelled
 from .device import LocalGpu

@@ -20,7 +20,9 @@ import contextlib
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..artifacts.types import Fusion, Gpu, Problem, Source, bucket_of
+from ..artifacts.records.bundle import Source
+from ..artifacts.records.problem import Fusion, Problem, bucket_of
+from ..artifacts.records.target import Gpu
 from ..kernels import chips
 from ..kernels.abi import code_of, result_columns
 from . import gathered, rivals

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ..artifacts.errors import BundleError, HostError, InputError, PretunedError, TargetMismatch
 from ..artifacts.limits import MAX_DIM
 from ..artifacts.names import printable
-from ..artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, bucket_of
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from ..artifacts.records.target import Gpu
 from ..kernels import chips
 from ..kernels.alignment import has_aligned_rows
 from . import discover, epilogue, gathered, jit, settings

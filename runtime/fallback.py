@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ..artifacts.errors import ProblemNotInBundle
-from ..artifacts.types import Layout
+from ..artifacts.records.problem import Layout
 from ..kernels import reference
 
 _MOST_GROUPS = 1024  # torch's own limit

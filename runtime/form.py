@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import Layout
+from ..artifacts.records.problem import Layout
 from .inputs import bad, tensors_or_none
 from .pinned import Pin, check_pin
 

@@ -25,7 +25,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..artifacts.types import Fusion, Gpu, Pass, Problem, Source, bucket_of
+from ..artifacts.records.bundle import Source
+from ..artifacts.records.problem import Fusion, Pass, Problem, bucket_of
+from ..artifacts.records.target import Gpu
 from ..kernels import chips
 from ..kernels.abi import code_of, gemm_of
 from ..kernels.passes import dtype_of

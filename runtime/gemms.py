@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import Layout
+from ..artifacts.records.problem import Layout
 from . import gradients, inputs
 from .calls import fit, jit_state
 from .device import without_autocast

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..artifacts.types import Layout, Op, Pass
+from ..artifacts.records.problem import Layout, Op, Pass
 from ..kernels import passes
 from ..kernels.alignment import ALIGNMENT_BYTES
 from . import passlaunchers, productlaunchers, products, rowgather

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..artifacts.types import Layout, Op
+from ..artifacts.records.problem import Layout, Op
 from ..kernels import reference
 from .form import Form, Fusions
 from .inputs import rows_usable

@@ -6,7 +6,8 @@ import contextlib
 import math
 
 from ..artifacts.errors import BundleError
-from ..artifacts.types import DType, Fusion, Layout, Op, Problem
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Problem
 from ..kernels.abi import result_columns
 from .device import LocalGpu
 from .discover import View

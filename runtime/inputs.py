@@ -10,7 +10,8 @@ import torch
 from torch.autograd import forward_ad
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import DType, Layout
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Layout
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}

@@ -10,8 +10,9 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from ..artifacts.errors import BundleError, CompileError, HostError, InputError
-from ..artifacts.store import BundleFile, open_bytes
-from ..artifacts.types import DType, Fusion, Layout, Op, Problem
+from ..artifacts.files.bundle_file import BundleFile, open_bytes
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Problem
 from ..kernels.abi import MAX_EXPERTS
 from .locks import lock
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..artifacts.errors import BundleCorrupt, InputError
-from ..artifacts.types import Fusion, Op, Variant
+from ..artifacts.records.bundle import Variant
+from ..artifacts.records.problem import Fusion, Op
 from ..kernels.abi import (
     CLEARER_ROWS,
     FLAGS,

@@ -6,7 +6,9 @@ that no launcher fills, or fills with something else, must be found before a ker
 
 from __future__ import annotations
 
-from ..artifacts.types import DType, Fusion, Op, Pass, Variant
+from ..artifacts.records.bundle import Variant
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Op, Pass
 from ..kernels.abi import MAX_EXPERTS, counts, no_code
 from ..kernels.config import Config, fitted
 from ..kernels.passes import Block

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..artifacts.types import Layout, Op
+from ..artifacts.records.problem import Layout, Op
 from . import activation, tokens
 from .activation import Activation, Needs
 from .device import without_autocast

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..artifacts.types import Op, Pass
+from ..artifacts.records.problem import Op, Pass
 from ..kernels.alignment import ALIGNMENT_BYTES
 from ..kernels.passes import BIASED
 from . import discover, gradientplans, inputs, jit, passlaunchers, productlaunchers, products, recent

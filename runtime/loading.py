@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..artifacts.cubin import mismatch, other_parameters
+from ..artifacts.code.cubin import mismatch, other_parameters
 from ..artifacts.errors import BundleError
-from ..artifacts.store import BundleFile
-from ..artifacts.types import Problem, Variant
-from ..artifacts.wire import corrupt
+from ..artifacts.files.bundle_file import BundleFile
+from ..artifacts.format.wire import corrupt
+from ..artifacts.records.bundle import Variant
+from ..artifacts.records.problem import Problem
 from ..kernels.abi import parameter_bytes
 from .device import LocalGpu
 from .discover import Snapshot, Usable

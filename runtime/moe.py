@@ -9,7 +9,7 @@ import torch
 
 from ..artifacts.errors import InputError
 from ..artifacts.limits import MAX_EXPERTS
-from ..artifacts.types import Layout, bucket_of
+from ..artifacts.records.problem import Layout, bucket_of
 from . import calls, inputs, layer, layerplans, slots
 from .activation import Activation, activate, check_activation
 from .device import without_autocast

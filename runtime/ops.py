@@ -13,16 +13,9 @@ from typing import TypeAlias, cast
 
 import torch
 
-from ..artifacts.types import Op
+from ..artifacts.records.problem import Op
 from . import calls, discover, fallback, inputs, plans, recent, settings
-from .device import (
-    current_stream,
-    device_is_current,
-    empty,
-    local_gpu,
-    on,
-    only_device,
-)
+from .device import current_stream, device_is_current, empty, local_gpu, on, only_device
 from .form import form_of
 from .launcher import Launcher
 from .pair import KernelPair

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..artifacts.types import Fusion, Op
+from ..artifacts.records.problem import Fusion, Op
 from ..kernels.config import Config
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 
-from ..artifacts.types import DType, Pass, Variant
+from ..artifacts.records.bundle import Variant
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Pass
 from ..kernels import abi, chips
 from ..kernels.passes import PassSpec
 from .device import LocalGpu

@@ -12,7 +12,8 @@ from ctypes import addressof, c_char
 import torch
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import DType, Pass
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Pass
 from ..kernels.alignment import ALIGNMENT_BYTES, is_aligned
 from ..kernels.passes import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
 from . import discover, driver, inputs

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from ..artifacts.types import Layout, Op
+from ..artifacts.records.problem import Layout, Op
 from ..kernels.alignment import ALIGNMENT_BYTES
 from . import inputs, productlaunchers, products, recent
 from .autograd import GroupedGemm

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from ..artifacts.types import DType, Fusion, Layout, Op, Pass, Problem, bucket_of
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Pass, Problem, bucket_of
 from ..kernels.abi import code_of, gemm_of
 from ..kernels.alignment import ALIGNMENT_BYTES, is_aligned
 from . import discover, epilogue, gathered, jit, passlaunchers, pinned, settings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..artifacts.types import Fusion, Layout, Op
+from ..artifacts.records.problem import Fusion, Layout, Op
 from ..kernels import reference
 from . import apart, clearing, fallback, gathered, inputs, passlaunchers
 from .device import current_stream, local_gpu, on

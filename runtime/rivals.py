@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..artifacts.types import Choice, Gpu, Problem, Source
+from ..artifacts.records.bundle import Choice, Source
+from ..artifacts.records.problem import Problem
+from ..artifacts.records.target import Gpu
 from .candidates import Candidate, Match, why_not
 from .device import LocalGpu
 from .discover import Snapshot

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..artifacts.types import DType, Pass
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Pass
 from ..kernels.passes import ADDS, COUNTS, PLACES, SORTED_EXPERTS
 from . import inputs, passlaunchers
 from .device import allocator, on

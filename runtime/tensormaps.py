@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from ctypes import addressof, c_char
 
-from ..artifacts.types import TensorMap, Variant
+from ..artifacts.records.bundle import TensorMap, Variant
 from . import driver
 from .device import current_device
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..artifacts.types import Pass
+from ..artifacts.records.problem import Pass
 from ..kernels.passes import BIASED
 from . import inputs, passlaunchers, rowgather
 from .device import allocator, on

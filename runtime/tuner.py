@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..artifacts.errors import InputError
-from ..artifacts.types import Problem
+from ..artifacts.records.problem import Problem
 from . import settings
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
-from ..artifacts.store import BundleFile
-from ..artifacts.types import Fusion, Layout, Model, Op, Pass, Problem, buckets_between
+from ..artifacts.files.bundle_file import BundleFile
+from ..artifacts.records.bundle import Model
+from ..artifacts.records.problem import Fusion, Layout, Op, Pass, Problem, buckets_between
 from ..kernels.alignment import has_aligned_rows
 from ..kernels.passes import dtype_of
 from . import discover

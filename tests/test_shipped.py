@@ -10,8 +10,11 @@ from pretuned.aot.choose import CONFIG_LIMIT
 from pretuned.aot.journal import read_journal
 from pretuned.aot.records import Measured
 from pretuned.aot.verify import sound
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import DType, Gpu, Op, Problem, Source
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.bundle import Source
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels.revisions import source_sha256
 from pretuned.runtime.candidates import Origin
 from pretuned.runtime.device import LocalGpu

@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.store import open_bundle
-from ...artifacts.types import Problem
+from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.records.problem import Problem
 from ...runtime import settings
 from ..build import Options, build_measured
 from ..build import build as build_bundles

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from ...artifacts.types import Model, Problem, Variant
+from ...artifacts.records.bundle import Model, Variant
+from ...artifacts.records.problem import Problem
 from ..assembly import config_text, label
 from ..diff import Change, Changes, Side, time_ratio
 from ..diff import diff as changes_between

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.names import printable
-from ...artifacts.store import open_bundle
 from ..contents import contents
 from .echo import echo
 from .options import as_json, print_json

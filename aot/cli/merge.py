@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ...artifacts.names import printable
-from ...artifacts.types import Source
+from ...artifacts.records.bundle import Source
 from ..assembly import Claim, Codes, label
 from ..merge import Conflict, Merged
 from ..merge import merge as merge_bundles

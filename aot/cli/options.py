@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.types import Op
+from ...artifacts.records.problem import Op
 from ..capabilities import parse_sm
 from ..compilecache import CompileCache, default_dir
 from ..models import load_models

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ...artifacts.types import Problem
+from ...artifacts.records.problem import Problem
 from ..estimate import estimate
 from ..plan import Plan
 from ..variants import fused

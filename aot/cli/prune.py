@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ...artifacts.names import printable
-from ...artifacts.types import Bundle
+from ...artifacts.records.bundle import Bundle
 from ..models import load_models
 from ..outdir import replacing
 from ..outfile import Written, check_out, write_bundle

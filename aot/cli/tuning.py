@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from ...artifacts.errors import InputError
-from ...artifacts.types import Problem
+from ...artifacts.records.problem import Problem
 from ..records import Measured, geometric_mean
 from ..tune import DEFAULT_BUDGET_S, Outcome, Progress, TuneObservers, tune_problems
 from .progress import Shown

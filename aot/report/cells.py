@@ -7,7 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...artifacts.types import DType, Gpu, Layout, Model, Problem
+from ...artifacts.records.bundle import Model
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Layout, Problem
+from ...artifacts.records.target import Gpu
 from ...kernels.chips import Chip
 from .roofline import Roofline
 

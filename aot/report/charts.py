@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from ...artifacts.errors import HostError
-from ...artifacts.types import Fusion, Op
+from ...artifacts.records.problem import Fusion, Op
 from ..variants import fused
 from .cells import Cell, Gemm, State
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from ...artifacts.types import Model
+from ...artifacts.records.bundle import Model
 from .cells import Cell, Gemm, GemmKey, Sheet, State, gemm_key
 from .charts import Charts, form
 from .markup import boxes, dot, percent, summary, table, times, us

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...artifacts.types import DType, Op, Problem
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Op, Problem
 from ...kernels.abi import result_columns
 from ...kernels.chips import Chip
 from ...kernels.routing import expected_rows

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...artifacts.types import Gpu, Problem
+from ...artifacts.records.problem import Problem
+from ...artifacts.records.target import Gpu
 from ..evidence import Evidence, cell_of
 from ..journal import Contents
 from ..records import Failure

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...artifacts.types import Bundle, Choice, Gpu, Op, Problem, Source, Variant
+from ...artifacts.records.bundle import Bundle, Choice, Source, Variant
+from ...artifacts.records.problem import Op, Problem
+from ...artifacts.records.target import Gpu
 from ...kernels.chips import LIMITS, Chip, chip_for, chip_of
 from ...kernels.cost import Resources, estimate_us
 from ..assembly import config_text

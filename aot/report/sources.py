@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ...artifacts.errors import InputError
 from ...artifacts.names import cuda_version
-from ...artifacts.types import Bundle, Gpu
+from ...artifacts.records.bundle import Bundle
+from ...artifacts.records.target import Gpu
 from ...kernels.chips import supported
 from ..journal import Contents, read_journal
 from ..plan import Plan

@@ -13,7 +13,8 @@ from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan
 from pretuned.aot.variants import Space
-from pretuned.artifacts.types import DType, Op
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.config import Config
 
 # spawned workers get the parent's sys.path

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from pretuned.aot.workers import Job, compile_all
-from pretuned.artifacts.types import DType, Pass
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Pass
 from pretuned.kernels.passes import PassSpec
 
 

@@ -22,10 +22,13 @@ from pretuned.aot.plan import Plan, plan
 from pretuned.aot.variants import Family, Space, by_code, families, rejection, specs
 from pretuned.aot.verify import verify
 from pretuned.aot.workers import Result
-from pretuned.artifacts import codec
 from pretuned.artifacts.errors import CompileError, HostError, InputError
-from pretuned.artifacts.store import lock, open_bundle
-from pretuned.artifacts.types import Bundle, DType, Fusion, Layout, Op, Pass, Problem, Source, Variant
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.lock import lock
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle, Source, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
 from pretuned.kernels.abi import LAUNCH_ABI, Spec
 from pretuned.kernels.alignment import has_aligned_rows
 from pretuned.kernels.chips import limits
@@ -116,7 +119,7 @@ from pretuned.aot.build import Options, build
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.variants import Space
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.records.problem import Op
 if __name__ == "__main__":
     models = [SMALL, ODD] if sys.argv[3] == "in order" else [ODD, SMALL]
     options = Options(Path(sys.argv[1]), workers=int(sys.argv[2]), space=Space(_aligned, _fallbacks))

@@ -4,7 +4,7 @@ import pytest
 
 from pretuned.aot.capabilities import SUPPORTED, parse_sm, target_of
 from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.types import Target
+from pretuned.artifacts.records.target import Target
 
 
 def no_gpu() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from pretuned.aot.catalogue import COLUMNS, catalogue, find, nearest_ids, parse_table
 from pretuned.aot.modelshape import ExpertLayer
-from pretuned.artifacts.types import Layout
+from pretuned.artifacts.records.problem import Layout
 
 HEADER = "\t".join(COLUMNS) + "\n"
 ROW = "org/A\t8\t2\t64\t32\t0\t1\tnk\t-\tconfig\t-\t-\n"

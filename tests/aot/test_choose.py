@@ -10,7 +10,8 @@ from pretuned.aot.compile import Compiled
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan, planned_on
 from pretuned.aot.variants import GATED_CONFIGS, Family, Space, families, optional, specs
-from pretuned.artifacts.types import Fusion, Layout, Op, Problem, Variant
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import abi, space
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.alignment import has_aligned_rows

@@ -16,9 +16,11 @@ from pretuned.aot.journal import read_journal
 from pretuned.aot.records import FAULT, ROUTINGS, WRONG, Measured, geometric_mean
 from pretuned.aot.tune import TuneObservers, tune_problems
 from pretuned.aot.variants import serves
-from pretuned.artifacts import codec
-from pretuned.artifacts.store import open_bundle, publish
-from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

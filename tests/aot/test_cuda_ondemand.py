@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pretuned.aot
-from pretuned.artifacts.types import Fusion
+from pretuned.artifacts.records.problem import Fusion
 from pretuned.kernels import reference
 from pretuned.runtime import allow_jit, discover, explain, grouped_gemm, jit, reload
 from pretuned.runtime.candidates import Origin

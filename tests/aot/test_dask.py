@@ -35,8 +35,8 @@ from pretuned.aot.records import DIED, Measured
 from pretuned.aot.tune import NoGpu, Outcome, TuneObservers, tune_problems
 from pretuned.aot.variants import Space
 from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.store import BundleFile, open_bundle
-from pretuned.artifacts.types import Source
+from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
+from pretuned.artifacts.records.bundle import Source
 
 HERE = Path(__file__).parent
 
@@ -275,7 +275,7 @@ from pretuned.aot.interrupts import tidy_interrupts
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.tune import TuneObservers, tune_problems
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.records.problem import Op
 executor, candidates, journal = sys.argv[1:]
 problems = plan(load_models([SMALL, ODD], (Op.FORWARD,)).shapes).buckets
 watch = TuneObservers(on_cell=lambda p: print("cell", p.done, flush=True))

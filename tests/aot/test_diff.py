@@ -6,8 +6,8 @@ import pytest
 from claims import H200, able, chosen, revised, with_twins
 
 from pretuned.aot.diff import diff, time_ratio
-from pretuned.artifacts import codec
-from pretuned.artifacts.types import Bundle
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle
 
 
 @pytest.fixture(scope="module")

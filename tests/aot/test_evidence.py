@@ -19,17 +19,10 @@ from pretuned.aot.journal import Contents, Header
 from pretuned.aot.plan import Plan
 from pretuned.aot.records import Duel, Failure, Measured, Timing
 from pretuned.artifacts.limits import MAX_TIME_NS
-from pretuned.artifacts.types import (
-    Choice,
-    DType,
-    Fusion,
-    Gpu,
-    Layout,
-    Op,
-    Problem,
-    Source,
-    Variant,
-)
+from pretuned.artifacts.records.bundle import Choice, Source, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels.chips import chip_of
 from pretuned.kernels.config import Config
 

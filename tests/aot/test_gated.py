@@ -37,9 +37,11 @@ from pretuned.aot.scratch import scratch_folder
 from pretuned.aot.tune import tune_problems
 from pretuned.aot.variants import GATED_COLUMNS, GATED_CONFIGS, Space, optional, specs
 from pretuned.aot.verify import sound
-from pretuned.artifacts import codec
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import Bundle, DType, Fusion, Layout, Op, Problem, Source, Variant
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle, Source, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import space
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.chips import chip_for

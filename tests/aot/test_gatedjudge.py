@@ -8,7 +8,8 @@ import torch
 from pretuned.aot.gatedjudge import GatedJudge
 from pretuned.aot.inputs import activations, routed_rows, weights
 from pretuned.aot.launches import Tensors
-from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 
 E, N, K = 16, 784, 512  # 392 columns of y: the last group of 64 is cut off

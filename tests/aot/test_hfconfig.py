@@ -16,7 +16,7 @@ from pretuned.aot.hfconfig import layer_of, read_model
 from pretuned.aot.modelshape import ExpertLayer
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.names import is_label
-from pretuned.artifacts.types import Layout
+from pretuned.artifacts.records.problem import Layout
 
 DEEPSEEK = {
     "model_type": "deepseek_v3",

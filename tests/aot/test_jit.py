@@ -11,9 +11,10 @@ import pytest
 
 from pretuned.aot import child
 from pretuned.aot.jit import compile_kind
-from pretuned.artifacts import codec
 from pretuned.artifacts.errors import CompileError, HostError, InputError
-from pretuned.artifacts.types import DType, Op, Problem
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.runtime import settings
 
 PROBLEM = Problem(Op.DW, DType.FP32, 8, 256, 128)  # few candidates
@@ -23,7 +24,7 @@ SCRIPT = """
 import sys
 print("begun", flush=True)
 import pretuned.aot
-from pretuned.artifacts.types import DType, Gpu, Op, Problem
+from pretuned.artifacts.records.problem import DType, Gpu, Op, Problem
 from pretuned.runtime import allow_jit
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot

@@ -9,7 +9,8 @@ import pytest
 
 from pretuned.aot import compile
 from pretuned.aot.compile import job_key
-from pretuned.artifacts.types import DType, Op, Pass
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Pass
 from pretuned.kernels import abi, passes
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.config import Config
@@ -58,7 +59,7 @@ def test_what_each_pointer_of_a_kernel_points_at_is_said(monkeypatch: pytest.Mon
 DIGEST = """
 import hashlib
 from pretuned.aot.compile import compile_variant
-from pretuned.artifacts.types import DType, Op
+from pretuned.artifacts.records.problem import DType, Op
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.config import Config
 config = Config(64, 64, 64, 4, 2, tma=True)  # on wgmma

@@ -8,7 +8,8 @@ import torch
 from pretuned.aot.inputs import activations, routed_rows, weights
 from pretuned.aot.judge import Judge
 from pretuned.aot.launches import Tensors
-from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 
 E = 16

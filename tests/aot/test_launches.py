@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pretuned.aot import launches
-from pretuned.artifacts.types import DType, Fusion, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.runtime import launch
 
 

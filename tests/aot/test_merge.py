@@ -15,9 +15,11 @@ from pretuned.aot.merge import Reason, merge
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.variants import Family, ships_unchosen
-from pretuned.artifacts import codec
 from pretuned.artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
-from pretuned.artifacts.types import Bundle, Choice, Fusion, Gpu, Op, Pass, Problem, Source, Target
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle, Choice, Source
+from pretuned.artifacts.records.problem import Fusion, Op, Pass, Problem
+from pretuned.artifacts.records.target import Gpu, Target
 from pretuned.kernels.abi import LAUNCH_ABI
 from pretuned.kernels.revisions import REVISIONS
 

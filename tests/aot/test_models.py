@@ -12,7 +12,8 @@ from pretuned.aot.models import LoadedModels, load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.spec import words
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import DType, Layout, Op
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Layout, Op
 
 ROOT = Path(__file__).resolve().parents[2]
 MINE = "shape:E=16,H=512,I=240,k=2"

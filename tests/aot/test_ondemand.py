@@ -28,10 +28,11 @@ from pretuned.aot import configcache, demand, ondemand, overlay
 from pretuned.aot.configcache import CacheKey
 from pretuned.aot.demand import OnDemand
 from pretuned.aot.ondemand import key_for
-from pretuned.artifacts import codec
 from pretuned.artifacts.errors import HostError, InputError, ProblemNotInBundle
-from pretuned.artifacts.store import publish
-from pretuned.artifacts.types import DType, Fusion, Op, Problem
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.kernels.config import Config
 from pretuned.runtime import discover, grouped_gemm, reload
 from pretuned.runtime.device import LocalGpu

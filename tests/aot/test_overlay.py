@@ -13,10 +13,14 @@ from fakemeasure import CONFIG, H100, H200
 from pretuned.aot import overlay
 from pretuned.aot.modelshape import ModelShape
 from pretuned.aot.plan import Plan, plan
-from pretuned.artifacts import codec
 from pretuned.artifacts.errors import BundleUnreadable, HostError
-from pretuned.artifacts.store import lock, open_bundle
-from pretuned.artifacts.types import Bundle, DType, Gpu, Op, Problem
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.lock import lock
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels.config import Config
 from pretuned.kernels.revisions import REVISIONS
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pretuned.aot.modelshape import Gemm, ModelShape
 from pretuned.aot.plan import buckets_between, plan
-from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem, bucket_of
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from pretuned.kernels.abi import code_of
 
 QWEN3 = ModelShape(

@@ -12,9 +12,10 @@ from pretuned.aot.models import load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.prune import prune
 from pretuned.aot.variants import Family
-from pretuned.artifacts import codec
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import Bundle, Op, Pass
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts.records.problem import Op, Pass
 
 SMALL = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
 BIG = "shape:E=16,H=512,I=256,k=2 tokens=1..256 name=big dtype=fp16"

@@ -23,8 +23,11 @@ from pretuned.aot.report.page import page
 from pretuned.aot.report.roofline import roofline
 from pretuned.aot.report.sheets import _chip as chip_of
 from pretuned.aot.report.sheets import sheet
-from pretuned.artifacts import codec
-from pretuned.artifacts.types import Bundle, DType, Gpu, Op, Problem
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels.chips import chip_for, chip_named
 from pretuned.kernels.cost import Resources, estimate_us
 from pretuned.kernels.routing import expected_rows

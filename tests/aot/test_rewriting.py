@@ -11,7 +11,8 @@ import triton
 from pretuned.aot.compile import compile_variant, job_key
 from pretuned.aot.rewriting import cut, fit, rewrites, streamed, written
 from pretuned.aot.variants import MAX_SPILL_BYTES
-from pretuned.artifacts.types import DType, Fusion, Layout, Op
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels.abi import Spec, no_code
 from pretuned.kernels.config import Config, invalid
 

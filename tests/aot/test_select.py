@@ -7,7 +7,8 @@ import random
 import pytest
 
 from pretuned.aot.select import MAX_LOSS, _Costs, select
-from pretuned.artifacts.types import DType, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
 
 Table = dict[tuple[Problem, int], list[tuple[int, float]]]
 

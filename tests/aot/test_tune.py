@@ -37,10 +37,12 @@ from pretuned.aot.records import DIED, FAULT, HUNG, WRONG, Failure, Measured, Ti
 from pretuned.aot.scratch import scratch_folder
 from pretuned.aot.tune import NoGpu, TuneObservers, tune_problems
 from pretuned.aot.variants import Space, serves
-from pretuned.artifacts import codec
 from pretuned.artifacts.errors import CompileError, HostError, InputError
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import Choice, DType, Op, Problem, Source
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Choice, Source
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.alignment import has_aligned_rows
 
 SHIPPED = Path(__file__).parents[2] / "artifacts" / "bundles"
@@ -537,7 +539,7 @@ from pretuned.aot.interrupts import tidy_interrupts
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.tune import TuneObservers, tune_problems
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.records.problem import Op
 if __name__ == "__main__":
     candidates, journal = map(Path, sys.argv[1:3])
     problems = plan(load_models([SMALL, ODD], (Op.FORWARD,)).shapes).buckets

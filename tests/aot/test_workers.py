@@ -14,7 +14,8 @@ from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.scratch import scratch_folder
 from pretuned.aot.workers import Job, Result, compile_all
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.types import DType, Op
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.config import Config
 

@@ -15,26 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretuned.artifacts import codec, limits
+from pretuned.artifacts import limits
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import (
-    Bundle,
-    Choice,
-    DType,
-    Fusion,
-    Gpu,
-    Kernel,
-    Layout,
-    Model,
-    Op,
-    Pass,
-    Problem,
-    Producer,
-    Source,
-    Target,
-    TensorMap,
-)
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, TensorMap
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
+from pretuned.artifacts.records.target import Gpu, Target
 
 EMPTY = Bundle(Target(90, True), 12080, Producer("0", "0", "0", ()), (), (), (), (), {}, ())
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import golden_bundles
 
 import pretuned.artifacts
-from pretuned.artifacts import codec, index, limits, schema
+from pretuned.artifacts import limits
+from pretuned.artifacts.format import codec, index, schema
 
 TEXT = (Path(pretuned.artifacts.__file__).parent / "FORMAT.md").read_text()
 WORDS = " ".join(TEXT.split())

@@ -19,18 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from steps import steps
 
-from pretuned.artifacts import codec, store
-from pretuned.artifacts.blob import read_checked, write_checked
-from pretuned.artifacts.errors import (
-    BundleCorrupt,
-    BundleUnreadable,
-    BundleUntrusted,
-    HostError,
-)
-from pretuned.artifacts.index import GLANCED_BYTES, Index, glance, glance_at_gpus
-from pretuned.artifacts.store import lock, open_bundle, publish, reading
-from pretuned.artifacts.types import DType, Gpu, Op, Problem, Target
-from pretuned.artifacts.wire import PREAMBLE_BYTES
+from pretuned.artifacts.errors import BundleCorrupt, BundleUnreadable, BundleUntrusted, HostError
+from pretuned.artifacts.files import bundle_file
+from pretuned.artifacts.files.blob import read_checked, write_checked
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.lock import lock, reading
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.format.index import GLANCED_BYTES, Index, glance, glance_at_gpus
+from pretuned.artifacts.format.wire import PREAMBLE_BYTES
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import Gpu, Target
 
 MEDIUM = codec.encode(golden_bundles.medium())
 
@@ -106,7 +106,7 @@ def test_opened_for_later_its_index_is_read_once(tmp_path, path, monkeypatch):
         read.append(1)
         return Index(*arguments)
 
-    monkeypatch.setattr(store, "Index", parse)
+    monkeypatch.setattr(bundle_file, "Index", parse)
     with open_bundle(path, later=True) as file:
         assert file.target == golden_bundles.medium().target
         assert read == []
@@ -148,7 +148,7 @@ def test_a_glance_tells_every_target(target):
 def test_opened_for_later_it_tells_whose_gpu_it_may_be_of_unread(tmp_path, path, monkeypatch):
     (gpu, *_) = golden_bundles.medium().gpus
     other = dataclasses.replace(gpu, name="another")
-    monkeypatch.setattr(store, "Index", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(bundle_file, "Index", lambda *_: pytest.fail("it was read"))
     with open_bundle(path, later=True) as file:
         assert file.may_be_of(gpu)
         assert file.may_be_of(dataclasses.replace(gpu, driver=gpu.driver + 10))
@@ -174,7 +174,7 @@ def test_a_glance_at_anything_is_gpus_or_nothing(tail, kept):
 
 
 def test_the_gpus_of_what_ships_are_within_what_is_glanced_at():
-    every = sorted((Path(store.__file__).parent / "bundles").glob("*.msgpack"))
+    every = sorted((Path(bundle_file.__file__).parents[1] / "bundles").glob("*.msgpack"))
     assert len(every) == 9
     for shipped in every:
         with open_bundle(shipped, later=True) as file:
@@ -367,7 +367,7 @@ def test_from_many_threads(path):
 
 FORKED = """
 import os, sys
-from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.files.bundle_file import open_bundle
 file = open_bundle(sys.argv[1])
 child = os.fork()
 same = all(file.cubin(i) == file.load().cubins[i] for _ in range(20) for i in range(6))

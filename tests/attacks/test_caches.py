@@ -16,10 +16,12 @@ from pretuned.aot.compile import Compiled
 from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.configcache import CacheKey
 from pretuned.aot.outfile import check_out, check_page, is_bundle
-from pretuned.artifacts import codec
-from pretuned.artifacts.blob import read_checked, write_checked
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import DType, Fusion, Op, Variant
+from pretuned.artifacts.files.blob import read_checked, write_checked
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.kernels import abi
 from pretuned.kernels.config import Config
 from pretuned.runtime.pair import KernelPair, Preferred

@@ -12,11 +12,15 @@ import golden_bundles
 import pytest
 
 from pretuned.aot.verify import sound
-from pretuned.artifacts import codec
-from pretuned.artifacts.cubin import mismatch, other_parameters, parameters
+from pretuned.artifacts.code.cubin import mismatch, other_parameters, parameters
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.artifacts.store import BundleFile, open_bundle, open_bytes, publish
-from pretuned.artifacts.types import Bundle, DType, Fusion, Kernel, Layout, Op, Target, TensorMap, Variant
+from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle, open_bytes
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle, Kernel, TensorMap, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op
+from pretuned.artifacts.records.target import Target
 from pretuned.kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, arguments, boxes, parameter_bytes
 from pretuned.kernels.config import Config
 from pretuned.kernels.revisions import REVISIONS

@@ -17,10 +17,11 @@ from pretuned.aot.merge import merge
 from pretuned.aot.report.page import page
 from pretuned.aot.report.sheets import sheet
 from pretuned.aot.report.sources import read
-from pretuned.artifacts import codec
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.store import open_bundle, open_bytes
-from pretuned.artifacts.types import Bundle, Gpu, Producer, Target
+from pretuned.artifacts.files.bundle_file import open_bundle, open_bytes
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle, Producer
+from pretuned.artifacts.records.target import Gpu, Target
 from pretuned.kernels.config import Config
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot

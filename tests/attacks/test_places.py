@@ -19,7 +19,7 @@ RANDOM_UID = 1000650000  # as OpenShift gives
 
 READ = """
 import grp, os, pwd, sys  # all imports before the rights to read them go
-from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleError
 if len(sys.argv) > 2:
     os.setgroups([])

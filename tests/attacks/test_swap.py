@@ -10,9 +10,9 @@ import time
 import golden_bundles
 import pytest
 
-from pretuned.artifacts import codec
 from pretuned.artifacts.errors import BundleError
-from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.format import codec
 
 BUNDLES = [golden_bundles.medium(seed=seed) for seed in (0, 1)]
 DATA = [codec.encode(bundle) for bundle in BUNDLES]

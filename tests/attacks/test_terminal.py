@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretuned.artifacts.names import printable
-from pretuned.artifacts.types import Gpu
+from pretuned.artifacts.records.target import Gpu
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot
 from pretuned.runtime.places import Kind, Place

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.calibration import CONSTANTS, Constants, Family, Specialized, WeightGrad
 from pretuned.kernels.config import fitted
 

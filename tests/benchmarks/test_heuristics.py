@@ -16,8 +16,8 @@ from pretuned.aot.models import load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.records import Measured, Timing
 from pretuned.aot.variants import Family
-from pretuned.artifacts import codec
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.config import Config
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from pretuned.artifacts.types import DType, Layout, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Layout, Op, Problem
 
 E, N, K = 3, 32, 16
 

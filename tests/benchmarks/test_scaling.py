@@ -11,7 +11,9 @@ import pytest
 
 from pretuned.aot.journal import Header, open_journal
 from pretuned.aot.records import Measured, Timing
-from pretuned.artifacts.types import DType, Gpu, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import Gpu
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

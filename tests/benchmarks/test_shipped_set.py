@@ -14,7 +14,7 @@ import pytest
 from pretuned.aot.evidence import CellTimes
 from pretuned.aot.journal import read_journal
 from pretuned.aot.records import Duel
-from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.files.bundle_file import open_bundle
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "artifacts" / "bundles" / "catalogue-sm90.msgpack"

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.errors import BundleError
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import Gpu
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.target import Gpu
 
 sys.path.append(str(Path(__file__).parent))
 import mutate

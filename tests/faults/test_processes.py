@@ -8,8 +8,10 @@ from pathlib import Path
 
 import golden_bundles
 
-from pretuned.artifacts import codec
-from pretuned.artifacts.store import lock, open_bundle, publish
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.lock import lock
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format import codec
 
 BUNDLE = golden_bundles.medium()
 

@@ -18,15 +18,17 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
-from pretuned.artifacts import codec
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.store import lock, open_bundle, publish
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.lock import lock
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format import codec
 
 OLD, NEW = (codec.encode(golden_bundles.medium(seed=seed)) for seed in (0, 1))
 PUBLISH = """
 import sys
 from pathlib import Path
-from pretuned.artifacts.store import publish
+from pretuned.artifacts.files.bundle_file import publish
 from pretuned.artifacts.errors import HostError
 data = Path(sys.argv[2]).read_bytes()
 Path("/dev/null").write_bytes(b"begin")
@@ -38,14 +40,14 @@ except HostError as error:
 """
 LOCK = """
 import sys, time
-from pretuned.artifacts.store import lock
+from pretuned.artifacts.files.bundle_file import lock
 begin = time.perf_counter()
 with lock(sys.argv[1], 60) as held:
     print("held", held, time.perf_counter() - begin < 5)
 """
 HOLD = """
 import sys, time
-from pretuned.artifacts.store import lock
+from pretuned.artifacts.files.bundle_file import lock
 with lock(sys.argv[1], 0):
     print("held", flush=True)
     time.sleep(60)

@@ -5,23 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 
-from pretuned.artifacts.types import (
-    Bundle,
-    Choice,
-    DType,
-    Fusion,
-    Gpu,
-    Kernel,
-    Layout,
-    Model,
-    Op,
-    Problem,
-    Producer,
-    Source,
-    Target,
-    TensorMap,
-    Variant,
-)
+from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, TensorMap, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.target import Gpu, Target
 
 ELF = bytes.fromhex("7f454c46020133070000000000000000")  # 64-bit, little-endian, NVIDIA's OS ABI
 

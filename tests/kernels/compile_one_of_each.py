@@ -10,7 +10,8 @@ from dataclasses import replace
 import triton
 
 from pretuned.aot.compile import compile_variant
-from pretuned.artifacts.types import DType, Fusion, Op, Pass
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op, Pass
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.config import Config
 from pretuned.kernels.passes import PassSpec

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import abi, find, forward, grad_weight
 from pretuned.kernels.config import Config
 from pretuned.kernels.tiles import expert_rows, locate

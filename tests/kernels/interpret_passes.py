@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from pretuned.artifacts.types import DType, Pass
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Pass
 from pretuned.kernels import activation, clear, passes, reference, slots, tokens
 from pretuned.runtime.activation import Activation, by_torch
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import steps
 
-from pretuned.artifacts.types import DType, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels import space
 from pretuned.kernels.calibration import CONSTANTS, Constants
 from pretuned.kernels.chips import CHIPS, Chip, chip_for, chip_named, limits

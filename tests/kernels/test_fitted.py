@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from pretuned.aot.variants import Family, Space
-from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import abi
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.calibration import CONSTANTS

@@ -15,7 +15,8 @@ import pytest
 from pretuned.aot import compile as compiling
 from pretuned.aot.compile import compile_variant
 from pretuned.aot.variants import rejection
-from pretuned.artifacts.types import DType, Fusion, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.kernels import abi
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.chips import chip_for, limits

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.abi import FLAGS, Spec, arguments, boxes, code_of, constants, divisibility
 from pretuned.kernels.calibration import CONSTANTS

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pretuned.artifacts.types import DType, Layout, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Layout, Op, Problem
 from pretuned.kernels import abi
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.chips import chip_for

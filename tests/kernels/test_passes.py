@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.artifacts.types import DType, Op, Pass
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Pass
 from pretuned.kernels import passes
 
 WORKER = Path(__file__).with_name("interpret_passes.py")

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from pretuned.artifacts.types import DType, Op
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.calibration import CONSTANTS
 from pretuned.kernels.chips import chip_for, limits
 from pretuned.kernels.config import Config

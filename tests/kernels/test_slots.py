@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretuned.artifacts.types import DType, Fusion, Op
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.kernels import abi
 from pretuned.kernels.abi import Spec
 from pretuned.kernels.config import fitted

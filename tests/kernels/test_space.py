@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pretuned.artifacts.types import DType, Op
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.chips import limits, supported
 from pretuned.kernels.config import Config, invalid
 from pretuned.kernels.space import FP32_LIMIT, LIMIT, candidates, fallbacks, shared_bytes_at_least

@@ -8,7 +8,8 @@ import pytest
 
 from pretuned.aot.compile import compile_variant
 from pretuned.aot.variants import rejection
-from pretuned.artifacts.types import DType, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.abi import Spec, constants
 from pretuned.kernels.chips import chip_for, limits
 from pretuned.kernels.config import Config

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pretuned.artifacts.types import Layout, Op
+from pretuned.artifacts.records.problem import Layout, Op
 from pretuned.kernels import reference
 from pretuned.runtime import apart, fallback, products
 from pretuned.runtime.products import Rows, rows

@@ -8,7 +8,8 @@ from ctypes import c_char, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 import pytest
 from cudaconfig import LaunchConfig
 
-from pretuned.artifacts.types import DType, Op
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.abi import Spec, arguments
 from pretuned.kernels.config import Config
 from pretuned.runtime.arguments import (

@@ -8,7 +8,7 @@ from host_gpu import TOPK, Device, E, K, N, T, device, on
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretuned.artifacts.types import Layout, Op, Pass
+from pretuned.artifacts.records.problem import Layout, Op, Pass
 from pretuned.kernels.passes import MOST_SORTED_EXPERTS
 from pretuned.runtime import clearing, grouped_gemm, grouped_gemm_dX, productlaunchers
 from pretuned.runtime.products import Rows, rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels import reference
 from pretuned.runtime import explain, grouped_gemm, ops, preload, reload
 from pretuned.runtime.loading import loaded_count

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pretuned.artifacts.types import Choice, DType, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.bundle import Choice
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.abi import Spec
 from pretuned.runtime import activation, discover, epilogue, explain, moe, moe_mlp, productlaunchers, sort_routing

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from pretuned.artifacts.types import DType, Fusion, Layout, Op, Pass, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
 from pretuned.kernels.abi import code_of
 from pretuned.runtime import (
     discover,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pretuned.artifacts.types import DType, Pass
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Pass
 from pretuned.kernels.passes import KINDS
 from pretuned.runtime import (
     activation,

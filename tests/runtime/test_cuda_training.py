@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import Fusion, Op, Problem
+from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.config import Config
 from pretuned.runtime import (

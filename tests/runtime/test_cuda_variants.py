@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pretuned.artifacts.store import BundleFile
-from pretuned.artifacts.types import DType, Fusion, Layout, Op
+from pretuned.artifacts.files.bundle_file import BundleFile
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels import reference
 from pretuned.kernels.config import Config
 from pretuned.runtime import discover

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from made import DRIVER, ON_A100, ON_H100, ON_H200, ON_L40S, OTHER, PROBLEM, modelled, places, snapshot, write
 
-from pretuned.artifacts import store
 from pretuned.artifacts.errors import (
     BundleCorrupt,
     BundleTooNew,
@@ -21,10 +20,11 @@ from pretuned.artifacts.errors import (
     DriverTooOld,
     TargetMismatch,
 )
-from pretuned.artifacts.index import Index
-from pretuned.artifacts.store import lock
-from pretuned.artifacts.types import Gpu
-from pretuned.artifacts.wire import Preamble
+from pretuned.artifacts.files import bundle_file
+from pretuned.artifacts.files.lock import lock
+from pretuned.artifacts.format.index import Index
+from pretuned.artifacts.format.wire import Preamble
+from pretuned.artifacts.records.target import Gpu
 from pretuned.runtime import discover
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot, take
@@ -230,7 +230,7 @@ def test_of_another_capabilitys_bundle_only_the_target_is_read(
         read.append(Path(where).name)
         return Index(data, preamble, where)
 
-    monkeypatch.setattr(store, "Index", parse)
+    monkeypatch.setattr(bundle_file, "Index", parse)
     found = snapshot(tmp_path)
     assert names(found) == ["sm90.msgpack"]
     assert read == ["sm90.msgpack"]

@@ -38,10 +38,13 @@ from made import (
 from pretuned.aot.capabilities import parse_sm
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import plan
-from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
-from pretuned.artifacts.store import publish
-from pretuned.artifacts.types import DType, Fusion, Gpu, Layout, Op, Problem, Source, bucket_of
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Source
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels.config import Config
 from pretuned.runtime.candidates import Match, Origin, chosen
 from pretuned.runtime.device import LocalGpu

@@ -18,8 +18,9 @@ import launches
 import pytest
 from launches import FIRST, M_SIZES, RESULT, SECOND, STREAM, STRIDES, E, K, M, N
 
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import Fusion, Layout, Op, Pass, Variant
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass
 from pretuned.kernels.abi import RAGGED_SIZES, most_tiles, ragged_strides, weight_tiles
 from pretuned.kernels.config import Config
 

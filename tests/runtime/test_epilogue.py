@@ -11,7 +11,10 @@ import msgpack
 import pytest
 from made import H100, H200, ON_A100, ON_H100, ON_H200, SPECS, Spec, measured, modelled, snapshot, write
 
-from pretuned.artifacts.types import Choice, DType, Fusion, Gpu, Model, Op, Problem
+from pretuned.artifacts.records.bundle import Choice, Model
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op, Problem
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels.config import Config
 from pretuned.runtime import jit
 from pretuned.runtime.candidates import Match, Origin

@@ -11,7 +11,7 @@ import torch
 from made import H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
 from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.types import Source
+from pretuned.artifacts.records.bundle import Source
 from pretuned.kernels import chips
 from pretuned.kernels.config import Config
 from pretuned.runtime import explain, reload

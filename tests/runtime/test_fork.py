@@ -14,9 +14,9 @@ import pytest
 from made import ON_H200, PROBLEM, SPECS, WIDE, bundle, modelled, snapshot, write
 
 import pretuned.runtime
-from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import BundleUnreadable, HostError
-from pretuned.artifacts.types import Problem
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.problem import Problem
 from pretuned.runtime import (
     counters,
     discover,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import Fusion, Op, Problem
+from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.kernels.config import Config
 from pretuned.runtime import calls, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, register_tuner, reload
 from pretuned.runtime.form import Form, form_of

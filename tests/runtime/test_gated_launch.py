@@ -6,7 +6,9 @@ import hashlib
 
 import pytest
 
-from pretuned.artifacts.types import DType, Fusion, Op, TensorMap, Variant
+from pretuned.artifacts.records.bundle import TensorMap, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.kernels.abi import RAGGED_SIZES, Spec, arguments, boxes, ragged_strides
 from pretuned.kernels.config import Config
 from pretuned.kernels.revisions import REVISIONS

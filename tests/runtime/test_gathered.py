@@ -16,9 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made import ELF, H200, ON_A100, ON_H100, ON_H200, Spec, bundle, measured, modelled, snapshot
 
-from pretuned.artifacts.codec import encode
-from pretuned.artifacts.store import publish
-from pretuned.artifacts.types import Choice, DType, Fusion, Gpu, Kernel, Layout, Model, Op, Pass, Problem, Variant
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Choice, Kernel, Model, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels import passes
 from pretuned.kernels.config import Config
 from pretuned.kernels.passes import PassSpec

@@ -25,9 +25,10 @@ from made import (
     write,
 )
 
-from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import CompileError, InputError, ProblemNotInBundle
-from pretuned.artifacts.types import DType, Problem
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Problem
 from pretuned.runtime import allow_jit, dispatch, jit, register_compiler
 from pretuned.runtime.candidates import Match, Origin
 from pretuned.runtime.dispatch import Decision, Miss, decide

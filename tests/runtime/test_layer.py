@@ -12,7 +12,7 @@ import torch
 from host_gpu import ALL, Device
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import Fusion, Op, Pass
+from pretuned.artifacts.records.problem import Fusion, Op, Pass
 from pretuned.runtime import activate, discover, gradientplans, jit, layerplans, moe, moe_mlp, recent, reload
 from pretuned.runtime.activation import GATED
 

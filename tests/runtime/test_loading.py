@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.artifacts.store import BundleFile, open_bundle
+from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.runtime import loading
 from pretuned.runtime.loading import loaded, loaded_count
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import Layout
+from pretuned.artifacts.records.problem import Layout
 from pretuned.runtime import activate, moe, moe_mlp, sort_routing
 from pretuned.runtime import layer as layer_module
 from pretuned.runtime.activation import GATED, UNGATED, Activation

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import Layout, Op, bucket_of
+from pretuned.artifacts.records.problem import Layout, Op, bucket_of
 from pretuned.kernels import reference
 from pretuned.runtime import grouped_gemm, ops
 from pretuned.runtime.inputs import check

@@ -13,10 +13,13 @@ import pytest
 from cudaconfig import LaunchConfig
 from made import ELF, ON_A100, ON_H200, ON_L40S, PROBLEM, WIDE, bundle, modelled, snapshot
 
-from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import BundleCorrupt, CudaError, InputError
-from pretuned.artifacts.store import BundleFile, publish
-from pretuned.artifacts.types import DType, Fusion, Kernel, Layout, Pass, Variant
+from pretuned.artifacts.files.bundle_file import BundleFile
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Kernel, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Pass
 from pretuned.kernels import passes
 from pretuned.kernels.passes import Block, PassSpec
 from pretuned.kernels.revisions import REVISIONS

@@ -9,7 +9,7 @@ import pytest
 from made import ANY, NARROW, ON_A100, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.types import Op
+from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.config import Config
 from pretuned.runtime.discover import Snapshot
 from pretuned.runtime.pinned import find

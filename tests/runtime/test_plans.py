@@ -10,7 +10,7 @@ import pytest
 import torch
 from host_gpu import TOPK, Device, E, K, N, T, device, on, ran, tensors
 
-from pretuned.artifacts.types import Op, Pass
+from pretuned.artifacts.records.problem import Op, Pass
 from pretuned.runtime import grouped_gemm, ops, plans, recent, reload
 
 __all__ = ["device"]  # a fixture

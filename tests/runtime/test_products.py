@@ -6,7 +6,7 @@ import pytest
 import torch
 from host_gpu import ALL, TOPK, Device, E, K, N, T, device, on, ran, tensors
 
-from pretuned.artifacts.types import Fusion, Layout, Op
+from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.runtime import grouped_gemm, moe_mlp, productlaunchers
 from pretuned.runtime.products import Rows
 

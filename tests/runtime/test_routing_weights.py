@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretuned.artifacts.types import Layout
+from pretuned.artifacts.records.problem import Layout
 from pretuned.kernels import passes
 from pretuned.runtime import (
     activation,

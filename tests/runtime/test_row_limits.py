@@ -8,8 +8,11 @@ import pytest
 
 import pretuned.artifacts
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Problem, Variant
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op, Problem
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels.abi import clears
 from pretuned.kernels.config import Config, across
 from pretuned.runtime import discover, driver, launch

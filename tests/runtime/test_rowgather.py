@@ -9,7 +9,7 @@ from host_gpu import Device
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretuned.artifacts.types import Pass
+from pretuned.artifacts.records.problem import Pass
 from pretuned.runtime import rowgather, tokens
 
 device = host_gpu.device

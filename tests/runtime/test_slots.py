@@ -7,7 +7,8 @@ import pytest
 import torch
 from host_gpu import Device, device  # noqa: F401 - a fixture
 
-from pretuned.artifacts.types import DType, Pass
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Pass
 from pretuned.kernels.passes import MOST_SORTED_EXPERTS
 from pretuned.runtime import passlaunchers, slots, sort_routing
 

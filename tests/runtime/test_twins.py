@@ -15,8 +15,10 @@ from pretuned.aot.models import load_models
 from pretuned.aot.plan import plan
 from pretuned.aot.variants import Family, Space, by_code, serves, specs
 from pretuned.artifacts.errors import InputError, ProblemNotInBundle
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import DType, Fusion, Layout, Model, Op, Problem, Source
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.bundle import Model, Source
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.abi import gemm_of
 from pretuned.runtime import explain, preload
 from pretuned.runtime.candidates import Match, Origin

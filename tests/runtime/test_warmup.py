@@ -11,8 +11,10 @@ import torch
 from made import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
 
 from pretuned.artifacts.errors import BundleCorrupt, HostError, InputError
-from pretuned.artifacts.store import BundleFile
-from pretuned.artifacts.types import DType, Model, Problem
+from pretuned.artifacts.files.bundle_file import BundleFile
+from pretuned.artifacts.records.bundle import Model
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Problem
 from pretuned.runtime import preload, warmup
 from pretuned.runtime.dispatch import Decision, Miss, decide
 from pretuned.runtime.warmup import _rows, buckets, cells_of, fallbacks_of, problems_of, records_of, rows_of

@@ -13,8 +13,10 @@ from claims import H200, able, chosen, revised, with_twins
 
 from pretuned.aot.cli.build import _in_context
 from pretuned.aot.verify import verify
-from pretuned.artifacts import codec
-from pretuned.artifacts.store import lock, open_bundle, publish
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.lock import lock
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format import codec
 from pretuned.kernels.revisions import REVISIONS
 
 

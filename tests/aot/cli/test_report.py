@@ -10,8 +10,8 @@ import pytest
 
 from pretuned.aot.journal import Header, open_journal
 from pretuned.aot.records import Measured, Timing
-from pretuned.artifacts import codec
-from pretuned.artifacts.types import Gpu
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.target import Gpu
 
 A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, 12080)
 

@@ -15,9 +15,10 @@ from pretuned.aot import native
 from pretuned.aot.journal import Header, open_journal
 from pretuned.aot.records import Measured, Timing
 from pretuned.aot.variants import serves
-from pretuned.artifacts import codec
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import Gpu, Source, Variant
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Source, Variant
+from pretuned.artifacts.records.target import Gpu
 
 # fp32 dW has the fewest candidates: 7 variants.
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..8 name=mine"

@@ -13,7 +13,7 @@ import pytest
 from pretuned.aot.cli.main import _VERBS
 from pretuned.aot.toolchain import toolchain
 from pretuned.aot.versions import versions
-from pretuned.artifacts.store import open_bundle
+from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.kernels.abi import LAUNCH_ABI
 
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"  # few candidates

@@ -10,7 +10,9 @@ from pathlib import Path
 from pretuned.aot.demand import OnDemand
 from pretuned.aot.plan import Plan
 from pretuned.aot.variants import families
-from pretuned.artifacts.types import Bundle, Choice, Gpu, Kernel, Problem, Producer, Source, Target, Variant
+from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
+from pretuned.artifacts.records.problem import Problem
+from pretuned.artifacts.records.target import Gpu, Target
 from pretuned.kernels.abi import LAUNCH_ABI
 from pretuned.kernels.config import Config
 from pretuned.kernels.revisions import REVISIONS

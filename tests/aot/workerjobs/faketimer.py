@@ -14,8 +14,9 @@ from pretuned.aot.evidence import plain_of
 from pretuned.aot.jobs import Hello, Job, Result, Setup
 from pretuned.aot.records import FAULT, WRONG, Duel, Failure, Measured, Timing
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.store import open_bundle
-from pretuned.artifacts.types import Fusion, Gpu
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.problem import Fusion
+from pretuned.artifacts.records.target import Gpu
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
 

@@ -7,7 +7,8 @@ import sys
 from pretuned.aot.demand import measure_in_child
 from pretuned.aot.jit import compile_kind
 from pretuned.aot.plan import Plan
-from pretuned.artifacts.types import DType, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
 
 if __name__ == "__main__":
     if sys.argv[1] == "compile":

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from pretuned.artifacts.types import DType, Fusion, Gpu, Op, Pass
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op, Pass
+from pretuned.artifacts.records.target import Gpu
 from pretuned.kernels import passes
 from pretuned.kernels.abi import clears, code_of
 from pretuned.kernels.config import Config

@@ -7,24 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretuned.artifacts.codec import encode
-from pretuned.artifacts.store import publish
-from pretuned.artifacts.types import (
-    Bundle,
-    Choice,
-    DType,
-    Fusion,
-    Gpu,
-    Kernel,
-    Layout,
-    Model,
-    Op,
-    Problem,
-    Producer,
-    Source,
-    Target,
-    Variant,
-)
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.target import Gpu, Target
 from pretuned.kernels.config import Config
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+from ..records.bundle import Bundle
 from .index import FIELDS, MODEL, Index
-from .schema import (
-    gpu_value,
-    kernel_value,
-    pack_choices,
-    pack_problem,
-    pack_variant,
-    producer_value,
-    target_value,
-)
-from .types import Bundle
+from .schema import gpu_value, kernel_value, pack_choices, pack_problem, pack_variant, producer_value, target_value
 from .wire import (
     BLOB_HEADER_BYTES,
     PREAMBLE_BYTES,

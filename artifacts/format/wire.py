@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgpack
 
-from .errors import BundleCorrupt, BundleTooNew, BundleTooOld
-from .limits import FORMAT, MAX_FILE_BYTES, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
+from ..errors import BundleCorrupt, BundleTooNew, BundleTooOld
+from ..limits import FORMAT, MAX_FILE_BYTES, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
 
 # fixarray 5 | fixstr "pretuned" | uint32 format | uint64 file bytes | uint32 index bytes | bin8 sha256
 _PREAMBLE = struct.Struct(">10sBIBQBI2s32s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from .names import is_identifier
+from ..names import is_identifier
 from .wire import Malformed
 
 V = TypeVar("V")

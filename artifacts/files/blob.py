@@ -6,10 +6,10 @@ import hashlib
 import os
 import stat
 
+from ..errors import BundleError
+from ..limits import MAX_BLOB_BYTES
 from . import trust
-from .errors import BundleError
-from .limits import MAX_BLOB_BYTES
-from .publication import publish
+from .publish import publish
 
 _MAGIC = b"pretuned blob 1\n"
 _HEAD_BYTES = len(_MAGIC) + 32

@@ -11,8 +11,8 @@ import stat
 from collections import deque
 from pathlib import Path
 
-from .errors import BundleUnreadable, BundleUntrusted
-from .limits import MAX_LINKS
+from ..errors import BundleUnreadable, BundleUntrusted
+from ..limits import MAX_LINKS
 
 
 def resolve(path: str) -> str:

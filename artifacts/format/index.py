@@ -7,10 +7,13 @@ import operator
 import re
 from collections.abc import Iterator
 
-from . import limits as lim
+from .. import limits as lim
+from ..errors import BundleCorrupt
+from ..names import is_label
+from ..records.bundle import Choice, Model, Variant
+from ..records.problem import Problem
+from ..records.target import Gpu, Target
 from .checks import fields, integer, items, name, pick
-from .errors import BundleCorrupt
-from .names import is_label
 from .schema import (
     DTYPES,
     VariantKind,
@@ -25,7 +28,6 @@ from .schema import (
     read_target,
     read_variant,
 )
-from .types import Choice, Gpu, Model, Problem, Target, Variant
 from .wire import Malformed, Preamble, begins_with, corrupt, pack, parse, unpack
 
 FIELDS = (

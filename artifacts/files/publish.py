@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import HostError
+from ..errors import HostError
 
 _TEMP = re.compile(r"\.pretuned-[0-9a-f]{16}\.tmp")
 _MODE = 0o644

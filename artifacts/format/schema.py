@@ -6,25 +6,13 @@ import itertools
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from . import limits as lim
+from .. import limits as lim
+from ..names import is_label, is_text
+from ..records.bundle import Choice, Kernel, Producer, Source, TensorMap, Variant
+from ..records.precision import DType
+from ..records.problem import Fusion, Layout, Op, Pass, Problem
+from ..records.target import Gpu, Target
 from .checks import digest, fields, integer, items, name, pick, shown
-from .names import is_label, is_text
-from .types import (
-    Choice,
-    DType,
-    Fusion,
-    Gpu,
-    Kernel,
-    Layout,
-    Op,
-    Pass,
-    Problem,
-    Producer,
-    Source,
-    Target,
-    TensorMap,
-    Variant,
-)
 from .wire import Malformed, pack, parse, unpack
 
 VariantKind: TypeAlias = tuple[list[object], int]  # [op, dtype, layout, fusion] as the wire has them; max_experts

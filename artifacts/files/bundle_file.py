@@ -1,4 +1,4 @@
-"""Bundle files: open one and read it lazily, publish one, lock a place that pretuned itself writes."""
+"""A bundle's file, opened and read lazily; each part is checked before it is used."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 
-from . import codec, trust
-from .errors import BundleError, BundleUnreadable, BundleUntrusted, HostError, LockBusy
-from .index import GLANCED_BYTES, Index, glance, glance_at_gpus
-from .limits import MAX_FILE_BYTES
-from .publication import publish
-from .types import Bundle, Choice, Gpu, Kernel, Model, Problem, Producer, Target, Variant
-from .wire import BLOB_HEADER_BYTES, PREAMBLE_BYTES, blob_header, check_index, corrupt, read_preamble
-
-__all__ = ["LOCK_NAME", "BundleFile", "lock", "open_bundle", "open_bytes", "publish", "reading"]
+from ..errors import BundleError, BundleUnreadable, BundleUntrusted, HostError
+from ..format import codec
+from ..format.index import GLANCED_BYTES, Index, glance, glance_at_gpus
+from ..format.wire import BLOB_HEADER_BYTES, PREAMBLE_BYTES, blob_header, check_index, corrupt, read_preamble
+from ..limits import MAX_FILE_BYTES
+from ..records.bundle import Bundle, Choice, Kernel, Model, Producer, Variant
+from ..records.problem import Problem
+from ..records.target import Gpu, Target
+from . import trust
 
 _CHUNK_BYTES = 1 << 20
-LOCK_NAME = ".pretuned.lock"
 
 
 def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, later: bool = False) -> BundleFile:
@@ -240,70 +237,6 @@ class BundleFile:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             self.close()
-
-
-@contextlib.contextmanager
-def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool = False) -> Iterator[bool]:
-    """Hold the lock of a directory that pretuned itself writes; yields whether it is held.
-
-    Makes the directory. Waits ``timeout_s`` seconds at most (0: not at all), then goes on without it, as it does on
-    a read-only file system: readers need no lock, files are immutable and renamed into place.
-
-    Raises
-    ------
-    HostError
-        where it is not got and ``required`` is true: LockBusy, where another process holds it.
-    """
-    import filelock  # here, as it brings asyncio and sqlite3 along, and most processes never lock anything
-
-    path = Path(directory) / LOCK_NAME
-    held = filelock.FileLock(path, timeout=timeout_s)
-    failed: HostError | None = None
-    try:
-        held.acquire()
-    except filelock.Timeout:
-        failed = LockBusy(f"can't lock {str(path)!r}: another process held it for {timeout_s} s")
-    except (OSError, NotImplementedError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        failed = HostError(
-            f"can't lock {str(path)!r}: {why}. The directory must be writable, and its file system must have locks"
-        )
-    if failed is not None and required:
-        raise failed
-    try:
-        yield failed is None
-    finally:
-        held.release()
-
-
-@contextlib.contextmanager
-def reading(directory: str | os.PathLike[str], timeout_s: float) -> Iterator[None]:
-    """Read a directory that pretuned itself writes while nobody does, or after waiting ``timeout_s`` seconds.
-
-    Writes nothing. Readers share the lock; where it can't be had, reading goes on without it.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            fd = _share(os.path.join(directory, LOCK_NAME))  # noqa: PTH118 - a process's first call waits for this
-            stack.callback(os.close, fd)
-        except BlockingIOError:
-            stack.enter_context(lock(directory, timeout_s))
-        except (OSError, ImportError):  # nobody ever locked it, or locks don't work here
-            pass
-        yield
-
-
-def _share(path: str) -> int:
-    """Take the lock that filelock takes, for reading, without waiting; closing what is returned lets it go."""
-    import fcntl  # here, so that importing this needs no POSIX
-
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _read(fd: int, offset: int, size: int, where: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from .types import Target
+from ..records.target import Target
 
 EM_CUDA = 190
 _HEADER = struct.Struct("<4sBBBBB7xHHIQQQI")  # the fixed head of an ELF64 file, up to e_flags

@@ -1,0 +1,1 @@
+"""What compiled objects say of themselves. Uses records."""

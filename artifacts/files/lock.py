@@ -1,0 +1,76 @@
+"""The lock of a directory that pretuned itself writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import HostError, LockBusy
+
+LOCK_NAME = ".pretuned.lock"
+
+
+@contextlib.contextmanager
+def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool = False) -> Iterator[bool]:
+    """Hold the lock of a directory that pretuned itself writes; yields whether it is held.
+
+    Makes the directory. Waits ``timeout_s`` seconds at most (0: not at all), then goes on without it, as it does on
+    a read-only file system: readers need no lock, files are immutable and renamed into place.
+
+    Raises
+    ------
+    HostError
+        where it is not got and ``required`` is true: LockBusy, where another process holds it.
+    """
+    import filelock  # here, as it brings asyncio and sqlite3 along, and most processes never lock anything
+
+    path = Path(directory) / LOCK_NAME
+    held = filelock.FileLock(path, timeout=timeout_s)
+    failed: HostError | None = None
+    try:
+        held.acquire()
+    except filelock.Timeout:
+        failed = LockBusy(f"can't lock {str(path)!r}: another process held it for {timeout_s} s")
+    except (OSError, NotImplementedError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        failed = HostError(
+            f"can't lock {str(path)!r}: {why}. The directory must be writable, and its file system must have locks"
+        )
+    if failed is not None and required:
+        raise failed
+    try:
+        yield failed is None
+    finally:
+        held.release()
+
+
+@contextlib.contextmanager
+def reading(directory: str | os.PathLike[str], timeout_s: float) -> Iterator[None]:
+    """Read a directory that pretuned itself writes while nobody does, or after waiting ``timeout_s`` seconds.
+
+    Writes nothing. Readers share the lock; where it can't be had, reading goes on without it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = _share(os.path.join(directory, LOCK_NAME))  # noqa: PTH118 - a process's first call waits for this
+            stack.callback(os.close, fd)
+        except BlockingIOError:
+            stack.enter_context(lock(directory, timeout_s))
+        except (OSError, ImportError):  # nobody ever locked it, or locks don't work here
+            pass
+        yield
+
+
+def _share(path: str) -> int:
+    """Take the lock that filelock takes, for reading, without waiting; closing what is returned lets it go."""
+    import fcntl  # here, so that importing this needs no POSIX
+
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,1 @@
+"""A bundle's bytes: msgpack values, each field checked, to records and back. Uses records."""

@@ -1,0 +1,135 @@
+"""What a bundle holds: variants, the choices among them, and what they were made of and for."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .precision import DType
+from .problem import Fusion, Layout, Op, Pass, Problem
+from .target import Gpu, Target
+
+
+class Source(enum.Enum):
+    """Where a choice comes from. A modelled choice is never called tuned."""
+
+    MEASURED = "measured"
+    MODELLED = "modelled"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """How the host encodes one TMA descriptor argument (CUDA driver API, cuTensorMapEncodeTiled).
+
+    ``box`` is in elements, outermost dimension first, as in the kernel's source;
+    ``element`` and ``swizzle`` are values of CUtensorMapDataType and CUtensorMapSwizzle.
+    """
+
+    argument: str
+    element: int
+    box: tuple[int, ...]
+    swizzle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One cubin, and all that is needed to choose, load and launch it.
+
+    It is agnostic of shape: N, K, E, M and the strides are arguments. ``alignment`` is what the
+    kernel assumes, in bytes, of every pointer, row stride and row length (16, or 1 for nothing);
+    ``max_experts`` is the largest E. ``arguments`` are (name, kind) in the kernel's order, kind one
+    of ``ptr i32 i64 desc2 desc3 desc4 desc5``; the launch ABI number ``abi`` fixes what the names mean.
+    That of a ``Pass`` is named by no choice: it runs whatever its dtype and alignment fit.
+    """
+
+    kernel: str
+    revision: int
+    abi: int
+    op: Op | Pass
+    dtype: DType
+    layout: Layout
+    fusion: Fusion
+    alignment: int
+    max_experts: int
+    config: tuple[tuple[str, int], ...]
+    entry: str
+    arguments: tuple[tuple[str, str], ...]
+    tensor_maps: tuple[TensorMap, ...]
+    threads: int
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+    scratch_bytes: int
+    cubin_bytes: int
+    cubin_sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """(problem, bucket) -> variant. ``bucket`` is a power of two, for the M that are nearest to it.
+
+    ``time_ns`` is the median measured on ``gpu`` (an index into the bundle's GPUs), of some forms brought to the plain
+    product's clock, or the cost model's estimate where ``source`` is modelled (``gpu`` is then None).
+    """
+
+    bucket: int
+    variant: int
+    source: Source
+    time_ns: int
+    runner_up: int | None = None
+    runner_up_ns: int | None = None
+    gpu: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel whose variants a bundle holds: its revision and the sha256 of its source text."""
+
+    name: str
+    revision: int
+    source_sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """What made a bundle: versions, and the compile options that every variant shares."""
+
+    pretuned: str
+    triton: str
+    ptxas: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model (one sharding of it) that a bundle was built for, and its problems.
+
+    ``top_k`` experts see each token, shared ones that are fused included: T tokens make at most T * top_k rows.
+    """
+
+    name: str
+    tp: int
+    ep: int
+    top_k: int
+    dtype: DType
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A whole bundle in memory: what the builder writes and ``verify`` reads.
+
+    ``cubins[i]`` are the bytes of ``variants[i]``. ``min_driver`` is the least CUDA driver
+    version, as cuDriverGetVersion counts (12080 is 12.8).
+    """
+
+    target: Target
+    min_driver: int
+    producer: Producer
+    kernels: tuple[Kernel, ...]
+    gpus: tuple[Gpu, ...]
+    variants: tuple[Variant, ...]
+    cubins: tuple[bytes, ...]
+    choices: Mapping[Problem, tuple[Choice, ...]]
+    models: tuple[Model, ...]

@@ -1,0 +1,42 @@
+"""Where code runs: the capability that it was compiled for, and a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The capability a cubin was compiled for.
+
+    ``sm`` is 10 * major + minor. From 9.0 up Triton compiles for ``sm_90a`` and the like:
+    ``arch_specific`` code, which runs on exactly that capability. Other code also runs on
+    later minor revisions of the same major one.
+    """
+
+    sm: int
+    arch_specific: bool
+
+    def __str__(self) -> str:
+        return f"sm_{self.sm}{'a' if self.arch_specific else ''}"
+
+    def runs_on(self, sm: int) -> bool:
+        """Whether a GPU of capability ``sm`` can load this code."""
+        if self.arch_specific:
+            return sm == self.sm
+        return sm // 10 == self.sm // 10 and sm >= self.sm
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The GPU a time was measured on. The driver is recorded, and is no part of the identity."""
+
+    name: str
+    sm_count: int
+    memory_mib: int
+    driver: int
+
+    def is_like(self, other: Gpu) -> bool:
+        """Whether times of one hold for the other: name, SM count, memory (to 2 %: drivers reserve differently)."""
+        near = abs(self.memory_mib - other.memory_mib) * 50 <= max(self.memory_mib, other.memory_mib)
+        return (self.name, self.sm_count) == (other.name, other.sm_count) and near
