@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from ..artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, Variant
 from ..artifacts.records.problem import Problem
 from ..artifacts.records.target import Gpu, Target
-from ..kernels.config import Config
+from ..kernels.contract.config import Config
 from .variants import Family
 
 

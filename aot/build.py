@@ -14,9 +14,9 @@ from ..artifacts.files.publish import publish
 from ..artifacts.format import codec
 from ..artifacts.records.bundle import Bundle, Source
 from ..artifacts.records.problem import Problem
-from ..kernels.abi import Spec
-from ..kernels.chips import limits
-from ..kernels.passes import PassSpec
+from ..kernels.contract.rowops import PassSpec
+from ..kernels.contract.spec import Spec
+from ..kernels.hardware.arch import limits
 from .candidates import Candidates, read_candidates
 from .capabilities import target_of
 from .choose import CONFIG_LIMIT, Chosen, choose_among_all

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from ..artifacts.errors import HostError, InputError
 from ..artifacts.records.target import Target
-from ..kernels.chips import CHIPS, supported
+from ..kernels.hardware.arch import supported
+from ..kernels.hardware.chips import CHIPS
 
 SUPPORTED = supported()  # what Triton compiles and pretuned builds for
 

@@ -15,9 +15,9 @@ from ..artifacts.errors import CompileError
 from ..artifacts.limits import MAX_TIME_NS
 from ..artifacts.records.bundle import Choice, Source
 from ..artifacts.records.problem import Fusion, Layout, Problem
-from ..kernels.alignment import has_aligned_rows
-from ..kernels.chips import chip_for
-from ..kernels.cost import Ranker, Resources
+from ..kernels.contract.alignment import has_aligned_rows
+from ..kernels.cost.model import Ranker, Resources
+from ..kernels.hardware.chips import chip_for
 from .compile import Compiled
 from .evidence import CellTimes, Evidence, cell_of
 from .plan import Plan

@@ -19,10 +19,10 @@ from typing import Any
 from ..artifacts.errors import CompileError
 from ..artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
 from ..artifacts.records.precision import DType
-from ..kernels import abi, passes
-from ..kernels.abi import Spec
-from ..kernels.passes import PassSpec
-from ..kernels.revisions import REVISIONS, source_sha256
+from ..kernels.contract import registry, rowops, words
+from ..kernels.contract.revisions import REVISIONS, source_sha256
+from ..kernels.contract.rowops import PassSpec
+from ..kernels.contract.spec import Spec
 from .rewriting import rewrites, rewriting, source_of_rewrites_sha256
 from .toolchain import toolchain
 
@@ -98,20 +98,20 @@ def _map_element(name: str, dtype: DType) -> int:
 
 def arguments_of(spec: Spec | PassSpec) -> tuple[tuple[str, str], ...]:
     """(name, kind) of every argument in the kernel's order."""
-    return passes.arguments(spec.op) if isinstance(spec, PassSpec) else abi.arguments(spec)
+    return rowops.arguments(spec.op) if isinstance(spec, PassSpec) else registry.arguments(spec)
 
 
 def job_key(spec: Spec | PassSpec, sm: int) -> str:
     """What decides a cubin's bytes, as one digest: the name of a compile-cache entry."""
     tools = toolchain()
     parts = [repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(spec.kernel),
-             str(REVISIONS[spec.kernel].revision), str(abi.LAUNCH_ABI), *OPTIONS]  # fmt: skip
+             str(REVISIONS[spec.kernel].revision), str(words.LAUNCH_ABI), *OPTIONS]  # fmt: skip
     if isinstance(spec, Spec):
-        parts += [repr(abi.constants(spec, sm)), repr(abi.boxes(spec)), repr(abi.divisibility(spec))]
+        parts += [repr(registry.constants(spec, sm)), repr(registry.boxes(spec)), repr(registry.divisibility(spec))]
         parts += [source_of_rewrites_sha256()] if rewrites(spec.config) else []
     else:
         kinds = [_triton_type(name, kind, spec, {}) for name, kind in arguments_of(spec)]
-        parts += [str(spec.config), repr(passes.constants(spec)), repr(passes.divisibility(spec)), repr(kinds)]
+        parts += [str(spec.config), repr(rowops.constants(spec)), repr(rowops.divisibility(spec)), repr(kinds)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -124,7 +124,7 @@ def compile_variant(spec: Spec | PassSpec, sm: int) -> Compiled:
         with the compiler's reason, or where there is no code of that form. A few configs make LLVM abort the process:
         run it in a worker.
     """
-    lacking = isinstance(spec, Spec) and abi.no_code(spec.op, spec.dtype, spec.fusion, spec.config)
+    lacking = isinstance(spec, Spec) and registry.no_code(spec.op, spec.dtype, spec.fusion, spec.config)
     if lacking:
         raise CompileError(f"{spec} for sm_{sm}: {lacking}")
     with tempfile.TemporaryDirectory(prefix="pretuned-") as scratch:
@@ -143,7 +143,7 @@ def compile_variant(spec: Spec | PassSpec, sm: int) -> Compiled:
     variant = Variant(
         kernel=spec.kernel,
         revision=REVISIONS[spec.kernel].revision,
-        abi=abi.LAUNCH_ABI,
+        abi=words.LAUNCH_ABI,
         op=spec.op,
         dtype=spec.dtype,
         layout=spec.layout,
@@ -177,15 +177,15 @@ def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    home = REVISIONS[spec.kernel].sources[0].removesuffix(".py")
-    function = getattr(import_module(f"..kernels.{home}", __package__), spec.kernel)
+    home = import_module(f"..kernels.{REVISIONS[spec.kernel].home}", __package__)
+    function = getattr(home, spec.kernel)
     names = list(function.arg_names)
     constants: dict[str, int | str | bool | None]
     if isinstance(spec, PassSpec):
-        boxes, constants, divisible = {}, {**passes.constants(spec)}, passes.divisibility(spec)
+        boxes, constants, divisible = {}, {**rowops.constants(spec)}, rowops.divisibility(spec)
         warps, stages = spec.config.num_warps, 1
     else:
-        boxes, constants, divisible = abi.boxes(spec), abi.constants(spec, sm), abi.divisibility(spec)
+        boxes, constants, divisible = registry.boxes(spec), registry.constants(spec, sm), registry.divisibility(spec)
         # (A specialised kernel's options speak of one warpgroup, and its stages are its own.)
         config = spec.config
         warps, stages = (4, 1) if config.specialized else (config.num_warps, config.num_stages)

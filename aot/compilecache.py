@@ -10,8 +10,8 @@ import msgpack
 from ..artifacts.files.blob import read_checked, write_checked
 from ..artifacts.format.schema import pack_variant, read_variant
 from ..artifacts.limits import MAX_CUBIN_BYTES
-from ..kernels.abi import Spec
-from ..kernels.passes import PassSpec
+from ..kernels.contract.rowops import PassSpec
+from ..kernels.contract.spec import Spec
 from .compile import Compiled, arguments_of, job_key
 
 

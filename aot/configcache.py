@@ -14,7 +14,7 @@ from ..artifacts.files.blob import read_checked, write_checked
 from ..artifacts.format.schema import FUSIONS
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Op
-from ..kernels.config import Config
+from ..kernels.contract.config import Config
 from ..runtime.pair import KernelPair, Preferred
 
 MAX_FILES = 1024

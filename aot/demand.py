@@ -19,8 +19,8 @@ from ..artifacts.format import codec
 from ..artifacts.records.bundle import Bundle, Choice, Model
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Op, Problem, bucket_of
-from ..kernels.alignment import has_aligned_rows
-from ..kernels.config import Config
+from ..kernels.contract.alignment import has_aligned_rows
+from ..kernels.contract.config import Config
 from ..runtime import discover, locks
 from ..runtime.device import LocalGpu, local_gpu
 from ..runtime.discover import Rejected, Usable

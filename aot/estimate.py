@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..artifacts.errors import HostError
-from ..kernels.abi import Spec
-from ..kernels.passes import PassSpec
+from ..kernels.contract.rowops import PassSpec
+from ..kernels.contract.spec import Spec
 from .compilecache import CompileCache
 from .plan import Plan, planned_on
 from .variants import Space, families, to_compile

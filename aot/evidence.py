@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from ..artifacts.limits import MAX_TIME_NS
 from ..artifacts.records.problem import Fusion, Problem
 from ..artifacts.records.target import Gpu
-from ..kernels.chips import Chip, chip_of
+from ..kernels.hardware.chips import Chip, chip_of
 from .journal import Contents
 from .records import LONG_NS, Duel, Failure, Measured, Timing, geometric_mean
 

@@ -13,12 +13,14 @@ from ..artifacts.format.schema import pack_problem, read_problem
 from ..artifacts.records.bundle import Model
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Op, Problem, buckets_between
-from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, counts, no_code
-from ..kernels.alignment import ALIGNMENT_BYTES
-from ..kernels.chips import chip_for, limits
-from ..kernels.config import Config
-from ..kernels.cost import Ranker, Resources
-from ..kernels.space import candidates, fallbacks, shared_bytes_at_least
+from ..kernels.contract.alignment import ALIGNMENT_BYTES
+from ..kernels.contract.config import Config
+from ..kernels.contract.registry import counts, no_code
+from ..kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ..kernels.cost.model import Ranker, Resources
+from ..kernels.hardware.arch import limits
+from ..kernels.hardware.chips import chip_for
+from ..kernels.search.space import candidates, fallbacks, shared_bytes_at_least
 from .candidates import Candidates, read_candidates
 from .choose import choose, choose_among_all
 from .compile import Compiled

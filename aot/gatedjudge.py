@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from ..artifacts.records.problem import Fusion, Problem
-from ..kernels.abi import gemm_of
+from ..kernels.contract.spec import gemm_of
 from .judge import MAX_ROW_ERROR
 from .launches import Tensors
 

@@ -11,8 +11,8 @@ from ..artifacts.files.bundle_file import BundleFile
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Layout, Op, Problem
 from ..artifacts.records.target import Gpu
-from ..kernels.chips import Chip, chip_of
-from ..kernels.cost import Ranker, Resources
+from ..kernels.cost.model import Ranker, Resources
+from ..kernels.hardware.chips import Chip, chip_of
 from .contenders import Knobs
 from .evidence import cell_of
 from .records import FLUSH_BYTES, Measured

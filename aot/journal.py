@@ -24,7 +24,7 @@ from ..artifacts.limits import MAX_DIM
 from ..artifacts.names import is_label, is_text
 from ..artifacts.records.bundle import Kernel
 from ..artifacts.records.target import Gpu
-from ..kernels.chips import supported
+from ..kernels.hardware.arch import supported
 from .outdir import holder
 from .outfile import without_waiting
 from .records import ROUTINGS, Record, from_value, to_value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.records.problem import Fusion, Op, Problem
-from ..kernels.abi import gemm_of
+from ..kernels.contract.spec import gemm_of
 from .launches import Tensors
 
 MAX_ROW_ERROR = 0.1  # of one row, over the root mean square of all: a row that is wrong is off by about 1

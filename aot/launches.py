@@ -9,7 +9,7 @@ import torch
 
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Op, Problem
-from ..kernels.abi import gemm_of
+from ..kernels.contract.spec import gemm_of
 from ..runtime import launch
 
 TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32}

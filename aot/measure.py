@@ -21,8 +21,9 @@ from ..artifacts.errors import BundleError, CudaError, HostError, InputError
 from ..artifacts.files.bundle_file import open_bundle
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Layout, Op, Problem
-from ..kernels.abi import FLAGS, result_columns
-from ..kernels.config import Config
+from ..kernels.contract.config import Config
+from ..kernels.contract.spec import result_columns
+from ..kernels.contract.words import FLAGS
 from ..runtime import launch
 from ..runtime.device import local_gpu
 from .busy import busy

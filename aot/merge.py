@@ -29,7 +29,7 @@ from ..artifacts.records.bundle import Bundle, Kernel, Producer, Source
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Op, Pass, Problem
 from ..artifacts.records.target import Gpu
-from ..kernels.abi import LAUNCH_ABI
+from ..kernels.contract.words import LAUNCH_ABI
 from .assembly import Claim, Codes, Making, assemble, gpu_key, united
 from .choose import CONFIG_LIMIT
 from .variants import Family, optional, ships_unchosen

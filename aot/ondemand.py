@@ -13,7 +13,7 @@ from __future__ import annotations
 from ..artifacts.errors import InputError
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Op, bucket_of
-from ..kernels.revisions import REVISIONS
+from ..kernels.contract.revisions import REVISIONS
 from ..runtime.device import LocalGpu, current_device, local_gpu
 from ..runtime.pair import KernelPair
 from .configcache import CacheKey, Configs, dtype_of

@@ -22,8 +22,8 @@ from ..artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_F
 from ..artifacts.records.bundle import Bundle, Model, Variant
 from ..artifacts.records.problem import Problem
 from ..artifacts.records.target import Gpu
-from ..kernels.abi import LAUNCH_ABI, READS_ABI
-from ..kernels.revisions import REVISIONS
+from ..kernels.contract.revisions import REVISIONS
+from ..kernels.contract.words import LAUNCH_ABI, READS_ABI
 from .assembly import Claim, Codes, Making, assemble, is_fallback
 from .merge import merge
 

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from ..artifacts.records.bundle import Model
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_between
-from ..kernels.abi import MAX_EXPERTS, code_of
-from ..kernels.alignment import has_aligned_rows
+from ..kernels.contract.alignment import has_aligned_rows
+from ..kernels.contract.spec import MAX_EXPERTS, code_of
 from .modelshape import Gemm, ModelShape
 from .variants import Family, Space, optional
 

@@ -7,11 +7,13 @@
 
 ``written``: dw that nothing reads soon, the same of TMA's stores ("cp.async.bulk.tensor", ``.global.shared::cta``).
 
-``cut``: products of 192 columns (kernels/turns.py), which are written as 256. An instruction's operands lie in shared
+``cut``: products of 192 columns (kernels/gemm/hopper/pingpong.py), which are written as 256. An instruction's operands
+lie in shared
 memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of 8 columns are
 four registers in a row (PTX ISA, "wgmma.mma_async", register fragments and matrix layouts).
 
-``fit``: the same of tiles that are fitted to their rows (kernels/fitted.py), which lie across. A tile's loop is there
+``fit``: the same of tiles that are fitted to their rows (kernels/gemm/hopper/ragged.py), which lie across. A tile's
+loop is there
 once for each number of rows, with products of as many columns; a comment in it says which register holds the number.
 """
 
@@ -25,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..kernels.config import PINGPONG_COLUMNS, Config, fitted
+from ..kernels.contract.config import PINGPONG_COLUMNS, Config, fitted
 
 Rewrite = Callable[[str], str]
 
@@ -34,7 +36,7 @@ EVICT_FIRST = 0x12F0000000000000
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.shared::\w+\.global[\w.:]*)( \[[^;]*\]);")
 _STORE = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.global\.shared::\w+[\w.:]*)( \[[^;]*\]);")
 _WRITTEN_COLUMNS = 256
-# A loop that is one block of code, and in it the comment of kernels/fitted.py.
+# A loop that is one block of code, and in it the comment of kernels/gemm/hopper/ragged.py.
 _SAID = r"// products of (?P<register>%\w+) times (?P<grain>\d+) rows, (?P<most>\d+) times at most"
 _INSIDE = r"(?:(?!\$L\w+:).*\n)*?"
 _LOOP = re.compile(

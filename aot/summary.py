@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..artifacts.records.target import Gpu, Target
-from ..kernels.abi import Spec
-from ..kernels.passes import PassSpec
+from ..kernels.contract.rowops import PassSpec
+from ..kernels.contract.spec import Spec
 from .outcome import Outcome
 
 

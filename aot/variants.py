@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from ..artifacts.records.bundle import Variant
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
-from ..kernels import abi, passes, space
-from ..kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
-from ..kernels.alignment import ALIGNMENT_BYTES, has_aligned_rows
-from ..kernels.chips import SmLimits
-from ..kernels.config import Config
-from ..kernels.cost import Resources, occupancy
-from ..kernels.passes import PassSpec
+from ..kernels.contract import registry, rowops
+from ..kernels.contract.alignment import ALIGNMENT_BYTES, has_aligned_rows
+from ..kernels.contract.config import Config
+from ..kernels.contract.rowops import PassSpec
+from ..kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ..kernels.cost.model import Resources, occupancy
+from ..kernels.hardware.arch import SmLimits
+from ..kernels.search import space
 
 # A few registers spilled outside the loop cost next to nothing; more than this many bytes a thread
 # means that the loop itself goes through memory.
@@ -76,7 +77,7 @@ class Space:
         every = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
         if not family.fusion:
             return every
-        every = tuple(one for one in every if not abi.no_code(family.gemm, family.dtype, family.fusion, one))
+        every = tuple(one for one in every if not registry.no_code(family.gemm, family.dtype, family.fusion, one))
         if optional(family):
             gated: dict[tuple[int, int], Config] = {}
             for config in every:
@@ -131,7 +132,7 @@ def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]
             (rest, 1, MAX_EXPERTS_FALLBACK),
         ):
             for config in configs:
-                counted = experts if abi.counts(config, experts) else MAX_EXPERTS
+                counted = experts if registry.counts(config, experts) else MAX_EXPERTS
                 if counted >= fewest:
                     form = (family.gemm, family.dtype, config, family.layout, family.fusion)
                     found.append(Spec(*form, alignment, counted))
@@ -141,7 +142,7 @@ def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]
 def pass_specs(problems: Iterable[Problem]) -> tuple[PassSpec, ...]:
     """The passes over rows that go with these problems: a layer of theirs needs them in each dtype, for any shape."""
     every = tuple(problems)
-    return passes.specs(tuple(dict.fromkeys(one.dtype for one in every)), frozenset(one.op for one in every))
+    return rowops.specs(tuple(dict.fromkeys(one.dtype for one in every)), frozenset(one.op for one in every))
 
 
 def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
@@ -151,7 +152,12 @@ def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
     """
     groups: dict[object, list[Spec]] = {}
     for spec in wanted:
-        made_of = (abi.arguments(spec), abi.boxes(spec), abi.constants(spec, sm), abi.divisibility(spec))
+        made_of = (
+            registry.arguments(spec),
+            registry.boxes(spec),
+            registry.constants(spec, sm),
+            registry.divisibility(spec),
+        )
         groups.setdefault((spec.kernel, spec.dtype, spec.config, repr(made_of)), []).append(spec)
     return tuple(map(tuple, groups.values()))
 
@@ -171,7 +177,7 @@ def serves(variant: Variant, problem: Problem) -> bool:
     alignment = ALIGNMENT_BYTES if has_aligned_rows(problem) else 1
     same = Family.of(variant) == Family.of(problem)
     able = same and variant.alignment == alignment and variant.max_experts >= problem.E
-    return able and abi.beyond(problem, Config.from_pairs(variant.config)) is None
+    return able and registry.beyond(problem, Config.from_pairs(variant.config)) is None
 
 
 def rejection(variant: Variant, limits: SmLimits) -> str | None:

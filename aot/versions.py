@@ -7,7 +7,7 @@ import platform
 
 from ..artifacts.errors import HostError
 from ..artifacts.limits import FORMAT
-from ..kernels.abi import LAUNCH_ABI
+from ..kernels.contract.words import LAUNCH_ABI
 from .toolchain import toolchain
 
 

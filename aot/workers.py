@@ -16,8 +16,8 @@ from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
 
 from ..artifacts.errors import CompileError, HostError
-from ..kernels.abi import Spec
-from ..kernels.passes import PassSpec
+from ..kernels.contract.rowops import PassSpec
+from ..kernels.contract.spec import Spec
 from .child import how_ended
 from .compile import Compiled, compile_variant
 from .compilecache import CompileCache

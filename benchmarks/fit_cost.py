@@ -6,7 +6,8 @@
     python benchmarks/fit_cost.py benchmarks/results/sweep-*.json --select        # how few variants are enough
 
 Several sweeps of several ops are fitted together (benchmarks/fitting.py: forward and dX run the same kernel and share
-their constants). ``--write`` puts the constants into kernels/calibration.py. The same command gives the same constants.
+their constants). ``--write`` puts the constants into kernels/cost/constants.py. The same command gives the same
+constants.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fitting import FITTED, FITTED_DW, PRIOR, SHARED, fit, values_of
 from sweeps import Cell, Table, judge, load, merged, show
 
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.calibration import CONSTANTS, Constants, Specialized, WeightGrad
+from pretuned.kernels.cost.constants import CONSTANTS, Constants, Specialized, WeightGrad
 
 CALIBRATION = Path(__file__).parent.parent / "kernels" / "calibration.py"
 BEGIN, END = "# fitted: begin\n", "# fitted: end\n"
@@ -43,7 +44,7 @@ def cross_validate(cells: Sequence[Cell], begun: Constants, steps: int, seed: in
 
 
 def source(constants: Constants, sm: int, told: str) -> str:
-    """The fitted block of kernels/calibration.py."""
+    """The fitted block of kernels/cost/constants.py."""
     rows = []
     family = constants.family(sm)
     for name, value in family._asdict().items():
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000, help="steps of the search; 0 only judges")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-cross", action="store_true", help="don't fit again with models left out")
-    parser.add_argument("--write", action="store_true", help="put the constants into kernels/calibration.py")
+    parser.add_argument("--write", action="store_true", help="put the constants into kernels/cost/constants.py")
     parser.add_argument("--select", action="store_true", help="only show how few variants are enough; fits nothing")
     parser.add_argument("--out", type=Path, help="write the tables as JSON")
     args = parser.parse_args()

@@ -16,7 +16,7 @@ from sweeps import Cell
 from vectors import Part, parts
 
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.calibration import Constants, Family, WeightGrad
+from pretuned.kernels.cost.constants import Constants, Family, WeightGrad
 
 # What is searched: (constant, least, most, spread as a factor). ``a.b`` is a field of a field, ``a/2`` an entry.
 FITTED: tuple[tuple[str, float, float, float], ...] = (

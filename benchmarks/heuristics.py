@@ -37,9 +37,9 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.calibration import CONSTANTS, Constants
-from pretuned.kernels.chips import chip_of
-from pretuned.kernels.cost import Resources
+from pretuned.kernels.cost.constants import CONSTANTS, Constants
+from pretuned.kernels.cost.model import Resources
+from pretuned.kernels.hardware.chips import chip_of
 
 PEERS = Path(__file__).with_name("peers") / "h200.jsonl"
 FOLDS = 3

@@ -26,7 +26,7 @@ import torch
 
 from kernels import in_turns, layers_of
 from pretuned.artifacts.errors import InputError
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime import explain, grouped_gemm
 
 PAUSE_S, ROUNDS = 0.02, 9

@@ -27,7 +27,7 @@ from variants import MODELS
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Pass
-from pretuned.kernels.passes import Block, PassSpec, dtype_of
+from pretuned.kernels.contract.rowops import Block, PassSpec, dtype_of
 from pretuned.runtime import activation, clearing, passlaunchers, tokens
 from pretuned.runtime.activation import Activation, Needs
 from pretuned.runtime.launch import load_kernel

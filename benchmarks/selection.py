@@ -1,4 +1,7 @@
-"""How few variants are enough: aot/select.py on the times of a sweep, of the candidates that kernels/space.py lists."""
+"""How few variants are enough.
+
+Aot/select.py on the times of a sweep, of the candidates that kernels/search/space.py lists.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from sweeps import Cell, Rankings
 
 from pretuned.aot.select import MISSING, select
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.calibration import Constants
-from pretuned.kernels.cost import Resources
-from pretuned.kernels.space import candidates
+from pretuned.kernels.cost.constants import Constants
+from pretuned.kernels.cost.model import Resources
+from pretuned.kernels.search.space import candidates
 
 LIMITS = (1, 2, 4, 6, 8, 12, 16)
 

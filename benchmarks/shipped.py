@@ -31,7 +31,7 @@ from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.limits import MAX_DIM
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Layout, Op, Problem
-from pretuned.kernels.config import Config, fitted
+from pretuned.kernels.contract.config import Config, fitted
 
 OVER = 1.02
 ROWS = (8, 128, 4096)  # ranges of rows in all, up to

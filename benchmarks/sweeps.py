@@ -14,11 +14,11 @@ from pathlib import Path
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels.calibration import Constants
-from pretuned.kernels.chips import Chip, chip_named
-from pretuned.kernels.config import Config
-from pretuned.kernels.cost import Ranker, Resources
-from pretuned.kernels.space import candidates
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.cost.constants import Constants
+from pretuned.kernels.cost.model import Ranker, Resources
+from pretuned.kernels.hardware.chips import Chip, chip_named
+from pretuned.kernels.search.space import candidates
 
 Table = dict[str, dict[str, float]]
 
@@ -41,7 +41,9 @@ def load(path: Path) -> list[Cell]:
     sweep = json.loads(path.read_text())
     chip = chip_named(sweep["gpu"])
     if chip is None:
-        raise SystemExit(f"{path}: measured on '{sweep['gpu']}', which kernels/chips.py doesn't know; add it there")
+        raise SystemExit(
+            f"{path}: measured on '{sweep['gpu']}', which kernels/hardware/chips.py doesn't know; add it there"
+        )
     chip = chip.with_sm_count(sweep["sm_count"])
     variants = {
         number: Resources(

@@ -27,7 +27,7 @@ from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels import abi
+from pretuned.kernels.contract import spec
 from pretuned.runtime import launch
 
 # (name, E, H, I, top_k): the grid's models; two GEMMs each.
@@ -88,7 +88,7 @@ def launcher(
         )  # fmt: skip
         operands, strides = (dy, x, result), (dy.stride(0), x.stride(0))
     else:
-        gemm = abi.gemm_of(Problem(op, kernel.variant.dtype, E, N, K))
+        gemm = spec.gemm_of(Problem(op, kernel.variant.dtype, E, N, K))
         start = launch.row_launcher(
             kernel, columns=gemm.columns, reduction=gemm.reduction, E=E, w_kn=gemm.w_kn, stride_w_e=w.stride(0),
             stride_w_row=w.stride(1), m_sizes_step=1, fused=fused,

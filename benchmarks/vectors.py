@@ -1,7 +1,7 @@
-"""The cost model over all variants of many cells at once, for the fit: kernels/cost.py in arrays of numpy.
+"""The cost model over all variants of many cells at once, for the fit: kernels/cost/model.py in arrays of numpy.
 
-The equations are those of ``kernels/cost.py``, and tests hold the two equal. A search evaluates the model thousands
-of times on the same cells, so what no constant changes is worked out once.
+The equations are those of ``kernels/cost/model.py``, and tests hold the two equal. A search evaluates the model
+thousands of times on the same cells, so what no constant changes is worked out once.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy.typing as npt
 from sweeps import Cell
 
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.calibration import Constants
-from pretuned.kernels.chips import Chip
-from pretuned.kernels.config import Config, across, dealt, fitted
-from pretuned.kernels.cost import _GRAIN, Resources, _short, _Work, _work
-from pretuned.kernels.profile import Profile, profile
+from pretuned.kernels.contract.config import Config, across, dealt, fitted
+from pretuned.kernels.cost.constants import Constants
+from pretuned.kernels.cost.model import _GRAIN, Resources, _short, _Work, _work
+from pretuned.kernels.cost.profile import Profile, profile
+from pretuned.kernels.hardware.chips import Chip
 
 Floats = npt.NDArray[np.float64]
 

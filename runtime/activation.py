@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..artifacts.errors import InputError
 from ..artifacts.records.problem import Pass
-from ..kernels import passes
+from ..kernels.contract import rowops
 from . import inputs, passlaunchers
 from .device import on
 from .inputs import address_of
@@ -36,8 +36,8 @@ class Activation(NamedTuple):
     @property
     def flags(self) -> int:
         """What a kernel is told of it."""
-        gate = (passes.GATED if self.gated else 0) | (passes.INTERLEAVED if self.interleaved else 0)
-        return passes.KINDS.index(self.name) | gate
+        gate = (rowops.GATED if self.gated else 0) | (rowops.INTERLEAVED if self.interleaved else 0)
+        return rowops.KINDS.index(self.name) | gate
 
     def columns(self, h: torch.Tensor) -> int:
         """The columns of a; InputError where h's are no gate and up."""
@@ -122,9 +122,9 @@ def gradient(
         kind = weights.dtype if narrow and weights is not None else torch.float32
         dweights = h.new_empty((M,), dtype=kind) if needs.dweights else None
         address, flags = passlaunchers.used(bounds)
-        flags |= act.flags | (passes.WRITES_DH if needs.dh else 0) | (passes.WRITES_A if needs.a else 0)
-        flags |= passlaunchers.weighing(weights) | (passes.WRITES_DWEIGHTS if needs.dweights else 0)
-        flags |= 0 if kind is torch.float32 else passes.NARROW_DWEIGHTS
+        flags |= act.flags | (rowops.WRITES_DH if needs.dh else 0) | (rowops.WRITES_A if needs.a else 0)
+        flags |= passlaunchers.weighing(weights) | (rowops.WRITES_DWEIGHTS if needs.dweights else 0)
+        flags |= 0 if kind is torch.float32 else rowops.NARROW_DWEIGHTS
         step = 2 if index is not None and index.dtype is torch.int64 else 1
         launch(
             M, I,

@@ -9,7 +9,7 @@ import torch
 
 from ..artifacts.errors import InputError
 from ..artifacts.records.problem import Fusion, Layout, Op, Problem
-from ..kernels.abi import code_of
+from ..kernels.contract.spec import code_of
 from . import gradients, inputs, plans
 from .autograd import GroupedGemm
 from .device import without_autocast

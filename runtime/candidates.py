@@ -25,14 +25,15 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from ..artifacts.records.bundle import Choice, Source, Variant
 from ..artifacts.records.problem import Problem
 from ..artifacts.records.target import Gpu
-from ..kernels import abi, chips
-from ..kernels.config import Config
+from ..kernels.contract import registry, words
+from ..kernels.contract.config import Config
+from ..kernels.hardware import arch, chips
 from .device import LocalGpu
 from .discover import Snapshot, Usable, View
 from .places import Kind
 
 if TYPE_CHECKING:
-    from ..kernels.cost import Ranker
+    from ..kernels.cost.model import Ranker
 
     _Ranked: TypeAlias = tuple[View, list[tuple[Usable, int, Variant]], Ranker]
 
@@ -173,7 +174,7 @@ def modelled(
     most: int | None = None,
 ) -> list[Candidate]:  # fmt: skip
     """What the cost model says of every variant that fits, whatever it was chosen for; the best ``most`` of them."""
-    if local.sm not in chips.LIMITS:
+    if local.sm not in arch.LIMITS:
         return []
     _, fitting, ranker = _ranked(snapshot, problem, local, view, aligned)
     found = []
@@ -182,7 +183,7 @@ def modelled(
         origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
         origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
         config = _known(variant.config)
-        if config is None or variant.max_experts < problem.E or abi.beyond(problem, config):
+        if config is None or variant.max_experts < problem.E or registry.beyond(problem, config):
             continue
         if math.isfinite(time_us):
             found.append((origin, time_us, usable.order, index, at))
@@ -197,20 +198,20 @@ def modelled(
 
 def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: bool) -> str | None:
     """Why this variant can't run the call, or None."""
-    first, last = abi.READS_ABI
+    first, last = words.READS_ABI
     if not first <= variant.abi <= last:
         return f"its launch ABI is {variant.abi}, this version launches {first}-{last}"
     config = _known(variant.config)
     if config is None:
         return "its config is not one that this version knows"
-    lacking = abi.no_code(problem.op, problem.dtype, variant.fusion, config) or abi.beyond(problem, config)
+    lacking = registry.no_code(problem.op, problem.dtype, variant.fusion, config) or registry.beyond(problem, config)
     if lacking:
         return lacking
     if variant.alignment > 1 and not aligned:
         return f"it needs {variant.alignment}-byte alignment"
     if variant.max_experts < problem.E:
         return f"it takes {variant.max_experts} experts at most"
-    limits = chips.LIMITS.get(local.sm)
+    limits = arch.LIMITS.get(local.sm)
     if limits is not None and variant.shared_bytes > limits.shared_per_block_bytes:
         return (
             f"it needs {variant.shared_bytes} bytes of shared memory, sm_{local.sm} has {limits.shared_per_block_bytes}"
@@ -223,7 +224,7 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
     key = (id(view), problem.op, problem.dtype, problem.layout, problem.fusion, aligned, local)
     known: _Ranked | None = snapshot.rankers.get(key)
     if known is None:
-        from ..kernels.cost import Ranker, Resources  # here, as most calls are answered by a choice of a bundle
+        from ..kernels.cost.model import Ranker, Resources  # here, as most calls are answered by a choice of a bundle
 
         kind = replace(problem, E=1, N=_SMALL, K=_SMALL)
         fitting = [

@@ -6,8 +6,8 @@ import torch
 
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Pass
-from ..kernels.alignment import ALIGNMENT_BYTES, is_aligned
-from ..kernels.passes import CLEARED_ROWS, NAMES
+from ..kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
+from ..kernels.contract.rowops import CLEARED_ROWS, NAMES
 from . import passlaunchers
 from .device import on
 

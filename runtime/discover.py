@@ -24,7 +24,7 @@ from .places import Kind, Place, installed_places, places
 from .settings import Settings, settings
 
 if TYPE_CHECKING:
-    from ..kernels.passes import PassSpec
+    from ..kernels.contract.rowops import PassSpec
 
 _OVERLAY_LOCK_TIMEOUT_S = 0.2
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..artifacts.errors import BundleError, CudaError, DriverTooOld, TargetMismatch
 from ..artifacts.names import cuda_version, printable
-from ..kernels import chips
+from ..kernels.hardware import arch
 from . import discover, settings
 from .device import LocalGpu, local_gpu, platform_name, platform_supported
 from .discover import Found, Snapshot, View
@@ -159,8 +159,8 @@ def _fix(found: tuple[Found, ...], local: LocalGpu) -> str:
     errors = [discover.unusable(one.bundle, local) if one.bundle is not None else one.error for one in found]
     if any(isinstance(error, DriverTooOld) for error in errors):
         return "Update the driver, or rebuild with a Triton whose ptxas is older"
-    if local.sm not in chips.LIMITS:
-        return f"No kernels are built for sm_{local.sm} (only {', '.join(map(str, chips.supported()))})"
+    if local.sm not in arch.LIMITS:
+        return f"No kernels are built for sm_{local.sm} (only {', '.join(map(str, arch.supported()))})"
     command = f"aot build --models models.txt --sm {local.sm}"
     if any(not isinstance(error, TargetMismatch) for error in errors if error is not None):
         return f"The bundles found can't be opened, see above; or build new ones: {command}"

@@ -23,8 +23,8 @@ from typing import NamedTuple
 from ..artifacts.records.bundle import Source
 from ..artifacts.records.problem import Fusion, Problem, bucket_of
 from ..artifacts.records.target import Gpu
-from ..kernels import chips
-from ..kernels.abi import code_of, result_columns
+from ..kernels.contract.spec import code_of, result_columns
+from ..kernels.hardware import chips
 from . import gathered, rivals
 from .candidates import Candidate
 from .device import LocalGpu, local_gpu

@@ -13,8 +13,8 @@ from ..artifacts.names import printable
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from ..artifacts.records.target import Gpu
-from ..kernels import chips
-from ..kernels.alignment import has_aligned_rows
+from ..kernels.contract.alignment import has_aligned_rows
+from ..kernels.hardware import arch, chips
 from . import discover, epilogue, gathered, jit, settings
 from .candidates import Candidate, Match, Origin, chosen, modelled
 from .device import LocalGpu, current_device, local_gpu
@@ -302,8 +302,8 @@ def made_up_gpu(sm: int) -> LocalGpu:
     InputError
         for a capability that there are no kernels for.
     """
-    if not isinstance(sm, int) or sm not in chips.LIMITS:
-        raise InputError(f"sm={sm!r} is not supported, wanted one of {', '.join(map(str, chips.supported()))}")
+    if not isinstance(sm, int) or sm not in arch.LIMITS:
+        raise InputError(f"sm={sm!r} is not supported, wanted one of {', '.join(map(str, arch.supported()))}")
     chip = chips.chip_for(sm)
     return LocalGpu(sm, Gpu("", chip.sm_count, chip.memory_gib << 10, 0))
 

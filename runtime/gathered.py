@@ -28,9 +28,9 @@ import torch
 from ..artifacts.records.bundle import Source
 from ..artifacts.records.problem import Fusion, Pass, Problem, bucket_of
 from ..artifacts.records.target import Gpu
-from ..kernels import chips
-from ..kernels.abi import code_of, gemm_of
-from ..kernels.passes import dtype_of
+from ..kernels.contract.rowops import dtype_of
+from ..kernels.contract.spec import code_of, gemm_of
+from ..kernels.hardware import chips
 from . import passkernels, rivals, rowgather
 from .candidates import Candidate, why_not
 from .device import LocalGpu, allocator, local_gpu

@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from ..artifacts.records.problem import Layout, Op, Pass
-from ..kernels import passes
-from ..kernels.alignment import ALIGNMENT_BYTES
+from ..kernels.contract import rowops
+from ..kernels.contract.alignment import ALIGNMENT_BYTES
 from . import passlaunchers, productlaunchers, products, rowgather
 from .device import allocator
 from .gathered import Launch
@@ -75,8 +75,8 @@ class GradientPlan:
         self._sizes, self._wanted, self._lies, self._launches = sizes, wanted, lies, launches
         self._dtype, self._device, self._empty = like.dtype, like.get_device(), allocator(like.device)
         self._stream, self._swapped = products.stream_of, how.layout is Layout.KN
-        self._flags = how.act.flags | (passes.WRITES_DH if wanted.inner else 0)
-        self._flags |= (passes.WRITES_A if wanted.down else 0) | (passes.WRITES_DWEIGHTS if wanted.weights else 0)
+        self._flags = how.act.flags | (rowops.WRITES_DH if wanted.inner else 0)
+        self._flags |= (rowops.WRITES_A if wanted.down else 0) | (rowops.WRITES_DWEIGHTS if wanted.weights else 0)
 
     def __call__(
         self, dout: torch.Tensor, x: torch.Tensor | None, gate_up: torch.Tensor | None, down: torch.Tensor,
@@ -94,7 +94,7 @@ class GradientPlan:
         read = weights.detach() if self._reads(weights) else weights.detach().to(torch.float32)
         flag |= passlaunchers.weighing(read)
         kind = torch.float32 if down_bias is not None else read.dtype  # (a bias adds to it, in float32)
-        flag |= 0 if kind is torch.float32 else passes.NARROW_DWEIGHTS
+        flag |= 0 if kind is torch.float32 else rowops.NARROW_DWEIGHTS
         dx = dup = ddown = None
         dy = self._sorted(dout, at_index, used)
         da = empty((M, I), (I, 1), dtype)

@@ -8,7 +8,7 @@ import math
 from ..artifacts.errors import BundleError
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Layout, Op, Problem
-from ..kernels.abi import result_columns
+from ..kernels.contract.spec import result_columns
 from .device import LocalGpu
 from .discover import View
 

@@ -13,7 +13,7 @@ from ..artifacts.errors import BundleError, CompileError, HostError, InputError
 from ..artifacts.files.bundle_file import BundleFile, open_bytes
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Layout, Op, Problem
-from ..kernels.abi import MAX_EXPERTS
+from ..kernels.contract.spec import MAX_EXPERTS
 from .locks import lock
 
 if TYPE_CHECKING:  # pretuned.aot imports this, and must not wait for torch

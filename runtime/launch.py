@@ -11,19 +11,10 @@ from typing import NamedTuple
 from ..artifacts.errors import BundleCorrupt, InputError
 from ..artifacts.records.bundle import Variant
 from ..artifacts.records.problem import Fusion, Op
-from ..kernels.abi import (
-    CLEARER_ROWS,
-    FLAGS,
-    MOST_STEPS,
-    RAGGED_SIZES,
-    ZERO_TAIL,
-    clears,
-    ragged_strides,
-    result_columns,
-    too_large,
-    weight_tiles,
-)
-from ..kernels.config import Config, across
+from ..kernels.contract.config import Config, across
+from ..kernels.contract.registry import MOST_STEPS, clears, too_large, weight_tiles
+from ..kernels.contract.spec import result_columns
+from ..kernels.contract.words import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL, ragged_strides
 from . import arguments, driver
 from .arguments import PREPARED, SIZES, STRIDE_B, STRIDES, Blocks
 from .counters import counters

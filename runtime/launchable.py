@@ -1,7 +1,7 @@
 """Whether a variant's record is one that a launcher can carry out: its revision, arguments, descriptors and threads.
 
-A bundle's own checks end at what the format says. What the names mean is launch ABI 1 (kernels/abi.py): an argument
-that no launcher fills, or fills with something else, must be found before a kernel is launched with it.
+A bundle's own checks end at what the format says. What the names mean is launch ABI 1 (kernels/contract/registry.py):
+an argument that no launcher fills, or fills with something else, must be found before a kernel is launched with it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from ..artifacts.records.bundle import Variant
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Op, Pass
-from ..kernels.abi import MAX_EXPERTS, counts, no_code
-from ..kernels.config import Config, fitted
-from ..kernels.passes import Block
-from ..kernels.passes import arguments as arguments_of_pass
-from ..kernels.revisions import LAUNCHED_SINCE
+from ..kernels.contract.config import Config, fitted
+from ..kernels.contract.registry import counts, no_code
+from ..kernels.contract.revisions import LAUNCHED_SINCE
+from ..kernels.contract.rowops import Block
+from ..kernels.contract.rowops import arguments as arguments_of_pass
+from ..kernels.contract.spec import MAX_EXPERTS
 
 _NUMBERS = dict.fromkeys(
     ("M", "N", "K", "E", "m_sizes_step", "index_step", "index_end", "x_divisor", "flags"), ("i32",)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.records.problem import Op, Pass
-from ..kernels.alignment import ALIGNMENT_BYTES
-from ..kernels.passes import BIASED
+from ..kernels.contract.alignment import ALIGNMENT_BYTES
+from ..kernels.contract.rowops import BIASED
 from . import discover, gradientplans, inputs, jit, passlaunchers, productlaunchers, products, recent
 from .device import allocator, device_is_current, only_device
 from .gathered import GatherFirst, Launch

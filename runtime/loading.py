@@ -10,7 +10,7 @@ from ..artifacts.files.bundle_file import BundleFile
 from ..artifacts.format.wire import corrupt
 from ..artifacts.records.bundle import Variant
 from ..artifacts.records.problem import Problem
-from ..kernels.abi import parameter_bytes
+from ..kernels.contract.words import parameter_bytes
 from .device import LocalGpu
 from .discover import Snapshot, Usable
 from .dispatch import Miss, decide

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..artifacts.records.problem import Fusion, Op
-from ..kernels.config import Config
+from ..kernels.contract.config import Config
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from functools import partial
 from ..artifacts.records.bundle import Variant
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Pass
-from ..kernels import abi, chips
-from ..kernels.passes import PassSpec
+from ..kernels.contract import words
+from ..kernels.contract.rowops import PassSpec
+from ..kernels.hardware import arch
 from .device import LocalGpu
 from .discover import Rejected, Snapshot, Usable
 from .launchable import unlaunchable
@@ -43,7 +44,7 @@ def _rank(usable: Usable, index: int, variant: Variant, local: LocalGpu) -> tupl
 
 
 def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
-    first, last = abi.READS_ABI
-    limits = chips.LIMITS.get(local.sm)
+    first, last = words.READS_ABI
+    limits = arch.LIMITS.get(local.sm)
     fits = limits is None or variant.shared_bytes <= limits.shared_per_block_bytes
     return first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)

@@ -14,8 +14,8 @@ import torch
 from ..artifacts.errors import InputError
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Pass
-from ..kernels.alignment import ALIGNMENT_BYTES, is_aligned
-from ..kernels.passes import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
+from ..kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
+from ..kernels.contract.rowops import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
 from . import discover, driver, inputs
 from .device import current_stream, local_gpu, platform_supported
 from .discover import Snapshot, Usable

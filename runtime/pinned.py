@@ -10,7 +10,7 @@ from typing import TypeAlias
 from ..artifacts.errors import InputError
 from ..artifacts.records.bundle import Choice
 from ..artifacts.records.problem import Op, Problem
-from ..kernels.config import Config
+from ..kernels.contract.config import Config
 from . import discover
 from .candidates import why_not
 from .device import LocalGpu, local_gpu
@@ -42,7 +42,7 @@ def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | No
     if pin is None or isinstance(pin, (Config, Choice, Preferred)):
         return pin
     raise InputError(
-        f"grouped_gemm: {name} is a {type(pin).__name__}, wanted a pretuned.kernels.config.Config or "
+        f"grouped_gemm: {name} is a {type(pin).__name__}, wanted a pretuned.kernels.contract.config.Config or "
         "a pretuned.artifacts.records.bundle.Choice that an open bundle has, a KernelPair of "
         "get_or_autotune_moe_kernels, or None for the bundles' own choice"
     )

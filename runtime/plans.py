@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from ..artifacts.records.problem import Layout, Op
-from ..kernels.alignment import ALIGNMENT_BYTES
+from ..kernels.contract.alignment import ALIGNMENT_BYTES
 from . import inputs, productlaunchers, products, recent
 from .autograd import GroupedGemm
 from .clearing import clear

@@ -13,8 +13,8 @@ import torch
 
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Layout, Op, Pass, Problem, bucket_of
-from ..kernels.abi import code_of, gemm_of
-from ..kernels.alignment import ALIGNMENT_BYTES, is_aligned
+from ..kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
+from ..kernels.contract.spec import code_of, gemm_of
 from . import discover, epilogue, gathered, jit, passlaunchers, pinned, settings
 from .device import local_gpu, platform_supported, tell_unsupported
 from .gathered import GatherFirst, Launch

@@ -6,7 +6,7 @@ import torch
 
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Pass
-from ..kernels.passes import ADDS, COUNTS, PLACES, SORTED_EXPERTS
+from ..kernels.contract.rowops import ADDS, COUNTS, PLACES, SORTED_EXPERTS
 from . import inputs, passlaunchers
 from .device import allocator, on
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..artifacts.records.problem import Pass
-from ..kernels.passes import BIASED
+from ..kernels.contract.rowops import BIASED
 from . import inputs, passlaunchers, rowgather
 from .device import allocator, on
 

@@ -17,8 +17,8 @@ from ..artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ..artifacts.files.bundle_file import BundleFile
 from ..artifacts.records.bundle import Model
 from ..artifacts.records.problem import Fusion, Layout, Op, Pass, Problem, buckets_between
-from ..kernels.alignment import has_aligned_rows
-from ..kernels.passes import dtype_of
+from ..kernels.contract.alignment import has_aligned_rows
+from ..kernels.contract.rowops import dtype_of
 from . import discover
 from .candidates import why_not
 from .device import LocalGpu, current_device, local_gpu

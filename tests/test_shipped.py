@@ -15,7 +15,7 @@ from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.revisions import source_sha256
+from pretuned.kernels.contract.revisions import source_sha256
 from pretuned.runtime.candidates import Origin
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot

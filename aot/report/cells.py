@@ -11,7 +11,7 @@ from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Layout, Problem
 from ...artifacts.records.target import Gpu
-from ...kernels.chips import Chip
+from ...kernels.hardware.chips import Chip
 from .roofline import Roofline
 
 GemmKey = tuple[int, int, int, DType, Layout]

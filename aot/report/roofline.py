@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem
-from ...kernels.abi import result_columns
-from ...kernels.chips import Chip
-from ...kernels.routing import expected_rows
+from ...kernels.contract.spec import result_columns
+from ...kernels.cost.routing import expected_rows
+from ...kernels.hardware.chips import Chip
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ def roofline(problem: Problem, M: int, chip: Chip) -> Roofline:
 
     compute = 2 M N K / rate. memory = bytes / bandwidth, everything read or written once, s bytes an element:
 
-    - forward, dX: (A N K + M N + M K) s, A the expected active experts of the routing in kernels/routing.py; with silu
+    - forward, dX: (A N K + M N + M K) s, A the expected active experts of the routing in kernels/cost/routing.py; with
+    silu
       in the epilogue M N / 2 are written
     - dW: (E N K + M N + M K) s, as dw of every expert is written
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from ...artifacts.records.bundle import Bundle, Choice, Source, Variant
 from ...artifacts.records.problem import Op, Problem
 from ...artifacts.records.target import Gpu
-from ...kernels.chips import LIMITS, Chip, chip_for, chip_of
-from ...kernels.cost import Resources, estimate_us
+from ...kernels.cost.model import Resources, estimate_us
+from ...kernels.hardware.arch import LIMITS
+from ...kernels.hardware.chips import Chip, chip_for, chip_of
 from ..assembly import config_text
 from ..evidence import cell_of
 from ..journal import Contents

@@ -9,7 +9,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.names import cuda_version
 from ...artifacts.records.bundle import Bundle
 from ...artifacts.records.target import Gpu
-from ...kernels.chips import supported
+from ...kernels.hardware.arch import supported
 from ..journal import Contents, read_journal
 from ..plan import Plan
 from ..verify import sound

@@ -15,7 +15,7 @@ from pretuned.aot.plan import Plan, plan
 from pretuned.aot.variants import Space
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 
 # spawned workers get the parent's sys.path
 sys.path.append(str(Path(__file__).parent / "workerjobs"))

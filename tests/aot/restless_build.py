@@ -12,7 +12,7 @@ from pathlib import Path
 from pretuned.aot.workers import Job, compile_all
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Pass
-from pretuned.kernels.passes import PassSpec
+from pretuned.kernels.contract.rowops import PassSpec
 
 
 def restless(spec: object, sm: int) -> None:

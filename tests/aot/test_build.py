@@ -29,11 +29,12 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Source, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
-from pretuned.kernels.abi import LAUNCH_ABI, Spec
-from pretuned.kernels.alignment import has_aligned_rows
-from pretuned.kernels.chips import limits
-from pretuned.kernels.config import Config, fitted
-from pretuned.kernels.revisions import source_sha256
+from pretuned.kernels.contract.alignment import has_aligned_rows
+from pretuned.kernels.contract.config import Config, fitted
+from pretuned.kernels.contract.revisions import source_sha256
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.contract.words import LAUNCH_ABI
+from pretuned.kernels.hardware.arch import limits
 
 Make = Callable[..., Options]
 

@@ -12,9 +12,10 @@ from pretuned.aot.plan import Plan, plan, planned_on
 from pretuned.aot.variants import GATED_CONFIGS, Family, Space, families, optional, specs
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels import abi, space
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.alignment import has_aligned_rows
+from pretuned.kernels.contract import registry, words
+from pretuned.kernels.contract.alignment import has_aligned_rows
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.search import space
 
 CUBINS = 160  # of the whole catalogue in bf16, all ops
 CUBIN_BYTES = 40_000  # the mean of the real ones
@@ -23,9 +24,9 @@ CUBIN_BYTES = 40_000  # the mean of the real ones
 def _compiled(spec: Spec, sm: int) -> Compiled:
     """Half the registers of a full thread, and the least shared memory that the config can take."""
     variant = Variant(
-        kernel=spec.kernel, revision=1, abi=abi.LAUNCH_ABI, op=spec.op, dtype=spec.dtype, layout=spec.layout,
+        kernel=spec.kernel, revision=1, abi=words.LAUNCH_ABI, op=spec.op, dtype=spec.dtype, layout=spec.layout,
         fusion=spec.fusion, alignment=spec.alignment, max_experts=spec.max_experts, config=spec.config.pairs(),
-        entry=spec.kernel, arguments=abi.arguments(spec), tensor_maps=(), threads=32 * spec.config.num_warps,
+        entry=spec.kernel, arguments=registry.arguments(spec), tensor_maps=(), threads=32 * spec.config.num_warps,
         shared_bytes=space.shared_bytes_at_least(spec.op, spec.dtype, spec.config, sm), registers=128, spill_bytes=0,
         scratch_bytes=0, cubin_bytes=0, cubin_sha256=bytes(32),
     )  # fmt: skip

@@ -10,8 +10,8 @@ from pretuned.aot.compilecache import CompileCache
 from pretuned.aot.estimate import estimate
 from pretuned.aot.models import load_models
 from pretuned.aot.plan import Plan, plan
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.passes import PassSpec
+from pretuned.kernels.contract.rowops import PassSpec
+from pretuned.kernels.contract.spec import Spec
 
 # A build of these by ``--no-cache --measure no`` on two cores of a server, at the commit that this test came with.
 MODELS = (

@@ -23,8 +23,8 @@ from pretuned.artifacts.records.bundle import Choice, Source, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.chips import chip_of
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.hardware.chips import chip_of
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
 PROBLEM = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)

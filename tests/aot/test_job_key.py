@@ -11,10 +11,10 @@ from pretuned.aot import compile
 from pretuned.aot.compile import job_key
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Pass
-from pretuned.kernels import abi, passes
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.config import Config
-from pretuned.kernels.passes import PassSpec
+from pretuned.kernels.contract import registry, rowops
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.rowops import PassSpec
+from pretuned.kernels.contract.spec import Spec
 
 SPEC = Spec(Op.FORWARD, DType.BF16, Config(128, 128, 64, 8, 6, tma=True, specialized=True))
 
@@ -22,34 +22,34 @@ SPEC = Spec(Op.FORWARD, DType.BF16, Config(128, 128, 64, 8, 6, tma=True, special
 @pytest.mark.parametrize("name", ["constants", "boxes", "divisibility"])
 def test_what_the_compiler_is_told_is_in_the_name_of_a_cached_cubin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel's source changes with it, so a cubin of before would be taken for one of now."""
-    before, told = job_key(SPEC, 90), getattr(abi, name)
+    before, told = job_key(SPEC, 90), getattr(registry, name)
 
     def other(*given: Any) -> dict[str, Any]:
         return {**told(*given), "SLOTS": 7}
 
     assert job_key(SPEC, 90) == before
-    monkeypatch.setattr(abi, name, other)
+    monkeypatch.setattr(registry, name, other)
     assert job_key(SPEC, 90) != before
 
 
 @pytest.mark.parametrize("name", ["constants", "divisibility", "arguments"])
 def test_so_is_what_it_is_told_of_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = PassSpec(Pass.COMBINE, DType.BF16)
-    before, told = job_key(spec, 90), getattr(passes, name)
-    monkeypatch.setattr(passes, name, lambda one: told(one)[::-1] if name == "arguments" else {"BLOCK": 7})
+    before, told = job_key(spec, 90), getattr(rowops, name)
+    monkeypatch.setattr(rowops, name, lambda one: told(one)[::-1] if name == "arguments" else {"BLOCK": 7})
     assert job_key(spec, 90) != before
 
 
 def test_what_each_pointer_of_a_kernel_points_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that nobody gave a type would be compiled as a pointer to rows, and read anything."""
     spec = PassSpec(Pass.COMBINE, DType.BF16)
-    monkeypatch.setattr(passes, "arguments", lambda _op: (("unheard_of", "ptr"),))
+    monkeypatch.setattr(rowops, "arguments", lambda _op: (("unheard_of", "ptr"),))
     with pytest.raises(KeyError, match="unheard_of"):
         job_key(spec, 90)
     monkeypatch.undo()
     words = {"index", "experts", "places", "used", "ids", "bounds", "m_sizes", "counts"}
     for op in Pass:
-        for name, kind in passes.arguments(op):
+        for name, kind in rowops.arguments(op):
             wanted = "*i32" if name in words else {"order": "*i64", "named": "*i8"}.get(name, "*bf16")
             wanted = "*fp32" if name in ("row_weights", "dweights") else wanted
             found = compile._triton_type(name, kind, PassSpec(op, DType.BF16), {})
@@ -60,8 +60,8 @@ DIGEST = """
 import hashlib
 from pretuned.aot.compile import compile_variant
 from pretuned.artifacts.records.problem import DType, Op
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.registry import Spec
+from pretuned.kernels.contract.config import Config
 config = Config(64, 64, 64, 4, 2, tma=True)  # on wgmma
 print(hashlib.sha256(compile_variant(Spec(Op.FORWARD, DType.BF16, config), 90).cubin).hexdigest())
 """

@@ -20,8 +20,8 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Choice, Source
 from pretuned.artifacts.records.problem import Fusion, Op, Pass, Problem
 from pretuned.artifacts.records.target import Gpu, Target
-from pretuned.kernels.abi import LAUNCH_ABI
-from pretuned.kernels.revisions import REVISIONS
+from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.words import LAUNCH_ABI
 
 BIG = "shape:E=16,H=512,I=256,k=2 tokens=1..256 name=big"
 

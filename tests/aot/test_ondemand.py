@@ -33,7 +33,7 @@ from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime import discover, grouped_gemm, reload
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.pair import KernelPair, Preferred

@@ -21,8 +21,8 @@ from pretuned.artifacts.records.bundle import Bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.config import Config
-from pretuned.kernels.revisions import REVISIONS
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.revisions import REVISIONS
 
 OTHER = Config(128, 128, 64, 8, 3, tma=True)
 

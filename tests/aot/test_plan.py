@@ -10,7 +10,7 @@ from pretuned.aot.modelshape import Gemm, ModelShape
 from pretuned.aot.plan import buckets_between, plan
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
-from pretuned.kernels.abi import code_of
+from pretuned.kernels.contract.spec import code_of
 
 QWEN3 = ModelShape(
     name="Qwen/Qwen3-30B-A3B",

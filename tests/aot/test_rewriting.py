@@ -13,8 +13,9 @@ from pretuned.aot.rewriting import cut, fit, rewrites, streamed, written
 from pretuned.aot.variants import MAX_SPILL_BYTES
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
-from pretuned.kernels.abi import Spec, no_code
-from pretuned.kernels.config import Config, invalid
+from pretuned.kernels.contract.config import Config, invalid
+from pretuned.kernels.contract.registry import no_code
+from pretuned.kernels.contract.spec import Spec
 
 LOAD = (
     "\t@%p9 cp.async.bulk.tensor.{rank}d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd3, {{%r2, %r4}}], "

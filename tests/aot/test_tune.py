@@ -43,7 +43,7 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Choice, Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels.alignment import has_aligned_rows
+from pretuned.kernels.contract.alignment import has_aligned_rows
 
 SHIPPED = Path(__file__).parents[2] / "artifacts" / "bundles"
 Gpus = Callable[..., contextlib.AbstractContextManager[list[LocalGpu]]]

@@ -16,8 +16,8 @@ from pretuned.aot.workers import Job, Result, compile_all
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.spec import Spec
 
 
 def job(stages: int, sm: int = 80) -> Job:

@@ -22,16 +22,16 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
-from pretuned.kernels import abi
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract import registry, spec
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime.pair import KernelPair, Preferred
 
-SPEC = abi.Spec(Op.FORWARD, DType.BF16, Config(64, 64, 64, 4, 3))
+SPEC = spec.Spec(Op.FORWARD, DType.BF16, Config(64, 64, 64, 4, 3))
 CUBIN = b"\x7fELF code"
 COMPILED = Compiled(
     Variant(
         SPEC.kernel, 1, 1, SPEC.op, SPEC.dtype, SPEC.layout, SPEC.fusion, SPEC.alignment, SPEC.max_experts,
-        SPEC.config.pairs(), "rows", abi.arguments(SPEC), (), 128, 49152, 128, 0, 0, len(CUBIN),
+        SPEC.config.pairs(), "rows", registry.arguments(SPEC), (), 128, 49152, 128, 0, 0, len(CUBIN),
         hashlib.sha256(CUBIN).digest(),
     ),
     CUBIN,
@@ -56,7 +56,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "an entry of bytes": ("entry", b"rows"),
     "an entry with a blank": ("entry", "rows rows"),
     "no arguments": ("arguments", []),
-    "an argument too many": ("arguments", [*abi.arguments(SPEC), ("z", "ptr")]),
+    "an argument too many": ("arguments", [*registry.arguments(SPEC), ("z", "ptr")]),
     "arguments a number": ("arguments", 5),
     "maps of nothing": ("tensor_maps", [()]),
     "a map for a pointer": ("tensor_maps", [("x", 9, (64, 64), 3)]),

@@ -21,9 +21,11 @@ from pretuned.artifacts.records.bundle import Bundle, Kernel, TensorMap, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.artifacts.records.target import Target
-from pretuned.kernels.abi import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, arguments, boxes, parameter_bytes
-from pretuned.kernels.config import Config
-from pretuned.kernels.revisions import REVISIONS
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.registry import arguments, boxes
+from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from pretuned.kernels.contract.words import parameter_bytes
 from pretuned.runtime.launchable import unlaunchable
 from pretuned.runtime.loading import loaded
 

@@ -22,7 +22,7 @@ from pretuned.artifacts.files.bundle_file import open_bundle, open_bytes
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Producer
 from pretuned.artifacts.records.target import Gpu, Target
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot
 from pretuned.runtime.explanation import examine

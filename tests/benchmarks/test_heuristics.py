@@ -18,7 +18,7 @@ from pretuned.aot.records import Measured, Timing
 from pretuned.aot.variants import Family
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 JOBS = Path(__file__).parents[1] / "aot" / "workerjobs"

@@ -12,9 +12,9 @@ import triton
 from pretuned.aot.compile import compile_variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Pass
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.config import Config
-from pretuned.kernels.passes import PassSpec
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.rowops import PassSpec
+from pretuned.kernels.contract.spec import Spec
 
 TMA = Config(64, 128, 64, 4, 3, tma=True)
 POINTERS = Config(64, 128, 32, 4, 3)

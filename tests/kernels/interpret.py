@@ -14,9 +14,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels import abi, find, forward, grad_weight
-from pretuned.kernels.config import Config
-from pretuned.kernels.tiles import expert_rows, locate
+from pretuned.kernels.contract import registry, words
+from pretuned.kernels.contract import spec as contract_spec
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.gemm.portable import lookup, weight
+from pretuned.kernels.gemm.portable import rows as portable_rows
+from pretuned.kernels.gemm.portable.tiles import expert_rows, locate
 
 GUARD = 3.0  # what y holds where the kernel must not write
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -24,7 +27,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 @triton.jit
 def ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What kernels/find.py asks in PTX, which the interpreter can't run. As there, tiles are of all rows asked for."""
+    """What kernels/gemm/portable/lookup.py asks in PTX, which the interpreter can't run.
+
+    As there, tiles are of all rows asked for.
+    """
     _starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, 512)
     e = tl.arange(0, 512)
     low = tl.load(m_sizes + e * m_sizes_step, mask=e < E, other=0)
@@ -38,7 +44,7 @@ def ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.const
     return expert, part - inner, row_start, row_end
 
 
-find._ask = ask
+lookup._ask = ask
 
 
 def rows_of_experts(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -50,7 +56,7 @@ def rows_of_experts(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 def experts(case: dict[str, Any]) -> int:
     """What the variant is compiled for; ``scan`` is for any number, counts read a few experts at a time."""
-    return abi.MAX_EXPERTS_FALLBACK if case["scan"] else triton.next_power_of_2(max(len(case["m_sizes"]), 2))
+    return contract_spec.MAX_EXPERTS_FALLBACK if case["scan"] else triton.next_power_of_2(max(len(case["m_sizes"]), 2))
 
 
 def poisoned(rows: torch.Tensor, case: dict[str, Any]) -> torch.Tensor:
@@ -65,7 +71,7 @@ def poisoned(rows: torch.Tensor, case: dict[str, Any]) -> torch.Tensor:
 def tell(out, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
     """What each program finds, as (whether there is a tile, expert, row tile, column tile)."""
     tile = tl.program_id(0)
-    there, expert, tile_m, tile_n, _start, _end = find.find(
+    there, expert, tile_m, tile_n, _start, _end = lookup.find(
         tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, GROUP_M
     )
     tl.store(out + 4 * tile, there.to(tl.int32))
@@ -78,7 +84,7 @@ def run_find(case: dict[str, Any]) -> dict[str, Any]:
     """Every tile is found by one program, and by no other of the grid."""
     E, M, block_m, tiles_n = len(case["m_sizes"]), case["M"], case["block"][0], -(-case["N"] // case["block"][1])
     counts = torch.tensor(case["m_sizes"], dtype=torch.int64 if case["wide"] else torch.int32).view(torch.int32)
-    tiles = abi.most_tiles(M, E, case["N"], Config(*case["block"], 4, 2, persistent=False))
+    tiles = registry.most_tiles(M, E, case["N"], Config(*case["block"], 4, 2, persistent=False))
     out = torch.full((tiles, 4), -9, dtype=torch.int32)
     tell[(tiles,)](out, counts, 2 if case["wide"] else 1, M, E, tiles_n, BLOCK_M=block_m, GROUP_M=case["group_m"])
     starts, ends = rows_of_experts(case)
@@ -112,7 +118,7 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[case["dtype"]]
     op, layout, fusion = Op(case["op"]), Layout(case["layout"]), Fusion(case["fusion"])
     problem = Problem(op, DType(case["dtype"]), E, N, K, layout)
-    gemm = abi.gemm_of(problem)
+    gemm = contract_spec.gemm_of(problem)
     rng = np.random.default_rng(case["seed"])
     limit = -(-M // top_k) * top_k + top_k  # one token more than the rows come from
     index = index_of(case, limit)
@@ -125,21 +131,21 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
     y = torch.full((limit + 2, gemm.columns + 3), GUARD, dtype=dtype)  # a row stride of its own, and guards
 
     config = Config(*case["block"], 4, 2, case["group_m"], case["tma"], case["persistent"])
-    spec = abi.Spec(op, problem.dtype, config, layout, abi.code_of(op, fusion), 1, experts(case))
-    tiles = abi.most_tiles(M, E, gemm.columns, config)
+    spec = contract_spec.Spec(op, problem.dtype, config, layout, contract_spec.code_of(op, fusion), 1, experts(case))
+    tiles = registry.most_tiles(M, E, gemm.columns, config)
     values = {"x": x, "w": w, "y": y, "N": gemm.columns, "K": gemm.reduction, "stride_x_m": x.stride(0),
               "stride_w_e": w.stride(0), "stride_w_row": w.stride(1), "stride_y_m": y.stride(0),
               "bias": bias, "row_weights": row_weights}  # fmt: skip
-    values |= {name: descriptor(values[name], box) for name, box in abi.boxes(spec).items()}
+    values |= {name: descriptor(values[name], box) for name, box in registry.boxes(spec).items()}
     if fusion:
         values |= {"index": index.view(torch.int32), "index_step": 2 if case["wide"] else 1, "index_end": limit,
                    "x_divisor": top_k, "flags": fusion.value}  # fmt: skip
     if case["zero_tail"]:
-        values["flags"] = fusion.value | abi.ZERO_TAIL
+        values["flags"] = fusion.value | words.ZERO_TAIL
         if Fusion.SCATTER in fusion:
-            assert abi.clears(spec.fusion, config)
-            tiles += -(-limit // abi.CLEARER_ROWS)
-    launch(getattr(forward, spec.kernel), spec, case, tiles, values)
+            assert registry.clears(spec.fusion, config)
+            tiles += -(-limit // words.CLEARER_ROWS)
+    launch(getattr(portable_rows, spec.kernel), spec, case, tiles, values)
 
     wrong = []
     matrices = w.double().numpy() if gemm.w_kn else w.double().numpy().transpose(0, 2, 1)
@@ -183,14 +189,14 @@ def run_weight(case: dict[str, Any]) -> dict[str, Any]:
     dw = torch.full((E, N, K + 3), GUARD, dtype=dtype)
 
     config = Config(*case["block"], 4, 2, case["group_m"], case["tma"], case["persistent"])
-    spec = abi.Spec(Op.DW, DType(case["dtype"]), config, alignment=1, max_experts=experts(case))
+    spec = contract_spec.Spec(Op.DW, DType(case["dtype"]), config, alignment=1, max_experts=experts(case))
     values = {"dy": dy, "x": x, "dw": dw, "N": N, "K": K, "stride_dy_m": dy.stride(0), "stride_x_m": x.stride(0),
               "stride_dw_e": dw.stride(0), "stride_dw_row": dw.stride(1)}  # fmt: skip
-    for name, box in abi.boxes(spec).items():
+    for name, box in registry.boxes(spec).items():
         rows: torch.Tensor = values[name]
-        sizes, strides = [*abi.RAGGED_SIZES, rows.shape[1]], [*abi.ragged_strides(rows.stride(0)), 1]
+        sizes, strides = [*words.RAGGED_SIZES, rows.shape[1]], [*words.ragged_strides(rows.stride(0)), 1]
         values[name] = TensorDescriptor(rows, sizes, strides, list(box))
-    launch(getattr(grad_weight, spec.kernel), spec, case, abi.weight_tiles(N, K, E, config), values)
+    launch(getattr(weight, spec.kernel), spec, case, registry.weight_tiles(N, K, E, config), values)
 
     wrong = []
     starts, ends = rows_of_experts(case)
@@ -204,7 +210,7 @@ def run_weight(case: dict[str, Any]) -> dict[str, Any]:
     return {"wrong": wrong, "untouched": bool((dw[:, :, K:] == GUARD).all())}
 
 
-def launch(kernel: Any, spec: abi.Spec, case: dict[str, Any], tiles: int, values: dict[str, Any]) -> None:
+def launch(kernel: Any, spec: contract_spec.Spec, case: dict[str, Any], tiles: int, values: dict[str, Any]) -> None:
     counts = torch.tensor(case["m_sizes"], dtype=torch.int64 if case["wide"] else torch.int32)
     values |= {"m_sizes": counts.view(torch.int32), "m_sizes_step": 2 if case["wide"] else 1}
     values |= {"M": case["M"], "E": len(case["m_sizes"])}
@@ -212,8 +218,8 @@ def launch(kernel: Any, spec: abi.Spec, case: dict[str, Any], tiles: int, values
     plain = {"index": null, "row_weights": null.float(), "bias": null.float(), "index_step": 1, "index_end": 0}
     values = plain | {"x_divisor": 1, "flags": 0} | values
     grid = min(tiles, case["programs"]) if case["persistent"] else tiles
-    constants = abi.constants(spec, 80) | ({"EXPERTS": case["scan"]} if case["scan"] else {})
-    kernel[(grid,)](*(values[name] for name, _ in abi.arguments(spec)), **constants)
+    constants = registry.constants(spec, 80) | ({"EXPERTS": case["scan"]} if case["scan"] else {})
+    kernel[(grid,)](*(values[name] for name, _ in registry.arguments(spec)), **constants)
 
 
 def descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:

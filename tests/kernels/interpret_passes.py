@@ -10,7 +10,9 @@ import torch
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Pass
-from pretuned.kernels import activation, clear, passes, reference, slots, tokens
+from pretuned.kernels import reference
+from pretuned.kernels.contract import rowops
+from pretuned.kernels.rowops import activation, gather_combine, sort, zero_rows
 from pretuned.runtime.activation import Activation, by_torch
 
 GUARD = 3.0  # what a result holds where the kernel must not write
@@ -24,12 +26,12 @@ def run(case: dict[str, Any]) -> list[str]:
 
 
 def launch(op: Pass, case: dict[str, Any], values: dict[str, Any]) -> None:
-    kernel = getattr(tokens, op.value, None) or getattr(activation, op.value)
-    rows = passes.rows_at_once(op)
-    grid = values.pop("grid", passes.programs(op, case["M"], case["columns"], case["block"], rows))
+    kernel = getattr(gather_combine, op.value, None) or getattr(activation, op.value)
+    rows = rowops.rows_at_once(op)
+    grid = values.pop("grid", rowops.programs(op, case["M"], case["columns"], case["block"], rows))
     values = {"M": case["M"], "columns": case["columns"]} | values
-    constants = passes.constants(passes.PassSpec(op, DType.BF16)) | {"BLOCK": case["block"]}
-    kernel[(grid,)](*(values[name] for name, _ in passes.arguments(op)), **constants)
+    constants = rowops.constants(rowops.PassSpec(op, DType.BF16)) | {"BLOCK": case["block"]}
+    kernel[(grid,)](*(values[name] for name, _ in rowops.arguments(op)), **constants)
 
 
 def run_activation(case: dict[str, Any]) -> list[str]:
@@ -43,7 +45,7 @@ def run_activation(case: dict[str, Any]) -> list[str]:
     index = torch.randperm(M, generator=g).to(torch.int64 if case["wide"] else torch.int32)
     end = M if used is None else min(used, M)
     h[end:], da[end:] = float("nan"), float("nan")  # rows of no expert hold anything
-    flags = act.flags | (passes.USED if used is not None else 0)
+    flags = act.flags | (rowops.USED if used is not None else 0)
     fresh = {"a": torch.full((M + 1, columns), GUARD, dtype=dtype)}
     given: dict[str, Any] = {"h": h, "used": torch.tensor([used or 0], dtype=torch.int32)}
     wide = h[:end].double().requires_grad_()
@@ -55,10 +57,10 @@ def run_activation(case: dict[str, Any]) -> list[str]:
     if case["weighted"]:
         scale = weights.double()[index.long()][:end, None]
     writes = case["writes"]
-    for name, flag in (("dh", passes.WRITES_DH), ("a", passes.WRITES_A), ("dweights", passes.WRITES_DWEIGHTS)):
+    for name, flag in (("dh", rowops.WRITES_DH), ("a", rowops.WRITES_A), ("dweights", rowops.WRITES_DWEIGHTS)):
         flags |= flag if name in writes else 0
-    flags |= passes.WEIGHTED if case["weighted"] else 0
-    flags |= passes.NARROW | passes.NARROW_DWEIGHTS if case["narrow"] else 0
+    flags |= rowops.WEIGHTED if case["weighted"] else 0
+    flags |= rowops.NARROW | rowops.NARROW_DWEIGHTS if case["narrow"] else 0
     kind = dtype if case["narrow"] else torch.float32
     fresh |= {
         "dh": torch.full((M + 1, h.shape[1]), GUARD, dtype=dtype), "dweights": torch.full((M + 1,), GUARD, dtype=kind),
@@ -88,15 +90,15 @@ def run_gather(case: dict[str, Any]) -> list[str]:
     index[: case["repeated"]] = index[-1]
     end = M if used is None else min(used, M)
     given = {"x": x, "index": index.view(torch.int32), "used": torch.tensor([used or 0], dtype=torch.int32), "out": out}
-    given |= {"index_step": 2 if case["wide"] else 1, "flags": 0 if used is None else passes.USED, "top_k": top_k}
+    given |= {"index_step": 2 if case["wide"] else 1, "flags": 0 if used is None else rowops.USED, "top_k": top_k}
     case = case | {"M": M}
     if case["by_token"]:
         noted = torch.randint(-3, M + 3, (2 + M,), generator=g, dtype=torch.int32)  # what stands in fresh memory
         noted[-1] = int(GUARD)
-        looks = -(-M // passes.NOTED_ROWS)
-        notes = {"out": noted, "top_k": M, "flags": given["flags"] | passes.NOTES, "grid": looks}
+        looks = -(-M // rowops.NOTED_ROWS)
+        notes = {"out": noted, "top_k": M, "flags": given["flags"] | rowops.NOTES, "grid": looks}
         launch(Pass.GATHER, case, given | notes)
-        given |= {"used": noted, "flags": passes.BY_TOKEN, "grid": T + looks}
+        given |= {"used": noted, "flags": rowops.BY_TOKEN, "grid": T + looks}
         if noted[0] != end or noted[-1] != GUARD:
             return [f"notes: {noted[0]} rows, wanted {end}, and past the end {noted[-1]}"]
     launch(Pass.GATHER, case, given)
@@ -121,10 +123,10 @@ def run_sort(case: dict[str, Any]) -> list[str]:
     }
     given["ids"] = (ids if case["wide"] else ids.int()).view(torch.int32)
     given |= {"E": E, "ids_step": 2 if case["wide"] else 1}
-    steps = [(passes.COUNTS, chunks), (passes.ADDS, -(-(E + 1) // passes.SORTED_EXPERTS)), (passes.PLACES, chunks)]
-    for flags, grid in [(passes.COUNTS | passes.PLACES, 1)] if chunks == 1 else steps:
+    steps = [(rowops.COUNTS, chunks), (rowops.ADDS, -(-(E + 1) // rowops.SORTED_EXPERTS)), (rowops.PLACES, chunks)]
+    for flags, grid in [(rowops.COUNTS | rowops.PLACES, 1)] if chunks == 1 else steps:
         values = given | {"M": M, "flags": flags}
-        slots.sort_slots[(grid,)](*(values[name] for name, _ in passes.arguments(Pass.SORT_SLOTS)), BLOCK=block)
+        sort.sort_slots[(grid,)](*(values[name] for name, _ in rowops.arguments(Pass.SORT_SLOTS)), BLOCK=block)
     experts = torch.where((ids >= 0) & (ids < E), ids, E)
     m_sizes = torch.bincount(experts, minlength=E + 1)[:E]
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), m_sizes.cumsum(0)])
@@ -153,9 +155,9 @@ def run_clear(case: dict[str, Any]) -> list[str]:
         "m_sizes": (m_sizes.int() if wide else m_sizes).view(torch.int32), "M": M, "rows": rows, "columns": columns,
         "E": E, "index_end": index_end, "m_sizes_step": 1 if wide else 2, "index_step": 2 if wide else 1,
     }  # fmt: skip
-    for flags, grid in ((passes.NAMES, -(-M // block)), (0, -(-rows // passes.CLEARED_ROWS))):
+    for flags, grid in ((rowops.NAMES, -(-M // block)), (0, -(-rows // rowops.CLEARED_ROWS))):
         values = given | {"flags": flags}
-        clear.clear[(grid,)](*(values[name] for name, _ in passes.arguments(Pass.CLEAR)), BLOCK=block)
+        zero_rows.clear[(grid,)](*(values[name] for name, _ in rowops.arguments(Pass.CLEAR)), BLOCK=block)
     part = reference.taking_part(m_sizes, index, index_end, M)
     want = torch.zeros(rows + 1, dtype=torch.bool)
     want[index[part]] = True
@@ -179,8 +181,8 @@ def run_combine(case: dict[str, Any]) -> list[str]:
     places[~here] = -1
     weights[~here] = float("nan")
     weights = weights.to(dtype) if case["narrow"] else weights
-    flags = (passes.WEIGHTED if case["weighted"] else 0) | (passes.NARROW if case["narrow"] else 0)
-    flags |= passes.BIASED | passes.WEIGHTED if case["biased"] else 0
+    flags = (rowops.WEIGHTED if case["weighted"] else 0) | (rowops.NARROW if case["narrow"] else 0)
+    flags |= rowops.BIASED | rowops.WEIGHTED if case["biased"] else 0
     given = {"y": y, "experts": experts, "places": places, "row_weights": weights, "bias": bias, "top_k": top_k}
     out = torch.full((T + 1, columns), GUARD, dtype=dtype)
     launch(Pass.COMBINE, case, given | {"out": out, "flags": flags})

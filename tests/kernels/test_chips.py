@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.kernels.chips import CHIPS, LIMITS, chip_for, chip_named, limits, supported
+from pretuned.kernels.hardware.arch import LIMITS, limits, supported
+from pretuned.kernels.hardware.chips import CHIPS, chip_for, chip_named
 
 KNOWN = (80, 86, 87, 89, 90, 100, 103, 120, 121)
 
@@ -63,7 +64,7 @@ def test_names_are_unique() -> None:
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 def test_figures_hang_together(chip: object) -> None:
-    from pretuned.kernels.chips import Chip
+    from pretuned.kernels.hardware.chips import Chip
 
     assert isinstance(chip, Chip)
     assert chip.sm in LIMITS

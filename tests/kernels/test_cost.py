@@ -15,11 +15,12 @@ from steps import steps
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels import space
-from pretuned.kernels.calibration import CONSTANTS, Constants
-from pretuned.kernels.chips import CHIPS, Chip, chip_for, chip_named, limits
-from pretuned.kernels.config import Config
-from pretuned.kernels.cost import Ranker, Resources, _mean_waves, estimate_us, occupancy
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.cost.constants import CONSTANTS, Constants
+from pretuned.kernels.cost.model import Ranker, Resources, _mean_waves, estimate_us, occupancy
+from pretuned.kernels.hardware.arch import limits
+from pretuned.kernels.hardware.chips import CHIPS, Chip, chip_for, chip_named
+from pretuned.kernels.search import space
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

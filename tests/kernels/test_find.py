@@ -1,4 +1,7 @@
-"""Where a program finds its tile: the PTX of kernels/find.py, run as it stands, against plain counting."""
+"""Where a program finds its tile.
+
+The PTX of kernels/gemm/portable/lookup.py, run as it stands, against plain counting.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from warp import LANES, Warp
 
-from pretuned.kernels.find import text
+from pretuned.kernels.gemm.portable.lookup import text
 
 MOST = 0x7FFFFFFF
 

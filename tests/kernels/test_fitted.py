@@ -11,15 +11,15 @@ import pytest
 from pretuned.aot.variants import Family, Space
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels import abi
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.calibration import CONSTANTS
-from pretuned.kernels.chips import chip_for
-from pretuned.kernels.config import PINGPONG_COLUMNS, Config, across, dealt, fitted, invalid, of_weight
-from pretuned.kernels.cost import Resources, estimate_us
-from pretuned.kernels.space import candidates
+from pretuned.kernels.contract import registry
+from pretuned.kernels.contract.config import PINGPONG_COLUMNS, Config, across, dealt, fitted, invalid, of_weight
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.constants import CONSTANTS
+from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.hardware.chips import chip_for
+from pretuned.kernels.search.space import candidates
 
-KERNEL = Path(__file__).parents[2] / "kernels" / "fitted.py"
+KERNEL = Path(__file__).parents[2] / "kernels" / "gemm" / "hopper" / "ragged.py"
 BOTH = Config(256, 128, 64, 8, 4, tma=True, specialized=True)
 TURNS = Config(192, 128, 64, 8, 5, tma=True, specialized=True, pingpong=True)
 WHOLE = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
@@ -45,11 +45,11 @@ def test_which_kernels_have_such_code() -> None:
             for dtype in DType:
                 for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER, Fusion.SILU):
                     there = op is not Op.DW and dtype in HALVES and fusion in (Fusion.NONE, Fusion.SCATTER)
-                    assert (abi.no_code(op, dtype, fusion, config) is None) is there, (op, dtype, fusion)
-    assert abi.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(BOTH, narrow=True))
-    assert abi.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(BOTH, streamed=True))
+                    assert (registry.no_code(op, dtype, fusion, config) is None) is there, (op, dtype, fusion)
+    assert registry.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(BOTH, narrow=True))
+    assert registry.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(BOTH, streamed=True))
     for rows in ({"block_m": 256}, {"block_m": 256, "block_n": 64}, {"block_m": 64}):  # 128 rows, or fitted
-        told = abi.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(WHOLE, **rows))
+        told = registry.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(WHOLE, **rows))
         assert "a specialized tile has 128 rows" in str(told)
 
 
@@ -75,15 +75,15 @@ def test_its_boxes_and_constants(config: Config) -> None:
     ):  # fmt: skip
         spec = Spec(op, DType.BF16, config, layout)
         assert spec.kernel == "rows_fitted"
-        assert abi.boxes(spec) == {"x": (64, 64), "w": w, "y_map": (1, 1, 64, 64)}
-        constants = abi.constants(spec, 90)
+        assert registry.boxes(spec) == {"x": (64, 64), "w": w, "y_map": (1, 1, 64, 64)}
+        constants = registry.constants(spec, 90)
         assert constants["BLOCK_M"] == config.block_m
         assert constants["W_KN"] is (w == (1, 64, 64))
         assert (constants["PINGPONG"], constants["SLOTS"]) == ((True, 1) if config is TURNS else (False, 2))
-        assert abi.arguments(spec) == abi.arguments(replace(spec, config=WHOLE))
+        assert registry.arguments(spec) == registry.arguments(replace(spec, config=WHOLE))
         scattered = replace(spec, fusion=Fusion.SCATTER)
-        assert abi.arguments(scattered) == abi.arguments(replace(scattered, config=WHOLE))
-        more = abi.constants(scattered, 90)
+        assert registry.arguments(scattered) == registry.arguments(replace(scattered, config=WHOLE))
+        more = registry.constants(scattered, 90)
         assert (constants["INDEXED"], more["INDEXED"]) == (False, True)
         assert more == constants | {"INDEXED": True, "SLOTS": 1, "y_map": None}, "room for what is looked up"
 
@@ -91,10 +91,10 @@ def test_its_boxes_and_constants(config: Config) -> None:
 def test_how_large_a_product_can_be() -> None:
     for config in (BOTH, TURNS):
         most = 64 * ((1 << 20) - 1)
-        assert abi.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most), config) is None
-        assert "reduction" in str(abi.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most + 1), config))
-    assert abi.most_tiles(256 + 7, 2, 384, BOTH) == 3 * 3  # one of 256 rows, two of what is left
-    assert abi.most_tiles(PINGPONG_COLUMNS + 7, 2, 384, TURNS) == 3 * 3
+        assert registry.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most), config) is None
+        assert "reduction" in str(registry.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most + 1), config))
+    assert registry.most_tiles(256 + 7, 2, 384, BOTH) == 3 * 3  # one of 256 rows, two of what is left
+    assert registry.most_tiles(PINGPONG_COLUMNS + 7, 2, 384, TURNS) == 3 * 3
 
 
 def test_the_estimate_counts_rows_by_16() -> None:

@@ -17,13 +17,14 @@ from pretuned.aot.compile import compile_variant
 from pretuned.aot.variants import rejection
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.kernels import abi
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.chips import chip_for, limits
-from pretuned.kernels.config import Config
-from pretuned.kernels.cost import Resources, estimate_us
-from pretuned.kernels.fragments import LEFT, RIGHT, STEP
-from pretuned.kernels.space import candidates
+from pretuned.kernels.contract import registry
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.gemm.hopper.tf32 import LEFT, RIGHT, STEP
+from pretuned.kernels.hardware.arch import limits
+from pretuned.kernels.hardware.chips import chip_for
+from pretuned.kernels.search.space import candidates
 
 CONFIG = Config(32, 128, 256, 8, 3, tma=True, specialized=True)
 SPEC = Spec(Op.DW, DType.TF32, CONFIG)
@@ -104,7 +105,7 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config) -> No
 
 
 def test_what_there_is_no_code_for() -> None:
-    assert abi.no_code(Op.DW, DType.TF32, Fusion.NONE, CONFIG) is None
+    assert registry.no_code(Op.DW, DType.TF32, Fusion.NONE, CONFIG) is None
     wrong = [
         (Op.DW, DType.FP32, CONFIG),
         (Op.FORWARD, DType.TF32, Config(128, 256, 64, 8, 3, tma=True, specialized=True)),
@@ -113,10 +114,10 @@ def test_what_there_is_no_code_for() -> None:
         (Op.DW, DType.TF32, replace(CONFIG, block_k=128)),
     ]
     for op, dtype, config in wrong:
-        assert "tf32 of dW in whole tiles of 128 x 256" in str(abi.no_code(op, dtype, Fusion.NONE, config))
-        assert abi.no_code(op, DType.BF16, Fusion.NONE, config) is None
+        assert "tf32 of dW in whole tiles of 128 x 256" in str(registry.no_code(op, dtype, Fusion.NONE, config))
+        assert registry.no_code(op, DType.BF16, Fusion.NONE, config) is None
     for dtype in (DType.TF32, DType.BF16):
-        narrower = abi.no_code(Op.DW, dtype, Fusion.NONE, replace(CONFIG, block_n=64))
+        narrower = registry.no_code(Op.DW, dtype, Fusion.NONE, replace(CONFIG, block_n=64))
         assert "a specialized tile has 128 rows" in str(narrower)
 
 
@@ -124,7 +125,7 @@ def test_only_sm_90_is_offered_them() -> None:
     for sm in (80, 90, 100, 120):
         found = [config for config in candidates(Op.DW, DType.TF32, sm) if config.specialized]
         assert found == (SHIPPED if sm == 90 else [])
-    assert all(abi.no_code(Op.DW, DType.TF32, Fusion.NONE, config) is None for config in SHIPPED)
+    assert all(registry.no_code(Op.DW, DType.TF32, Fusion.NONE, config) is None for config in SHIPPED)
 
 
 def test_the_model_prefers_them() -> None:

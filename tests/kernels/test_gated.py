@@ -11,11 +11,13 @@ from torch.nn import functional
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
-from pretuned.kernels.abi import FLAGS, Spec, arguments, boxes, code_of, constants, divisibility
-from pretuned.kernels.calibration import CONSTANTS
-from pretuned.kernels.chips import chip_for
-from pretuned.kernels.config import Config
-from pretuned.kernels.cost import Resources, estimate_us
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.registry import arguments, boxes, constants, divisibility
+from pretuned.kernels.contract.spec import Spec, code_of
+from pretuned.kernels.contract.words import FLAGS
+from pretuned.kernels.cost.constants import CONSTANTS
+from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.hardware.chips import chip_for
 
 BOTH = Fusion.SILU | Fusion.GATHER
 CONFIG = Config(128, 256, 64, 8, 4, tma=True, specialized=True)

@@ -8,12 +8,12 @@ import pytest
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op, Problem
-from pretuned.kernels import abi
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.chips import chip_for
-from pretuned.kernels.config import Config, invalid
-from pretuned.kernels.cost import Resources, estimate_us
-from pretuned.kernels.space import candidates
+from pretuned.kernels.contract import registry
+from pretuned.kernels.contract.config import Config, invalid
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.hardware.chips import chip_for
+from pretuned.kernels.search.space import candidates
 
 WIDE = Config(32, 128, 256, 8, 8, tma=True, specialized=True)
 NARROW = replace(WIDE, narrow=True)
@@ -40,15 +40,15 @@ def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
 
 def test_x_comes_in_halves() -> None:
     wide, narrow = (Spec(Op.DW, DType.BF16, config) for config in (WIDE, NARROW))
-    assert abi.boxes(wide)["x"] == (1, 1, 32, 256)
-    assert abi.boxes(narrow) == abi.boxes(wide) | {"x": (1, 1, 32, 128)}
-    assert abi.constants(narrow, 90) == abi.constants(wide, 90) | {"NARROW": True}
+    assert registry.boxes(wide)["x"] == (1, 1, 32, 256)
+    assert registry.boxes(narrow) == registry.boxes(wide) | {"x": (1, 1, 32, 128)}
+    assert registry.constants(narrow, 90) == registry.constants(wide, 90) | {"NARROW": True}
 
 
 def test_a_half_of_one_part_leaves_through_one_buffer() -> None:
     slim = replace(NARROW, block_k=128)
-    assert abi.constants(Spec(Op.DW, DType.BF16, slim), 90)["SLOTS"] == 1
-    assert abi.constants(Spec(Op.DW, DType.BF16, replace(slim, narrow=False)), 90)["SLOTS"] == 2
+    assert registry.constants(Spec(Op.DW, DType.BF16, slim), 90)["SLOTS"] == 1
+    assert registry.constants(Spec(Op.DW, DType.BF16, replace(slim, narrow=False)), 90)["SLOTS"] == 2
 
 
 @pytest.mark.parametrize(

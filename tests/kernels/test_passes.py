@@ -13,7 +13,7 @@ import pytest
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Pass
-from pretuned.kernels import passes
+from pretuned.kernels.contract import rowops
 
 WORKER = Path(__file__).with_name("interpret_passes.py")
 ALL = ["dh", "a", "dweights"]
@@ -40,7 +40,7 @@ def case(**changes: object) -> dict[str, object]:
 
 
 FORMS = [
-    *((name, True, interleaved) for name in passes.KINDS[:4] for interleaved in (False, True)),
+    *((name, True, interleaved) for name in rowops.KINDS[:4] for interleaved in (False, True)),
     *((name, False, False) for name in ("silu", "gelu", "gelu_tanh", "relu2")),
 ]
 CASES = {
@@ -102,7 +102,7 @@ CASES = {
         **{"pass": "sort_slots"}, M=M, E=E, block=64, wide=False, others=True, one=False
     )
     for M in (60, 200)
-    for E in (255, 256, 257, passes.MOST_SORTED_EXPERTS)
+    for E in (255, 256, 257, rowops.MOST_SORTED_EXPERTS)
 } | {
     f"clear {rows} rows, {M} entries, E={E}{', int64' if wide else ''}{', most named' if named else ''}, {end}": case(
         **{"pass": "clear"}, M=M, rows=rows, E=E, index_end=end, most=most, wide=wide, named=named, columns=columns
@@ -150,46 +150,48 @@ def test_random_shapes() -> None:
 
 
 def test_the_kernels_have_the_flags_of_the_contract() -> None:
-    from pretuned.kernels import activation, clear, slots, tokens
+    from pretuned.kernels.rowops import activation, gather_combine, sort, zero_rows
 
-    assert clear._NAMES.value == passes.NAMES
-    assert clear._CLEARED_ROWS.value == passes.CLEARED_ROWS
+    assert zero_rows._NAMES.value == rowops.NAMES
+    assert zero_rows._CLEARED_ROWS.value == rowops.CLEARED_ROWS
     for name in ("COUNTS", "ADDS", "PLACES"):
-        assert getattr(slots, f"_{name}").value == getattr(passes, name)
-    assert slots._COLUMNS.value == passes.SORTED_EXPERTS
-    assert slots._BINS.value == passes.MOST_SORTED_EXPERTS
+        assert getattr(sort, f"_{name}").value == getattr(rowops, name)
+    assert sort._COLUMNS.value == rowops.SORTED_EXPERTS
+    assert sort._BINS.value == rowops.MOST_SORTED_EXPERTS
     for name in ("USED", "NOTES", "BY_TOKEN"):
-        assert getattr(tokens, f"_{name}").value == getattr(passes, name)
-    assert tokens._ROWS.value == passes.NOTED_ROWS
-    for number, name in enumerate(passes.KINDS):
+        assert getattr(gather_combine, f"_{name}").value == getattr(rowops, name)
+    assert gather_combine._ROWS.value == rowops.NOTED_ROWS
+    for number, name in enumerate(rowops.KINDS):
         if name != "silu":
             assert getattr(activation, f"_{name.upper()}").value == number
     for name in ("GATED", "INTERLEAVED", "USED", "WEIGHTED", "WRITES_DH", "WRITES_A", "WRITES_DWEIGHTS"):
-        assert getattr(activation, f"_{name}").value == getattr(passes, name)
-    assert activation._KIND.value >= len(passes.KINDS) - 1
-    assert activation._KIND.value & passes.GATED == 0
+        assert getattr(activation, f"_{name}").value == getattr(rowops, name)
+    assert activation._KIND.value >= len(rowops.KINDS) - 1
+    assert activation._KIND.value & rowops.GATED == 0
 
 
 @pytest.mark.parametrize("op", Pass)
 def test_the_kernels_take_the_arguments_of_the_contract(op: Pass) -> None:
-    from pretuned.kernels import activation, clear, slots, tokens
+    from pretuned.kernels.rowops import activation, gather_combine, sort, zero_rows
 
-    kernel = next(getattr(one, op.value) for one in (activation, clear, slots, tokens) if hasattr(one, op.value))
-    constants = passes.constants(passes.PassSpec(op, DType.BF16))
-    assert [*(name for name, _ in passes.arguments(op)), *constants] == list(kernel.arg_names)
+    kernel = next(
+        getattr(one, op.value) for one in (activation, zero_rows, sort, gather_combine) if hasattr(one, op.value)
+    )
+    constants = rowops.constants(rowops.PassSpec(op, DType.BF16))
+    assert [*(name for name, _ in rowops.arguments(op)), *constants] == list(kernel.arg_names)
 
 
 def test_a_program_of_the_activation_has_lanes_for_four_rows() -> None:
     """256 columns of four rows, in bf16: 768 columns leave no lane idle."""
-    spec = passes.PassSpec(Pass.ACTIVATION, DType.BF16)
-    assert (spec.config.block, spec.config.num_warps, passes.constants(spec)["ROWS"]) == (256, 4, 4)
-    assert (passes.rows_at_once(Pass.ACTIVATION), passes.rows_at_once(Pass.ACTIVATION_GRAD)) == (4, 1)
-    assert passes.programs(Pass.ACTIVATION, 9, 768, 256, 4) == 9
+    spec = rowops.PassSpec(Pass.ACTIVATION, DType.BF16)
+    assert (spec.config.block, spec.config.num_warps, rowops.constants(spec)["ROWS"]) == (256, 4, 4)
+    assert (rowops.rows_at_once(Pass.ACTIVATION), rowops.rows_at_once(Pass.ACTIVATION_GRAD)) == (4, 1)
+    assert rowops.programs(Pass.ACTIVATION, 9, 768, 256, 4) == 9
 
 
 def test_which_passes_go_with_which_gemms() -> None:
     def of(*ops: Op, dtypes: tuple[DType, ...] = (DType.BF16,)) -> list[tuple[Pass, DType]]:
-        return list(dict.fromkeys((one.op, one.dtype) for one in passes.specs(dtypes, frozenset(ops))))
+        return list(dict.fromkeys((one.op, one.dtype) for one in rowops.specs(dtypes, frozenset(ops))))
 
     bf16, fp32 = DType.BF16, DType.FP32
     rest = [(Pass.SORT_SLOTS, fp32), (Pass.CLEAR, fp32)]  # of no dtype: recorded as fp32
@@ -204,8 +206,8 @@ def test_which_passes_go_with_which_gemms() -> None:
 
 
 def test_a_block_is_read_back_and_nothing_else_is() -> None:
-    block = passes.PassSpec(Pass.COMBINE, DType.BF16).config
-    assert passes.Block.from_pairs(block.pairs()) == block
+    block = rowops.PassSpec(Pass.COMBINE, DType.BF16).config
+    assert rowops.Block.from_pairs(block.pairs()) == block
     for pairs in ((("block", 1024),), (("block", 0), ("num_warps", 4)), (("block_k", 16), ("num_warps", 4))):
         with pytest.raises(ValueError, match="wanted"):
-            passes.Block.from_pairs(pairs)
+            rowops.Block.from_pairs(pairs)

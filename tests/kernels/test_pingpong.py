@@ -10,15 +10,15 @@ import pytest
 from pretuned.aot.variants import Family, Space
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels import abi
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.calibration import CONSTANTS
-from pretuned.kernels.chips import chip_for
-from pretuned.kernels.config import Config, across, dealt, fitted, invalid
-from pretuned.kernels.cost import Resources, estimate_us
-from pretuned.kernels.space import candidates, shared_bytes_at_least
+from pretuned.kernels.contract import registry
+from pretuned.kernels.contract.config import Config, across, dealt, fitted, invalid
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.constants import CONSTANTS
+from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.hardware.chips import chip_for
+from pretuned.kernels.search.space import candidates, shared_bytes_at_least
 
-SPECIALIZED = Path(__file__).parents[2] / "kernels" / "specialized.py"
+SPECIALIZED = Path(__file__).parents[2] / "kernels" / "gemm" / "hopper" / "rows.py"
 ROWS = Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)
 DEALT = Config(128, 128, 64, 8, 6, tma=True, specialized=True, pingpong=True)
 WEIGHT = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)
@@ -46,7 +46,7 @@ def test_rows_have_two_shapes_of_tiles(wrong: dict[str, int]) -> None:
     for config in (ROWS, DEALT):
         assert "128 x 192" in str(invalid(replace(config, **wrong)))
         assert "128 x 192" in str(invalid(replace(config, block_n=64)))
-    assert abi.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(ROWS, block_k=128))  # that is a tile of dW
+    assert registry.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(ROWS, block_k=128))  # that is a tile of dW
 
 
 def test_a_step_of_dw_has_any_rows() -> None:
@@ -63,9 +63,9 @@ def test_which_kernels_have_such_code() -> None:
                 for config in (ROWS, DEALT, WEIGHT, ACROSS):
                     fits = (config in (WEIGHT, ACROSS)) == (op is Op.DW) and fusion is not Fusion.GATHER
                     there = fits and dtype in (DType.BF16, DType.FP16)
-                    assert (abi.no_code(op, dtype, fusion, config) is None) is there
+                    assert (registry.no_code(op, dtype, fusion, config) is None) is there
     both = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
-    assert abi.no_code(Op.DX, DType.FP16, Fusion.GATHER, both) is None
+    assert registry.no_code(Op.DX, DType.FP16, Fusion.GATHER, both) is None
 
 
 def test_how_many_columns_a_tile_can_be_told_apart() -> None:
@@ -76,21 +76,21 @@ def test_how_many_columns_a_tile_can_be_told_apart() -> None:
     ):  # fmt: skip
         most = (128 if config is DEALT else 192) << 20
         problem = replace(Problem(op, DType.BF16, 4, 64, 64), **{columns_are: most})
-        assert abi.beyond(problem, config) is None
+        assert registry.beyond(problem, config) is None
         more = replace(problem, **{columns_are: most + 8})
-        assert f"the most columns of {config} are {most}, these are {most + 8}" in str(abi.beyond(more, config))
+        assert f"the most columns of {config} are {most}, these are {most + 8}" in str(registry.beyond(more, config))
         plain = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
-        assert abi.beyond(more, plain) is None
+        assert registry.beyond(more, plain) is None
 
 
 def test_how_long_a_reduction_can_be() -> None:
     """Its steps go to the warpgroups in 20 bits."""
     for config in (ROWS, Config(128, 256, 64, 8, 4, tma=True, specialized=True)):
         most = 64 * ((1 << 20) - 1)
-        assert abi.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most), config) is None
-        assert "reduction" in str(abi.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most + 1), config))
-        assert "reduction" in str(abi.beyond(Problem(Op.DX, DType.BF16, 4, most + 1, 64), config))
-    assert abi.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, 2**31 - 1), Config(16, 64, 128, 4, 3)) is None
+        assert registry.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most), config) is None
+        assert "reduction" in str(registry.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most + 1), config))
+        assert "reduction" in str(registry.beyond(Problem(Op.DX, DType.BF16, 4, most + 1, 64), config))
+    assert registry.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, 2**31 - 1), Config(16, 64, 128, 4, 3)) is None
 
 
 def test_a_bundle_from_before_has_none() -> None:
@@ -113,21 +113,21 @@ def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
 def test_it_gathers_no_rows(fusion: Fusion) -> None:
     family = Family(Op.FORWARD, DType.BF16, Layout.NK, fusion)
     assert not [one for one in Space().candidates(family, 90) if one.pingpong]
-    assert "no gather or silu" in str(abi.no_code(Op.FORWARD, DType.BF16, fusion, ROWS))
+    assert "no gather or silu" in str(registry.no_code(Op.FORWARD, DType.BF16, fusion, ROWS))
     for other in (Fusion.NONE, Fusion.SCATTER):
         for config in (ROWS, DEALT):
             assert config in Space().candidates(replace(family, fusion=other), 90)
-            assert abi.no_code(Op.FORWARD, DType.BF16, other, config) is None
+            assert registry.no_code(Op.FORWARD, DType.BF16, other, config) is None
 
 
 def test_its_boxes_have_64_columns() -> None:
     for config in (ROWS, DEALT):
-        assert abi.boxes(Spec(Op.FORWARD, DType.BF16, config))["w"] == (1, 64, 64)
+        assert registry.boxes(Spec(Op.FORWARD, DType.BF16, config))["w"] == (1, 64, 64)
     for config in (WEIGHT, ACROSS):
-        assert abi.boxes(Spec(Op.DW, DType.BF16, config)) == {
+        assert registry.boxes(Spec(Op.DW, DType.BF16, config)) == {
             "dy": (1, 1, 32, 64), "x": (1, 1, 32, 64), "dw": (1, 64, 64),
         }  # fmt: skip
-        constants = abi.constants(Spec(Op.DW, DType.BF16, config), 90)
+        constants = registry.constants(Spec(Op.DW, DType.BF16, config), 90)
         assert (constants["BLOCK_M"], constants["BLOCK_K"], constants["ACROSS"]) == (32, 192, config is ACROSS)
 
 
@@ -141,10 +141,12 @@ def test_tiles_of_128_columns_are_dealt_out_in_turn_but_for_the_last_rounds() ->
 
 def test_their_ring_has_no_words_to_spare() -> None:
     """A product of 128 columns is written as it is: none of its words lie past the ring's end."""
-    ends = {one: abi.constants(Spec(Op.FORWARD, DType.BF16, one), 90) for one in (ROWS, DEALT)}
+    ends = {one: registry.constants(Spec(Op.FORWARD, DType.BF16, one), 90) for one in (ROWS, DEALT)}
     assert [(one["BLOCK_N"], one["STAGES"], one["SLOTS"]) for one in ends.values()] == [(192, 5, 1), (128, 6, 1)]
     deeper = replace(DEALT, num_stages=7)  # 224 KiB of operands, and 16 of results: past what an SM has
-    assert shared_bytes_at_least(Op.FORWARD, DType.BF16, deeper, 90) + 2 * 64 * 64 * 2 > abi.SPECIALIZED_SHARED_BYTES
+    assert (
+        shared_bytes_at_least(Op.FORWARD, DType.BF16, deeper, 90) + 2 * 64 * 64 * 2 > registry.SPECIALIZED_SHARED_BYTES
+    )
 
 
 def test_where_tiles_are_dealt_out_memory_takes_longer() -> None:
@@ -187,10 +189,10 @@ def test_dw_lies_as_wastes_least() -> None:
 )  # fmt: skip
 def test_its_registers_and_buffers(spec: Spec) -> None:
     """Those of two warpgroups and the loading warp's fit 168 for each of 12 warps."""
-    constants = abi.constants(spec, 90)
+    constants = registry.constants(spec, 90)
     assert (constants["PINGPONG"], constants["REGISTERS"], constants["SLOTS"]) == (True, 224, 1)
     other = replace(spec, config=Config(128, 128, 64, 8, 6, tma=True, specialized=True))
-    assert abi.constants(other, 90)["PINGPONG"] is False
+    assert registry.constants(other, 90)["PINGPONG"] is False
 
 
 @pytest.mark.parametrize("config", [WEIGHT, ACROSS, ROWS])
@@ -200,7 +202,7 @@ def test_three_parts_leave_through_one_buffer(config: Config) -> None:
         for rows in (16, 32, 64) if config is not ROWS else (128,):
             other = replace(config, num_stages=stages, block_m=rows)
             op = Op.FORWARD if config is ROWS else Op.DW
-            assert abi.constants(Spec(op, DType.BF16, other), 90)["SLOTS"] == 1
+            assert registry.constants(Spec(op, DType.BF16, other), 90)["SLOTS"] == 1
 
 
 def test_its_estimate_is_less_where_its_columns_divide() -> None:

@@ -6,10 +6,11 @@ import pytest
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.calibration import CONSTANTS
-from pretuned.kernels.chips import chip_for, limits
-from pretuned.kernels.config import Config
-from pretuned.kernels.profile import Resources, join, occupancy, profile
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.cost.constants import CONSTANTS
+from pretuned.kernels.cost.profile import Resources, join, occupancy, profile
+from pretuned.kernels.hardware.arch import limits
+from pretuned.kernels.hardware.chips import chip_for
 
 WIDE = Resources(Config(64, 128, 256, 8, 3, tma=True), 256, 147480, 168)
 

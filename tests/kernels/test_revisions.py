@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from pretuned.kernels.revisions import HERE, REVISIONS, source_sha256
+from pretuned.kernels.contract import revisions
+from pretuned.kernels.contract.revisions import KERNELS, REVISIONS, source_sha256, sources
 
 
 @pytest.mark.parametrize("kernel", REVISIONS)
 def test_the_recorded_digest_is_that_of_the_source(kernel: str) -> None:
     now, recorded = source_sha256(kernel), REVISIONS[kernel]
     assert now == recorded.sha256, (
-        f"the source of {kernel} changed: in kernels/revisions.py raise its revision "
+        f"the source of {kernel} changed: in kernels/contract/revisions.py raise its revision "
         f"(now {recorded.revision}; a revision that was never released may stay) and set its sha256 to {now}"
     )
 
 
 def test_every_kernel_file_belongs_to_a_kernel() -> None:
-    with_kernels = {path.name for path in HERE.glob("*.py") if re.search(r"@(triton|gluon)\.jit", path.read_text())}
-    assert with_kernels == {name for revision in REVISIONS.values() for name in revision.sources}
+    with_kernels = {path for path in KERNELS.rglob("*.py") if re.search(r"@(triton|gluon)\.jit", path.read_text())}
+    assert with_kernels == {path for kernel in REVISIONS for path in sources(kernel)}
+
+
+def test_the_sources_are_what_the_home_imports() -> None:
+    names = {path.relative_to(KERNELS).as_posix() for path in sources("clear")}
+    assert names == {"rowops/zero_rows.py", "gemm/portable/tiles.py"}
+
+
+def test_moving_a_file_changes_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other folders, other names of modules, other import lines: the same text. One more blank is another."""
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    texts = {
+        name: (KERNELS / old).read_text()
+        for name, old in (("a.py", "rowops/zero_rows.py"), ("b.py", "gemm/portable/tiles.py"))
+    }
+    (moved / "a.py").write_text(texts["a.py"].replace("from ..gemm.portable.tiles import", "from .b import"))
+    (moved / "b.py").write_text(texts["b.py"])
+    monkeypatch.setattr(revisions, "KERNELS", tmp_path)
+    recorded = REVISIONS["clear"]
+    monkeypatch.setitem(REVISIONS, "clear", revisions.Revision(recorded.revision, "elsewhere.a", recorded.sha256))
+    assert source_sha256("clear") == recorded.sha256
+    (moved / "b.py").write_text(texts["b.py"] + " ")
+    assert source_sha256("clear") != recorded.sha256

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretuned.kernels.routing import BLOCKS, SKEW, expected_rows
+from pretuned.kernels.cost.routing import BLOCKS, SKEW, expected_rows
 
 
 # (E, rows, experts in use, rows of the busiest), drawn: normal logits with a popularity of 0.3 log(rank), top-k.

@@ -8,12 +8,12 @@ import pytest
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
-from pretuned.kernels import abi
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.config import fitted
-from pretuned.kernels.space import candidates
+from pretuned.kernels.contract import registry
+from pretuned.kernels.contract.config import fitted
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.search.space import candidates
 
-FITTED = Path(__file__).parents[2] / "kernels" / "fitted.py"
+FITTED = Path(__file__).parents[2] / "kernels" / "gemm" / "hopper" / "ragged.py"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_buffers_take_turns_from_one_tile_to_the_next(op: Op, fusion: Fusion) ->
     specialized = [one for one in candidates(op, DType.BF16, 90) if one.specialized and not fitted(one)]
     assert specialized
     for config in specialized:
-        constants = abi.constants(Spec(op, DType.BF16, config, fusion=fusion), 90)
+        constants = registry.constants(Spec(op, DType.BF16, config, fusion=fusion), 90)
         width = config.block_k if op is Op.DW else config.block_n
         halves = config.narrow or op is not Op.DW
         widths = {width // 2} if Fusion.SILU in fusion else {width, width // 2} if halves else {width}

@@ -9,9 +9,9 @@ import pytest
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.chips import limits, supported
-from pretuned.kernels.config import Config, invalid
-from pretuned.kernels.space import FP32_LIMIT, LIMIT, candidates, fallbacks, shared_bytes_at_least
+from pretuned.kernels.contract.config import Config, invalid
+from pretuned.kernels.hardware.arch import limits, supported
+from pretuned.kernels.search.space import FP32_LIMIT, LIMIT, candidates, fallbacks, shared_bytes_at_least
 
 EVERY = list(itertools.product(Op, DType, supported()))
 

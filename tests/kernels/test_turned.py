@@ -10,10 +10,12 @@ from pretuned.aot.compile import compile_variant
 from pretuned.aot.variants import rejection
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.abi import Spec, constants
-from pretuned.kernels.chips import chip_for, limits
-from pretuned.kernels.config import Config
-from pretuned.kernels.cost import Resources, estimate_us
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.registry import constants
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.hardware.arch import limits
+from pretuned.kernels.hardware.chips import chip_for
 
 TILE = Config(128, 128, 32, 4, 3, tma=True)
 DX = Spec(Op.DX, DType.TF32, TILE)

@@ -1,4 +1,5 @@
-"""The rows that no index names: the lines of ``kernels/unnamed.py``, run in Python for every program of a grid.
+"""The rows that no index names: the lines of ``kernels/gemm/hopper/zero_rows.py``, run in Python for every program of
+a grid.
 
 No interpreter runs the language they are written in. What stands in for it here is numpy, and a pointer a list. The PTX
 among them is run as it stands.
@@ -17,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from warp import Warp
 
-KERNEL = Path(__file__).parents[2] / "kernels" / "unnamed.py"
+KERNEL = Path(__file__).parents[2] / "kernels" / "gemm" / "hopper" / "zero_rows.py"
 ROWS, LOADS = (  # as it ships
     int(re.findall(rf"^{name}\b.*= \D*(\d+)", KERNEL.read_text(), re.MULTILINE)[0]) for name in ("ROWS", "_LOADS")
 )

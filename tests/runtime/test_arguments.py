@@ -10,8 +10,9 @@ from cudaconfig import LaunchConfig
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.abi import Spec, arguments
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.registry import arguments
+from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime.arguments import (
     LAUNCH,
     MAPPED_LAUNCH,

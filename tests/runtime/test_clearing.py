@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.records.problem import Layout, Op, Pass
-from pretuned.kernels.passes import MOST_SORTED_EXPERTS
+from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
 from pretuned.runtime import clearing, grouped_gemm, grouped_gemm_dX, productlaunchers
 from pretuned.runtime.products import Rows, rows
 

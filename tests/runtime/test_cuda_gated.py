@@ -13,7 +13,7 @@ from pretuned.artifacts.records.bundle import Choice
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
-from pretuned.kernels.abi import Spec
+from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import activation, discover, epilogue, explain, moe, moe_mlp, productlaunchers, sort_routing
 from pretuned.runtime.candidates import why_not
 from pretuned.runtime.device import local_gpu

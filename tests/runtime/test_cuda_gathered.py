@@ -15,7 +15,7 @@ import torch
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
-from pretuned.kernels.abi import code_of
+from pretuned.kernels.contract.spec import code_of
 from pretuned.runtime import (
     discover,
     grouped_gemm,

@@ -10,7 +10,7 @@ import torch
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Pass
-from pretuned.kernels.passes import KINDS
+from pretuned.kernels.contract.rowops import KINDS
 from pretuned.runtime import (
     activation,
     clearing,

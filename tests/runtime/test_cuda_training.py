@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.kernels import reference
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime import (
     explain,
     grouped_gemm,

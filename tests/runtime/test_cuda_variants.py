@@ -15,7 +15,7 @@ from pretuned.artifacts.files.bundle_file import BundleFile
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels import reference
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime import discover
 from pretuned.runtime.device import current_stream, local_gpu
 from pretuned.runtime.inputs import DTYPES

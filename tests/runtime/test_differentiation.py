@@ -12,7 +12,7 @@ from host_gpu import TOPK, Device, E, K, N, T, counts_at, device, on
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import (  # fmt: skip
+from pretuned.runtime import (
     activate,
     calls,
     grouped_gemm,

@@ -45,7 +45,7 @@ from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime.candidates import Match, Origin, chosen
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot

@@ -21,8 +21,9 @@ from launches import FIRST, M_SIZES, RESULT, SECOND, STREAM, STRIDES, E, K, M, N
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass
-from pretuned.kernels.abi import RAGGED_SIZES, most_tiles, ragged_strides, weight_tiles
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.registry import most_tiles, weight_tiles
+from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
 
 BUNDLE = Path(__file__).parents[2] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 MAP = struct.Struct("=Q5Q4Q5I4i")  # as libcuda.c has it

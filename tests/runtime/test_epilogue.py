@@ -15,7 +15,7 @@ from pretuned.artifacts.records.bundle import Choice, Model
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime import jit
 from pretuned.runtime.candidates import Match, Origin
 from pretuned.runtime.device import LocalGpu

@@ -12,8 +12,8 @@ from made import H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, m
 
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.records.bundle import Source
-from pretuned.kernels import chips
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.hardware import arch
 from pretuned.runtime import explain, reload
 from pretuned.runtime.candidates import Match
 from pretuned.runtime.dispatch import Decision, decide
@@ -202,7 +202,7 @@ def test_every_flag_of_a_config_is_explained() -> None:
     assert {flag for flag in flags if f"`{flag}`" in section} == flags > {"tma"}
 
 
-@pytest.mark.parametrize("sm", chips.supported())
+@pytest.mark.parametrize("sm", arch.supported())
 def test_every_capability_has_a_representative(sm: int) -> None:
     local = made_up_gpu(sm)
     assert local.sm == sm

@@ -10,7 +10,7 @@ import torch
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime import calls, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, register_tuner, reload
 from pretuned.runtime.form import Form, form_of
 
@@ -35,7 +35,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"is_first_gemm": False}, "permute_x with is_first_gemm=False"),
     ({"dX_only": True, "dW_only": True}, "exclude each other"),
     ({"autotune": True, "kernel_config_fwd": CONFIG}, "autotune with a kernel_config"),
-    ({"kernel_config_fwd": {"BLOCK_M": 64}}, "kernel_config_fwd is a dict, wanted a pretuned.kernels.config.Config"),
+    ({"kernel_config_fwd": {"BLOCK_M": 64}}, "kernel_config_fwd is a dict, wanted a pretuned.kernels"
+     ".contract.config.Config"),
     ({"kernel_config_bwd_dW": 3}, "kernel_config_bwd_dW is a int"),
     ({"topk": 0}, "topk is 0"),
     ({"topk": True}, "topk is True"),

@@ -9,9 +9,11 @@ import pytest
 from pretuned.artifacts.records.bundle import TensorMap, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
-from pretuned.kernels.abi import RAGGED_SIZES, Spec, arguments, boxes, ragged_strides
-from pretuned.kernels.config import Config
-from pretuned.kernels.revisions import REVISIONS
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.registry import arguments, boxes
+from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
 from pretuned.runtime import driver, launch
 from pretuned.runtime.arguments import SIZES
 from pretuned.runtime.tensormaps import MAP_BYTES, TensorMaps

@@ -22,10 +22,10 @@ from pretuned.artifacts.records.bundle import Choice, Kernel, Model, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels import passes
-from pretuned.kernels.config import Config
-from pretuned.kernels.passes import PassSpec
-from pretuned.kernels.revisions import REVISIONS
+from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.rowops import PassSpec
 from pretuned.runtime import (
     epilogue,
     gathered,
@@ -60,7 +60,7 @@ def a_pass() -> Variant:
     return Variant(
         "gather", REVISIONS["gather"].revision, 1, Pass.GATHER, spec.dtype, Layout.NK, Fusion.NONE, 16,
         spec.max_experts, spec.config.pairs(),
-        "gather", passes.arguments(Pass.GATHER), (), 128, 0, 40, 0, 0, len(ELF), hashlib.sha256(ELF).digest(),
+        "gather", rowops.arguments(Pass.GATHER), (), 128, 0, 40, 0, 0, len(ELF), hashlib.sha256(ELF).digest(),
     )  # fmt: skip
 
 

@@ -20,9 +20,9 @@ from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Kernel, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Pass
-from pretuned.kernels import passes
-from pretuned.kernels.passes import Block, PassSpec
-from pretuned.kernels.revisions import REVISIONS
+from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.rowops import Block, PassSpec
 from pretuned.runtime import loading, passkernels, passlaunchers
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.driver import Function
@@ -36,7 +36,7 @@ def record(op: Pass, cubin: bytes = ELF, *, alignment: int = 16, revision: int =
     one = Variant(
         op.value, revision or REVISIONS[op.value].revision, 1, op, spec.dtype, Layout.NK, Fusion.NONE, alignment,
         spec.max_experts,
-        spec.config.pairs(), op.value, passes.arguments(op), (), 256, 0, 40, 0, 0, len(cubin),
+        spec.config.pairs(), op.value, rowops.arguments(op), (), 256, 0, 40, 0, 0, len(cubin),
         hashlib.sha256(cubin).digest(),
     )  # fmt: skip
     return replace(one, **fields)
@@ -58,7 +58,7 @@ def write(path: Path, variants: Sequence[Variant], sm: int = 90) -> Path:
 def best(
     paths: Sequence[Path], local: LocalGpu = ON_H200, op: Pass = Pass.COMBINE, *, aligned: bool = True
 ) -> list[tuple[str, int]]:
-    found = passkernels.ranked(snapshot(*paths), op, passes.dtype_of(DType.BF16, op), local, aligned=aligned)
+    found = passkernels.ranked(snapshot(*paths), op, rowops.dtype_of(DType.BF16, op), local, aligned=aligned)
     return [(usable.path.name, index - 3) for usable, index in found]
 
 
@@ -83,8 +83,8 @@ def test_code_for_the_very_capability_before_a_compatible_one(tmp_path: Path) ->
     [
         {"abi": 2},
         {"arguments": (("y", "ptr"),)},
-        {"arguments": passes.arguments(Pass.ACTIVATION)},
-        {"arguments": tuple(reversed(passes.arguments(Pass.COMBINE)))},
+        {"arguments": rowops.arguments(Pass.ACTIVATION)},
+        {"arguments": tuple(reversed(rowops.arguments(Pass.COMBINE)))},
         {"config": (("block", 0), ("num_warps", 8))},
         {"config": (("num_warps", 8),)},
         {"threads": 100},
@@ -93,7 +93,7 @@ def test_code_for_the_very_capability_before_a_compatible_one(tmp_path: Path) ->
     ],
 )
 def test_what_can_not_be_launched_is_passed_over(tmp_path: Path, fields: dict[str, Any], op: Pass) -> None:
-    kind = {"dtype": passes.dtype_of(DType.BF16, op)}
+    kind = {"dtype": rowops.dtype_of(DType.BF16, op)}
     wrong = record(op, **kind | fields)
     path = write(tmp_path / "a.msgpack", [wrong, record(op, alignment=1, **kind)])
     assert best([path], op=op) == [("a.msgpack", 1)]
@@ -121,7 +121,7 @@ def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path:
 
 @pytest.mark.parametrize("op", Pass)
 def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = passes.arguments(op)
+    kinds = rowops.arguments(op)
     pointers = tuple(1000 + i for i, (_, kind) in enumerate(kinds) if kind == "ptr")
     rows, columns = 70, 3000
     sizes = {"M": rows, "columns": columns}
@@ -150,7 +150,7 @@ def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pyte
         launcher(rows, columns, pointers, numbers)
     block = Block.from_pairs(kernel.variant.config).block
     side_by_side = 4 if op is Pass.ACTIVATION else 1
-    grid = passes.programs(op, rows, columns, block, side_by_side)
+    grid = rowops.programs(op, rows, columns, block, side_by_side)
     by_row = op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS, Pass.CLEAR)
     assert grid == -(-rows // side_by_side) * (1 if by_row else -(-columns // block))
     wanted = ([*pointers, *numbers], [0, 0], [grid, 1, 1, 256, 1, 1], 4096, 79, None, 0)

@@ -10,7 +10,7 @@ from made import ANY, NARROW, ON_A100, ON_H200, PROBLEM, SPECS, WIDE, measured, 
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime.discover import Snapshot
 from pretuned.runtime.pinned import find
 

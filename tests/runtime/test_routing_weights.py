@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.records.problem import Layout
-from pretuned.kernels import passes
+from pretuned.kernels.contract import rowops
 from pretuned.runtime import (
     activation,
     gradientplans,
@@ -52,14 +52,14 @@ def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
     narrow = kind is torch.bfloat16
     assert dweights is not None
     assert dweights.dtype is (torch.bfloat16 if narrow and not biased else torch.float32)
-    assert bool(noted.numbers[-1] & passes.NARROW) == narrow
-    assert bool(noted.numbers[-1] & passes.NARROW_DWEIGHTS) == (narrow and not biased)
-    assert noted.numbers[-1] & passes.WEIGHTED
+    assert bool(noted.numbers[-1] & rowops.NARROW) == narrow
+    assert bool(noted.numbers[-1] & rowops.NARROW_DWEIGHTS) == (narrow and not biased)
+    assert noted.numbers[-1] & rowops.WEIGHTED
     assert (noted.pointers[2] == weights.data_ptr()) == (narrow or kind is torch.float32)
     y, one = torch.randn(4, 3).bfloat16(), torch.zeros(4, dtype=torch.int32)
     tokens.combine(y, one, 2, weights, one, torch.randn(1, 3).bfloat16() if biased else None)
     narrow = kind is torch.bfloat16
-    assert noted.numbers[-1] == passes.WEIGHTED | passes.NARROW * narrow | passes.BIASED * biased
+    assert noted.numbers[-1] == rowops.WEIGHTED | rowops.NARROW * narrow | rowops.BIASED * biased
 
 
 def test_routing_weights_of_another_kind_are_widened() -> None:
@@ -100,8 +100,8 @@ def test_a_plan_tells_the_sum_of_what_dtype_they_are(
         read.dtype is not kind,
     )  # fmt: skip
     plan.forward(x, given, routing, weights, keeps_h=False)
-    narrow = passes.NARROW if kind is torch.bfloat16 else 0
-    assert noted.numbers == (T, H, TOPK, passes.WEIGHTED | narrow | (passes.BIASED if biased else 0))
+    narrow = rowops.NARROW if kind is torch.bfloat16 else 0
+    assert noted.numbers == (T, H, TOPK, rowops.WEIGHTED | narrow | (rowops.BIASED if biased else 0))
     _, places, at, experts, at_bias, _ = noted.pointers
     assert (places, experts) == (routing.places.data_ptr(), routing.experts.data_ptr())
     assert (at == weights.data_ptr()) is (kind is not torch.float16)
@@ -129,9 +129,9 @@ def test_a_planned_gradient_reads_and_writes_them_as_its_kernel_can(
     dweights = found[3]
     assert dweights.dtype is kind
     flags, narrow = noted.numbers[-1], kind is torch.bfloat16
-    assert flags & passes.WEIGHTED
-    assert bool(flags & passes.NARROW) is narrow
-    assert bool(flags & passes.NARROW_DWEIGHTS) is (narrow and not biased)
+    assert flags & rowops.WEIGHTED
+    assert bool(flags & rowops.NARROW) is narrow
+    assert bool(flags & rowops.NARROW_DWEIGHTS) is (narrow and not biased)
     assert (noted.pointers[2] == weights.data_ptr()) is (narrow or kind is torch.float32)
     whole = not biased and (narrow or kind is torch.float32)  # else it is made of what the kernel wrote
     assert (noted.pointers[7] == dweights.data_ptr()) is whole

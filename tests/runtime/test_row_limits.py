@@ -13,8 +13,8 @@ from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.abi import clears
-from pretuned.kernels.config import Config, across
+from pretuned.kernels.contract.config import Config, across
+from pretuned.kernels.contract.registry import clears
 from pretuned.runtime import discover, driver, launch
 from pretuned.runtime.arguments import PREPARED
 from pretuned.runtime.candidates import modelled

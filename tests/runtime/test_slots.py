@@ -9,7 +9,7 @@ from host_gpu import Device, device  # noqa: F401 - a fixture
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Pass
-from pretuned.kernels.passes import MOST_SORTED_EXPERTS
+from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
 from pretuned.runtime import passlaunchers, slots, sort_routing
 
 

@@ -19,7 +19,7 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Model, Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.abi import gemm_of
+from pretuned.kernels.contract.spec import gemm_of
 from pretuned.runtime import explain, preload
 from pretuned.runtime.candidates import Match, Origin
 from pretuned.runtime.dispatch import Decision, Miss, decide

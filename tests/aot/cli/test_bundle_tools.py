@@ -17,7 +17,7 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
-from pretuned.kernels.revisions import REVISIONS
+from pretuned.kernels.contract.revisions import REVISIONS
 
 
 @pytest.fixture

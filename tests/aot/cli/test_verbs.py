@@ -14,7 +14,7 @@ from pretuned.aot.cli.main import _VERBS
 from pretuned.aot.toolchain import toolchain
 from pretuned.aot.versions import versions
 from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.kernels.abi import LAUNCH_ABI
+from pretuned.kernels.contract.words import LAUNCH_ABI
 
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"  # few candidates
 

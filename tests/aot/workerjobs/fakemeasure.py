@@ -13,9 +13,9 @@ from pretuned.aot.variants import families
 from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
 from pretuned.artifacts.records.problem import Problem
 from pretuned.artifacts.records.target import Gpu, Target
-from pretuned.kernels.abi import LAUNCH_ABI
-from pretuned.kernels.config import Config
-from pretuned.kernels.revisions import REVISIONS
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.words import LAUNCH_ABI
 from pretuned.runtime.device import LocalGpu
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 12080)

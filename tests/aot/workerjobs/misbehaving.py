@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pretuned.aot.compile import Compiled, compile_variant
 from pretuned.artifacts.errors import CompileError
-from pretuned.kernels.abi import Spec
-from pretuned.kernels.passes import PassSpec
+from pretuned.kernels.contract.rowops import PassSpec
+from pretuned.kernels.contract.spec import Spec
 
 
 def _odd(spec: Spec | PassSpec) -> bool:

@@ -1,4 +1,7 @@
-"""One warp that runs a few words of PTX, on numpy: those of kernels/find.py and unnamed.py as they stand, on no GPU."""
+"""One warp that runs a few words of PTX, on numpy.
+
+Those of kernels/gemm/portable/lookup.py and unnamed.py as they stand, on no GPU.
+"""
 
 from __future__ import annotations
 

@@ -16,10 +16,11 @@ import torch
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Pass
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels import passes
-from pretuned.kernels.abi import clears, code_of
-from pretuned.kernels.config import Config
-from pretuned.kernels.passes import MOST_SORTED_EXPERTS
+from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.registry import clears
+from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
+from pretuned.kernels.contract.spec import code_of
 from pretuned.runtime import clearing, grouped_gemm, inputs, passlaunchers, productlaunchers, products, sort_routing
 from pretuned.runtime.activation import Activation, by_torch
 from pretuned.runtime.device import LocalGpu
@@ -112,14 +113,14 @@ def rows_at(address: int, rows: int, columns: int) -> torch.Tensor:
 
 
 def activation_of(flags: int) -> Activation:
-    return Activation(passes.KINDS[flags & 7], bool(flags & passes.GATED), bool(flags & passes.INTERLEAVED))
+    return Activation(rowops.KINDS[flags & 7], bool(flags & rowops.GATED), bool(flags & rowops.INTERLEAVED))
 
 
 def fake_activation(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     (h, a, used), (M, I, flags) = pointers, numbers  # noqa: E741
     assert (rows, columns) == (M, I)
     act = activation_of(flags)
-    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & passes.USED else M
+    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & rowops.USED else M
     rows_at(a, M, I)[:end] = by_torch(rows_at(h, M, I * (1 + act.gated)), act)[:end]
 
 
@@ -127,21 +128,21 @@ def fake_activation_grad(rows: int, columns: int, pointers: tuple[int, ...], num
     (h, da, row_weights, index, used, dh, a, dweights), (M, I, step, flags) = pointers, numbers  # noqa: E741
     assert (rows, columns) == (M, I)
     act = activation_of(flags)
-    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & passes.USED else M
+    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & rowops.USED else M
     given = rows_at(h, M, I * (1 + act.gated))[:end].clone().requires_grad_()
     with torch.enable_grad():
         made = by_torch(given, act)
     grad = rows_at(da, M, I)[:end]
     scale, flat = torch.ones(end, 1), np.arange(M)
-    if flags & (passes.WEIGHTED | passes.WRITES_DWEIGHTS):
+    if flags & (rowops.WEIGHTED | rowops.WRITES_DWEIGHTS):
         flat = at(index, M, ctypes.c_int64 if step == 2 else ctypes.c_int32)
-    if flags & passes.WEIGHTED:
+    if flags & rowops.WEIGHTED:
         scale = torch.from_numpy(at(row_weights, M)[flat])[:end, None]
-    if flags & passes.WRITES_DH:
+    if flags & rowops.WRITES_DH:
         rows_at(dh, M, given.shape[1])[:end] = torch.autograd.grad(made, given, grad * scale)[0]
-    if flags & passes.WRITES_A:
+    if flags & rowops.WRITES_A:
         rows_at(a, M, I)[:end] = made.detach() * scale
-    if flags & passes.WRITES_DWEIGHTS:
+    if flags & rowops.WRITES_DWEIGHTS:
         dots = np.zeros(M, np.float32)
         dots[:end] = (made.detach() * grad).sum(1).numpy()
         at(dweights, M)[flat] = dots
@@ -150,17 +151,17 @@ def fake_activation_grad(rows: int, columns: int, pointers: tuple[int, ...], num
 def fake_gather(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     (x, index, used, out), (M, H, top_k, step, flags) = pointers, numbers
     assert columns == H
-    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & passes.USED else M
+    end = min(int(at(used, 1, ctypes.c_int32)[0]), M) if flags & rowops.USED else M
     flat = at(index, M, ctypes.c_int64 if step == 2 else ctypes.c_int32)
-    looks = -(-M // passes.NOTED_ROWS)
-    if flags & passes.NOTES:  # (top_k is the number of slots)
+    looks = -(-M // rowops.NOTED_ROWS)
+    if flags & rowops.NOTES:  # (top_k is the number of slots)
         assert rows == looks
         noted = at(out, 1 + top_k, ctypes.c_int32)
         assert flat[:end].min(initial=0) >= 0
         assert flat[:end].max(initial=0) < top_k
         noted[0], noted[1 + flat[:end]] = end, range(end)
         return
-    if flags & passes.BY_TOKEN:
+    if flags & rowops.BY_TOKEN:
         end = int(at(used, 1, ctypes.c_int32)[0])
         noted = at(used + 4, (rows - looks) * top_k, ctypes.c_int32)
         assert set(noted[flat[:end]]) <= set(range(end))
@@ -176,12 +177,12 @@ def fake_combine(rows: int, columns: int, pointers: tuple[int, ...], numbers: tu
     M, place = T * top_k, torch.from_numpy(at(places, T * top_k, ctypes.c_int32))
     here = (place >= 0)[:, None]
     given = torch.where(here, rows_at(y, M, H)[place.clamp(min=0).long()], 0)
-    if flags & passes.BIASED:
-        assert flags & passes.WEIGHTED
+    if flags & rowops.BIASED:
+        assert flags & rowops.WEIGHTED
         expert = torch.where(here[:, 0], torch.from_numpy(at(experts, M, ctypes.c_int32)), 0)
         given = given + rows_at(bias, int(expert.max()) + 1, H)[expert.long()]
-    if flags & passes.WEIGHTED:
-        assert not flags & passes.NARROW
+    if flags & rowops.WEIGHTED:
+        assert not flags & rowops.NARROW
         given = given * torch.from_numpy(at(row_weights, M))[:, None]
     rows_at(out, T, H)[:] = torch.where(here, given, 0).view(T, top_k, H).sum(1)
 
@@ -189,14 +190,14 @@ def fake_combine(rows: int, columns: int, pointers: tuple[int, ...], numbers: tu
 def fake_sort(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     (ids, experts, order, places, bounds, m_sizes, counts), (M, E, step, flags) = pointers, numbers
     chunks = -(-M // SLOTS)
-    assert (rows, columns) == (-(-(E + 1) // passes.SORTED_EXPERTS) if flags == passes.ADDS else chunks, 0)
-    assert (flags == passes.COUNTS | passes.PLACES) == (chunks == 1)
+    assert (rows, columns) == (-(-(E + 1) // rowops.SORTED_EXPERTS) if flags == rowops.ADDS else chunks, 0)
+    assert (flags == rowops.COUNTS | rowops.PLACES) == (chunks == 1)
     at(experts, chunks * SLOTS, ctypes.c_int32)[M:] = E + 1
     of_slot = at(experts, M, ctypes.c_int32)
-    if flags & passes.COUNTS:
+    if flags & rowops.COUNTS:
         given = at(ids, M, ctypes.c_int64 if step == 2 else ctypes.c_int32)
         of_slot[:] = np.where((given >= 0) & (given < E), given, E)
-    if flags & passes.PLACES:
+    if flags & rowops.PLACES:
         sizes = np.bincount(of_slot, minlength=E + 1)[:E]
         at(m_sizes, E, ctypes.c_int32)[:] = sizes
         at(bounds, E + 1, ctypes.c_int32)[:] = np.concatenate([[0], sizes.cumsum()])
@@ -209,14 +210,14 @@ def fake_sort(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple
 def fake_clear(programs: int, _: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     (y, index, m_sizes, named), (M, rows, columns, E, index_end, m_sizes_step, index_step, flags) = pointers, numbers
     marks = at(named, rows, ctypes.c_int8)
-    if flags & passes.NAMES:
+    if flags & rowops.NAMES:
         assert programs == -(-M // SLOTS)
         assert not marks.any()
         used = min(M, sum(min(max(one, 0), M) for one in counts_at(m_sizes, E, m_sizes_step)))
         given = at(index, M, ctypes.c_int64 if index_step == 2 else ctypes.c_int32)[:used]
         marks[given[(given >= 0) & (given < index_end)]] = 1
     else:
-        assert programs == -(-rows // passes.CLEARED_ROWS)
+        assert programs == -(-rows // rowops.CLEARED_ROWS)
         at(y, rows * columns).reshape(rows, columns)[marks == 0] = 0
 
 

@@ -9,7 +9,7 @@ import torch
 
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.problem import Layout, Op
-from pretuned.kernels.abi import parameter_bytes
+from pretuned.kernels.contract.words import parameter_bytes
 from pretuned.runtime import driver
 from pretuned.runtime.launch import load_kernel, row_launcher, weight_launcher
 

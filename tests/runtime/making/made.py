@@ -13,7 +13,7 @@ from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Model, Pro
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, Target
-from pretuned.kernels.config import Config
+from pretuned.kernels.contract.config import Config
 from pretuned.runtime.device import LocalGpu
 from pretuned.runtime.discover import Snapshot
 from pretuned.runtime.places import Kind, Place

@@ -1,7 +1,7 @@
-"""The one table of GPUs: published figures of the chips, and the limits of each capability.
+"""The one table of GPU products: published figures of the chips.
 
 Rates are the vendor's dense ones (no structured sparsity), tensor cores accumulating in fp32, at
-boost clock. What a chip sustains is the cost model's business (``cost.py``), not this table's.
+boost clock. What a chip sustains is the cost model's business (``cost/model.py``), not this table's.
 """
 
 from __future__ import annotations
@@ -9,46 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ..artifacts.records.target import Gpu
-
-KIB = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class SmLimits:
-    """What one streaming multiprocessor (SM) of a capability holds.
-
-    From the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-    ``shared_per_block_bytes`` is the opt-in maximum; the driver keeps ``shared_reserved_bytes``
-    of each resident block for itself.
-    """
-
-    sm: int
-    shared_per_sm_bytes: int
-    shared_per_block_bytes: int
-    threads_per_sm: int
-    blocks_per_sm: int
-    fp32_lanes: int
-    registers_per_sm: int = 65536
-    registers_per_thread: int = 255
-    threads_per_block: int = 1024
-    shared_reserved_bytes: int = KIB
-
-
-LIMITS: dict[int, SmLimits] = {
-    row.sm: row
-    for row in (
-        SmLimits(80, 164 * KIB, 163 * KIB, 2048, 32, fp32_lanes=64),
-        SmLimits(86, 100 * KIB, 99 * KIB, 1536, 16, fp32_lanes=128),
-        SmLimits(87, 164 * KIB, 163 * KIB, 1536, 16, fp32_lanes=128),
-        SmLimits(89, 100 * KIB, 99 * KIB, 1536, 24, fp32_lanes=128),
-        SmLimits(90, 228 * KIB, 227 * KIB, 2048, 32, fp32_lanes=128),
-        SmLimits(100, 228 * KIB, 227 * KIB, 2048, 32, fp32_lanes=128),
-        SmLimits(103, 228 * KIB, 227 * KIB, 2048, 32, fp32_lanes=128),
-        SmLimits(120, 100 * KIB, 99 * KIB, 1536, 24, fp32_lanes=128),
-        SmLimits(121, 100 * KIB, 99 * KIB, 1536, 24, fp32_lanes=128),
-    )
-}
+from ...artifacts.records.target import Gpu
+from .arch import LIMITS, limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,25 +109,6 @@ CHIPS: tuple[Chip, ...] = (
 
 _BY_NAME = {name.casefold(): chip for chip in CHIPS for name in chip.names}
 _BY_SM = {chip.sm: chip for chip in reversed(CHIPS)}
-
-
-def supported() -> tuple[int, ...]:
-    """The capabilities that kernels are built for, as 10 * major + minor, ascending."""
-    return tuple(sorted(LIMITS))
-
-
-def limits(sm: int) -> SmLimits:
-    """The limits of capability ``sm`` (10 * major + minor).
-
-    Raises
-    ------
-    LookupError
-        if ``sm`` is not in the table; the message lists those that are.
-    """
-    try:
-        return LIMITS[sm]
-    except KeyError:
-        raise LookupError(f"capability sm_{sm} is not known; supported: {', '.join(map(str, supported()))}") from None
 
 
 def chip_for(sm: int) -> Chip:

@@ -11,6 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .consumer import multiply
+from .pingpong import PART, multiply_in_turns, ordering, publish_turn
 from .pipeline import (
     INDEX_END,
     NARROW_BIT,
@@ -28,8 +30,6 @@ from .pipeline import (
     take_all,
     told,
 )
-from .turns import PART, multiply_in_turns, ordering, publish_turn
-from .warpgroups import multiply
 
 FEW_ROWS: gl.constexpr = gl.constexpr(96)  # an expert
 FEW_ROWS_STREAMED: gl.constexpr = gl.constexpr(56)
@@ -98,7 +98,8 @@ def _load_weight(
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, NARROW: gl.constexpr, STREAMED: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp of dW: both operands end with the expert's rows, see ``kernels/abi.py``, RAGGED_SIZES.
+    """The loading warp of dW: both operands end with the expert's rows, see ``kernels/contract/registry.py``,
+    RAGGED_SIZES.
 
     In NARROW code a tile whose right half lies past the last column is loaded at half its width. Where tiles are few
     the experts with the most rows come first, so that the last tiles, which other programs wait for, are short.

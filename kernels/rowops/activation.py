@@ -1,8 +1,8 @@
 """The activation between the two GEMMs of an MoE layer, and its gradient: rows in, rows out, whatever their number.
 
 Which activation, with a gate or without, and how gate and up lie are chosen at run time by ``flags`` (see
-kernels/passes.py): a pass over memory does not feel a branch that all of it takes. (It does feel arithmetic: see
-``_value``.) Arithmetic is in fp32 and each result is rounded once.
+kernels/contract/rowops.py): a pass over memory does not feel a branch that all of it takes. (It does feel arithmetic:
+see ``_value``.) Arithmetic is in fp32 and each result is rounded once.
 """
 
 from __future__ import annotations

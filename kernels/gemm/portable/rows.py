@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .clear import clear_unnamed
-from .find import find
+from .lookup import find
 from .tiles import (
     GATHER,
     SCATTER,
@@ -24,6 +23,7 @@ from .tiles import (
     search,
     zero_rows,
 )
+from .zero_rows import clear_unnamed
 
 _WEIGHT: tl.constexpr = tl.constexpr(4)
 _BIAS: tl.constexpr = tl.constexpr(8)

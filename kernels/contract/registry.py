@@ -1,143 +1,15 @@
-"""The contract of compiler and launcher, in plain Python: what a variant is, its arguments, its grid.
-
-The names in a variant's ``arguments`` are the words of launch ABI 1:
-
-=======================  =====================================================================
-``x w y dy dw``          a device pointer, or a TMA descriptor by value (kind ``desc2`` ...)
-``m_sizes index``        device pointers to 32-bit words: counts [E], and one index of each row
-``row_weights bias``     device pointers: float32 weights by index, bias [E, N] in the dtype
-``M N K E``              int32: rows, the result's columns, the reduction, experts; of dW: dw's N and K; of
-                         code with ``Fusion.SILU`` N is w's columns, gate and up, and y has half as many
-``stride_x_m`` ...       int64, in elements: row strides of x, y, dy; expert and row stride of w, dw
-``m_sizes_step``         int32: 1 for int32 counts, 2 for int64 counts; ``index_step`` likewise
-``index_end``            int32: indices from here on, and below 0, take no part
-``x_divisor``            int32: x's row of an index is ``index // x_divisor``
-``flags``                int32: the fusions of the call, values of artifacts.types.Fusion below 16 (``Fusion.SILU`` is
-                         code of its own, no flag), and ``ZERO_TAIL``
-``counter``              device pointer to an int32 that is zero before and after the launch
-``dy_at x_at``           device pointers to dy and x, which are descriptors: of streamed code of dW
-``y_map``                y again, as a TMA descriptor of ragged rows that a specialised kernel stores through
-=======================  =====================================================================
-
-Pointers that ``flags`` has no use for are null. dX runs the forward's kernel: its x is dy, its y is dx
-(see ``gemm_of``). After the named arguments every kernel takes two more pointers, Triton's global and
-profile scratch. A descriptor of rank r is passed as 128 bytes, then r int32 sizes, then r int64 strides;
-of dW it describes ragged rows, see ``RAGGED_SIZES``.
-"""
+"""What each kernel is compiled for: its arguments, descriptors, constants, limits, and what it has no code for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..artifacts.records.precision import DType
-from ..artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Op, Problem
 from .config import PINGPONG_COLUMNS, Config, across, fitted, of_weight
+from .spec import MAX_EXPERTS, Spec, gemm_of, w_kn
 
-LAUNCH_ABI = 1
-READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
-
-ZERO_TAIL = 16  # a flag: rows that belong to no expert are set to zero; with SCATTER, those that no row goes to
-CLEARER_ROWS = 16  # of them, for a program: ``cdiv(index_end, CLEARER_ROWS)`` more programs
-FLAGS = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS  # the fusions that ``flags`` tells a kernel of
-MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
 SPECIALIZED_SHARED_BYTES = 227 * 1024  # of sm_90
 SPECIALIZED_ROWS = 128  # of a tile, 64 for each warpgroup; where it is fitted to its rows, its columns
 MOST_STEPS = (1 << 20) - 1  # of a specialised kernel's reduction
-MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
-
-# A descriptor of ragged rows is [.., .., rows, columns] with these sizes and the strides of ``ragged_strides``:
-# the address of (2^30, end, 2^30 - count + row, column) is that of row ``end - count + row``, because 2^30 times
-# the first stride is a multiple of 2^64 but for the row stride. Past the expert's end TMA reads zeros.
-RAGGED_SIZES = (0x7FFF0000, 0x7FFF0000, 1 << 30)
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One variant before it is compiled: kernel, config and specialisation. With a target it is one cubin."""
-
-    op: Op
-    dtype: DType
-    config: Config
-    layout: Layout = Layout.NK
-    fusion: Fusion = Fusion.NONE
-    alignment: int = 16
-    max_experts: int = MAX_EXPERTS
-
-    @property
-    def kernel(self) -> str:
-        """The name of the kernel's function."""
-        if fitted(self.config):
-            return "rows_fitted"
-        name = "weight" if self.op is Op.DW else "rows"
-        return f"{name}_specialized" if self.config.specialized else name
-
-    @property
-    def tma(self) -> tuple[str, ...]:
-        """What goes through TMA, in the arguments' order: rows that an index picks can't."""
-        if not self.config.tma:
-            return ()
-        stores = self.config.specialized and (not self.fusion or bool(self.fusion & (Fusion.GATHER | Fusion.SILU)))
-        if self.op is Op.DW:
-            return ("dy", "x", "dw") if stores else ("dy", "x")
-        operands = ("w",) if Fusion.GATHER in self.fusion else ("x", "w")
-        return (*operands, "y_map") if stores else operands
-
-    def __str__(self) -> str:
-        text = f"{self.op.value} {self.dtype.value} {self.config}"
-        text += f" w={self.layout.value}" if self.layout is not Layout.NK else ""
-        text += " gather" if Fusion.GATHER in self.fusion else ""
-        text += " silu" if Fusion.SILU in self.fusion else ""
-        return text + (" unaligned" if self.alignment == 1 else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """A problem in the kernel's words: ``columns`` of the result, ``reduction``, and how w lies.
-
-    ``w_kn`` is true where w's columns (the result's) are the contiguous ones.
-    """
-
-    columns: int
-    reduction: int
-    w_kn: bool
-
-
-def gemm_of(problem: Problem) -> Gemm:
-    """The kernel's view of a row-grouped problem.
-
-    The forward multiplies by w[g].T: columns N, reduction K. dX multiplies by w[g]: columns K,
-    reduction N, and the same memory read the other way round.
-    """
-    forward = problem.op is Op.FORWARD
-    kn = (problem.layout is Layout.KN) == forward
-    return Gemm(problem.N, problem.K, kn) if forward else Gemm(problem.K, problem.N, kn)
-
-
-def code_of(op: Op, fusion: Fusion) -> Fusion:
-    """The fusion whose variants run a call: NONE, SCATTER (every form that gathers nothing), GATHER (every form).
-
-    What a call does beside the product is chosen at run time, by flags; only gathering needs other loads,
-    and the plain code is kept apart because it is faster. dW has plain code alone, and rows are gathered for it
-    beforehand: through an index an H200 took 2.3 ms where the plain code took 0.8 (Qwen3-30B, gate_up, T=8192).
-    SILU, alone and with GATHER, has code of its own, which does nothing else.
-
-    Raises
-    ------
-    ValueError
-        for SILU with anything but GATHER, or of another op than the forward.
-    """
-    if Fusion.SILU in fusion:
-        if op is not Op.FORWARD or fusion & ~(Fusion.SILU | Fusion.GATHER):
-            raise ValueError(f"there is no code for {fusion} of {op.value}: SILU goes with GATHER, of the forward")
-        return fusion
-    if op is Op.DW or not fusion:
-        return Fusion.NONE
-    return Fusion.GATHER if Fusion.GATHER in fusion else Fusion.SCATTER
-
-
-def result_columns(columns: int, fusion: Fusion) -> int:
-    """The columns of y, of a product of so many: half as many where gate and up become one."""
-    return columns // 2 if Fusion.SILU in fusion else columns
 
 
 def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
@@ -173,7 +45,8 @@ def too_large(op: Op, columns: int, reduction: int, config: Config) -> str | Non
     """Why a specialised kernel's warpgroups can't be told of tiles of such a product, or None.
 
     The loading warp passes on a tile's steps in 20 bits, and, where warpgroups take turns, its column in 20 bits too
-    (kernels/warpgroups.py, kernels/turns.py). How many steps dW has its rows say, which only the call knows.
+    (kernels/gemm/hopper/consumer.py, kernels/gemm/hopper/pingpong.py). How many steps dW has its rows say, which only
+    the call knows.
     """
     most = MOST_STEPS * config.block_k
     if config.specialized and op is not Op.DW and reduction > most:
@@ -197,7 +70,7 @@ def beyond(problem: Problem, config: Config) -> str | None:
 def counts(config: Config, max_experts: int) -> bool:
     """Whether a kernel of this config can count the rows of so many experts.
 
-    A specialised one keeps a table, and a program that has one tile asks for it once (kernels/find.py).
+    A specialised one keeps a table, and a program that has one tile asks for it once (kernels/gemm/portable/lookup.py).
     """
     return (config.persistent and not config.specialized) or max_experts <= MAX_EXPERTS
 
@@ -242,8 +115,8 @@ def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
     else:
         columns = 64 if c.pingpong else c.block_n // 2 if c.specialized else c.block_n  # a tile may be half as wide
         if fitted(c):  # all columns of a tile at once, or where they are contiguous as many as a line has
-            columns = 64 if _w_kn(spec) else c.block_n
-        w = (1, c.block_k, columns) if _w_kn(spec) else (1, columns, c.block_k)
+            columns = 64 if w_kn(spec) else c.block_n
+        w = (1, c.block_k, columns) if w_kn(spec) else (1, columns, c.block_k)
         blocks = {"x": (half or c.block_m, c.block_k), "w": w, "y_map": (1, 1, 64, 64)}
     return {name: blocks[name] for name in spec.tma}
 
@@ -254,7 +127,7 @@ def constants(spec: Spec, sm: int) -> dict[str, int | str | bool | None]:
     if c.specialized:
         return _specialized(spec)
     loads = {"TMA": bool(spec.tma)} if spec.op is Op.DW else {
-        "X_TMA": "x" in spec.tma, "W_TMA": "w" in spec.tma, "W_KN": _w_kn(spec),
+        "X_TMA": "x" in spec.tma, "W_TMA": "w" in spec.tma, "W_KN": w_kn(spec),
         "INDEXED": bool(spec.fusion), "TURNED": _turned(spec, sm), "CLEARS": clears(spec.fusion, c),
     }  # fmt: skip
     return loads | {
@@ -280,7 +153,7 @@ def clears(fusion: Fusion, config: Config) -> bool:
 def _turned(spec: Spec, sm: int) -> bool:
     """Whether code of rows on wgmma takes w from registers, turned round on the way: see ``forward.rows``."""
     wgmma = sm == 90 and spec.config.block_m >= 64 and spec.config.num_warps >= 4
-    return wgmma and spec.dtype is DType.TF32 and _w_kn(spec) and "w" in spec.tma
+    return wgmma and spec.dtype is DType.TF32 and w_kn(spec) and "w" in spec.tma
 
 
 def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
@@ -293,11 +166,11 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
         sizes |= {} if _asks(spec) else {"dy_at": None, "x_at": None}
     elif fitted(c):
         depth, columns = c.block_k, c.block_m
-        sizes = {"BLOCK_M": c.block_m, "BLOCK_K": depth, "W_KN": _w_kn(spec), "INDEXED": bool(spec.fusion)}
+        sizes = {"BLOCK_M": c.block_m, "BLOCK_K": depth, "W_KN": w_kn(spec), "INDEXED": bool(spec.fusion)}
         sizes |= {} if "y_map" in spec.tma else {"y_map": None}
     else:
         gated = Fusion.SILU in spec.fusion
-        sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": _w_kn(spec),
+        sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": w_kn(spec),
                  "INDEXED": bool(spec.fusion) and not gated, "GATHER": Fusion.GATHER in spec.fusion,
                  "GATED": gated}  # fmt: skip
         sizes |= {} if "y_map" in spec.tma else {"y_map": None}
@@ -317,7 +190,7 @@ def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
 
 
 def _noted_bytes(spec: Spec) -> int:
-    """Of what both warpgroups have looked up of their rows: kernels/warpgroups.py, ``tables``."""
+    """Of what both warpgroups have looked up of their rows: kernels/gemm/hopper/consumer.py, ``tables``."""
     rows = 256 if fitted(spec.config) else 128 if spec.config.pingpong else 64
     return 2 * rows * 8 if spec.fusion and Fusion.SILU not in spec.fusion else 0
 
@@ -358,23 +231,6 @@ def divisibility(spec: Spec) -> dict[str, int]:
     return given
 
 
-def parameter_bytes(arguments: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
-    """The size in bytes of each parameter of a kernel with these (name, kind), Triton's own two pointers included."""
-    found: list[int] = []
-    for _, kind in arguments:
-        if kind.startswith("desc"):
-            rank = int(kind[4:])
-            found += [128, *[4] * rank, *[8] * rank]
-        else:
-            found.append(4 if kind == "i32" else 8)
-    return (*found, 8, 8)
-
-
-def ragged_strides(row_stride: int) -> tuple[int, int, int]:
-    """The strides, in elements, of a ragged descriptor's first three dimensions."""
-    return (1 << 34) - row_stride, row_stride, row_stride
-
-
 def weight_tiles(N: int, K: int, E: int, config: Config) -> int:
     """The tiles of dw [E, N, K]: the same for any rows."""
     return E * -(-N // config.block_n) * -(-K // config.block_k)
@@ -386,7 +242,3 @@ def most_tiles(rows: int, E: int, columns: int, config: Config) -> int:
         return 0
     active = min(E, rows)
     return ((rows - active) // config.block_m + active) * -(-columns // config.block_n)
-
-
-def _w_kn(spec: Spec) -> bool:
-    return (spec.layout is Layout.KN) == (spec.op is Op.FORWARD)

@@ -7,13 +7,14 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..artifacts.records.bundle import Variant
-from ..artifacts.records.precision import DType
-from ..artifacts.records.problem import Op
-from .abi import MAX_EXPERTS
-from .calibration import SIZES, Constants, Specialized
-from .chips import Chip, SmLimits, limits
-from .config import Config, across, fitted
+from ...artifacts.records.bundle import Variant
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Op
+from ..contract.config import Config, across, fitted
+from ..contract.spec import MAX_EXPERTS
+from ..hardware.arch import SmLimits, limits
+from ..hardware.chips import Chip
+from .constants import SIZES, Constants, Specialized
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from .consumer import ask, biased, lines_of, look_up, note, noted_at, parts_of, store_box, tables
+from .pingpong import ordering
 from .pipeline import (
     SCATTER_FLAG,
     ZERO_TAIL_FLAG,
@@ -33,9 +35,7 @@ from .pipeline import (
     told,
     zero_tail,
 )
-from .turns import ordering
-from .unnamed import clear_unnamed
-from .warpgroups import ask, biased, lines_of, look_up, note, noted_at, parts_of, store_box, tables
+from .zero_rows import clear_unnamed
 
 GRAIN: gl.constexpr = gl.constexpr(16)  # rows: 8 is no faster, 32 up to 1.06 x as long
 BOX: gl.constexpr = gl.constexpr(64)  # rows of x, loaded at once: 32, 128 and 256 were slower
@@ -243,7 +243,7 @@ def rows_fitted(
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     ``forward.rows`` of rows that nothing gathers. x and w come through TMA; y leaves through ``y_map``, a ragged
-    descriptor (``kernels/abi.py``, RAGGED_SIZES), in INDEXED code through pointers.
+    descriptor (``kernels/contract/registry.py``, RAGGED_SIZES), in INDEXED code through pointers.
     """
     element: gl.constexpr = w.dtype
     BOXES: gl.constexpr = BLOCK_M // BOX

@@ -13,7 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from .gathering import copy_rows, rows_at
+from .consumer import multiply, tables
+from .gather import copy_rows, rows_at
+from .pingpong import PART, multiply_in_turns, ordering, publish_turn
 from .pipeline import (
     NARROW_BIT,
     SCATTER_FLAG,
@@ -32,9 +34,7 @@ from .pipeline import (
     told,
     zero_tail,
 )
-from .turns import PART, multiply_in_turns, ordering, publish_turn
-from .unnamed import clear_unnamed
-from .warpgroups import multiply, tables
+from .zero_rows import clear_unnamed
 
 
 @gluon.jit
@@ -168,8 +168,8 @@ def rows_specialized(
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     ``forward.rows``. x and w come through TMA, x in GATHER code through pointers; y leaves through ``y_map``, a
-    ragged descriptor (``kernels/abi.py``, RAGGED_SIZES), in INDEXED code through pointers: GATHER code has both, and
-    takes the descriptor for tiles of which nothing else is asked.
+    ragged descriptor (``kernels/contract/registry.py``, RAGGED_SIZES), in INDEXED code through pointers: GATHER code
+    has both, and takes the descriptor for tiles of which nothing else is asked.
     GATED code stores silu(gate) * up in its place, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
     In PINGPONG code, which gathers no rows, the warpgroups take whole tiles in turns (turns.py).
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..artifacts.records.problem import Problem
+from ...artifacts.records.problem import Problem
 
 ALIGNMENT_BYTES = 16  # of every pointer, row stride and row length
 

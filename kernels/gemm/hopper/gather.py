@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
+from .consumer import flat_index
 from .pipeline import GATHER_FLAG
-from .warpgroups import flat_index
 
 
 @gluon.jit

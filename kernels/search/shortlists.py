@@ -1,6 +1,6 @@
 """The tile sizes worth compiling, by generation and kind of kernel: what won on GPUs, and its neighbours.
 
-kernels/space.py makes configs of them. Best guesses first.
+kernels/search/space.py makes configs of them. Best guesses first.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ HOPPER_DW_POINTER: tuple[Row, ...] = (
 )
 # sm_90, tf32, as they are: with fewer than 64 rows or 4 warps a tile runs on mma.sync. wgmma wants the reduction
 # contiguous in both operands of this type in shared memory: dX's w goes through registers, where the fastest tiles are
-# two to an SM. Of dW neither is: specialised kernels run it on mma.sync (kernels/fragments.py).
+# two to an SM. Of dW neither is: specialised kernels run it on mma.sync (kernels/gemm/hopper/tf32.py).
 HOPPER_TF32: tuple[Row, ...] = ((128, 128, 32, 8, 4),)
 HOPPER_TF32_DX: tuple[Row, ...] = (
     (128, 128, 32, 4, 3),

@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .fragments import MMA, multiply_rows
 from .pipeline import (
     BIAS_FLAG,
     INDEX_END,
@@ -27,6 +26,7 @@ from .pipeline import (
     begin,
     take,
 )
+from .tf32 import MMA, multiply_rows
 
 
 @gluon.jit

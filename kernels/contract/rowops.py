@@ -1,6 +1,7 @@
 """The contract of the passes over rows (artifacts.types.Pass), in plain Python: arguments, flags, the grid.
 
-Their words of launch ABI 1, beside those of kernels/abi.py (``M`` counts rows, ``columns`` those of a row of a or y):
+Their words of launch ABI 1, beside those of kernels/contract/registry.py (``M`` counts rows, ``columns`` those of a
+row of a or y):
 
 =========================  ===================================================================
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
@@ -24,10 +25,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..artifacts.records.precision import DType
-from ..artifacts.records.problem import Fusion, Layout, Op, Pass
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Pass
 
-# Of ``flags``: the activation, then how it is done. kernels/activation.py has the same values.
+# Of ``flags``: the activation, then how it is done. kernels/rowops/activation.py has the same values.
 KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
 GATED = 8
 INTERLEAVED = 16
@@ -36,7 +37,7 @@ WEIGHTED = 64
 WRITES_DH = 128
 WRITES_A = 256
 WRITES_DWEIGHTS = 512
-# The two launches of GATHER that read each row of x once; kernels/tokens.py has the same values.
+# The two launches of GATHER that read each row of x once; kernels/rowops/gather_combine.py has the same values.
 NOTES = 1024
 BY_TOKEN = 2048
 # The routing weights that are read, and their gradients, are of the variant's dtype; COMBINE adds a bias.
@@ -44,11 +45,12 @@ NARROW = 4096
 NARROW_DWEIGHTS = 8192
 BIASED = 16384
 NOTED_ROWS = 256  # that a program looks at
-# What a launch of SORT_SLOTS does; kernels/slots.py has the same values.
+# What a launch of SORT_SLOTS does; kernels/rowops/sort.py has the same values.
 COUNTS = 1
 ADDS = 2  # a program for SORTED_EXPERTS
 PLACES = 4
-# What a launch of CLEAR does, and the rows that a program of its other launch looks at; kernels/clear.py has the same.
+# What a launch of CLEAR does, and the rows that a program of its other launch looks at;
+# kernels/gemm/portable/zero_rows.py has the same.
 NAMES = 1
 CLEARED_ROWS = 64
 

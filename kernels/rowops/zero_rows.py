@@ -1,19 +1,15 @@
-"""The rows of a result that no row of a product goes to, set to zero: they alone, in place of all.
-
-``clear`` does it in launches of its own, for large results; ``clear_unnamed`` in a product's, for small ones.
-"""
+"""Zeros for the rows of y that no index names: a row operation of its own."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .tiles import expert_rows
+from ..gemm.portable.tiles import expert_rows
 
 # The values of kernels.passes.
 _NAMES: tl.constexpr = tl.constexpr(1)
 _CLEARED_ROWS: tl.constexpr = tl.constexpr(64)
-_ENTRIES: tl.constexpr = tl.constexpr(256)  # of the index, looked at at a time
 
 
 @triton.jit
@@ -45,30 +41,3 @@ def clear(
                     for first in tl.range(0, columns, BLOCK):
                         col = first + tl.arange(0, BLOCK)
                         tl.store(at + col, tl.zeros((BLOCK,), y.dtype.element_ty), mask=col < columns)
-
-
-@triton.jit
-def clear_unnamed(
-    y, index, m_sizes, first_row, M, N, E, stride_y_m, m_sizes_step, index_step, index_end,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """y[r] = 0 for each r in [first_row, first_row + ROWS) and below index_end that is no index[i], i < sum(m_sizes).
-
-    An index is its low word, as ``tiles.flat_index`` has it: what is cleared here is nowhere stored to.
-    """
-    used = 0
-    for first in tl.range(0, E, EXPERTS):
-        _start, end = expert_rows(m_sizes, m_sizes_step, M, E, first, used, EXPERTS)
-        used = tl.max(end, 0)
-    row = first_row + tl.arange(0, ROWS)
-    named = tl.zeros((ROWS,), tl.int32)
-    for first in tl.range(0, used, _ENTRIES):
-        i = first + tl.arange(0, _ENTRIES)
-        there = tl.load(index + i.to(tl.int64) * index_step, mask=i < used, other=-1)
-        named = tl.maximum(named, tl.max((there[None, :] == row[:, None]).to(tl.int32), 1))
-    clears = (row < index_end) & (named == 0)
-    if tl.max(clears.to(tl.int32), 0) != 0:
-        for column in tl.range(0, N, COLUMNS):
-            col = column + tl.arange(0, COLUMNS)
-            at = y + row.to(tl.int64)[:, None] * stride_y_m + col[None, :]
-            tl.store(at, tl.zeros((ROWS, COLUMNS), y.dtype.element_ty), mask=clears[:, None] & (col[None, :] < N))

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..artifacts.records.precision import DType
-from ..artifacts.records.problem import Fusion, Op, Problem
-from .abi import result_columns
-from .calibration import CONSTANTS, Constants, Specialized
-from .chips import Chip
-from .config import Config, across, dealt, fitted
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Op, Problem
+from ..contract.config import Config, across, dealt, fitted
+from ..contract.spec import result_columns
+from ..hardware.chips import Chip
+from .constants import CONSTANTS, Constants, Specialized
 from .profile import Profile, Resources, join, occupancy, profile
 from .routing import Rows, expected_rows
 
-_GRAIN = 16  # rows: kernels/fitted.py rounds a tile's up to so many
-# Of dW that has so few experts, and tiles a program, kernels/specialized_weight.py orders the experts by their rows.
+_GRAIN = 16  # rows: kernels/gemm/hopper/ragged.py rounds a tile's up to so many
+# Of dW that has so few experts, and tiles a program, kernels/gemm/hopper/weight.py orders the experts by their rows.
 _FEW_EXPERTS = 32
 _FEW_TILES = 16
 

@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from .consumer import ask, look_up, note, store_boxes, store_noted
 from .pipeline import advance, before, publish, take
-from .warpgroups import ask, look_up, note, store_boxes, store_noted
 
 PART: gl.constexpr = gl.constexpr(64)  # columns
 

@@ -1,6 +1,6 @@
 """The search space: which configs are compiled for an op, a dtype and a capability, in one fixed order.
 
-kernels/shortlists.py holds the tile sizes. What compiles badly or doesn't fit is found by compiling;
+kernels/search/shortlists.py holds the tile sizes. What compiles badly or doesn't fit is found by compiling;
 here only what can't fit is left out, by a lower bound of its shared memory.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..artifacts.records.precision import DType
-from ..artifacts.records.problem import Op
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Op
+from ..contract.config import Config, invalid
+from ..hardware.arch import limits
 from . import shortlists as lists
-from .chips import limits
-from .config import Config, invalid
 from .shortlists import Row
 
 LIMIT = 48

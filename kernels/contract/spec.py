@@ -1,0 +1,105 @@
+"""What a variant is before it is compiled, and a problem in its kernel's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from .config import Config, fitted
+
+MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
+MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One variant before it is compiled: kernel, config and specialisation. With a target it is one cubin."""
+
+    op: Op
+    dtype: DType
+    config: Config
+    layout: Layout = Layout.NK
+    fusion: Fusion = Fusion.NONE
+    alignment: int = 16
+    max_experts: int = MAX_EXPERTS
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel's function."""
+        if fitted(self.config):
+            return "rows_fitted"
+        name = "weight" if self.op is Op.DW else "rows"
+        return f"{name}_specialized" if self.config.specialized else name
+
+    @property
+    def tma(self) -> tuple[str, ...]:
+        """What goes through TMA, in the arguments' order: rows that an index picks can't."""
+        if not self.config.tma:
+            return ()
+        stores = self.config.specialized and (not self.fusion or bool(self.fusion & (Fusion.GATHER | Fusion.SILU)))
+        if self.op is Op.DW:
+            return ("dy", "x", "dw") if stores else ("dy", "x")
+        operands = ("w",) if Fusion.GATHER in self.fusion else ("x", "w")
+        return (*operands, "y_map") if stores else operands
+
+    def __str__(self) -> str:
+        text = f"{self.op.value} {self.dtype.value} {self.config}"
+        text += f" w={self.layout.value}" if self.layout is not Layout.NK else ""
+        text += " gather" if Fusion.GATHER in self.fusion else ""
+        text += " silu" if Fusion.SILU in self.fusion else ""
+        return text + (" unaligned" if self.alignment == 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A problem in the kernel's words: ``columns`` of the result, ``reduction``, and how w lies.
+
+    ``w_kn`` is true where w's columns (the result's) are the contiguous ones.
+    """
+
+    columns: int
+    reduction: int
+    w_kn: bool
+
+
+def gemm_of(problem: Problem) -> Gemm:
+    """The kernel's view of a row-grouped problem.
+
+    The forward multiplies by w[g].T: columns N, reduction K. dX multiplies by w[g]: columns K,
+    reduction N, and the same memory read the other way round.
+    """
+    forward = problem.op is Op.FORWARD
+    kn = (problem.layout is Layout.KN) == forward
+    return Gemm(problem.N, problem.K, kn) if forward else Gemm(problem.K, problem.N, kn)
+
+
+def code_of(op: Op, fusion: Fusion) -> Fusion:
+    """The fusion whose variants run a call: NONE, SCATTER (every form that gathers nothing), GATHER (every form).
+
+    What a call does beside the product is chosen at run time, by flags; only gathering needs other loads,
+    and the plain code is kept apart because it is faster. dW has plain code alone, and rows are gathered for it
+    beforehand: through an index an H200 took 2.3 ms where the plain code took 0.8 (Qwen3-30B, gate_up, T=8192).
+    SILU, alone and with GATHER, has code of its own, which does nothing else.
+
+    Raises
+    ------
+    ValueError
+        for SILU with anything but GATHER, or of another op than the forward.
+    """
+    if Fusion.SILU in fusion:
+        if op is not Op.FORWARD or fusion & ~(Fusion.SILU | Fusion.GATHER):
+            raise ValueError(f"there is no code for {fusion} of {op.value}: SILU goes with GATHER, of the forward")
+        return fusion
+    if op is Op.DW or not fusion:
+        return Fusion.NONE
+    return Fusion.GATHER if Fusion.GATHER in fusion else Fusion.SCATTER
+
+
+def result_columns(columns: int, fusion: Fusion) -> int:
+    """The columns of y, of a product of so many: half as many where gate and up become one."""
+    return columns // 2 if Fusion.SILU in fusion else columns
+
+
+def w_kn(spec: Spec) -> bool:
+    return (spec.layout is Layout.KN) == (spec.op is Op.FORWARD)

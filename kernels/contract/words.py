@@ -1,0 +1,59 @@
+"""The contract of compiler and launcher, in plain Python: what a variant is, its arguments, its grid.
+
+The names in a variant's ``arguments`` are the words of launch ABI 1:
+
+=======================  =====================================================================
+``x w y dy dw``          a device pointer, or a TMA descriptor by value (kind ``desc2`` ...)
+``m_sizes index``        device pointers to 32-bit words: counts [E], and one index of each row
+``row_weights bias``     device pointers: float32 weights by index, bias [E, N] in the dtype
+``M N K E``              int32: rows, the result's columns, the reduction, experts; of dW: dw's N and K; of
+                         code with ``Fusion.SILU`` N is w's columns, gate and up, and y has half as many
+``stride_x_m`` ...       int64, in elements: row strides of x, y, dy; expert and row stride of w, dw
+``m_sizes_step``         int32: 1 for int32 counts, 2 for int64 counts; ``index_step`` likewise
+``index_end``            int32: indices from here on, and below 0, take no part
+``x_divisor``            int32: x's row of an index is ``index // x_divisor``
+``flags``                int32: the fusions of the call, values of artifacts.types.Fusion below 16 (``Fusion.SILU`` is
+                         code of its own, no flag), and ``ZERO_TAIL``
+``counter``              device pointer to an int32 that is zero before and after the launch
+``dy_at x_at``           device pointers to dy and x, which are descriptors: of streamed code of dW
+``y_map``                y again, as a TMA descriptor of ragged rows that a specialised kernel stores through
+=======================  =====================================================================
+
+Pointers that ``flags`` has no use for are null. dX runs the forward's kernel: its x is dy, its y is dx
+(see ``gemm_of``). After the named arguments every kernel takes two more pointers, Triton's global and
+profile scratch. A descriptor of rank r is passed as 128 bytes, then r int32 sizes, then r int64 strides;
+of dW it describes ragged rows, see ``RAGGED_SIZES``.
+"""
+
+from __future__ import annotations
+
+from ...artifacts.records.problem import Fusion
+
+LAUNCH_ABI = 1
+READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
+
+ZERO_TAIL = 16  # a flag: rows that belong to no expert are set to zero; with SCATTER, those that no row goes to
+CLEARER_ROWS = 16  # of them, for a program: ``cdiv(index_end, CLEARER_ROWS)`` more programs
+FLAGS = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS  # the fusions that ``flags`` tells a kernel of
+
+# A descriptor of ragged rows is [.., .., rows, columns] with these sizes and the strides of ``ragged_strides``:
+# the address of (2^30, end, 2^30 - count + row, column) is that of row ``end - count + row``, because 2^30 times
+# the first stride is a multiple of 2^64 but for the row stride. Past the expert's end TMA reads zeros.
+RAGGED_SIZES = (0x7FFF0000, 0x7FFF0000, 1 << 30)
+
+
+def parameter_bytes(arguments: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+    """The size in bytes of each parameter of a kernel with these (name, kind), Triton's own two pointers included."""
+    found: list[int] = []
+    for _, kind in arguments:
+        if kind.startswith("desc"):
+            rank = int(kind[4:])
+            found += [128, *[4] * rank, *[8] * rank]
+        else:
+            found.append(4 if kind == "i32" else 8)
+    return (*found, 8, 8)
+
+
+def ragged_strides(row_stride: int) -> tuple[int, int, int]:
+    """The strides, in elements, of a ragged descriptor's first three dimensions."""
+    return (1 << 34) - row_stride, row_stride, row_stride

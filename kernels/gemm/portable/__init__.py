@@ -1,0 +1,1 @@
+"""Kernels in Triton's language for every capability."""

@@ -1,0 +1,1 @@
+"""GPU architectures and products: tables of published figures. Uses artifacts' records."""

@@ -1,0 +1,1 @@
+"""Which configs are worth compiling, by generation. Uses the contract."""
