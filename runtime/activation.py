@@ -20,8 +20,8 @@ from .inputs import address_of
 GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
 
-_OAI_LIMIT = 7.0  # gpt-oss: openai/gpt-oss model card and its reference implementation
-_OAI_ALPHA = 1.702
+OAI_LIMIT = 7.0  # gpt-oss: openai/gpt-oss model card and its reference implementation
+OAI_ALPHA = 1.702
 
 _transformed = torch._C._are_functorch_transforms_active
 
@@ -164,8 +164,8 @@ def by_torch(h: torch.Tensor, act: Activation) -> torch.Tensor:
         return _one(act.name, gate) * up
     if h.dtype in (torch.bfloat16, torch.float16):
         gate, up = gate.float(), up.float()
-    gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
-    return ((up + 1) * (gate * torch.sigmoid(_OAI_ALPHA * gate))).to(h.dtype)
+    gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
+    return ((up + 1) * (gate * torch.sigmoid(OAI_ALPHA * gate))).to(h.dtype)
 
 
 def _gradient_by_torch(

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
-import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stockexperts
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from pretuned.artifacts.errors import InputError
 from pretuned.runtime import experts as ours
 from pretuned.runtime import reload
 from pretuned.runtime.activation import Activation
+from pretuned.runtime.recognised import recognise
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
 
@@ -78,8 +78,7 @@ def test_a_model_and_its_gradients(library: Any, kind: str) -> None:
     assert set(ours_too) >= {name for name, grad in grads.items() if grad.any()}
     for name, grad in grads.items():
         torch.testing.assert_close(ours_too[name], grad, rtol=1e-3, atol=1e-5)
-    found = {ours._activation(one, True) for one in experts_of(model)}
-    assert not any(ours._has_state(one, ("gate_up_proj", "gate_up_proj_bias")) for one in experts_of(model))
+    found = {recognise(one, True) for one in experts_of(model)}
     assert found == {Activation(MODELS[kind][1], True, kind == "gpt_oss")}
 
 
@@ -89,7 +88,8 @@ def test_a_model_is_loaded_with_it_by_name(library: Any, tmp_path: Path) -> None
     loaded = library.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="pretuned")
     model.set_experts_implementation("eager")
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
-    assert all(one in ours._activations for one in experts_of(loaded))
+    assert loaded.config._experts_implementation == "pretuned"
+    assert all(recognise(one, True) for one in experts_of(loaded))
 
 
 @pytest.fixture
@@ -173,16 +173,15 @@ def by_hand(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: 
     return out
 
 
-OTHERS: list[tuple[dict[str, bool], Any, str]] = [
-    ({}, functional.silu, "silu"),
-    ({}, functional.gelu, "gelu"),
-    ({}, partial(functional.gelu, approximate="tanh"), "gelu_tanh"),
-    ({"has_gate": False}, lambda h: torch.relu(h).square(), "relu2"),
+OTHERS: list[tuple[dict[str, bool], Any, str]] = [  # what is recognised without transformers' own gate
+    ({}, functional.silu, ""),
     ({"has_gate": False, "has_bias": True}, functional.silu, "silu"),
-    ({"is_transposed": True, "has_bias": True, "is_concatenated": False}, functional.silu, "silu"),
-    ({"is_transposed": True, "has_bias": True}, functional.mish, ""),
+    ({"has_gate": False, "is_transposed": True, "has_bias": True}, torch.nn.GELU("tanh"), "gelu_tanh"),
+    ({"has_gate": False}, lambda h: torch.relu(h).square(), ""),
     ({"has_gate": False}, torch.tanh, ""),
-    ({"has_post_expert_norm": True}, functional.silu, "silu"),
+    ({"is_transposed": True, "has_bias": True, "is_concatenated": False}, functional.silu, ""),
+    ({"is_transposed": True, "has_bias": True}, functional.mish, ""),
+    ({"has_post_expert_norm": True}, functional.silu, ""),
 ]
 
 
@@ -191,7 +190,7 @@ OTHERS: list[tuple[dict[str, bool], Any, str]] = [
 def test_every_way_that_weights_may_lie(how: dict[str, bool], act: Any, name: str, elsewhere: bool) -> None:
     experts = Experts(act, **how)
     other = copy.deepcopy(experts)
-    found = ours._activation(experts, experts.has_gate)
+    found = recognise(experts, experts.has_gate)
     assert (found.name if found else "") == name
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(9, 16, generator=generator)
@@ -210,42 +209,6 @@ def test_every_way_that_weights_may_lie(how: dict[str, bool], act: Any, name: st
     for (called, one), (_, two) in zip(experts.named_parameters(), other.named_parameters(), strict=True):
         if two.grad is not None:
             torch.testing.assert_close(one.grad, two.grad, rtol=1e-3, atol=1e-3, msg=called)
-
-
-def test_it_is_tried_again_where_its_code_or_its_training_changes() -> None:
-    experts, tried = Experts(lambda h: tried.append(1) or functional.silu(h)), []  # type: ignore[func-returns-value]
-    known = Activation("silu", True, False)
-    assert [ours._activation(experts, True) for _ in range(3)] == [known] * 3
-    assert len(tried) == 1
-    experts.eval()
-    assert ours._activation(experts, True) == known
-    assert len(tried) == 2
-    experts.act_fn = functional.gelu
-    assert ours._activation(experts, True) == Activation("gelu", True, False)
-    experts.act_fn = torch.tanh
-    assert ours._activation(experts, True) is None
-
-
-def test_a_method_is_tried_once_and_keeps_no_module() -> None:
-    tried = []
-
-    class WithMethod(Experts):
-        def act_fn(self, h: torch.Tensor) -> torch.Tensor:
-            tried.append(1)
-            return functional.silu(h)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name != "act_fn":
-                super().__setattr__(name, value)
-
-    experts = WithMethod()
-    for _ in range(3):
-        assert ours._activation(experts, True) == Activation("silu", True, False)
-    assert len(tried) == 1
-    gone = weakref.ref(experts)
-    del experts
-    gc.collect()
-    assert gone() is None
 
 
 class Swish(torch.nn.Module):
@@ -286,7 +249,6 @@ def test_hooks_of_an_activation_run(when: str) -> None:
     assert float(got.detach().abs().max()) == float(wanted.detach().abs().max()) == 0.0
     handle.remove()
     torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
-    assert not ours._has_state(experts, ("gate_up_proj", "gate_up_proj_bias"))
 
 
 def test_an_activation_that_drops_in_training_alone() -> None:
@@ -299,52 +261,25 @@ def test_an_activation_that_drops_in_training_alone() -> None:
     torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
 
 
-def test_what_the_experts_hold_beside_their_weights() -> None:
-    """A limit that is learnt, or kept as a buffer, may change. What makes the weights is no part of the activation."""
-    first = ("gate_up_proj", "gate_up_proj_bias")
-    experts = Experts()
-    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
-    assert not ours._has_state(experts, first)
-    experts.register_parameter("limit", torch.nn.Parameter(torch.ones(())))
-    assert ours._has_state(experts, first)
-    torch.nn.utils.parametrize.register_parametrization(experts, "limit", torch.nn.Identity())
-    assert ours._has_state(experts, first)
-    other = Experts(has_bias=True)
-    assert not ours._has_state(other, first)
-    other.register_buffer("limit", torch.ones(()))
-    assert ours._has_state(other, first)
-
-
-def test_code_that_can_not_be_tried_is_the_module_s_own() -> None:
-    def only_its_columns(h: torch.Tensor) -> torch.Tensor:
-        return h.view(-1, 12).sigmoid()
-
-    experts = Experts(only_its_columns, has_gate=False)
-    assert ours._activation(experts, False) is None
-    out = ours.experts_forward(experts, torch.randn(2, 16), torch.tensor([[0], [4]]), torch.ones(2, 1))
-    assert out.shape == (2, 16)
-
-
 @pytest.mark.parametrize("limit", [5.0, 20.0, 300.0, 20000.0])
 def test_what_a_module_clamps_stays_clamped(limit: float) -> None:
     experts = Experts(lambda gate: functional.silu(gate.clamp(max=limit)))
     torch.manual_seed(3)
     hidden, ids, weights = limit * torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
-    assert ours._activation(experts, True) is None
     wanted = by_hand(experts, hidden, ids, weights)
     assert float((by_hand(Experts(), hidden, ids, weights) - wanted).norm() / wanted.norm()) > 0.5
     got = ours.experts_forward(experts, hidden, ids, weights)
     assert float((got - wanted).norm() / wanted.norm()) < 1e-5
 
 
-def test_it_is_tried_with_numbers() -> None:
-    experts = Experts()
+def test_shapes_alone() -> None:
+    experts = Experts(has_gate=False)
     given = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
     with FakeTensorMode(allow_non_fake_inputs=True) as shapes:
         out = ours.experts_forward(experts, *map(shapes.from_tensor, given))
     assert out.shape == (9, 16)
-    ours.experts_forward(experts, *given)
-    assert ours._activation(experts, True) == Activation("silu", True, False)
+    assert recognise(experts, False) == Activation("silu", False, False)
+    torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
 
 
 def test_an_earlier_transformers_says_less_of_a_module() -> None:
@@ -371,3 +306,193 @@ def test_weights_in_another_dtype_than_hidden() -> None:
     experts = Experts().bfloat16()
     out = ours.experts_forward(experts, torch.randn(4, 16), torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1))
     assert out.dtype is torch.float32
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_an_id_of_no_expert_adds_nothing_behind_a_norm(norm: Any) -> None:
+    experts = Experts(has_post_expert_norm=True)
+    experts.post_expert_norm = norm(16)
+    for parameter in experts.post_expert_norm.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden, weights = torch.randn(4, 16), torch.rand(4, 2).requires_grad_()
+    out = ours.experts_forward(experts, hidden, torch.tensor([[-1, 5], [0, -1], [-7, 1], [2, 3]]), weights)
+    assert not out[0].any()
+    wanted = by_hand(experts, hidden[1:], torch.tensor([[0, 5], [5, 1], [2, 3]]), weights[1:])
+    torch.testing.assert_close(out[1:], wanted, rtol=1e-4, atol=1e-4)
+    ours_too, theirs = (torch.autograd.grad(one.square().sum(), (weights, *experts.post_expert_norm.parameters()))
+                        for one in (out, wanted))  # fmt: skip
+    for one, other in zip(ours_too, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    assert not ours_too[0][[0, 0, 1, 2], [0, 1, 1, 0]].any()
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_named(name: str, dtype: torch.dtype) -> None:
+    experts = Experts()
+    experts.register_parameter(name, torch.nn.Parameter(getattr(experts, name).detach().to(dtype), requires_grad=False))
+    with pytest.raises(InputError, match=rf"experts_forward: {name} is {dtype}, .* Quantised weights don't run here"):
+        ours.experts_forward(experts, torch.randn(2, 16), torch.tensor([[0], [4]]), torch.ones(2, 1))
+
+
+def compared(library: Any, experts: Any, dtype: torch.dtype) -> None:
+    """Ours beside transformers' grouped_mm: values and gradients, and the gradients' dtypes."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    ids, results = torch.tensor([[0, 1], [3, 2], [1, 0]]), []
+    for forward in (ours.experts_forward, grouped_mm_experts_forward):
+        torch.manual_seed(5)
+        hidden, weights = torch.randn(3, 16).to(dtype).requires_grad_(), torch.rand(3, 2).to(dtype).requires_grad_()
+        out = forward(experts, hidden, ids, weights)
+        upstream = torch.randn(3, 16).to(dtype)
+        results.append([out, *torch.autograd.grad(out, [hidden, weights, *experts.parameters()], upstream)])
+    for one, other in zip(*results, strict=True):
+        assert one.dtype is other.dtype
+        assert float((one.double() - other.double()).norm()) <= 2e-2 * float(other.double().norm())
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["gpt_oss", "openai_privacy_filter"])
+def test_fp32_biases_beside_narrower_weights(library: Any, family: str, narrow: torch.dtype) -> None:
+    experts = next(stockexperts.made(*one) for one in stockexperts.classes(family)).to(narrow)
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        setattr(experts, name, torch.nn.Parameter(getattr(experts, name).detach().float()))
+    assert recognise(experts, True) is not None
+    compared(library, experts, narrow)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h", "deepseek_v4"])
+@pytest.mark.parametrize(
+    ("first", "second", "hidden"),
+    [(torch.bfloat16, torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16, torch.float32),
+     (torch.float16, torch.bfloat16, torch.float32)],
+)  # fmt: skip
+def test_two_weights_of_two_dtypes(
+    library: Any, family: str, first: torch.dtype, second: torch.dtype, hidden: torch.dtype
+) -> None:
+    experts = next(stockexperts.made(*one) for one in stockexperts.classes(family))
+    for name, one in list(experts.named_parameters()):
+        setattr(experts, name, torch.nn.Parameter(one.detach().to(second if "down" in name else first)))
+    compared(library, experts, hidden)
+
+
+def test_torch_func_s_transforms() -> None:
+    several = [Experts(has_bias=True) for _ in range(3)]
+    for number, one in enumerate(several):
+        with torch.no_grad():
+            one.down_proj.mul_(number + 1)
+    given = torch.randn(9, 16), torch.randint(-1, 6, (9, 2)), torch.rand(9, 2)
+    stacked, _ = torch.func.stack_module_state(several)  # type: ignore[arg-type]
+    used = {name: one for name, one in stacked.items() if "norm" not in name}
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = several[0]
+
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+            return ours.experts_forward(self.experts, *tensors)
+
+    layer = Layer()
+
+    def called_with(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(layer, {f"experts.{name}": one for name, one in parameters.items()}, given)
+
+    wanted = torch.stack([ours.experts_forward(one, *given) for one in several])
+    torch.testing.assert_close(torch.vmap(called_with)(used), wanted, rtol=1e-4, atol=1e-4)
+    grads = torch.vmap(torch.func.grad(lambda parameters: called_with(parameters).square().sum()))(used)
+    wanted.square().sum().backward()
+    for name, found in grads.items():
+        theirs = torch.stack([dict(one.named_parameters())[name].grad for one in several])
+        torch.testing.assert_close(found, theirs, rtol=1e-3, atol=1e-2)
+
+
+def split(experts: Any, first: int, last: int) -> Any:
+    """The experts of one rank."""
+    part = copy.deepcopy(experts)
+    for name, one in list(part.named_parameters()):
+        if "norm" not in name:
+            setattr(part, name, torch.nn.Parameter(one.detach()[first:last].clone()))
+    part.num_experts, part._is_expert_parallel = last - first, True
+    return part
+
+
+def test_experts_that_the_ranks_do_not_divide() -> None:
+    """103 on 8 ranks, 13 on each but the last, their outputs summed; where num_experts says otherwise: an error."""
+    experts = Experts(has_bias=True)
+    for name, one in list(experts.named_parameters()):
+        if "norm" not in name:
+            setattr(experts, name, torch.nn.Parameter(torch.randn(103, *one.shape[1:]) / 4))
+    hidden, ids, weights = (
+        torch.randn(20, 16),
+        torch.stack([torch.randperm(103)[:4] for _ in range(20)]),
+        torch.rand(20, 4),
+    )
+    wanted = ours.experts_forward(experts, hidden, ids, weights)
+    got = torch.zeros_like(wanted)
+    for first in range(0, 103, 13):
+        part = split(experts, first, min(first + 13, 103))
+        here = (ids >= first) & (ids < first + part.num_experts)
+        got += ours.experts_forward(part, hidden, torch.where(here, ids - first, part.num_experts), weights * here)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    part.num_experts = 103 // 8  # the floor, where the rank has one more
+    part.gate_up_proj = torch.nn.Parameter(torch.randn(13, 24, 16))
+    with pytest.raises(InputError, match=r"gate_up_proj is 13 experts, wanted the module's num_experts, 12: .* divide"):
+        ours.experts_forward(part, hidden, torch.zeros_like(ids), weights)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of 4 ranks of which this process is the second; nothing is sent."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield lambda *shape: DeviceMesh("cpu", torch.arange(4).view(shape))
+    torch.distributed.destroy_process_group()
+
+
+def spread(experts: Any, mesh: Any, placements: list[Any]) -> None:
+    from torch.distributed.tensor import DTensor
+
+    for name, one in list(experts.named_parameters()):
+        if "norm" not in name:
+            made = DTensor.from_local(one.detach(), mesh, placements, run_check=False)
+            setattr(experts, name, torch.nn.Parameter(made))
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (1, 4)])
+def test_dtensor_weights_run_on_this_rank_s_experts(mesh: Any, shape: tuple[int, ...]) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    experts, other = Experts(has_bias=True), Experts(has_bias=True)
+    spread(experts, mesh(*shape), [Shard(0) if many == 4 else Replicate() for many in shape])
+    given = torch.randn(9, 16), torch.randint(0, 6, (9, 2)), torch.rand(9, 2)
+    with pytest.raises(InputError, match=r"5 experts on this rank; the module's num_experts is None"):
+        ours.experts_forward(experts, *given)  # are the ids those of all 20?
+    experts.num_experts = 5
+    got, wanted = ours.experts_forward(experts, *given), by_hand(other, *given)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    got.square().sum().backward()
+    wanted.square().sum().backward()
+    for name, one in experts.named_parameters():
+        if "norm" not in name:
+            assert isinstance(one.grad, DTensor)
+            torch.testing.assert_close(one.grad.to_local(), getattr(other, name).grad, rtol=1e-3, atol=1e-2)
+
+
+def test_other_dtensors_are_refused_by_their_placements(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    given = torch.randn(9, 16), torch.randint(0, 6, (9, 2)), torch.rand(9, 2)
+    for placement in (Shard(1), Replicate()):
+        experts = Experts()
+        experts.num_experts = 5
+        spread(experts, mesh(4), [placement])
+        with pytest.raises(
+            InputError, match=r"gate_up_proj is a DTensor of .* with placements \[.*\(.*, wanted .*FSDP"
+        ):
+            ours.experts_forward(experts, *given)
+    hidden = DTensor.from_local(given[0], mesh(4), [Replicate()], run_check=False)
+    with pytest.raises(InputError, match=r"hidden_states is a DTensor of .*pass hidden_states.to_local"):
+        ours.experts_forward(Experts(), hidden, *given[1:])

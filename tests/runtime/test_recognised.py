@@ -1,0 +1,363 @@
+"""Experts are recognised by what their code is: every stock class, and none that was changed."""
+
+from __future__ import annotations
+
+import functools
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import stockexperts
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from pretuned.runtime import experts as ours
+from pretuned.runtime.activation import GATED, UNGATED, Activation, by_torch
+from pretuned.runtime.recognised import recognise
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
+
+FAMILIES = stockexperts.families()
+OTHERS = {"deepseek_v4", "glm5_next", "hy_v4", "inkling2"}  # they clamp, and at other limits than gpt-oss
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    return pytest.importorskip("transformers", minversion="5.8")
+
+
+def tried(experts: Any) -> Activation | None:
+    """The activation that agrees with the module's own code on small and large numbers, in fp32."""
+    h = 4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    h = torch.cat([h, 64 * h, 4096 * h])
+    if experts.has_gate:
+        known = [Activation(name, True, turned) for name in GATED for turned in (False, True)]
+    else:
+        known = [Activation(name, False, False) for name in UNGATED]
+    does = between(experts, h)
+    return next((act for act in known if torch.allclose(does, by_torch(h, act), rtol=1e-5, atol=1e-6)), None)
+
+
+def between(experts: Any, h: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+    return found
+
+
+def given(dtype: torch.dtype = torch.float32, tokens: int = 9) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.stack([torch.randperm(stockexperts.E, generator=generator)[:2] for _ in range(tokens)])
+    return [torch.randn(tokens, stockexperts.H, generator=generator).to(dtype), ids,
+            torch.rand(tokens, 2, generator=generator).to(dtype)]  # fmt: skip
+
+
+def run(
+    forward: Callable[..., torch.Tensor], experts: Any, tensors: list[torch.Tensor], *more: torch.Tensor
+) -> list[torch.Tensor]:
+    """What ``forward`` makes, and the gradients of hidden, the routing weights, the parameters and ``more``."""
+    hidden, ids, weights = (one.clone() for one in tensors)
+    wanted = [hidden.requires_grad_(), weights.requires_grad_(), *experts.parameters(), *more]
+    out = forward(experts, hidden, ids, weights)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out.dtype)
+    grads = torch.autograd.grad(out, wanted, upstream, allow_unused=True, materialize_grads=True)
+    return [out.detach(), *grads]
+
+
+def assert_same(got: list[torch.Tensor], wanted: list[torch.Tensor], dtype: torch.dtype) -> None:
+    most = 1e-5 if dtype is torch.float32 else 2e-2 if dtype is torch.bfloat16 else 4e-3
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype is other.dtype
+        assert float((one.double() - other.double()).norm()) <= most * (float(other.double().norm()) + 1e-6)
+
+
+def grouped_mm(experts: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    found: torch.Tensor = grouped_mm_experts_forward(experts, *tensors)
+    return found
+
+
+def stock(family: str = "qwen2_moe") -> Any:
+    """A module of a family of its own class, so that what a test does to the class stays its own."""
+    return next(stockexperts.made(*one) for one in stockexperts.classes(family))
+
+
+def test_there_are_64_families(library: Any) -> None:
+    if library.__version__.startswith("5.23."):
+        assert len(FAMILIES) == 64
+    assert set(FAMILIES) >= {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_stock_class_is_recognised_for_what_it_does(library: Any, family: str) -> None:
+    """Where trying finds an activation it is recognised, and its values and gradients are the code's own."""
+    for kind, configs in stockexperts.classes(family):
+        experts = stockexperts.made(kind, configs)
+        act = recognise(experts, experts.has_gate)
+        assert act == tried(experts)
+        assert (act is None) == (family in OTHERS)
+        if act is not None:
+            h = (20 * torch.randn(33, 32, generator=torch.Generator().manual_seed(5))).requires_grad_()
+            one, other = by_torch(h, act), between(experts, h)
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            upstream = torch.randn(one.shape, generator=torch.Generator().manual_seed(6))
+            grads = [torch.autograd.grad(made, h, upstream)[0] for made in (one, other)]
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_stock_class_computes_what_its_own_code_does(library: Any, family: str) -> None:
+    for kind, configs in stockexperts.classes(family):
+        for dtype in DTYPES:
+            experts = stockexperts.made(kind, configs).to(dtype)
+            assert_same(run(ours.experts_forward, experts, given(dtype)), run(grouped_mm, experts, given(dtype)), dtype)
+
+
+class Straight(torch.autograd.Function):
+    """silu, whose gradient is passed on as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        return functional.silu(h)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> torch.Tensor:
+        return dout
+
+
+class Detached(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return functional.silu(h).detach()
+
+
+class WithFunction(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return Straight.apply(h)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Clamping(nn.Module):
+    """silu, whose gradient a hook clamps."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        made = functional.silu(h)
+        if made.requires_grad:
+            made.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        return made
+
+
+class Like(nn.SiLU):
+    """A class like one that is known, and not that one."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return functional.silu(h) + 0.1 * h.sin().detach()
+
+
+def by(act: nn.Module) -> Callable[[Any], None]:
+    return lambda experts: setattr(experts, "act_fn", act)
+
+
+def hooked(register: str, hook: Callable[..., Any]) -> Callable[[Any], None]:
+    return lambda experts: getattr(experts.act_fn, register)(hook)
+
+
+def another_gate(experts: Any) -> None:
+    experts._apply_gate = lambda h: h[..., : h.shape[-1] // 2].tanh() * h[..., h.shape[-1] // 2 :]
+
+
+def another_gate_of_the_class(experts: Any) -> None:
+    class Changed(type(experts)):  # type: ignore[misc]
+        def _apply_gate(self, h: torch.Tensor) -> torch.Tensor:
+            gate, up = h.chunk(2, dim=-1)
+            return torch.relu(self.act_fn(gate)) * up
+
+    experts.__class__ = Changed
+
+
+def closed(experts: Any) -> None:
+    del experts.act_fn
+    experts.act_fn = lambda h: functional.silu(h).detach()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "detached": by(Detached()),
+    "a custom Function": by(WithFunction()),
+    "a hook that clamps the gradient": by(Clamping()),
+    "a class like it": by(Like()),
+    "two in one": by(nn.Sequential(nn.SiLU(), nn.Hardtanh())),
+    "a hook that clamps": hooked("register_forward_hook", lambda module, taken, made: made.clamp(max=0.1)),
+    "a hook before": hooked("register_forward_pre_hook", lambda module, taken: (taken[0] * 2,)),
+    "a hook of the gradient": hooked("register_full_backward_hook", lambda module, into, out: (into[0] * 3,)),
+    "its forward": lambda experts: setattr(experts.act_fn, "forward", torch.relu),
+    "its gate": another_gate,
+    "its class's gate": another_gate_of_the_class,
+    "a function": closed,
+}
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_changed_runs_its_own_code(library: Any, change: str, when: str, dtype: torch.dtype) -> None:
+    experts = stock().to(dtype)
+    if when == "after it":
+        ours.experts_forward(experts, *given(dtype))
+        assert recognise(experts, True) is not None
+    CHANGES[change](experts)
+    assert_same(run(ours.experts_forward, experts, given(dtype)), run(grouped_mm, experts, given(dtype)), dtype)
+    assert recognise(experts, True) is None
+
+
+def test_a_beta_in_a_closure_is_learnt(library: Any) -> None:
+    experts, beta = stock(), torch.ones((), requires_grad=True)
+    experts.act_fn = Own(lambda h: h * torch.sigmoid(beta * h))
+    got, wanted = (run(one, experts, given(), beta) for one in (ours.experts_forward, grouped_mm))
+    assert float(wanted[-1].abs()) > 0
+    assert_same(got, wanted, torch.float32)
+
+
+class Own(nn.Module):
+    def __init__(self, does: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.does = [does]
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.does[0](h)
+
+
+def replaced(one: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return one.tanh()
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+@pytest.mark.parametrize(
+    "what", ["transformers.activations.SiLUActivation.forward", "torch.nn.functional.silu", "torch.nn.Module.__call__",
+             "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeExperts._apply_gate", "torch.Tensor.chunk",
+             "transformers.activations.nn"],
+)  # fmt: skip
+def test_what_is_replaced_in_the_library_is_seen(
+    library: Any, what: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pretuned.runtime import recognised
+
+    experts = stock()
+    monkeypatch.setattr(recognised, "_functions", {})
+    monkeypatch.setattr(recognised, "_classes", {})
+    if when == "after it":
+        ours.experts_forward(experts, *given())
+        assert recognise(experts, True) is not None
+    with monkeypatch.context() as patch:
+        if what.endswith("chunk"):
+            patch.setattr(
+                torch.Tensor, "chunk", lambda one, parts, dim: torch.chunk(one, parts, dim)[::-1], raising=False
+            )
+        elif what.endswith("__call__"):
+            patch.setattr(nn.Module, "__call__", lambda self, one: self.forward(one).tanh())
+        elif what.endswith(".nn"):
+            patch.setattr(what, functools)
+        elif what.endswith("_apply_gate"):
+            patch.setattr(what, lambda self, one: self.act_fn(one.chunk(2, dim=-1)[0]))
+        else:
+            patch.setattr(what, (lambda self, one: one.tanh()) if what[-4:] != "silu" else replaced)
+        assert recognise(experts, True) is None
+        if not what.endswith((".nn", "__call__")):
+            assert_same(run(ours.experts_forward, experts, given()), run(grouped_mm, experts, given()), torch.float32)
+    assert recognise(experts, True) is not None
+
+
+def test_a_hook_of_all_modules_runs(library: Any) -> None:
+    experts, seen = stock(), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, taken, made: seen.append(module))
+    try:
+        ours.experts_forward(experts, *given())
+    finally:
+        handle.remove()
+    assert experts.act_fn in seen
+    assert recognise(experts, True) is not None
+
+
+@pytest.mark.parametrize("name", ["limit", "alpha"])
+def test_a_limit_is_read_in_every_call(library: Any, name: str) -> None:
+    experts = stock("gpt_oss")
+    assert recognise(experts, True) == Activation("swiglu_oai", True, True)
+    setattr(experts, name, 0.5)
+    assert_same(run(ours.experts_forward, experts, given()), run(grouped_mm, experts, given()), torch.float32)
+    setattr(experts, name, nn.Parameter(torch.tensor(7.0 if name == "limit" else 1.702)))
+    assert recognise(experts, True) is None  # it may be learnt
+
+
+class Dropping(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(functional.silu(h), 0.5, training=True)
+
+
+def test_nothing_is_drawn_from_torch_s_generator(library: Any) -> None:
+    for experts in (stock(), stock("gpt_oss"), stock("nemotron_h"), stock("deepseek_v4")):
+        before = torch.get_rng_state()
+        ours.experts_forward(experts, *given())
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_checkpointing_drops_the_same_again(library: Any) -> None:
+    def both(forward: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        experts = stock()
+        experts.act_fn = Dropping()
+        return run(forward, experts, given())
+
+    def again(experts: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(ours.experts_forward, experts, *tensors, use_reentrant=False)
+        return found
+
+    assert_same(both(again), both(ours.experts_forward), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [(nn.SiLU(), "silu"), (nn.GELU(), "gelu"), (nn.GELU("tanh"), "gelu_tanh"), (functional.silu, "silu"),
+     (functional.gelu, "gelu"), (functools.partial(functional.gelu, approximate="tanh"), "gelu_tanh"),
+     (nn.SiLU(inplace=True), None), (nn.Mish(), None), (torch.tanh, None),
+     (functools.partial(functional.silu, inplace=True), None), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"),
+     ("silu", "silu"), ("swish", "silu"), ("gelu_python", None), ("gelu_new", None), ("quick_gelu", None),
+     ("relu2", None)],
+)  # fmt: skip
+def test_activations_that_are_known(library: Any, act: Any, name: str | None) -> None:
+    from transformers.activations import ACT2FN
+
+    experts = stock()
+    del experts.act_fn
+    experts.act_fn = ACT2FN[act] if isinstance(act, str) else act
+    assert recognise(experts, True) == (name and Activation(name, True, False))
+    if "inplace" not in repr(act):  # torch refuses its gradient
+        assert_same(run(ours.experts_forward, experts, given()), run(grouped_mm, experts, given()), torch.float32)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "nemotron_h", "deepseek_v4"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_under_autocast(library: Any, family: str, weights: torch.dtype) -> None:
+    experts = stock(family).to(weights)
+    in_bf16 = stock(family).to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = ours.experts_forward(experts, *given())
+    wanted = ours.experts_forward(in_bf16, *given())
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("change", [None, "a class like it"])
+def test_compiled(library: Any, change: str | None) -> None:
+    experts = stock()
+    if change:
+        CHANGES[change](experts)
+    compiled = torch.compile(ours.experts_forward, backend="aot_eager", fullgraph=True)
+    assert_same(run(compiled, experts, given()), run(grouped_mm, experts, given()), torch.float32)
+
+
+def test_it_costs_little(library: Any) -> None:
+    """A few looks at attributes: under 5 us on an idle machine, and here well under what trying costs."""
+    experts = stock()
+    recognise(experts, True)
+    best = min(timeit.repeat(lambda: recognise(experts, True), number=1000, repeat=9)) / 1000
+    assert best < 50e-6
