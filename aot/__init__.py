@@ -48,8 +48,7 @@ def _tune(problems: tuple[Problem, ...], M: int, device: int) -> None:
 
 
 def _register() -> None:
-    from ..runtime.jit import register_compiler
-    from ..runtime.tuner import register_tuner
+    from ..runtime.hooks import register_compiler, register_tuner
 
     register_compiler(_compile)
     register_tuner(_tune)

@@ -15,7 +15,7 @@ from ..artifacts.format.schema import FUSIONS
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Op
 from ..kernels.contract.config import Config
-from ..runtime.pair import KernelPair, Preferred
+from ..runtime.dispatch.pin import KernelPair, Preferred
 
 MAX_FILES = 1024
 _MAX_ITEMS = 64  # of an array in a file: far more than a config has fields

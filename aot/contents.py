@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..artifacts.files.bundle_file import BundleFile
-from ..artifacts.names import cuda_version
 from ..artifacts.records.bundle import Choice, Variant
 from ..artifacts.records.problem import Problem
+from ..artifacts.records.target import cuda_version
 from .assembly import config_text
 from .variants import fused
 

@@ -19,15 +19,17 @@ from ..artifacts.format import codec
 from ..artifacts.records.bundle import Bundle, Choice, Model
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Op, Problem, bucket_of
+from ..artifacts.records.target import LocalGpu
 from ..kernels.contract.alignment import has_aligned_rows
 from ..kernels.contract.config import Config
-from ..runtime import discover, locks
-from ..runtime.device import LocalGpu, local_gpu
-from ..runtime.discover import Rejected, Usable
-from ..runtime.dispatch import Decision, capturing, decide
-from ..runtime.ops import reload
-from ..runtime.pair import KernelPair, Preferred
-from ..runtime.places import Kind
+from ..runtime import locks
+from ..runtime.dispatch import snapshot as dispatch_snapshot
+from ..runtime.dispatch.decide import Decision, decide
+from ..runtime.dispatch.pin import KernelPair, Preferred
+from ..runtime.dispatch.places import Kind
+from ..runtime.dispatch.snapshot import Rejected, Usable
+from ..runtime.driver.device import capturing, local_gpu
+from ..runtime.hooks import reload
 from ..runtime.settings import settings
 from . import child, configcache, fresh, overlay
 from .configcache import CacheKey, Configs
@@ -102,7 +104,7 @@ class OnDemand:
             self._memory.clear()
             self._tried.clear()
             self._settled.clear()
-            discover.forget_made()
+            dispatch_snapshot.forget_made()
             place = settings().overlay
             if place is not None and not settings().disable_autotune:
                 configcache.clear(_directory(_CONFIGS))
@@ -114,7 +116,7 @@ class OnDemand:
 
     def tune_call(self, problems: tuple[Problem, ...], M: int, device: int) -> None:
         """Make sure that a call's problems are measured at M rows; in a graph capture nothing is done."""
-        key, snapshot = (problems, bucket_of(M), device), discover.snapshot()
+        key, snapshot = (problems, bucket_of(M), device), dispatch_snapshot.snapshot()
         if self._settled_in is snapshot and key in self._settled:
             return
         if capturing():
@@ -123,8 +125,8 @@ class OnDemand:
             first = problems[0]
             model = Model(f"E{first.E}-N{first.N}-K{first.K}", 1, 1, 1, first.dtype, problems)
             self._ensure(Plan({one: (bucket_of(M),) for one in problems}, (model,)), self._gpu_of(device), device)
-            if self._settled_in is not discover.snapshot():
-                self._settled, self._settled_in = set(), discover.snapshot()
+            if self._settled_in is not dispatch_snapshot.snapshot():
+                self._settled, self._settled_in = set(), dispatch_snapshot.snapshot()
             self._settled.add(key)
 
     def _ensure(self, planned: Plan, local: LocalGpu, device: int, *, force: bool = False) -> bool:
@@ -165,10 +167,10 @@ class OnDemand:
             _log.info("pretuned: measured in %.1f s, kept in %s", time.monotonic() - begun, path)
         except (HostError, BundleError) as error:
             _log.warning("pretuned: what was measured is kept by this process alone: %s", error)
-            discover.keep(open_bytes(codec.encode(tuned), "tuned now"))
+            dispatch_snapshot.keep(open_bytes(codec.encode(tuned), "tuned now"))
         reload()
         if not _attempted(planned.buckets, local):  # a place that is not trusted, or can't be read
-            discover.keep(open_bytes(codec.encode(tuned), "tuned now"))
+            dispatch_snapshot.keep(open_bytes(codec.encode(tuned), "tuned now"))
             reload()
 
 
@@ -210,7 +212,7 @@ def _attempted(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> bool:
 def _every_cell(
     cells: Mapping[Problem, Sequence[int]], local: LocalGpu, fine: Callable[[Usable, Choice, LocalGpu], bool]
 ) -> bool:
-    snapshot = discover.snapshot()
+    snapshot = dispatch_snapshot.snapshot()
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             usable = snapshot.view(local, installed=True).usable
@@ -233,7 +235,7 @@ def _is_hit(usable: Usable, choice: Choice, local: LocalGpu) -> bool:
 
 def _configs(planned: Plan, shape: ModelShape, bucket: int, local: LocalGpu) -> Configs:
     """What the runtime would run, by op, GEMM and form."""
-    snapshot, strict = discover.snapshot(), settings().strict
+    snapshot, strict = dispatch_snapshot.snapshot(), settings().strict
     found: dict[tuple[Op, bool], list[tuple[Fusion, Config]]] = {}
     first = shape.gemms()[0]
     for problem in planned.problems:

@@ -10,7 +10,8 @@ _TIMEOUT_S = 300.0
 
 
 def compile_kind(problem: Problem, sm: int) -> bytes:
-    """A bundle whose variants run every problem of this kind on this capability; see ``pretuned.runtime.jit``.
+    """A bundle whose variants run every problem of this kind on this capability; see
+    ``pretuned.runtime.dispatch.compiled``.
 
     Nothing is written to the user's cache with PRETUNED_DISABLE_AUTOTUNE=1.
 

@@ -10,7 +10,7 @@ import torch
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Fusion, Op, Problem
 from ..kernels.contract.spec import gemm_of
-from ..runtime import launch
+from ..runtime.launch import gemm as launch_gemm
 
 TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32}
 
@@ -35,26 +35,26 @@ class Tensors:
     row_weights: torch.Tensor | None = None
 
 
-def caller(kernel: launch.LoadedKernel, on: Tensors, m_sizes: torch.Tensor) -> Callable[[], None]:
+def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor) -> Callable[[], None]:
     """A function that launches ``kernel`` on the current stream; ``m_sizes`` is int32 [E]."""
     problem = on.problem
     moved: tuple[int, ...] = ()
-    fused = launch.PLAIN
+    fused = launch_gemm.PLAIN
     if on.index is not None:
         fusion, weights = problem.fusion, 0
         if on.row_weights is not None:
             fusion, weights = fusion | Fusion.WEIGHT, on.row_weights.data_ptr()
-        fused = launch.Fused(fusion, 1, on.top_k if Fusion.GATHER in fusion else 1)
+        fused = launch_gemm.Fused(fusion, 1, on.top_k if Fusion.GATHER in fusion else 1)
         moved = (on.index.data_ptr(), weights, 0, on.M)
     if problem.op is Op.DW:
-        start = launch.weight_launcher(
+        start = launch_gemm.weight_launcher(
             kernel, N=problem.N, K=problem.K, E=problem.E, stride_dw_e=on.result.stride(0),
             stride_dw_row=on.result.stride(1), m_sizes_step=1,
         )  # fmt: skip
         strides = on.rows.stride(0), on.weights.stride(0)
     else:
         gemm = gemm_of(problem)
-        start = launch.row_launcher(
+        start = launch_gemm.row_launcher(
             kernel, columns=gemm.columns, reduction=gemm.reduction, E=problem.E, w_kn=gemm.w_kn,
             stride_w_e=on.weights.stride(0), stride_w_row=on.weights.stride(1), m_sizes_step=1, fused=fused,
         )  # fmt: skip

@@ -24,8 +24,8 @@ from ..artifacts.records.problem import Fusion, Layout, Op, Problem
 from ..kernels.contract.config import Config
 from ..kernels.contract.spec import result_columns
 from ..kernels.contract.words import FLAGS
-from ..runtime import launch
-from ..runtime.device import local_gpu
+from ..runtime.driver.device import local_gpu
+from ..runtime.launch import gemm
 from .busy import busy
 from .clock import Clock
 from .evidence import LEAST_BAND, plain_of
@@ -92,7 +92,7 @@ class Bench:
         self.device = torch.device("cuda", setup.device)
         self.local = local_gpu(setup.device)
         self.clock = Clock(self.device)
-        self._kernels: dict[int, launch.LoadedKernel] = {}
+        self._kernels: dict[int, gemm.LoadedKernel] = {}
         self._weights: tuple[object, torch.Tensor] | None = None
         self._judges: dict[object, Judges] = {}
         self._pools: dict[str, torch.Tensor] = {}
@@ -342,11 +342,11 @@ class Bench:
             self._pools[name] = found
         return found[:count].view(rows, width)
 
-    def _kernel(self, i: int) -> launch.LoadedKernel:
+    def _kernel(self, i: int) -> gemm.LoadedKernel:
         if i not in self._kernels:
             sm_count = self.local.gpu.sm_count
             assert self.device.index is not None
-            self._kernels[i] = launch.load_kernel(
+            self._kernels[i] = gemm.load_kernel(
                 self.bundle.variant(i), self.bundle.cubin(i), self.device.index, sm_count
             )
         return self._kernels[i]

@@ -13,9 +13,10 @@ from __future__ import annotations
 from ..artifacts.errors import InputError
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Op, bucket_of
+from ..artifacts.records.target import LocalGpu
 from ..kernels.contract.revisions import REVISIONS
-from ..runtime.device import LocalGpu, current_device, local_gpu
-from ..runtime.pair import KernelPair
+from ..runtime.dispatch.pin import KernelPair
+from ..runtime.driver.device import current_device, local_gpu
 from .configcache import CacheKey, Configs, dtype_of
 from .demand import OnDemand, measure_in_child, shape_of
 from .modelshape import ExpertLayer

@@ -8,8 +8,8 @@ from ..artifacts.code.cubin import mismatch, other_parameters
 from ..artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from ..artifacts.files.bundle_file import open_bundle
 from ..artifacts.records.bundle import Bundle
+from ..kernels.contract.launchable import unlaunchable
 from ..kernels.contract.words import READS_ABI, parameter_bytes
-from ..runtime.launchable import unlaunchable
 
 
 @dataclass(frozen=True, slots=True)

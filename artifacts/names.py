@@ -37,8 +37,3 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-
-
-def cuda_version(number: int) -> str:
-    """``12.8`` of 12080, as cuDriverGetVersion counts."""
-    return f"{number // 1000}.{number % 1000 // 10}"

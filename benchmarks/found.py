@@ -33,10 +33,9 @@ def first() -> float:
     import pretuned.runtime  # noqa: F401
     from pretuned.artifacts.records.precision import DType
     from pretuned.artifacts.records.problem import Op, Problem
-    from pretuned.artifacts.records.target import Gpu
-    from pretuned.runtime.device import LocalGpu
-    from pretuned.runtime.discover import snapshot
-    from pretuned.runtime.dispatch import Decision, decide
+    from pretuned.artifacts.records.target import Gpu, LocalGpu
+    from pretuned.runtime.dispatch.decide import Decision, decide
+    from pretuned.runtime.dispatch.snapshot import snapshot
 
     gate_up = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)  # of Qwen3-30B-A3B
     h200 = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13000))

@@ -203,10 +203,10 @@ def show(table: Mapping[str, Mapping[str, Any]]) -> None:
 
 def cost(path: Path, shapes: int = 400, again: int = 200_000) -> dict[str, dict[str, float]]:
     """The host time of ``decide`` for shapes that no bundle was built for, by op and form: us."""
-    from pretuned.runtime.device import LocalGpu
-    from pretuned.runtime.discover import Snapshot
-    from pretuned.runtime.dispatch import Decision, decide
-    from pretuned.runtime.places import Kind, Place
+    from pretuned.artifacts.records.target import LocalGpu
+    from pretuned.runtime.dispatch.decide import Decision, decide
+    from pretuned.runtime.dispatch.places import Kind, Place
+    from pretuned.runtime.dispatch.snapshot import Snapshot
 
     local = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13000))
     found = {}

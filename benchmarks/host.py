@@ -24,7 +24,9 @@ from typing import Any
 
 import torch
 
-from pretuned.runtime import device, driver, grouped_gemm, moe_mlp, ops, reload, sort_routing
+from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
+from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.runtime.driver import cuda, device
 
 E, N, K, M, TOPK = 8, 256, 256, 16, 2  # so little that the GPU keeps up
 BATCHES, CALLS = 40, 200
@@ -50,27 +52,27 @@ def launch_arguments(
 ) -> tuple[tuple[Any, ...], object]:
     """What a call gives to cuLaunchKernelEx, and what keeps the memory that it points to."""
     seen: list[tuple[Any, ...]] = []
-    launch, made = driver.launch_kernel(), driver.launch_kernel
+    launch, made = cuda.launch_kernel(), cuda.launch_kernel
 
     def noted(*arguments: Any) -> int:
         seen.append(arguments)
         return launch(*arguments)
 
-    driver.launch_kernel = lambda: noted  # type: ignore[assignment]
+    cuda.launch_kernel = lambda: noted  # type: ignore[assignment]
     try:
         reload()
         grouped_gemm(x, w, m_sizes, out=out)
         torch.cuda.synchronize()
-        return seen[0], list(ops._calls.values())
+        return seen[0], list(api_grouped_gemm._calls.values())
     finally:
-        driver.launch_kernel = made
+        cuda.launch_kernel = made
         reload()
 
 
 def parts(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> dict[str, dict[str, float]]:
     """The launch, the allocation, the device's look-up, and ctypes itself."""
     out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
-    (arguments, kept), launch = launch_arguments(x, w, m_sizes, out), driver.launch_kernel()
+    (arguments, kept), launch = launch_arguments(x, w, m_sizes, out), cuda.launch_kernel()
     nothing: Any = ctypes.CDLL(None)["abs"]
     found = {
         "launch": host_us(lambda: launch(*arguments)),
@@ -170,7 +172,7 @@ def main() -> None:
     report["floor"] = round(median["launch"] + median["allocation"] - median["loop"], 2)
     properties = torch.cuda.get_device_properties(0)
     report["environment"] = {
-        "gpu": properties.name, "cpu": cpu_name(), "driver": driver.driver_version(),
+        "gpu": properties.name, "cpu": cpu_name(), "driver": cuda.driver_version(),
         "python": platform.python_version(), "torch": torch.__version__,
     }  # fmt: skip
     for name, one in median.items():

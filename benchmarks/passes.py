@@ -28,9 +28,10 @@ from variants import MODELS
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Pass
 from pretuned.kernels.contract.rowops import Block, PassSpec, dtype_of
-from pretuned.runtime import activation, clearing, passlaunchers, tokens
-from pretuned.runtime.activation import Activation, Needs
-from pretuned.runtime.launch import load_kernel
+from pretuned.runtime.launch import rowops
+from pretuned.runtime.launch.gemm import load_kernel
+from pretuned.runtime.ops import activation, tokens, zero_rows
+from pretuned.runtime.ops.activation import Activation, Needs
 
 SILU = Activation("silu", True, False)
 TOKENS = (1, 128, 1024, 8192)
@@ -64,23 +65,23 @@ def calls(T: int, H: int, width: int, top_k: int, E: int) -> Iterator[tuple[Pass
     places = torch.empty_like(index).index_copy_(0, index, torch.arange(M, device="cuda")).int()
     yield Pass.COMBINE, functools.partial(tokens.combine, y, places, top_k, weights), 2 * (M + T) * H + 8 * M
     m_sizes = torch.full((E,), -(-M // E), device="cuda", dtype=torch.int32)
-    yield Pass.CLEAR, functools.partial(clearing.clear, y, index.int(), m_sizes, M, M), 4 * M + 3 * M
+    yield Pass.CLEAR, functools.partial(zero_rows.clear, y, index.int(), m_sizes, M, M), 4 * M + 3 * M
 
 
 def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
     """``call`` with this in place of the bundles' launcher; None is torch."""
 
     def run() -> Any:
-        given, passlaunchers.launcher = passlaunchers.launcher, lambda *_, **__: launcher
+        given, rowops.launcher = rowops.launcher, lambda *_, **__: launcher
         try:
             return call()
         finally:
-            passlaunchers.launcher = given
+            rowops.launcher = given
 
     return run
 
 
-def compiled(op: Pass, block: Block) -> passlaunchers.PassLauncher:
+def compiled(op: Pass, block: Block) -> rowops.PassLauncher:
     """A pass with another block, compiled here."""
     from pretuned.aot.compile import compile_variant
 
@@ -89,9 +90,7 @@ def compiled(op: Pass, block: Block) -> passlaunchers.PassLauncher:
     device = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(device)
     made = compile_variant(spec, 10 * properties.major + properties.minor)
-    return passlaunchers.PassLauncher(
-        load_kernel(made.variant, made.cubin, device, properties.multi_processor_count), op
-    )
+    return rowops.PassLauncher(load_kernel(made.variant, made.cubin, device, properties.multi_processor_count), op)
 
 
 def measure(models: list[str], blocks: list[Block]) -> list[dict[str, Any]]:
@@ -120,7 +119,7 @@ def main() -> None:
     parser.add_argument("--blocks", default="", help="columns x warps, e.g. 512x4,1024x8")
     args = parser.parse_args()
     begun = time.time()
-    clearing.LEAST_BYTES = 0  # small results too
+    zero_rows.LEAST_BYTES = 0  # small results too
     blocks = [Block(*map(int, one.split("x"))) for one in args.blocks.split(",") if one]
     cells = measure(args.models.split(","), blocks)
     report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,

@@ -229,7 +229,7 @@ def main() -> None:
         print(f"{name}: {json.dumps(shown)}", flush=True)
     import torch
 
-    import pretuned.runtime.driver as driver
+    import pretuned.runtime.driver.cuda as driver
 
     properties = torch.cuda.get_device_properties(0)
     report["environment"] = {

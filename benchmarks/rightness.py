@@ -11,9 +11,10 @@ import torch
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op
 from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
-from pretuned.runtime.gathered import GatherFirst
-from pretuned.runtime.productlaunchers import row_launch
-from pretuned.runtime.products import Rows, gated_rows, rows
+from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.launch.gather import GatherFirst
+from pretuned.runtime.launch.products import row_launch
+from pretuned.runtime.ops.products import gated_rows, rows
 
 TOKENS = (1, 16, 128, 1024, 8192)
 

@@ -20,7 +20,8 @@ import method
 import torch
 
 from kernels import geometric_mean, in_turns
-from pretuned.runtime import slots, sort_routing
+from pretuned.runtime import sort_routing
+from pretuned.runtime.ops import routing
 
 TOKENS = (1, 16, 128, 1024, 8192, 32768)
 MODELS = ((8, 2), (64, 8), (128, 8), (256, 8), (512, 10))  # experts, and how many a token has
@@ -28,7 +29,7 @@ MODELS = ((8, 2), (64, 8), (128, 8), (256, 8), (512, 10))  # experts, and how ma
 
 def by_torch(ids: torch.Tensor, E: int) -> Any:
     """The same where no bundle has the kernel."""
-    with mock.patch.object(slots, "sort_slots", return_value=None):
+    with mock.patch.object(routing, "sort_slots", return_value=None):
         return sort_routing(ids, E)
 
 
@@ -41,7 +42,7 @@ def main() -> None:
         for T in TOKENS:
             generator = torch.Generator().manual_seed(T * 31 + E)
             ids = torch.randn(T, E, generator=generator).topk(top_k, -1).indices.cuda()
-            if slots.sort_slots(ids, E) is None:
+            if routing.sort_slots(ids, E) is None:
                 sys.exit("no usable bundle has the kernel")
             same = all(map(torch.equal, sort_routing(ids, E), by_torch(ids, E)))
             ours, torchs = in_turns(clock, functools.partial(sort_routing, ids, E), functools.partial(by_torch, ids, E))

@@ -181,20 +181,20 @@ def losses(device: str, T: int, E: int, H: int, I: int, k: int) -> dict[str, Any
 def environment(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     if device == "cuda":
-        from pretuned.runtime import driver
+        from pretuned.runtime.driver import cuda
 
         properties = torch.cuda.get_device_properties(0)
         found |= {"gpu": properties.name, "sm_count": properties.multi_processor_count,
-                  "driver": driver.driver_version()}  # fmt: skip
+                  "driver": cuda.driver_version()}  # fmt: skip
     return found
 
 
 def run_by() -> str:
     """What computed all of it: a proof of torch's own kernels would be none."""
-    from pretuned.runtime import productlaunchers
+    from pretuned.runtime.launch import products
 
     # (Of "gated" products None says that the plain one ran.)
-    launchers = [launch for key, launch in productlaunchers._launchers[1].items() if key[0] != "gated"]
+    launchers = [launch for key, launch in products._launchers[1].items() if key[0] != "gated"]
     if not launchers:
         return "reference"
     return "torch, in part" if None in launchers else "bundle"

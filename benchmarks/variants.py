@@ -28,7 +28,7 @@ from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import spec
-from pretuned.runtime import launch
+from pretuned.runtime.launch import gemm as launch_gemm
 
 # (name, E, H, I, top_k): the grid's models; two GEMMs each.
 MODELS = (
@@ -72,24 +72,24 @@ def put_back(result: torch.Tensor, how: Moved | None) -> torch.Tensor:
 
 
 def launcher(
-    kernel: launch.LoadedKernel, op: Op, inputs: method.Inputs, result: torch.Tensor, how: Moved | None
+    kernel: launch_gemm.LoadedKernel, op: Op, inputs: method.Inputs, result: torch.Tensor, how: Moved | None
 ) -> Callable[[], None]:
     x, w, dy, m_sizes = inputs.x, inputs.w, inputs.dy, inputs.m_sizes
     E, N, K = w.shape
     M = x.shape[0]
-    fused, extra = launch.PLAIN, ()
+    fused, extra = launch_gemm.PLAIN, ()
     if how is not None:
-        fused = launch.Fused(how.fusion, 1, how.top_k)
+        fused = launch_gemm.Fused(how.fusion, 1, how.top_k)
         extra = (how.index.data_ptr(), how.row_weights.data_ptr(), 0, len(how.index))
     if op is Op.DW:
-        start = launch.weight_launcher(
+        start = launch_gemm.weight_launcher(
             kernel, N=N, K=K, E=E, stride_dw_e=result.stride(0), stride_dw_row=result.stride(1), m_sizes_step=1,
             fused=fused,
         )  # fmt: skip
         operands, strides = (dy, x, result), (dy.stride(0), x.stride(0))
     else:
         gemm = spec.gemm_of(Problem(op, kernel.variant.dtype, E, N, K))
-        start = launch.row_launcher(
+        start = launch_gemm.row_launcher(
             kernel, columns=gemm.columns, reduction=gemm.reduction, E=E, w_kn=gemm.w_kn, stride_w_e=w.stride(0),
             stride_w_row=w.stride(1), m_sizes_step=1, fused=fused,
         )  # fmt: skip
@@ -150,17 +150,17 @@ class Sweep:
         temp.replace(self._out)
 
 
-def loaded(bundle: BundleFile, op: Op, dtype: DType, form: str, sm_count: int) -> dict[int, launch.LoadedKernel]:
+def loaded(bundle: BundleFile, op: Op, dtype: DType, form: str, sm_count: int) -> dict[int, launch_gemm.LoadedKernel]:
     """The bundle's variants of one op and form, by number."""
     wanted = {"plain": Fusion.NONE, "gather": Fusion.GATHER}.get(form, Fusion.SCATTER)
     return {
-        number: launch.load_kernel(variant, bundle.cubin(number), 0, sm_count)
+        number: launch_gemm.load_kernel(variant, bundle.cubin(number), 0, sm_count)
         for number, variant in enumerate(bundle.variants())
         if variant.dtype is dtype and variant.op is op and variant.fusion is wanted
     }
 
 
-def described(kernels: dict[int, launch.LoadedKernel]) -> dict[str, object]:
+def described(kernels: dict[int, launch_gemm.LoadedKernel]) -> dict[str, object]:
     """What a sweep tells of its variants."""
     return {
         str(n): {"config": dict(k.variant.config), "threads": k.variant.threads, "shared_bytes": k.variant.shared_bytes,
@@ -170,7 +170,13 @@ def described(kernels: dict[int, launch.LoadedKernel]) -> dict[str, object]:
 
 
 def measured(
-    clock: method.Clock, kernels: dict[int, launch.LoadedKernel], op: Op, form: str, w: torch.Tensor, T: int, top_k: int
+    clock: method.Clock,
+    kernels: dict[int, launch_gemm.LoadedKernel],
+    op: Op,
+    form: str,
+    w: torch.Tensor,
+    T: int,
+    top_k: int,
 ) -> dict[str, object]:
     """One cell: every variant's time, or how wrong it is, at T tokens."""
     E, N, K = w.shape

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from pretuned.runtime.experts import experts_forward
+from pretuned.integrations.transformers import experts_forward
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {  # transformers' kind of model, and its sizes
     "qwen3-30b": ("qwen3_moe", {"hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8,

@@ -12,32 +12,31 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .activation import activate
-    from .explanation import Explanation, explain, fingerprint
-    from .gemms import grouped_gemm_dW, grouped_gemm_dX
-    from .jit import allow_jit, register_compiler
-    from .moe import moe_mlp, sort_routing
-    from .ops import grouped_gemm, reload
-    from .tuner import register_tuner
-    from .warmup import Preloaded, preload
+    from .api.gradients import grouped_gemm_dW, grouped_gemm_dX
+    from .api.grouped_gemm import grouped_gemm
+    from .api.moe import moe_mlp, sort_routing
+    from .hooks import allow_jit, register_compiler, register_tuner, reload
+    from .inspect.explain import Explanation, explain, fingerprint
+    from .inspect.preload import Preloaded, preload
+    from .ops.activation import activate
 
 # name -> module; no name is a module's own, or importing that module would hide it.
 _PUBLIC = {
-    "Explanation": "explanation",
-    "Preloaded": "warmup",
-    "activate": "activation",
-    "allow_jit": "jit",
-    "explain": "explanation",
-    "fingerprint": "explanation",
-    "grouped_gemm": "ops",
-    "grouped_gemm_dW": "gemms",
-    "grouped_gemm_dX": "gemms",
-    "moe_mlp": "moe",
-    "preload": "warmup",
-    "register_compiler": "jit",
-    "register_tuner": "tuner",
-    "reload": "ops",
-    "sort_routing": "moe",
+    "Explanation": "inspect.explain",
+    "Preloaded": "inspect.preload",
+    "activate": "ops.activation",
+    "allow_jit": "hooks",
+    "explain": "inspect.explain",
+    "fingerprint": "inspect.explain",
+    "grouped_gemm": "api.grouped_gemm",
+    "grouped_gemm_dW": "api.gradients",
+    "grouped_gemm_dX": "api.gradients",
+    "moe_mlp": "api.moe",
+    "preload": "inspect.preload",
+    "register_compiler": "hooks",
+    "register_tuner": "hooks",
+    "reload": "hooks",
+    "sort_routing": "api.moe",
 }
 
 __all__ = [

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
-        from .doctor import examine  # imports torch
+        from .inspect.doctor import examine  # imports torch
 
     try:
         report = examine()

@@ -59,5 +59,5 @@ def test_a_file_imports_only_what_its_layer_may(path: Path) -> None:
 
 def test_there_is_something_to_look_at() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(LAYERS)
-    assert "pretuned.artifacts.records.problem" in set(imports(ROOT / "runtime" / "hint.py"))
+    assert "pretuned.artifacts.records.problem" in set(imports(ROOT / "runtime" / "dispatch" / "hints.py"))
     assert "triton" in set(imports(ROOT / "kernels" / "gemm" / "portable" / "rows.py"))

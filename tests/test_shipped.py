@@ -14,13 +14,12 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.revisions import source_sha256
-from pretuned.runtime.candidates import Origin
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.discover import Snapshot
-from pretuned.runtime.dispatch import Decision, decide
-from pretuned.runtime.places import Kind, Place
+from pretuned.runtime.dispatch.decide import Decision, decide
+from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.ranking import Origin
+from pretuned.runtime.dispatch.snapshot import Snapshot
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "bundles"
 BUNDLES = sorted(FOLDER.glob("*.msgpack"))

@@ -26,7 +26,7 @@ def doctor(as_json: bool) -> int:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
-        from ...runtime.doctor import examine  # imports torch, which takes seconds
+        from ...runtime.inspect.doctor import examine  # imports torch, which takes seconds
 
         report = examine()
     if as_json:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...artifacts.errors import InputError
-from ...artifacts.names import cuda_version
 from ...artifacts.records.bundle import Bundle
-from ...artifacts.records.target import Gpu
+from ...artifacts.records.target import Gpu, cuda_version
 from ...kernels.hardware.arch import supported
 from ..journal import Contents, read_journal
 from ..plan import Plan

@@ -40,3 +40,25 @@ class Gpu:
         """Whether times of one hold for the other: name, SM count, memory (to 2 %: drivers reserve differently)."""
         near = abs(self.memory_mib - other.memory_mib) * 50 <= max(self.memory_mib, other.memory_mib)
         return (self.name, self.sm_count) == (other.name, other.sm_count) and near
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGpu:
+    """A GPU that code is to run on. ``sm`` is 10 * major + minor.
+
+    A made-up one stands for a capability where there is no GPU (``explain(..., sm=90)``): its name is
+    empty, so nothing counts as measured on it, and driver 0 means unknown.
+    """
+
+    sm: int
+    gpu: Gpu
+
+    def __str__(self) -> str:
+        if not self.gpu.name:
+            return f"any GPU of capability {self.sm // 10}.{self.sm % 10}"
+        return f"{self.gpu.name} ({self.sm // 10}.{self.sm % 10}, {self.gpu.sm_count} SMs, {self.gpu.memory_mib} MiB)"
+
+
+def cuda_version(number: int) -> str:
+    """``12.8`` of 12080, as cuDriverGetVersion counts."""
+    return f"{number // 1000}.{number % 1000 // 10}"

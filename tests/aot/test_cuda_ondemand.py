@@ -15,9 +15,10 @@ import torch
 import pretuned.aot
 from pretuned.artifacts.records.problem import Fusion
 from pretuned.kernels import reference
-from pretuned.runtime import allow_jit, discover, explain, grouped_gemm, jit, reload
-from pretuned.runtime.candidates import Origin
-from pretuned.runtime.loading import loaded_count
+from pretuned.runtime import allow_jit, explain, grouped_gemm, reload
+from pretuned.runtime.dispatch import compiled, snapshot
+from pretuned.runtime.dispatch.ranking import Origin
+from pretuned.runtime.launch.loader import loaded_count
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -45,16 +46,16 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for name in ("PRETUNED_STRICT", "PRETUNED_DISABLE_AUTOTUNE", "PRETUNED_BUNDLES", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(discover, "installed_places", tuple)
-    discover.forget_made()
-    jit.forget()
+    monkeypatch.setattr(snapshot, "installed_places", tuple)
+    snapshot.forget_made()
+    compiled.forget()
     reload()
-    assert discover.snapshot().found(installed=True) == (), "these tests need a machine without bundles"
+    assert snapshot.snapshot().found(installed=True) == (), "these tests need a machine without bundles"
     yield tmp_path
     allow_jit(False)
     monkeypatch.undo()
-    discover.forget_made()
-    jit.forget()
+    snapshot.forget_made()
+    compiled.forget()
     reload()
 
 

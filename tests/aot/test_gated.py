@@ -42,11 +42,11 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Source, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search import space
-from pretuned.runtime.device import LocalGpu
 
 BOTH = Fusion.SILU | Fusion.GATHER
 QWEN3 = ModelShape(

@@ -26,9 +26,9 @@ print("begun", flush=True)
 import pretuned.aot
 from pretuned.artifacts.records.problem import DType, Gpu, Op, Problem
 from pretuned.runtime import allow_jit
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.discover import Snapshot
-from pretuned.runtime.dispatch import decide
+from pretuned.runtime.driver.device import LocalGpu
+from pretuned.runtime.dispatch.snapshot import Snapshot
+from pretuned.runtime.dispatch.decide import decide
 allow_jit()
 local = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 12080))
 snapshot = Snapshot([])

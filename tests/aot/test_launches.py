@@ -11,7 +11,7 @@ import torch
 from pretuned.aot import launches
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.runtime import launch
+from pretuned.runtime.launch import gemm
 
 
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
@@ -24,7 +24,7 @@ def test_moved_rows_and_their_weights(op: Op, fusion: Fusion, weighted: bool, mo
         told.append(given["fused"])
         return lambda *given: told.append(given)
 
-    monkeypatch.setattr(launch, "row_launcher", launcher)
+    monkeypatch.setattr(gemm, "row_launcher", launcher)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     M, N, K = 6, 16, 32
     index = torch.arange(M, dtype=torch.int32) if fusion else None

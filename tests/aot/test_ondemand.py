@@ -33,10 +33,11 @@ from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
+from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract.config import Config
-from pretuned.runtime import discover, grouped_gemm, reload
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.pair import KernelPair, Preferred
+from pretuned.runtime import grouped_gemm, reload
+from pretuned.runtime.dispatch import snapshot
+from pretuned.runtime.dispatch.pin import KernelPair, Preferred
 
 ASK = Path(__file__).parent / "workerjobs" / "askconfigs.py"
 OTHER = Config(128, 128, 64, 8, 3, tma=True)
@@ -51,11 +52,11 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PRETUNED_BUNDLES", str(tmp_path / "bundles"))
-    discover.forget_made()
+    snapshot.forget_made()
     reload()
     yield tmp_path / ".cache" / "pretuned"
     monkeypatch.undo()
-    discover.forget_made()
+    snapshot.forget_made()
     reload()
 
 
@@ -198,7 +199,7 @@ def test_disabled_it_neither_measures_nor_writes(
 def test_without_any_bundle_torch_is_the_ordinary_choice(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discover, "installed_places", tuple)  # not even those that ship
+    monkeypatch.setattr(snapshot, "installed_places", tuple)  # not even those that ship
     monkeypatch.setenv("PRETUNED_DISABLE_AUTOTUNE", "1")
     reload()
     assert chosen(fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)) == {None}

@@ -206,10 +206,10 @@ def test_writers_take_turns_and_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_an_entry_serves_dispatch(tmp_path: Path) -> None:
-    from pretuned.runtime.candidates import Origin
-    from pretuned.runtime.discover import Snapshot
-    from pretuned.runtime.dispatch import Decision, decide
-    from pretuned.runtime.places import Kind, Place
+    from pretuned.runtime.dispatch.decide import Decision, decide
+    from pretuned.runtime.dispatch.places import Kind, Place
+    from pretuned.runtime.dispatch.ranking import Origin
+    from pretuned.runtime.dispatch.snapshot import Snapshot
 
     overlay.add(tmp_path, H200, fakemeasure.bundle(planned(8)))
     found = decide(

@@ -24,7 +24,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.kernels.contract import registry, spec
 from pretuned.kernels.contract.config import Config
-from pretuned.runtime.pair import KernelPair, Preferred
+from pretuned.runtime.dispatch.pin import KernelPair, Preferred
 
 SPEC = spec.Spec(Op.FORWARD, DType.BF16, Config(64, 64, 64, 4, 3))
 CUBIN = b"\x7fELF code"

@@ -22,12 +22,12 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.artifacts.records.target import Target
 from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.registry import arguments, boxes
 from pretuned.kernels.contract.revisions import REVISIONS
 from pretuned.kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from pretuned.kernels.contract.words import parameter_bytes
-from pretuned.runtime.launchable import unlaunchable
-from pretuned.runtime.loading import loaded
+from pretuned.runtime.launch.loader import loaded
 
 SHIPPED = sorted((Path(__file__).parents[2] / "artifacts" / "bundles").glob("*.msgpack"))
 POINTERS, TMA = Config(64, 64, 64, 4, 3), Config(64, 64, 64, 4, 3, tma=True)

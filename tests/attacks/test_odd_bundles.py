@@ -21,11 +21,10 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.files.bundle_file import open_bundle, open_bytes
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Producer
-from pretuned.artifacts.records.target import Gpu, Target
+from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
 from pretuned.kernels.contract.config import Config
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.discover import Snapshot
-from pretuned.runtime.explanation import examine
+from pretuned.runtime.dispatch.snapshot import Snapshot
+from pretuned.runtime.inspect.explain import examine
 
 INT, LONG = 2**31 - 1, 2**53 - 1
 CONFIGS: list[tuple[tuple[str, int], ...]] = [

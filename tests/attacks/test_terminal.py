@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from pretuned.artifacts.names import printable
-from pretuned.artifacts.records.target import Gpu
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.discover import Snapshot
-from pretuned.runtime.places import Kind, Place
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.snapshot import Snapshot
 
 ON_H200 = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 12080))
 GOLDEN = Path(__file__).parents[1] / "golden" / "format1-medium.msgpack"

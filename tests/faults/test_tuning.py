@@ -8,7 +8,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from pretuned.runtime import discover, reload
+from pretuned.runtime import reload
+from pretuned.runtime.dispatch import snapshot
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "aot" / "workerjobs"))
 
@@ -57,5 +58,5 @@ def race(home: Path, processes: int, rounds: int) -> list[str]:
 
 
 def test_each_round_is_tuned_once(tmp_path: Path) -> None:
-    discover.forget_made()
+    snapshot.forget_made()
     assert race(tmp_path, 8, 5) == []

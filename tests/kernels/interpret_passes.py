@@ -13,7 +13,7 @@ from pretuned.artifacts.records.problem import Pass
 from pretuned.kernels import reference
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.rowops import activation, gather_combine, sort, zero_rows
-from pretuned.runtime.activation import Activation, by_torch
+from pretuned.runtime.ops.activation import Activation, by_torch
 
 GUARD = 3.0  # what a result holds where the kernel must not write
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}

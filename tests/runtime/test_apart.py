@@ -10,8 +10,9 @@ import torch
 
 from pretuned.artifacts.records.problem import Layout, Op
 from pretuned.kernels import reference
-from pretuned.runtime import apart, fallback, products
-from pretuned.runtime.products import Rows, rows
+from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.ops import products, torch_fallback
+from pretuned.runtime.ops.products import rows
 
 E, N, K = 4, 16, 24
 COUNTS = [[5, 0, 3, 8], [0, 0, 0, 0], [20, -4, 7, 1], [4, 3, 2, 1]]
@@ -39,7 +40,7 @@ def test_dw(counts: list[int], dtype: torch.dtype) -> None:
     m_sizes = torch.tensor(counts)
     want = reference.grad_weight(dy, x, m_sizes)
     x[reference.expert_bounds(m_sizes, 16)[-1][1] :] = float("nan")
-    near(apart.weight(dy, x, m_sizes, sm=90), want)
+    near(torch_fallback.weight(dy, x, m_sizes, sm=90), want)
 
 
 def test_dw_of_tensors_that_grouped_mm_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +52,13 @@ def test_dw_of_tensors_that_grouped_mm_refuses(monkeypatch: pytest.MonkeyPatch) 
         return torch._grouped_mm(a, b, offs=offs)
 
     asked: list[int] = []
-    monkeypatch.setattr(apart, "grouped_mm", lambda *_: aligned_alone)
+    monkeypatch.setattr(torch_fallback, "grouped_mm", lambda *_: aligned_alone)
     (x, dy, _), m_sizes = operands(torch.bfloat16), torch.tensor(COUNTS[0])
     want = reference.grad_weight(dy, x, m_sizes)
-    near(apart.weight(dy, x, m_sizes, sm=90), want)
+    near(torch_fallback.weight(dy, x, m_sizes, sm=90), want)
     assert asked == [1]
     off = torch.zeros(x.numel() + 8, dtype=x.dtype)[1 : 1 + x.numel()].view_as(x).copy_(x)
-    near(apart.weight(dy, off, m_sizes, sm=90), want)
+    near(torch_fallback.weight(dy, off, m_sizes, sm=90), want)
     assert asked == [1]
 
 
@@ -68,7 +69,7 @@ def test_rows(counts: list[int], layout: Layout, dtype: torch.dtype) -> None:
     x, _, w = operands(dtype)
     w = w if layout is Layout.NK else w.mT.contiguous()
     m_sizes, y = torch.tensor(counts), torch.full((16, N), 3.0, dtype=dtype)
-    fallback.on_cuda(x, w, m_sizes, y, layout, sm=90, aligned=True)
+    torch_fallback.on_cuda(x, w, m_sizes, y, layout, sm=90, aligned=True)
     end = reference.expert_bounds(m_sizes, 16)[-1][1]
     near(y[:end], reference.forward(x, w, m_sizes, layout=layout)[:end])
     assert (y[end:] == 3).all()

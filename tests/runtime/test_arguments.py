@@ -13,7 +13,7 @@ from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.registry import arguments
 from pretuned.kernels.contract.spec import Spec
-from pretuned.runtime.arguments import (
+from pretuned.runtime.driver.block import (
     LAUNCH,
     MAPPED_LAUNCH,
     PREPARED,

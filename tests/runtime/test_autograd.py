@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from pretuned.runtime import gradients, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
+from pretuned.runtime import grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
+from pretuned.runtime.ops import gradients
 
 T, TOPK, E, N, K = 5, 2, 4, 6, 8
 FORMS = [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (0, 1)]

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from pretuned.artifacts.records.problem import Layout, Op, Pass
 from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
-from pretuned.runtime import clearing, grouped_gemm, grouped_gemm_dX, productlaunchers
-from pretuned.runtime.products import Rows, rows
+from pretuned.runtime import grouped_gemm, grouped_gemm_dX
+from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.launch import products
+from pretuned.runtime.ops import zero_rows
+from pretuned.runtime.ops.products import rows
 
 __all__ = ["device"]  # a fixture
 
@@ -55,7 +58,7 @@ def test_else_all_of_it_becomes_zero_first(device: Device, monkeypatch: pytest.M
     y = torch.full((M, N), float("nan"))
     index, m_sizes = torch.arange(M), torch.tensor([M])
     if what == "small":
-        monkeypatch.setattr(clearing, "LEAST_BYTES", y.nbytes + 1)
+        monkeypatch.setattr(zero_rows, "LEAST_BYTES", y.nbytes + 1)
     if what == "no kernel":
         device.there.remove(Pass.CLEAR)
     if what == "of fewer experts":
@@ -68,15 +71,15 @@ def test_else_all_of_it_becomes_zero_first(device: Device, monkeypatch: pytest.M
         y = torch.full((M, 2 * N), float("nan"))[:, :N]
     if what == "no expert":
         m_sizes = m_sizes[:0]
-    assert (clearing.clear(y, index, m_sizes, M, M) == 0).all()
+    assert (zero_rows.clear(y, index, m_sizes, M, M) == 0).all()
     assert device.cleared == []
 
 
 def test_what_is_large_enough_is_looked_at(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, True)
     y = torch.full((M, N), float("nan"))
-    monkeypatch.setattr(clearing, "LEAST_BYTES", y.nbytes)
-    clearing.clear(y, torch.arange(M), torch.tensor([1, 0, 2]), M, M)
+    monkeypatch.setattr(zero_rows, "LEAST_BYTES", y.nbytes)
+    zero_rows.clear(y, torch.arange(M), torch.tensor([1, 0, 2]), M, M)
     assert y.isnan().all(1).tolist() == [True] * 3 + [False] * (M - 3)
     assert (y[3:] == 0).all()
 
@@ -141,7 +144,7 @@ def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch,
     index, m_sizes = torch.randperm(M), torch.tensor([3, 0, 5, 2])
     form: dict[str, object] = {"permute_y": True}
     if what == "many rows":
-        monkeypatch.setattr(productlaunchers, "_SHORT_TO_CLEAR" if specialized else "_FEW_TO_CLEAR", M - 1)
+        monkeypatch.setattr(products, "_SHORT_TO_CLEAR" if specialized else "_FEW_TO_CLEAR", M - 1)
     if what == "gathered too":
         x, form = x[:T], form | {"permute_x": True}
     if what == "fewer weights":  # of y's rows those without a weight take no part
@@ -173,7 +176,7 @@ def test_a_warp_of_specialised_code_clears_more_rows(
 ) -> None:
     """Than code that has programs for it: as many as the product hides."""
     on(monkeypatch, True)
-    monkeypatch.setattr(productlaunchers, "_FEW_TO_CLEAR", 1)
+    monkeypatch.setattr(products, "_FEW_TO_CLEAR", 1)
     device.specialized = True
     limits = {
         "of large matrices": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": N * K},
@@ -182,7 +185,7 @@ def test_a_warp_of_specialised_code_clears_more_rows(
         "most unnamed": {"_MOST_PER_ROW": 0, "_FEW_TO_CLEAR": M},
     }
     for name, value in limits.get(what, {}).items():
-        monkeypatch.setattr(productlaunchers, name, value)
+        monkeypatch.setattr(products, name, value)
     x, w = operands()
     grouped_gemm(x, w, torch.tensor([3, 0, 5, 2]), TOPK, torch.randperm(M), permute_y=True)
     assert device.cleared == ([] if clears else [Pass.CLEAR] * 2)

@@ -14,12 +14,17 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.contract.spec import Spec
-from pretuned.runtime import activation, discover, epilogue, explain, moe, moe_mlp, productlaunchers, sort_routing
-from pretuned.runtime.candidates import why_not
-from pretuned.runtime.device import local_gpu
-from pretuned.runtime.launch import LoadedKernel
-from pretuned.runtime.loading import loaded
-from pretuned.runtime.products import Rows
+from pretuned.runtime import explain, moe_mlp, sort_routing
+from pretuned.runtime.api import moe
+from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.dispatch import epilogue
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.ranking import why_not
+from pretuned.runtime.driver.device import local_gpu
+from pretuned.runtime.launch import products
+from pretuned.runtime.launch.gemm import LoadedKernel
+from pretuned.runtime.launch.loader import loaded
+from pretuned.runtime.ops import activation
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -44,7 +49,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def kernels() -> list[LoadedKernel]:
     """Every bf16 variant that gathers and has silu in its epilogue, of all bundles for this GPU."""
-    snapshot, local = discover.snapshot(), local_gpu(0)
+    snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
     kind = Problem(Op.FORWARD, DType.BF16, 1, 16, 8, Layout.NK, BOTH)
     return [
         loaded(one.bundle, i, 0, local.gpu.sm_count)
@@ -72,17 +77,17 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
 
     def only(one: LoadedKernel | None) -> None:
         moe._plans.clear()
-        monkeypatch.setattr(productlaunchers, "_launchers", (None, {}))
-        monkeypatch.setattr(productlaunchers, "_gated_kernel", lambda *_: one)
+        monkeypatch.setattr(products, "_launchers", (None, {}))
+        monkeypatch.setattr(products, "_gated_kernel", lambda *_: one)
 
     yield only
     moe._plans.clear()
-    productlaunchers._launchers = (None, {})
+    products._launchers = (None, {})
 
 
 def test_there_is_one_where_a_choice_says_so() -> None:
     """A bundle with choices for the form has its code; without any the tests here are skipped."""
-    snapshot, local = discover.snapshot(), local_gpu(0)
+    snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
     for one in snapshot.view(local, installed=True).usable:
         wanted = [problem for problem in one.bundle.problems() if problem.fusion is BOTH]
         assert not wanted or kernels()
@@ -112,7 +117,7 @@ def test_the_product_is_near_the_reference_and_stays_in_its_rows(
         room = torch.full((M + 3, I + 64), nan, device="cuda", dtype=torch.bfloat16)
         a = room[1 : M + 1, :I]
         call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, M, index, k)
-        launch = productlaunchers.gated_launch(call, a)
+        launch = products.gated_launch(call, a)
         assert launch is not None
         stream = torch.cuda.current_stream().cuda_stream
         launch(
@@ -229,7 +234,7 @@ def test_it_is_captured_and_replayed_with_other_routing(kernel: LoadedKernel, us
 
 def chosen_problems() -> Iterator[tuple[Problem, Choice]]:
     """The smallest problems of the bundles with a choice for the form, one bucket of each."""
-    snapshot, local = discover.snapshot(), local_gpu(0)
+    snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
     found: dict[Problem, Choice] = {}
     for one in snapshot.view(local, installed=True).usable:
         for problem in one.bundle.problems():
@@ -258,7 +263,7 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so(monkeypatch: pytest.Monk
         T = min(choice.bucket, 16384)
         up, down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
         ids = torch.randint(0, E, (T, 1), device="cuda")
-        found = epilogue.verdict(discover.snapshot(), problem, T, local_gpu(0), aligned=True)
+        found = epilogue.verdict(dispatch_snapshot.snapshot(), problem, T, local_gpu(0), aligned=True)
         ran.clear()
         moe_mlp(random(T, H), up, down, ids, torch.rand(T, 1, device="cuda"))
         assert bool(ran) is (found.chosen is None), found.reason

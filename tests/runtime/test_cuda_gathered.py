@@ -16,23 +16,19 @@ import torch
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
 from pretuned.kernels.contract.spec import code_of
-from pretuned.runtime import (
-    discover,
-    grouped_gemm,
-    moe,
-    moe_mlp,
-    passlaunchers,
-    productlaunchers,
-    products,
-    sort_routing,
-)
-from pretuned.runtime.candidates import why_not
-from pretuned.runtime.device import local_gpu
-from pretuned.runtime.gathered import GatherFirst
-from pretuned.runtime.launch import LoadedKernel
-from pretuned.runtime.loading import loaded
-from pretuned.runtime.moe import Routing
-from pretuned.runtime.products import Rows
+from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
+from pretuned.runtime.api import moe
+from pretuned.runtime.api.moe import Routing
+from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.ranking import why_not
+from pretuned.runtime.driver.device import local_gpu
+from pretuned.runtime.launch import products as launch_products
+from pretuned.runtime.launch import rowops
+from pretuned.runtime.launch.gather import GatherFirst
+from pretuned.runtime.launch.gemm import LoadedKernel
+from pretuned.runtime.launch.loader import loaded
+from pretuned.runtime.ops import products
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -54,7 +50,7 @@ def random(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
 
 def same_config(kind: Problem, config: object) -> LoadedKernel | None:
     """The first variant of this code in this config (any, for None) of all bundles for this GPU."""
-    snapshot, local = discover.snapshot(), local_gpu(0)
+    snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
     for one in snapshot.view(local, installed=True).usable:
         for i, variant in snapshot.variants(one.bundle, kind):
             fits = why_not(variant, kind, local, aligned=True) is None and variant.alignment == 16
@@ -70,13 +66,13 @@ class Switch:
         self.patch = patch
 
     def __call__(self, first: bool) -> None:
-        self.patch.setattr(productlaunchers, "_launchers", (None, {}))
+        self.patch.setattr(launch_products, "_launchers", (None, {}))
         moe._plans.clear()
-        self.patch.setattr(productlaunchers, "_gathered_kernel", lambda *given: self.kernel(*given) if first else None)
+        self.patch.setattr(launch_products, "_gathered_kernel", lambda *given: self.kernel(*given) if first else None)
 
     def kernel(self, problem: Problem, call: Rows, _device: int, _checks: bool) -> LoadedKernel | None:
         code = code_of(problem.op, call.fusion & ~Fusion.GATHER)
-        on_load = productlaunchers._kernel(problem, call.M, 0, True, None, None)
+        on_load = launch_products._kernel(problem, call.M, 0, True, None, None)
         kind = replace(problem, fusion=code)
         found = None if on_load is None else same_config(kind, on_load.variant.config) or same_config(kind, None)
         if found is None:
@@ -86,11 +82,11 @@ class Switch:
 
 @pytest.fixture
 def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Switch]:
-    if passlaunchers.launcher(Pass.GATHER, DType.BF16, 0, aligned=True) is None:
+    if rowops.launcher(Pass.GATHER, DType.BF16, 0, aligned=True) is None:
         pytest.skip("the bundles have no pass that gathers")
     yield Switch(monkeypatch)
     moe._plans.clear()
-    productlaunchers._launchers = (None, {})
+    launch_products._launchers = (None, {})
 
 
 def routed(E: int, T: int, kind: str) -> Routing:
@@ -118,7 +114,7 @@ def run(call: Rows, rows: int, switch: Switch, **changes: Any) -> tuple[torch.Te
         y = torch.full((rows, call.sizes[1] if call.op is Op.FORWARD else call.sizes[2]), NAN, device="cuda",
                        dtype=torch.bfloat16)  # fmt: skip
         one = replace(call, **changes) if changes else call
-        assert isinstance(productlaunchers.row_launch(one, y), GatherFirst) is first
+        assert isinstance(launch_products.row_launch(one, y), GatherFirst) is first
         results.append(products.rows(one, y))
     return results[0], results[1]
 
@@ -266,7 +262,7 @@ def test_silu_in_the_epilogue_of_rows_gathered_beforehand(
             results = []
             for one in kernels:
                 switch(True)
-                monkeypatch.setattr(productlaunchers, "_gated_kernel", lambda *_, one=one: one)
+                monkeypatch.setattr(launch_products, "_gated_kernel", lambda *_, one=one: one)
                 a = products.gated_rows(call)
                 assert a is not None
                 results.append(a[:used])

@@ -11,18 +11,12 @@ import torch
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Pass
 from pretuned.kernels.contract.rowops import KINDS
-from pretuned.runtime import (
-    activation,
-    clearing,
-    grouped_gemm,
-    moe_mlp,
-    passlaunchers,
-    rowgather,
-    slots,
-    sort_routing,
-    tokens,
-)
-from pretuned.runtime.activation import Activation, Needs, by_torch
+from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
+from pretuned.runtime.dispatch import gather
+from pretuned.runtime.launch import rowops
+from pretuned.runtime.ops import activation, tokens, zero_rows
+from pretuned.runtime.ops import routing as ops_routing
+from pretuned.runtime.ops.activation import Activation, Needs, by_torch
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -52,7 +46,7 @@ def near(got: torch.Tensor | None, want: torch.Tensor, most: float) -> None:
 
 def demand(op: Pass, dtype: torch.dtype, columns: int) -> None:
     """A bundle has the kernel: nothing here is to be torch's."""
-    assert passlaunchers.for_rows(op, columns, 1, like=torch.empty(1, device="cuda", dtype=dtype)) is not None
+    assert rowops.for_rows(op, columns, 1, like=torch.empty(1, device="cuda", dtype=dtype)) is not None
 
 
 @pytest.mark.parametrize("columns", [512, 768, 1536, 40, 33, 1])
@@ -118,7 +112,7 @@ def test_gather(
 ) -> None:
     """A row a program, and each token's row once for all its slots: also those of which the index has several."""
     demand(Pass.GATHER, dtype, columns)
-    monkeypatch.setattr(rowgather, "LEAST_BYTES", least_bytes)
+    monkeypatch.setattr(gather, "LEAST_BYTES", least_bytes)
     T, end = 1230, 1000
     x, index = random(T, columns, dtype=dtype), torch.randperm(T * top_k, device="cuda")
     bounds = torch.tensor([0, end], device="cuda", dtype=torch.int32)
@@ -130,10 +124,10 @@ def test_gather(
 
 def test_a_large_gather_reads_each_token_once() -> None:
     T, columns, top_k = 8192, 4096, 4
-    launch = passlaunchers.for_rows(Pass.GATHER, columns, T * top_k, random(1, columns, dtype=torch.bfloat16))
+    launch = rowops.for_rows(Pass.GATHER, columns, T * top_k, random(1, columns, dtype=torch.bfloat16))
     if launch is None:
         pytest.skip("no bundle here has the pass")
-    assert rowgather.by_token(T * top_k, 2 * columns, T * top_k, top_k)
+    assert gather.by_token(T * top_k, 2 * columns, T * top_k, top_k)
     x, index = random(T, columns, dtype=torch.bfloat16), torch.randperm(T * top_k, device="cuda")
     assert torch.equal(tokens.gather(x, index, top_k), x[index // top_k])
 
@@ -144,7 +138,7 @@ def test_a_large_gather_reads_each_token_once() -> None:
 def test_rows_that_no_index_names_become_zero(dtype: torch.dtype, named: float, kind: torch.dtype) -> None:
     rows, columns, E, M = 9001, 1032, 40, 9500
     y = random(rows, columns, dtype=dtype).abs_().add_(1)
-    assert y.nbytes >= clearing.LEAST_BYTES
+    assert y.nbytes >= zero_rows.LEAST_BYTES
     index = torch.randint(-9, int(rows * named) + 9, (M,), device="cuda", generator=torch.Generator("cuda"))
     if named == 1.0:
         index[:rows] = torch.randperm(rows, device="cuda")
@@ -153,8 +147,8 @@ def test_rows_that_no_index_names_become_zero(dtype: torch.dtype, named: float, 
     left = torch.zeros(rows, dtype=torch.bool, device="cuda")
     left[index[:used][(index[:used] >= 0) & (index[:used] < rows - 5)]] = True
     want = torch.where(left[:, None], y, 0)
-    assert passlaunchers.launcher(Pass.CLEAR, DType.FP32, 0, aligned=True) is not None
-    clearing.clear(y, index.to(kind), m_sizes, M, rows - 5)
+    assert rowops.launcher(Pass.CLEAR, DType.FP32, 0, aligned=True) is not None
+    zero_rows.clear(y, index.to(kind), m_sizes, M, rows - 5)
     assert torch.equal(y, want)
 
 
@@ -276,7 +270,7 @@ def test_torch_in_place_of_the_passes_is_as_near(monkeypatch: pytest.MonkeyPatch
     hidden, weights = random(200, H), torch.rand(200, TOPK, device="cuda")
     ids = torch.randint(-2, E, (200, TOPK), device="cuda")
     got = step(hidden, given, ids, weights)
-    monkeypatch.setattr(passlaunchers, "launcher", lambda *_, **__: None)
+    monkeypatch.setattr(rowops, "launcher", lambda *_, **__: None)
     for one, other in zip(got, step(hidden, given, ids, weights), strict=True):
         near(one, other, 2e-2)
 
@@ -315,7 +309,7 @@ def test_a_step_is_captured_and_replayed_with_other_routing() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
 @pytest.mark.parametrize("experts", [1, 8, 31, 128, 256, 257, 512, 513])
 def test_routing_is_that_of_the_host(experts: int, dtype: torch.dtype) -> None:
-    kernel = slots.sort_slots(torch.zeros(4, dtype=dtype, device="cuda"), experts) is not None
+    kernel = ops_routing.sort_slots(torch.zeros(4, dtype=dtype, device="cuda"), experts) is not None
     assert kernel == (experts < 513 and dtype is not torch.int16)
     for T, k in ((1, 1), (1, 8), (128, 2), (257, 1), (999, TOPK), (4096, 8), (9000, 10)):
         ids = torch.randint(-1, experts + 1, (T, k), device="cuda", dtype=dtype)

@@ -23,9 +23,9 @@ SCRIPT = f"""
 import json, sys
 import torch
 from pretuned.runtime import grouped_gemm, moe_mlp, preload
-from pretuned.runtime.loading import loaded_count
+from pretuned.runtime.launch.loader import loaded_count
 torch.zeros(1, device="cuda")  # the context's own start
-import pretuned.runtime.warmup
+import pretuned.runtime.inspect.preload
 done = preload(models=["{MODEL}"], tokens=range(1, 4097))
 loaded = loaded_count()
 again = preload(models=["{MODEL}"], tokens=range(1, 4097))

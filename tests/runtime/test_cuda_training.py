@@ -24,12 +24,12 @@ from pretuned.runtime import (
     grouped_gemm_dX,
     moe_mlp,
     preload,
-    productlaunchers,
     reload,
     sort_routing,
 )
-from pretuned.runtime.inputs import DTYPES
-from pretuned.runtime.loading import loaded_count
+from pretuned.runtime.check.tensors import DTYPES
+from pretuned.runtime.launch import products
+from pretuned.runtime.launch.loader import loaded_count
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -137,19 +137,19 @@ def test_the_kernels_are_a_bundles_and_not_torchs() -> None:
     for form in FORMS:
         given = tensors(form, 100, torch.bfloat16)
         call(form, routed(100), given).sum().backward()
-    assert productlaunchers._launchers[1]
-    assert all(launch is not None for launch in productlaunchers._launchers[1].values())
+    assert products._launchers[1]
+    assert all(launch is not None for launch in products._launchers[1].values())
 
 
 def test_what_a_bundle_lacks_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = productlaunchers._kernel
+    real = products._kernel
     for lacking in ({Fusion.GATHER}, {Fusion.GATHER, Fusion.SCATTER}, {Fusion.GATHER, Fusion.SCATTER, Fusion.NONE}):
 
         def kernel(problem: Problem, *rest: Any, lacking: set[Fusion] = lacking) -> Any:
             return None if problem.fusion in lacking else real(problem, *rest)
 
-        monkeypatch.setattr(productlaunchers, "_kernel", kernel)
-        monkeypatch.setattr(productlaunchers, "_launchers", (None, {}))
+        monkeypatch.setattr(products, "_kernel", kernel)
+        monkeypatch.setattr(products, "_launchers", (None, {}))
         for form in FORMS:
             for layout in ("nk", "kn"):
                 check(form, routed(100, "elsewhere"), torch.bfloat16, layout)
@@ -340,9 +340,9 @@ def test_compile_with_changing_tokens() -> None:
 
 
 def test_opcheck() -> None:
-    from pretuned.runtime import library
+    from pretuned.runtime.api import torch_library
 
-    assert library.traced is not None
+    assert torch_library.traced is not None
     given = tensors((1, 1, 1, 1), 40, torch.bfloat16)
     routing = sort_routing(routed(40), E)
     arguments = (given["x"], given["w"], routing.m_sizes, routing.gather_indices, given["topk_weights"], given["bias"])

@@ -16,11 +16,11 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels import reference
 from pretuned.kernels.contract.config import Config
-from pretuned.runtime import discover
-from pretuned.runtime.device import current_stream, local_gpu
-from pretuned.runtime.inputs import DTYPES
-from pretuned.runtime.launch import PLAIN, Fused, LoadedKernel, row_launcher, weight_launcher
-from pretuned.runtime.loading import loaded
+from pretuned.runtime.check.tensors import DTYPES
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.driver.device import current_stream, local_gpu
+from pretuned.runtime.launch.gemm import PLAIN, Fused, LoadedKernel, row_launcher, weight_launcher
+from pretuned.runtime.launch.loader import loaded
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -47,7 +47,7 @@ FLAGS = [
 def variants(
     op: Op, fusion: Fusion, which: Callable[[Config], bool], dtypes: tuple[DType, ...] = HALVES
 ) -> list[LoadedKernel]:
-    snapshot, local = discover.snapshot(), local_gpu(0)
+    snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
     found: dict[object, tuple[BundleFile, int]] = {}
     for one in snapshot.view(local, installed=True).usable:
         for i, variant in enumerate(one.bundle.variants()):

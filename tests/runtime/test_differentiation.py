@@ -12,19 +12,12 @@ from host_gpu import TOPK, Device, E, K, N, T, counts_at, device, on
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import (
-    activate,
-    calls,
-    grouped_gemm,
-    grouped_gemm_dW,
-    grouped_gemm_dX,
-    layerplans,
-    moe_mlp,
-    ops,
-    plans,
-    productlaunchers,
-    reload,
-)
+from pretuned.runtime import activate, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, moe_mlp, reload
+from pretuned.runtime.api import call as api_call
+from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.runtime.launch import products
+from pretuned.runtime.replay import layer as replay_layer
+from pretuned.runtime.replay import plan
 
 __all__ = ["device"]
 
@@ -38,8 +31,8 @@ H, WIDTH = 12, 8
 
 @pytest.fixture(params=["the reference", "a GPU"], autouse=True)
 def where(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_KINDS", (torch.float32,))
-    monkeypatch.setattr(layerplans, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(replay_layer, "_KINDS", (torch.float32,))
     on(monkeypatch, request.param == "a GPU")
     reload()
 
@@ -157,9 +150,11 @@ def test_so_is_who_saved_that_of_a_plain_call_on_a_gpu(again: bool, monkeypatch:
         out.data.fill_(2.0)  # as a kernel does, unseen
         return out
 
-    monkeypatch.setattr(calls, "is_whole", lambda *_: False)
-    monkeypatch.setattr(ops, "_known", launched)
-    monkeypatch.setattr(ops, "_recent", {(x.data_ptr(), w.data_ptr(), "nk", out.data_ptr()): launched} if again else {})
+    monkeypatch.setattr(api_call, "is_whole", lambda *_: False)
+    monkeypatch.setattr(api_grouped_gemm, "_known", launched)
+    monkeypatch.setattr(
+        api_grouped_gemm, "_recent", {(x.data_ptr(), w.data_ptr(), "nk", out.data_ptr()): launched} if again else {}
+    )
     before = out._version
     assert grouped_gemm(x, w, m_sizes, out=out) is out
     assert out._version > before
@@ -189,7 +184,7 @@ class Wrapped(torch.Tensor):
 @pytest.mark.parametrize("which", ["m_sizes", "gather_indices", "topk_weights", "bias"])
 def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
-    make = productlaunchers.row_launcher
+    make = products.row_launcher
 
     def watched(*given: Any, **how: Any) -> Any:
         launch = make(*given, **how)
@@ -201,7 +196,7 @@ def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, monkey
         call.zeroes = launch.zeroes  # type: ignore[attr-defined]
         return call
 
-    monkeypatch.setattr(productlaunchers, "row_launcher", watched)
+    monkeypatch.setattr(products, "row_launcher", watched)
     given: dict[str, Any] = {
         "x": random(T, K), "w": random(E, N, K), "m_sizes": torch.tensor([3, 4, 5, 2]), "bias": random(E, N),
         "gather_indices": torch.arange(T * TOPK), "topk_weights": random(T, TOPK),
@@ -269,8 +264,8 @@ def test_nor_do_wrapped_counts_of_a_plain_call(monkeypatch: pytest.MonkeyPatch) 
         "row_launch": lambda *_: Launcher(), "device_is_current": lambda _: True, "current_stream": lambda _: 0,
         "_calls": {}, "_recent": {}, "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
     }.items():  # fmt: skip
-        monkeypatch.setattr(ops, name, stub)
-    monkeypatch.setattr(calls, "is_whole", lambda *_: False)
+        monkeypatch.setattr(api_grouped_gemm, name, stub)
+    monkeypatch.setattr(api_call, "is_whole", lambda *_: False)
     x, w = random(T, K), random(E, N, K)
     m_sizes = torch.tensor([3, 0, 4, 0])
     for counts in (Waiting(m_sizes), m_sizes, Waiting(m_sizes), m_sizes, Waiting(m_sizes)):

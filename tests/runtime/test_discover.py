@@ -24,12 +24,11 @@ from pretuned.artifacts.files import bundle_file
 from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.format.index import Index
 from pretuned.artifacts.format.wire import Preamble
-from pretuned.artifacts.records.target import Gpu
-from pretuned.runtime import discover
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.discover import Snapshot, take
-from pretuned.runtime.dispatch import Decision, decide
-from pretuned.runtime.places import ENTRY_POINTS, Kind, Place, _entry_points, installed_places
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.decide import Decision, decide
+from pretuned.runtime.dispatch.places import ENTRY_POINTS, Kind, Place, _entry_points, installed_places
+from pretuned.runtime.dispatch.snapshot import Snapshot, take
 from pretuned.runtime.settings import Settings
 
 CHOICES = {PROBLEM: [modelled(64, 0)]}
@@ -271,12 +270,12 @@ def test_the_overlay_is_read_although_another_holds_its_lock(tmp_path: Path) -> 
 
 
 def test_a_snapshot_does_not_change_until_reload(clean_places: Path) -> None:
-    before = discover.snapshot()
+    before = dispatch_snapshot.snapshot()
     write(clean_places / "new.msgpack", CHOICES)
-    assert discover.snapshot() is before
+    assert dispatch_snapshot.snapshot() is before
     assert names(before) == []
-    discover.forget()
-    assert names(discover.snapshot()) == ["new.msgpack"]
+    dispatch_snapshot.forget()
+    assert names(dispatch_snapshot.snapshot()) == ["new.msgpack"]
 
 
 def test_the_fingerprint_is_of_bundles_in_order_and_the_gpu(tmp_path: Path) -> None:

@@ -44,14 +44,13 @@ from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config
-from pretuned.runtime.candidates import Match, Origin, chosen
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.discover import Snapshot
-from pretuned.runtime.dispatch import Decision, Miss, decide
-from pretuned.runtime.explanation import examine
-from pretuned.runtime.hint import build_line
+from pretuned.runtime.dispatch.decide import Decision, Miss, decide
+from pretuned.runtime.dispatch.hints import build_line
+from pretuned.runtime.dispatch.ranking import Match, Origin, chosen
+from pretuned.runtime.dispatch.snapshot import Snapshot
+from pretuned.runtime.inspect.explain import examine
 
 ELSEWHERE = Gpu("NVIDIA H800", 132, 81559, 13000)
 

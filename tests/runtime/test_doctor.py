@@ -13,9 +13,8 @@ import pytest
 import torch
 from made import H200, ON_A100, ON_H200, OTHER, PROBLEM, WIDE, measured, modelled, snapshot, write
 
-from pretuned.artifacts.records.target import Gpu
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.doctor import report
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.runtime.inspect.doctor import report
 from pretuned.runtime.settings import Settings
 
 READ = Settings(overlay=Path("/home/me/.cache/pretuned"))

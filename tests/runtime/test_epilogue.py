@@ -14,16 +14,16 @@ from made import H100, H200, ON_A100, ON_H100, ON_H200, SPECS, Spec, measured, m
 from pretuned.artifacts.records.bundle import Choice, Model
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config
-from pretuned.runtime import jit
-from pretuned.runtime.candidates import Match, Origin
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.dispatch import forms_of
-from pretuned.runtime.epilogue import least_pass_us, plain_of, verdict
-from pretuned.runtime.explanation import examine
-from pretuned.runtime.hint import build_line
-from pretuned.runtime.warmup import cells_of
+from pretuned.runtime import hooks
+from pretuned.runtime.dispatch import compiled
+from pretuned.runtime.dispatch.decide import forms_of
+from pretuned.runtime.dispatch.epilogue import least_pass_us, plain_of, verdict
+from pretuned.runtime.dispatch.hints import build_line
+from pretuned.runtime.dispatch.ranking import Match, Origin
+from pretuned.runtime.inspect.explain import examine
+from pretuned.runtime.inspect.preload import cells_of
 
 BOTH = Fusion.SILU | Fusion.GATHER
 M = 8192
@@ -168,8 +168,8 @@ def test_preload_comes_to_it_from_any_form(tmp_path: Path) -> None:
 
 
 def test_nothing_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "_allowed", True)
-    monkeypatch.setattr(jit, "compiled", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(hooks, "_allowed", True)
+    monkeypatch.setattr(compiled, "compiled", lambda *_: pytest.fail("compiled"))
     assert not used(tmp_path)
 
 

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import experts as ours
+from pretuned.integrations import transformers as ours
+from pretuned.integrations.transformers_gates import recognise
 from pretuned.runtime import reload
-from pretuned.runtime.activation import Activation
-from pretuned.runtime.recognised import recognise
+from pretuned.runtime.ops.activation import Activation
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
 

@@ -15,9 +15,9 @@ from pretuned.artifacts.records.bundle import Source
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.hardware import arch
 from pretuned.runtime import explain, reload
-from pretuned.runtime.candidates import Match
-from pretuned.runtime.dispatch import Decision, decide
-from pretuned.runtime.explanation import examine, made_up_gpu
+from pretuned.runtime.dispatch.decide import Decision, decide
+from pretuned.runtime.dispatch.ranking import Match
+from pretuned.runtime.inspect.explain import examine, made_up_gpu
 
 NUMBERS = {"E": 8, "N": 1024, "K": 768}
 

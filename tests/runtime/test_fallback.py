@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import CudaError
-from pretuned.runtime import device, driver, explain, fallback, grouped_gemm, inputs, reload
+from pretuned.runtime import explain, grouped_gemm, reload
+from pretuned.runtime.check import tensors
+from pretuned.runtime.driver import cuda, device
+from pretuned.runtime.ops import torch_fallback
 
 
 def test_the_reference_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, fallback.__name__)
-    fallback.tell_reference.cache_clear()
+    caplog.set_level(logging.DEBUG, torch_fallback.__name__)
+    torch_fallback.tell_reference.cache_clear()
     x, w, m_sizes = torch.randn(6, 8), torch.randn(2, 4, 8, requires_grad=True), torch.tensor([2, 4])
     for _ in range(2):
         grouped_gemm(x, w, m_sizes).sum().backward()
@@ -37,8 +40,8 @@ def amd(clean_places: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: found)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(driver, "library", library)
-    monkeypatch.setattr(inputs, "on_gpu", lambda _tensor: True)
+    monkeypatch.setattr(cuda, "library", library)
+    monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
     for asked in (device.local_gpu, device.tell_unsupported):
         asked.cache_clear()
     reload()
@@ -60,7 +63,7 @@ def test_an_amd_gpu_is_torchs(amd: None, caplog: pytest.LogCaptureFixture) -> No
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "with ROCm" in record.getMessage()
-    assert fallback.grouped_mm(torch.bfloat16, device.local_gpu(0).sm, 2) is None  # its 9.4 is no capability
+    assert torch_fallback.grouped_mm(torch.bfloat16, device.local_gpu(0).sm, 2) is None  # its 9.4 is no capability
 
 
 def test_no_bundle_is_to_be_built_for_an_amd_gpu(amd: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,21 +17,14 @@ import pretuned.runtime
 from pretuned.artifacts.errors import BundleUnreadable, HostError
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.problem import Problem
-from pretuned.runtime import (
-    counters,
-    discover,
-    driver,
-    explain,
-    jit,
-    loading,
-    preload,
-    register_compiler,
-    reload,
-    settings,
-    warmup,
-)
-from pretuned.runtime.candidates import Origin
-from pretuned.runtime.dispatch import Decision, decide
+from pretuned.runtime import explain, hooks, preload, register_compiler, reload, settings
+from pretuned.runtime.dispatch import compiled as dispatch_compiled
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.decide import Decision, decide
+from pretuned.runtime.dispatch.ranking import Origin
+from pretuned.runtime.driver import counters, cuda
+from pretuned.runtime.inspect import preload as inspect_preload
+from pretuned.runtime.launch import loader
 from pretuned.runtime.locks import lock
 
 SECONDS = 30  # that a child may take: a lock that nobody lets go is waited for without an end
@@ -90,7 +83,8 @@ def test_the_lookup(where: str, clean_places: Path, monkeypatch: pytest.MonkeyPa
     reload()
     pause = Pause()
     module, name = {
-        "settings": (settings, "read"), "snapshot": (discover, "take"), "installed": (discover, "installed_places"),
+        "settings": (settings, "read"), "snapshot": (dispatch_snapshot, "take"),
+        "installed": (dispatch_snapshot, "installed_places"),
     }[where]  # fmt: skip
     real = getattr(module, name)
 
@@ -117,17 +111,17 @@ class Compiler:
 
 @pytest.fixture
 def compiler(clean_places: Path) -> Iterator[Compiler]:
-    before, made = jit._compiler, Compiler()
+    before, made = hooks._compiler, Compiler()
     register_compiler(made)
-    jit.forget()
+    dispatch_compiled.forget()
     pretuned.runtime.allow_jit()
     yield made
-    jit.forget()
+    dispatch_compiled.forget()
     pretuned.runtime.allow_jit(False)
     register_compiler(before)
 
 
-def compiled(found: discover.Snapshot) -> bool:
+def compiled(found: dispatch_snapshot.Snapshot) -> bool:
     got = decide(found, PROBLEM, 64, ON_H200)
     return isinstance(got, Decision) and got.chosen.origin is Origin.COMPILED
 
@@ -174,7 +168,7 @@ def test_a_variant_that_is_being_loaded(tmp_path: Path) -> None:
 
     def load() -> bool:
         try:
-            loading.loaded(Damaged(), 0, 0, 132)  # type: ignore[arg-type]
+            loader.loaded(Damaged(), 0, 0, 132)  # type: ignore[arg-type]
         except BundleUnreadable:
             return True
         return False
@@ -190,7 +184,7 @@ def test_a_word_of_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
         pause()
         return 4096
 
-    monkeypatch.setattr(driver, "zeroed", zeroed)
+    monkeypatch.setattr(cuda, "zeroed", zeroed)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     with stopped_inside(lambda: words.take(1), pause):
         assert right_in_a_child(lambda: words.take(1) == 4096)
@@ -209,7 +203,7 @@ def test_a_collector_that_waits(enabled: bool, clean_places: Path, monkeypatch: 
             preload()
         return gc.isenabled() is enabled
 
-    monkeypatch.setattr(warmup, "current_device", current_device)
+    monkeypatch.setattr(inspect_preload, "current_device", current_device)
     try:
         (gc.enable if enabled else gc.disable)()
         with stopped_inside(preloads, pause):

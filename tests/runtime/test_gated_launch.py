@@ -14,9 +14,10 @@ from pretuned.kernels.contract.registry import arguments, boxes
 from pretuned.kernels.contract.revisions import REVISIONS
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
-from pretuned.runtime import driver, launch
-from pretuned.runtime.arguments import SIZES
-from pretuned.runtime.tensormaps import MAP_BYTES, TensorMaps
+from pretuned.runtime.driver import cuda
+from pretuned.runtime.driver.block import SIZES
+from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
+from pretuned.runtime.launch import gemm
 
 E, N, K, M = 4, 192, 64, 300
 CONFIG = Config(128, 128, 64, 8, 6, tma=True, specialized=True)
@@ -40,13 +41,13 @@ def test_y_has_half_of_the_columns_and_flags_are_free_of_silu(monkeypatch: pytes
         encoded[key] = rest
         return bytes(MAP_BYTES)
 
-    monkeypatch.setattr(driver, "launch_kernel", lambda: None)
+    monkeypatch.setattr(cuda, "launch_kernel", lambda: None)
     monkeypatch.setattr(TensorMaps, "encode", encode)
     variant = record(fusion)
-    kernel = launch.LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
-    launcher = launch.row_launcher(
+    kernel = gemm.LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    launcher = gemm.row_launcher(
         kernel, columns=N, reduction=K, E=E, w_kn=False, stride_w_e=N * K, stride_w_row=K, m_sizes_step=1,
-        fused=launch.Fused(fusion, 1, 2),
+        fused=gemm.Fused(fusion, 1, 2),
     )  # fmt: skip
     prepared = launcher.prepare(4096, 8192, K, N // 2, M, 16384, 0, 0, M)
     assert encoded.pop((8192, 0, 0)) == ((E, N, K), (N * K, K))  # w is whole
@@ -54,7 +55,7 @@ def test_y_has_half_of_the_columns_and_flags_are_free_of_silu(monkeypatch: pytes
     assert (columns, reduction, experts, divisor) == (N, K, E, 2)
     assert flags == (1 if Fusion.GATHER in fusion else 0)
     assert ((4096, M, K) in encoded) is (Fusion.GATHER not in fusion)
-    map_of = launch._map_of_rows(variant, N // 2)
+    map_of = gemm._map_of_rows(variant, N // 2)
     assert map_of is not None
     map_of(12288, prepared)
     assert encoded[12288, 0, N // 2] == ((*RAGGED_SIZES, N // 2), ragged_strides(N // 2))
@@ -62,12 +63,12 @@ def test_y_has_half_of_the_columns_and_flags_are_free_of_silu(monkeypatch: pytes
 
 def test_the_launcher_describes_y_by_its_own_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(driver, "launch_kernel", lambda: None)
-    monkeypatch.setattr(launch, "_map_of_rows", lambda _variant, columns: asked.append(columns))
+    monkeypatch.setattr(cuda, "launch_kernel", lambda: None)
+    monkeypatch.setattr(gemm, "_map_of_rows", lambda _variant, columns: asked.append(columns))
     for fusion, columns in ((Fusion.SILU, N // 2), (Fusion.NONE, N)):
         variant = record(fusion)
-        kernel = launch.LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
-        launch.row_launcher(
+        kernel = gemm.LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+        gemm.row_launcher(
             kernel, columns=N, reduction=K, E=E, w_kn=False, stride_w_e=N * K, stride_w_row=K, m_sizes_step=1
         )
         assert asked.pop() == columns

@@ -21,24 +21,19 @@ from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Choice, Kernel, Model, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.revisions import REVISIONS
 from pretuned.kernels.contract.rowops import PassSpec
-from pretuned.runtime import (
-    epilogue,
-    gathered,
-    grouped_gemm,
-    grouped_gemm_dX,
-    productlaunchers,
-    rivals,
-    rowgather,
-    warmup,
-)
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.explanation import examine
-from pretuned.runtime.gathered import GatherFirst, pass_us, verdict
+from pretuned.runtime import grouped_gemm, grouped_gemm_dX
+from pretuned.runtime.dispatch import compare, epilogue
+from pretuned.runtime.dispatch import gather as dispatch_gather
+from pretuned.runtime.dispatch.gather import pass_us, verdict
+from pretuned.runtime.inspect import preload
+from pretuned.runtime.inspect.explain import examine
+from pretuned.runtime.launch import gather, products
+from pretuned.runtime.launch.gather import GatherFirst
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/passes-h200.json"
 BOTH = Fusion.SILU | Fusion.GATHER
@@ -101,7 +96,7 @@ def test_the_passes_time_is_that_of_the_benchmark(monkeypatch: pytest.MonkeyPatc
     assert pass_us(M, 2048, 2, 8, H200) == pytest.approx(PASS_US)
     assert pass_us(M, 2048, 2, 8, replace(H200, name="NVIDIA H300")) is None
     once = pass_us(8 * M, 7168, 2, 8, H200)
-    monkeypatch.setattr(rowgather, "LEAST_BYTES", 1 << 40)
+    monkeypatch.setattr(dispatch_gather, "LEAST_BYTES", 1 << 40)
     often = pass_us(8 * M, 7168, 2, 8, H200)
     assert once is not None
     assert often is not None
@@ -174,7 +169,7 @@ def test_where_the_plain_config_has_no_indexed_code_the_runner_up_s_runs(tmp_pat
     book(tmp_path, measured(M, 0, 300.0), plain, specs=specs)
     assert beforehand(tmp_path) == 6
     assert beforehand(tmp_path, fusion=fusion) == 3
-    assert {index for _, index in warmup.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {6, 3}
+    assert {index for _, index in preload.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {6, 3}
     told = verdict(snapshot(tmp_path), ON_LOAD, M, ON_H200, top_k=8, fusion=fusion)
     assert told.time_us == pytest.approx(1.05 * 220 + PASS_US)
     book(tmp_path, measured(M, 0, 1.05 * 220 + PASS_US - 0.1), plain, specs=specs)
@@ -241,7 +236,7 @@ def test_explain_tells_of_the_pass(tmp_path: Path) -> None:
 
 def test_explain_takes_the_top_k_of_a_model_and_says_so(tmp_path: Path) -> None:
     """The pass reads M / top_k rows of x: what pays with eight experts a token doesn't with one."""
-    gain_us = 0.5 * (PASS_US + gathered.pass_us(M, ON_LOAD.K, 2, 1, H200))  # type: ignore[operator]
+    gain_us = 0.5 * (PASS_US + dispatch_gather.pass_us(M, ON_LOAD.K, 2, 1, H200))  # type: ignore[operator]
     times = measured(M, 0, 300.0), measured(M, 1, 300.0 - gain_us)
     asked = replace(ON_LOAD, fusion=Fusion.GATHER | Fusion.WEIGHT)  # a form that no plan has
     eight, two = (Model(name, 1, 1, k, DType.BF16, (PLAIN,)) for name, k in (("eight", 8), ("two", 2)))
@@ -271,7 +266,7 @@ def test_explain_takes_the_top_k_of_a_model_and_says_so(tmp_path: Path) -> None:
 
 def test_preload_loads_what_may_run_after_a_pass(tmp_path: Path) -> None:
     def found(problem: Problem) -> set[int]:
-        return {index for _, index in warmup.rivals_of([(problem, M)], snapshot(tmp_path), ON_H200)}
+        return {index for _, index in preload.rivals_of([(problem, M)], snapshot(tmp_path), ON_H200)}
 
     silu, both = (replace(PLAIN, fusion=one) for one in (Fusion.SILU, BOTH))
     book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 200.0), silu=(measured(M, 4, 300.0), measured(M, 5, 190.0)))
@@ -283,7 +278,7 @@ def test_preload_loads_what_may_run_after_a_pass(tmp_path: Path) -> None:
     book(tmp_path, measured(M, 0, 200.0), measured(M, 1, 200.0))
     assert found(ON_LOAD) == set()
     assert {(replace(PLAIN, fusion=one), M) for one in (Fusion.SILU, BOTH, Fusion.GATHER)} <= set(
-        warmup.cells_of({PLAIN: [M]}, snapshot(book(tmp_path, measured(M, 0, 3.0), measured(M, 1, 2.0),
+        preload.cells_of({PLAIN: [M]}, snapshot(book(tmp_path, measured(M, 0, 3.0), measured(M, 1, 2.0),
                                                     silu=(measured(M, 4, 3.0), measured(M, 5, 2.0)))), ON_H200)
     )  # fmt: skip
 
@@ -294,15 +289,15 @@ def test_preload_loads_the_very_indexed_code_that_runs(tmp_path: Path) -> None:
     for at, specs in ((3, (*CODE, many)), (6, (*CODE[:3], few, *CODE[4:], many)), (3, (*CODE, few))):
         book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 200.0), specs=specs)
         assert beforehand(tmp_path, fusion=Fusion.GATHER | Fusion.BIAS) == at
-        assert {index for _, index in warmup.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {1, at}
+        assert {index for _, index in preload.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {1, at}
 
 
 def test_a_choice_of_another_bucket_is_no_rival(tmp_path: Path) -> None:
     book(tmp_path, measured(M, 0, 300.0), measured(M // 2, 1, 10.0))
     found = snapshot(tmp_path)
-    ran = rivals.own(found, ON_LOAD, M, ON_H200, True)
+    ran = compare.own(found, ON_LOAD, M, ON_H200, True)
     assert not isinstance(ran, str)
-    assert rivals.rival(found, ran, PLAIN, M, ON_H200, True) == "a.msgpack has no choice for it at M near 8192"
+    assert compare.rival(found, ran, PLAIN, M, ON_H200, True) == "a.msgpack has no choice for it at M near 8192"
     assert beforehand(tmp_path) is None
 
 
@@ -356,9 +351,9 @@ def test_any_index_gives_what_the_code_that_gathers_gives(
     results = []
     with pytest.MonkeyPatch.context() as patch:
         host_gpu.on(patch, True)
-        patch.setattr(rowgather, "LEAST_BYTES", data.draw(st.sampled_from([0, 1 << 40])))
+        patch.setattr(dispatch_gather, "LEAST_BYTES", data.draw(st.sampled_from([0, 1 << 40])))
         for device.first in (False, True):
-            patch.setattr(productlaunchers, "_launchers", (None, {}))
+            patch.setattr(products, "_launchers", (None, {}))
             out = torch.full((T * TOPK if permute_y else len(index), N), 7.0) if into else None
             results.append(
                 grouped_gemm(x, w, sizes, TOPK, flat, permute_x=True, permute_y=permute_y, topk_weights=weights,
@@ -416,14 +411,14 @@ def test_the_scratch_is_of_the_call(first: Device, monkeypatch: pytest.MonkeyPat
         with torch.no_grad():
             grouped_gemm(x, w, torch.tensor([3, 0, 5, 6]), TOPK, index, permute_x=True)
     assert made.count((T * TOPK, K)) == 3
-    (launch,) = (one for one in productlaunchers._launchers[1].values() if isinstance(one, GatherFirst))
+    (launch,) = (one for one in products._launchers[1].values() if isinstance(one, GatherFirst))
     assert not any(isinstance(getattr(launch, name), torch.Tensor) for name in GatherFirst.__slots__)
 
 
 def test_an_index_is_brought_into_range() -> None:
     for kind in (torch.int32, torch.int64):
         index = torch.tensor([-5, 0, 13, 14, 2**31 - 1], dtype=kind)
-        found = gathered.in_range(index, 7, 2)
+        found = gather.in_range(index, 7, 2)
         assert found.dtype is kind
         assert found.tolist() == [0, 0, 13, 13, 13]
 

@@ -29,11 +29,13 @@ from pretuned.artifacts.errors import CompileError, InputError, ProblemNotInBund
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Problem
-from pretuned.runtime import allow_jit, dispatch, jit, register_compiler
-from pretuned.runtime.candidates import Match, Origin
-from pretuned.runtime.dispatch import Decision, Miss, decide
-from pretuned.runtime.explanation import examine
-from pretuned.runtime.places import Kind
+from pretuned.runtime import allow_jit, hooks, register_compiler
+from pretuned.runtime.dispatch import compiled
+from pretuned.runtime.dispatch.decide import Decision, Miss, decide
+from pretuned.runtime.dispatch.places import Kind
+from pretuned.runtime.dispatch.ranking import Match, Origin
+from pretuned.runtime.driver import device
+from pretuned.runtime.inspect.explain import examine
 
 HALF = replace(PROBLEM, dtype=DType.FP16)
 
@@ -56,11 +58,11 @@ class Compiler:
 @pytest.fixture
 def compiler(clean_places: Path) -> Iterator[Compiler]:
     """A compiler that is registered, and not allowed yet."""
-    before, made = jit._compiler, Compiler()
+    before, made = hooks._compiler, Compiler()
     register_compiler(made)
-    jit.forget()
+    compiled.forget()
     yield made
-    jit.forget()
+    compiled.forget()
     allow_jit(False)
     register_compiler(before)
 
@@ -137,10 +139,10 @@ def test_what_was_compiled_never_displaces_a_bundle(compiler: Compiler, tmp_path
 def test_never_in_a_graph_capture(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allow_jit()
     found = snapshot(tmp_path)
-    monkeypatch.setattr(dispatch, "capturing", lambda: True)
+    monkeypatch.setattr(device, "capturing", lambda: True)
     assert isinstance(decide(found, PROBLEM, 64, ON_H200), Miss)
     assert not compiler.asked
-    monkeypatch.setattr(dispatch, "capturing", lambda: False)
+    monkeypatch.setattr(device, "capturing", lambda: False)
     assert isinstance(decide(found, PROBLEM, 64, ON_H200), Decision)
 
 
@@ -181,12 +183,12 @@ def test_the_fingerprint_tells_who_may_compile_and_not_what_was(compiler: Compil
 
 
 def test_it_needs_a_compiler(clean_places: Path) -> None:
-    before = jit._compiler
+    before = hooks._compiler
     register_compiler(None)
     try:
         with pytest.raises(InputError, match=r"import pretuned\.aot"):
             allow_jit()
         allow_jit(False)
-        assert not jit.jit_allowed()
+        assert not hooks.jit_allowed()
     finally:
         register_compiler(before)

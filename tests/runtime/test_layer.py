@@ -13,8 +13,12 @@ from host_gpu import ALL, Device
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op, Pass
-from pretuned.runtime import activate, discover, gradientplans, jit, layerplans, moe, moe_mlp, recent, reload
-from pretuned.runtime.activation import GATED
+from pretuned.runtime import activate, hooks, moe_mlp, reload
+from pretuned.runtime.api import moe
+from pretuned.runtime.dispatch import snapshot
+from pretuned.runtime.ops.activation import GATED
+from pretuned.runtime.replay import guard as replay_guard
+from pretuned.runtime.replay import layer, layer_grad
 
 T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
 NAMES = ("hidden", "up", "down", "up_bias", "down_bias", "weights")
@@ -200,16 +204,14 @@ def test_a_second_gradient_of_the_layer_is_refused(both: Any) -> None:
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Plans of float32 too, which the simulated GPU computes in; how many tokens each call by a plan had."""
     taken: list[int] = []
-    real = layerplans.Plan.forward
+    real = layer.Plan.forward
 
-    def forward(
-        self: layerplans.Plan, x: torch.Tensor, *rest: Any, **how: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self: layer.Plan, x: torch.Tensor, *rest: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         taken.append(len(x))
         return real(self, x, *rest, **how)
 
-    monkeypatch.setattr(layerplans, "_KINDS", (torch.float32,))
-    monkeypatch.setattr(layerplans.Plan, "forward", forward)
+    monkeypatch.setattr(layer, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(layer.Plan, "forward", forward)
     monkeypatch.setattr(moe, "_plans", {})
     return taken
 
@@ -234,18 +236,18 @@ def test_a_call_that_comes_again_is_planned(
 
 
 @pytest.fixture
-def graded(monkeypatch: pytest.MonkeyPatch, planned: list[int]) -> list[gradientplans.GradientPlan]:
+def graded(monkeypatch: pytest.MonkeyPatch, planned: list[int]) -> list[layer_grad.GradientPlan]:
     """The plans that computed a gradient."""
-    taken: list[gradientplans.GradientPlan] = []
-    real = gradientplans.GradientPlan.__call__
+    taken: list[layer_grad.GradientPlan] = []
+    real = layer_grad.GradientPlan.__call__
 
-    def call(self: gradientplans.GradientPlan, *given: Any) -> gradientplans.Gradients | None:
+    def call(self: layer_grad.GradientPlan, *given: Any) -> layer_grad.Gradients | None:
         found = real(self, *given)
         if found is not None:
             taken.append(self)
         return found
 
-    monkeypatch.setattr(gradientplans.GradientPlan, "__call__", call)
+    monkeypatch.setattr(layer_grad.GradientPlan, "__call__", call)
     return taken
 
 
@@ -296,7 +298,7 @@ def test_a_plan_takes_no_bias_that_is_less_aligned(
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("needs", SUBSETS, ids="+".join)
 def test_a_gradient_that_comes_again_is_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan],
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan],
     needs: tuple[str, ...], layout: str, gated: bool,
 ) -> None:  # fmt: skip
     how = {} if gated else {"gated": False, "activation": "relu2"}
@@ -312,7 +314,7 @@ def test_a_gradient_that_comes_again_is_planned(
 
 @pytest.mark.parametrize("needs", [FOUR, ("hidden", "weights"), ("hidden",)], ids="+".join)
 def test_a_gradient_beside_biases_is_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan], needs: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], needs: tuple[str, ...]
 ) -> None:
     """As where they are frozen."""
     call = again(monkeypatch, tensors(True, "nk", True), set(needs))
@@ -322,7 +324,7 @@ def test_a_gradient_beside_biases_is_planned(
 
 
 def test_a_gradient_of_biases_is_not(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan], planned: list[int]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], planned: list[int]
 ) -> None:
     for needs in (set(NAMES), {"hidden", "up_bias"}, {"down_bias", "weights"}):
         call = again(monkeypatch, tensors(True, "nk", True), needs)
@@ -339,7 +341,7 @@ def test_a_gradient_of_biases_is_not(
      ((Op.DW, Fusion.NONE), {"hidden", "down"})],
 )  # fmt: skip
 def test_without_a_kernel_of_its_own_a_gradient_is_not_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan], gone: object,
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], gone: object,
     needs: set[str],
 ) -> None:  # fmt: skip
     device.there.remove(gone)
@@ -350,7 +352,7 @@ def test_without_a_kernel_of_its_own_a_gradient_is_not_planned(
 
 
 def test_kernels_that_a_gradient_does_not_need_are_not_asked_for(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan]
 ) -> None:
     """Frozen experts: a bundle of forward and dX is enough, in strict mode too."""
     device.there.remove((Op.DW, Fusion.NONE))
@@ -366,13 +368,13 @@ def test_a_plan_does_not_take_what_hooks_made_of_a_tensor(
 ) -> None:
     """A kernel would read past its end, or take its bytes for other numbers."""
     seen: list[tuple[Any, ...]] = []
-    real = gradientplans.GradientPlan.__call__
+    real = layer_grad.GradientPlan.__call__
 
-    def call_of(*given: Any) -> gradientplans.Gradients | None:
+    def call_of(*given: Any) -> layer_grad.Gradients | None:
         seen.append(given)
         return real(*given)
 
-    monkeypatch.setattr(gradientplans.GradientPlan, "__call__", call_of)
+    monkeypatch.setattr(layer_grad.GradientPlan, "__call__", call_of)
     call = again(monkeypatch, tensors(True, "nk", False), set(FOUR))
     call()
     call()
@@ -390,11 +392,11 @@ def test_a_plan_does_not_take_what_hooks_made_of_a_tensor(
 
 
 def test_where_a_compiler_may_help_a_missing_kernel_is_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan]
 ) -> None:
     device.there.remove((Op.DW, Fusion.NONE))
     call = again(monkeypatch, tensors(True, "nk", False), {"hidden", "up"})
-    monkeypatch.setattr(jit, "jit_allowed", lambda: True)
+    monkeypatch.setattr(hooks, "jit_allowed", lambda: True)
     call()
     call()
     assert graded == []
@@ -404,7 +406,7 @@ def test_where_a_compiler_may_help_a_missing_kernel_is_asked_for_again(
 
 
 def test_a_gradient_that_is_another_one_goes_the_long_way(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan]
 ) -> None:
     given = tensors(True, "nk", False)
     leaves = {name: one for name, one in given.items() if one is not None}
@@ -626,14 +628,14 @@ def test_a_reload_while_a_plan_is_made_is_not_of_it(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     host_gpu.on(monkeypatch, True)
-    real, reloads = recent.guard, [discover.forget]
+    real, reloads = replay_guard.guard, [snapshot.forget]
 
-    def guard(*tensors: torch.Tensor, **how: Any) -> recent.Guard | None:
+    def guard(*tensors: torch.Tensor, **how: Any) -> replay_guard.Guard | None:
         if reloads:  # another thread's, after the launches were chosen
             reloads.pop()()
         return real(*tensors, **how)
 
-    monkeypatch.setattr(recent, "guard", guard)
+    monkeypatch.setattr(replay_guard, "guard", guard)
     given = tensors(True, "nk", False)
     for taken in (0, 0, 1):
         moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"])
@@ -688,18 +690,18 @@ def test_what_autocast_casts_and_biases_with_gaps_are_not_planned(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     given = tensors(True, "nk", True)
-    monkeypatch.setattr(layerplans, "_KINDS", (torch.bfloat16,))
+    monkeypatch.setattr(layer, "_KINDS", (torch.bfloat16,))
     host_gpu.on(monkeypatch, False)
     hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
     assert hidden is not None
     low = hidden.bfloat16()
     seen: list[object] = []
-    real = layerplans.plan
-    monkeypatch.setattr(layerplans, "plan", lambda *args: seen.append(real(*args)))
+    real = layer.plan
+    monkeypatch.setattr(layer, "plan", lambda *args: seen.append(real(*args)))
     with torch.autocast("cpu", torch.bfloat16):
         out = moe_mlp(low, up, down, IDS, weights)
     assert out.dtype is torch.bfloat16
-    monkeypatch.setattr(layerplans, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(layer, "_KINDS", (torch.float32,))
     host_gpu.on(monkeypatch, True)
     bias = torch.rand(2 * I, E).t()
     moe_mlp(hidden, up, down, IDS, weights, gate_up_bias=bias)
@@ -727,7 +729,7 @@ def many(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_a_plan_is_of_a_bucket_whatever_the_number_of_tokens(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[gradientplans.GradientPlan], planned: list[int]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], planned: list[int]
 ) -> None:
     """Prompts and sequences of other lengths all the time."""
     given = tensors(True, "nk", False)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import grouped_gemm, grouped_gemm_dX, library, moe_mlp, sort_routing
+from pretuned.runtime import grouped_gemm, grouped_gemm_dX, moe_mlp, sort_routing
+from pretuned.runtime.api import torch_library
 
 T, TOPK, E, H, I = 6, 2, 4, 8, 4  # noqa: E741
 
@@ -36,7 +37,7 @@ def test_opcheck_of_the_fused_form(permute_y: bool, flat: bool) -> None:
 
 @pytest.mark.parametrize("w_layout", ["nk", "kn"])
 def test_opcheck_of_the_plain_form(w_layout: str) -> None:
-    assert library.traced is not None  # the operators are there once the module is
+    assert torch_library.traced is not None  # the operators are there once the module is
     w = torch.randn(E, I, H, requires_grad=True)
     w = w if w_layout == "nk" else w.detach().transpose(1, 2).contiguous().requires_grad_()
     x = torch.randn(12, H, requires_grad=True)

@@ -9,8 +9,8 @@ import pytest
 
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
-from pretuned.runtime import loading
-from pretuned.runtime.loading import loaded, loaded_count
+from pretuned.runtime.launch import loader
+from pretuned.runtime.launch.loader import loaded, loaded_count
 
 SHIPPED = Path(__file__).parents[2] / "artifacts" / "bundles"
 
@@ -24,9 +24,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         took.append(args)
         return object()
 
-    monkeypatch.setattr(loading, "load_kernel", load)
-    monkeypatch.setattr(loading, "_loaded", {})
-    monkeypatch.setattr(loading, "_known", {})
+    monkeypatch.setattr(loader, "load_kernel", load)
+    monkeypatch.setattr(loader, "_loaded", {})
+    monkeypatch.setattr(loader, "_known", {})
     return took
 
 

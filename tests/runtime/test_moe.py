@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Layout
-from pretuned.runtime import activate, moe, moe_mlp, sort_routing
-from pretuned.runtime import layer as layer_module
-from pretuned.runtime.activation import GATED, UNGATED, Activation
+from pretuned.runtime import activate, moe_mlp, sort_routing
+from pretuned.runtime.api import moe
+from pretuned.runtime.ops import layer as layer_module
+from pretuned.runtime.ops.activation import GATED, UNGATED, Activation
 
 T, TOPK, E, H, I = 9, 3, 5, 8, 4  # noqa: E741  (I is the expert's width, here as everywhere)
 

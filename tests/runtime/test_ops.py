@@ -11,10 +11,11 @@ import torch
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Layout, Op, bucket_of
 from pretuned.kernels import reference
-from pretuned.runtime import grouped_gemm, ops
-from pretuned.runtime.inputs import check
-from pretuned.runtime.productlaunchers import rows_aligned
-from pretuned.runtime.products import Rows
+from pretuned.runtime import grouped_gemm
+from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.check.tensors import check
+from pretuned.runtime.launch.products import rows_aligned
 
 E, N, K, M = 3, 10, 8, 12
 BF16 = torch.bfloat16
@@ -182,9 +183,9 @@ def test_a_plain_call_takes_the_launcher_of_its_own_bucket(
         "current_stream": lambda _: 0, "on": lambda _: contextlib.nullcontext(), "_calls": {}, "_recent": {},
         "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
     }.items():  # fmt: skip
-        monkeypatch.setattr(ops, name, stub)
-    monkeypatch.setattr(ops.calls, "is_whole", lambda *_: False)
+        monkeypatch.setattr(api_grouped_gemm, name, stub)
+    monkeypatch.setattr(api_grouped_gemm.api_call, "is_whole", lambda *_: False)
     w = torch.randn(2, 16, 16, dtype=torch.bfloat16)
     for M in rows * 2:
-        ops._known(torch.randn(M, 16, dtype=torch.bfloat16), w, torch.tensor([M, 0]), "nk", None, False)
+        api_grouped_gemm._known(torch.randn(M, 16, dtype=torch.bfloat16), w, torch.tensor([M, 0]), "nk", None, False)
     assert ran == [bucket_of(M) for M in rows * 2]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.runtime import grouped_gemm, ops
-from pretuned.runtime.inputs import check_apart
+from pretuned.runtime import grouped_gemm
+from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.runtime.check.tensors import check_apart
 
 E, N, K, M, TOPK = 2, 8, 8, 8, 2
 SIZES = torch.tensor([5, 3])
@@ -145,8 +146,8 @@ def test_a_known_call_on_a_gpu_with_other_tensors(monkeypatch: pytest.MonkeyPatc
         "row_launch": lambda *_: launcher, "device_is_current": lambda _: True, "current_stream": lambda _: 0,
         "on": lambda _: contextlib.nullcontext(), "_calls": {}, "_recent": {},
     }.items():  # fmt: skip
-        monkeypatch.setattr(ops, name, stub)
-    monkeypatch.setattr(ops.calls, "is_whole", lambda *_: False)
+        monkeypatch.setattr(api_grouped_gemm, name, stub)
+    monkeypatch.setattr(api_grouped_gemm.api_call, "is_whole", lambda *_: False)
     buffer, w, beside = torch.zeros(8, M, K).bfloat16(), weights(torch.bfloat16), torch.zeros(2, M, 16).bfloat16()
 
     def call(x: torch.Tensor, out: torch.Tensor, w: torch.Tensor = w) -> None:
@@ -158,7 +159,7 @@ def test_a_known_call_on_a_gpu_with_other_tensors(monkeypatch: pytest.MonkeyPatc
     call(beside[1, :, :K], beside[1, :, K:])
     flat = buffer.view(-1)
     with monkeypatch.context() as known_only:
-        known_only.setattr(ops, "_first", lambda *_: pytest.fail("it is known"))
+        known_only.setattr(api_grouped_gemm, "_first", lambda *_: pytest.fail("it is known"))
         call(buffer[4], buffer[5])
         for begin in (0, 8, 56):
             for first, second in ((256, 256 + begin), (256 + begin, 256)):
@@ -194,8 +195,8 @@ def test_the_stride_of_one_row_means_nothing(monkeypatch: pytest.MonkeyPatch) ->
         "row_launch": lambda *arguments: Launcher(), "device_is_current": lambda device: True, "_calls": {},
         "current_stream": lambda device: 0, "on": lambda device: contextlib.nullcontext(), "_recent": {},
     }.items():  # fmt: skip
-        monkeypatch.setattr(ops, name, stub)
-    monkeypatch.setattr(ops.calls, "is_whole", lambda *operands: False)
+        monkeypatch.setattr(api_grouped_gemm, name, stub)
+    monkeypatch.setattr(api_grouped_gemm.api_call, "is_whole", lambda *operands: False)
     w, x = weights(torch.bfloat16), torch.randn(1, K).bfloat16()
     out = torch.empty(4, N + 1, dtype=torch.bfloat16)[:1, :N]
     for _ in range(2):

@@ -20,15 +20,17 @@ from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Kernel, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Pass
+from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.revisions import REVISIONS
 from pretuned.kernels.contract.rowops import Block, PassSpec
-from pretuned.runtime import loading, passkernels, passlaunchers
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.driver import Function
-from pretuned.runtime.launch import LoadedKernel
-from pretuned.runtime.launchable import unlaunchable
-from pretuned.runtime.warmup import passes_of
+from pretuned.runtime.dispatch import rowops as dispatch_rowops
+from pretuned.runtime.driver.cuda import Function
+from pretuned.runtime.inspect.preload import passes_of
+from pretuned.runtime.launch import loader
+from pretuned.runtime.launch import rowops as launch_rowops
+from pretuned.runtime.launch.gemm import LoadedKernel
 
 
 def record(op: Pass, cubin: bytes = ELF, *, alignment: int = 16, revision: int = 0, **fields: Any) -> Variant:
@@ -58,7 +60,7 @@ def write(path: Path, variants: Sequence[Variant], sm: int = 90) -> Path:
 def best(
     paths: Sequence[Path], local: LocalGpu = ON_H200, op: Pass = Pass.COMBINE, *, aligned: bool = True
 ) -> list[tuple[str, int]]:
-    found = passkernels.ranked(snapshot(*paths), op, rowops.dtype_of(DType.BF16, op), local, aligned=aligned)
+    found = dispatch_rowops.ranked(snapshot(*paths), op, rowops.dtype_of(DType.BF16, op), local, aligned=aligned)
     return [(usable.path.name, index - 3) for usable, index in found]
 
 
@@ -104,7 +106,7 @@ def test_installed_bundles_are_asked_where_no_other_has_it(tmp_path: Path) -> No
     without = write(tmp_path / "own" / "a.msgpack", [])
     write(tmp_path / "package" / "b.msgpack", [record(Pass.COMBINE)])
     found = snapshot(without, installed=[tmp_path / "package"])
-    ((usable, _),) = passkernels.ranked(found, Pass.COMBINE, DType.BF16, ON_H200, aligned=True)
+    ((usable, _),) = dispatch_rowops.ranked(found, Pass.COMBINE, DType.BF16, ON_H200, aligned=True)
     assert usable.path.name == "b.msgpack"
 
 
@@ -141,11 +143,11 @@ def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pyte
         seen.append((values, scratch, blocks, *rest))
         return 0
 
-    monkeypatch.setattr(passlaunchers.driver, "launch_kernel", lambda: launch)
-    monkeypatch.setattr(passlaunchers.driver, "argument", lambda address: ctypes.c_void_p(address))
-    monkeypatch.setattr(passlaunchers, "current_stream", lambda device: 77 + device)
+    monkeypatch.setattr(launch_rowops.cuda, "launch_kernel", lambda: launch)
+    monkeypatch.setattr(launch_rowops.cuda, "argument", lambda address: ctypes.c_void_p(address))
+    monkeypatch.setattr(launch_rowops, "current_stream", lambda device: 77 + device)
     kernel = LoadedKernel(record(op), Function(5, 6, 2, 256, 4096, 8), 132)
-    launcher = passlaunchers.PassLauncher(kernel, op)
+    launcher = launch_rowops.PassLauncher(kernel, op)
     for _ in range(2):
         launcher(rows, columns, pointers, numbers)
     block = Block.from_pairs(kernel.variant.config).block
@@ -161,28 +163,28 @@ def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pyte
 def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The codes that the next launches return, then success; a GPU that loads every variant but damaged ones."""
     codes: list[int] = []
-    monkeypatch.setattr(passlaunchers.driver, "launch_kernel", lambda: lambda *_: codes.pop(0) if codes else 0)
-    monkeypatch.setattr(passlaunchers.driver, "argument", lambda address: address)
-    monkeypatch.setattr(passlaunchers.driver, "make_current", lambda device: codes.append(0))
-    monkeypatch.setattr(passlaunchers, "current_stream", lambda device: 0)
-    monkeypatch.setattr(passlaunchers, "platform_supported", lambda: True)
-    monkeypatch.setattr(passlaunchers, "local_gpu", lambda device: ON_H200)
-    monkeypatch.setattr(passlaunchers, "_launchers", (None, {}))
+    monkeypatch.setattr(launch_rowops.cuda, "launch_kernel", lambda: lambda *_: codes.pop(0) if codes else 0)
+    monkeypatch.setattr(launch_rowops.cuda, "argument", lambda address: address)
+    monkeypatch.setattr(launch_rowops.cuda, "make_current", lambda device: codes.append(0))
+    monkeypatch.setattr(launch_rowops, "current_stream", lambda device: 0)
+    monkeypatch.setattr(launch_rowops, "platform_supported", lambda: True)
+    monkeypatch.setattr(launch_rowops, "local_gpu", lambda device: ON_H200)
+    monkeypatch.setattr(launch_rowops, "_launchers", (None, {}))
 
     def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
         if "damaged" in Path(bundle.path).name:
             raise BundleCorrupt("its cubin is not what the index says")
         return LoadedKernel(bundle.variant(index), Function(5, 6, device, 256, 0, 8), sm_count)
 
-    monkeypatch.setattr(loading, "loaded", loaded)
+    monkeypatch.setattr(loader, "loaded", loaded)
     return codes
 
 
 GIVEN = (1, 2, 3, 4, 5, 6), (2, 3, 1, 0)  # pointers and numbers of COMBINE
 
 
-def made(op: Pass = Pass.COMBINE) -> passlaunchers.PassLauncher:
-    return passlaunchers.PassLauncher(LoadedKernel(record(op), Function(5, 6, 0, 256, 0, 8), 132), op)
+def made(op: Pass = Pass.COMBINE) -> launch_rowops.PassLauncher:
+    return launch_rowops.PassLauncher(LoadedKernel(record(op), Function(5, 6, 0, 256, 0, 8), 132), op)
 
 
 def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(
@@ -190,10 +192,10 @@ def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(
 ) -> None:
     paths = [write(tmp_path / name, [record(Pass.COMBINE)]) for name in ("a-damaged.msgpack", "b.msgpack")]
     here = snapshot(*paths)
-    monkeypatch.setattr(passlaunchers.discover, "snapshot", lambda: here)
-    first = passlaunchers.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True)
+    monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: here)
+    first = launch_rowops.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True)
     assert first is not None
-    assert passlaunchers.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is first
+    assert launch_rowops.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is first
     assert [skipped.path.name for skipped in here.view(ON_H200, installed=False).skipped] == ["a-damaged.msgpack"]
 
 
@@ -201,14 +203,14 @@ def test_where_no_bundle_has_it_that_is_told_once(
     tmp_path: Path, driver: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = snapshot(write(tmp_path / "a.msgpack", []))
-    monkeypatch.setattr(passlaunchers.discover, "snapshot", lambda: here)
-    with caplog.at_level("INFO", "pretuned.runtime.passlaunchers"):
+    monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: here)
+    with caplog.at_level("INFO", "pretuned.runtime.launch.rowops"):
         for _ in range(2):
-            assert passlaunchers.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
+            assert launch_rowops.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
     assert len(caplog.records) == 1
     assert "no usable bundle has a kernel for combine bf16" in caplog.text
-    monkeypatch.setattr(passlaunchers, "platform_supported", lambda: False)
-    assert passlaunchers.launcher(Pass.ACTIVATION, DType.BF16, 0, aligned=True) is None
+    monkeypatch.setattr(launch_rowops, "platform_supported", lambda: False)
+    assert launch_rowops.launcher(Pass.ACTIVATION, DType.BF16, 0, aligned=True) is None
 
 
 def test_what_was_chosen_before_a_reload_is_not_kept_after_it(
@@ -220,14 +222,14 @@ def test_what_was_chosen_before_a_reload_is_not_kept_after_it(
     class Interrupted(tuple[object, ...]):
         def __getitem__(self, i: Any) -> Any:
             if not i:  # another thread goes on with the new bundles
-                monkeypatch.setattr(passlaunchers, "_launchers", (after, {}))
+                monkeypatch.setattr(launch_rowops, "_launchers", (after, {}))
             return super().__getitem__(i)
 
-    monkeypatch.setattr(passlaunchers, "_launchers", Interrupted((before, {})))
-    monkeypatch.setattr(passlaunchers.discover, "snapshot", lambda: before)
-    assert passlaunchers.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
-    monkeypatch.setattr(passlaunchers.discover, "snapshot", lambda: after)
-    assert passlaunchers.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is not None
+    monkeypatch.setattr(launch_rowops, "_launchers", Interrupted((before, {})))
+    monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: before)
+    assert launch_rowops.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
+    monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: after)
+    assert launch_rowops.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is not None
 
 
 def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(
@@ -237,13 +239,13 @@ def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(
         if code:
             raise CudaError(f"{call}: CUDA error {code}")
 
-    monkeypatch.setattr(passlaunchers.driver, "check", check)
+    monkeypatch.setattr(launch_rowops.cuda, "check", check)
     launch = made()
     driver.append(700)
     with pytest.raises(CudaError, match=r"cuLaunchKernelEx\(combine\): CUDA error 700"):
         launch(2, 3, *GIVEN)
     launch(2, 3, *GIVEN)
-    driver.append(passlaunchers.driver.INVALID_CONTEXT)  # a thread that has not touched CUDA: once more
+    driver.append(launch_rowops.cuda.INVALID_CONTEXT)  # a thread that has not touched CUDA: once more
     launch(2, 3, *GIVEN)
     assert driver == []
 
@@ -257,7 +259,7 @@ def test_two_threads_never_share_a_block(driver: list[int], monkeypatch: pytest.
             other(2, 3, *GIVEN)
         return 0
 
-    monkeypatch.setattr(passlaunchers.driver, "launch_kernel", lambda: launch)
+    monkeypatch.setattr(launch_rowops.cuda, "launch_kernel", lambda: launch)
     other = made()
     other(2, 3, *GIVEN)
     assert len(set(seen)) == 2

@@ -11,8 +11,8 @@ from made import ANY, NARROW, ON_A100, ON_H200, PROBLEM, SPECS, WIDE, measured, 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import Config
-from pretuned.runtime.discover import Snapshot
-from pretuned.runtime.pinned import find
+from pretuned.runtime.dispatch.pin import find
+from pretuned.runtime.dispatch.snapshot import Snapshot
 
 
 @pytest.fixture

@@ -11,25 +11,27 @@ import torch
 from host_gpu import TOPK, Device, E, K, N, T, device, on, ran, tensors
 
 from pretuned.artifacts.records.problem import Op, Pass
-from pretuned.runtime import grouped_gemm, ops, plans, recent, reload
+from pretuned.runtime import grouped_gemm, reload
+from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.runtime.replay import guard, plan
 
 __all__ = ["device"]  # a fixture
 
-pytestmark = pytest.mark.skipif(recent._TensorGuards is None, reason="this torch has no guards")
+pytestmark = pytest.mark.skipif(guard._TensorGuards is None, reason="this torch has no guards")
 
 
 @pytest.fixture(autouse=True)
-def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[plans.Plan]:
+def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[plan.Plan]:
     """The plans that took a call. The made-up GPU computes in float32."""
-    taken: list[plans.Plan] = []
-    forward = plans.Plan.forward
+    taken: list[plan.Plan] = []
+    forward = plan.Plan.forward
 
-    def counted(self: plans.Plan, *given: Any) -> torch.Tensor:
+    def counted(self: plan.Plan, *given: Any) -> torch.Tensor:
         taken.append(self)
         return forward(self, *given)
 
-    monkeypatch.setattr(plans, "_KINDS", (torch.float32,))
-    monkeypatch.setattr(plans.Plan, "forward", counted)
+    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(plan.Plan, "forward", counted)
     on(monkeypatch, True)
     reload()
     return taken
@@ -40,7 +42,7 @@ FORMS = [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("fused", FORMS)
-def test_it_computes_what_the_long_way_does(planned: list[plans.Plan], fused: tuple[int, ...], layout: str) -> None:
+def test_it_computes_what_the_long_way_does(planned: list[plan.Plan], fused: tuple[int, ...], layout: str) -> None:
     permute_x, permute_y, weights, bias = map(bool, fused)
     given = tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
     form = {"permute_x": permute_x, "permute_y": permute_y, "w_layout": layout}
@@ -56,7 +58,7 @@ def test_it_computes_what_the_long_way_does(planned: list[plans.Plan], fused: tu
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
-def test_routing_weights_of_any_float(planned: list[plans.Plan], kind: torch.dtype) -> None:
+def test_routing_weights_of_any_float(planned: list[plan.Plan], kind: torch.dtype) -> None:
     given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
     assert given["topk_weights"] is not None
     given["topk_weights"] = given["topk_weights"].detach().to(kind).requires_grad_()
@@ -67,7 +69,7 @@ def test_routing_weights_of_any_float(planned: list[plans.Plan], kind: torch.dty
     assert len(planned) == 2
 
 
-def test_rows_that_no_index_names_are_cleared(planned: list[plans.Plan], device: Device) -> None:
+def test_rows_that_no_index_names_are_cleared(planned: list[plan.Plan], device: Device) -> None:
     x, w, index = torch.randn(T * TOPK, K), torch.randn(E, N, K), torch.randperm(T * TOPK).int()
     m_sizes = torch.tensor([3, 0, 4, 1], dtype=torch.int32)
     for _ in range(3):
@@ -80,7 +82,7 @@ def test_rows_that_no_index_names_are_cleared(planned: list[plans.Plan], device:
     assert device.cleared == [Pass.CLEAR] * 6
 
 
-def test_a_zero_tail_is_the_kernels_own(planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zero_tail_is_the_kernels_own(planned: list[plan.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, m_sizes = torch.randn(8, K), torch.randn(E, N, K), torch.tensor([3, 0, 2, 1], dtype=torch.int32)
     first = grouped_gemm(x.requires_grad_(), w, m_sizes, zero_tail=True).detach()
     zeroed: list[int] = []
@@ -107,7 +109,7 @@ def gradients(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, **how: An
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("how", [{}, {"zero_tail": True}, {"dX_only": True}, {"dW_only": True}])
 def test_a_plain_backward_is_planned_too(
-    planned: list[plans.Plan], device: Device, needs: tuple[bool, bool], how: dict[str, bool]
+    planned: list[plan.Plan], device: Device, needs: tuple[bool, bool], how: dict[str, bool]
 ) -> None:
     x, w, m_sizes = call(x=needs[0], w=needs[1])
     used = {"x": needs[0] and "dW_only" not in how, "w": needs[1] and "dX_only" not in how}
@@ -124,7 +126,7 @@ def test_a_plain_backward_is_planned_too(
     assert {op for op, _ in device.launched} >= {Op.FORWARD}
 
 
-def test_another_call_goes_the_long_way(planned: list[plans.Plan]) -> None:
+def test_another_call_goes_the_long_way(planned: list[plan.Plan]) -> None:
     x, w, m_sizes = call()
     wanted = gradients(x, w, m_sizes)
     gradients(x, w, m_sizes)
@@ -142,7 +144,7 @@ def test_another_call_goes_the_long_way(planned: list[plans.Plan]) -> None:
     assert not y.requires_grad
 
 
-def test_it_runs_without_a_gradient_too(planned: list[plans.Plan]) -> None:
+def test_it_runs_without_a_gradient_too(planned: list[plan.Plan]) -> None:
     x, w, m_sizes = call()
     with torch.no_grad():
         y = [grouped_gemm(x, w, m_sizes) for _ in range(3)]
@@ -151,7 +153,7 @@ def test_it_runs_without_a_gradient_too(planned: list[plans.Plan]) -> None:
     assert grouped_gemm(x, w, m_sizes).requires_grad
 
 
-def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[plans.Plan]) -> None:
+def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[plan.Plan]) -> None:
     x, dense, m_sizes = call()
     strided = torch.randn(E, N + 1, K)[:, :N].detach().requires_grad_()
     for w in (dense, strided):
@@ -170,7 +172,7 @@ def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[pl
     assert planned
 
 
-def test_rows_past_the_sum_have_no_gradient(planned: list[plans.Plan]) -> None:
+def test_rows_past_the_sum_have_no_gradient(planned: list[plan.Plan]) -> None:
     x, w, _ = call()
     m_sizes = torch.tensor([3, 0, 2, 1], dtype=torch.int32)
     for _ in range(3):
@@ -180,7 +182,7 @@ def test_rows_past_the_sum_have_no_gradient(planned: list[plans.Plan]) -> None:
     assert len(planned) == 2
 
 
-def test_torch_func_takes_the_long_way(planned: list[plans.Plan]) -> None:
+def test_torch_func_takes_the_long_way(planned: list[plan.Plan]) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
     gradients(x, w, m_sizes)
@@ -190,7 +192,7 @@ def test_torch_func_takes_the_long_way(planned: list[plans.Plan]) -> None:
     assert len(planned) == before
 
 
-def test_a_plan_keeps_no_tensor(planned: list[plans.Plan]) -> None:
+def test_a_plan_keeps_no_tensor(planned: list[plan.Plan]) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
     gradients(x, w, m_sizes)
@@ -201,22 +203,20 @@ def test_a_plan_keeps_no_tensor(planned: list[plans.Plan]) -> None:
     assert [one() for one in held] == [None] * 3
 
 
-def test_reload_forgets_and_a_full_table_begins_anew(
-    planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reload_forgets_and_a_full_table_begins_anew(planned: list[plan.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
-    assert len(ops._plans) == 1
+    assert len(api_grouped_gemm._plans) == 1
     reload()
-    assert ops._plans == {}
-    monkeypatch.setattr(plans, "_MOST_PLANS", 2)
+    assert api_grouped_gemm._plans == {}
+    monkeypatch.setattr(plan, "_MOST_PLANS", 2)
     for rows in range(1, 6):
         gradients(x[:rows], w, m_sizes)
-    assert len(ops._plans) == 1
+    assert len(api_grouped_gemm._plans) == 1
     assert planned == []
 
 
-def test_what_cannot_be_used_is_still_named(planned: list[plans.Plan]) -> None:
+def test_what_cannot_be_used_is_still_named(planned: list[plan.Plan]) -> None:
     given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
     form = {"permute_x": True, "permute_y": False, "w_layout": "nk"}
     ran(form, given, wide=False)

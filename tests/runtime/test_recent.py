@@ -7,18 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pretuned.runtime import recent
-from pretuned.runtime.recent import Entry, Table, remember
+from pretuned.runtime.replay import guard as replay_guard
+from pretuned.runtime.replay.guard import Entry, Table, remember
 
 X = torch.zeros(16, 64, dtype=torch.bfloat16)
 W = torch.zeros(4, 32, 64, dtype=torch.bfloat16)
 SIZES = torch.zeros(4, dtype=torch.int32)
 
-pytestmark = pytest.mark.skipif(recent._TensorGuards is None, reason="this torch has no guards")
+pytestmark = pytest.mark.skipif(replay_guard._TensorGuards is None, reason="this torch has no guards")
 
 
-def guard(x: torch.Tensor = X, w: torch.Tensor = W, m_sizes: torch.Tensor = SIZES) -> recent.Guard:
-    made = recent.guard(x, w, m_sizes)
+def guard(x: torch.Tensor = X, w: torch.Tensor = W, m_sizes: torch.Tensor = SIZES) -> replay_guard.Guard:
+    made = replay_guard.guard(x, w, m_sizes)
     assert made is not None
     return made
 
@@ -61,7 +61,7 @@ def test_inference_mode_is_another_kind() -> None:
 
 def test_a_guard_of_four() -> None:
     out = torch.zeros(16, 32, dtype=X.dtype)
-    same = recent.guard(X, W, SIZES, out)
+    same = replay_guard.guard(X, W, SIZES, out)
     assert same is not None
     assert same(X, W, SIZES, out.clone())
     for other in (out[:15], out.half(), out.t().contiguous().t(), out.clone().requires_grad_(), None, 3):
@@ -73,12 +73,12 @@ def test_a_torch_without_guards_goes_without(monkeypatch: pytest.MonkeyPatch) ->
         raise TypeError
 
     for made in (None, refuses):
-        monkeypatch.setattr(recent, "_TensorGuards", made)
-        assert recent.guard(X, W, SIZES) is None
+        monkeypatch.setattr(replay_guard, "_TensorGuards", made)
+        assert replay_guard.guard(X, W, SIZES) is None
 
 
 def test_a_full_table_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent, "_MOST_ENTRIES", 3)
+    monkeypatch.setattr(replay_guard, "_MOST_ENTRIES", 3)
     entry: Entry = lambda *_: None  # noqa: E731
     table: Table = {}
     for i in range(3):

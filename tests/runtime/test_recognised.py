@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pretuned.runtime import experts as ours
-from pretuned.runtime.activation import GATED, UNGATED, Activation, by_torch
-from pretuned.runtime.recognised import recognise
+from pretuned.integrations import transformers as ours
+from pretuned.integrations.transformers_gates import recognise
+from pretuned.runtime.ops.activation import GATED, UNGATED, Activation, by_torch
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
 
@@ -240,11 +240,11 @@ def replaced(one: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 def test_what_is_replaced_in_the_library_is_seen(
     library: Any, what: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pretuned.runtime import recognised
+    from pretuned.integrations import transformers_gates
 
     experts = stock()
-    monkeypatch.setattr(recognised, "_functions", {})
-    monkeypatch.setattr(recognised, "_classes", {})
+    monkeypatch.setattr(transformers_gates, "_functions", {})
+    monkeypatch.setattr(transformers_gates, "_classes", {})
     if when == "after it":
         ours.experts_forward(experts, *given())
         assert recognise(experts, True) is not None

@@ -9,18 +9,13 @@ import torch
 
 from pretuned.artifacts.records.problem import Layout
 from pretuned.kernels.contract import rowops
-from pretuned.runtime import (
-    activation,
-    gradientplans,
-    inputs,
-    layer,
-    layerplans,
-    passlaunchers,
-    products,
-    sort_routing,
-    tokens,
-)
-from pretuned.runtime.gradientplans import Sizes, Wanted
+from pretuned.runtime import sort_routing
+from pretuned.runtime.check import tensors
+from pretuned.runtime.launch import rowops as launch_rowops
+from pretuned.runtime.ops import activation, layer, products, tokens
+from pretuned.runtime.replay import layer as replay_layer
+from pretuned.runtime.replay import layer_grad
+from pretuned.runtime.replay.layer_grad import Sizes, Wanted
 
 T, TOPK, E, H, I = 4, 2, 3, 16, 8  # noqa: E741
 KINDS = [torch.bfloat16, torch.float32, torch.float16]
@@ -45,7 +40,7 @@ def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
 ) -> None:
     h, da, weights = torch.randn(4, 6).bfloat16(), torch.randn(4, 3).bfloat16(), torch.rand(4).to(kind)
     noted = Noted()
-    monkeypatch.setattr(passlaunchers, "for_rows", lambda *_, **__: noted)
+    monkeypatch.setattr(launch_rowops, "for_rows", lambda *_, **__: noted)
     act, needs = activation.Activation("silu", True, False), activation.Needs(True, True, True)
     index = torch.arange(4)
     _, _, dweights = activation.gradient(h, da, act, needs, weights=weights, index=index, narrow=not biased)
@@ -94,7 +89,7 @@ def test_a_plan_tells_the_sum_of_what_dtype_they_are(
     bias = torch.randn(E, H).bfloat16() if biased else None
     given = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, bias)
     noted, ignored, read = Noted(), Noted(), layer.slot_weights(weights, x)
-    made: Any = layerplans.Plan
+    made: Any = replay_layer.Plan
     plan = made(
         HOW, x, given, Sizes(TOPK, E, H, 2 * I, I), (nothing, nothing), (ignored, noted), None, False, None, None, read,
         read.dtype is not kind,
@@ -120,9 +115,9 @@ def test_a_planned_gradient_reads_and_writes_them_as_its_kernel_can(
     up, down = torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16()
     bias = torch.randn(E, H).bfloat16() if biased else None
     noted, summed = Noted(), Noted()
-    made: Any = gradientplans.GradientPlan
-    launches: Any = gradientplans._Launches(Noted(), nothing, noted, nothing, nothing, summed, nothing)  # type: ignore[arg-type]
-    lies = gradientplans._lying(up), gradientplans._lying(down)
+    made: Any = layer_grad.GradientPlan
+    launches: Any = layer_grad._Launches(Noted(), nothing, noted, nothing, nothing, summed, nothing)  # type: ignore[arg-type]
+    lies = layer_grad._lying(up), layer_grad._lying(down)
     plan = made(HOW, Sizes(TOPK, E, H, 2 * I, I), Wanted(True, True, True, True), dout, lies, launches)
     found = plan(dout, x, up, down, bias, weights, h, routing)
     assert found is not None
@@ -167,8 +162,8 @@ def test_the_sum_asks_for_a_kernel_that_may_read_its_bias(monkeypatch: pytest.Mo
         asked.append(aligned)
 
     weights, routing = routed(torch.float32)
-    monkeypatch.setattr(passlaunchers, "launcher", launcher)
-    monkeypatch.setattr(inputs, "on_gpu", lambda _tensor: True)
+    monkeypatch.setattr(launch_rowops, "launcher", launcher)
+    monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
     y, bias = torch.randn(T * TOPK, H), torch.randn(E, H)
     spare = torch.empty(E * H + 1)[1:].view(E, H).copy_(bias)
     sums = [

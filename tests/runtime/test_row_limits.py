@@ -12,16 +12,17 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, across
 from pretuned.kernels.contract.registry import clears
-from pretuned.runtime import discover, driver, launch
-from pretuned.runtime.arguments import PREPARED
-from pretuned.runtime.candidates import modelled
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.launch import LoadedKernel
-from pretuned.runtime.launcher import Launcher
-from pretuned.runtime.tensormaps import MAP_BYTES, TensorMaps
+from pretuned.runtime.dispatch import snapshot
+from pretuned.runtime.dispatch.ranking import modelled
+from pretuned.runtime.driver import cuda
+from pretuned.runtime.driver.block import PREPARED
+from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
+from pretuned.runtime.driver.launcher import Launcher
+from pretuned.runtime.launch import gemm
+from pretuned.runtime.launch.gemm import LoadedKernel
 
 SHIPPED = Path(pretuned.artifacts.__file__).parent / "bundles" / "catalogue-sm90.msgpack"
 
@@ -41,23 +42,23 @@ def in_turns(op: Op) -> LoadedKernel:
             if one.op is op and not one.fusion and dict(one.config).get("pingpong")
             and not across(Config.from_pairs(one.config))
         )  # fmt: skip
-    return LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    return LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
 
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "launch_kernel", lambda: None)
+    monkeypatch.setattr(cuda, "launch_kernel", lambda: None)
     monkeypatch.setattr(TensorMaps, "encode", lambda *_: bytes(MAP_BYTES))
 
 
 def launcher(variant: Variant) -> Launcher:
-    function = driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1)
-    kernel = launch.LoadedKernel(variant, function, 132)
+    function = cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1)
+    kernel = gemm.LoadedKernel(variant, function, 132)
     if variant.op is Op.DW:
-        return launch.weight_launcher(kernel, N=64, K=64, E=4, stride_dw_e=4096, stride_dw_row=64, m_sizes_step=1)
-    return launch.row_launcher(
+        return gemm.weight_launcher(kernel, N=64, K=64, E=4, stride_dw_e=4096, stride_dw_row=64, m_sizes_step=1)
+    return gemm.row_launcher(
         kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
-        fused=launch.Fused(variant.fusion),
+        fused=gemm.Fused(variant.fusion),
     )  # fmt: skip
 
 
@@ -114,12 +115,12 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int) -> None
             if one.op is Op.FORWARD and clears(one.fusion, Config.from_pairs(one.config))
             and not dict(one.config)["specialized"]
         )  # fmt: skip
-    kernel = LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    kernel = LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
     programs = []
     for zero_tail in (False, True):
-        prepare = launch.row_launcher(
+        prepare = gemm.row_launcher(
             kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
-            fused=launch.Fused(Fusion.SCATTER, zero_tail=zero_tail),
+            fused=gemm.Fused(Fusion.SCATTER, zero_tail=zero_tail),
         ).prepare  # fmt: skip
         programs.append(PREPARED.unpack(prepare(16, 16, 64, 64, 8, 16, 0, 0, index_end))[-2])
     assert programs[1] == programs[0] + more
@@ -134,12 +135,12 @@ def test_specialised_code_has_a_warp_for_it(beside: bool) -> None:
             one for one in bundle.variants()
             if one.op is Op.FORWARD and one.fusion == Fusion.SCATTER and dict(one.config)["specialized"]
         )  # fmt: skip
-    kernel = LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    kernel = LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
     packed = []
     for zero_tail in (False, True):
-        made = launch.row_launcher(
+        made = gemm.row_launcher(
             kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
-            fused=launch.Fused(Fusion.SCATTER, zero_tail=zero_tail, few=False, beside=beside),
+            fused=gemm.Fused(Fusion.SCATTER, zero_tail=zero_tail, few=False, beside=beside),
         )  # fmt: skip
         assert made.zeroes is (zero_tail and beside)
         packed.append(PREPARED.unpack(made.prepare(16, 16, 64, 64, 8, 16, 0, 0, 4096)))
@@ -156,12 +157,12 @@ def test_code_that_cannot_clear_is_not_told_to(what: str) -> None:
             if one.op is Op.FORWARD and one.fusion == code and one.alignment == 16
             and not dict(one.config)["specialized"] and bool(dict(one.config)["persistent"]) is (what == "persistent")
         )  # fmt: skip
-    kernel = LoadedKernel(variant, driver.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
+    kernel = LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
     flags = []
     for zero_tail in (False, True):
-        made = launch.row_launcher(
+        made = gemm.row_launcher(
             kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
-            fused=launch.Fused(code | Fusion.SCATTER, zero_tail=zero_tail, few=what != "many rows"),
+            fused=gemm.Fused(code | Fusion.SCATTER, zero_tail=zero_tail, few=what != "many rows"),
         )  # fmt: skip
         assert not made.zeroes
         flags.append(made.prepare(16, 16, 64, 64, 8, 16, 0, 0, 16))
@@ -174,7 +175,7 @@ def test_columns_and_steps_that_a_tile_can_be_told_by(op: Op) -> None:
     kernel, columns, reduction = in_turns(op), 192 << 20, 64 * ((1 << 20) - 1)
 
     def make(columns: int, reduction: int) -> Launcher:
-        return launch.row_launcher(
+        return gemm.row_launcher(
             kernel, columns=columns, reduction=reduction, E=1, w_kn=False, stride_w_e=1, stride_w_row=1, m_sizes_step=1
         )
 
@@ -190,7 +191,7 @@ def test_columns_that_a_tile_of_dw_can_be_told_by() -> None:
     kernel, columns = in_turns(Op.DW), 192 << 20
 
     def make(K: int) -> Launcher:
-        return launch.weight_launcher(kernel, N=8, K=K, E=1, stride_dw_e=8 * K, stride_dw_row=K, m_sizes_step=1)
+        return gemm.weight_launcher(kernel, N=8, K=K, E=1, stride_dw_e=8 * K, stride_dw_row=K, m_sizes_step=1)
 
     make(columns).prepare(16, 16, 8, columns, 8)
     with pytest.raises(InputError, match=f"the most columns of .* are {columns}, these are {columns + 8}"):
@@ -200,7 +201,7 @@ def test_columns_that_a_tile_of_dw_can_be_told_by() -> None:
 @pytest.mark.parametrize("op", Op)
 def test_more_columns_are_left_to_other_variants(op: Op) -> None:
     """The cost model would choose pingpong for nearly all such products."""
-    found = discover.Snapshot([])
+    found = snapshot.Snapshot([])
     found.add(open_bundle(SHIPPED))
     h200 = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13000))
     for columns, turns in ((192 << 20, True), ((192 << 20) + 8, False)):

@@ -10,7 +10,9 @@ from host_gpu import Device, device  # noqa: F401 - a fixture
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Pass
 from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
-from pretuned.runtime import passlaunchers, slots, sort_routing
+from pretuned.runtime import sort_routing
+from pretuned.runtime.launch import rowops
+from pretuned.runtime.ops import routing
 
 
 @pytest.fixture(autouse=True)
@@ -100,21 +102,21 @@ def test_a_variant_for_fewer_experts_is_left_alone(device: Device, monkeypatch: 
     assert launch is not None
     with monkeypatch.context() as patch:  # undone before the simulated GPU is
         patch.setattr(launch, "most_experts", 7)
-        patch.setattr(passlaunchers, "launcher", lambda *_given, **_named: launch)
+        patch.setattr(rowops, "launcher", lambda *_given, **_named: launch)
         ids = torch.tensor([[0, 1]])
-        assert slots.sort_slots(ids, 7) is not None
-        assert slots.sort_slots(ids, 8) is None
+        assert routing.sort_slots(ids, 7) is not None
+        assert routing.sort_slots(ids, 8) is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted")  # of a batch: torch's own remark
 def test_what_the_kernel_can_not_do_is_left_to_torch(device: Device) -> None:  # noqa: F811
     ids = torch.tensor([[0, 1]])
-    assert slots.sort_slots(ids, MOST_SORTED_EXPERTS) is not None
-    assert slots.sort_slots(ids, MOST_SORTED_EXPERTS + 1) is None
-    assert slots.sort_slots(ids, 0) is None
-    assert slots.sort_slots(ids.to(torch.int16), 2) is None
-    assert slots.sort_slots(ids[:0], 2) is None
-    assert slots.sort_slots(torch.nn.Parameter(ids, requires_grad=False), 2) is None  # a tensor of another kind
+    assert routing.sort_slots(ids, MOST_SORTED_EXPERTS) is not None
+    assert routing.sort_slots(ids, MOST_SORTED_EXPERTS + 1) is None
+    assert routing.sort_slots(ids, 0) is None
+    assert routing.sort_slots(ids.to(torch.int16), 2) is None
+    assert routing.sort_slots(ids[:0], 2) is None
+    assert routing.sort_slots(torch.nn.Parameter(ids, requires_grad=False), 2) is None  # a tensor of another kind
     torch.func.vmap(lambda one: sort_routing(one, 2).m_sizes)(torch.stack([ids, ids]))
     same(ids.to(torch.uint8), 2, device, 0)
     assert sort_routing(torch.tensor([[2**32, 1]], dtype=torch.uint64), 2).m_sizes.tolist() == [0, 1]

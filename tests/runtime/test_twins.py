@@ -21,10 +21,10 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract.spec import gemm_of
 from pretuned.runtime import explain, preload
-from pretuned.runtime.candidates import Match, Origin
-from pretuned.runtime.dispatch import Decision, Miss, decide
-from pretuned.runtime.explanation import examine, made_up_gpu
-from pretuned.runtime.warmup import cells_of, turned
+from pretuned.runtime.dispatch.decide import Decision, Miss, decide
+from pretuned.runtime.dispatch.ranking import Match, Origin
+from pretuned.runtime.inspect.explain import examine, made_up_gpu
+from pretuned.runtime.inspect.preload import cells_of, turned
 
 FORMS = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
 BUNDLES = sorted((Path(__file__).parents[2] / "artifacts" / "bundles").glob("*.msgpack"))
@@ -157,11 +157,11 @@ def test_a_bundle_s_own_choice_comes_before_its_twin_s(tmp_path: Path) -> None:
 
 
 def test_a_kernel_is_named_by_the_caller_for_either(tmp_path: Path) -> None:
-    from pretuned.runtime import pinned
+    from pretuned.runtime.dispatch import pin
 
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     found = snapshot(tmp_path)
-    usable, index = pinned.find(found, SPECS[NARROW].config, twin_of(PROBLEM), ON_H200, aligned=True)
+    usable, index = pin.find(found, SPECS[NARROW].config, twin_of(PROBLEM), ON_H200, aligned=True)
     assert (usable.path.name, index) == ("a.msgpack", NARROW)
 
 
@@ -235,7 +235,7 @@ def test_what_ships_was_built_for_the_layout_of_their_checkpoints(model: str, pa
 
 
 def test_a_model_s_problems_are_turned(tmp_path: Path, clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pretuned.runtime import warmup
+    from pretuned.runtime.inspect import preload as inspect_preload
 
     asked: list[Problem] = []
 
@@ -248,9 +248,9 @@ def test_a_model_s_problems_are_turned(tmp_path: Path, clean_places: Path, monke
     choices = {PROBLEM: [modelled(64, 0)], backward: [modelled(64, 1)]}
     specs = [SPECS[0], replace(SPECS[0], op=Op.DX)]
     write(clean_places / "a.msgpack", choices, specs=specs, models=[model])
-    monkeypatch.setattr(warmup, "current_device", lambda: 0)
-    monkeypatch.setattr(warmup, "local_gpu", lambda device: ON_H200)
-    monkeypatch.setattr(warmup, "cells_of", record)
+    monkeypatch.setattr(inspect_preload, "current_device", lambda: 0)
+    monkeypatch.setattr(inspect_preload, "local_gpu", lambda device: ON_H200)
+    monkeypatch.setattr(inspect_preload, "cells_of", record)
     preload("some/moe", w_layout="kn")
     assert asked == [replace(one, layout=Layout.KN) for one in model.problems]
     asked.clear()

@@ -15,9 +15,10 @@ from pretuned.artifacts.files.bundle_file import BundleFile
 from pretuned.artifacts.records.bundle import Model
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Problem
-from pretuned.runtime import preload, warmup
-from pretuned.runtime.dispatch import Decision, Miss, decide
-from pretuned.runtime.warmup import _rows, buckets, cells_of, fallbacks_of, problems_of, records_of, rows_of
+from pretuned.runtime import preload
+from pretuned.runtime.dispatch.decide import Decision, Miss, decide
+from pretuned.runtime.inspect import preload as inspect_preload
+from pretuned.runtime.inspect.preload import _rows, buckets, cells_of, fallbacks_of, problems_of, records_of, rows_of
 
 CHOICES = {PROBLEM: [modelled(64, WIDE)], OTHER: [modelled(64, WIDE)]}
 MODELS = (
@@ -149,7 +150,7 @@ def test_no_collection_delays_it_and_none_is_left_out_afterwards(
         seen.append(gc.isenabled())
         raise HostError("far enough")
 
-    monkeypatch.setattr(warmup, "current_device", ask)
+    monkeypatch.setattr(inspect_preload, "current_device", ask)
     was = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
@@ -168,9 +169,9 @@ def test_one_model_by_its_name(tmp_path: Path, clean_places: Path, monkeypatch: 
         asked.append(names)
         raise InputError("far enough")
 
-    monkeypatch.setattr(warmup, "current_device", lambda: 0)
-    monkeypatch.setattr(warmup, "local_gpu", lambda device: ON_H200)
-    monkeypatch.setattr(warmup, "records_of", records)
+    monkeypatch.setattr(inspect_preload, "current_device", lambda: 0)
+    monkeypatch.setattr(inspect_preload, "local_gpu", lambda device: ON_H200)
+    monkeypatch.setattr(inspect_preload, "records_of", records)
     with pytest.raises(InputError, match="far enough"):
         preload("Qwen/Qwen3-30B-A3B")
     assert asked == [["Qwen/Qwen3-30B-A3B"]]

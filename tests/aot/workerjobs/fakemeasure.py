@@ -12,11 +12,10 @@ from pretuned.aot.plan import Plan
 from pretuned.aot.variants import families
 from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
 from pretuned.artifacts.records.problem import Problem
-from pretuned.artifacts.records.target import Gpu, Target
+from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.revisions import REVISIONS
 from pretuned.kernels.contract.words import LAUNCH_ABI
-from pretuned.runtime.device import LocalGpu
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 12080)
 H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 12080)

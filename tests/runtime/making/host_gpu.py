@@ -15,15 +15,18 @@ import torch
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Pass
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.registry import clears
 from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
 from pretuned.kernels.contract.spec import code_of
-from pretuned.runtime import clearing, grouped_gemm, inputs, passlaunchers, productlaunchers, products, sort_routing
-from pretuned.runtime.activation import Activation, by_torch
-from pretuned.runtime.device import LocalGpu
+from pretuned.runtime import grouped_gemm, sort_routing
+from pretuned.runtime.check import tensors as check_tensors
+from pretuned.runtime.launch import products as launch_products
+from pretuned.runtime.launch import rowops as launch_rowops
+from pretuned.runtime.ops import products, zero_rows
+from pretuned.runtime.ops.activation import Activation, by_torch
 
 T, TOPK, E, N, K = 7, 2, 4, 8, 12
 SLOTS = 5  # of a chunk that is sorted
@@ -278,16 +281,16 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     simulated = Device()
     with monkeypatch.context() as patch:
-        patch.setattr(productlaunchers, "_launchers", (None, {}))
-        patch.setattr(productlaunchers, "_kernel", simulated.kernel)
-        patch.setattr(productlaunchers, "_gated_kernel", simulated.gated)
-        patch.setattr(productlaunchers, "_gathered_kernel", simulated.gathered)
-        patch.setattr(productlaunchers, "row_launcher", fake_rows)
-        patch.setattr(productlaunchers, "weight_launcher", fake_weight)
-        patch.setattr(passlaunchers, "launcher", simulated.passes)
-        patch.setattr(clearing, "LEAST_BYTES", 0)
+        patch.setattr(launch_products, "_launchers", (None, {}))
+        patch.setattr(launch_products, "_kernel", simulated.kernel)
+        patch.setattr(launch_products, "_gated_kernel", simulated.gated)
+        patch.setattr(launch_products, "_gathered_kernel", simulated.gathered)
+        patch.setattr(launch_products, "row_launcher", fake_rows)
+        patch.setattr(launch_products, "weight_launcher", fake_weight)
+        patch.setattr(launch_rowops, "launcher", simulated.passes)
+        patch.setattr(zero_rows, "LEAST_BYTES", 0)
         patch.setattr(products, "stream_of", lambda _device: 0)
-        for module in (products, productlaunchers):
+        for module in (products, launch_products):
             patch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", 132, 1 << 17, 0)))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
@@ -295,7 +298,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 def on(patch: pytest.MonkeyPatch, simulated: bool) -> None:
-    patch.setattr(inputs, "on_gpu", lambda tensor: simulated and not tensor.is_meta)
+    patch.setattr(check_tensors, "on_gpu", lambda tensor: simulated and not tensor.is_meta)
 
 
 def tensors(
@@ -322,6 +325,6 @@ def ran(form: dict[str, Any], given: dict[str, torch.Tensor | None], wide: bool)
         **given, m_sizes=routing.m_sizes.to(kind), topk=TOPK, gather_indices=routing.gather_indices.to(kind),
         fuse_mul_post=given["topk_weights"] is not None, zero_tail=True, **form,
     )  # fmt: skip
-    inputs = [tensor for tensor in given.values() if tensor is not None]
+    check_tensors = [tensor for tensor in given.values() if tensor is not None]
     dy = torch.linspace(-1, 1, y.numel()).view_as(y)
-    return y, *torch.autograd.grad(y, inputs, dy)
+    return y, *torch.autograd.grad(y, check_tensors, dy)

@@ -10,8 +10,8 @@ import torch
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.problem import Layout, Op
 from pretuned.kernels.contract.words import parameter_bytes
-from pretuned.runtime import driver
-from pretuned.runtime.launch import load_kernel, row_launcher, weight_launcher
+from pretuned.runtime.driver import cuda
+from pretuned.runtime.launch.gemm import load_kernel, row_launcher, weight_launcher
 
 M, N, K, E = 300, 1536, 2048, 8
 FIRST, SECOND, RESULT, M_SIZES, STREAM = (0x7F00_0000_0000 + (i << 32) for i in range(1, 6))
@@ -20,8 +20,8 @@ STRIDES = K + 8, N + 16  # of the rows of x (or dy), and of y (or x)
 
 def main(path: str, *indices: int) -> None:
     torch.cuda.is_current_stream_capturing = lambda: False  # torch without CUDA has none
-    assert driver.driver_version() == 13010
-    assert driver.device(0) == driver.Device("Stub 0", 90, 132, 141 << 30)
+    assert cuda.driver_version() == 13010
+    assert cuda.device(0) == cuda.Device("Stub 0", 90, 132, 141 << 30)
     with open_bundle(path) as bundle:
         for index in indices:
             launch(bundle, index)
@@ -33,7 +33,7 @@ def launch(bundle: BundleFile, index: int) -> None:
     variant = bundle.variant(index)
     kernel = load_kernel(variant, bundle.cubin(index), 0, 132)
     sizes = parameter_bytes(variant.arguments)
-    driver.library().stub_parameters(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
+    cuda.library().stub_parameters(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
     if variant.op is Op.DW:
         made = weight_launcher(kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=2)
     else:

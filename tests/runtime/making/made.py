@@ -12,11 +12,10 @@ from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu, Target
+from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
 from pretuned.kernels.contract.config import Config
-from pretuned.runtime.device import LocalGpu
-from pretuned.runtime.discover import Snapshot
-from pretuned.runtime.places import Kind, Place
+from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.snapshot import Snapshot
 
 ELF = bytes.fromhex("7f454c46020133070000000000000000")
 DRIVER = 12080

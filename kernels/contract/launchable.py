@@ -1,0 +1,92 @@
+"""Whether a variant's record is one that a launcher can carry out: its revision, arguments, descriptors and threads.
+
+A bundle's own checks end at what the format says. What the names mean is launch ABI 1 (kernels/contract/registry.py):
+an argument that no launcher fills, or fills with something else, must be found before a kernel is launched with it.
+"""
+
+from __future__ import annotations
+
+from ...artifacts.records.bundle import Variant
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Op, Pass
+from .config import Config, fitted
+from .registry import counts, no_code
+from .revisions import LAUNCHED_SINCE
+from .rowops import Block
+from .rowops import arguments as arguments_of_pass
+from .spec import MAX_EXPERTS
+
+_NUMBERS = dict.fromkeys(
+    ("M", "N", "K", "E", "m_sizes_step", "index_step", "index_end", "x_divisor", "flags"), ("i32",)
+) | dict.fromkeys(("m_sizes", "index", "row_weights", "bias", "counter"), ("ptr",))  # fmt: skip
+_ROWS = _NUMBERS | {"x": ("ptr", "desc2"), "w": ("ptr", "desc3"), "y": ("ptr",), "y_map": ("desc4",)} | dict.fromkeys(
+    ("stride_x_m", "stride_y_m", "stride_w_e", "stride_w_row"), ("i64",)
+)  # fmt: skip
+_WEIGHT = _NUMBERS | {
+    "dy": ("ptr", "desc4"), "x": ("ptr", "desc4"), "dw": ("ptr", "desc3"), "dy_at": ("ptr",), "x_at": ("ptr",),
+} | dict.fromkeys(
+    ("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row"), ("i64",)
+)  # fmt: skip
+_NEEDED = {Op.DW: ("dy", "x", "dw", "m_sizes")}
+_NEEDED_OF_ROWS = ("x", "w", "y", "m_sizes")
+_ELEMENTS = {DType.BF16: (9,), DType.FP16: (6,), DType.FP32: (7,), DType.TF32: (7, 11)}  # CUtensorMapDataType
+_WARP = 32
+
+
+def unlaunchable(variant: Variant) -> str | None:
+    """Why no launcher can run this variant, or None. Its launch ABI is one that this version reads."""
+    since = LAUNCHED_SINCE.get(variant.kernel, 1)
+    if variant.revision < since:
+        return f"its kernel {variant.kernel} is of revision {variant.revision}, this version launches {since} and later"
+    if isinstance(variant.op, Pass):
+        return _unlaunchable_pass(variant, variant.op)
+    try:
+        config = Config.from_pairs(variant.config)
+    except ValueError as error:
+        return str(error)
+    lacking_code = no_code(variant.op, variant.dtype, variant.fusion, config)
+    if lacking_code:
+        return lacking_code
+    words = _WEIGHT if variant.op is Op.DW else _ROWS
+    given = dict(variant.arguments)
+    for name, kind in variant.arguments:
+        if kind not in words.get(name, ()):
+            wanted = " or ".join(words.get(name, ())) or "none of that name"
+            return f"argument {name} is of the kind {kind}, launch ABI 1 has {wanted} for {variant.op.value}"
+    lacking = [name for name in _NEEDED.get(variant.op, _NEEDED_OF_ROWS) if name not in given]
+    if config.specialized and "counter" not in given:
+        lacking.append("counter")
+    if (Fusion.SILU in variant.fusion or (fitted(config) and not variant.fusion)) and "y_map" not in given:
+        lacking.append("y_map")  # there is no other code that stores half of the columns, or plain tiles of any height
+    if lacking:
+        return f"its arguments lack {', '.join(lacking)}"
+    if variant.op is Op.DW and given["dy"] != given["x"]:
+        return f"dy is of the kind {given['dy']} and x of {given['x']}, wanted the same"
+    if variant.tensor_maps and not config.tma:
+        return "it has tensor maps, and a config without TMA"
+    for one in variant.tensor_maps:
+        elements = _ELEMENTS[variant.dtype]
+        if one.element not in (elements[:1] if one.argument == "dw" else elements):  # results are not rounded to tf32
+            return f"the tensor map of {one.argument} has elements of the type {one.element}, not {variant.dtype.value}"
+    if not counts(config, variant.max_experts):
+        return f"a kernel of {config} counts {MAX_EXPERTS} experts at most, it says {variant.max_experts}"
+    return _wrong_threads(variant)
+
+
+def _unlaunchable_pass(variant: Variant, op: Pass) -> str | None:
+    try:
+        Block.from_pairs(variant.config)
+    except ValueError as error:
+        return str(error)
+    wanted = arguments_of_pass(op)
+    if variant.arguments != wanted:
+        return f"its arguments are {_told(variant.arguments)}, launch ABI 1 has {_told(wanted)} for {op.value}"
+    return _wrong_threads(variant)
+
+
+def _wrong_threads(variant: Variant) -> str | None:
+    return f"it has {variant.threads} threads, wanted whole warps of {_WARP}" if variant.threads % _WARP else None
+
+
+def _told(arguments: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f"{name} {kind}" for name, kind in arguments)

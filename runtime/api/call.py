@@ -1,0 +1,146 @@
+"""A call with everything: checked, cast for autocast, tuned if asked, then run with its gradient or without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...kernels.contract.spec import code_of
+from ..check import tensors
+from ..check.call import Call, autocast, check
+from ..check.form import Form, Fusions
+from ..driver.device import without_autocast
+from ..hooks import demand_tuner
+from ..ops import gradients
+from ..ops.autograd import GroupedGemm
+from ..replay import plan
+
+_MOST_CHECKED = 1 << 14
+# The kinds of call that passed every check as they are: the sorted rows, x's and y's.
+_checked: dict[object, tuple[int, int, int]] = {}
+_PLAIN = tensors.PLAIN
+jit_state = torch._C._get_tracing_state  # of torch.jit.trace, None where it is not under way
+
+
+def run(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, form: Form, *,
+    gather_indices: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, fuse_mul_post: bool = False,
+    bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    keep: Callable[[plan.Plan], None] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """y of ``grouped_gemm``, on any device, differentiable where an input requires grad.
+
+    ``keep`` is given a plan of the call, where there is one.
+
+    Raises
+    ------
+    InputError
+        for tensors that can't be used, or don't fit each other.
+    """
+    if is_traced(x, w, m_sizes, gather_indices, topk_weights, bias):
+        from .torch_library import traced
+
+        return traced(
+            x, w, m_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias, topk=form.topk,
+            permute_x=form.permute_x, permute_y=form.permute_y, fuse_mul_post=fuse_mul_post,
+            w_layout=form.layout.value, zero_tail=form.zero_tail, dX_only=form.only_dx, dW_only=form.only_dw,
+            untraceable=out is not None or form.autotune or form.pinned,
+        )  # fmt: skip
+    for name, tensor in (("x", x), ("w", w), ("m_sizes", m_sizes)):
+        if not isinstance(tensor, torch.Tensor):
+            tensors.bad(name, f"a {type(tensor).__name__}", "a torch.Tensor")
+    given = x, w, bias
+    x, w, bias = autocast(x, w, bias)
+    kind: tuple[object, ...] = ()
+    if all(one is None or isinstance(one, torch.Tensor) for one in (gather_indices, topk_weights, bias, out)):
+        kind = (form, fuse_mul_post, *map(_kind, (x, w, m_sizes, gather_indices, topk_weights, bias, out)),
+                out is not None and out.requires_grad and torch.is_grad_enabled())  # fmt: skip
+    sizes = _checked.get(kind) if kind else None
+    if sizes is not None:
+        index = gather_indices if fuse_mul_post or not form.plain else None
+        call = Call(form, w, m_sizes, Fusions(index, topk_weights, bias), *sizes)
+        if out is not None:
+            tensors.check_apart(
+                out, x=x, w=w, m_sizes=m_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias
+            )
+    else:
+        call, rows = check(x, w, m_sizes, form, gather_indices, topk_weights, fuse_mul_post, bias, out)
+        if kind and rows is x and call.w is w and (call.fusions.index is None or call.fusions.index is gather_indices):
+            if len(_checked) >= _MOST_CHECKED:
+                _checked.clear()
+            _checked[kind] = call.M, call.x_rows, call.y_rows
+        x = rows
+    as_given = out is None and x is given[0] and call.w is given[1] and bias is given[2]
+    if form.autotune:
+        _tune(call, x)
+    fusions = call.fusions
+    with without_autocast(x.device.type):
+        inputs_with_grad = any(t is not None and t.requires_grad for t in (x, w, fusions.weights, fusions.bias))
+        if not (inputs_with_grad and torch.is_grad_enabled()):
+            y = gradients.forward(call, x, out)
+            if out is not None:  # a launch changes it unseen: whoever saved it for a gradient has to be told
+                torch.autograd.graph.increment_version(out)
+        elif out is not None:
+            raise InputError("grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or "
+                             "use torch.no_grad()")  # fmt: skip
+        else:
+            sizes = (call.M, call.x_rows, call.y_rows)
+            y = GroupedGemm.apply(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, form, sizes)  # type: ignore[no-untyped-call]
+    if keep is not None and as_given:
+        made = plan.plan(call, x, y, topk_weights, bias, gather_indices)
+        if made is not None:
+            keep(made)
+    return y
+
+
+def _kind(tensor: torch.Tensor | None) -> object:
+    """All of a tensor that the checks look at."""
+    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+
+
+def is_whole(x: object, w: object) -> bool:
+    """Whether a plain call needs all that ``run`` does: it is not on CUDA, or has a gradient, or is cast or traced."""
+    if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor) or not x.is_cuda:
+        return True
+    if (x.requires_grad or w.requires_grad) and torch.is_grad_enabled():
+        return True
+    wide = x.dtype is torch.float32 or w.dtype is torch.float32
+    return (wide and torch.is_autocast_enabled("cuda")) or is_traced(x, w)
+
+
+def is_traced(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether one of these stands for a tensor to come, or wraps others: only an operator can take them."""
+    if torch.compiler.is_compiling() or jit_state() is not None:
+        return True
+    if not others[1:] and type(x) is torch.Tensor and type(others[0]) in _PLAIN:  # a plain call's: in half the time
+        return x.is_meta
+    return any(isinstance(one, torch.Tensor) and (type(one) not in _PLAIN or one.is_meta) for one in (x, *others))
+
+
+def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
+    """The problems that a CUDA call and its two gradients look up."""
+    form, E, N, K = call.form, call.m_sizes.shape[0], call.N, call.K
+    dtype, fusions = tensors.check_cuda_dtype(x), call.fusions
+    weighted = Fusion.WEIGHT if fusions.weights is not None else Fusion.NONE
+    forward = (Fusion.GATHER if form.permute_x else Fusion.NONE) | weighted
+    forward |= Fusion.SCATTER if form.permute_y else Fusion.NONE
+    forward |= Fusion.BIAS if fusions.bias is not None else Fusion.NONE
+    dx = Fusion.SCATTER if form.permute_x else Fusion.NONE
+    dx |= Fusion.GATHER if form.permute_y and form.only_dx else Fusion.NONE  # else dW has dy gathered already
+    if fusions.weights is not None and (form.only_dx or not fusions.weights.requires_grad):
+        dx |= Fusion.WEIGHT
+    swapped = form.layout is Layout.KN  # dw.T: dy and x change places
+    return (
+        Problem(Op.FORWARD, dtype, E, N, K, form.layout, code_of(Op.FORWARD, forward)),
+        Problem(Op.DX, dtype, E, N, K, form.layout, code_of(Op.DX, dx)),
+        Problem(Op.DW, dtype, E, K, N) if swapped else Problem(Op.DW, dtype, E, N, K),
+    )
+
+
+def _tune(call: Call, x: torch.Tensor) -> None:
+    tuner = demand_tuner()
+    if tuner is not None and x.is_cuda and call.M:
+        tuner(problems(call, x), call.M, x.get_device())

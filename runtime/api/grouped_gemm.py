@@ -1,0 +1,330 @@
+"""The calls: ``grouped_gemm`` on tensors.
+
+The first call of a kind checks its tensors, chooses a variant and loads it; the launcher is then kept
+under a key of everything that decided that. Later calls of the kind read the key, allocate y and launch.
+A call on the very operands of an earlier one (``recent.py``) does not even need the key.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+import torch
+
+from ...artifacts.records.problem import Op
+from .. import hooks
+from ..check import tensors
+from ..check.form import form_of
+from ..check.operands import Rows
+from ..dispatch.pin import KernelPair, Pin
+from ..driver.device import current_stream, device_is_current, empty, local_gpu, on, only_device
+from ..driver.launcher import Launcher
+from ..launch.products import row_launch, rows_aligned, tf32_allowed
+from ..ops import torch_fallback
+from ..replay import guard
+from ..replay import plan as replay_plan
+from . import call as api_call
+
+_Key: TypeAlias = "tuple[object, ...]"
+_Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, int]]"  # N; the bytes from w's first to its last
+
+_MOST_CALLS = 1 << 16
+
+# All are replaced by ``reload``: a call under way keeps those that it began with, and reads _recent first, so that
+# nothing chosen before goes into a table from after.
+_calls: _Calls = {}
+_recent: guard.Table = {}
+_plans: dict[replay_plan.Key, replay_plan.Plan] = {}
+_FLOAT32 = torch.float32
+# What something that is no usable tensor raises: the checks will say which.
+_UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)
+_tracing = torch.compiler.is_dynamo_compiling
+_jit_state = api_call.jit_state
+_duals = tensors.duals
+_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    m_sizes: torch.Tensor,
+    topk: int = 1,
+    gather_indices: torch.Tensor | None = None,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    topk_weights: torch.Tensor | None = None,
+    fuse_mul_post: bool = False,
+    kernel_config_fwd: Pin | KernelPair | None = None,
+    kernel_config_bwd_dX: Pin | KernelPair | None = None,
+    kernel_config_bwd_dW: Pin | KernelPair | None = None,
+    autotune: bool = False,
+    is_first_gemm: bool = True,
+    dX_only: bool = False,
+    dW_only: bool = False,
+    *,
+    w_layout: str = "nk",
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    zero_tail: bool = False,
+) -> torch.Tensor:
+    """y[to(i)] = t(i) * (x[from(i)] @ w[e].T + bias[e]) for every sorted row i of expert e, in one launch.
+
+    Rows are sorted by expert: the first ``m_sizes[0]`` belong to expert 0, and so on. Which row of x each row of y
+    comes from, with g = gather_indices:
+
+    ==========================  =====================  ================================================
+    form                        x                      y
+    ==========================  =====================  ================================================
+    plain                       [M, K], row i          [M, N], row i
+    ``permute_x``               [T, K], row g[i]//topk [M, N], row i
+    ``permute_y``               [M, K], row i          [T*topk, N], row g[i]; rows nobody writes are zero
+    both                        [T, K], row g[i]//topk [T*topk, N], row g[i]
+    ==========================  =====================  ================================================
+
+    t(i) = topk_weights.flatten()[g[i]] with ``fuse_mul_post``, else 1. Differentiable in x, w, topk_weights and bias.
+
+    Parameters
+    ----------
+    x
+        [M, K] or [T, K] bfloat16, float16 or float32 (float64 too where there is no CUDA). Rows may have any stride;
+        rows that are not contiguous themselves are copied. M = 0 returns an empty y and launches nothing.
+    w
+        [E, N, K] in x's dtype, or [E, K, N] with ``w_layout="kn"``; also flattened, [E*N, K] or
+        [E*K, N]. Its last dimension must be contiguous, the others may have any stride; never copied.
+    m_sizes
+        [E] int32 or int64, contiguous: the rows of each expert, zero for none. Never read on the host:
+        a count below zero counts as zero, and nothing is read or written past row M.
+    topk
+        Experts of each token; only the fused forms ask for it.
+    gather_indices
+        [M] int32 or int64: row i is slot g[i] % topk of token g[i] // topk. Each index once at most; rows whose
+        index is outside [0, T*topk) take no part (in a backward, dy, or x with ``permute_y``, has to be finite there).
+        They may pad an expert, so that M is more than T*topk. No index is read on the host, so none is checked.
+        (Kernels read the low 32 bits of an int64 index: none below -2^31 or from 2^31 on may be passed.)
+        T is x's rows with ``permute_x``, else those of topk_weights, else those of ``out``, else M, divided by topk.
+    topk_weights
+        [T, topk], multiplied in float32; with ``fuse_mul_post``.
+    kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
+        A Config, or a Choice, that an open bundle has for this kind of problem: it runs instead of the best one.
+        Or what ``pretuned.aot.get_or_autotune_moe_kernels`` returned: ``is_first_gemm`` picks one of the two.
+    autotune
+        Tune first where nothing was measured on this GPU. Needs the tuner that ``import pretuned.aot`` registers.
+    is_first_gemm
+        Picks from a ``kernel_config`` for both GEMMs, and changes nothing else; False with ``permute_x`` is
+        refused, for the second GEMM's rows are sorted already.
+    dX_only, dW_only
+        Compute the gradient of x, or of w, alone.
+    bias
+        [E, N] in x's dtype.
+    out
+        [M, N] (or [T*topk, N]) to write y to, in x's dtype; its rows must be contiguous, and it has no gradient. It may
+        not be memory of another tensor of the call (columns of one matrix side by side are apart). Whether m_sizes'
+        is looked at where a plain call on CUDA is the first of its kind.
+    zero_tail
+        Whether rows of y past the sum of ``m_sizes`` are zeroed; otherwise they are left unwritten. Their dx is zero.
+
+    Returns
+    -------
+    torch.Tensor
+        y in x's dtype, summed in fp32. float32 is IEEE, unless torch allows tf32 for CUDA matmuls and a bundle
+        has tf32 kernels. The same inputs give the same bits, in the gradients too.
+
+    Raises
+    ------
+    InputError
+        for a tensor that can't be used, or parameters that make no sense together.
+    ProblemNotInBundle
+        with PRETUNED_STRICT=1, where no bundle has a choice for this shape on this capability.
+    TargetMismatch, DriverTooOld, BundleError
+        for a bundle file named in PRETUNED_BUNDLES that this GPU can't use.
+
+    Notes
+    -----
+    On CUDA the kernel comes from the best bundle found, see ``explain``; without one, torch computes
+    it, with one warning. On other devices it is a torch reference, slow. In a torch.autocast region float32
+    x, w and bias are cast. torch.compile and torch.export see one operator. A gradient can't be differentiated again.
+    """
+    if _tracing() or _jit_state() is not None:
+        from .torch_library import traced
+
+        return traced(
+            x, w, m_sizes, gather_indices=gather_indices, topk_weights=topk_weights, bias=bias, topk=topk,
+            permute_x=permute_x, permute_y=permute_y, fuse_mul_post=fuse_mul_post, w_layout=w_layout,
+            zero_tail=zero_tail, dX_only=dX_only, dW_only=dW_only, untraceable=out is not None or autotune
+            or kernel_config_fwd is not None or kernel_config_bwd_dX is not None or kernel_config_bwd_dW is not None,
+        )  # fmt: skip
+    if _duals._current_level >= 0:
+        tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias)
+    more = (
+        permute_x or permute_y or fuse_mul_post or autotune or gather_indices is not None or bias is not None
+        or topk_weights is not None or kernel_config_fwd is not None
+    )  # fmt: skip
+    if not more and not zero_tail:
+        try:
+            if out is None:
+                again = _recent.get((x.data_ptr(), w.data_ptr(), w_layout))
+            else:
+                again = _recent.get((x.data_ptr(), w.data_ptr(), w_layout, out.data_ptr()))
+        except _UNUSABLE:
+            again = None
+        if again is not None:
+            y = again(x, w, m_sizes) if out is None else again(x, w, m_sizes, out)
+            if y is not None:
+                if out is not None:
+                    _written(out)
+                return y
+    if more or api_call.is_whole(x, w):
+        keep = None
+        if out is None and not (
+            autotune or kernel_config_fwd is not None or kernel_config_bwd_dX is not None
+            or kernel_config_bwd_dW is not None
+        ):  # fmt: skip
+            table = _plans
+            try:
+                operands = (
+                    w.data_ptr(), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout,
+                    zero_tail, is_first_gemm, topk_weights is None, bias is None, gather_indices is None,
+                )  # fmt: skip
+                plan = table.get(operands)
+            except _UNUSABLE:
+                plan = None
+            else:
+                keep = functools.partial(replay_plan.remember, table, operands)
+            if plan is not None:
+                y = plan(x, w, m_sizes, topk_weights, bias, gather_indices)
+                if y is not None:
+                    return y
+        form = form_of(
+            w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail,
+            is_first_gemm=is_first_gemm, dX_only=dX_only, dW_only=dW_only, autotune=autotune,
+            kernel_config_fwd=kernel_config_fwd, kernel_config_bwd_dX=kernel_config_bwd_dX,
+            kernel_config_bwd_dW=kernel_config_bwd_dW,
+        )  # fmt: skip
+        return api_call.run(
+            x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
+            fuse_mul_post=fuse_mul_post, bias=bias, out=out, keep=keep,
+        )  # fmt: skip
+    y = _known(x, w, m_sizes, w_layout, out, zero_tail)
+    if out is not None:
+        _written(out)
+    return y
+
+
+def _forget() -> None:
+    global _calls, _plans, _recent
+    _calls = {}
+    _plans = {}
+    _recent = {}
+
+
+hooks.on_reload(_forget)
+
+
+def _known(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str, out: torch.Tensor | None, zero_tail: bool
+) -> torch.Tensor:  # fmt: skip
+    """A call of a kind that was met before, or else the first."""
+    table = _recent
+    try:
+        device = x.get_device()
+        M, K = x.shape
+        stride_x_m, unit = x.stride()
+        x_at, w_at, dtype = x.data_ptr(), w.data_ptr(), x.dtype
+        if M == 1:
+            stride_x_m = K
+        # (The rows go by buckets, as bucket_of has them.)
+        key: _Key = (
+            device, dtype, K, unit, stride_x_m >= K, stride_x_m & 7, (M * M).bit_length() // 2, (x_at | w_at) & 15,
+            w.dtype, w.shape, w.stride(), w.get_device(), w_layout,
+            m_sizes.__class__, m_sizes.dtype, m_sizes.shape, m_sizes.is_contiguous(), m_sizes.get_device(),
+            dtype is _FLOAT32 and tf32_allowed(dtype),
+        )  # fmt: skip
+        if out is not None:
+            stride_y_m, y_at = out.stride(0), out.data_ptr()
+            key += (out.dtype, out.shape, out.stride(), out.get_device(), y_at & 15, out.requires_grad)
+        known = _calls.get(key) if M and not zero_tail else None
+        operands: guard.Key = (x_at, w_at, w_layout) if out is None else (x_at, w_at, w_layout, y_at)
+        again = None if known is None else table.get((operands, M))
+    except _UNUSABLE:
+        return _first(x, w, m_sizes, w_layout, out, zero_tail, None)
+    if again is not None:
+        y = again(x, w, m_sizes) if out is None else again(x, w, m_sizes, out)
+        if y is not None:
+            table[operands] = again
+            return y
+    grad = x.requires_grad or w.requires_grad
+    if known is None or (grad and torch.is_grad_enabled()) or not device_is_current(device):
+        return _first(x, w, m_sizes, w_layout, out, zero_tail, key)
+    launcher, N, w_bytes = known
+    if M == 1:
+        stride_y_m = N
+    if out is None:
+        y, stride_y_m = empty((M, N), (N, 1), dtype), N
+    else:
+        y, size = out, dtype.itemsize
+        end = y_at + (M * stride_y_m if M > 1 else N) * size
+        if (w_at < end and y_at < w_at + w_bytes) or (x_at < end and y_at < x_at + M * stride_x_m * size):
+            tensors.check_apart(out, x=x, w=w)
+    prepared = launcher.prepare(x_at, w_at, stride_x_m, stride_y_m, M)
+    launcher.start(prepared, y.data_ptr(), m_sizes.data_ptr(), current_stream(device))
+    same = guard.guard(x, w, m_sizes) if out is None else guard.guard(x, w, m_sizes, out)
+    if same is not None:
+        shape = ((M, N), (N, 1), dtype) if out is None else None
+        still = _condition(device, grad, dtype)
+        guard.remember(table, operands, M, launcher.repeater(prepared, same, still, empty, shape, current_stream))
+    return y
+
+
+def _condition(device: int, grad: bool, dtype: torch.dtype) -> Callable[[], bool] | None:
+    """What beside its operands must still hold where a call is repeated; None where nothing can change."""
+    alone = only_device()
+    if alone and not grad and dtype is not _FLOAT32:
+        return None
+    tf32 = tf32_allowed(dtype)
+
+    def still() -> bool:
+        if grad and torch.is_grad_enabled():
+            return False
+        if dtype is _FLOAT32 and (tf32_allowed(dtype) != tf32 or torch.is_autocast_enabled("cuda")):
+            return False
+        return alone or device_is_current(device)
+
+    return still
+
+
+def _first(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str,
+    out: torch.Tensor | None, zero_tail: bool, key: _Key | None,
+) -> torch.Tensor:  # fmt: skip
+    """A call with every check: the first of its kind, and all those that ``grouped_gemm`` has no short way for."""
+    known_calls = _calls
+    call = tensors.check(x, w, m_sizes, w_layout)
+    if out is not None:
+        tensors.check_out(out, call)
+    tensors.check_cuda_dtype(call.x)
+    counts = tensors.in_memory("m_sizes", m_sizes)
+    device = call.x.get_device()
+    with on(device):
+        y = empty((call.M, call.N), (call.N, 1), call.x.dtype) if out is None else out
+        if zero_tail or not call.K:  # a sum over nothing is zero
+            y.zero_()
+        if not (call.M and call.N and call.K and call.E):
+            return y
+        stride_y_m = y.stride(0) if call.M > 1 else call.N
+        known = known_calls.get(key) if key is not None and call.x is x else None
+        product = Rows(Op.FORWARD, call.x, call.w, counts, call.layout, call.M)
+        launch = known[0] if known is not None else cast("Launcher | None", row_launch(product, y))
+        if launch is None:
+            sm = local_gpu(device).sm
+            torch_fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=rows_aligned(product, y))
+            return y
+        launch(
+            call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), counts.data_ptr(),
+            tensors.row_stride(call.x, call.K), stride_y_m, call.M, current_stream(device),
+        )  # fmt: skip
+        lasting = key is not None and call.x is x and counts is m_sizes and not y.requires_grad
+        if key is not None and lasting and len(known_calls) < _MOST_CALLS:
+            known_calls[key] = launch, call.N, tensors.extent(call.w)
+    return y

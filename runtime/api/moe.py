@@ -1,0 +1,313 @@
+"""A whole MoE layer: sort the routing, gather, two grouped GEMMs with an activation between, weigh, sum over k."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ...artifacts.errors import InputError
+from ...artifacts.limits import MAX_EXPERTS
+from ...artifacts.records.problem import Layout, bucket_of
+from ..check import call as check_call
+from ..check import tensors
+from ..check.form import check_fusions, form_of
+from ..driver.device import without_autocast
+from ..ops import layer
+from ..ops import routing as ops_routing
+from ..ops.activation import Activation, activate, check_activation
+from ..ops.layer import Layer, MoeLayer, Routing, Weights
+from ..replay import layer as replay_layer
+from . import call as api_call
+from .grouped_gemm import grouped_gemm
+
+_MOST_PLANS = 4096  # of about 2 KB
+_plans: dict[object, replay_layer.Plan] = {}
+_tracing = torch.compiler.is_dynamo_compiling
+_transformed = torch._C._are_functorch_transforms_active
+# Function.apply does this and, for calls inside torch.func's transforms, more.
+_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, MoeLayer).apply
+
+
+def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
+    """Sort the (token, slot) pairs by expert, stably. Nothing is read on the host, so it can be captured.
+
+    topk_ids [T, k], any integer type: an id outside [0, E) (an expert on another rank) is sorted past the
+    last expert and takes no part. E, the number of experts, is 1 to 65536.
+
+    Raises
+    ------
+    InputError
+        for anything else.
+    """
+    if not isinstance(E, (int, torch.SymInt)) or isinstance(E, bool) or not 1 <= E <= MAX_EXPERTS:
+        tensors.bad("E", repr(E), f"the number of experts, an int of 1 to {MAX_EXPERTS}", "sort_routing")
+    tensors.tensors("sort_routing", topk_ids=topk_ids)
+    _check_ids(topk_ids, "sort_routing")
+    return _sorted(topk_ids, E)
+
+
+def _check_ids(topk_ids: torch.Tensor, call: str) -> None:
+    """Raise InputError for ids that are no whole numbers."""
+    dtype = topk_ids.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        tensors.bad("topk_ids", f"{dtype}", "an integer type", call)
+
+
+def _sorted(topk_ids: torch.Tensor, E: int) -> Routing:
+    """As ``sort_routing``, of what was checked; E may be 0."""
+    found = ops_routing.sort_slots(topk_ids, E)
+    if found is not None:
+        return Routing(*found)
+    flat = topk_ids.reshape(-1).to(torch.int64)
+    # int32 sorts in half the passes of int64.
+    flat = torch.where((flat >= 0) & (flat < E), flat, E).to(torch.int32)
+    experts, order = torch.sort(flat, stable=True)
+    steps = torch.arange(E + 1, dtype=torch.int32, device=flat.device)
+    bounds = torch.searchsorted(experts, steps, out_int32=True)
+    rows = torch.arange(flat.shape[0], dtype=torch.int32, device=flat.device)
+    places = torch.where(flat < E, torch.zeros_like(flat).scatter(0, order, rows), -1)
+    return Routing(order, bounds[1:] - bounds[:-1], bounds, flat, places)
+
+
+def moe_mlp(
+    hidden: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    activation: str = "silu",
+    *,
+    gated: bool = True,
+    interleaved: bool = False,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    weights_on: str = "output",
+    w_layout: str = "nk",
+) -> torch.Tensor:
+    """out[t] = sum over slots s of weight[t, s] * (act(hidden[t] @ gate_up[e].T) @ down[e].T), e = topk_ids[t, s].
+
+    Parameters
+    ----------
+    hidden
+        [T, H] (or [..., H], flattened) bfloat16, float16 or float32; float64 on the CPU.
+    gate_up_weight, down_weight
+        [E, 2*I, H] and [E, H, I] in hidden's dtype; [E, I, H] for the first with ``gated=False``. With
+        ``w_layout="kn"`` they are [E, H, 2*I] and [E, I, H].
+    topk_ids
+        [T, k] integer: the experts of each token. An id outside [0, E) takes no part.
+    topk_weights
+        [T, k] floating point, multiplied in float32; differentiable.
+    activation, gated, interleaved
+        ``silu gelu gelu_tanh swiglu_oai`` with a gate, ``silu gelu gelu_tanh relu2`` without. Gate and up are the
+        first and second half of the columns, or with ``interleaved`` the even and odd ones.
+    gate_up_bias, down_bias
+        [E, 2*I] and [E, H] in hidden's dtype, or None.
+    weights_on
+        ``"output"``: the expert's result is weighted, as above. ``"input"``: what it reads is (Llama-4),
+        act((weight[t, s] * hidden[t]) @ ...).
+
+    Returns
+    -------
+    torch.Tensor
+        [T, H] in hidden's dtype, in hidden's shape. Slots are summed in their order, in fp32, and rounded once.
+
+    Notes
+    -----
+    An expert's result is rounded to hidden's dtype before it is weighted: in float16 one over 65504 is infinite. Where
+    torch traces the call, and with ``weights_on="input"``, the second product stores rows by an index, weighted before
+    they are rounded.
+
+    Where nothing needs a gradient, silu(gate) * up of halves without a bias is computed in the first product's epilogue
+    if a bundle's times say that this is faster (``runtime/dispatch/epilogue.py`` has the rule); then the product is
+    not rounded
+    in between. A call that needs a gradient, and any other activation, runs the product and a pass over its rows.
+
+    Raises
+    ------
+    InputError
+        for tensors that can't be used, or parameters that exclude each other.
+    """
+    key: object = None
+    if not _tracing():
+        if tensors.duals._current_level >= 0:
+            tensors.no_tangents("moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias)
+        plan = None
+        try:
+            T, k = topk_ids.shape
+            if type(T) is int:  # (else it is traced, and what looks at it fixes it)
+                key = (
+                    gate_up_weight.data_ptr(), down_weight.data_ptr(), k, bucket_of(T * k), activation, gated,
+                    interleaved, gate_up_bias is None, down_bias is None, weights_on, w_layout, hidden.dim(),
+                    hidden.requires_grad,
+                )  # fmt: skip
+                plan = _plans.get(key)
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
+            key = None
+        if plan is not None:
+            given = Weights(gate_up_weight, down_weight, gate_up_bias, down_bias)
+            out = _again(plan, hidden, given, topk_ids, topk_weights)
+            if out is not None:
+                return out
+    _check_tensors(
+        {"hidden": hidden, "gate_up_weight": gate_up_weight, "down_weight": down_weight, "topk_ids": topk_ids,
+         "topk_weights": topk_weights}, gate_up_bias=gate_up_bias, down_bias=down_bias,
+    )  # fmt: skip
+    check_activation("moe_mlp", activation, gated=gated, interleaved=interleaved)
+    if w_layout not in ("nk", "kn"):
+        raise InputError(f"moe_mlp: w_layout is {w_layout!r}, wanted 'nk' (E matrices [out, in]) or 'kn' ([in, out])")
+    if weights_on not in ("output", "input"):
+        raise InputError(f"moe_mlp: weights_on is {weights_on!r}, wanted 'output' or 'input'")
+    x = hidden.reshape(-1, hidden.shape[-1])
+    T, k = topk_ids.shape if topk_ids.dim() == 2 else (-1, -1)
+    if x.shape[0] != T or not k or topk_weights.shape != topk_ids.shape:
+        raise InputError(
+            f"moe_mlp: topk_ids is {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}, "
+            f"wanted both [T, k] with T={x.shape[0]}, the tokens of hidden, and k of at least 1"
+        )
+    if gate_up_weight.dim() != 3 or down_weight.dim() != 3 or gate_up_weight.shape[0] != down_weight.shape[0]:
+        raise InputError(
+            f"moe_mlp: gate_up_weight is {list(gate_up_weight.shape)} and down_weight {list(down_weight.shape)}, "
+            "wanted three dimensions with the same number of experts first"
+        )
+    how = Layer(k, Layout(w_layout), Activation(activation, gated, interleaved))
+    if gated and (wide := layer.columns(gate_up_weight, how.layout)) % 2:
+        raise InputError(f"moe_mlp: gate and up have {wide} columns together, wanted an even number")
+    others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
+    if weights_on == "input" or api_call.is_traced(x, gate_up_weight, topk_ids, *others):
+        out = _composed(
+            x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout
+        )  # fmt: skip
+    else:
+        given = Weights(gate_up_weight, down_weight, gate_up_bias, down_bias)
+        out, routing = _fused(x, given, topk_ids, topk_weights, how, w_layout)
+        made = None if key is None else replay_layer.plan(how, hidden, given, topk_ids, topk_weights, routing)
+        if made is not None:
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = made
+    return out.to(hidden.dtype).view(hidden.shape)
+
+
+def _check_tensors(given: dict[str, torch.Tensor], **biases: torch.Tensor | None) -> None:
+    """Raise InputError, by the caller's names, for tensors that are of no use by their types, dtypes and devices."""
+    tensors.tensors("moe_mlp", **given)
+    tensors.tensors_or_none("moe_mlp", **biases)
+    hidden, ids = given["hidden"], given["topk_ids"]
+    if not hidden.dim() or not hidden.shape[-1]:
+        tensors.bad("hidden", f"of shape {list(hidden.shape)}", "[T, H] (or [..., H]) with H of at least 1", "moe_mlp")
+    tensors.check_dtype("hidden", hidden, "moe_mlp")
+    _check_ids(ids, "moe_mlp")
+    cast = check_call.casts(hidden.device.type)
+    for name, one in (*given.items(), *biases.items()):
+        if one is None:
+            continue
+        if one.device != hidden.device:
+            tensors.bad(name, f"on {one.device}", f"hidden's device, {hidden.device}", "moe_mlp")
+        if one is not ids and not one.dtype.is_floating_point:
+            tensors.bad(name, f"{one.dtype}", "a floating-point type", "moe_mlp")
+        if not (cast or name in ("topk_ids", "topk_weights") or one.dtype is hidden.dtype):
+            tensors.bad(name, f"{one.dtype}", f"hidden's dtype, {hidden.dtype}", "moe_mlp")
+
+
+def _again(
+    plan: replay_layer.Plan, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor | None:
+    """The call by a plan; None where it is another one."""
+    biases = [one for one in given[2:] if one is not None]
+    if not plan.takes(hidden, *given[:2], ids, weights, *biases):
+        return None
+    grad = plan.grad and torch.is_grad_enabled()
+    if grad and _transformed():
+        return None
+    x = hidden if hidden.dim() == 2 else hidden.view(-1, hidden.shape[-1])
+    routing = _sorted(ids, given.gate_up.shape[0])
+    if grad:
+        out = _apply(x, *given, weights, routing, plan.how, plan)
+    else:
+        out, _ = plan.forward(x, given, routing, weights, keeps_h=False)
+    return out if hidden.dim() == 2 else out.view(hidden.shape)
+
+
+def _fused(
+    x: torch.Tensor, given: Weights, ids: torch.Tensor, weights: torch.Tensor, how: Layer, w_layout: str
+) -> tuple[torch.Tensor, Routing]:
+    """The layer as one function, with its own gradient."""
+    x, gate_up, gate_up_bias = check_call.autocast(x, given.gate_up, given.gate_up_bias)
+    _, down, down_bias = check_call.autocast(x, given.down, given.down_bias)
+    given = Weights(gate_up, down, gate_up_bias, down_bias)
+    routing = _sorted(ids, gate_up.shape[0])
+    x = _checked(x, given, weights, how, routing, w_layout)
+    with without_autocast(x.device.type):
+        if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
+            out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how)  # type: ignore[no-untyped-call]
+            return out, routing
+        return layer.forward(how, x, given, routing, weights, keeps_h=False)[0], routing
+
+
+def _checked(
+    x: torch.Tensor, given: Weights, weights: torch.Tensor, how: Layer, routing: Routing, w_layout: str
+) -> torch.Tensor:
+    """x with rows that can be used; InputError for what the GEMMs can't take."""
+    gate_up, down, gate_up_bias, down_bias = given
+    index, m_sizes, *_ = routing
+    with _product("gate_up"):
+        first = tensors.check(x, gate_up, m_sizes, w_layout)
+    form = form_of(w_layout=w_layout, topk=how.top_k, permute_x=True, permute_y=True)
+    I = first.N // 2 if how.act.gated else first.N  # noqa: E741
+    with _product("down"):
+        second = tensors.check(x.new_empty((0, I)), down, m_sizes, w_layout)
+    for one, bias, name in ((first, gate_up_bias, "gate_up"), (second, down_bias, "down")):
+        with _product(name):
+            check_fusions(
+                form, m_sizes, x.dtype, one.N, gather_indices=index, topk_weights=weights, fuse_mul_post=True, bias=bias
+            )
+    if second.N != first.K:
+        raise InputError(
+            f"moe_mlp: down_weight is {list(down.shape)}, wanted H={first.K} rows of an expert, hidden's columns"
+        )
+    if x.is_cuda:
+        tensors.check_cuda_dtype(x, "hidden", "moe_mlp")
+    return first.x
+
+
+@contextlib.contextmanager
+def _product(name: str) -> Iterator[None]:
+    """What a product's check says of w and bias is told of the caller's own arguments."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"moe_mlp: of the product with {name}_weight as w and {name}_bias as bias, {error}") from None
+
+
+def _composed(
+    x: torch.Tensor, gate_up_weight: torch.Tensor, down_weight: torch.Tensor, topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor, how: Layer, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+    weights_on: str, w_layout: str,
+) -> torch.Tensor:  # fmt: skip
+    """The layer out of calls that torch can trace."""
+    T, k = topk_ids.shape
+    activation, gated, interleaved = how.act
+    index, m_sizes, *_ = _sorted(topk_ids, gate_up_weight.shape[0])
+    if weights_on == "output" or gate_up_bias is None:  # a product without a bias is linear: weighting it is the same
+        first = weights_on == "input"
+        h = grouped_gemm(
+            x, gate_up_weight, m_sizes, k, index, permute_x=True, topk_weights=topk_weights if first else None,
+            fuse_mul_post=first, w_layout=w_layout, bias=gate_up_bias,
+        )  # fmt: skip
+    else:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weighted = (x[:, None, :].to(wide) * topk_weights[:, :, None].to(wide)).to(x.dtype)
+        h = grouped_gemm(
+            weighted.reshape(T * k, x.shape[1]), gate_up_weight, m_sizes, 1, index, permute_x=True, w_layout=w_layout,
+            bias=gate_up_bias,
+        )  # fmt: skip
+    h = activate(h, activation, gated=gated, interleaved=interleaved)
+    last = weights_on == "output"
+    # Without weights T is told by y's rows alone, which are those of the index: T*k.
+    y = grouped_gemm(
+        h, down_weight, m_sizes, k, index, permute_y=True, topk_weights=topk_weights if last else None,
+        fuse_mul_post=last, is_first_gemm=False, w_layout=w_layout, bias=down_bias,
+    )  # fmt: skip
+    return y.view(T, k, y.shape[-1]).sum(1)

@@ -1,0 +1,119 @@
+"""``torch.ops.pretuned``: the call and its gradient as operators, for torch.compile and torch.export to trace.
+
+Imported only while something traces: an eager call goes straight to the launcher, an operator costs it 7-12 us.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...artifacts.errors import InputError
+from ..check import tensors
+from ..check.call import Call, autocast, check
+from ..check.form import Form, form_of
+from ..driver.device import without_autocast
+from ..ops import gradients
+from ..ops.autograd import backward, wanted
+
+_CALL = (
+    "Tensor w, Tensor m_sizes, Tensor? gather_indices, Tensor? topk_weights, Tensor? bias, int topk, "
+    "bool permute_x, bool permute_y, bool fuse_mul_post, str w_layout"
+)
+
+_library: Any = torch.library.Library("pretuned", "DEF")  # type: ignore[no-untyped-call]
+_library.define(f"grouped_gemm(Tensor x, {_CALL}, bool zero_tail, bool dX_only, bool dW_only) -> Tensor")
+_library.define(
+    f"grouped_gemm_backward(Tensor dy, Tensor x, {_CALL}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def traced(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, *, gather_indices: torch.Tensor | None,
+    topk_weights: torch.Tensor | None, bias: torch.Tensor | None, topk: int, permute_x: bool, permute_y: bool,
+    fuse_mul_post: bool, w_layout: str, zero_tail: bool, dX_only: bool, dW_only: bool, untraceable: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The call as an operator. The checks run in its fake kernel, on shapes alone."""
+    if untraceable:
+        raise InputError("grouped_gemm: out=, autotune=True and kernel_config_* can't be traced by torch.compile or "
+                         "torch.export: leave them out, or call outside")  # fmt: skip
+    if tensors.duals._current_level >= 0:  # (whether a tensor has a tangent can't be traced)
+        raise InputError("grouped_gemm: inside a forward-mode level (torch.func.jvp, jacfwd, forward_ad) it can't be "
+                         "traced: there is no forward-mode derivative here, use a backward")  # fmt: skip
+    x, w, bias = autocast(x, w, bias)
+    y: torch.Tensor = torch.ops.pretuned.grouped_gemm(
+        x, w, m_sizes, gather_indices, topk_weights, bias, topk, permute_x, permute_y, fuse_mul_post, w_layout,
+        zero_tail, dX_only, dW_only,
+    )  # fmt: skip
+    return y
+
+
+def _call(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, index: torch.Tensor | None,
+    weights: torch.Tensor | None, bias: torch.Tensor | None, topk: int, permute_x: bool, permute_y: bool,
+    fuse: bool, w_layout: str, zero_tail: bool = False,
+) -> tuple[Call, torch.Tensor]:  # fmt: skip
+    form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail)
+    return check(x, w, m_sizes, form, index, weights, fuse, bias)
+
+
+def _forward(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    if tensors.duals._current_level >= 0:
+        tensors.no_tangents("grouped_gemm", x, *rest)
+    call, x = _call(x, *rest[:-2])
+    with without_autocast(x.device.type):
+        return gradients.forward(call, x)
+
+
+def _forward_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    call, x = _call(x, *rest[:-2])
+    return x.new_empty((call.y_rows, call.N))
+
+
+def _backward(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    *parameters, needs = rest
+    call, rows = _call(x, w, m_sizes, *parameters)
+    with without_autocast(x.device.type):
+        dx, dw, dweights, dbias = backward(call, dy, rows, tuple(needs))
+    dw = None if dw is None else dw.view(w.shape)
+    return tuple(dy.new_empty(0) if one is None else one for one in (dx, dw, dweights, dbias))
+
+
+def _backward_fake(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    _index, weights, bias, *_, needs = rest
+    like = (x, w, weights, bias)
+    return tuple(
+        one.new_empty(one.shape) if need and one is not None else dy.new_empty(0)
+        for one, need in zip(like, needs, strict=True)
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, w, m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only = inputs
+    ctx.save_for_backward(x, w, m_sizes, index, weights, bias)
+    ctx.parameters, ctx.form = parameters, Form(only_dx=dX_only, only_dw=dW_only)
+
+
+def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    asked = ctx.needs_input_grad
+    needs = list(wanted((asked[0], asked[1], False, asked[4], asked[5]), ctx.form))
+    found = torch.ops.pretuned.grouped_gemm_backward(dy, *ctx.saved_tensors, *ctx.parameters, needs)
+    dx, dw, dweights, dbias = (one if need else None for one, need in zip(found, needs, strict=True))
+    return dx, dw, None, None, dweights, dbias, *[None] * 8
+
+
+def _no_second(_ctx: Any, *_: Any) -> None:
+    raise RuntimeError("pretuned: a gradient of grouped_gemm has no gradient itself: it can't be differentiated again")
+
+
+torch.library.impl(_library, "grouped_gemm", "CompositeExplicitAutograd")(_forward)
+torch.library.impl(_library, "grouped_gemm_backward", "CompositeExplicitAutograd")(_backward)
+torch.library.register_fake("pretuned::grouped_gemm", _forward_fake, lib=_library)
+torch.library.register_fake("pretuned::grouped_gemm_backward", _backward_fake, lib=_library)
+torch.library.register_autograd("pretuned::grouped_gemm_backward", _no_second, lib=_library)
+torch.library.register_autograd("pretuned::grouped_gemm", _gradients, setup_context=_setup, lib=_library)

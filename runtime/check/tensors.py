@@ -1,0 +1,247 @@
+"""What a call may be given: every check of the tensors, and the call in plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NoReturn
+
+import torch
+from torch.autograd import forward_ad
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Layout
+
+DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
+_LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
+_MOST = 2**31 - 1
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # what is no wrapper of another tensor
+
+_transformed = torch._C._are_functorch_transforms_active
+
+
+@dataclass(frozen=True, slots=True)
+class RowGemm:
+    """A checked call y[g] = x[g] @ w[g].T. ``w`` is a 3-D view of what was given."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    m_sizes: torch.Tensor
+    layout: Layout
+    M: int
+    N: int
+    K: int
+    E: int
+
+
+def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str) -> RowGemm:
+    """The call in numbers. x is made contiguous where its rows are not; w never is.
+
+    Raises
+    ------
+    InputError
+        naming the argument, what it is, what is wanted and what to do.
+    """
+    tensors(x=x, w=w, m_sizes=m_sizes)
+    if not isinstance(w_layout, str) or w_layout not in _LAYOUTS:
+        bad("w_layout", repr(w_layout), "'nk' (w is [E, N, K]) or 'kn' (w is [E, K, N])")
+    layout = _LAYOUTS[w_layout]
+    if x.dim() != 2:
+        bad("x", f"of shape {list(x.shape)}", "[M, K]: flatten the leading dimensions with x.reshape(-1, K)")
+    check_sizes(m_sizes)
+    M, K = x.shape
+    E = m_sizes.shape[0]
+    w = three_dimensional(w, E, layout)
+    N = w.shape[1] if layout is Layout.NK else w.shape[2]
+    _check_agreement(x, w, m_sizes, E, K, layout)
+    for letter, value in (("M", M), ("N", N), ("K", K), ("E", E)):
+        if isinstance(value, int) and value > _MOST:  # (a traced size is looked at when it is there)
+            bad("x" if letter in "MK" else "w", f"{letter}={value}", f"at most {_MOST}: split the call")
+    if E > 1 and m_sizes.stride(0) != 1:
+        bad("m_sizes", f"of stride {m_sizes.stride(0)}", "contiguous: pass m_sizes.contiguous()")
+    if w.shape[2] > 1 and w.stride(2) != 1:
+        other = "kn" if layout is Layout.NK else "nk"
+        hint = f"; w.transpose(1, 2) with w_layout={other!r} can be used as it is" if w.stride(1) == 1 else ""
+        bad("w", f"with strides {list(w.stride())}", f"a last stride of 1 (w is never copied){hint}")
+    if not rows_usable(x):
+        x = x.contiguous()
+    return RowGemm(x, w, m_sizes, layout, M, N, K, E)
+
+
+def tensors(call: str = "grouped_gemm", /, **given: object) -> None:
+    """Raise InputError for what is no tensor."""
+    for name, one in given.items():
+        if not isinstance(one, torch.Tensor):
+            bad(name, f"a {type(one).__name__}", "a torch.Tensor", call)
+
+
+def in_memory(name: str, tensor: torch.Tensor, call: str = "grouped_gemm") -> torch.Tensor:
+    """The tensor; of one that wraps another (a collective's result that is under way) a copy of what it wraps.
+
+    (A wrapper's own address is null, and a kernel would read there.) InputError where the copy has no memory either.
+    """
+    if type(tensor) in PLAIN or tensor.data_ptr():
+        return tensor
+    made: torch.Tensor = tensor.clone()
+    if made.numel() and not made.data_ptr():
+        bad(name, f"a {type(tensor).__name__}, which has no memory of its own", "a torch.Tensor that has", call)
+    return made
+
+
+# Where no level is told, as in a torch that names it otherwise, each call looks at its tensors.
+duals = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
+
+
+def no_tangents(call: str, *given: object) -> None:
+    """Raise InputError for a tensor with a tangent of forward-mode differentiation: a kernel would lose it."""
+    for one in given:
+        if isinstance(one, torch.Tensor) and forward_ad.unpack_dual(one).tangent is not None:  # type: ignore[no-untyped-call]
+            raise InputError(f"{call}: a tensor has a forward-mode tangent (torch.func.jvp, jacfwd, forward_ad), and "
+                             "there is no forward-mode derivative here: use a backward")  # fmt: skip
+
+
+def tensors_or_none(call: str = "grouped_gemm", /, **given: object) -> None:
+    """Raise InputError for what is neither a tensor nor left out."""
+    tensors(call, **{name: one for name, one in given.items() if one is not None})
+
+
+def check_sizes(m_sizes: torch.Tensor) -> None:
+    """Raise InputError for what are no experts' counts."""
+    if m_sizes.dim() != 1:
+        bad("m_sizes", f"of shape {list(m_sizes.shape)}", "[E], one count of rows for each expert")
+    if m_sizes.dtype not in (torch.int32, torch.int64):
+        bad("m_sizes", f"{m_sizes.dtype}", "torch.int32 or torch.int64")
+
+
+def check_out(out: torch.Tensor, call: RowGemm, **read: torch.Tensor | None) -> None:
+    """Raise InputError unless ``out`` can take the call's result; ``read`` is what the call reads beside x and w."""
+    if not isinstance(out, torch.Tensor):
+        bad("out", f"a {type(out).__name__}", "a torch.Tensor or None")
+    if tuple(out.shape) != (call.M, call.N):
+        bad("out", f"of shape {list(out.shape)}", f"[M, N] = [{call.M}, {call.N}]")
+    if out.dtype is not call.x.dtype or out.device != call.x.device:
+        bad("out", f"{out.dtype} on {out.device}", f"x's {call.x.dtype} on {call.x.device}")
+    if out.requires_grad and torch.is_grad_enabled():
+        bad("out", "a tensor that requires grad", "one that does not: out.detach(), or torch.no_grad()")
+    if not rows_usable(out):
+        bad("out", f"with strides {list(out.stride())}", "rows that are contiguous and don't overlap")
+    check_apart(out, x=call.x, w=call.w, m_sizes=call.m_sizes, **read)
+
+
+def check_apart(out: torch.Tensor, **read: torch.Tensor | None) -> None:
+    """Raise InputError where ``out`` has bytes of a tensor that is read while it is written: 1 to 2 us."""
+    if _transformed() or not out.data_ptr():  # what stands for a tensor tells no memory
+        return
+    begin = out.data_ptr()
+    end = begin + out.untyped_storage().nbytes()
+    for name, one in read.items():
+        if one is None or one.data_ptr() >= end:
+            continue
+        if begin < one.data_ptr() + one.untyped_storage().nbytes() and _share(out, one):
+            bad("out", f"in the memory of {name}", f"memory of its own, as {name} is read while out is written: pass "
+                f"another out, or a clone of {name}")  # fmt: skip
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """The bytes from a tensor's first to its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((many - 1) * stride for many, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors may have a byte in common; columns of one matrix side by side have none."""
+    ahead = other.data_ptr() - one.data_ptr()
+    if ahead >= extent(one) or -ahead >= extent(other):
+        return False
+    (row, steps), (other_row, other_steps) = _rows_of(one), _rows_of(other)
+    step = min(steps + other_steps, default=0)
+    if not step or any(more % step for more in steps + other_steps):
+        return True
+    return ahead % step < row or ahead % step + other_row > step
+
+
+def _rows_of(tensor: torch.Tensor) -> tuple[int, list[int]]:
+    """The bytes of a row, and those from row to row along each other dimension."""
+    size = tensor.element_size()
+    *outer, (length, unit) = zip(tensor.shape, tensor.stride(), strict=True)
+    return ((length - 1) * unit + 1) * size, [stride * size for many, stride in outer if many > 1]
+
+
+def check_cuda_dtype(x: torch.Tensor, name: str = "x", call: str = "grouped_gemm") -> DType:
+    """The element type of a CUDA call; InputError for one that no kernel computes."""
+    if x.dtype not in DTYPES:
+        bad(name, f"{x.dtype}", "torch.bfloat16, torch.float16 or torch.float32 on CUDA", call)
+    return DTYPES[x.dtype]
+
+
+def three_dimensional(w: torch.Tensor, E: int, layout: Layout) -> torch.Tensor:
+    """w as E matrices, a view; InputError where it is no such thing."""
+    shape = "[E, N, K]" if layout is Layout.NK else "[E, K, N]"
+    flat = "[E*N, K]" if layout is Layout.NK else "[E*K, N]"
+    if w.dim() == 3:
+        return w
+    if w.dim() != 2:
+        bad("w", f"of shape {list(w.shape)}", f"{shape}, or flattened {flat}")
+    if E == 0 or w.shape[0] % E:
+        bad("w", f"of shape {list(w.shape)}", f"{flat}: its rows must divide by the {E} experts of m_sizes")
+    rows = w.shape[0] // E
+    return w.view(E, rows, w.shape[1])
+
+
+def _check_agreement(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, E: int, K: int, layout: Layout) -> None:
+    shape = "[E, N, K]" if layout is Layout.NK else "[E, K, N]"
+    reduction = w.shape[2] if layout is Layout.NK else w.shape[1]
+    if w.shape[0] != E:
+        bad("w", f"of shape {list(w.shape)}", f"{shape} with E={E}, the length of m_sizes")
+    if reduction != K:
+        other = w.shape[1] if layout is Layout.NK else w.shape[2]
+        hint = f" (is it w_layout={'kn' if layout is Layout.NK else 'nk'!r}?)" if other == K else ""
+        bad("w", f"of shape {list(w.shape)}", f"{shape} with K={K}, x's last dimension{hint}")
+    if w.dtype is not x.dtype:
+        bad("w", f"{w.dtype}", f"x's dtype, {x.dtype}")
+    check_dtype("x", x, "grouped_gemm")
+    for name, tensor in (("w", w), ("m_sizes", m_sizes)):
+        if tensor.device != x.device:
+            bad(name, f"on {tensor.device}", f"x's device, {x.device}")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, call: str) -> None:
+    """Raise InputError for a dtype that no product has: float64 only the CPU's."""
+    if tensor.dtype not in DTYPES and tensor.dtype is not torch.float64:
+        bad(
+            name,
+            f"{tensor.dtype}",
+            "torch.bfloat16, torch.float16 or torch.float32 (the CPU: torch.float64, too)",
+            call,
+        )
+
+
+def rows_usable(tensor: torch.Tensor) -> bool:
+    """Whether rows are contiguous and don't overlap; the stride of a dimension of one is of no account."""
+    rows, length = tensor.shape
+    # (Rows last: of a traced tensor nobody may know how many there are.)
+    return (length <= 1 or tensor.stride(1) == 1) and (tensor.stride(0) >= length or rows <= 1)
+
+
+def row_stride(tensor: torch.Tensor, length: int) -> int:
+    """Elements from row to row; a single row's is its length."""
+    stride = tensor.stride(0)
+    return stride if stride == length or tensor.shape[0] > 1 else length
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether kernels run on it. (Tests say so of the host's memory.)"""
+    return tensor.is_cuda
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    """Where a tensor begins; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def bad(name: str, got: str, wanted: str, call: str = "grouped_gemm") -> NoReturn:
+    """Raise InputError for the argument ``name`` of ``call``."""
+    raise InputError(f"{call}: {name} is {got}, wanted {wanted}")

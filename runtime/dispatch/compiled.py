@@ -1,0 +1,61 @@
+"""What was compiled in this process for problems that no bundle can run, where ``allow_jit`` permits it."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ...artifacts.errors import BundleError, CompileError, HostError
+from ...artifacts.files.bundle_file import BundleFile, open_bytes
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.spec import MAX_EXPERTS
+from .. import hooks
+from ..locks import lock
+
+_log = logging.getLogger(__name__)
+# By what one compilation serves; a failure is kept as its reason, so that it is not tried again.
+_made: dict[_Kind, BundleFile | str] = {}
+
+_Kind = tuple[Op, DType, Layout, Fusion, bool, int]
+
+
+def would_compile(problem: Problem, local: LocalGpu) -> bool:
+    """Whether a call that no bundle can run would be compiled, rather than run by torch."""
+    return hooks.jit_allowed() and not isinstance(_made.get(_kind(problem, local)), str)
+
+
+def compiled(problem: Problem, local: LocalGpu) -> BundleFile | str:
+    """What the compiler makes for problems of this kind, made now if it was not yet; or why there is nothing."""
+    kind = _kind(problem, local)
+    with lock("compiling"):
+        found = _made.get(kind)
+        if found is None:
+            found = _made[kind] = _compile(problem, local)
+    return found
+
+
+def forget() -> None:
+    """Forget what was compiled; what is in use stays open."""
+    with lock("compiling"):
+        _made.clear()
+
+
+def _kind(problem: Problem, local: LocalGpu) -> _Kind:
+    return (problem.op, problem.dtype, problem.layout, problem.fusion, problem.E > MAX_EXPERTS, local.sm)
+
+
+def _compile(problem: Problem, local: LocalGpu) -> BundleFile | str:
+    compiler = hooks.compiler()
+    if compiler is None:
+        return "no compiler is registered"
+    _log.warning("pretuned: no bundle can run %s on %s; compiling it now with Triton", problem, local.gpu.name)
+    begun = time.perf_counter()
+    try:
+        bundle = open_bytes(compiler(problem, local.sm), "compiled now")
+    except (CompileError, HostError, BundleError) as error:
+        _log.warning("pretuned: it could not be compiled: %s", error)
+        return f"it could not be compiled: {error}"
+    _log.info("pretuned: %d variants compiled in %.1f s", bundle.variant_count, time.perf_counter() - begun)
+    return bundle

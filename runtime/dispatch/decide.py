@@ -1,0 +1,222 @@
+"""Which variant runs: a problem, its rows and a GPU in, one decision out.
+
+The same bundles and the same GPU give the same decision in every process; the ranking is in
+``candidates.py``. Nothing here synchronises with the GPU or tunes; nothing is compiled but after ``allow_jit``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import NamedTuple
+
+from ...artifacts.errors import ProblemNotInBundle
+from ...artifacts.names import printable
+from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
+from ...artifacts.records.target import LocalGpu
+from .. import hooks
+from ..locks import lock
+from . import compiled
+from .hints import build_line, nearest_shapes
+from .places import Kind
+from .ranking import Candidate, Match, Origin, chosen, modelled
+from .snapshot import Rejected, Snapshot, View
+
+_log = logging.getLogger(__name__)
+
+
+class Decision(NamedTuple):
+    """The variant that runs a problem at a bucket of rows, and why it. (``explain`` also tells the next best.)"""
+
+    problem: Problem
+    bucket: int
+    aligned: bool
+    chosen: Candidate
+    reason: str
+
+
+class Miss(NamedTuple):
+    """No bundle can run the problem here: torch does. ``reason`` says why and what to do."""
+
+    problem: Problem
+    bucket: int
+    aligned: bool
+    reason: str
+
+
+def decide(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool = True, strict: bool = False
+) -> Decision | Miss:
+    """The variant for M rows of ``problem`` on ``local``; remembered for M's bucket in the snapshot.
+
+    ``aligned`` says whether every pointer, row stride and row length is a multiple of 16 bytes.
+
+    Raises
+    ------
+    ProblemNotInBundle
+        if ``strict`` and there is no choice for this problem and bucket on this capability.
+    TargetMismatch, DriverTooOld, BundleError
+        for a file that PRETUNED_BUNDLES names and that can't be used.
+    """
+    bucket = bucket_of(M)
+    key = (problem, bucket, aligned, local, strict)
+    known: Decision | Miss | None = snapshot.decisions.get(key)
+    if known is None:
+        with lock("decisions"):
+            known = snapshot.decisions.get(key)
+            if known is None:
+                known = settle(snapshot, problem, bucket, local, aligned, strict)
+                if isinstance(known, Miss) and hooks.jit_allowed():
+                    from ..driver import device  # here, so that choosing needs no torch
+
+                    if device.capturing():
+                        return known  # for now: the next call outside compiles
+                    known = _compiled(snapshot, known, local, strict)
+                snapshot.decisions[key] = known
+                _tell(snapshot, known, local)
+    return known
+
+
+def settle(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
+) -> Decision | Miss:
+    """As ``decide``, but nothing is remembered, compiled or told."""
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            return _decide(snapshot, problem, bucket, local, aligned, strict)
+
+
+def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -> Decision | Miss:
+    """The decision over what the compiler makes now, or the miss and why there is nothing."""
+    made = compiled.compiled(missed.problem, local)
+    if isinstance(made, str):
+        return missed._replace(reason=f"{missed.reason} (allow_jit: {made})")
+    snapshot.add(made)
+    return settle(snapshot, missed.problem, missed.bucket, local, missed.aligned, strict)
+
+
+def _decide(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
+) -> Decision | Miss:
+    view = snapshot.view(local, installed=False)
+    view.demand_named_files()
+    found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1) if view.usable else []
+    if not _settles(found, Origin.MODELLED, local):
+        view = snapshot.nearer_view(local)
+        found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
+        if not _settles(found, Origin.THIS_GPU, local):
+            view = snapshot.view(local, installed=True)
+            found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
+            if not found or found[0].origin >= Origin.COMPATIBLE:
+                found += modelled(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
+                found.sort(key=lambda candidate: (candidate.origin, candidate.match))
+            if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
+                raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
+    if not found:
+        return Miss(problem, bucket, aligned, miss_text(problem, bucket, local, view))
+    return Decision(problem, bucket, aligned, found[0], reason(found[0], problem, bucket, local))
+
+
+def _settles(found: list[Candidate], least: Origin, local: LocalGpu) -> bool:
+    """Whether no other bundle is asked: this one was chosen for this very bucket and capability, and is no worse."""
+    if not found or found[0].match is not Match.EXACT:
+        return False
+    return found[0].origin <= least and found[0].usable.bundle.target.sm == local.sm
+
+
+def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:
+    """Whether a bundle for this capability was built for this product and bucket, whatever is fused with it.
+
+    A plan has the forms that a layer's calls have: a bias on a plain first GEMM has the variants of its form, chosen
+    by the cost model, and no choice of its own.
+    """
+    return any(
+        choice.bucket == bucket
+        for usable in view.usable
+        if usable.bundle.target.sm == local.sm and usable.place.kind is not Kind.PROCESS
+        for form in forms_of(problem)
+        for choice in snapshot.find(usable.bundle, form)
+    )
+
+
+def forms_of(problem: Problem) -> tuple[Problem, ...]:
+    """The problem, then its product in the other forms that there is code for."""
+    if problem.op is Op.DW:
+        return (problem,)
+    others: tuple[Fusion, ...] = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
+    others += (Fusion.SILU, Fusion.SILU | Fusion.GATHER) if problem.op is Op.FORWARD else ()
+    return (problem, *(replace(problem, fusion=one, top_k=0) for one in others if one is not problem.fusion))
+
+
+def reason(candidate: Candidate, problem: Problem, bucket: int, local: LocalGpu) -> str:
+    """Why a candidate for ``problem`` stands where it does, in words."""
+    why = _standing(candidate, bucket, local)
+    code_of_another = candidate.variant.layout is not problem.layout
+    own = candidate.match is not Match.COST_MODEL and candidate.usable.bundle.find(problem)
+    return f"{why} (as {problem.twin}, which is the same product)" if code_of_another and not own else why
+
+
+def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
+    target = candidate.usable.bundle.target
+    if candidate.match is Match.COST_MODEL:
+        what = "the cost model's choice among the variants that are there: no bundle has this problem for this call"
+        if candidate.origin is Origin.COMPILED:
+            return "compiled now by Triton, the cost model's choice: no bundle has a variant that can run it"
+        compatible = candidate.origin is Origin.COMPATIBLE
+        return f"{what} (code for {target}, which sm_{local.sm} runs)" if compatible else what
+    what = {
+        Origin.THIS_GPU: "measured on this GPU",
+        Origin.THIS_CAPABILITY: f"measured on {candidate.gpu.name if candidate.gpu else '?'}, of this capability",
+        Origin.MODELLED: "modelled for this capability, measured nowhere",
+        Origin.COMPATIBLE: f"built for {target}, which sm_{local.sm} runs",
+        Origin.COMPILED: "compiled now by Triton, as no bundle has a variant that can run it; modelled",
+    }[candidate.origin]
+    if candidate.match is Match.EXACT:
+        return f"{what}, for this problem and M near {bucket}"
+    return f"{what}, for this problem at M near {candidate.bucket}, the nearest to {bucket} that there is"
+
+
+def miss_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
+    """Why no bundle can run it, and what to do."""
+    if not local.sm:
+        return f"no bundle runs on {local}: it is of no CUDA capability"
+    line = build_line(problem, bucket, local.sm)
+    if not view.usable:
+        skipped = f" ({len(view.skipped)} found and skipped, see python -m pretuned.runtime)" if view.skipped else ""
+        return f"no usable bundle for {local}{skipped}. Build one with: {line}"
+    return f"no variant in {len(view.usable)} bundle(s) can run {problem} on {local}. Build one with: {line}"
+
+
+def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
+    near = nearest_shapes(problem, local, view)
+    have = f"The nearest there are: {'; '.join(near)}" if near else "No usable bundle has a problem of this kind"
+    return (
+        f"PRETUNED_STRICT: no choice for {problem} at M near {bucket} on {local}. {have}. "
+        f"Build it with: {build_line(problem, bucket, local.sm)}"
+    )
+
+
+def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
+    """Log an outcome once: the better the choice, the quieter."""
+    if isinstance(known, Miss):
+        nothing = not snapshot.view(local, installed=True).usable
+        topic: Hashable = (local, None if nothing else known.problem)
+        if topic not in snapshot.told:
+            snapshot.told.add(topic)
+            _log.warning("pretuned: grouped GEMM runs on torch: %s", known.reason)
+        return
+    best = known.chosen
+    ideal = best.origin is Origin.THIS_GPU and best.match is Match.EXACT
+    if not _log.isEnabledFor(logging.DEBUG if ideal else logging.INFO):
+        return
+    name = printable(best.usable.path.name)
+    what = (known.problem, known.bucket, local.gpu.name, best.config, name, known.reason)
+    if ideal:
+        _log.debug("pretuned: %s at M near %d on %s: using %s of %s, %s", *what)
+    else:
+        _log.info(
+            "pretuned: no measured choice for %s at M near %d on %s; using %s of %s, %s; build one with: %s",
+            *what, build_line(known.problem, known.bucket, local.sm),
+        )  # fmt: skip

@@ -1,0 +1,138 @@
+"""A kernel that the caller names: which configs a pin may be, and which variant has one."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.bundle import Choice
+from ...artifacts.records.problem import Fusion, Op, Problem
+from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.config import Config
+from .ranking import why_not
+from .snapshot import Rejected, Snapshot, Usable
+
+
+@dataclass(frozen=True, slots=True)
+class Preferred:
+    """The config to run one GEMM with, by the form of the call's code.
+
+    A preference: where no usable bundle has it for a call, the bundles' own choice runs. None of a form: the same.
+    """
+
+    configs: tuple[tuple[Fusion, Config], ...] = ()
+
+    @property
+    def config(self) -> Config | None:
+        """That of the plain form."""
+        return self.of(Fusion.NONE)
+
+    def of(self, fusion: Fusion) -> Config | None:
+        """That of one form's code."""
+        return dict(self.configs).get(fusion)
+
+
+NOTHING = Preferred()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPair:
+    """What to run the first and the second GEMM of a layer with, for one op: ``is_first_gemm`` picks."""
+
+    op: Op
+    first: Preferred = NOTHING
+    second: Preferred = NOTHING
+
+    def of(self, *, is_first_gemm: bool) -> Preferred:
+        """That of one of the two."""
+        return self.first if is_first_gemm else self.second
+
+
+Pin: TypeAlias = Config | Choice | Preferred
+
+_SHOWN = 3
+
+
+_OPS = {"kernel_config_fwd": Op.FORWARD, "kernel_config_bwd_dX": Op.DX, "kernel_config_bwd_dW": Op.DW}
+
+
+def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | None:
+    """``pin`` if it can name a variant; of a pair, that of the GEMM.
+
+    Raises
+    ------
+    InputError
+        for anything but None, a Config, a Choice, or a KernelPair (or half of one) of this op.
+    """
+    if isinstance(pin, KernelPair):
+        if pin.op is not _OPS[name]:
+            raise InputError(f"grouped_gemm: {name} is a KernelPair of {pin.op.value}, wanted {_OPS[name].value}'s")
+        return pin.of(is_first_gemm=is_first_gemm)
+    if pin is None or isinstance(pin, (Config, Choice, Preferred)):
+        return pin
+    raise InputError(
+        f"grouped_gemm: {name} is a {type(pin).__name__}, wanted a pretuned.kernels.contract.config.Config or "
+        "a pretuned.artifacts.records.bundle.Choice that an open bundle has, a KernelPair of "
+        "get_or_autotune_moe_kernels, or None for the bundles' own choice"
+    )
+
+
+def preferred(snapshot: Snapshot, pin: Preferred, problem: Problem, local: LocalGpu, *, aligned: bool) -> Config | None:
+    """The config that is preferred for this form of call, if a usable bundle has it."""
+    config = pin.of(problem.fusion)
+    while config is not None:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            there = {one for one, *_ in _configs(snapshot, problem, local, aligned)}
+            return config if config in there else None
+    return None
+
+
+def find(
+    snapshot: Snapshot, pin: Config | Choice, problem: Problem, local: LocalGpu, *, aligned: bool
+) -> tuple[Usable, int]:
+    """The first usable bundle that has the variant, and its index there; InputError as for ``kernel``."""
+    there = list(_configs(snapshot, problem, local, aligned))
+    if isinstance(pin, Choice):
+        for usable in snapshot.view(local, installed=True).usable:
+            runs_here = any(one is usable and index == pin.variant for _config, one, index in there)
+            if runs_here and pin in snapshot.find(usable.bundle, problem):
+                return usable, pin.variant
+        raise InputError(
+            f"grouped_gemm: no usable bundle has the choice {pin} for {problem}, or its variant can't run here. "
+            f"Its choices are those of BundleFile.find(problem), or else of problem.twin's; {_listed(there, None)}"
+        )
+    for config, usable, index in there:
+        if config == pin:
+            return usable, index
+    raise InputError(
+        f"grouped_gemm: no usable bundle has a variant {pin} that can run {problem} on {local}; {_listed(there, pin)}"
+    )
+
+
+def _configs(
+    snapshot: Snapshot, problem: Problem, local: LocalGpu, aligned: bool
+) -> Iterator[tuple[Config, Usable, int]]:
+    for usable in snapshot.view(local, installed=True).usable:
+        for index, variant in snapshot.variants(usable.bundle, problem):
+            if why_not(variant, problem, local, aligned=aligned) is None:
+                yield Config.from_pairs(variant.config), usable, index
+
+
+def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str:
+    configs = sorted({config for config, *_ in there})
+    if not configs:
+        return "there are none for this kind of problem. Build some with `aot build`"
+    if near is not None:
+        configs.sort(key=lambda config: (_distance(config, near), config))
+    return f"the nearest of {len(configs)}: {'; '.join(map(str, configs[:_SHOWN]))}"
+
+
+def _distance(one: Config, other: Config) -> float:
+    """How many doublings lie between two configs; a flag that differs counts as one."""
+    numbers = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
+    apart = math.fsum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in numbers)
+    return apart + (one.tma != other.tma) + (one.persistent != other.persistent)

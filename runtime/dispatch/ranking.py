@@ -1,0 +1,262 @@
+"""The variants that could run a call, ranked. The ranking of the whole product is stated here, once.
+
+A candidate ranks by, in this order:
+
+1. whether it is of this capability: code built for a binary-compatible one, or compiled by this process, comes after;
+2. whether it was chosen for this bucket or one of its neighbours, half or twice the rows, and if not how far from it:
+   what was measured for a few rows says nothing of many;
+3. ``Origin``: measured on this very GPU, measured on its capability, modelled for its capability,
+   built for a binary-compatible one, compiled by this process because nothing else could run;
+4. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
+   variants that are there;
+5. if on another GPU of its capability, how like this one that is, by SM count and memory;
+6. the place of its bundle, in the order in which places are asked.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from ...artifacts.records.bundle import Choice, Source, Variant
+from ...artifacts.records.problem import Problem
+from ...artifacts.records.target import Gpu, LocalGpu
+from ...kernels.contract import registry, words
+from ...kernels.contract.config import Config
+from ...kernels.hardware import arch, chips
+from .places import Kind
+from .snapshot import Snapshot, Usable, View
+
+if TYPE_CHECKING:
+    from ...kernels.cost.model import Ranker
+
+    _Ranked: TypeAlias = tuple[View, list[tuple[Usable, int, Variant]], Ranker]
+
+
+_NEAR = 1  # doublings of the rows
+_SMALL = 64  # an N and a K that every kernel can do
+
+
+class Origin(enum.IntEnum):
+    """Where a candidate's claim comes from, best first."""
+
+    THIS_GPU = 0
+    THIS_CAPABILITY = 1
+    MODELLED = 2
+    COMPATIBLE = 3
+    COMPILED = 4
+
+
+class Match(enum.IntEnum):
+    """How near a candidate is to what was asked, best first."""
+
+    EXACT = 0
+    NEAREST_BUCKET = 1
+    COST_MODEL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A variant that can run the call. ``time_us`` was measured or modelled, as ``source`` says, at ``bucket``.
+
+    ``gpu`` is the one that it was measured on.
+    """
+
+    usable: Usable
+    index: int
+    variant: Variant
+    origin: Origin
+    match: Match
+    source: Source
+    bucket: int
+    time_us: float
+    gpu: Gpu | None
+
+    @property
+    def config(self) -> Config:
+        """The variant's config."""
+        return Config.from_pairs(self.variant.config)
+
+
+def chosen(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View, *, aligned: bool, most: int
+) -> list[Candidate]:
+    """The best ``most`` candidates that the bundles' own choices name, runners-up included, best first."""
+    found: list[Candidate] = []
+    seen: set[tuple[int, int]] = set()  # a variant counts once, by its best claim
+    for claim in _claims(snapshot, problem, local, view).ranked(bucket):
+        if len(found) == most:
+            break
+        usable, choice, index = claim.usable, claim.choice, claim.index
+        if (usable.order, index) in seen:
+            continue
+        seen.add((usable.order, index))
+        variant = snapshot.variant(usable.bundle, index)
+        if why_not(variant, problem, local, aligned=aligned) is None:
+            match = Match.EXACT if choice.bucket == bucket else Match.NEAREST_BUCKET
+            gpu = None if choice.gpu is None else usable.bundle.gpus[choice.gpu]
+            found.append(
+                Candidate(
+                    usable, index, variant, claim.origin, match, choice.source, choice.bucket, claim.time_ns / 1e3, gpu
+                )
+            )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What one choice says of its variant, or of its runner-up."""
+
+    origin: Origin
+    usable: Usable
+    choice: Choice
+    index: int
+    time_ns: int
+    apart: float
+
+
+class _Claims(NamedTuple):
+    """Every claim on a problem: the origins that there are, best first, and of each its claims by bucket."""
+
+    view: View
+    by_origin: dict[Origin, dict[int, list[_Claim]]]
+
+    def ranked(self, bucket: int) -> Iterator[_Claim]:
+        """All of them, best first for this bucket."""
+
+        def rank(place: tuple[Origin, int]) -> tuple[int, ...]:
+            origin, other = place
+            steps = abs(other.bit_length() - bucket.bit_length())
+            # Of two equally near buckets the larger: its tiles lose less on few rows than small ones on many.
+            return origin >= Origin.COMPATIBLE, steps if steps > _NEAR else 0, origin, steps, -other
+
+        places = ((origin, one) for origin, by_bucket in self.by_origin.items() for one in by_bucket)
+        for origin, one in sorted(places, key=rank):
+            yield from self.by_origin[origin][one]
+
+
+def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -> _Claims:
+    """The claims of the bundles' choices, kept by the snapshot."""
+    key = (id(view), problem, local)
+    known: _Claims | None = snapshot.rankers.get(key)
+    if known is None:
+        claims = []
+        for usable in view.usable:
+            apart = [_apart(one, local.gpu) for one in usable.bundle.gpus]
+            here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if one.is_like(local.gpu)}
+            native = usable.bundle.target.sm == local.sm
+            for choice in snapshot.find(usable.bundle, problem):
+                origin = _origin(choice, here, native, usable)
+                far = apart[choice.gpu] if origin is Origin.THIS_CAPABILITY and choice.gpu is not None else 0.0
+                claims.append(_Claim(origin, usable, choice, choice.variant, choice.time_ns, far))
+                if choice.runner_up is not None:
+                    claims.append(_Claim(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0, far))
+        # A choice comes before its runner-up, whose time may be less: the builder told such a lead from noise.
+        claims.sort(
+            key=lambda one: (
+                one.origin, one.choice.bucket, one.apart, one.usable.order, one.index != one.choice.variant
+            )
+        )  # fmt: skip
+        by_origin: dict[Origin, dict[int, list[_Claim]]] = {}
+        for claim in claims:
+            by_origin.setdefault(claim.origin, {}).setdefault(claim.choice.bucket, []).append(claim)
+        known = snapshot.rankers[key] = _Claims(view, by_origin)
+    return known
+
+
+def modelled(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View, *, aligned: bool,
+    most: int | None = None,
+) -> list[Candidate]:  # fmt: skip
+    """What the cost model says of every variant that fits, whatever it was chosen for; the best ``most`` of them."""
+    if local.sm not in arch.LIMITS:
+        return []
+    _, fitting, ranker = _ranked(snapshot, problem, local, view, aligned)
+    found = []
+    for time_us, at in ranker.rank(problem.with_w_nk, bucket):
+        usable, index, variant = fitting[at]
+        origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
+        origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
+        config = _known(variant.config)
+        if config is None or variant.max_experts < problem.E or registry.beyond(problem, config):
+            continue
+        if math.isfinite(time_us):
+            found.append((origin, time_us, usable.order, index, at))
+    # All variants of one origin compete: the place only breaks ties.
+    return [
+        Candidate(
+            fitting[at][0], index, fitting[at][2], origin, Match.COST_MODEL, Source.MODELLED, bucket, time_us, None
+        )
+        for origin, time_us, _, index, at in sorted(found)[:most]
+    ]
+
+
+def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: bool) -> str | None:
+    """Why this variant can't run the call, or None."""
+    first, last = words.READS_ABI
+    if not first <= variant.abi <= last:
+        return f"its launch ABI is {variant.abi}, this version launches {first}-{last}"
+    config = _known(variant.config)
+    if config is None:
+        return "its config is not one that this version knows"
+    lacking = registry.no_code(problem.op, problem.dtype, variant.fusion, config) or registry.beyond(problem, config)
+    if lacking:
+        return lacking
+    if variant.alignment > 1 and not aligned:
+        return f"it needs {variant.alignment}-byte alignment"
+    if variant.max_experts < problem.E:
+        return f"it takes {variant.max_experts} experts at most"
+    limits = arch.LIMITS.get(local.sm)
+    if limits is not None and variant.shared_bytes > limits.shared_per_block_bytes:
+        return (
+            f"it needs {variant.shared_bytes} bytes of shared memory, sm_{local.sm} has {limits.shared_per_block_bytes}"
+        )
+    return None
+
+
+def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, aligned: bool) -> _Ranked:
+    """The variants that can run small problems of this kind, and a ranker of them, kept by the snapshot."""
+    key = (id(view), problem.op, problem.dtype, problem.layout, problem.fusion, aligned, local)
+    known: _Ranked | None = snapshot.rankers.get(key)
+    if known is None:
+        from ...kernels.cost.model import Ranker, Resources  # here, as most calls are answered by a choice of a bundle
+
+        kind = replace(problem, E=1, N=_SMALL, K=_SMALL)
+        fitting = [
+            (usable, index, variant)
+            for usable in view.usable
+            for index, variant in snapshot.variants(usable.bundle, problem)
+            if why_not(variant, kind, local, aligned=aligned) is None
+        ]
+        resources = [Resources.of(variant) for *_, variant in fitting]
+        op, chip = problem.with_w_nk.op, chips.chip_of(local.gpu, local.sm)
+        known = view, fitting, Ranker(resources, op, problem.dtype, chip)
+        snapshot.rankers[key] = known
+    return known
+
+
+@functools.lru_cache(maxsize=4096)
+def _known(pairs: tuple[tuple[str, int], ...]) -> Config | None:
+    try:
+        return Config.from_pairs(pairs)
+    except ValueError:
+        return None
+
+
+def _apart(one: Gpu, other: Gpu) -> float:
+    """How unlike two GPUs of one capability are, in doublings of SMs and of memory."""
+    return abs(math.log2(one.sm_count / other.sm_count)) + abs(math.log2(one.memory_mib / other.memory_mib))
+
+
+def _origin(choice: Choice, here: set[int], native: bool, usable: Usable) -> Origin:
+    if choice.source is Source.MEASURED and choice.gpu in here:
+        return Origin.THIS_GPU
+    if usable.place.kind is Kind.PROCESS:
+        return Origin.COMPILED
+    if not native:
+        return Origin.COMPATIBLE
+    return Origin.THIS_CAPABILITY if choice.source is Source.MEASURED else Origin.MODELLED

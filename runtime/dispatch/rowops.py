@@ -1,0 +1,50 @@
+"""Which kernel of a pass over rows runs here: the ranking, over the bundles of a snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+from ...artifacts.records.bundle import Variant
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Pass
+from ...artifacts.records.target import LocalGpu
+from ...kernels.contract import words
+from ...kernels.contract.launchable import unlaunchable
+from ...kernels.contract.rowops import PassSpec
+from ...kernels.hardware import arch
+from .snapshot import Rejected, Snapshot, Usable
+
+
+def ranked(snapshot: Snapshot, op: Pass, dtype: DType, local: LocalGpu, *, aligned: bool) -> list[tuple[Usable, int]]:
+    """The kernels of this pass that ``local`` can run, best first: (bundle, variant's index).
+
+    Code for this very capability first, then aligned code, the later revision, the place of the bundle. Installed
+    packages are asked only if no other place has any, and of them those measured on this GPU first.
+    """
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            for asked in (partial(snapshot.view, installed=False), snapshot.nearer_view,
+                          partial(snapshot.view, installed=True)):  # fmt: skip
+                found = [
+                    (usable, i, variant)
+                    for usable in asked(local).usable
+                    for i, variant in snapshot.variants(usable.bundle, PassSpec(op, dtype))
+                    if _runs(variant, local, aligned)
+                ]
+                if found:
+                    found.sort(key=lambda one: _rank(one[0], one[1], one[2], local))
+                    return [(usable, i) for usable, i, _ in found]
+            return []
+
+
+def _rank(usable: Usable, index: int, variant: Variant, local: LocalGpu) -> tuple[int, ...]:
+    native = usable.bundle.target.sm == local.sm
+    return (not native, -variant.alignment, -variant.revision, usable.order, index)
+
+
+def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
+    first, last = words.READS_ABI
+    limits = arch.LIMITS.get(local.sm)
+    fits = limits is None or variant.shared_bytes <= limits.shared_per_block_bytes
+    return first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)

@@ -1,0 +1,363 @@
+"""The bundles that this process knows: one snapshot of all places, and which of them a GPU can use."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from ...artifacts.errors import BundleError, DriverTooOld, TargetMismatch
+from ...artifacts.files.bundle_file import BundleFile, open_bundle
+from ...artifacts.files.lock import reading
+from ...artifacts.names import printable
+from ...artifacts.records.bundle import Choice, Variant
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
+from ...artifacts.records.target import LocalGpu, cuda_version
+from .. import hooks
+from ..locks import lock
+from ..settings import Settings, settings
+from .places import Kind, Place, installed_places, places
+
+if TYPE_CHECKING:
+    from ...kernels.contract.rowops import PassSpec
+
+_OVERLAY_LOCK_TIMEOUT_S = 0.2
+
+_Groups: TypeAlias = "dict[tuple[Op | Pass, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
+
+_log = logging.getLogger(__name__)
+_snapshot: Snapshot | None = None
+_kept: list[BundleFile] = []
+
+
+class Found(NamedTuple):
+    """A bundle file in a place: open, its index perhaps not yet read, or the error that keeps it closed."""
+
+    place: Place
+    path: Path
+    bundle: BundleFile | None
+    error: BundleError | None
+
+
+class Usable(NamedTuple):
+    """A bundle that a GPU can use; ``order`` is its rank among all of them."""
+
+    order: int
+    place: Place
+    bundle: BundleFile
+
+    @property
+    def path(self) -> Path:
+        """The bundle's file."""
+        return Path(self.bundle.path)
+
+
+class Skipped(NamedTuple):
+    """A bundle that was found and is not used, and why."""
+
+    place: Place
+    path: Path
+    error: BundleError | None
+    reason: str
+
+
+class View(NamedTuple):
+    """What a snapshot holds for one GPU."""
+
+    usable: tuple[Usable, ...]
+    skipped: tuple[Skipped, ...]
+
+    def demand_named_files(self) -> None:
+        """Raise the error of a file that PRETUNED_BUNDLES names and that can't be used."""
+        for skipped in self.skipped:
+            if skipped.error is not None and skipped.place.names(skipped.path):
+                raise type(skipped.error)(blamed(str(skipped.error)))
+
+
+def blamed(reason: str) -> str:
+    """Why a file that PRETUNED_BUNDLES names can't be used, and what to do about its being named."""
+    return f"{reason.rstrip('.')}. PRETUNED_BUNDLES names this file: correct the variable, or unset it"
+
+
+class Rejected(Exception):
+    """A bundle was found damaged and dropped while it was being read: no error, decide again without it."""
+
+
+class Snapshot:
+    """The places as they were when they were first read. Bundles are immutable, so it never goes stale.
+
+    ``decisions``, ``told`` and ``rankers`` are dispatch's: its tables and what it has logged live and die with the
+    snapshot that they were made from. A child of ``fork`` goes on with its parent's.
+    """
+
+    def __init__(
+        self,
+        asked: Sequence[Place],
+        installed: Callable[[], Sequence[Place]] = tuple,
+    ) -> None:
+        self._installed = installed
+        self._named = _scan(asked)
+        self._packaged: tuple[Found, ...] | None = None
+        self._made: tuple[Found, ...] = ()
+        self._views: dict[Hashable, View] = {}
+        self._variants: dict[bytes, _Groups] = {}
+        self._choices: dict[tuple[bytes, Problem], tuple[Choice, ...]] = {}
+        self._rejected: dict[BundleFile, BundleError] = {}  # not by content: a copy of it may be whole
+        self.places = tuple(asked)
+        self.decisions: dict[Any, Any] = {}
+        self.told: set[Hashable] = set()
+        self.rankers: dict[Any, Any] = {}
+
+    def found(self, *, installed: bool) -> tuple[Found, ...]:
+        """Every bundle, in the order of the places, those that this process made last; installed ones if asked."""
+        return tuple(map(_read, self._found(installed=installed)))
+
+    def _found(self, *, installed: bool) -> tuple[Found, ...]:
+        if not installed:
+            return self._named + self._made
+        with lock("bundles"):
+            if self._packaged is None:
+                self._packaged = _scan(self._installed())
+            return self._named + self._packaged + self._made
+
+    def add(self, bundle: BundleFile) -> None:
+        """Use a bundle that this process has made, after all others."""
+        place = Place(Kind.PROCESS, Path(bundle.path))
+        with lock("bundles"):
+            if all(one.bundle is not bundle for one in self._made):
+                self._views.clear()  # before: no fork may come upon a bundle that the views lack
+                self._made += (Found(place, place.path, bundle, None),)
+
+    def view(self, local: LocalGpu, *, installed: bool) -> View:
+        """The bundles that ``local`` can use and those that it can't. Nothing is raised."""
+        key = (local.sm, local.gpu.driver, installed)
+        with lock("bundles"):
+            view = self._views.get(key)
+            if view is None:
+                view = self._views[key] = _view(self._found(installed=installed), local, self._rejected)
+                self._tell(view.skipped)
+        return view
+
+    def nearer_view(self, local: LocalGpu) -> View:
+        """The same with those of the installed ones alone that say that they were measured on such a GPU.
+
+        Of the others, for other GPUs of its capability, no more is read than that: most first calls need none.
+        """
+        with lock("bundles"):
+            view = self._views.get(local)
+            if view is None:
+                every = self._found(installed=True)
+                near = [one for one in every if _is_near(one, local)]
+                if len(near) == len(every):
+                    return self.view(local, installed=True)
+                view = self._views[local] = _view(near, local, self._rejected)
+                self._tell(view.skipped)
+        return view
+
+    def find(self, bundle: BundleFile, problem: Problem) -> tuple[Choice, ...]:
+        """The bundle's choices for ``problem``, or else for its twin; Rejected where their records are damaged."""
+        key = (bundle.digest, problem)
+        found = self._choices.get(key)
+        if found is None:
+            twin = self._twin(bundle, problem)
+            try:
+                found = bundle.find(problem) or (bundle.find(twin) if twin is not None else ())
+                self._choices[key] = found
+            except BundleError as error:
+                self.reject(bundle, error)
+                raise Rejected from error
+        return found
+
+    def variant(self, bundle: BundleFile, index: int) -> Variant:
+        """Variant ``index`` of the bundle; Rejected where its record is damaged."""
+        try:
+            return bundle.variant(index)
+        except BundleError as error:
+            self.reject(bundle, error)
+            raise Rejected from error
+
+    def variants(self, bundle: BundleFile, problem: Problem | PassSpec) -> tuple[tuple[int, Variant], ...]:
+        """The bundle's variants of this kind, and of its twin's, or of a pass, with their indices.
+
+        Rejected where records are damaged.
+        """
+        with lock("bundles"):
+            groups = self._variants.get(bundle.digest)
+            if groups is None:
+                try:
+                    groups = self._variants[bundle.digest] = _grouped(bundle)
+                except BundleError as error:
+                    self.reject(bundle, error)
+                    raise Rejected from error
+        names = [problem, self._twin(bundle, problem) if isinstance(problem, Problem) else None]
+        kinds = [(one.op, one.dtype, one.layout, one.fusion) for one in names if one is not None]
+        return tuple(itertools.chain.from_iterable(groups.get(kind, ()) for kind in kinds))
+
+    def _twin(self, bundle: BundleFile, problem: Problem) -> Problem | None:
+        """The problem's twin; None in what this process has made: that hangs on the calls so far, in each its own."""
+        return None if any(one.bundle is bundle for one in self._made) else problem.twin
+
+    def serves(self, problem: Problem, local: LocalGpu) -> bool:
+        """Whether any usable bundle has a variant of ``problem``'s kind."""
+        while True:  # each turn drops a bundle
+            with contextlib.suppress(Rejected):
+                return any(self.variants(one.bundle, problem) for one in self.view(local, installed=True).usable)
+
+    def reject(self, bundle: BundleFile, error: BundleError) -> None:
+        """Drop a bundle whose damage showed only when it was read: every view and decision is made anew."""
+        with lock("bundles"):
+            self._rejected[bundle] = error
+            self._views.clear()
+            self.rankers.clear()
+            self.decisions.clear()
+
+    def fingerprint(self, local: LocalGpu) -> str:
+        """Digest (hex) of the usable bundles, in order, and the GPU's identity: equal on ranks that choose alike."""
+        gpu = local.gpu
+        digest = hashlib.sha256(f"{gpu.name}\n{local.sm}\n{gpu.sm_count}\n{gpu.memory_mib}\n".encode())
+        for usable in self.view(local, installed=True).usable:
+            if usable.place.kind is not Kind.PROCESS or usable.bundle.gpus:  # what is compiled hangs on the calls
+                digest.update(usable.bundle.digest)
+        if hooks.jit_allowed():
+            digest.update(b"jit")
+        return digest.hexdigest()
+
+    def _tell(self, skipped: Iterable[Skipped]) -> None:
+        for one in skipped:
+            topic = one.path, one.reason  # (errors differ: each view makes its own)
+            if topic not in self.told:
+                self.told.add(topic)
+                # A directory for several capabilities is ordinary; everything else wants a look.
+                ordinary = one.error is None or isinstance(one.error, TargetMismatch)
+                level = logging.INFO if ordinary else logging.WARNING
+                _log.log(level, "pretuned: skipping %s: %s", printable(str(one.path)), printable(one.reason))
+
+
+def snapshot() -> Snapshot:
+    """The process's snapshot, taken at first use."""
+    global _snapshot
+    found = _snapshot
+    if found is None:
+        with lock("snapshot"):
+            found = _snapshot = _snapshot or take(settings())
+    return found
+
+
+def take(read: Settings) -> Snapshot:
+    """A new snapshot of the places that ``read`` names, and of what this process has made and keeps."""
+    taken = Snapshot(places(read), installed_places)
+    for bundle in _kept:
+        taken.add(bundle)
+    return taken
+
+
+def keep(bundle: BundleFile) -> None:
+    """Have every snapshot taken from now on use a bundle that this process has made."""
+    _kept.append(bundle)
+
+
+def forget_made() -> None:
+    """Have no later snapshot use what ``keep`` was given."""
+    _kept.clear()
+
+
+def forget() -> None:
+    """Makes the next ``snapshot()`` read the places again. Bundles that are in use stay open."""
+    global _snapshot
+    with lock("snapshot"):
+        _snapshot = None
+
+
+hooks.on_reload(forget)
+
+
+def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
+    """Why ``local`` can't run this bundle's code, or None. Checked before the driver sees a byte.
+
+    Of a bundle for another capability nothing but that is read: most of those that are installed are.
+    """
+    name = Path(bundle.path).name
+    if not bundle.target.runs_on(local.sm):
+        return TargetMismatch(
+            f"bundle {name!r} holds code for {bundle.target}, this GPU is sm_{local.sm} ({local}). "
+            f"Build one with: aot build --models models.txt --sm {local.sm}"
+        )
+    try:
+        least = bundle.min_driver
+    except BundleError as error:
+        return error
+    if 0 < local.gpu.driver < least:
+        return DriverTooOld(
+            f"bundle {name!r} needs a driver for CUDA {cuda_version(least)} or later, this one is for CUDA "
+            f"{cuda_version(local.gpu.driver)}. Update the driver, or rebuild with a Triton whose ptxas is older"
+        )
+    return None
+
+
+def _scan(asked: Iterable[Place]) -> tuple[Found, ...]:
+    found: list[Found] = []
+    for place in asked:
+        with _undisturbed(place):
+            found += [_open(place, path) for path in place.files()]
+    return tuple(found)
+
+
+def _is_near(found: Found, local: LocalGpu) -> bool:
+    if found.place.kind is not Kind.INSTALLED or found.bundle is None:
+        return True
+    return not found.bundle.target.runs_on(local.sm) or found.bundle.may_be_of(local.gpu)
+
+
+def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:
+    # Files are immutable and renamed into place: past the timeout reading goes on.
+    if place.kind is Kind.OVERLAY:
+        return reading(place.path, timeout_s=_OVERLAY_LOCK_TIMEOUT_S)
+    return contextlib.nullcontext()
+
+
+def _open(place: Place, path: Path) -> Found:
+    try:
+        return Found(place, path, open_bundle(path, later=not place.names(path)), None)
+    except BundleError as error:
+        return Found(place, path, None, error)
+
+
+def _read(found: Found) -> Found:
+    """The same, with the error that reading its index meets."""
+    try:
+        if found.bundle is not None:
+            found.bundle.variant_count  # noqa: B018 - reads the index
+        return found
+    except BundleError as error:
+        return Found(found.place, found.path, None, error)
+
+
+def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, BundleError]) -> View:
+    usable: list[Usable] = []
+    skipped: list[Skipped] = []
+    seen: dict[bytes, Path] = {}
+    for one in found:
+        error = one.error
+        if one.bundle is not None:
+            error = rejected.get(one.bundle) or unusable(one.bundle, local)
+            if error is None and one.bundle.digest in seen:
+                skipped.append(Skipped(one.place, one.path, None, f"the same as {seen[one.bundle.digest]}"))
+                continue
+        if error is not None:
+            skipped.append(Skipped(one.place, one.path, error, str(error)))
+        elif one.bundle is not None:
+            seen[one.bundle.digest] = one.path
+            usable.append(Usable(len(usable), one.place, one.bundle))
+    return View(tuple(usable), tuple(skipped))
+
+
+def _grouped(bundle: BundleFile) -> _Groups:
+    gathered: dict[tuple[Op | Pass, DType, Layout, Fusion], list[tuple[int, Variant]]] = {}
+    for i, variant in enumerate(bundle.variants()):
+        gathered.setdefault((variant.op, variant.dtype, variant.layout, variant.fusion), []).append((i, variant))
+    return {key: tuple(found) for key, found in gathered.items()}

@@ -1,0 +1,59 @@
+"""The words that hand out a kernel's tiles: an int32 on the device, zero before a launch and zero after it.
+
+Launches of one stream follow each other, so each stream has a word. A launch that a graph captures has one
+of its own: the graph may be replayed on any stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+
+import torch
+
+from ..locks import lock
+from . import cuda
+
+_BLOCK_WORDS = 16384  # 64 KiB of device memory at a time
+_WORD_BYTES = 4
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, but a stream for each thread
+
+
+class Counters:
+    """Words of one device. Any thread may take one."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._by_stream: dict[tuple[int, int], int] = {}
+        self._next = self._end = 0
+
+    def take(self, stream: int) -> int:
+        """The address of a zeroed word for a launch on ``stream``, which is torch's current one.
+
+        Raises
+        ------
+        CudaError
+            where the driver refuses.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return self._new()
+        key = stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+        word = self._by_stream.get(key)
+        if word is None:
+            word = self._by_stream.setdefault(key, self._new())
+        return word
+
+    def _new(self) -> int:
+        with lock("counters"):
+            if self._next == self._end:
+                self._next = cuda.zeroed(_BLOCK_WORDS * _WORD_BYTES, self._device)
+                self._end = self._next + _BLOCK_WORDS * _WORD_BYTES
+            word = self._next
+            self._next += _WORD_BYTES
+            return word
+
+
+@cache
+def counters(device: int) -> Counters:
+    """The device's words; made when a kernel first needs them."""
+    return Counters(device)

@@ -1,0 +1,218 @@
+"""The only code that talks to CUDA: ctypes on libcuda.so.1, nothing compiled.
+
+Every call is from the CUDA driver API reference manual. PyTorch owns the context: code is loaded
+into the device's primary context, and launches go to the stream that the caller names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, addressof, byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
+from functools import cache
+from typing import Any, NamedTuple
+
+from ...artifacts.errors import CudaError
+
+INVALID_CONTEXT = 201
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
+_MULTIPROCESSOR_COUNT = 16  # CUdevice_attribute
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
+_NAME_BYTES = 256
+_STREAM_CAPTURE_MODE_RELAXED = 2
+_STREAM_NON_BLOCKING = 1
+_SHARED_WITHOUT_ASKING_BYTES = 48 * 1024
+
+
+class Function(NamedTuple):
+    """A loaded kernel. ``per_sm`` is how many of its blocks one SM holds at once."""
+
+    handle: int
+    module: int
+    device: int
+    threads: int
+    shared_bytes: int
+    per_sm: int
+
+
+_PROTOTYPES: dict[str, tuple[object, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetName": (c_void_p, c_int, c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
+    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
+    "cuTensorMapEncodeTiled": (c_void_p, c_int, c_uint, c_void_p, c_char_p, c_char_p,  # of uint64
+                               c_char_p, c_char_p, c_int, c_int, c_int, c_int),  # of uint32
+    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "cuMemAlloc_v2": (POINTER(c_void_p), c_size_t),
+    "cuMemsetD8Async": (c_void_p, c_ubyte, c_size_t, c_void_p),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+}  # fmt: skip
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """libcuda, with the types of every function that is used.
+
+    Raises
+    ------
+    CudaError
+        where there is no driver, or one older than CUDA 12.
+    """
+    try:
+        lib = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"no CUDA driver: {error}. In a container, start it with the GPU passed through") from None
+    for name, types in _PROTOTYPES.items():
+        function = getattr(lib, name, None)
+        if function is None:
+            raise CudaError(f"the CUDA driver has no {name}: pretuned needs a driver for CUDA 12 or later")
+        function.argtypes = types  # (it returns an int as it is)
+    if hasattr(lib, "cuFuncLoad"):
+        lib.cuFuncLoad.argtypes = (c_void_p,)
+    return lib
+
+
+@cache
+def launch_kernel() -> Callable[[object, object, object, None], int]:
+    """cuLaunchKernelEx for arguments that ``argument`` made: converting them is a tenth of a launch."""
+    function: Any = library()["cuLaunchKernelEx"]  # a function of its own, without the types that library() set
+    return function  # type: ignore[no-any-return]
+
+
+def argument(address: int) -> object:
+    """An address as ``launch_kernel`` takes it, to be kept and used again."""
+    made: object = c_void_p.from_param(address)
+    return made
+
+
+def check(code: int, call: str) -> None:
+    """Raise CudaError, with the driver's own words, unless ``code`` is success."""
+    if code:
+        text = c_char_p()
+        library().cuGetErrorString(code, byref(text))
+        raise CudaError(f"{call}: CUDA error {code}, {(text.value or b'unknown').decode()}")
+
+
+@cache
+def driver_version() -> int:
+    """The CUDA version that the driver supports, as 12080 for 12.8. Needs no GPU and no context."""
+    version = c_int()
+    check(library().cuDriverGetVersion(byref(version)), "cuDriverGetVersion")
+    return version.value
+
+
+class Device(NamedTuple):
+    """What the driver says of a GPU; ``sm`` is 10 * major + minor."""
+
+    name: str
+    sm: int
+    sm_count: int
+    memory_bytes: int
+
+
+def device(index: int) -> Device:
+    """The GPU of this ordinal, which is torch's index. Asks the driver alone: torch also asks NVML, for 0.3 ms."""
+    lib, handle, name, memory = library(), _device(index), bytearray(_NAME_BYTES), c_size_t()
+    check(lib.cuDeviceGetName(addressof(c_char.from_buffer(name)), _NAME_BYTES, handle), "cuDeviceGetName")
+    check(lib.cuDeviceTotalMem_v2(byref(memory), handle), "cuDeviceTotalMem")
+    numbers = []
+    for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSOR_COUNT):
+        value = c_int()
+        check(lib.cuDeviceGetAttribute(byref(value), attribute, handle), f"cuDeviceGetAttribute({attribute})")
+        numbers.append(value.value)
+    major, minor, sm_count = numbers
+    return Device(name.split(b"\0")[0].decode(), 10 * major + minor, sm_count, memory.value)
+
+
+@cache
+def primary_context(device: int) -> int:
+    """The context that PyTorch uses on this device, kept for the life of the process."""
+    lib, handle, context = library(), _device(device), c_void_p()
+    check(lib.cuDevicePrimaryCtxRetain(byref(context), handle), "cuDevicePrimaryCtxRetain")
+    return context.value or 0
+
+
+def _device(index: int) -> c_int:
+    lib, handle = library(), c_int()
+    check(lib.cuInit(0), "cuInit")
+    check(lib.cuDeviceGet(byref(handle), index), f"cuDeviceGet({index})")
+    return handle
+
+
+def make_current(device: int) -> None:
+    """Bind the device's primary context to this thread, where nothing has bound one yet."""
+    check(library().cuCtxSetCurrent(primary_context(device)), "cuCtxSetCurrent")
+
+
+@contextmanager
+def _loading(device: int) -> Iterator[None]:
+    """In the device's context, and in relaxed capture mode: loading code is then legal inside a graph capture."""
+    lib, mode, context = library(), c_int(_STREAM_CAPTURE_MODE_RELAXED), c_void_p()
+    check(lib.cuCtxPushCurrent_v2(primary_context(device)), "cuCtxPushCurrent")
+    try:
+        check(lib.cuThreadExchangeStreamCaptureMode(byref(mode)), "cuThreadExchangeStreamCaptureMode")
+        try:
+            yield
+        finally:
+            lib.cuThreadExchangeStreamCaptureMode(byref(mode))
+    finally:
+        lib.cuCtxPopCurrent_v2(byref(context))
+
+
+def load(cubin: bytes, entry: str, *, threads: int, shared_bytes: int, device: int) -> Function:
+    """Load a cubin and make its kernel ready to launch: about 0.1 ms.
+
+    Raises
+    ------
+    CudaError
+        where the driver refuses the code.
+    """
+    lib, module, handle, per_sm = library(), c_void_p(), c_void_p(), c_int()
+    with _loading(device):
+        check(lib.cuModuleLoadData(byref(module), cubin), f"cuModuleLoadData({entry}, {len(cubin)} bytes)")
+        check(lib.cuModuleGetFunction(byref(handle), module, entry.encode()), f"cuModuleGetFunction({entry})")
+        if shared_bytes > _SHARED_WITHOUT_ASKING_BYTES:
+            code = lib.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            check(code, f"cuFuncSetAttribute({entry}, {shared_bytes} bytes of shared memory)")
+        if hasattr(lib, "cuFuncLoad"):  # CUDA 12.4: under lazy loading the first launch would load it
+            check(lib.cuFuncLoad(handle), f"cuFuncLoad({entry})")
+        code = lib.cuOccupancyMaxActiveBlocksPerMultiprocessor(byref(per_sm), handle, threads, shared_bytes)
+        check(code, f"cuOccupancyMaxActiveBlocksPerMultiprocessor({entry})")
+    if not per_sm.value:
+        raise CudaError(f"{entry}: no SM of this GPU holds a block of {threads} threads and {shared_bytes} bytes")
+    return Function(handle.value or 0, module.value or 0, device, threads, shared_bytes, per_sm.value)
+
+
+def zeroed(size_bytes: int, device: int) -> int:
+    """Device memory of its own, kept for the life of the process; a stream of its own sets it to zero.
+
+    It waits for that, so also inside a graph capture it is no part of the graph.
+
+    Raises
+    ------
+    CudaError
+        where the driver refuses.
+    """
+    lib, memory, stream = library(), c_void_p(), c_void_p()
+    with _loading(device):
+        check(lib.cuMemAlloc_v2(byref(memory), size_bytes), f"cuMemAlloc({size_bytes} bytes)")
+        check(lib.cuStreamCreate(byref(stream), _STREAM_NON_BLOCKING), "cuStreamCreate")
+        check(lib.cuMemsetD8Async(memory, 0, size_bytes, stream), "cuMemsetD8Async")
+        check(lib.cuStreamSynchronize(stream), "cuStreamSynchronize")
+        check(lib.cuStreamDestroy_v2(stream), "cuStreamDestroy")
+    return memory.value or 0

@@ -1,0 +1,66 @@
+"""TMA descriptors: encoded by the driver once for each tensor that a launcher meets."""
+
+from __future__ import annotations
+
+import struct
+from ctypes import addressof, c_char
+
+from ...artifacts.records.bundle import TensorMap, Variant
+from . import cuda
+from .device import current_device
+
+MAP_BYTES = 128
+MAP_ALIGNMENT_BYTES = 64
+NO_MAP = bytes(MAP_BYTES)
+_CACHED = 256
+
+
+class TensorMaps:
+    """The descriptors of one argument, by (address, rows, row stride)."""
+
+    @classmethod
+    def of(cls, variant: Variant, argument: str) -> TensorMaps | None:
+        """None where the argument is a plain pointer."""
+        plans = [plan for plan in variant.tensor_maps if plan.argument == argument]
+        return cls(plans[0], variant.dtype.itemsize) if plans else None
+
+    def __init__(self, plan: TensorMap, itemsize: int) -> None:
+        rank = len(plan.box)
+        self._plan = plan
+        self._itemsize = itemsize
+        self._box = struct.pack(f"={rank}I", *reversed(plan.box))
+        self._ones = struct.pack(f"={rank}I", *[1] * rank)
+        self.known: dict[tuple[int, int, int], bytes] = {}
+
+    def encode(self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+        """The descriptor, 128 bytes, kept under ``key``, which begins with the address.
+
+        ``sizes`` and ``strides`` are in elements, outermost dimension first; the last dimension's stride is 1. torch's
+        current device is the tensor's.
+
+        Raises
+        ------
+        CudaError
+            where the driver refuses it.
+        """
+        rank, plan = len(sizes), self._plan
+        memory = bytearray(MAP_BYTES + MAP_ALIGNMENT_BYTES)
+        pin = c_char.from_buffer(memory)
+        at = -addressof(pin) % MAP_ALIGNMENT_BYTES
+        # cuTensorMapEncodeTiled counts dimensions from the innermost; L2 promotion 128 bytes (2), out of bounds zero.
+        arguments = (
+            addressof(pin) + at, plan.element, rank, key[0], struct.pack(f"={rank}Q", *reversed(sizes)),
+            struct.pack(f"={rank - 1}Q", *(s * self._itemsize for s in reversed(strides))),
+            self._box, self._ones, 0, plan.swizzle, 2, 0,
+        )  # fmt: skip
+        encode = cuda.library().cuTensorMapEncodeTiled
+        code = encode(*arguments)
+        if code == cuda.INVALID_CONTEXT:  # a thread, of autograd's say, that has not touched CUDA yet
+            cuda.make_current(current_device())
+            code = encode(*arguments)
+        cuda.check(code, f"cuTensorMapEncodeTiled({plan.argument}, sizes {sizes}, strides {strides})")
+        encoded = bytes(memory[at : at + MAP_BYTES])
+        if len(self.known) >= _CACHED:
+            self.known = {}
+        self.known[key] = encoded
+        return encoded

@@ -1,0 +1,129 @@
+"""The GPU a tensor is on: its capability and its identity, asked of the driver once per device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from ...artifacts.errors import HostError
+from ...artifacts.records.target import Gpu, LocalGpu
+
+# (size, strides, dtype) -> a new tensor
+Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+_C: Any = torch._C
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def local_gpu(index: int) -> LocalGpu:
+    """The GPU that torch calls ``cuda:index``. Initialises CUDA in this process.
+
+    Where bundles can't be launched torch is asked, there may be no CUDA driver. (AMD's GPUs are of no capability.)
+
+    Raises
+    ------
+    CudaError
+        if there is no CUDA driver, or no such GPU.
+    """
+    if not platform_supported():
+        told = torch.cuda.get_device_properties(index)
+        sm = 0 if torch.version.hip else 10 * told.major + told.minor
+        return LocalGpu(sm, Gpu(told.name, told.multi_processor_count, told.total_memory >> 20, 0))
+    from . import cuda
+
+    found = cuda.device(index)
+    gpu = Gpu(found.name, found.sm_count, found.memory_bytes >> 20, cuda.driver_version())
+    return LocalGpu(found.sm, gpu)
+
+
+def current_device() -> int:
+    """torch's current CUDA device.
+
+    Raises
+    ------
+    HostError
+        if there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise HostError("no CUDA GPU here (torch.cuda.is_available() is False); python -m pretuned.runtime says more")
+    return torch.cuda.current_device()
+
+
+def _empty_on_current(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
+
+
+# On the current device. What torch's own compiled code allocates with: half the host time of torch.empty_strided.
+empty: Allocator = getattr(getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda",
+                           _empty_on_current)  # fmt: skip
+
+
+def allocator(device: torch.device) -> Allocator:
+    """``empty`` for a CUDA device, which has to be the current one; else what allocates on ``device``."""
+    if device.type == "cuda":
+        return empty
+    return lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype, device=device)
+
+
+def _stream_of(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# The stream that torch has current on a device, as the driver takes it.
+current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _stream_of)
+
+
+def only_device() -> bool:
+    """Whether there is no second GPU that could be torch's current one."""
+    return torch.cuda.device_count() <= 1
+
+
+def device_is_current(device: int) -> bool:
+    """Whether torch's current device is this one."""
+    return bool(_C._cuda_getDevice() == device)
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on(device: int) -> contextlib.AbstractContextManager[object]:
+    """Makes a GPU torch's current one for a while. The host's, -1, needs nothing."""
+    return _HERE if device < 0 or device_is_current(device) else torch.cuda.device(device)
+
+
+def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
+    """What runs inside has the dtypes that it was given."""
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def platform_supported() -> bool:
+    """Whether the launcher works here at all: Linux on x86-64 or aarch64, a torch for CUDA (ROCm's says cuda, too)."""
+    here = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64", "aarch64")
+    return here and not torch.version.hip
+
+
+def platform_name() -> str:
+    """The platform as a message names it, e.g. ``linux x86_64``."""
+    return f"{sys.platform} {platform.machine()}{' with ROCm' if torch.version.hip else ''}"
+
+
+@functools.cache
+def tell_unsupported() -> None:
+    """Say, once, that the launcher does not work here."""
+    what = "pretuned: bundles run on linux x86_64 and aarch64, this is %s: grouped GEMM runs on torch"
+    _log.warning(what, platform_name())
+
+
+def capturing() -> bool:
+    """Whether torch's current stream is being captured: nothing is compiled or tuned then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,106 @@
+"""Who compiles, who tunes, and whom ``reload`` tells: the runtime itself does neither of the first two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ..artifacts.errors import InputError
+from ..artifacts.records.problem import Problem
+from . import settings
+
+
+class Tuner(Protocol):
+    """Makes sure that a choice measured on this GPU exists for the problems, tuning now if there is none."""
+
+    def __call__(self, problems: tuple[Problem, ...], M: int, device: int) -> None:
+        """``M`` rows, on ``cuda:device``. What it finds it publishes, and has the runtime read it (``reload``)."""
+
+
+class Compiler(Protocol):
+    """Compiles, for one kind of problem and one capability, variants that run any N, K and M."""
+
+    def __call__(self, problem: Problem, sm: int) -> bytes:
+        """An encoded bundle. CompileError or HostError where it can't be made."""
+
+
+_tuner: Tuner | None = None
+_compiler: Compiler | None = None
+_allowed = False
+_forget: list[Callable[[], None]] = []
+
+
+def register_tuner(tuner: Tuner | None) -> None:
+    """Make ``autotune=True`` call ``tuner``; None takes it out. ``pretuned.aot`` registers its own when imported."""
+    global _tuner
+    _tuner = tuner
+
+
+def demand_tuner() -> Tuner | None:
+    """The tuner that ``autotune=True`` asks for, or None with PRETUNED_DISABLE_AUTOTUNE=1.
+
+    Raises
+    ------
+    InputError
+        if none is registered.
+    """
+    if settings.settings().disable_autotune:
+        return None
+    if _tuner is None:
+        raise InputError(
+            "grouped_gemm: autotune=True and no tuner is registered. The runtime never tunes; import pretuned.aot "
+            "(pip install 'pretuned[aot]') registers one, or leave autotune out"
+        )
+    return _tuner
+
+
+def register_compiler(compiler: Compiler | None) -> None:
+    """Make ``allow_jit`` use ``compiler``; None takes it out. ``pretuned.aot`` registers its own when imported."""
+    global _compiler
+    _compiler = compiler
+
+
+def allow_jit(allowed: bool = True) -> None:
+    """Let Triton compile, when it is needed, what no bundle has; without this, torch runs such calls.
+
+    Some seconds, once for each op, dtype, layout and form; the code is launched as a bundle's is, and the next
+    process finds it in the compile cache. Never in a graph capture: there torch runs, as it does without this.
+
+    Raises
+    ------
+    InputError
+        if no compiler is registered.
+    """
+    global _allowed
+    if allowed and _compiler is None:
+        raise InputError(
+            "allow_jit: no compiler is registered. The runtime never compiles; import pretuned.aot "
+            "(pip install 'pretuned[aot]') registers one"
+        )
+    _allowed = allowed
+    reload()  # what fell to torch is decided anew
+
+
+def jit_allowed() -> bool:
+    """Whether ``allow_jit`` was called."""
+    return _allowed
+
+
+def compiler() -> Compiler | None:
+    """The compiler that is registered."""
+    return _compiler
+
+
+def on_reload(forget: Callable[[], None]) -> None:
+    """Have ``reload`` call ``forget``: whoever keeps what it read of the bundles empties it there."""
+    _forget.append(forget)
+
+
+def reload() -> None:
+    """Read the environment and all places again: bundles that were added since are found.
+
+    Calls under way finish with what they began with; code that was loaded stays loaded.
+    """
+    settings.forget()
+    for forget in _forget:
+        forget()

@@ -1,0 +1,200 @@
+"""``python -m pretuned.runtime``: what this machine would use, what it would not, why, and the fix."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+from ...artifacts.errors import BundleError, CudaError, DriverTooOld, TargetMismatch
+from ...artifacts.names import printable
+from ...artifacts.records.target import LocalGpu, cuda_version
+from ...kernels.hardware import arch
+from .. import settings
+from ..dispatch import snapshot as dispatch_snapshot
+from ..dispatch.snapshot import Found, Snapshot, View
+from ..driver.device import local_gpu, platform_name, platform_supported
+
+_VARIABLES = (settings.BUNDLES, settings.DISABLE_AUTOTUNE, settings.STRICT)
+_PACKAGES = ("pretuned", "torch", "msgpack", "filelock", "triton")
+
+
+@dataclass(frozen=True, slots=True)
+class BundleReport:
+    """One bundle file. ``used_by`` are the indices of the GPUs that can use it; ``why_not`` is empty if one can."""
+
+    path: str
+    place: str
+    target: str
+    problems: int
+    variants: int
+    measured_on: tuple[str, ...]
+    used_by: tuple[int, ...]
+    why_not: str
+
+    def lines(self) -> tuple[str, ...]:
+        """The file, and what becomes of it."""
+        if not self.target:
+            return self.path, f"  {self.why_not}"
+        used = f"used by GPU {', '.join(map(str, self.used_by))}" if self.used_by else self.why_not or "not used"
+        measured = f"measured on {', '.join(self.measured_on)}" if self.measured_on else "modelled"
+        return (
+            f"{self.path} ({self.target}, {self.problems} problems, {self.variants} variants, {measured})",
+            f"  {used}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ``examine`` found. ``problems`` are what keeps bundles from being used, with the fix; ``ok`` if none."""
+
+    platform: str
+    python: str
+    packages: tuple[tuple[str, str], ...]
+    driver: str
+    gpus: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    overlay: str
+    places: tuple[tuple[str, int], ...]
+    bundles: tuple[BundleReport, ...]
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every GPU has a bundle that it would use; true where there is no GPU."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values."""
+        plain = asdict(self)
+        for name in ("packages", "environment", "places"):
+            plain[name] = dict(plain[name])
+        return {"ok": self.ok, **plain}
+
+    def __str__(self) -> str:
+        lines = [f"platform  {self.platform}, Python {self.python}"]
+        lines += ["packages  " + ", ".join(f"{name} {version}" for name, version in self.packages)]
+        lines += [f"driver    {self.driver}"]
+        lines += [f"GPU       {gpu}" for gpu in self.gpus] or ["GPU       none"]
+        lines += [f"variable  {name}={value}" for name, value in self.environment]
+        lines += [f"overlay   {self.overlay}"]
+        for place, count in self.places:
+            lines.append(f"place     {place}: {count} bundle{'' if count == 1 else 's'}")
+            lines += [f"  {line}" for one in self.bundles if one.place == place for line in one.lines()]
+        lines += [f"note      {note}" for note in self.notes]
+        lines += [f"problem   {problem}" for problem in self.problems]
+        lines.append("ok        " + ("yes" if self.ok else "no"))
+        return "\n".join(map(printable, lines))
+
+
+def examine() -> Report:
+    """Look at this machine: initialises CUDA, reads every place, loads nothing."""
+    try:
+        gpus, driver = _gpus()
+    except CudaError as error:
+        gpus, driver = (), str(error)
+    return report(dispatch_snapshot.snapshot(), settings.settings(), gpus, driver)
+
+
+def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ...], driver: str) -> Report:
+    """The report on ``snapshot`` for a machine with these GPUs."""
+    found = snapshot.found(installed=True)
+    views = [snapshot.view(local, installed=True) for local in gpus]
+    counts: dict[str, int] = {str(place): 0 for place in snapshot.places}
+    for one in found:
+        counts[str(one.place)] = counts.get(str(one.place), 0) + 1
+    notes = [] if gpus else ["no GPU here: nothing would be launched, CPU tensors run the torch reference"]
+    if not platform_supported():
+        notes.append(f"bundles run on linux x86_64 and aarch64, this is {platform_name()}: torch runs everything")
+    problems = [
+        f"GPU {i}, {local}: no usable bundle, torch would run. {_fix(found, local)}"
+        for i, (local, view) in enumerate(zip(gpus, views, strict=True))
+        if not view.usable
+    ]
+    problems += [
+        dispatch_snapshot.blamed(str(one.error)) for one in found if one.error is not None and one.place.names(one.path)
+    ]
+    for view in views:
+        problems += [
+            dispatch_snapshot.blamed(one.reason)
+            for one in view.skipped
+            if one.error is not None and one.place.names(one.path)
+        ]
+    used = {usable.path for view in views for usable in view.usable}
+    problems += [damage for one in found if one.path in used and (damage := _damage(one))]
+    return Report(
+        platform=platform_name(),
+        python=platform.python_version(),
+        packages=tuple((name, _version(name)) for name in _PACKAGES),
+        driver=driver,
+        gpus=tuple(map(str, gpus)),
+        environment=tuple((name, os.environ.get(name, "")) for name in _VARIABLES),
+        overlay=str(read.overlay) if read.overlay is not None else "none: neither XDG_CACHE_HOME nor HOME is set",
+        places=tuple(counts.items()),
+        bundles=tuple(_bundle(one, views) for one in found),
+        notes=tuple(notes),
+        problems=tuple(dict.fromkeys(problems)),
+    )
+
+
+def _gpus() -> tuple[tuple[LocalGpu, ...], str]:
+    import torch
+
+    from ..driver.cuda import driver_version
+
+    driver = f"CUDA {cuda_version(driver_version())}"
+    if torch.version.cuda is None:
+        return (), f"{driver}, but this torch ({torch.__version__}) is built without CUDA"
+    return tuple(map(local_gpu, range(torch.cuda.device_count()))), driver
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _fix(found: tuple[Found, ...], local: LocalGpu) -> str:
+    """What would make a bundle usable, by what stands in the way of those that are there."""
+    errors = [dispatch_snapshot.unusable(one.bundle, local) if one.bundle is not None else one.error for one in found]
+    if any(isinstance(error, DriverTooOld) for error in errors):
+        return "Update the driver, or rebuild with a Triton whose ptxas is older"
+    if local.sm not in arch.LIMITS:
+        return f"No kernels are built for sm_{local.sm} (only {', '.join(map(str, arch.supported()))})"
+    command = f"aot build --models models.txt --sm {local.sm}"
+    if any(not isinstance(error, TargetMismatch) for error in errors if error is not None):
+        return f"The bundles found can't be opened, see above; or build new ones: {command}"
+    return f"Build one with `{command}` and name its directory in PRETUNED_BUNDLES"
+
+
+def _damage(found: Found) -> str:
+    """What of a bundle's own list of problems and models can't be read: its choices may be whole, and run."""
+    try:
+        if found.bundle is not None:
+            found.bundle.problems()
+            found.bundle.models()
+    except BundleError as error:
+        return str(error)
+    return ""
+
+
+def _bundle(found: Found, views: list[View]) -> BundleReport:
+    bundle, damage = found.bundle, _damage(found)
+    if bundle is None or damage:
+        return BundleReport(str(found.path), str(found.place), "", 0, 0, (), (), damage or str(found.error))
+    used = tuple(i for i, view in enumerate(views) if any(one.path == found.path for one in view.usable))
+    reasons = [one.reason for view in views for one in view.skipped if one.path == found.path]
+    return BundleReport(
+        str(found.path),
+        str(found.place),
+        str(bundle.target),
+        len(bundle.problems()),
+        bundle.variant_count,
+        tuple(gpu.name for gpu in bundle.gpus),
+        used,
+        "" if used or not reasons else reasons[0],
+    )

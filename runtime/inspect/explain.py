@@ -1,0 +1,373 @@
+"""``explain``: which variant a call would run, why, what the next best was, and what was skipped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ...artifacts.errors import BundleError, HostError, InputError, PretunedError, TargetMismatch
+from ...artifacts.limits import MAX_DIM
+from ...artifacts.names import printable
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from ...artifacts.records.target import Gpu, LocalGpu
+from ...kernels.contract.alignment import has_aligned_rows
+from ...kernels.hardware import arch, chips
+from .. import settings
+from ..dispatch import compiled, epilogue, gather
+from ..dispatch import snapshot as bundles
+from ..dispatch.decide import Decision, miss_text, reason, settle
+from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled
+from ..dispatch.snapshot import Rejected, Skipped, Snapshot
+from ..driver.device import current_device, local_gpu
+
+if TYPE_CHECKING:
+    import torch
+
+_SHOWN = 8
+_MOST = 1 << 16
+_NUMBERS = {"M": "the number of rows", "top_k": "the number of experts of a token"}
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a call would run. ``str()`` is a table, ``to_dict()`` is for JSON.
+
+    ``candidates`` are ranked, the first is what runs; there are none where torch would run it, or Triton would first
+    compile it (``runs``, after ``allow_jit``). Past the first, times are for this very bucket: what a bundle says of
+    it, or else what the cost model expects. With ``gathered_first`` a pass gathers the rows of x beforehand, and the
+    first is for the product that is left: its time is without the pass, whose time ``reason`` has. ``raises`` is the
+    error that the call ends with instead, if any: of strict mode, or of a file that PRETUNED_BUNDLES names. ``assumed``
+    says, of rows that are gathered, which top_k was taken where none was given.
+    """
+
+    problem: Problem
+    M: int
+    aligned: bool
+    local: LocalGpu
+    reason: str
+    candidates: tuple[Candidate, ...]
+    skipped: tuple[Skipped, ...]
+    compiles: bool = False
+    raises: str | None = None
+    gathered_first: bool = False
+    assumed: str | None = None
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The variant that runs, or None for torch."""
+        return self.candidates[0] if self.candidates else None
+
+    @property
+    def runs(self) -> str:
+        """What runs the call: ``bundle``, ``jit`` or ``torch``."""
+        return "bundle" if self.candidates else "jit" if self.compiles else "torch"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values."""
+        p = self.problem
+        return {
+            "problem": {"op": p.op.value, "dtype": p.dtype.value, "E": p.E, "N": p.N, "K": p.K, "w": p.layout.value,
+                        "fused": [str(one.name).lower() for one in Fusion if one and one in p.fusion]},
+            "M": self.M,
+            "bucket": bucket_of(self.M),
+            "aligned": self.aligned,
+            "gpu": {"sm": self.local.sm, "name": self.local.gpu.name or None, "sm_count": self.local.gpu.sm_count},
+            "runs": self.runs,
+            "raises": self.raises,
+            "gathered_first": self.gathered_first,
+            "assumed": self.assumed,
+            "reason": self.reason,
+            "candidates": [_row(candidate) for candidate in self.candidates],
+            "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem} M={self.M} (bucket {bucket_of(self.M)}) on {self.local}"]
+        lines += [] if self.aligned else ["  tensors are not aligned to 16 bytes: only unaligned variants can run"]
+        lines += [f"  assumed: {self.assumed}"] if self.assumed is not None else []
+        best = self.chosen
+        otherwise = "what Triton compiles in the first call (allow_jit)" if self.compiles else "torch"
+        if self.raises is not None:
+            lines.append(f"  the call raises: {self.raises}")
+        lines.append(f"  {'runs' if self.raises is None else 'else'}: {best.config if best else otherwise}")
+        if self.gathered_first:
+            lines.append("  after a pass that gathers the rows of x, into a scratch [M, K]")
+        if best is not None:
+            lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
+        lines.append(f"  why:  {self.reason}")
+        shown = self.candidates[:_SHOWN]
+        config = max((len(str(one.config)) for one in shown), default=0)
+        basis = max((len(_basis(one)) for one in shown), default=0)
+        if shown:
+            lines.append(f"  {'rank':>4}  {'time':>10}  {'':8}  {'config':{config}}  {'for':{basis}}  bundle")
+        for place, one in enumerate(shown, 1):
+            lines.append(
+                f"  {place:>4}  {one.time_us:>7.1f} us  {one.source.value:8}  {one.config!s:{config}}  "
+                f"{_basis(one):{basis}}  {one.usable.path.name}"
+            )
+        mismatched = [one for one in self.skipped if isinstance(one.error, TargetMismatch)]
+        ordinary = [one for one in mismatched if not one.place.names(one.path) and best is not None]
+        if len(ordinary) == 1:  # one is worth its name
+            ordinary = []
+        lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped if one not in ordinary]
+        if ordinary:
+            lines.append(f"  skipped {len(ordinary)} for other capabilities")
+        return "\n".join(map(printable, lines))
+
+
+def explain(
+    x: torch.Tensor | Problem | None = None,
+    w: torch.Tensor | None = None,
+    m_sizes: torch.Tensor | None = None,
+    *,
+    w_layout: str = "nk",
+    E: int | None = None,
+    N: int | None = None,
+    K: int | None = None,
+    M: int | None = None,
+    dtype: str | torch.dtype = "bf16",
+    sm: int | None = None,
+    device: int | None = None,
+    aligned: bool | None = None,
+    top_k: int | None = None,
+) -> Explanation:
+    """What ``grouped_gemm`` would run, without running it.
+
+    Rows that are gathered are taken to be so by an index of ``sort_routing``, which need not be checked.
+
+    Parameters
+    ----------
+    x, w, m_sizes
+        The tensors of a call, on CUDA or (with ``sm``) anywhere; or a Problem in place of x, with ``M``.
+    E, N, K, M, dtype
+        The call in numbers, 1 to 2^31 - 1: w is [E, N, K], x is [M, K]; dtype is bf16, fp16, fp32 or tf32, or torch's.
+    sm
+        A capability to explain for (90 for 9.0), in place of a GPU. Nothing counts as measured on it.
+    device
+        Which GPU, if neither x nor ``sm`` says; torch's current one.
+    aligned
+        Whether pointers, rows and strides are multiples of 16 bytes; what x, w and the sizes say, if None.
+    top_k
+        Of a Problem that gathers: how many sorted rows read each row of x, the experts of a token (of dX: 1). If None,
+        the fewest that a model with this product has, of those that the bundles were built for, or 1 if there is none;
+        ``assumed`` then says so.
+
+    Raises
+    ------
+    InputError
+        if that is no call.
+    HostError
+        if there is neither a GPU nor ``sm``.
+    """
+    if isinstance(x, Problem):
+        _check_numbers(E=x.E, N=x.N, K=x.K)
+        problem, natural = x, has_aligned_rows(x)
+    elif x is not None:
+        problem, M, natural, device = _of_tensors(x, w, m_sizes, w_layout, device)
+    else:
+        problem = _of_numbers(E, N, K, dtype, w_layout)
+        natural = has_aligned_rows(problem)
+    _check_numbers(M=M)
+    if top_k is not None:
+        _check_numbers(top_k=top_k)
+    local = made_up_gpu(sm) if sm is not None else _gpu_here(device)
+    strict = settings.settings().strict
+    return examine(
+        bundles.snapshot(), problem, M or 0, local, aligned=natural if aligned is None else aligned, strict=strict,
+        top_k=top_k,
+    )  # fmt: skip
+
+
+def examine(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, strict: bool = False,
+    top_k: int | None = None,
+) -> Explanation:  # fmt: skip
+    """Explain a problem over the bundles of ``snapshot``, with every candidate ranked; ``top_k`` is as in ``explain``.
+
+    One with silu in its epilogue runs where that pays, else the plain product does, and the activation after it. Rows
+    are gathered beforehand where that pays, for an index that need not be checked.
+    """
+    if top_k is None:
+        top_k, assumed = _assumed(snapshot, problem, local)
+        told = examine(snapshot, problem, M, local, aligned=aligned, strict=strict, top_k=top_k)
+        return replace(told, assumed=assumed)
+    if Fusion.SILU in problem.fusion:
+        ruled = epilogue.verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k)
+        if ruled.chosen is None:
+            plain = examine(
+                snapshot, epilogue.plain_of(problem), M, local, aligned=aligned, strict=strict, top_k=top_k
+            )  # fmt: skip
+            why = f"the product and then the activation, as {ruled.reason}. The product: {plain.reason}"
+            return replace(plain, problem=problem, reason=why)
+        view = snapshot.view(local, installed=True)
+        first = Fusion.GATHER in problem.fusion and Fusion.GATHER not in ruled.chosen.variant.fusion
+        return Explanation(
+            problem, M, aligned, local, ruled.reason, (ruled.chosen,), view.skipped, gathered_first=first
+        )
+    bucket = bucket_of(M)
+    while True:
+        with contextlib.suppress(Rejected):
+            view = snapshot.view(local, installed=True)
+            claimed = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=_MOST)
+            found = [one for i, one in enumerate(claimed) if one.match is Match.EXACT or not i]
+            known = {(one.usable.order, one.index) for one in found}
+            found += [
+                one
+                for one in modelled(snapshot, problem, bucket, local, view, aligned=aligned)
+                if (one.usable.order, one.index) not in known
+            ]
+            found.sort(key=lambda candidate: (candidate.origin, candidate.match))
+            decided, raises = _decided(snapshot, problem, bucket, local, aligned, strict)
+            if decided is not None:  # some bundles are asked only if others have nothing: what runs may not rank first
+                at = decided.usable.bundle, decided.index
+                found = [decided, *(one for one in found if (one.usable.bundle, one.index) != at)]
+            why = reason(found[0], problem, bucket, local) if found else miss_text(problem, bucket, local, view)
+            compiles = not found and compiled.would_compile(problem, local)
+            ruled_rows = _gathered_first(snapshot, problem, M, local, aligned, top_k)
+            before = None if ruled_rows is None else ruled_rows.chosen
+            if ruled_rows is not None:
+                why = f"{why}; {ruled_rows.reason}" if before is None else ruled_rows.reason
+            found = found if before is None else [before, *found]
+            return Explanation(
+                problem, M, aligned, local, why, tuple(found), view.skipped, compiles, raises, before is not None
+            )
+
+
+def _assumed(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tuple[int, str | None]:
+    """How many sorted rows read each row of x where nobody says; and in words whose number that is, if rows do."""
+    if Fusion.GATHER not in problem.fusion or problem.op is Op.DX:
+        return 1, None
+    if problem.top_k:
+        return problem.top_k, None
+    product = replace(problem, fusion=Fusion.NONE, top_k=0)
+    names: dict[int, str] = {}
+    for usable in snapshot.view(local, installed=True).usable:
+        with contextlib.suppress(BundleError):  # its choices may be whole, and run
+            for model in usable.bundle.models():
+                plain = (replace(one, layout=problem.layout, fusion=Fusion.NONE, top_k=0) for one in model.problems)
+                if product in plain:
+                    names.setdefault(model.top_k, model.name)
+    if not names:
+        return 1, "top_k=1, as no bundle has a model with this product"
+    least, *more = sorted(names)
+    others = "".join(f"; {names[one]} has {one}" for one in more)
+    return least, f"top_k={least}, as {names[least]} has{others}"
+
+
+def _gathered_first(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int
+) -> gather.Verdict | None:
+    """Whether rows are gathered beforehand; None where none are gathered, or no choice of a bundle runs the problem."""
+    if Fusion.GATHER not in problem.fusion:
+        return None
+    code = replace(problem, fusion=Fusion.GATHER)
+    ruled = gather.verdict(snapshot, code, M, local, top_k=top_k, fusion=problem.fusion, aligned=aligned)
+    return ruled if ruled.time_us else None
+
+
+def _decided(
+    snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
+) -> tuple[Candidate | None, str | None]:
+    """What a call runs, if a bundle does; the error that it ends with, in words."""
+    try:
+        decided = settle(snapshot, problem, bucket, local, aligned, strict)
+    except PretunedError as error:
+        return None, str(error)
+    return (decided.chosen if isinstance(decided, Decision) else None), None
+
+
+def _gpu_here(device: int | None) -> LocalGpu:
+    try:
+        return local_gpu(current_device() if device is None else device)
+    except HostError as error:
+        raise HostError(
+            f"explain: {error}. CPU tensors run the torch reference; sm=90 explains for a GPU of 9.0 that is not here"
+        ) from None
+
+
+def fingerprint(device: int | None = None) -> str:
+    """Digest (hex) of the usable bundles, in order, and the GPU's identity: ranks with equal ones choose alike.
+
+    ``device`` is an index of torch's; its current device if None.
+    """
+    return bundles.snapshot().fingerprint(local_gpu(current_device() if device is None else device))
+
+
+def made_up_gpu(sm: int) -> LocalGpu:
+    """A GPU of capability ``sm`` with the figures of its representative, and nobody's name.
+
+    Raises
+    ------
+    InputError
+        for a capability that there are no kernels for.
+    """
+    if not isinstance(sm, int) or sm not in arch.LIMITS:
+        raise InputError(f"sm={sm!r} is not supported, wanted one of {', '.join(map(str, arch.supported()))}")
+    chip = chips.chip_for(sm)
+    return LocalGpu(sm, Gpu("", chip.sm_count, chip.memory_gib << 10, 0))
+
+
+def _check_numbers(**given: int | None) -> None:
+    """Raise InputError for what is no size of a call."""
+    for name, value in given.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_DIM:
+            what = _NUMBERS.get(name, "a size of w (or tensors: x, w, m_sizes)")
+            raise InputError(f"explain: {name} is {value!r}, wanted {what}, an int of at least 1 and at most {MAX_DIM}")
+
+
+def _of_numbers(E: int | None, N: int | None, K: int | None, dtype: str | torch.dtype, w_layout: str) -> Problem:
+    from ..check.tensors import DTYPES
+
+    torchs: Mapping[Any, DType] = DTYPES
+    _check_numbers(E=E, N=N, K=K)
+    try:
+        return Problem(Op.FORWARD, torchs.get(dtype) or DType(dtype), E or 0, N or 0, K or 0, Layout(w_layout))
+    except (TypeError, ValueError) as error:  # TypeError: something that has no hash
+        dtypes, layouts = (", ".join(one.value for one in kind) for kind in (DType, Layout))
+        raise InputError(
+            f"explain: {error}, wanted a dtype of {dtypes} (or torch's of the first three) and a w_layout of {layouts}"
+        ) from None
+
+
+def _of_tensors(
+    x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor | None, w_layout: str, device: int | None
+) -> tuple[Problem, int, bool, int | None]:
+    from ..check import operands, tensors
+    from ..launch import products as launch_products
+
+    if w is None or m_sizes is None:
+        raise InputError("explain: wanted x, w and m_sizes, got x alone (or a Problem and M)")
+    call = tensors.check(x, w, m_sizes, w_layout)
+    rows = operands.Rows(Op.FORWARD, call.x, call.w, m_sizes, call.layout, call.M)
+    aligned = launch_products.rows_aligned(rows, call.x.new_empty((0, call.N)))
+    if call.x.is_cuda:
+        device = call.x.get_device()
+        problem = launch_products.problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
+        return problem, call.M, aligned, device
+    dtype = tensors.check_cuda_dtype(call.x)
+    return Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout), call.M, aligned, device
+
+
+def _basis(candidate: Candidate) -> str:
+    what = "cost model" if candidate.match is Match.COST_MODEL else f"M near {candidate.bucket}"
+    if candidate.origin is Origin.COMPATIBLE:
+        return f"{what}, {candidate.usable.bundle.target} code"
+    return f"{what}, {candidate.gpu.name}" if candidate.gpu is not None else what
+
+
+def _row(candidate: Candidate) -> Mapping[str, Any]:
+    return {
+        "bundle": str(candidate.usable.path),
+        "place": candidate.usable.place.kind.value,
+        "variant": candidate.index,
+        "config": dict(candidate.variant.config),
+        "origin": candidate.origin.name.lower(),
+        "match": candidate.match.name.lower(),
+        "source": candidate.source.value,
+        "bucket": candidate.bucket,
+        "time_us": candidate.time_us,
+        "measured_on": candidate.gpu.name if candidate.gpu is not None else None,
+    }

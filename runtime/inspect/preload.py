@@ -1,0 +1,352 @@
+"""``preload``: every cubin that a deployment can need, loaded before the first request."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
+
+from ...artifacts.errors import BundleError, InputError, ProblemNotInBundle
+from ...artifacts.files.bundle_file import BundleFile
+from ...artifacts.records.bundle import Model
+from ...artifacts.records.problem import Fusion, Layout, Op, Pass, Problem, buckets_between
+from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.alignment import has_aligned_rows
+from ...kernels.contract.rowops import dtype_of
+from ..dispatch import snapshot as dispatch_snapshot
+from ..dispatch.decide import forms_of
+from ..dispatch.ranking import why_not
+from ..dispatch.rowops import ranked
+from ..dispatch.snapshot import Rejected, Snapshot, View
+from ..driver.device import current_device, local_gpu
+from ..launch.loader import loaded, prepare
+from ..locks import lock
+from ..settings import settings
+
+_ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those of the last bucket
+_MOST_ROWS = (1 << 31) - 1
+
+_Cell: TypeAlias = tuple[Problem, int]
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+_waited_for, _collected = 0, False  # by how many preloads the collector waits now, and whether it did collect before
+
+
+@dataclass(frozen=True, slots=True)
+class Preloaded:
+    """What ``preload`` did: ``count`` variants stand loaded for ``problems`` problems, ``seconds`` later.
+
+    ``cells`` are the (problem, bucket) pairs that were decided.
+    """
+
+    count: int
+    problems: int
+    cells: int
+    seconds: float
+
+
+@contextlib.contextmanager
+def _collector_waits() -> Iterator[None]:
+    """Python's collector of cycles waits: going once through all that torch holds takes longer than all the loading."""
+    global _waited_for, _collected
+    _collect_in_children()
+    with lock("collector"):
+        if not _waited_for:
+            _collected = gc.isenabled()
+            gc.disable()
+        _waited_for += 1
+    try:
+        yield
+    finally:
+        with lock("collector"):
+            _waited_for = max(_waited_for - 1, 0)
+            if not _waited_for and _collected:
+                gc.enable()
+
+
+@functools.cache
+def _collect_in_children() -> None:
+    os.register_at_fork(after_in_child=_nobody_waits)
+
+
+def _nobody_waits() -> None:
+    """In a child of ``fork``: whoever made the collector wait is a thread that it does not have."""
+    global _waited_for
+    if _waited_for and _collected:
+        gc.enable()
+    _waited_for = 0
+
+
+@_collector_waits()
+def preload(
+    models: Sequence[str] | str | None = None,
+    problems: Iterable[Problem] | None = None,
+    tokens: range | None = None,
+    device: int | None = None,
+    w_layout: str | None = None,
+) -> Preloaded:
+    """Load every variant that the calls of a deployment can come to; afterwards such calls load nothing.
+
+    Every form of a product counts, whatever is fused with it, and tensors that are not aligned to 16 bytes do too; so
+    do the passes over rows.
+
+    Parameters
+    ----------
+    models
+        Names of models that the bundles were built for (``aot inspect`` lists them), or one, in every sharding.
+        With neither models nor problems: all problems of all usable bundles.
+    problems
+        Problems, beside the models' or in their place.
+    tokens
+        The tokens of one step, e.g. ``range(1, 8193)``: a model's rows are tokens * top_k; with expert parallelism
+        as few as one, and tokens * top_k (or E, where that is less) where one rank gets all of them. For
+        ``problems``, whose top_k nobody knows, up to tokens * E. All buckets, if None.
+    device
+        torch's index of the GPU; its current device if None.
+    w_layout
+        How the weights of the models lie, ``nk`` ([E, N, K]) or ``kn`` ([E, K, N]); as their bundles were built for, if
+        None. (``problems`` say it themselves.)
+
+    Raises
+    ------
+    InputError
+        for a model that no usable bundle knows (the message names the nearest), tokens that are no range, or a w_layout
+        that is none.
+    HostError, CudaError
+        if there is no GPU, or the driver refuses the code.
+    """
+    began = time.perf_counter()
+    if tokens is not None and not isinstance(tokens, range):
+        raise InputError(f"preload: tokens is {tokens!r}, wanted a range, e.g. range(1, 8193)")
+    if w_layout not in (None, "nk", "kn"):
+        raise InputError(f"preload: w_layout is {w_layout!r}, wanted 'nk' (w is [E, N, K]), 'kn' ([E, K, N]) or None")
+    lying = None if w_layout is None else Layout(w_layout)
+    models = [models] if isinstance(models, str) else models
+    device = current_device() if device is None else device
+    local, snapshot = local_gpu(device), dispatch_snapshot.snapshot()
+    view = snapshot.view(local, installed=True)
+    view.demand_named_files()
+    wanted: dict[Problem, set[int]] = {}
+    for problem in problems or ():
+        wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
+    if models is not None:
+        for model in records_of(models, view):
+            for problem in turned(model.problems, lying):
+                wanted.setdefault(problem, set()).update(buckets(rows_of(model, problem, tokens)))
+    elif problems is None:
+        for problem in (one for row in problems_of(view) for one in turned(row, lying)):
+            wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
+    cells = cells_of(wanted, snapshot, local)
+    kernels = set()
+    strict = settings().strict
+    for problem, bucket in cells:
+        if Fusion.SILU in problem.fusion:  # see rivals_of; nobody misses it
+            continue
+        aligned = has_aligned_rows(problem)
+        try:
+            kernel = prepare(snapshot, problem, bucket, local, device, aligned=aligned, strict=strict)
+        except ProblemNotInBundle:  # strict mode: the call itself will raise
+            continue
+        if kernel is not None:
+            kernels.add(kernel.function.handle)
+    met = dict.fromkeys(problem for problem, _ in cells)
+    more = *rivals_of(cells, snapshot, local), *fallbacks_of(met, snapshot, local), *passes_of(met, snapshot, local)
+    for bundle, index in more:
+        try:
+            kernels.add(loaded(bundle, index, device, local.gpu.sm_count).function.handle)
+        except BundleError as error:
+            snapshot.reject(bundle, error)
+    done = Preloaded(len(kernels), len(wanted), len(cells), time.perf_counter() - began)
+    _log.info("pretuned: %d variants preloaded for %d problems in %.1f ms", done.count, done.problems,
+              done.seconds * 1e3)  # fmt: skip
+    return done
+
+
+def rivals_of(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
+    """Every variant that could run in place of a cell's own choice, or of a layer's, where times say that it is faster.
+
+    What a pass takes hangs on the call (``gathered.py``, ``epilogue.py``), so here it takes nothing: none is missed.
+    """
+    met: dict[Problem, set[int]] = {}
+    for problem, bucket in cells:
+        if problem.fusion & (Fusion.GATHER | Fusion.SILU):
+            met.setdefault(problem, set()).add(bucket)
+    while met:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            return list(
+                dict.fromkeys(
+                    (one.bundle, index)
+                    for problem, buckets in met.items()
+                    for one in snapshot.view(local, installed=True).usable
+                    for index in _could_run(snapshot, one.bundle, problem, buckets, local)
+                )
+            )
+    return []
+
+
+def _could_run(
+    snapshot: Snapshot, bundle: BundleFile, problem: Problem, buckets: Collection[int], local: LocalGpu
+) -> Iterator[int]:
+    own = {choice.bucket: choice for choice in snapshot.find(bundle, problem) if choice.bucket in buckets}
+    if Fusion.SILU in problem.fusion:
+        found = [choice.variant for choice in own.values()]
+    else:
+        plain = replace(problem, fusion=Fusion.NONE, top_k=0)
+        faster = [
+            choice
+            for choice in (snapshot.find(bundle, plain) if own else ())
+            if choice.bucket in own and choice.time_ns < own[choice.bucket].time_ns
+        ]
+        indexed: dict[object, int] = {}  # the first of a config that can run, as gathered.py takes it
+        for index, variant in snapshot.variants(bundle, replace(plain, fusion=Fusion.SCATTER)):
+            if why_not(variant, problem, local, aligned=True) is None:
+                indexed.setdefault((variant.config, variant.alignment), index)
+        found = [choice.variant for choice in faster]
+        for choice in faster:
+            pair = [snapshot.variant(bundle, at) for at in (choice.variant, choice.runner_up) if at is not None]
+            alike = [indexed.get((one.config, one.alignment)) for one in pair]
+            found += [index for index in alike if index is not None][:1]
+    for index in dict.fromkeys(found):
+        if why_not(snapshot.variant(bundle, index), problem, local, aligned=True) is None:
+            yield index
+
+
+def cells_of(wanted: Mapping[Problem, Iterable[int]], snapshot: Snapshot, local: LocalGpu) -> list[_Cell]:
+    """Every (problem, bucket) that calls of these products come to, in whatever form they are made."""
+    cells: dict[_Cell, None] = {}
+    for problem, found in wanted.items():
+        for form in forms_of(problem):
+            if form is problem or snapshot.serves(form, local):
+                cells.update(dict.fromkeys((form, bucket) for bucket in sorted(found)))
+    return list(cells)
+
+
+def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
+    """Every variant that a call on tensors that are not aligned could come to: a few of each kind."""
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            usable = snapshot.view(local, installed=True).usable
+            return list(
+                dict.fromkeys(
+                    (one.bundle, index)
+                    for problem in problems
+                    for one in usable
+                    for index, variant in snapshot.variants(one.bundle, problem)
+                    if variant.alignment == 1 and why_not(variant, problem, local, aligned=False) is None
+                )
+            )
+
+
+def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
+    """The passes over rows that calls and layers of these problems come to, on aligned tensors and others."""
+    kinds = dict.fromkeys((op, dtype_of(problem.dtype, op)) for op in Pass for problem in problems)
+    found = [ranked(snapshot, *kind, local, aligned=aligned)[:1] for kind in kinds for aligned in (True, False)]
+    return list(dict.fromkeys((usable.bundle, index) for row in found for usable, index in row))
+
+
+def problems_of(view: View) -> list[tuple[Problem, ...]]:
+    """The problems of each usable bundle. Of one where a record is damaged none are, which is told.
+
+    Its choices may be whole, and run: dropped here it would run in ranks that preload nothing.
+    """
+    return [_whole(usable.bundle.problems, []) for usable in view.usable]
+
+
+def _whole(read: Callable[[], tuple[_T, ...]], errors: list[BundleError]) -> tuple[_T, ...]:
+    """What there is to read; nothing, told and noted in ``errors``, where it is damaged."""
+    try:
+        return read()
+    except BundleError as error:
+        _log.warning("pretuned: preload: %s", error)
+        errors.append(error)
+        return ()
+
+
+def records_of(names: Sequence[str], view: View) -> list[Model]:
+    """The models of these names, in every sharding and dtype that the bundles have.
+
+    Raises
+    ------
+    InputError
+        for a name that no bundle knows.
+    BundleCorrupt
+        for one that none knows, where a bundle's models are damaged.
+    """
+    errors: list[BundleError] = []
+    records = [model for usable in view.usable for model in _whole(usable.bundle.models, errors)]
+    known = sorted({model.name for model in records})
+    for name in names:
+        if name not in known:
+            if errors:  # it may be in there
+                raise errors[0]
+            near = difflib.get_close_matches(name, known, 3, 0.4)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise InputError(
+                f"preload: no usable bundle was built for model {name!r} ({len(known)} models are known){hint}. "
+                f"Build it with: aot build --models {name}"
+            )
+    return [model for model in records if model.name in names]
+
+
+def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Problem]:
+    """The problems with w in this layout, or as they are if None.
+
+    dW of a w that is turned has N and K exchanged. How its w lies the problems beside it say, of that layout alone
+    where both are there; where there are none, dW is here in both orders.
+    """
+    if layout is None:
+        yield from problems
+        return
+    rows = [one for one in problems if one.op is not Op.DW]
+    lie = {one.layout for one in rows}
+    kept = [one for one in rows if one.layout is layout] if layout in lie else rows
+    sizes = {(one.E, one.K, one.N) if layout is Layout.KN else (one.E, one.N, one.K) for one in kept}
+    for one in problems:
+        if one.op is Op.DW:
+            both = (one, replace(one, N=one.K, K=one.N))
+            yield from (each for each in both if not sizes or (each.E, each.N, each.K) in sizes)
+        elif one in kept:
+            yield replace(one, layout=layout)
+
+
+def rows_of(model: Model, problem: Problem, tokens: range | None) -> tuple[int, int]:
+    """The fewest and the most rows that a step makes of a model's problem; (0, 0) for no tokens."""
+    if tokens is None:
+        return 1, _ROWS
+    least, most = _ends(tokens)
+    if model.ep == 1:
+        return least * model.top_k, most * model.top_k
+    return min(1, most), most * min(model.top_k, problem.E)
+
+
+def buckets(rows: tuple[int, int]) -> list[int]:
+    """Every bucket from that of the fewest to that of the most rows; [] for no rows."""
+    least, most = (min(count, _MOST_ROWS) for count in rows)
+    if not most:
+        return []
+    return list(buckets_between(least, most))
+
+
+def _rows(problem: Problem, tokens: range | None) -> tuple[int, int]:
+    """As ``rows_of``, where no model says how many experts see a token."""
+    if tokens is None:
+        return 1, _ROWS
+    most = _ends(tokens)[1]
+    return min(1, most), most * (problem.top_k or problem.E)
+
+
+def _ends(tokens: range) -> tuple[int, int]:
+    """The least and the most tokens, of those above zero; (0, 0) for none."""
+    some = [count for count in (*tokens[:1], *tokens[-1:]) if count > 0]
+    if len(some) == 1 and len(tokens) > 1:  # the range begins, or ends, at or below zero
+        some.append(1)
+    return (min(some), max(some)) if some else (0, 0)

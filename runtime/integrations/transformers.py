@@ -1,0 +1,162 @@
+"""The experts of transformers' models: ``experts_implementation="pretuned"``.
+
+    from pretuned.integrations.transformers import experts_forward
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register("pretuned", experts_forward)
+    model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", experts_implementation="pretuned")
+
+transformers, from 5.8 on, hands a function so registered the experts' module, with how its weights lie as attributes,
+the tokens and their routing. Nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ..runtime.api.grouped_gemm import grouped_gemm
+from ..runtime.api.moe import moe_mlp, sort_routing
+from ..runtime.check.tensors import DTYPES, PLAIN, bad
+from ..runtime.ops.layer import Weights
+from .transformers_gates import recognise
+
+_transformed = torch._C._are_functorch_transforms_active
+_COMPUTED = (*DTYPES, torch.float64)
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """out[t] = sum over slots s of weight[t, s] * expert[t, s](hidden[t]); an id outside [0, E) takes no part.
+
+    ``self`` is the experts' module: gate_up_proj (up_proj without a gate) and down_proj, [E, N, K] or, with
+    ``is_transposed``, [E, K, N]. hidden_states is [T, H], top_k_index and top_k_weights are [T, k]. A product is
+    computed in the dtype of its weight, to which what it multiplies and its bias are cast.
+
+    One ``moe_mlp`` where what the module does between its products is transformers' own code for an activation that
+    ``activate`` has (``recognised.py``); else, and where torch.compile traces it, two grouped GEMMs around the module's
+    own code. Inside torch.func's transforms torch computes it, with a copy of its expert's weights for every slot.
+
+    Raises
+    ------
+    InputError
+        for weights that are quantised, or spread over ranks otherwise than by whole experts.
+    """
+    gated, normed = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # later ones have it
+    given = _weights(self, "gate_up_proj" if gated else "up_proj")
+    w1, w2, b1, b2 = given
+    for name, one in (("hidden_states", hidden_states), ("top_k_weights", top_k_weights)):
+        if type(one) not in PLAIN and _is_spread(one):
+            bad(name, _spread(one), f"a torch.Tensor of this rank: pass {name}.to_local()", "experts_forward")
+    hidden = hidden_states.to(w1.dtype)
+    compiling = torch.compiler.is_compiling()
+    sliced = not compiling and _transformed()
+    act = None if compiling or sliced or normed or w1.dtype is not w2.dtype else recognise(self, gated)
+    if act is not None:
+        out = moe_mlp(
+            hidden, w1, w2, top_k_index, top_k_weights, act.name, gated=gated, interleaved=act.interleaved,
+            gate_up_bias=b1, down_bias=b2, w_layout="kn" if self.is_transposed else "nk",
+        )  # fmt: skip
+        return out.to(hidden_states.dtype)
+    (T, k), E = top_k_index.shape, w1.shape[0]
+    ids = top_k_index.long()
+    outside = (ids < 0) | (ids >= E)
+    if sliced:
+        y = _slot_by_slot(self, hidden, given, ids.masked_fill(outside, 0), gated)
+    else:
+        y = _grouped(self, hidden, given, top_k_index, gated)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    if normed:  # what it makes of a row that no expert wrote is no expert's
+        y = self.post_expert_norm(y).masked_fill(outside.reshape(-1, 1), 0)
+    weights = top_k_weights.masked_fill(outside, 0)[..., None].to(wide)
+    return (y.view(T, k, -1).to(wide) * weights).sum(1).to(hidden_states.dtype)
+
+
+def _between(experts: Any, h: torch.Tensor, gated: bool, dtype: torch.dtype) -> torch.Tensor:
+    """The module's own code; in the second weight's dtype, as transformers' own products have it."""
+    a: torch.Tensor = experts._apply_gate(h) if gated else experts.act_fn(h)
+    return a.to(dtype)
+
+
+def _grouped(experts: Any, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, gated: bool) -> torch.Tensor:
+    """y [T*k, H] of every slot by two grouped GEMMs; zeros where it has no expert."""
+    w1, w2, b1, b2 = given
+    k, layout = ids.shape[1], "kn" if experts.is_transposed else "nk"
+    routing = sort_routing(ids, w1.shape[0])
+    rows, m_sizes = routing.gather_indices, routing.m_sizes
+    # Zeros in rows of no expert: nothing reads them, but a gradient of the module's own code may not make them NaN.
+    h = grouped_gemm(hidden, w1, m_sizes, k, rows, permute_x=True, w_layout=layout, bias=b1, zero_tail=True)
+    a = _between(experts, h, gated, w2.dtype)
+    return grouped_gemm(a, w2, m_sizes, k, rows, permute_y=True, is_first_gemm=False, w_layout=layout, bias=b2)
+
+
+def _slot_by_slot(experts: Any, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, gated: bool) -> torch.Tensor:
+    """As ``_grouped``, in operations that vmap and the other transforms of torch.func know; ids in [0, E)."""
+    w1, w2, b1, b2 = given
+    k, chosen = ids.shape[1], ids.reshape(-1)
+
+    def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        w = w[chosen]
+        y = torch.bmm(x[:, None], w if experts.is_transposed else w.transpose(1, 2))[:, 0]
+        return y if bias is None else y + bias[chosen]
+
+    h = product(hidden.repeat_interleave(k, 0), w1, b1)
+    return product(_between(experts, h, gated, w2.dtype), w2, b2)
+
+
+def _weights(experts: Any, first: str) -> Weights:
+    """The module's weights as this rank has them, and its biases in their dtypes; InputError for what can't be used."""
+    w1, w2 = (_usable(experts, name) for name in (first, "down_proj"))
+    if not experts.has_bias:
+        return Weights(w1, w2, None, None)
+    b1, b2 = (_usable(experts, f"{name}_bias") for name in (first, "down_proj"))
+    return Weights(w1, w2, b1.to(w1.dtype), b2.to(w2.dtype))
+
+
+def _usable(experts: Any, name: str) -> torch.Tensor:
+    one: torch.Tensor = getattr(experts, name)
+    if one.dtype not in _COMPUTED:
+        bad(name, f"{one.dtype}", "torch.bfloat16, torch.float16, torch.float32 (the CPU: torch.float64). "
+                   "Quantised weights don't run here: dequantise them, or leave these experts to transformers' own "
+                   "code with model.set_experts_implementation('eager')", "experts_forward")  # fmt: skip
+    if type(one) not in PLAIN and _is_spread(one):
+        one = _of_this_rank(experts, name, one)
+    held = getattr(experts, "num_experts", None)
+    if getattr(experts, "_is_expert_parallel", False) and held is not None and held != one.shape[0]:
+        # The ids count from the module's number: one that stands for an expert elsewhere would be one of these.
+        bad(name, f"{one.shape[0]} experts", f"the module's num_experts, {held}: ids are told by that number. "
+                   "Where experts don't divide by the ranks, set num_experts to those that each rank has",
+                   "experts_forward")  # fmt: skip
+    return one
+
+
+def _is_spread(one: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which this rank has a part."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # who made one has imported it
+    return tensors is not None and isinstance(one, tensors.DTensor)
+
+
+def _spread(one: Any) -> str:
+    return (
+        f"a DTensor of {list(one.shape)} with placements {list(one.placements)} over a mesh of {one.device_mesh.shape}"
+    )
+
+
+def _of_this_rank(experts: Any, name: str, one: Any) -> torch.Tensor:
+    """This rank's experts, where whole ones are spread and the ids count those that it has; else InputError."""
+    shard = sys.modules["torch.distributed.tensor"].Shard
+    by_experts = all(
+        many == 1 or (type(place) is shard and place.dim == 0)
+        for place, many in zip(one.placements, one.device_mesh.shape, strict=True)
+    )
+    local: torch.Tensor = one.to_local()
+    held = getattr(experts, "num_experts", None)
+    if not by_experts or held != local.shape[0]:
+        bad(name, f"{_spread(one)} ({local.shape[0]} experts on this rank; the module's num_experts is {held})",
+                   "a torch.Tensor, or Shard(0) with num_experts set to this rank's experts and ids that count these: "
+                   "gather it (FSDP: unshard the module), or shard whole experts (transformers: "
+                   "DistributedConfig(ep_size=...))", "experts_forward")  # fmt: skip
+    return local

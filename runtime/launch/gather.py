@@ -1,0 +1,104 @@
+"""Rows of x gathered by a row operation, then the plain product of them. ``dispatch/gather.py`` says when."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import torch
+
+from ...artifacts.records.problem import Fusion, Problem
+from ...kernels.contract.rowops import BY_TOKEN, NOTED_ROWS, NOTES, USED
+from ..dispatch.gather import by_token, verdict
+from ..dispatch.snapshot import Snapshot, Usable
+from ..driver.device import Allocator, allocator, local_gpu
+from ..driver.launcher import Launcher
+from .gemm import LoadedKernel
+from .loader import load_first
+
+
+class GatherFirst:
+    """Launches the pass and then the product of its rows: called as a ``Launcher`` is, with three numbers more.
+
+    The address ``index_in_range`` is read by the pass, and unlike ``index`` has no entry that x has no row for; 0 says
+    that index is such. At the address ``used`` stands how many rows belong to an expert, the others are not gathered; 0
+    for all of them. ``slots`` is the number of x's rows times the divisor.
+    The scratch is torch's, of its current stream, which ``stream`` has to be: in a graph capture, of the graph's pool.
+    """
+
+    __slots__ = ("_columns", "_divisor", "_dtype", "_empty", "_gather", "_indexed", "_product", "_step", "zeroes")
+
+    def __init__(
+        self, gather: Gather, product: Launcher, like: torch.Tensor, columns: int, divisor: int,
+        index_step: int, fusion: Fusion,
+    ) -> None:  # fmt: skip
+        self._gather, self._product = gather, product
+        self._empty, self._dtype, self._columns = allocator(like.device), like.dtype, columns
+        self._divisor, self._step = divisor, index_step
+        self._indexed = fusion & ~Fusion.SILU
+        self.zeroes = product.zeroes
+
+    def __call__(
+        self, first: int, second: int, result: int, m_sizes: int, stride_a: int, stride_b: int, M: int, stream: int,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, index_in_range: int = 0, used: int = 0,
+        slots: int = 0,
+    ) -> None:  # fmt: skip
+        K = self._columns
+        scratch = self._empty((M, K), (K, 1), self._dtype)
+        at = scratch.data_ptr()
+        gather(
+            self._gather, self._empty, first, index_in_range or index, used, at,
+            M=M, columns=K, itemsize=self._dtype.itemsize, slots=slots, top_k=self._divisor, index_step=self._step,
+        )  # fmt: skip
+        moved: tuple[int, ...] = ()
+        if self._indexed:
+            picks = self._indexed & (Fusion.SCATTER | Fusion.WEIGHT)
+            moved = (index if picks else 0, row_weights, bias, index_end)
+        self._product(at, second, result, m_sizes, K, stride_b, M, stream, *moved)
+
+
+Launch: TypeAlias = "Launcher | GatherFirst"
+
+
+def in_range(index: torch.Tensor, rows: int, divisor: int) -> torch.Tensor:
+    """The index as the pass may read it: one that x [rows, K] has no row for becomes another, whose row is not used."""
+    return index.clamp(0, rows * divisor - 1)
+
+
+def kernel(
+    snapshot: Snapshot, problem: Problem, M: int, device: int, *, top_k: int, fusion: Fusion = Fusion.GATHER,
+    aligned: bool = True, checks: bool = False,
+) -> LoadedKernel | None:  # fmt: skip
+    """The variant that ``verdict`` names, loaded on ``cuda:device``; None where the code that gathers is to run."""
+    local = local_gpu(device)
+
+    def choose() -> tuple[Usable, int] | None:
+        chosen = verdict(snapshot, problem, M, local, top_k=top_k, fusion=fusion, aligned=aligned, checks=checks).chosen
+        return None if chosen is None else (chosen.usable, chosen.index)
+
+    return load_first(snapshot, choose, local, device)
+
+
+class Gather(Protocol):
+    """A ``passlaunchers.PassLauncher`` of Pass.GATHER."""
+
+    def __call__(self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None: ...
+
+
+def gather(
+    launch: Gather, empty: Allocator, x: int, index: int, used: int, out: int, *, M: int, columns: int, itemsize: int,
+    slots: int, top_k: int, index_step: int,
+) -> None:  # fmt: skip
+    """out[i] = x[index[i] // top_k] for the addresses of dense x [slots // top_k, columns], index [M] and out.
+
+    Each index is within [0, slots). At ``used`` stands how many of the rows count, 0 for all. ``empty`` makes scratch
+    memory on the current stream.
+    """
+    flags = USED if used else 0
+    if not by_token(M, columns * itemsize, slots, top_k):
+        launch(M, columns, (x, index, used, out), (M, columns, top_k, index_step, flags))
+        return
+    noted = empty((1 + slots,), (1,), torch.int32)
+    words, looks = noted.data_ptr(), -(-M // NOTED_ROWS)
+    launch(looks, columns, (x, index, used, words), (M, columns, slots, index_step, flags | NOTES))
+    tokens = slots // top_k
+    launch(tokens + looks, columns, (x, index, words, out), (M, columns, top_k, index_step, BY_TOKEN))

@@ -1,0 +1,278 @@
+"""From a loaded variant to a launch: what a launch needs is packed once, then copied and given to the driver.
+
+``launcher.py`` has the hot path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...artifacts.errors import BundleCorrupt, InputError
+from ...artifacts.records.bundle import Variant
+from ...artifacts.records.problem import Fusion, Op
+from ...kernels.contract.config import Config, across
+from ...kernels.contract.launchable import unlaunchable
+from ...kernels.contract.registry import MOST_STEPS, clears, too_large, weight_tiles
+from ...kernels.contract.spec import result_columns
+from ...kernels.contract.words import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL, ragged_strides
+from ..driver import block, cuda
+from ..driver.block import PREPARED, SIZES, STRIDE_B, STRIDES, Blocks
+from ..driver.counters import counters
+from ..driver.descriptors import NO_MAP, TensorMaps
+from ..driver.launcher import Launcher, starter
+
+_MOST_TILES = 2**31 - 1
+_MOST_ROWS = RAGGED_SIZES[2]  # kernels count rows past a tile's end, and those of no expert, 16 for each program
+_MOST_PROGRAMS = 2**26
+_INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT  # what reads the index
+# The sizes and strides that follow a descriptor of a rank, where no kernel reads them.
+_UNREAD = {rank: ("null",) * rank + ("one",) * rank for rank in (3, 4)}
+
+
+class LoadedKernel(NamedTuple):
+    """A variant on a device: its code is loaded and its persistent grid is known."""
+
+    variant: Variant
+    function: cuda.Function
+    sm_count: int
+
+    @property
+    def config(self) -> Config:
+        """The config of a GEMM's variant."""
+        return Config.from_pairs(self.variant.config)
+
+
+def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int, where: str | None = None) -> LoadedKernel:
+    """Load a variant's verified cubin on a device. ``where`` begins an error, else the kernel's name does.
+
+    Raises
+    ------
+    CudaError
+        where the driver refuses the code.
+    BundleCorrupt
+        where the variant's record is not one that this launcher knows.
+    """
+    wrong = unlaunchable(variant)
+    if not wrong and variant.scratch_bytes:
+        wrong = f"it wants {variant.scratch_bytes} bytes of scratch: ABI 1 has none"
+    if wrong:
+        raise BundleCorrupt(
+            f"{where or f'variant {variant.entry}'}: {wrong}. Copy the bundle again, or rebuild it with `aot build`."
+        )
+    function = cuda.load(
+        cubin, variant.entry, threads=variant.threads, shared_bytes=variant.shared_bytes, device=device
+    )
+    return LoadedKernel(variant, function, sm_count)
+
+
+class Fused(NamedTuple):
+    """What a call does beside the product; the kernel's flags say of ``fusion`` what its code leaves open.
+
+    ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
+    the rows of y that belong to no expert to zero; of y [index_end, N] scattered to, those that no row goes to, by code
+    that can (``kernels.abi.clears``) alone: of one tile a program if they are ``few``, specialised if it can ``beside``
+    the product.
+    """
+
+    fusion: Fusion = Fusion.NONE
+    index_step: int = 1
+    x_divisor: int = 1
+    zero_tail: bool = False
+    few: bool = True
+    beside: bool = True
+
+
+PLAIN = Fused()
+
+
+def _refuse(variant: Variant, columns: int, reduction: int, config: Config) -> None:
+    wrong = too_large(variant.op, columns, reduction, config) if isinstance(variant.op, Op) else None
+    if wrong:
+        raise InputError(f"{variant.entry}: {wrong}")
+
+
+def row_launcher(
+    kernel: LoadedKernel,
+    *,
+    columns: int,
+    reduction: int,
+    E: int,
+    w_kn: bool,
+    stride_w_e: int,
+    stride_w_row: int,
+    m_sizes_step: int,
+    fused: Fused = PLAIN,
+) -> Launcher:
+    """A launcher (x, w, y, m_sizes, stride_x_m, stride_y_m, M, stream) of y[g] = x[g] @ w[g].T.
+
+    In the kernel's words: ``columns`` of the product (of code with SILU y has half as many), ``reduction``, and
+    ``w_kn`` where w's columns are the contiguous ones. A fused call takes four more: the addresses of index,
+    row_weights and bias (0 for none), and index_end. Where the code can't do ``fused.zero_tail`` it is left to the
+    caller: ``Launcher.zeroes`` tells.
+
+    Raises
+    ------
+    InputError
+        where the product has more columns, or a longer reduction, than the kernel can do.
+    """
+    config, variant = kernel.config, kernel.variant
+    _refuse(variant, columns, reduction, config)
+    asked = fused.beside if config.specialized else fused.few
+    can = asked and clears(variant.fusion, config)
+    if fused.fusion & _INDEXED and not can:
+        fused = fused._replace(zero_tail=False)
+    maps = {
+        "x": ("M", "K", "stride_x_m", "one"),
+        "w": ("E", *(("K", "N") if w_kn else ("N", "K")), "stride_w_e", "stride_w_row", "one"),
+        "y_map": _UNREAD[4],
+    }
+    start, repeater = starter(
+        kernel.function,
+        f"{variant.entry}, {config}",
+        Blocks(variant.arguments, block.ROWS, maps),
+        _counter_of(kernel),
+        _map_of_rows(variant, result_columns(columns, variant.fusion)),
+    )
+    strides, sizes, tail = _constants(
+        kernel, columns, reduction, E, m_sizes_step, fused, stride_w_e, stride_w_row
+    )  # fmt: skip
+    pack = PREPARED.pack
+    tiles_n, block_m = -(-columns // config.block_n), config.block_m
+    clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion and not config.specialized
+    most_tiles = _MOST_TILES if config.persistent else _MOST_PROGRAMS
+    most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_PROGRAMS
+    w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)
+    x_maps, w_maps = TensorMaps.of(variant, "x"), TensorMaps.of(variant, "w")
+
+    def prepare(
+        x: int, w: int, stride_x_m: int, stride_y_m: int, M: int,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
+    ) -> bytes:  # fmt: skip
+        active = E if E < M else M
+        tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, inlined
+        if clearers:
+            tiles += -(-index_end // CLEARER_ROWS)
+        if tiles > most_tiles:
+            made = f"M={M} rows and N={columns} columns make {tiles} tiles"
+            raise InputError(f"{made} of {config}, the most is {most_tiles}: split the batch")
+        if M > _MOST_ROWS:
+            raise InputError(f"M={M}, the most rows of {config} is 2^30: split the batch")
+        x_map = w_map = NO_MAP
+        if x_maps is not None:
+            key = (x, M, stride_x_m)
+            x_map = x_maps.known.get(key) or x_maps.encode(key, (M, reduction), (stride_x_m,))
+        if w_maps is not None:
+            key = (w, 0, 0)
+            w_map = w_maps.known.get(key) or w_maps.encode(key, w_sizes, (stride_w_e, stride_w_row))
+        return pack(
+            x_map, w_map, x, w, stride_x_m, stride_y_m, strides, index, row_weights, bias, M, index_end, sizes,
+            tiles if tiles < most else most, tail,
+        )  # fmt: skip
+
+    return Launcher(prepare, start, repeater, zeroes=fused.zero_tail)
+
+
+def weight_launcher(
+    kernel: LoadedKernel,
+    *,
+    N: int,
+    K: int,
+    E: int,
+    stride_dw_e: int,
+    stride_dw_row: int,
+    m_sizes_step: int,
+    fused: Fused = PLAIN,
+) -> Launcher:
+    """A launcher (dy, x, dw, m_sizes, stride_dy_m, stride_x_m, M, stream) of dw[g] = dy[g].T @ x[g].
+
+    As ``row_launcher``; of the four that a fused call adds, only index and index_end count.
+
+    Raises
+    ------
+    InputError
+        where dw's tiles pass 2^31, or it has more columns than the kernel can do.
+    """
+    config, variant = kernel.config, kernel.variant
+    _refuse(variant, N if across(config) else K, 0, config)
+    maps = {"dy": _UNREAD[4], "x": _UNREAD[4], "dw": _UNREAD[3]}
+    start, repeater = starter(
+        kernel.function,
+        f"{variant.entry}, {config}",
+        Blocks(variant.arguments, block.WEIGHT, maps),
+        _counter_of(kernel),
+        _map_of_weight(variant, (E, N, K), (stride_dw_e, stride_dw_row)),
+    )
+    strides, sizes, tail = _constants(kernel, N, K, E, m_sizes_step, fused, stride_dw_e, stride_dw_row)
+    pack = PREPARED.pack
+    tiles = weight_tiles(N, K, E, config)
+    if tiles > _MOST_TILES:
+        raise InputError(f"E={E}, N={N}, K={K} make {tiles} tiles of {config}, the most is 2^31 - 1")
+    programs = min(tiles, kernel.sm_count * kernel.function.per_sm) if config.persistent else tiles
+    dy_maps, x_maps = TensorMaps.of(variant, "dy"), TensorMaps.of(variant, "x")
+    dy_sizes, x_sizes = (*RAGGED_SIZES, N), (*RAGGED_SIZES, K)
+    most_rows = min(_MOST_ROWS, config.block_m * MOST_STEPS) if config.specialized else _MOST_ROWS
+
+    def prepare(
+        dy: int, x: int, stride_dy_m: int, stride_x_m: int, M: int,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
+    ) -> bytes:  # fmt: skip
+        dy_map = x_map = NO_MAP
+        if dy_maps is not None and x_maps is not None:
+            if most_rows < M:
+                raise InputError(f"M={M}, the most rows of dW by {config} is {most_rows}: split the batch")
+            dy_key, x_key = (dy, 0, stride_dy_m), (x, 0, stride_x_m)
+            dy_map = dy_maps.known.get(dy_key) or dy_maps.encode(dy_key, dy_sizes, ragged_strides(stride_dy_m))
+            x_map = x_maps.known.get(x_key) or x_maps.encode(x_key, x_sizes, ragged_strides(stride_x_m))
+        return pack(
+            dy_map, x_map, dy, x, stride_dy_m, stride_x_m, strides, index, row_weights, bias, M, index_end, sizes,
+            programs, tail,
+        )  # fmt: skip
+
+    return Launcher(prepare, start, repeater)
+
+
+def _map_of_rows(variant: Variant, columns: int) -> Callable[[int, bytes], bytes] | None:
+    """Who describes y, ragged rows, to a kernel that stores through TMA."""
+    maps = TensorMaps.of(variant, "y_map")
+    if maps is None:
+        return None
+    sizes = *RAGGED_SIZES, columns
+
+    def map_of(y: int, prepared: bytes) -> bytes:
+        (stride_y_m,) = STRIDE_B.unpack_from(prepared)
+        key = (y, 0, stride_y_m)
+        return maps.known.get(key) or maps.encode(key, sizes, ragged_strides(stride_y_m))
+
+    return map_of
+
+
+def _map_of_weight(
+    variant: Variant, sizes: tuple[int, int, int], strides: tuple[int, int]
+) -> Callable[[int, bytes], bytes] | None:
+    """The same of dw."""
+    maps = TensorMaps.of(variant, "dw")
+    if maps is None:
+        return None
+
+    def map_of(dw: int, _prepared: bytes) -> bytes:
+        key = (dw, 0, 0)
+        return maps.known.get(key) or maps.encode(key, sizes, strides)
+
+    return map_of
+
+
+def _counter_of(kernel: LoadedKernel) -> Callable[[int], int] | None:
+    """Who gives the launches of a kernel that hands out its tiles the word to count them in."""
+    counts = any(name == "counter" for name, _ in kernel.variant.arguments)
+    return counters(kernel.function.device).take if counts else None
+
+
+def _constants(
+    kernel: LoadedKernel, N: int, K: int, E: int, m_sizes_step: int, fused: Fused, stride_e: int, stride_row: int
+) -> tuple[bytes, bytes, bytes]:
+    """What a launcher fixes, packed."""
+    flags = (fused.fusion & FLAGS).value | (ZERO_TAIL if fused.zero_tail else 0)
+    sizes = SIZES.pack(N, K, E, m_sizes_step, fused.index_step, fused.x_divisor, flags, 0)
+    tail = block.config_tail(kernel.function.threads, kernel.function.shared_bytes)
+    return STRIDES.pack(stride_e, stride_row, 1), sizes, tail

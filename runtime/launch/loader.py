@@ -1,0 +1,130 @@
+"""Variants loaded into the driver, each once a process and device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from ...artifacts.code.cubin import mismatch, other_parameters
+from ...artifacts.errors import BundleError
+from ...artifacts.files.bundle_file import BundleFile
+from ...artifacts.format.wire import corrupt
+from ...artifacts.records.bundle import Variant
+from ...artifacts.records.problem import Problem
+from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.words import parameter_bytes
+from ..dispatch import snapshot as dispatch_snapshot
+from ..dispatch.decide import Miss, decide
+from ..dispatch.pin import Pin, Preferred, find, preferred
+from ..dispatch.snapshot import Rejected, Snapshot, Usable
+from ..driver.device import local_gpu
+from ..locks import lock
+from .gemm import LoadedKernel, load_kernel
+
+_loaded: dict[tuple[bytes, int, int], LoadedKernel] = {}  # by bundle, variant, device
+_known: dict[tuple[Variant, int], LoadedKernel] = {}  # by all that is said of it, its cubin's sha256 too, and device
+
+
+def prepare(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, device: int, *, aligned: bool, strict: bool
+) -> LoadedKernel | None:
+    """The variant that dispatch decides on, loaded on ``cuda:device``; None where torch has to run it.
+
+    A bundle whose cubin turns out damaged is dropped with a warning, and the next best is taken.
+
+    Raises
+    ------
+    ProblemNotInBundle, TargetMismatch, DriverTooOld, BundleError
+        as ``decide`` does.
+    CudaError
+        if the driver refuses the code.
+    """
+
+    def choose() -> tuple[Usable, int] | None:
+        decision = decide(snapshot, problem, M, local, aligned=aligned, strict=strict)
+        return None if isinstance(decision, Miss) else (decision.chosen.usable, decision.chosen.index)
+
+    return load_first(snapshot, choose, local, device)  # a named file's error is raised by the next decision
+
+
+def load_first(
+    snapshot: Snapshot, choose: Callable[[], tuple[Usable, int] | None], local: LocalGpu, device: int
+) -> LoadedKernel | None:
+    """The variant that ``choose`` names (a bundle, and its number there), loaded; None where it names none.
+
+    A bundle whose code turns out damaged is dropped with a warning, and ``choose`` asked again.
+    """
+    while True:  # each turn drops a bundle
+        chosen = choose()
+        if chosen is None:
+            return None
+        usable, index = chosen
+        try:
+            return loaded(usable.bundle, index, device, local.gpu.sm_count)
+        except BundleError as error:
+            snapshot.reject(usable.bundle, error)
+
+
+def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
+    """Variant ``index`` of a bundle on ``cuda:device``. Legal inside a graph capture.
+
+    The same variant of another bundle (two that were built of the same candidates) is the same kernel: that bundle's
+    own copy of the code is then not read, whatever became of it.
+
+    Raises
+    ------
+    BundleCorrupt
+        if the cubin is not the one that the index describes, or the variant is none that can be launched.
+    CudaError
+        if the driver refuses the code.
+    """
+    key = (bundle.digest, index, device)
+    kernel = _loaded.get(key)
+    if kernel is None:
+        with lock("loading"):
+            kernel = _loaded.get(key)
+            if kernel is None:
+                variant = bundle.variant(index)
+                kernel = _known.get((variant, device))
+                if kernel is None:
+                    kernel = _known[variant, device] = _load(bundle, index, variant, device, sm_count)
+                _loaded[key] = kernel
+    return kernel
+
+
+def _load(bundle: BundleFile, index: int, variant: Variant, device: int, sm_count: int) -> LoadedKernel:
+    cubin = bundle.cubin(index)
+    wrong = mismatch(cubin, bundle.target, later_abi=True)
+    wrong = wrong or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
+    if wrong:
+        raise corrupt(bundle.path, f"variant {index}: {wrong}")
+    return load_kernel(variant, cubin, device, sm_count, f"bundle {bundle.path!r}: variant {index}")
+
+
+def loaded_count() -> int:
+    """How many cubins this process has loaded, over all devices."""
+    return len(_known)
+
+
+def pinned_kernel(pin: Pin, problem: Problem, device: int, *, aligned: bool) -> LoadedKernel | None:
+    """The variant that ``pin`` names, loaded on ``cuda:device``; None where a preference has none.
+
+    Raises
+    ------
+    InputError
+        if no usable bundle has it for this kind of problem; the message lists the nearest.
+    """
+    snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
+    if isinstance(pin, Preferred):
+        config = preferred(snapshot, pin, problem, local, aligned=aligned)
+        if config is None:
+            return None
+        pin = config
+    named = pin
+
+    def choose() -> tuple[Usable, int]:
+        while True:  # each turn drops a bundle
+            with contextlib.suppress(Rejected):
+                return find(snapshot, named, problem, local, aligned=aligned)
+
+    return load_first(snapshot, choose, local, device)

@@ -1,0 +1,169 @@
+"""The passes over rows around the GEMMs, by a bundle's kernels: found once, launched with plain numbers.
+
+No choice names them: the best that is there runs. Where no bundle has one, the caller's torch does the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from ctypes import addressof, c_char
+
+import torch
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Pass
+from ...kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
+from ...kernels.contract.rowops import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
+from ..check import tensors as check_tensors
+from ..check.tensors import DTYPES
+from ..dispatch import snapshot as dispatch_snapshot
+from ..dispatch.rowops import ranked
+from ..dispatch.snapshot import Snapshot, Usable
+from ..driver import cuda
+from ..driver.device import current_stream, local_gpu, platform_supported
+from .gemm import LoadedKernel
+from .loader import load_first
+
+_MOST_PROGRAMS = 2**31 - 1
+_WORD_BYTES = 8
+_CONFIG = "7I4xQ16x"  # CUlaunchConfig: grid, block, shared bytes; the stream; no attributes
+
+_log = logging.getLogger(__name__)
+# The launchers of one snapshot.
+_launchers: tuple[object, dict[tuple[Pass, DType, bool, int], PassLauncher | None]] = (None, {})
+
+
+class PassLauncher:
+    """Launches one loaded pass. It does not synchronise, and any thread may call it."""
+
+    __slots__ = (
+        "_fixed",
+        "_free",
+        "_handle",
+        "_kernel",
+        "_launch",
+        "_op",
+        "_pack",
+        "_pointers",
+        "_rows",
+        "_size",
+        "block",
+        "most_experts",
+    )
+
+    def __init__(self, kernel: LoadedKernel, op: Pass) -> None:
+        variant, function = kernel.variant, kernel.function
+        kinds = [kind for _, kind in variant.arguments]
+        packed = struct.Struct("=" + "".join("Q" if kind == "ptr" else "i4x" for kind in kinds) + _CONFIG)
+        self._pack, self._size = packed.pack_into, packed.size
+        self._pointers = len(kinds)
+        self.most_experts = variant.max_experts
+        block = Block.from_pairs(variant.config)
+        self._kernel, self._op, self.block = kernel, op, block.block
+        self._rows = rows_at_once(op)
+        self._fixed = (1, 1, function.threads, 1, 1, function.shared_bytes)
+        self._launch, self._handle = cuda.launch_kernel(), cuda.argument(function.handle)
+        self._free = [self._new()]
+
+    def __call__(self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        """Launch over ``rows`` rows, on torch's current stream; ``pointers`` and ``numbers`` are the arguments.
+
+        Raises
+        ------
+        InputError
+            where that makes more programs than a launch can have.
+        CudaError
+            where the driver refuses the launch.
+        """
+        grid = programs(self._op, rows, columns, self.block, self._rows)
+        if grid > _MOST_PROGRAMS:
+            raise InputError(f"{rows} rows of {columns} columns make {grid} programs, the most is 2^31 - 1: split them")
+        function = self._kernel.function
+        try:
+            block = self._free.pop()
+        except IndexError:  # each is in use by another thread
+            block = self._new()
+        memory, config, arguments, _ = block
+        self._pack(memory, 0, *pointers, *numbers, grid, *self._fixed, current_stream(function.device))
+        code = self._launch(config, self._handle, arguments, None)
+        if code == cuda.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
+            cuda.make_current(function.device)
+            code = self._launch(config, self._handle, arguments, None)
+        self._free.append(block)
+        cuda.check(code, f"cuLaunchKernelEx({self._kernel.variant.entry})")
+
+    def _new(self) -> tuple[bytearray, object, object, c_char]:
+        """Memory for the arguments, the launch configuration and the pointers to the arguments."""
+        count = self._pointers
+        memory = bytearray(self._size + _WORD_BYTES * (count + 3))
+        pin = c_char.from_buffer(memory)
+        base = addressof(pin)
+        null = base + self._size  # the two scratch pointers that every kernel takes: none
+        places = [*(base + _WORD_BYTES * i for i in range(count)), null, null]
+        struct.pack_into(f"={len(places)}Q", memory, self._size + _WORD_BYTES, *places)
+        config = base + _WORD_BYTES * count
+        return memory, cuda.argument(config), cuda.argument(null + _WORD_BYTES), pin
+
+
+def launcher(op: Pass, dtype: DType, device: int, *, aligned: bool) -> PassLauncher | None:
+    """The launcher of the best kernel of this pass on ``cuda:device``; None where no usable bundle has one.
+
+    ``aligned`` says whether every pointer and row is a multiple of 16 bytes. It is remembered, so only a first call
+    reads anything. Legal in a graph capture.
+
+    Raises
+    ------
+    CudaError
+        if the driver refuses the code.
+    """
+    global _launchers
+    snapshot, kept = dispatch_snapshot.snapshot(), _launchers  # one look: another thread may begin a new table after it
+    if kept[0] is not snapshot:
+        kept = _launchers = snapshot, {}
+    known = kept[1]
+    key = (op, dtype, aligned, device)
+    if key not in known:
+        kernel = _kernel(snapshot, op, dtype, device, aligned)
+        known[key] = None if kernel is None else PassLauncher(kernel, op)
+        if kernel is None:
+            _log.info("pretuned: no usable bundle has a kernel for %s %s: torch does it; aot build adds it to new ones",
+                      op.value, dtype.value)  # fmt: skip
+    return known[key]
+
+
+def for_rows(
+    op: Pass, columns: int, rows: int, *tensors: torch.Tensor, like: torch.Tensor | None = None
+) -> PassLauncher | None:
+    """As ``launcher``, for rows of these tensors, or of fresh ones like ``like``; None also where there is nothing.
+
+    Every tensor is dense, its rows of ``columns`` columns or of twice as many.
+    """
+    like = tensors[0] if like is None else like
+    kind = DTYPES.get(like.dtype)
+    if kind is None or not rows or not columns or not check_tensors.on_gpu(like):
+        return None
+    aligned = is_aligned(ALIGNMENT_BYTES, columns * like.element_size(), *(one.data_ptr() for one in tensors))
+    return launcher(op, kind, like.get_device(), aligned=aligned)
+
+
+def used(bounds: torch.Tensor | None) -> tuple[int, int]:
+    """The address of the number of rows that belong to an expert (the last of bounds), and the flag that says so."""
+    return (0, 0) if bounds is None else (bounds.data_ptr() + 4 * (bounds.shape[0] - 1), USED)
+
+
+def weighing(weights: torch.Tensor | None) -> int:
+    """The flags for routing weights, which are float32 or of the kernel's dtype."""
+    return 0 if weights is None else WEIGHTED | (0 if weights.dtype is torch.float32 else NARROW)
+
+
+def _kernel(snapshot: Snapshot, op: Pass, dtype: DType, device: int, aligned: bool) -> LoadedKernel | None:
+    if not platform_supported():
+        return None
+    local = local_gpu(device)
+
+    def choose() -> tuple[Usable, int] | None:
+        return next(iter(ranked(snapshot, op, dtype, local, aligned=aligned)), None)
+
+    return load_first(snapshot, choose, local, device)

@@ -1,0 +1,1 @@
+"""The arithmetic over checked tensors: products, activations, routing, a layer, their gradients. Uses launch."""

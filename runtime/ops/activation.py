@@ -1,0 +1,212 @@
+"""The activations of MoE layers, between the two GEMMs: a bundle's kernel on CUDA, and plain torch.
+
+Both compute the same, torch rounding each of its steps to h's dtype, the kernel only the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.problem import Pass
+from ...kernels.contract import rowops
+from ..check import tensors
+from ..check.tensors import address_of
+from ..driver.device import on
+from ..launch import rowops as launch_rowops
+
+GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
+
+OAI_LIMIT = 7.0  # gpt-oss: openai/gpt-oss model card and its reference implementation
+OAI_ALPHA = 1.702
+
+_transformed = torch._C._are_functorch_transforms_active
+
+
+class Activation(NamedTuple):
+    """An activation that ``check_activation`` let pass."""
+
+    name: str
+    gated: bool
+    interleaved: bool
+
+    @property
+    def flags(self) -> int:
+        """What a kernel is told of it."""
+        gate = (rowops.GATED if self.gated else 0) | (rowops.INTERLEAVED if self.interleaved else 0)
+        return rowops.KINDS.index(self.name) | gate
+
+    def columns(self, h: torch.Tensor) -> int:
+        """The columns of a; InputError where h's are no gate and up."""
+        if self.gated and h.shape[-1] % 2:
+            raise InputError(f"activate: gate and up have {h.shape[-1]} columns together, wanted an even number")
+        return h.shape[-1] // 2 if self.gated else h.shape[-1]
+
+
+def activate(
+    h: torch.Tensor, activation: str = "silu", *, gated: bool = True, interleaved: bool = False
+) -> torch.Tensor:
+    """act(gate) * up of h [M, 2*I] -> [M, I]; without a gate act(h) of h [M, I]. In h's dtype.
+
+    Gate and up are h's halves, or with ``interleaved`` its even and odd columns.
+
+    ``silu``: gate * sigmoid(gate). ``gelu``: exact; ``gelu_tanh``: its tanh form. ``swiglu_oai`` (gpt-oss): gate
+    clamped to at most 7, up to [-7, 7], then (up + 1) * gate * sigmoid(1.702 * gate). ``relu2`` (ungated): max(h, 0)^2.
+    On CUDA a bundle's kernel computes it in float32 and rounds once, and so its gradient. Where torch does it, each
+    operation is computed in float32; silu, gelu and relu2 round each result to h's dtype, swiglu_oai the last.
+
+    Raises
+    ------
+    InputError
+        for an activation that is not known, or not with (without) a gate.
+    """
+    check_activation("activate", activation, gated=gated, interleaved=interleaved)
+    act = Activation(activation, gated, interleaved)
+    columns = act.columns(h)
+    if not tensors.on_gpu(h) or torch.compiler.is_compiling() or type(h) is not torch.Tensor or _transformed():
+        return by_torch(h, act)
+    if tensors.duals._current_level >= 0:  # a tangent goes through torch's operations alone
+        return by_torch(h, act)
+    rows = h.reshape(-1, h.shape[-1])
+    if torch.is_grad_enabled() and h.requires_grad:
+        a: torch.Tensor = _Activate.apply(rows, act)  # type: ignore[no-untyped-call]
+    else:
+        a = forward(rows, act)
+    return a.view(*h.shape[:-1], columns)
+
+
+def forward(h: torch.Tensor, act: Activation, bounds: torch.Tensor | None = None) -> torch.Tensor:
+    """a [M, I] of h [M, 2*I] or [M, I]. With ``bounds`` (``Routing.bounds``) rows of no expert hold anything."""
+    I = act.columns(h)  # noqa: E741
+    h = h.contiguous()
+    launch = launch_rowops.for_rows(Pass.ACTIVATION, I, h.shape[0], h)
+    if launch is None:
+        return by_torch(h, act)
+    with on(h.get_device()):
+        a = h.new_empty((h.shape[0], I))
+        address, flag = launch_rowops.used(bounds)
+        launch(h.shape[0], I, (h.data_ptr(), a.data_ptr(), address), (h.shape[0], I, act.flags | flag))
+    return a
+
+
+class Needs(NamedTuple):
+    """Which results of ``gradient`` are wanted."""
+
+    dh: bool = True
+    a: bool = False
+    dweights: bool = False
+
+
+def gradient(
+    h: torch.Tensor, da: torch.Tensor, act: Activation, needs: Needs, *, weights: torch.Tensor | None = None,
+    index: torch.Tensor | None = None, bounds: torch.Tensor | None = None, narrow: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """dh[i] = act'(h[i]) * (t * da[i]), a[i] = t * act(h[i]), dweights[index[i]] = dot(da[i], act(h[i])).
+
+    h [M, 2*I] or [M, I], da [M, I]; t = weights[index[i]] with ``weights``, by index in h's dtype or float32, else 1.
+    ``index`` [M] is a permutation. With ``bounds`` rows of no expert get dweights of zero, and in dh and a they hold
+    anything. dweights are float32 (float64 beside float64); with ``narrow`` they may be of the weights' dtype. None
+    stands for what is not needed.
+    """
+    M, I = da.shape  # noqa: E741
+    h, da = h.contiguous(), da.contiguous()
+    launch = launch_rowops.for_rows(Pass.ACTIVATION_GRAD, I, M, h, da)
+    if launch is None:
+        return _gradient_by_torch(h, da, act, needs, weights, index, bounds)
+    with on(h.get_device()):
+        dh = torch.empty_like(h) if needs.dh else None
+        a = torch.empty_like(da) if needs.a else None
+        kind = weights.dtype if narrow and weights is not None else torch.float32
+        dweights = h.new_empty((M,), dtype=kind) if needs.dweights else None
+        address, flags = launch_rowops.used(bounds)
+        flags |= act.flags | (rowops.WRITES_DH if needs.dh else 0) | (rowops.WRITES_A if needs.a else 0)
+        flags |= launch_rowops.weighing(weights) | (rowops.WRITES_DWEIGHTS if needs.dweights else 0)
+        flags |= 0 if kind is torch.float32 else rowops.NARROW_DWEIGHTS
+        step = 2 if index is not None and index.dtype is torch.int64 else 1
+        launch(
+            M, I,
+            (h.data_ptr(), da.data_ptr(), address_of(weights), address_of(index), address, address_of(dh),
+             address_of(a), address_of(dweights)),
+            (M, I, step, flags),
+        )  # fmt: skip
+    return dh, a, dweights
+
+
+class _Activate(torch.autograd.Function):
+    """``activate`` by a kernel. A gradient that is to be differentiated again is torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, act: Activation) -> torch.Tensor:
+        ctx.save_for_backward(h)
+        ctx.act = act
+        return forward(h, act)
+
+    @staticmethod
+    def backward(ctx: Any, da: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        (h,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return torch.autograd.grad(by_torch(h, ctx.act), h, da, create_graph=True)[0], None
+        return gradient(h, tensors.in_memory("da", da, "activate"), ctx.act, Needs())[0], None
+
+
+def by_torch(h: torch.Tensor, act: Activation) -> torch.Tensor:
+    """``activate`` in torch's own operations, on any device."""
+    if not act.gated:
+        return _one(act.name, h)
+    if act.interleaved:
+        gate, up = h[..., ::2], h[..., 1::2]
+    else:
+        gate, up = h.chunk(2, -1)
+    if act.name != "swiglu_oai":
+        return _one(act.name, gate) * up
+    if h.dtype in (torch.bfloat16, torch.float16):
+        gate, up = gate.float(), up.float()
+    gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
+    return ((up + 1) * (gate * torch.sigmoid(OAI_ALPHA * gate))).to(h.dtype)
+
+
+def _gradient_by_torch(
+    h: torch.Tensor, da: torch.Tensor, act: Activation, needs: Needs, weights: torch.Tensor | None,
+    index: torch.Tensor | None, bounds: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    scale = None if weights is None or index is None else weights[index.long()][:, None]
+    dh = dweights = None
+    with torch.enable_grad():
+        given = h.detach().requires_grad_()
+        a = by_torch(given, act)
+    if needs.dh:
+        (dh,) = torch.autograd.grad(a, given, da if scale is None else (da * scale).to(da.dtype))
+    a = a.detach()
+    if needs.dweights and index is not None:
+        wide = torch.promote_types(da.dtype, torch.float32)
+        dots = (da.to(wide) * a.to(wide)).sum(-1)
+        if bounds is not None:
+            dots = torch.where(torch.arange(len(dots), device=dots.device) < bounds[-1], dots, 0)
+        dweights = torch.zeros_like(dots).index_copy_(0, index.long(), dots)
+    return dh, (a if scale is None else (a * scale).to(a.dtype)) if needs.a else None, dweights
+
+
+def check_activation(call: str, activation: str, *, gated: bool, interleaved: bool) -> None:
+    """Raise InputError, which begins with the name of the call, unless ``activate`` knows it."""
+    known = GATED if gated else UNGATED
+    if activation not in known:
+        raise InputError(
+            f"{call}: activation is {activation!r}, wanted one of {', '.join(known)} with gated={gated}"
+            + (" (relu2 has no gate: pass gated=False)" if activation == "relu2" else "")
+        )
+    if interleaved and not gated:
+        raise InputError(
+            f"{call}: interleaved=True with gated=False: without a gate nothing is interleaved. Leave it out"
+        )
+
+
+def _one(activation: str, h: torch.Tensor) -> torch.Tensor:
+    if activation == "silu":
+        return functional.silu(h)
+    if activation == "relu2":
+        return functional.relu(h).square()
+    return functional.gelu(h, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -1,0 +1,84 @@
+"""The grouped GEMM as an autograd function: each gradient is computed only where it is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..check.call import Call
+from ..check.form import Form, Fusions
+from ..check.tensors import in_memory
+from ..driver.device import without_autocast
+from . import gradients
+
+# x, w, m_sizes, topk_weights, bias, gather_indices, form, (M, x_rows, y_rows), the plan of a call that comes again
+_ARGUMENTS = 9
+_REST = (None,) * (_ARGUMENTS - 5)
+
+
+class GroupedGemm(torch.autograd.Function):
+    """y, and the gradients of x, w, topk_weights and bias. See ``gradients`` for the equations."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, weights: torch.Tensor | None,
+        bias: torch.Tensor | None, index: torch.Tensor | None, form: Form, sizes: tuple[int, int, int],
+        plan: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The product; what a gradient needs is saved. ``plan`` is a ``plans.Plan``."""
+        needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
+        keeps_x = needs_w or needs_weights
+        keeps_w = needs_x or needs_weights
+        ctx.save_for_backward(x if keeps_x else None, w if keeps_w else None, m_sizes, weights, bias, index)
+        ctx.form, ctx.sizes, ctx.w_shape, ctx.plan = form, sizes, w.shape, plan
+        if plan is not None:
+            y: torch.Tensor = plan.forward(x, w, m_sizes, weights, bias, index)
+            return y
+        return gradients.forward(Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes), x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients that are needed, None for the others."""
+        x, w, m_sizes, weights, bias, index = ctx.saved_tensors
+        needs = wanted(ctx.needs_input_grad, ctx.form)
+        if ctx.plan is not None:
+            planned = ctx.plan.backward(x, w, m_sizes, dy, needs)
+            if planned is not None:
+                return (*planned, None, None, None, *_REST)
+        dy = in_memory("dy", dy)
+        # Nothing reads the values of a w that was not kept, only its shape.
+        w = m_sizes.new_empty((), dtype=dy.dtype).expand(ctx.w_shape) if w is None else w
+        call = Call(ctx.form, w, m_sizes, Fusions(index, weights, bias), *ctx.sizes)
+        with without_autocast(dy.device.type):
+            found = backward(call, dy, x, needs)
+        return (found[0], found[1], None, found[2], found[3], *_REST)
+
+
+def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> tuple[bool, bool, bool, bool]:
+    """Which gradients to compute: of x, w, topk_weights, bias. dX_only and dW_only leave one."""
+    x, w, _, weights, bias = needs_input_grad[:5]
+    if form.only_dx:
+        return x, False, False, False
+    if form.only_dw:
+        return False, w, False, False
+    return x, w, weights, bias
+
+
+def backward(
+    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: tuple[bool, bool, bool, bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of x, w, topk_weights and bias that ``needs`` asks for. x may be None if only its own is."""
+    needs_x, needs_w, needs_weights, needs_bias = needs
+    dx = dw = dweights = dbias = None
+    grad_y = gradients.GradY.of(call, dy, gathers=needs_w or needs_bias)
+    if needs_weights and x is not None:
+        dx, dweights = gradients.grad_x_and_weights(call, grad_y, x)
+        dx = dx if needs_x else None
+    elif needs_x:
+        dx = gradients.grad_x(call, grad_y)
+    if needs_w or needs_bias:
+        dw, dbias = gradients.grad_w_and_bias(call, grad_y, x if needs_w else None, bias=needs_bias)
+    return dx, dw, dweights, dbias

@@ -1,0 +1,181 @@
+"""The forward and its gradients as products: which row is read, which is written, what is multiplied.
+
+With index g[i] of sorted row i, e its expert, t the weights flattened (1 without them):
+
+    y[to(i)] = t[g[i]] * (x[from(i)] @ w[e].T + bias[e])      from(i) = g[i] // topk with permute_x, else i
+                                                              to(i)   = g[i] with permute_y, else i
+    dx[from(i)] += t[g[i]] * (dy[to(i)] @ w[e])               dw[e] += t[g[i]] * outer(dy[to(i)], x[from(i)])
+    dt[g[i]] = dot(dy[to(i)] @ w[e], x[from(i)]) + dot(dy[to(i)], bias[e])
+    dbias[e] += t[g[i]] * dy[to(i)]
+
+Every sum has a fixed order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from ...artifacts.records.problem import Op
+from ...kernels import reference
+from ..check.call import Call
+from ..check.operands import Rows
+from ..check.tensors import rows_usable
+from .products import rows, weight
+
+_CHUNK_ELEMENTS = 1 << 24  # of the float32 temporaries that the gradient of the weights needs
+_ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
+
+
+def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are."""
+    y = x.new_empty((call.y_rows, call.N)) if out is None else out
+    product = forward_rows(call, x)
+    if out is not None and product.loose:
+        product = dataclasses.replace(product, loose=False)
+    return rows(product, y)
+
+
+def forward_rows(call: Call, x: torch.Tensor) -> Rows:
+    """The forward as a product, into a y of its own."""
+    form, bias = call.form, call.fusions.bias
+    zeros = form.permute_y or form.zero_tail
+    return Rows(
+        Op.FORWARD, x, call.w, call.m_sizes, form.layout, call.M, call.fusions.index, call.x_divisor, form.permute_y,
+        call.flat_weights(x), None if bias is None else bias.detach().contiguous(), form.pin_forward,
+        zero_tail=zeros, loose=not zeros,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GradY:
+    """dy as the gradients want it: ``given`` [y_rows, N], and ``sorted`` [M, N] where it stands gathered."""
+
+    given: torch.Tensor
+    sorted: torch.Tensor | None
+
+    @classmethod
+    def of(cls, call: Call, dy: torch.Tensor, *, gathers: bool) -> GradY:
+        """``gathers``: dW reads gathered rows faster than it gathers them, and dX then has no need to."""
+        dy = dy if rows_usable(dy) else dy.contiguous()
+        if not call.form.permute_y:
+            return cls(dy, dy)
+        return cls(dy, _gathered(dy, call.fusions.index, dy.shape[0], 1) if gathers else None)
+
+
+def grad_x(call: Call, dy: GradY) -> torch.Tensor:
+    """dx [x_rows, K]: rows that took no part are zero."""
+    raw = _grad_rows(call, dy, call.flat_weights(dy.given))
+    if not call.form.permute_x or call.form.topk == 1:
+        return raw
+    return raw.view(call.x_rows, call.form.topk, call.K).sum(1)
+
+
+def grad_x_and_weights(call: Call, dy: GradY, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx [x_rows, K], and the gradient of topk_weights [T, topk] in their dtype."""
+    weights, index = call.fusions.weights, call.fusions.index
+    flat = call.flat_weights(dy.given)
+    if weights is None or flat is None or index is None:
+        raise AssertionError("no weights")
+    T, topk = weights.shape
+    if not T:  # no row takes part
+        return grad_x(call, dy), torch.zeros_like(weights)
+    raw = _grad_rows(call, dy, None)
+    part = reference.taking_part(call.m_sizes, index, T * topk, call.M)
+    index = reference.rows_of(index, T * topk)
+    if call.form.permute_x:  # token order already; what takes no part may hold anything
+        taken = _to_flat(part, part, index, T * topk)
+        dots = torch.where(taken, _dots(raw.view(T, topk, call.K), x[:, None, :]).view(-1), 0)
+        dx = _weighted(raw.view(T, topk, call.K), torch.where(taken, flat, 0).view(T, topk, 1), slots=True)
+    else:
+        dots = _to_flat(_dots(raw, x), part, index, T * topk)
+        dx = _weighted(raw, torch.where(part, flat[index], 0)[:, None], slots=False)
+    bias = call.fusions.bias
+    if bias is not None and len(bias):
+        dy_rows = dy.given.index_select(0, index) if dy.sorted is None else dy.sorted
+        expert = reference.expert_of_rows(call.m_sizes, call.M).clamp_(max=bias.shape[0] - 1)
+        dots = dots + _to_flat(_dots(dy_rows, bias.detach()[expert]), part, index, T * topk)
+    return dx, dots.view(T, topk).to(weights.dtype)
+
+
+def grad_w_and_bias(
+    call: Call, dy: GradY, x: torch.Tensor | None, *, bias: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dw as w lies, dense (with x), and dbias [E, N]: dW with ones for x. An expert without rows gets zeros.
+
+    Rows among an expert's whose index takes no part are zero in the factor that is gathered; the other, which stands
+    sorted, has to be finite there: a mask over it would cost every call a pass.
+    """
+    form, index, flat = call.form, call.fusions.index, call.flat_weights(dy.given)
+    rows_dy = dy.sorted
+    if rows_dy is None:
+        raise AssertionError("dy was not gathered")
+    if flat is not None and index is not None:
+        scale = _gathered(flat[:, None], index, flat.numel(), 1)
+        rows_dy = torch.mul(rows_dy, scale, out=torch.empty_like(rows_dy))  # in float32, rounded once
+    dw = dbias = None
+    if x is not None:
+        rows_x = _gathered(x, index, call.x_rows * form.topk, form.topk) if form.permute_x else x
+        dw = weight(rows_dy, rows_x, call.m_sizes, layout=form.layout, pin=form.pin_dw)
+    if bias:
+        ones = rows_dy.new_ones((call.M, _ONES))
+        if form.permute_x and flat is None and index is not None:  # else what takes no part is zero in dy by now
+            ones.masked_fill_(((index < 0) | (index >= call.x_rows * form.topk))[:, None], 0)
+        dbias = weight(rows_dy, ones, call.m_sizes, strict=False)[:, :, 0].contiguous()
+    return dw, dbias
+
+
+def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None) -> torch.Tensor:
+    """dy @ w row by row: in the sorted order [M, K], or with permute_x in token order [T*topk, K]; others zero."""
+    form = call.form
+    given, divisor = (dy.given, 1) if dy.sorted is None else (dy.sorted, 0)
+    many = call.x_rows * form.topk if form.permute_x else call.M
+    used = call.fusions.index if form.permute_x or divisor or flat is not None else None
+    product = Rows(
+        Op.DX, given, call.w, call.m_sizes, form.layout, call.M, used, divisor, form.permute_x, flat,
+        None, form.pin_dx, zero_tail=True,
+    )  # fmt: skip
+    return rows(product, given.new_empty((many, call.K)))
+
+
+def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, divisor: int) -> torch.Tensor:
+    """tensor[index // divisor], zero where the index is outside [0, index_end)."""
+    if index is None:
+        raise AssertionError("no index")
+    if not tensor.shape[0]:
+        return tensor.new_zeros((index.shape[0], tensor.shape[1]))
+    inside = (index >= 0) & (index < index_end)
+    if divisor > 1:  # each row is read several times: a row of zeros costs less than a mask over the result
+        tensor = torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])])
+        return tensor.index_select(0, torch.where(inside, index.long() // divisor, tensor.shape[0] - 1))
+    return tensor.index_select(0, torch.where(inside, index.long(), 0)).masked_fill_(~inside[:, None], 0)
+
+
+def _dots(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The dot products along the last dimension, summed in float32 or wider, some rows at a time.
+
+    Products of bfloat16 are rounded to it: that is as much as the factors are, and a third of the memory's work.
+    """
+    wide = torch.promote_types(left.dtype, torch.float32)
+    if left.dtype is right.dtype is torch.bfloat16:
+        return (left * right).sum(-1, dtype=wide)
+    step = max(1, _CHUNK_ELEMENTS // max(1, left[:1].numel()))
+    pairs = zip(torch.split(left, step), torch.split(right, step), strict=True)
+    return torch.cat([(a.to(wide) * b.to(wide)).sum(-1) for a, b in pairs])
+
+
+def _weighted(raw: torch.Tensor, weights: torch.Tensor, *, slots: bool) -> torch.Tensor:
+    """raw times weights, summed over dimension 1 with ``slots``, in float32 or wider and rounded once."""
+    if not slots:
+        return torch.mul(raw, weights, out=torch.empty_like(raw))
+    step = max(1, _CHUNK_ELEMENTS // max(1, raw[:1].numel()))
+    pairs = zip(torch.split(raw, step), torch.split(weights, step), strict=True)
+    return torch.cat([(a * b).sum(1).to(raw.dtype) for a, b in pairs])
+
+
+def _to_flat(values: torch.Tensor, part: torch.Tensor, index: torch.Tensor, many: int) -> torch.Tensor:
+    """[many] with values[i] at index[i] for the rows that take part, zero elsewhere."""
+    target = torch.where(part, index, many)  # one place more takes the others
+    return values.new_zeros(many + 1).index_copy_(0, target, values.masked_fill(~part, 0))[:many]

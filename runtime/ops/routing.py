@@ -1,0 +1,57 @@
+"""The slots of tokens in the order of their experts, by a bundle's kernel (beside torch: benchmarks/sorting.py)."""
+
+from __future__ import annotations
+
+import torch
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Pass
+from ...kernels.contract.rowops import ADDS, COUNTS, PLACES, SORTED_EXPERTS
+from ..check import tensors
+from ..driver.device import allocator, on
+from ..launch import rowops
+
+_MOST_SLOTS = 2**29  # the kernel counts in int32
+_STEPS = {torch.int32: 1, torch.int64: 2}
+_compiling = torch.compiler.is_compiling
+_traced = torch._C._get_tracing_state
+_modes = torch._C._len_torch_dispatch_stack
+_transformed = torch._C._are_functorch_transforms_active
+
+
+def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
+    """(order int64 [M], m_sizes int32 [E], bounds int32 [E + 1], experts, places int32 [M]) of ``ids``, M of any shape.
+
+    As ``layer.Routing`` has them; a slot whose id is not in [0, E) comes after all others, and its expert is E. The
+    order is stable. None where no kernel does it: torch is to.
+    """
+    # First of all whether this is a call, and no trace of one: that must not even look at sizes.
+    if type(ids) is not torch.Tensor or _compiling() or _traced() is not None or _modes() or _transformed():
+        return None
+    step, M = _STEPS.get(ids.dtype), ids.numel()
+    if step is None or not 0 < M < _MOST_SLOTS or E < 1 or not tensors.on_gpu(ids):
+        return None
+    device = ids.get_device()
+    launch = rowops.launcher(Pass.SORT_SLOTS, DType.FP32, device, aligned=True)
+    if launch is None or launch.most_experts < E:
+        return None
+    with on(device):
+        ids = ids.contiguous()
+        chunks = -(-M // launch.block)
+        empty = allocator(ids.device)
+        order = empty((M,), (1,), torch.int64)
+        experts, places, m_sizes, bounds = (
+            empty((size,), (1,), torch.int32) for size in (chunks * launch.block, M, E, E + 1)
+        )  # fmt: skip
+        counts = empty((chunks * (E + 1),), (1,), torch.int32) if chunks > 1 else None
+        pointers = (
+            ids.data_ptr(), experts.data_ptr(), order.data_ptr(), places.data_ptr(), bounds.data_ptr(),
+            m_sizes.data_ptr(), tensors.address_of(counts),
+        )  # fmt: skip
+        if counts is None:
+            launch(1, 0, pointers, (M, E, step, COUNTS | PLACES))
+        else:
+            launch(chunks, 0, pointers, (M, E, step, COUNTS))
+            launch(-(-(E + 1) // SORTED_EXPERTS), 0, pointers, (M, E, step, ADDS))
+            launch(chunks, 0, pointers, (M, E, step, PLACES))
+    return order, m_sizes, bounds, experts.narrow(0, 0, M), places

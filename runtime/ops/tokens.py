@@ -1,0 +1,76 @@
+"""Rows of tokens: copied into the sorted order, and out of it each token's added up. By a bundle's kernel, or torch."""
+
+from __future__ import annotations
+
+import torch
+
+from ...artifacts.records.problem import Pass
+from ...kernels.contract.rowops import BIASED
+from ..check import tensors
+from ..driver.device import allocator, on
+from ..launch import gather as launch_gather
+from ..launch import rowops
+
+_CHUNK_ELEMENTS = 1 << 24
+
+
+def gather(x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tensor | None = None) -> torch.Tensor:
+    """x[index[i] // top_k] of x [T, H], [M, H]; ``index`` [M] int32 or int64 is within [0, T*top_k).
+
+    With ``bounds`` (``layer.Routing``) rows of no expert hold anything.
+    """
+    M, H = index.shape[0], x.shape[1]
+    x = x.contiguous()
+    launch = rowops.for_rows(Pass.GATHER, H, M, x)
+    if launch is None:
+        return x.index_select(0, index // top_k if top_k > 1 else index)
+    with on(x.get_device()):
+        out = x.new_empty((M, H))
+        launch_gather.gather(
+            launch, allocator(x.device), x.data_ptr(), index.data_ptr(), rowops.used(bounds)[0], out.data_ptr(),
+            M=M, columns=H, itemsize=x.element_size(), slots=x.shape[0] * top_k, top_k=top_k,
+            index_step=2 if index.dtype is torch.int64 else 1,
+        )  # fmt: skip
+    return out
+
+
+def combine(
+    y: torch.Tensor, places: torch.Tensor, top_k: int, weights: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """out[t] = sum over slots s, in their order, of weights[t, s] * (y[places[t, s]] + bias[experts[t, s]]).
+
+    y [T*top_k, H] in the sorted order, ``places`` and ``experts`` (``layer.Routing``) int32 [T*top_k], ``weights``
+    [T*top_k] float32 or in y's dtype (else one), beside them bias [E, H] in y's dtype (else zero). Summed in float32
+    (or wider) and rounded once. Of slots without a place nothing is read.
+    """
+    T, H = y.shape[0] // top_k, y.shape[1]
+    launch = rowops.for_rows(Pass.COMBINE, H, T, *(one for one in (y, bias) if one is not None))
+    if launch is None:
+        return _combined_by_torch(y, places, top_k, weights, experts, bias)
+    with on(y.get_device()):
+        out = y.new_empty((T, H))
+        pointers = (y, places, weights, experts, bias, out)
+        flags = rowops.weighing(weights) | (0 if bias is None else BIASED)
+        launch(T, H, tuple(map(tensors.address_of, pointers)), (T, H, top_k, flags))
+    return out
+
+
+def _combined_by_torch(
+    y: torch.Tensor, places: torch.Tensor, top_k: int, weights: torch.Tensor | None, experts: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    T, wide = y.shape[0] // top_k, torch.promote_types(y.dtype, torch.float32)
+    step = max(1, _CHUNK_ELEMENTS // max(1, top_k * y.shape[1]))  # tokens at a time, as their rows are wide meanwhile
+    parts = []
+    for start in range(0, T, step):
+        slots = slice(start * top_k, (start + step) * top_k)
+        place = places[slots]
+        rows = y.index_select(0, place.clamp(min=0)).to(wide)
+        if bias is not None and experts is not None and len(bias):
+            rows += bias.detach().index_select(0, experts[slots].clamp(0, len(bias) - 1)).to(wide)
+        if weights is not None:
+            rows *= weights[slots, None].to(wide)
+        rows = torch.where((place >= 0)[:, None], rows, 0)
+        parts.append(rows.view(-1, top_k, y.shape[1]).sum(1).to(y.dtype))
+    return torch.cat(parts) if parts else y.new_empty((0, y.shape[1]))

@@ -1,0 +1,121 @@
+"""A product by torch, where no variant can run it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+
+from ...artifacts.errors import ProblemNotInBundle
+from ...artifacts.records.problem import Layout
+from ...kernels import reference
+
+_MOST_GROUPS = 1024  # torch's own limit
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def tell_reference(device: str) -> None:
+    """Say, once, that a device is no CUDA GPU: there the reference runs, as it should."""
+    _log.debug("pretuned: tensors on %s: the torch reference runs", device)
+
+
+def grouped_mm(dtype: torch.dtype, sm: int, E: int) -> Callable[..., torch.Tensor] | None:
+    """torch's own grouped GEMM, where it does not synchronise: bf16 on 9.x and 10.x, aligned; else None."""
+    if dtype is not torch.bfloat16 or sm // 10 not in (9, 10) or E > _MOST_GROUPS:
+        return None
+    found: Callable[..., torch.Tensor] | None
+    found = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    return found
+
+
+def on_cuda(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, y: torch.Tensor, layout: Layout, *, sm: int, aligned: bool
+) -> None:
+    """Fills y [M, N] through torch, rows past the sum of m_sizes untouched.
+
+    Without a synchronisation where torch has a kernel for it (bf16 on 9.x and 10.x); elsewhere a loop
+    over the experts, which reads m_sizes on the host.
+
+    Raises
+    ------
+    ProblemNotInBundle
+        in a graph capture, where the loop can't read m_sizes.
+    """
+    grouped = grouped_mm(x.dtype, sm, w.shape[0])
+    if grouped is not None and aligned:
+        M, K = x.shape
+        x = x.as_strided((M, K), (x.stride(0) if M > 1 else K, 1))  # torch minds the stride of a single row
+        ends = m_sizes.clamp(0, M).cumsum(0, dtype=torch.int64).clamp_(max=M)
+        columns_last = w.transpose(1, 2) if layout is Layout.NK else w
+        product = grouped(x, columns_last, offs=ends.to(torch.int32))
+        written = torch.arange(M, device=x.device) < ends[-1]
+        torch.where(written[:, None], product, y, out=y)
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise ProblemNotInBundle(
+            f"no bundle has a kernel for x {tuple(x.shape)} {x.dtype}, w {tuple(w.shape)}, and torch's loop over the "
+            "experts has to read m_sizes on the host, which a CUDA graph capture forbids. Build a bundle with "
+            "`aot build` (pretuned.runtime.explain(x, w, m_sizes) prints the line), or capture without this call"
+        )
+    for g, (start, end) in enumerate(reference.expert_bounds(m_sizes, x.shape[0])):
+        if end > start:
+            torch.mm(x[start:end], w[g].T if layout is Layout.NK else w[g], out=y[start:end])
+
+
+def store(
+    product: torch.Tensor, y: torch.Tensor, m_sizes: torch.Tensor, *, index: torch.Tensor | None, index_end: int,
+    scatter: bool, row_weights: torch.Tensor | None, bias: torch.Tensor | None, gathered: bool = False,
+) -> None:  # fmt: skip
+    """y[to(m)] = weight(m) * (product[m] + bias[expert of m]), as ``reference.rows`` does; other rows of y stay.
+
+    ``gathered``: the product's rows were found by ``index``, so one out of range has none.
+    """
+    M = product.shape[0]
+    if bias is not None:
+        expert = reference.expert_of_rows(m_sizes, M).clamp_(max=bias.shape[0] - 1)
+        product = product + bias[expert]
+    if row_weights is not None and index is not None:
+        product = (product * row_weights[reference.rows_of(index, index_end)][:, None]).to(y.dtype)
+    used = index if scatter or row_weights is not None or gathered else None
+    part = reference.taking_part(m_sizes, used, index_end, M)
+    if scatter and index is not None:
+        # One row more takes those that have no place: no look at the mask from the host.
+        target = torch.where(part, index.long(), y.shape[0])
+        grown = torch.cat([y, y.new_empty((1, y.shape[1]))])
+        y.copy_(grown.index_copy_(0, target, product)[:-1])
+        return
+    torch.where(part[:, None], product, y, out=y)
+
+
+def weight(dy: torch.Tensor, x: torch.Tensor, m_sizes: torch.Tensor, *, sm: int) -> torch.Tensor:
+    """dw[g] = dy[rows of g].T @ x[rows of g], [E, N, K]; an expert without rows gets zeros.
+
+    Raises
+    ------
+    ProblemNotInBundle
+        in a graph capture, where torch has to read m_sizes on the host.
+    """
+    M, N, K = x.shape[0], dy.shape[1], x.shape[1]
+    grouped = grouped_mm(x.dtype, sm, m_sizes.shape[0])
+    dy, x = dy.contiguous(), x.contiguous()
+    if grouped is not None and N % 8 == 0 and K % 8 == 0 and (dy.data_ptr() | x.data_ptr()) % 16 == 0:
+        counts = m_sizes.long().clamp(0, M)
+        ends = counts.cumsum(0).clamp_(max=M)
+        product: torch.Tensor = grouped(dy.t(), x, offs=ends.to(torch.int32))
+        rows_here = ends - torch.cat([ends.new_zeros(1), ends[:-1]])
+        return product.masked_fill_((rows_here == 0)[:, None, None], 0)
+    if torch.cuda.is_current_stream_capturing():
+        raise ProblemNotInBundle(
+            f"no bundle has a dW kernel for dy {tuple(dy.shape)}, x {tuple(x.shape)} {x.dtype}, and torch's loop over "
+            "the experts has to read m_sizes on the host, which a CUDA graph capture forbids. Build a bundle with "
+            "`aot build` (forward, dX and dW), or capture without this call"
+        )
+    dw = x.new_zeros((m_sizes.shape[0], N, K))
+    for g, (start, end) in enumerate(reference.expert_bounds(m_sizes, M)):
+        if end > start:
+            torch.mm(dy[start:end].t(), x[start:end], out=dw[g])
+    return dw

@@ -1,0 +1,43 @@
+"""Rows of a result that nothing is stored to, set to zero: by a bundle's kernel they alone, by torch all of them."""
+
+from __future__ import annotations
+
+import torch
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Pass
+from ...kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
+from ...kernels.contract.rowops import CLEARED_ROWS, NAMES
+from ..driver.device import on
+from ..launch import rowops
+
+_WORD_BYTES = 4
+_MOST_ROWS = 2**30  # the kernel counts in int32
+# Of a result: on an H200 to look which rows are named takes as long as to clear so much (9.4 us, Mixtral at 1024 tokens
+# in benchmarks/results/passes-h200.json).
+LEAST_BYTES = 16 << 20
+
+
+def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, index_end: int) -> torch.Tensor:
+    """y[r] = 0, on a GPU, for each r that is no index[i] with i < M and i < sum(m_sizes), index[i] in [0, index_end).
+
+    ``index`` [M] int32 or int64. Other rows may become zero, too: in small results, and in such as no kernel clears.
+    """
+    rows, columns = y.shape
+    row_bytes = columns * y.element_size()
+    dense = y.is_contiguous() and index.is_contiguous() and m_sizes.is_contiguous()
+    few = rows * row_bytes < LEAST_BYTES or not (M and index_end and m_sizes.numel())
+    if few or not dense or max(rows, M) > _MOST_ROWS:
+        return y.zero_()
+    device, aligned = y.get_device(), is_aligned(ALIGNMENT_BYTES, row_bytes, y.data_ptr())
+    launch = rowops.launcher(Pass.CLEAR, DType.FP32, device, aligned=True) if aligned else None
+    if launch is None or launch.most_experts < m_sizes.shape[0]:
+        return y.zero_()
+    with on(device):
+        named = torch.zeros(rows, dtype=torch.int8, device=y.device)
+        pointers = y.data_ptr(), index.data_ptr(), m_sizes.data_ptr(), named.data_ptr()
+        steps = 2 if m_sizes.dtype is torch.int64 else 1, 2 if index.dtype is torch.int64 else 1
+        numbers = M, rows, row_bytes // _WORD_BYTES, m_sizes.shape[0], index_end, *steps
+        launch(-(-M // launch.block), 0, pointers, (*numbers, NAMES))
+        launch(-(-rows // CLEARED_ROWS), 0, pointers, (*numbers, 0))
+    return y

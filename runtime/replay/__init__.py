@@ -1,0 +1,1 @@
+"""A call like an earlier one again, without checks. Uses ops."""
