@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..artifacts.records.problem import Problem
-    from .ondemand import cache_key, clear_cache, get_or_autotune_moe_kernels, load_cached_config, save_cached_config
+    from .demand.api import cache_key, clear_cache, get_or_autotune_moe_kernels, load_cached_config, save_cached_config
 
 __all__ = [
     "cache_key",
@@ -26,7 +26,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(".ondemand", __name__), name)
+    value: object = getattr(importlib.import_module(".demand.api", __name__), name)
     globals()[name] = value
     return value
 
@@ -36,13 +36,13 @@ def __dir__() -> list[str]:
 
 
 def _compile(problem: Problem, sm: int) -> bytes:
-    from .jit import compile_kind
+    from .demand.compiler import compile_kind
 
     return compile_kind(problem, sm)
 
 
 def _tune(problems: tuple[Problem, ...], M: int, device: int) -> None:
-    from .ondemand import tune_call
+    from .demand.api import tune_call
 
     tune_call(problems, M, device)
 

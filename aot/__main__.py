@@ -23,7 +23,7 @@ def main() -> int:
         print(f'aot needs the builder\'s packages ({", ".join(missing)} missing): pip install "pretuned[aot]"',
               file=sys.stderr)  # fmt: skip
         return 1
-    from .interrupts import interrupted, tidy_interrupts
+    from .process.interrupts import interrupted, tidy_interrupts
 
     try:
         with tidy_interrupts():

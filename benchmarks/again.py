@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretuned.aot.journal import Contents, read_journal
-from pretuned.aot.records import LONG_NS, Duel, Measured
+from pretuned.aot.journal.file import Contents, read_journal
+from pretuned.aot.journal.records import LONG_NS, Duel, Measured
 from pretuned.artifacts.errors import PretunedError
 
 

@@ -48,7 +48,7 @@ class Shape:
 
 def catalogue_shapes() -> list[Shape]:
     """Both GEMMs of every catalogue model; a shape that several have, once."""
-    from pretuned.aot.catalogue import catalogue
+    from pretuned.aot.models.catalogue import catalogue
 
     shapes: dict[tuple[int, ...], Shape] = {}
     for entry in catalogue().values():

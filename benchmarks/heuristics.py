@@ -31,8 +31,8 @@ import fitting
 from sweeps import Cell, Rankings, load
 from variants import MODELS
 
-from pretuned.aot.choose import CONFIG_LIMIT
-from pretuned.aot.select import select
+from pretuned.aot.choose.subset import select
+from pretuned.aot.plan.families import CONFIG_LIMIT
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
@@ -129,11 +129,11 @@ def torch_times(cells: Iterable[Cell], sweeps: Iterable[Path] = (), path: Path =
 
 def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[list[Cell], dict[Cell, float]]:
     """The cells of a journal, each under the first model that has its problem, and torch's times at the same clock."""
-    from pretuned.aot.evidence import Evidence
-    from pretuned.aot.journal import read_journal
-    from pretuned.aot.models import load_models
-    from pretuned.aot.plan import plan
-    from pretuned.aot.variants import Family
+    from pretuned.aot.journal.file import read_journal
+    from pretuned.aot.journal.timings import Evidence
+    from pretuned.aot.models.load import load_models
+    from pretuned.aot.plan.families import Family
+    from pretuned.aot.plan.plan import plan
 
     contents = read_journal(path)
     chip = chip_of(contents.header.gpu, contents.header.sm)

@@ -127,7 +127,7 @@ def layers_of(text: str) -> list[tuple[str, list[tuple[str, int, int]], int, int
             (name, [("gate_up", 2 * width, H), ("down", H, width)], E, top_k)
             for name, E, H, width, top_k in (known[part] for part in text.split(","))
         ]
-    from pretuned.aot.models import load_models
+    from pretuned.aot.models.load import load_models
 
     shapes = load_models([text]).shapes
     return [

@@ -1,4 +1,5 @@
-"""How a kernel is timed and judged here: with what the tuner uses (aot/clock.py, aot/inputs.py), and the floor.
+"""How a kernel is timed and judged here: with what the tuner uses (aot/measure/clock.py, aot/measure/inputs.py), and
+the floor.
 
 - Time on the device: CUDA-graph replay, the L2 cache flushed before every call, events right around
   the replay, the median.
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pretuned.aot.clock import Clock
-from pretuned.aot.inputs import MAX_ERROR, activations, routed_rows, weights
+from pretuned.aot.measure.clock import Clock
+from pretuned.aot.measure.inputs import MAX_ERROR, activations, routed_rows, weights
 
 __all__ = [
     "BYTES_PER_S",

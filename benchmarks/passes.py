@@ -83,7 +83,7 @@ def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
 
 def compiled(op: Pass, block: Block) -> rowops.PassLauncher:
     """A pass with another block, compiled here."""
-    from pretuned.aot.compile import compile_variant
+    from pretuned.aot.compile.triton import compile_variant
 
     spec = OtherBlock(op, dtype_of(DType.BF16, op))
     spec.chosen = block

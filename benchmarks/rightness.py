@@ -21,8 +21,8 @@ TOKENS = (1, 16, 128, 1024, 8192)
 
 def read_catalogue() -> list[tuple[str, int, int, int, int]]:
     """(name, E, N, K, top_k) of every catalogue model's two GEMMs, read without the builder's packages."""
-    from pretuned.aot.catalogue import catalogue
-    from pretuned.aot.modelshape import ModelShape
+    from pretuned.aot.models.catalogue import catalogue
+    from pretuned.aot.models.layer import ModelShape
 
     cells = []
     for entry in catalogue().values():

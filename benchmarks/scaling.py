@@ -29,12 +29,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretuned.aot.journal import read_journal
-from pretuned.aot.models import load_models
-from pretuned.aot.native import gpu_count
-from pretuned.aot.plan import plan
-from pretuned.aot.records import Measured
-from pretuned.aot.tune import Outcome, tune_problems
+from pretuned.aot.journal.file import read_journal
+from pretuned.aot.journal.records import Measured
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
+from pretuned.aot.process.gpus import gpu_count
+from pretuned.aot.tune.tuner import Outcome, tune_problems
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.problem import Op, Problem
 
@@ -57,7 +57,7 @@ def here(cells: Cells, candidates: Path, gpus: Sequence[int]) -> Leg:
 
 def there(cells: Cells, candidates: Path, executor: str, count: int) -> Leg:
     """On a Dask cluster, once all ``count`` workers have come."""
-    from pretuned.aot.daskgpus import dask_gpus
+    from pretuned.aot.executors.dask import dask_gpus
 
     def leg(journal: Path) -> Mapping[str, object]:
         with dask_gpus(executor, candidates) as gpus:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from sweeps import Cell, Rankings
 
-from pretuned.aot.select import MISSING, select
+from pretuned.aot.choose.subset import MISSING, select
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.cost.constants import Constants
 from pretuned.kernels.cost.model import Resources

@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from pretuned.aot.contenders import SHARE
-from pretuned.aot.evidence import CellTimes, Evidence, cell_of
-from pretuned.aot.ground import Ground
-from pretuned.aot.journal import Contents, read_journal
-from pretuned.aot.looks import LIKELY
-from pretuned.aot.records import LONG_NS, Measured
+from pretuned.aot.journal.file import Contents, read_journal
+from pretuned.aot.journal.records import LONG_NS, Measured
+from pretuned.aot.journal.timings import CellTimes, Evidence, cell_of
+from pretuned.aot.tune.remeasure import LIKELY
+from pretuned.aot.tune.shortlist import SHARE
+from pretuned.aot.tune.space import Ground
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.limits import MAX_DIM

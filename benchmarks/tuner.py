@@ -10,7 +10,7 @@ With ``--candidates``, on a GPU: both measure through the same worker, in the sa
 candidates), then all of them. A cell's loss is what the tuner's choice takes over the best, both as the exhaustive
 search timed them. That flatters the search: the best of some thirty noisy times is a lucky one.
 
-With ``--sweeps``, on any machine: the tuner's choice of contenders (aot/contenders.py) on the times of an
+With ``--sweeps``, on any machine: the tuner's choice of contenders (aot/tune/shortlist.py) on the times of an
 earlier exhaustive run, which stands for the GPU. Candidates that the sweep left out of a cell are not measured there.
 
 With ``--journal``, on any machine: the same on the times of a tuner's journal, whose candidates are given too: on all
@@ -34,12 +34,12 @@ from pathlib import Path
 import sweeps
 from selection import listed
 
-from pretuned.aot.contenders import SHARE, Knobs, Winners, contenders
-from pretuned.aot.evidence import Evidence
-from pretuned.aot.journal import read_journal
-from pretuned.aot.records import Measured
-from pretuned.aot.tune import tune_problems
-from pretuned.aot.variants import Family, ships_unchosen
+from pretuned.aot.journal.file import read_journal
+from pretuned.aot.journal.records import Measured
+from pretuned.aot.journal.timings import Evidence
+from pretuned.aot.plan.families import Family, ships_unchosen
+from pretuned.aot.tune.shortlist import SHARE, Knobs, Winners, contenders
+from pretuned.aot.tune.tuner import tune_problems
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType

@@ -22,7 +22,7 @@ from pathlib import Path
 import method
 import torch
 
-from pretuned.aot.launches import TORCH
+from pretuned.aot.measure.calls import TORCH
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("artifacts", "kernels", "runtime", "aot")
-DATA = {"artifacts/FORMAT.md", "aot/catalogue.tsv"} | {f"{layer}/py.typed" for layer in LAYERS}
+DATA = {"artifacts/FORMAT.md", "aot/models/catalogue.tsv"} | {f"{layer}/py.typed" for layer in LAYERS}
 
 
 @pytest.fixture(scope="module")

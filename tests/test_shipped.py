@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.choose import CONFIG_LIMIT
-from pretuned.aot.journal import read_journal
-from pretuned.aot.records import Measured
-from pretuned.aot.verify import sound
+from pretuned.aot.bundle.verify import sound
+from pretuned.aot.journal.file import read_journal
+from pretuned.aot.journal.records import Measured
+from pretuned.aot.plan.families import CONFIG_LIMIT
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType

@@ -15,16 +15,16 @@ from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.records.problem import Problem
 from ...runtime import settings
-from ..build import Options, build_measured
-from ..build import build as build_bundles
-from ..capabilities import parse_sm
-from ..choose import CONFIG_LIMIT
-from ..journal import OtherJournal
-from ..measured import Ships
-from ..native import native_sm
-from ..outdir import DEFAULT_NAME
-from ..summary import Built, Report
-from ..tune import NoGpu, Outcome, TuneObservers
+from ..build.build import Options, build_measured
+from ..build.build import build as build_bundles
+from ..build.summary import Built, Report
+from ..choose.bundle import Ships
+from ..journal.file import OtherJournal
+from ..plan.families import CONFIG_LIMIT
+from ..plan.targets import parse_sm
+from ..process.gpus import native_sm
+from ..process.output_dir import DEFAULT_NAME
+from ..tune.tuner import NoGpu, Outcome, TuneObservers
 from .echo import echo, quoted, tell
 from .options import as_json, cache_of, directory, file_path, load, print_json, what_to_build, workers
 from .progress import Progress

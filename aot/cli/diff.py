@@ -8,10 +8,10 @@ import click
 
 from ...artifacts.records.bundle import Model, Variant
 from ...artifacts.records.problem import Problem
-from ..assembly import config_text, label
-from ..diff import Change, Changes, Side, time_ratio
-from ..diff import diff as changes_between
-from ..verify import sound
+from ..bundle.assemble import config_text, label
+from ..bundle.diff import Change, Changes, Side, time_ratio
+from ..bundle.diff import diff as changes_between
+from ..bundle.verify import sound
 from .echo import echo
 from .exits import ENVIRONMENT, OK
 from .options import as_json, print_json

@@ -6,10 +6,10 @@ import warnings
 
 import click
 
-from ..versions import versions
 from .echo import echo
 from .exits import ENVIRONMENT, OK
 from .options import as_json, print_json
+from .versions import versions
 
 
 @click.command()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import click
 
 from ...artifacts.errors import BundleError, HostError, InputError, PretunedError, ProblemNotInBundle
-from ..interrupts import interrupted
+from ..process.interrupts import interrupted
 from .echo import echo
 
 OK = 0

@@ -6,7 +6,7 @@ import click
 
 from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.names import printable
-from ..contents import contents
+from ..bundle.inspect import contents
 from .echo import echo
 from .options import as_json, print_json
 from .table import size, table

@@ -46,7 +46,7 @@ class _Verbs(click.Group):
 
 
 def _show_version(as_json: bool) -> None:
-    from ..versions import versions
+    from .versions import versions
 
     facts = versions()
     if as_json:

@@ -10,11 +10,11 @@ import click
 
 from ...artifacts.errors import InputError
 from ...runtime import settings
-from ..candidates import read_candidates
-from ..contenders import SHARE
-from ..measured import shipping
-from ..models import load_models
-from ..plan import plan
+from ..choose.bundle import shipping
+from ..choose.candidates import read_candidates
+from ..models.load import load_models
+from ..plan.plan import plan
+from ..tune.shortlist import SHARE
 from .echo import echo, quoted
 from .options import as_json, file_path, models, ops, print_json, wanted_ops
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune

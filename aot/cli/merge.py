@@ -10,12 +10,12 @@ import click
 
 from ...artifacts.names import printable
 from ...artifacts.records.bundle import Source
-from ..assembly import Claim, Codes, label
-from ..merge import Conflict, Merged
-from ..merge import merge as merge_bundles
-from ..outdir import replacing
-from ..outfile import Written, check_out, write_bundle
-from ..verify import sound
+from ..bundle.assemble import Claim, Codes, label
+from ..bundle.merge import Conflict, Merged
+from ..bundle.merge import merge as merge_bundles
+from ..bundle.verify import sound
+from ..process.output_dir import replacing
+from ..process.output_file import Written, check_out, write_bundle
 from .echo import echo, tell, tell_one
 from .options import as_json, file_path, print_json
 from .table import size, table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ..catalogue import catalogue
+from ..models.catalogue import catalogue
 from .echo import echo
 from .options import as_json, print_json
 from .table import table

@@ -12,11 +12,11 @@ import click
 
 from ...artifacts.errors import HostError, InputError
 from ...artifacts.records.problem import Op
-from ..capabilities import parse_sm
-from ..compilecache import CompileCache, default_dir
-from ..models import load_models
-from ..native import native_sm
-from ..plan import Plan, plan, planned_on
+from ..compile.cache import CompileCache, default_dir
+from ..models.load import load_models
+from ..plan.plan import Plan, plan, planned_on
+from ..plan.targets import parse_sm
+from ..process.gpus import native_sm
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from ...artifacts.records.problem import Problem
-from ..estimate import estimate
-from ..plan import Plan
-from ..variants import fused
+from ..build.estimate import estimate
+from ..plan.families import fused
+from ..plan.plan import Plan
 from .echo import echo, tell
 from .options import as_json, cache_of, load, print_json, what_to_build
 from .table import duration, size, table

@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Any
 
 from ...artifacts.names import printable
-from ..build import Observers
-from ..outcome import TuneObservers
-from ..workers import Result
+from ..build.build import Observers
+from ..compile.pool import Result
+from ..tune.outcome import TuneObservers
 from .echo import echo
 
 _LINE_EVERY_S = 5.0

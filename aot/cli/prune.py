@@ -8,13 +8,13 @@ import click
 
 from ...artifacts.names import printable
 from ...artifacts.records.bundle import Bundle
-from ..models import load_models
-from ..outdir import replacing
-from ..outfile import Written, check_out, write_bundle
-from ..plan import plan
-from ..prune import Pruned
-from ..prune import prune as prune_bundle
-from ..verify import sound
+from ..bundle.prune import Pruned
+from ..bundle.prune import prune as prune_bundle
+from ..bundle.verify import sound
+from ..models.load import load_models
+from ..plan.plan import plan
+from ..process.output_dir import replacing
+from ..process.output_file import Written, check_out, write_bundle
 from .echo import echo, tell, tell_one
 from .options import as_json, file_path, print_json, wanted_ops
 from .table import size, table

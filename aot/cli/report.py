@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from ..models import load_models
-from ..outfile import check_page, is_bundle, write_page
-from ..plan import plan
+from ..models.load import load_models
+from ..plan.plan import plan
+from ..process.output_file import check_page, is_bundle, write_page
 from .echo import echo, tell
 from .options import as_json, file_path, print_json, wanted_ops
 from .progress import Shown

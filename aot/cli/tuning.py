@@ -13,8 +13,8 @@ import click
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Problem
-from ..records import Measured, geometric_mean
-from ..tune import DEFAULT_BUDGET_S, Outcome, Progress, TuneObservers, tune_problems
+from ..journal.records import Measured, geometric_mean
+from ..tune.tuner import DEFAULT_BUDGET_S, Outcome, Progress, TuneObservers, tune_problems
 from .progress import Shown
 from .table import duration
 
@@ -73,7 +73,7 @@ def check_executor(executor: str | None, gpus: str | None) -> None:
         return
     if gpus is not None:
         raise InputError("--gpus is of this machine, --executor measures on others: choose")
-    from ..daskgpus import connected
+    from ..executors.dask import connected
 
     with connected(executor):
         pass
@@ -86,7 +86,7 @@ def tune(
     """``tune_problems`` on this machine's GPUs, or on those of a cluster."""
     if executor is None:
         return tune_problems(problems, candidates, journal, gpus=gpus, observers=observers, **how)
-    from ..daskgpus import dask_gpus
+    from ..executors.dask import dask_gpus
 
     with dask_gpus(executor, candidates, observers.on_note) as there:
         return tune_problems(

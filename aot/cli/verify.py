@@ -6,7 +6,7 @@ import click
 
 from ...artifacts.errors import BundleError
 from ...artifacts.names import printable
-from ..verify import verify as verify_bundle
+from ..bundle.verify import verify as verify_bundle
 from .echo import echo
 from .exits import INPUT, OK
 from .options import as_json, print_json

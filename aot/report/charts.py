@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...artifacts.errors import HostError
 from ...artifacts.records.problem import Fusion, Op
-from ..variants import fused
+from ..plan.families import fused
 from .cells import Cell, Gemm, State
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu
-from ..evidence import Evidence, cell_of
-from ..journal import Contents
-from ..records import Failure
+from ..journal.file import Contents
+from ..journal.records import Failure
+from ..journal.timings import Evidence, cell_of
 
 Key = tuple[Problem, int]
 

@@ -11,11 +11,11 @@ from ...artifacts.records.target import Gpu
 from ...kernels.cost.model import Resources, estimate_us
 from ...kernels.hardware.arch import LIMITS
 from ...kernels.hardware.chips import Chip, chip_for, chip_of
-from ..assembly import config_text
-from ..evidence import cell_of
-from ..journal import Contents
-from ..plan import Plan, gated_buckets, planned_on
-from ..variants import optional
+from ..bundle.assemble import config_text
+from ..journal.file import Contents
+from ..journal.timings import cell_of
+from ..plan.families import optional
+from ..plan.plan import Plan, gated_buckets, planned_on
 from .cells import Candidate, Cell, Gemm, GemmKey, Sheet, State, gemm_key
 from .roofline import roofline
 from .search import Key, Search, searches

@@ -9,9 +9,9 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Bundle
 from ...artifacts.records.target import Gpu, cuda_version
 from ...kernels.hardware.arch import supported
-from ..journal import Contents, read_journal
-from ..plan import Plan
-from ..verify import sound
+from ..bundle.verify import sound
+from ..journal.file import Contents, read_journal
+from ..plan.plan import Plan
 from .cells import Sheet
 from .sheets import sheet
 

@@ -1,4 +1,7 @@
-"""What was compiled in this process for problems that no bundle can run, where ``allow_jit`` permits it."""
+"""The last resort where no bundle can run a call: code compiled now, if the user allows it (``hooks.allow_jit``).
+
+The runtime holds no compiler: ``pretuned.aot`` registers one when it is imported, as it does its tuner.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel that the caller names: which configs a pin may be, and which variant has one."""
+"""A kernel that the caller names, in place of dispatch's own decision: ``kernel_config_fwd`` and its kin."""
 
 from __future__ import annotations
 

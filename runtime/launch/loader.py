@@ -1,4 +1,4 @@
-"""Variants loaded into the driver, each once a process and device."""
+"""Variants made ready to launch: each cubin is read, checked and given to the driver once a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The launcher of a product: by rows, of gate and up, or dW; loaded, its constant words packed, and kept."""
+"""The launchers of the products: a bundle's kernel, readied for one call and kept for all calls like it.
+
+``ops/products.py`` launches them, and so do the plans of calls that come again.
+"""
 
 from __future__ import annotations
 

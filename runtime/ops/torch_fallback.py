@@ -1,4 +1,4 @@
-"""A product by torch, where no variant can run it."""
+"""The products in torch, fused ones taken apart: what runs on CUDA where no bundle has a kernel."""
 
 from __future__ import annotations
 

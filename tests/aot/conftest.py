@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.build import Options, build
-from pretuned.aot.compilecache import CompileCache
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import Plan, plan
-from pretuned.aot.variants import Space
+from pretuned.aot.build.build import Options, build
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import Space
+from pretuned.aot.plan.plan import Plan, plan
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import Config

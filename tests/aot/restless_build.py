@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from pretuned.aot.workers import Job, compile_all
+from pretuned.aot.compile.pool import Job, compile_all
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Pass
 from pretuned.kernels.contract.rowops import PassSpec

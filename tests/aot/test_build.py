@@ -14,14 +14,14 @@ from pathlib import Path
 import misbehaving
 import pytest
 
-from pretuned.aot.build import Observers, Options, build
-from pretuned.aot.compile import compile_variant
-from pretuned.aot.compilecache import CompileCache
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import Plan, plan
-from pretuned.aot.variants import Family, Space, by_code, families, rejection, specs
-from pretuned.aot.verify import verify
-from pretuned.aot.workers import Result
+from pretuned.aot.build.build import Observers, Options, build
+from pretuned.aot.bundle.verify import verify
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.compile.pool import Result
+from pretuned.aot.compile.triton import compile_variant
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import Family, Space, by_code, families, rejection, specs
+from pretuned.aot.plan.plan import Plan, plan
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.lock import lock
@@ -116,10 +116,10 @@ import sys
 from pathlib import Path
 sys.path.append(sys.argv[4])
 from conftest import ODD, SMALL, _aligned, _fallbacks
-from pretuned.aot.build import Options, build
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import plan
-from pretuned.aot.variants import Space
+from pretuned.aot.build.build import Options, build
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
+from pretuned.aot.plan.families import Space
 from pretuned.artifacts.records.problem import Op
 if __name__ == "__main__":
     models = [SMALL, ODD] if sys.argv[3] == "in order" else [ODD, SMALL]

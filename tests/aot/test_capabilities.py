@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.aot.capabilities import SUPPORTED, parse_sm, target_of
+from pretuned.aot.plan.targets import SUPPORTED, parse_sm, target_of
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.records.target import Target
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.aot.catalogue import COLUMNS, catalogue, find, nearest_ids, parse_table
-from pretuned.aot.modelshape import ExpertLayer
+from pretuned.aot.models.catalogue import COLUMNS, catalogue, find, nearest_ids, parse_table
+from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.records.problem import Layout
 
 HEADER = "\t".join(COLUMNS) + "\n"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from steps import steps
 
-from pretuned.aot.choose import CONFIG_LIMIT, Chosen, choose, choose_among_all
-from pretuned.aot.compile import Compiled
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import Plan, plan, planned_on
-from pretuned.aot.variants import GATED_CONFIGS, Family, Space, families, optional, specs
+from pretuned.aot.choose.choices import Chosen, choose, choose_among_all
+from pretuned.aot.compile.triton import Compiled
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import CONFIG_LIMIT, GATED_CONFIGS, Family, Space, families, optional, specs
+from pretuned.aot.plan.plan import Plan, plan, planned_on
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry, words

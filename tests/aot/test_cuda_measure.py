@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretuned.aot.journal import read_journal
-from pretuned.aot.records import FAULT, ROUTINGS, WRONG, Measured, geometric_mean
-from pretuned.aot.tune import TuneObservers, tune_problems
-from pretuned.aot.variants import serves
+from pretuned.aot.journal.file import read_journal
+from pretuned.aot.journal.records import FAULT, ROUTINGS, WRONG, Measured, geometric_mean
+from pretuned.aot.plan.families import serves
+from pretuned.aot.tune.tuner import TuneObservers, tune_problems
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
@@ -82,10 +82,10 @@ def test_a_cell_is_measured_and_kept(candidates: Path, tmp_path: Path) -> None:
 
 def test_a_variant_with_wrong_numbers_is_out(candidates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference of another weight: no variant agrees with it."""
-    from pretuned.aot import measure
-    from pretuned.aot.jobs import Job, Setup
-    from pretuned.aot.judge import Judge
-    from pretuned.aot.launches import Tensors
+    from pretuned.aot.measure import bench
+    from pretuned.aot.measure.calls import Tensors
+    from pretuned.aot.measure.job import Job, Setup
+    from pretuned.aot.measure.numerics import Judge
 
     with open_bundle(candidates) as bundle:
         variants = bundle.variants()
@@ -98,7 +98,7 @@ def test_a_variant_with_wrong_numbers_is_out(candidates: Path, tmp_path: Path, m
         return before(self, on, counts) * 1.02
 
     monkeypatch.setattr(Judge, "reference", other)
-    result = measure.run(Setup(str(candidates), digest, 0), Job(problem, 64, (first,)))
+    result = bench.run(Setup(str(candidates), digest, 0), Job(problem, 64, (first,)))
     assert result.measured is None
     assert not result.broken
     assert [one.kind for one in result.failures] == [WRONG]

@@ -21,19 +21,20 @@ import faketimer
 import psutil
 import pytest
 
-from pretuned.aot import daskworkers, native
-from pretuned.aot.build import Options, compile_candidates
-from pretuned.aot.candidates import read_candidates
+from pretuned.aot.build.build import Options, compile_candidates
+from pretuned.aot.choose.bundle import measured_bundle
+from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.cli.main import run as command
-from pretuned.aot.compilecache import CompileCache
-from pretuned.aot.daskgpus import DaskGpus, dask_gpus, scheduler_address
-from pretuned.aot.jobs import WorkerLost
-from pretuned.aot.journal import read_journal
-from pretuned.aot.measured import measured_bundle
-from pretuned.aot.plan import Plan
-from pretuned.aot.records import DIED, Measured
-from pretuned.aot.tune import NoGpu, Outcome, TuneObservers, tune_problems
-from pretuned.aot.variants import Space
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.executors import dask_worker
+from pretuned.aot.executors.dask import DaskGpus, dask_gpus, scheduler_address
+from pretuned.aot.journal.file import read_journal
+from pretuned.aot.journal.records import DIED, Measured
+from pretuned.aot.measure.job import WorkerLost
+from pretuned.aot.plan.families import Space
+from pretuned.aot.plan.plan import Plan
+from pretuned.aot.process import gpus as process_gpus
+from pretuned.aot.tune.tuner import NoGpu, Outcome, TuneObservers, tune_problems
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.bundle import Source
@@ -194,7 +195,7 @@ def test_the_commands_measure_on_the_cluster(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     fake = functools.partial(dask_gpus, greet=faketimer.greet, run=faketimer.run)
-    monkeypatch.setattr("pretuned.aot.daskgpus.dask_gpus", fake)
+    monkeypatch.setattr("pretuned.aot.executors.dask.dask_gpus", fake)
     monkeypatch.chdir(tmp_path)
     given = ["--models", "shape:E=8,H=256,I=128,k=2 tokens=1..64", "--ops", "forward", "--executor", cluster.executor]
     assert command(["measure", str(candidates), "-J", "a.journal", *given, "--json"]) == 0
@@ -224,7 +225,7 @@ def test_a_worker_with_another_version_is_left_out(
     assert sum(note.startswith("left out: Dask worker") for note in notes) == 2
 
 
-@pytest.mark.skipif(native.gpu_count() > 0, reason="for a machine without a GPU")
+@pytest.mark.skipif(process_gpus.gpu_count() > 0, reason="for a machine without a GPU")
 def test_the_command_asks_the_workers_for_their_gpu(
     cluster: Cluster, candidates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,11 +271,11 @@ import sys
 from pathlib import Path
 import faketimer
 from conftest import ODD, SMALL
-from pretuned.aot.daskgpus import dask_gpus
-from pretuned.aot.interrupts import tidy_interrupts
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import plan
-from pretuned.aot.tune import TuneObservers, tune_problems
+from pretuned.aot.executors.dask import dask_gpus
+from pretuned.aot.process.interrupts import tidy_interrupts
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
+from pretuned.aot.tune.tuner import TuneObservers, tune_problems
 from pretuned.artifacts.records.problem import Op
 executor, candidates, journal = sys.argv[1:]
 problems = plan(load_models([SMALL, ODD], (Op.FORWARD,)).shapes).buckets
@@ -337,7 +338,7 @@ def test_a_session_that_ends_while_its_process_is_begun_leaves_none(
 ) -> None:
     data = candidates.read_bytes()
     with open_bundle(candidates) as bundle:
-        session = daskworkers.Session("ends early", importlib.metadata.version("pretuned"), bundle.digest, idle_s=30.0)
+        session = dask_worker.Session("ends early", importlib.metadata.version("pretuned"), bundle.digest, idle_s=30.0)
     unpacking, ended = threading.Event(), threading.Event()
 
     def slow(path: Path) -> BundleFile:
@@ -345,15 +346,15 @@ def test_a_session_that_ends_while_its_process_is_begun_leaves_none(
         assert ended.wait(30)
         return open_bundle(path)
 
-    monkeypatch.setattr(daskworkers, "open_bundle", slow)
+    monkeypatch.setattr(dask_worker, "open_bundle", slow)
     with ThreadPoolExecutor(1) as pool:
-        begun = pool.submit(daskworkers.start, session, data)
+        begun = pool.submit(dask_worker.start, session, data)
         assert unpacking.wait(30)
-        asyncio.run(daskworkers.end(session.id))
+        asyncio.run(dask_worker.end(session.id))
         ended.set()
         with pytest.raises(WorkerLost):
             begun.result(60)
-    assert session.id not in daskworkers._held
+    assert session.id not in dask_worker._held
 
 
 def test_without_a_fitting_worker_it_says_how_to_start_one(lone: Cluster, candidates: Path) -> None:
@@ -384,7 +385,7 @@ def test_mistakes_are_told_in_one_message(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     if message.startswith("no Dask scheduler"):
-        monkeypatch.setattr("pretuned.aot.daskgpus.connected.__wrapped__.__defaults__", (1.0,))
+        monkeypatch.setattr("pretuned.aot.executors.dask.connected.__wrapped__.__defaults__", (1.0,))
         message = "no Dask scheduler answers there within 1 s"
     given = ["--models", "shape:E=8,H=256,I=128,k=2", *more]
     where = [str(candidates), "-J", "journal"] if verb == "measure" else ["--sm", "90"]
@@ -415,7 +416,8 @@ def test_addresses(text: str, address: str) -> None:
 
 def test_nothing_of_dask_is_imported_before_it_is_asked_for() -> None:
     script = (
-        "import sys; from pretuned.aot.cli.main import run; import pretuned.aot.daskworkers, pretuned.aot.daskgpus; "
+        "import sys; from pretuned.aot.cli.main import run; "
+        "import pretuned.aot.executors.dask_worker, pretuned.aot.executors.dask; "
         "assert run(['measure', '--help']) == 0; assert not {'distributed', 'dask'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0

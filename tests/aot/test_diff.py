@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from claims import H200, able, chosen, revised, with_twins
 
-from pretuned.aot.diff import diff, time_ratio
+from pretuned.aot.bundle.diff import diff, time_ratio
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.verify import verify
+from pretuned.aot.bundle.verify import verify
 
 # fp32 has the fewest candidates, and dW the fewest forms: 7 variants and 6 of passes, about half a second each.
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"

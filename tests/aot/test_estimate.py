@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.compilecache import CompileCache
-from pretuned.aot.estimate import estimate
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import Plan, plan
+from pretuned.aot.build.estimate import estimate
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import Plan, plan
 from pretuned.kernels.contract.rowops import PassSpec
 from pretuned.kernels.contract.spec import Spec
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretuned.aot.choose import choose
-from pretuned.aot.compile import Compiled
-from pretuned.aot.contenders import SHARE, Winners, contenders
-from pretuned.aot.evidence import Evidence, cell_of
-from pretuned.aot.journal import Contents, Header
-from pretuned.aot.plan import Plan
-from pretuned.aot.records import Duel, Failure, Measured, Timing
+from pretuned.aot.choose.choices import choose
+from pretuned.aot.compile.triton import Compiled
+from pretuned.aot.journal.file import Contents, Header
+from pretuned.aot.journal.records import Duel, Failure, Measured, Timing
+from pretuned.aot.journal.timings import Evidence, cell_of
+from pretuned.aot.plan.plan import Plan
+from pretuned.aot.tune.shortlist import SHARE, Winners, contenders
 from pretuned.artifacts.limits import MAX_TIME_NS
 from pretuned.artifacts.records.bundle import Choice, Source, Variant
 from pretuned.artifacts.records.precision import DType

@@ -11,32 +11,32 @@ from pathlib import Path
 import faketimer
 import pytest
 
-from pretuned.aot import gpuworkers
-from pretuned.aot.build import Options, build, build_measured, compile_candidates
-from pretuned.aot.candidates import read_candidates
-from pretuned.aot.compile import compile_variant
-from pretuned.aot.compilecache import CompileCache
-from pretuned.aot.demand import planned_for, shape_of
-from pretuned.aot.diff import diff
-from pretuned.aot.estimate import estimate
-from pretuned.aot.evidence import plain_of
-from pretuned.aot.ground import Ground
-from pretuned.aot.jobs import Job, Result, Setup
-from pretuned.aot.journal import read_journal
-from pretuned.aot.measured import measured_bundle
-from pretuned.aot.merge import merge
-from pretuned.aot.models import load_models
-from pretuned.aot.modelshape import ModelShape
-from pretuned.aot.ondemand import key_for
-from pretuned.aot.plan import Plan, gated_buckets, plan, planned_on
-from pretuned.aot.prune import prune
-from pretuned.aot.records import Measured
+from pretuned.aot.build.build import Options, build, build_measured, compile_candidates
+from pretuned.aot.build.estimate import estimate
+from pretuned.aot.bundle.diff import diff
+from pretuned.aot.bundle.merge import merge
+from pretuned.aot.bundle.prune import prune
+from pretuned.aot.bundle.verify import sound
+from pretuned.aot.choose.bundle import measured_bundle
+from pretuned.aot.choose.candidates import read_candidates
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.compile.triton import compile_variant
+from pretuned.aot.demand.api import key_for
+from pretuned.aot.demand.tuner import planned_for, shape_of
+from pretuned.aot.executors import local
+from pretuned.aot.journal.file import read_journal
+from pretuned.aot.journal.records import Measured
+from pretuned.aot.journal.timings import plain_of
+from pretuned.aot.measure.job import Job, Result, Setup
+from pretuned.aot.models.layer import ModelShape
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import GATED_COLUMNS, GATED_CONFIGS, Space, optional, specs
+from pretuned.aot.plan.plan import Plan, gated_buckets, plan, planned_on
+from pretuned.aot.process.scratch import scratch_folder
 from pretuned.aot.report.roofline import roofline
 from pretuned.aot.report.sheets import sheet
-from pretuned.aot.scratch import scratch_folder
-from pretuned.aot.tune import tune_problems
-from pretuned.aot.variants import GATED_COLUMNS, GATED_CONFIGS, Space, optional, specs
-from pretuned.aot.verify import sound
+from pretuned.aot.tune.space import Ground
+from pretuned.aot.tune.tuner import tune_problems
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Source, Variant
@@ -83,10 +83,10 @@ def candidates(tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, pla
 
 
 @contextlib.contextmanager
-def gpus(candidates: Path, run: Callable[[Setup, Job], Result] = faketimer.run) -> Iterator[list[gpuworkers.LocalGpu]]:
+def gpus(candidates: Path, run: Callable[[Setup, Job], Result] = faketimer.run) -> Iterator[list[local.LocalGpu]]:
     """A worker process without a GPU."""
     with open_bundle(candidates) as bundle, scratch_folder() as scratch:
-        one = gpuworkers.LocalGpu(
+        one = local.LocalGpu(
             Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=run, timeout_s=60.0
         )
         try:

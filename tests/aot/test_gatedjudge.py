@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretuned.aot.gatedjudge import GatedJudge
-from pretuned.aot.inputs import activations, routed_rows, weights
-from pretuned.aot.launches import Tensors
+from pretuned.aot.measure.calls import Tensors
+from pretuned.aot.measure.inputs import activations, routed_rows, weights
+from pretuned.aot.measure.numerics import GatedJudge
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference

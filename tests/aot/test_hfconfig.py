@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretuned.aot import hfconfig
-from pretuned.aot.hfconfig import layer_of, read_model
-from pretuned.aot.modelshape import ExpertLayer
+from pretuned.aot.models import hf_config
+from pretuned.aot.models.hf_config import layer_of, read_model
+from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.names import is_label
 from pretuned.artifacts.records.problem import Layout
@@ -223,7 +223,7 @@ def test_refused(config: Mapping[str, object], message: str) -> None:
 
 
 NAMES = st.sampled_from(
-    (*hfconfig.EXPERTS[:4], "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "intermediate_size",
+    (*hf_config.EXPERTS[:4], "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "intermediate_size",
      "ffn_config", "text_config", "model_type", "n_shared_experts", "quantization_config", "torch_dtype")
 )  # fmt: skip
 LEAVES = st.none() | st.booleans() | st.integers(-2, 9) | st.just("qwen3_moe") | st.floats(allow_nan=False)

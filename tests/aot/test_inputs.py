@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretuned.aot.inputs import measured_routings, routed_rows, top_k_of
-from pretuned.aot.records import ROUTINGS
+from pretuned.aot.journal.records import ROUTINGS
+from pretuned.aot.measure.inputs import measured_routings, routed_rows, top_k_of
 
 
 def tiles(m_sizes: torch.Tensor, block: int) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot import child
-from pretuned.aot.jit import compile_kind
+from pretuned.aot.demand.compiler import compile_kind
+from pretuned.aot.process import child
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.precision import DType

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pretuned.aot import compile
-from pretuned.aot.compile import job_key
+from pretuned.aot.compile import triton
+from pretuned.aot.compile.triton import job_key
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Pass
 from pretuned.kernels.contract import registry, rowops
@@ -52,13 +52,13 @@ def test_what_each_pointer_of_a_kernel_points_at_is_said(monkeypatch: pytest.Mon
         for name, kind in rowops.arguments(op):
             wanted = "*i32" if name in words else {"order": "*i64", "named": "*i8"}.get(name, "*bf16")
             wanted = "*fp32" if name in ("row_weights", "dweights") else wanted
-            found = compile._triton_type(name, kind, PassSpec(op, DType.BF16), {})
+            found = triton._triton_type(name, kind, PassSpec(op, DType.BF16), {})
             assert found == (wanted if kind == "ptr" else kind), (op, name)
 
 
 DIGEST = """
 import hashlib
-from pretuned.aot.compile import compile_variant
+from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.problem import DType, Op
 from pretuned.kernels.contract.registry import Spec
 from pretuned.kernels.contract.config import Config

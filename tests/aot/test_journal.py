@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretuned.aot.journal import Header, open_journal, read_journal
-from pretuned.aot.records import Duel, Failure, Measured, Record, Timing, from_value, to_value
+from pretuned.aot.journal.file import Header, open_journal, read_journal
+from pretuned.aot.journal.records import Duel, Failure, Measured, Record, Timing, from_value, to_value
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.format.schema import INDEXED
 from pretuned.artifacts.records.bundle import Kernel
@@ -194,7 +194,7 @@ import resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_journal import HEADER, measured
-from pretuned.aot.journal import open_journal
+from pretuned.aot.journal.file import open_journal
 path = Path(sys.argv[1])
 with open_journal(path, HEADER) as journal:
     journal.append([measured(1)])
@@ -240,7 +240,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_journal import HEADER, measured
-from pretuned.aot.journal import open_journal
+from pretuned.aot.journal.file import open_journal
 with open_journal(Path(sys.argv[1]), HEADER) as journal:
     journal.append([measured(1)])
     print("held", flush=True)

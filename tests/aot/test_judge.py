@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretuned.aot.inputs import activations, routed_rows, weights
-from pretuned.aot.judge import Judge
-from pretuned.aot.launches import Tensors
+from pretuned.aot.measure.calls import Tensors
+from pretuned.aot.measure.inputs import activations, routed_rows, weights
+from pretuned.aot.measure.numerics import Judge
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
@@ -42,7 +42,7 @@ def test_the_judge_estimates_the_error_and_sees_one_wrong_element(
     else:
         result = torch.full((M, columns), float("nan"), dtype=torch.bfloat16, device=device)
         other = Layout.KN if layout is Layout.NK else Layout.NK
-        weighs = op is Op.FORWARD and Fusion.SCATTER in fusion  # as aot/measure.py has it
+        weighs = op is Op.FORWARD and Fusion.SCATTER in fusion  # as aot/measure/bench.py has it
         row_weights = torch.exp2(torch.arange(M, device=device) % 3 - 1) if weighs else None
         reference.rows(
             rows, w, m_sizes.to(device), result, M=M, layout=layout if op is Op.FORWARD else other, index=index,

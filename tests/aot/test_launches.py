@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretuned.aot import launches
+from pretuned.aot.measure import calls
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.runtime.launch import gemm
@@ -31,8 +31,8 @@ def test_moved_rows_and_their_weights(op: Op, fusion: Fusion, weighted: bool, mo
     weights = torch.ones(M) if weighted and fusion else None
     rows, w = torch.zeros(M, K if op is Op.FORWARD else N), torch.zeros(2, N, K)
     y, m_sizes = torch.zeros(M, N if op is Op.FORWARD else K), torch.tensor([2, 4], dtype=torch.int32)
-    on = launches.Tensors(Problem(op, DType.BF16, 2, N, K, fusion=fusion), M, rows, w, y, index, 2, weights)
-    launches.caller(SimpleNamespace(), on, m_sizes)()
+    on = calls.Tensors(Problem(op, DType.BF16, 2, N, K, fusion=fusion), M, rows, w, y, index, 2, weights)
+    calls.caller(SimpleNamespace(), on, m_sizes)()
     fused, given = told
     assert fused.fusion == (fusion | Fusion.WEIGHT if weights is not None else fusion)
     assert fused.x_divisor == (2 if fusion is Fusion.GATHER else 1)

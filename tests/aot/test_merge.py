@@ -9,12 +9,12 @@ from claims import H100, H200, able, chosen, revised, with_twins
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pretuned.aot.build import Options, build
-from pretuned.aot.compilecache import CompileCache
-from pretuned.aot.merge import Reason, merge
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import plan
-from pretuned.aot.variants import Family, ships_unchosen
+from pretuned.aot.build.build import Options, build
+from pretuned.aot.bundle.merge import Reason, merge
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import Family, ships_unchosen
+from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Choice, Source

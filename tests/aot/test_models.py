@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretuned.aot.catalogue import catalogue
-from pretuned.aot.models import LoadedModels, load_models
-from pretuned.aot.plan import plan
-from pretuned.aot.spec import words
+from pretuned.aot.models.catalogue import catalogue
+from pretuned.aot.models.load import LoadedModels, load_models
+from pretuned.aot.models.spec import words
+from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op

@@ -24,10 +24,10 @@ from fakemeasure import CONFIG, H100, H200, ON_H200
 from steps import steps
 
 import pretuned.aot
-from pretuned.aot import configcache, demand, ondemand, overlay
-from pretuned.aot.configcache import CacheKey
-from pretuned.aot.demand import OnDemand
-from pretuned.aot.ondemand import key_for
+from pretuned.aot.demand import api, cache, overlay, tuner
+from pretuned.aot.demand.api import key_for
+from pretuned.aot.demand.cache import CacheKey
+from pretuned.aot.demand.tuner import OnDemand
 from pretuned.artifacts.errors import HostError, InputError, ProblemNotInBundle
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
@@ -66,13 +66,13 @@ def key(seq_len: int = 64, E: int = 8, local: LocalGpu = ON_H200) -> CacheKey:
 
 def ship(home: Path, config: Config = OTHER, gpu: object = H200, modelled: bool = False, seq_len: int = 64) -> None:
     """Put a bundle for ``key()``'s layer where PRETUNED_BUNDLES looks."""
-    planned = demand.planned_for(key(seq_len), demand.shape_of(key(seq_len)))
+    planned = tuner.planned_for(key(seq_len), tuner.shape_of(key(seq_len)))
     made = fakemeasure.bundle(planned, config=config, gpu=gpu, modelled=modelled)  # type: ignore[arg-type]
     publish(home.parent.parent / "bundles" / "shipped.msgpack", codec.encode(made))
     reload()
 
 
-def chosen(configs: configcache.Configs) -> set[Config | None]:
+def chosen(configs: cache.Configs) -> set[Config | None]:
     return {half.config for pair in configs for half in (pair.first, pair.second)}
 
 
@@ -134,8 +134,8 @@ def test_a_later_kernel_revision_tunes_again(home: Path, tmp_path: Path, monkeyp
     import dataclasses
 
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
-    for name, one in ondemand.REVISIONS.items():
-        monkeypatch.setitem(ondemand.REVISIONS, name, dataclasses.replace(one, revision=one.revision + 1))
+    for name, one in api.REVISIONS.items():
+        monkeypatch.setitem(api.REVISIONS, name, dataclasses.replace(one, revision=one.revision + 1))
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
     assert len((tmp_path / "log").read_text().splitlines()) == 2
 
@@ -351,9 +351,9 @@ def test_without_a_home_it_is_kept_in_the_process(home: Path, tmp_path: Path, mo
     asked = fakemeasure.on_demand(tmp_path / "log")
     assert chosen(asked.configs(key(), 0, force=False)) == {CONFIG}
     reload()
-    assert demand.measured_here(demand.planned_for(key(), demand.shape_of(key())).buckets, ON_H200)
+    assert tuner.measured_here(tuner.planned_for(key(), tuner.shape_of(key())).buckets, ON_H200)
     asked.clear()
-    assert not demand.measured_here(demand.planned_for(key(), demand.shape_of(key())).buckets, ON_H200)
+    assert not tuner.measured_here(tuner.planned_for(key(), tuner.shape_of(key())).buckets, ON_H200)
 
 
 def test_an_overlay_that_is_not_trusted_is_measured_once_a_process(home: Path, tmp_path: Path) -> None:
@@ -394,20 +394,20 @@ def test_a_damaged_config_file_is_not_there(home: Path, tmp_path: Path, how: str
     elif how == "flipped":
         path.write_bytes(data[:60] + bytes([data[60] ^ 1]) + data[61:])
     elif how == "other":
-        configcache.save(home / "configs", key(1024), configs)
+        cache.save(home / "configs", key(1024), configs)
         path.write_bytes((home / "configs" / key(1024).file_name).read_bytes())
     else:
         path.chmod(0o666)
-    assert configcache.load(home / "configs", key()) is None
+    assert cache.load(home / "configs", key()) is None
 
 
 def test_there_are_never_too_many_config_files(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configcache, "MAX_FILES", 4)
+    monkeypatch.setattr(cache, "MAX_FILES", 4)
     asked = fakemeasure.on_demand(tmp_path / "log")
     for power in range(8):
         asked.configs(key(1 << power), 0, force=False)
     assert len(list((home / "configs").iterdir())) == 4
-    assert configcache.load(home / "configs", key(1 << 7)) is not None
+    assert cache.load(home / "configs", key(1 << 7)) is not None
 
 
 @pytest.mark.parametrize(

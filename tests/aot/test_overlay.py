@@ -10,9 +10,9 @@ import fakemeasure
 import pytest
 from fakemeasure import CONFIG, H100, H200
 
-from pretuned.aot import overlay
-from pretuned.aot.modelshape import ModelShape
-from pretuned.aot.plan import Plan, plan
+from pretuned.aot.demand import overlay
+from pretuned.aot.models.layer import ModelShape
+from pretuned.aot.plan.plan import Plan, plan
 from pretuned.artifacts.errors import BundleUnreadable, HostError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.lock import lock

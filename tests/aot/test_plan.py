@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretuned.aot.modelshape import Gemm, ModelShape
-from pretuned.aot.plan import buckets_between, plan
+from pretuned.aot.models.layer import Gemm, ModelShape
+from pretuned.aot.plan.plan import buckets_between, plan
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from pretuned.kernels.contract.spec import code_of

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from pretuned.aot.build import Options, build
-from pretuned.aot.compilecache import CompileCache
-from pretuned.aot.diff import diff
-from pretuned.aot.merge import merge
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import plan
-from pretuned.aot.prune import prune
-from pretuned.aot.variants import Family
+from pretuned.aot.build.build import Options, build
+from pretuned.aot.bundle.diff import diff
+from pretuned.aot.bundle.merge import merge
+from pretuned.aot.bundle.prune import prune
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import Family
+from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle

@@ -12,11 +12,11 @@ from xml.etree import ElementTree as ET
 import pytest
 from claims import H100, H200, able, chosen, with_twins
 
-from pretuned.aot.assembly import config_text
-from pretuned.aot.journal import Contents, Header
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import plan
-from pretuned.aot.records import HUNG, Duel, Failure, Measured, Timing
+from pretuned.aot.bundle.assemble import config_text
+from pretuned.aot.journal.file import Contents, Header
+from pretuned.aot.journal.records import HUNG, Duel, Failure, Measured, Timing
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
 from pretuned.aot.report.cells import Cell, State
 from pretuned.aot.report.charts import Charts
 from pretuned.aot.report.page import page

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import triton
 
-from pretuned.aot.compile import compile_variant, job_key
-from pretuned.aot.rewriting import cut, fit, rewrites, streamed, written
-from pretuned.aot.variants import MAX_SPILL_BYTES
+from pretuned.aot.compile.ptx import cut, fit, rewrites, streamed, written
+from pretuned.aot.compile.triton import compile_variant, job_key
+from pretuned.aot.plan.families import MAX_SPILL_BYTES
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels.contract.config import Config, invalid
@@ -66,7 +66,7 @@ def test_streamed_dw_asks_for_rows_and_marks_its_stores(monkeypatch: pytest.Monk
 
     streams = Config(32, 128, 256, 8, 8, group_m=1, tma=True, specialized=True, streamed=True)
     assert rewrites(streams) == (written,)
-    monkeypatch.setattr("pretuned.aot.compile.rewrites", lambda config: (spy,) if config.streamed else ())
+    monkeypatch.setattr("pretuned.aot.compile.triton.rewrites", lambda config: (spy,) if config.streamed else ())
     compiled = compile_variant(Spec(Op.DW, DType.BF16, streams), 90)
     (ptx,) = seen
     assert ptx.count("prefetch.global.L2 [") == 2  # x's rows and dy's
@@ -195,7 +195,7 @@ def test_a_fitted_variant_has_products_of_every_size(
         return seen[0]
 
     assert rewrites(config) == (fit,)
-    monkeypatch.setattr("pretuned.aot.compile.rewrites", lambda _config: (spy,))
+    monkeypatch.setattr("pretuned.aot.compile.triton.rewrites", lambda _config: (spy,))
     compiled = compile_variant(Spec(op, DType.BF16, config, fusion=fusion), 90)
     sizes = [int(size) for size in re.findall(r"wgmma\.mma_async\.[\w.]*?m64n(\d+)k16", seen[0])]
     turns = 2 if config.pingpong else 1
@@ -231,7 +231,7 @@ def test_the_sums_of_a_pingpong_variant_stay_in_registers(spec: Spec, monkeypatc
     """Those of 256 columns don't: two of 64 rows are all 256 registers that a thread can have."""
     assert rewrites(spec.config) == (cut,)
     assert compile_variant(spec, 90).variant.spill_bytes <= MAX_SPILL_BYTES
-    monkeypatch.setattr("pretuned.aot.compile.rewrites", lambda config: ())
+    monkeypatch.setattr("pretuned.aot.compile.triton.rewrites", lambda config: ())
     assert compile_variant(spec, 90).variant.spill_bytes > MAX_SPILL_BYTES
 
 
@@ -239,7 +239,7 @@ def test_a_cached_cubin_was_rewritten_as_it_is_now(monkeypatch: pytest.MonkeyPat
     config = Config(16, 64, 128, 4, 3, tma=True, persistent=False)
     plain, hinted = (Spec(Op.FORWARD, DType.BF16, replace(config, streamed=on)) for on in (False, True))
     before = [job_key(spec, 90) for spec in (plain, hinted)]
-    monkeypatch.setattr("pretuned.aot.compile.source_of_rewrites_sha256", lambda: "of another day")
+    monkeypatch.setattr("pretuned.aot.compile.triton.source_of_rewrites_sha256", lambda: "of another day")
     assert job_key(plain, 90) == before[0]
     assert job_key(hinted, 90) != before[1]
 

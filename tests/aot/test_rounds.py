@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.aot.clock import orders
-from pretuned.aot.measure import Bench
+from pretuned.aot.measure.bench import Bench
+from pretuned.aot.measure.clock import orders
 
 
 class Told:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pretuned.aot.select import MAX_LOSS, _Costs, select
+from pretuned.aot.choose.subset import MAX_LOSS, _Costs, select
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 

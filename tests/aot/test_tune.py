@@ -18,25 +18,25 @@ from types import SimpleNamespace
 import faketimer
 import pytest
 
-from pretuned.aot.build import Options, build, build_measured, compile_candidates
-from pretuned.aot.candidates import read_candidates
-from pretuned.aot.choose import Chosen, choose_among_all
+from pretuned.aot.build.build import Options, build, build_measured, compile_candidates
+from pretuned.aot.choose.bundle import Ships, measured_bundle, shipping
+from pretuned.aot.choose.candidates import read_candidates
+from pretuned.aot.choose.choices import Chosen, choose_among_all
 from pretuned.aot.cli.tuning import told
-from pretuned.aot.compilecache import CompileCache
-from pretuned.aot.contenders import Knobs
-from pretuned.aot.evidence import Cell, Evidence
-from pretuned.aot.gpuworkers import LocalGpu
-from pretuned.aot.ground import Ground, fits
-from pretuned.aot.jobs import Hello, Job, Result, Setup, WorkerLost
-from pretuned.aot.journal import Contents, open_journal, read_journal
-from pretuned.aot.looks import Look, looks
-from pretuned.aot.measured import Ships, measured_bundle, shipping
-from pretuned.aot.outcome import Progress
-from pretuned.aot.plan import Plan
-from pretuned.aot.records import DIED, FAULT, HUNG, WRONG, Failure, Measured, Timing
-from pretuned.aot.scratch import scratch_folder
-from pretuned.aot.tune import NoGpu, TuneObservers, tune_problems
-from pretuned.aot.variants import Space, serves
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.executors.local import LocalGpu
+from pretuned.aot.journal.file import Contents, open_journal, read_journal
+from pretuned.aot.journal.records import DIED, FAULT, HUNG, WRONG, Failure, Measured, Timing
+from pretuned.aot.journal.timings import Cell, Evidence
+from pretuned.aot.measure.job import Hello, Job, Result, Setup, WorkerLost
+from pretuned.aot.plan.families import Space, serves
+from pretuned.aot.plan.plan import Plan
+from pretuned.aot.process.scratch import scratch_folder
+from pretuned.aot.tune.outcome import Progress
+from pretuned.aot.tune.remeasure import Look, looks
+from pretuned.aot.tune.shortlist import Knobs
+from pretuned.aot.tune.space import Ground, fits
+from pretuned.aot.tune.tuner import NoGpu, TuneObservers, tune_problems
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
@@ -154,14 +154,16 @@ def records_of(journal: Path) -> list[Measured]:
 @pytest.fixture
 def doubted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that was not timed may be the fastest: what is looked at is what lost."""
-    monkeypatch.setattr("pretuned.aot.looks.LIKELY", 0.0)
+    monkeypatch.setattr("pretuned.aot.tune.remeasure.LIKELY", 0.0)
 
 
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No choice has lost: what is looked at is what was not timed."""
-    monkeypatch.setattr("pretuned.aot.looks.MAX_LOSS", 100.0)
-    monkeypatch.setattr("pretuned.aot.looks.LIKELY", MORE)  # the models are tiny, and their estimates far apart
+    monkeypatch.setattr("pretuned.aot.tune.remeasure.MAX_LOSS", 100.0)
+    monkeypatch.setattr(
+        "pretuned.aot.tune.remeasure.LIKELY", MORE
+    )  # the models are tiny, and their estimates far apart
 
 
 MORE = 1.5
@@ -368,8 +370,8 @@ def test_one_run_measures_and_looks_and_the_next_does_nothing(
 ) -> None:
     """By what would ship in earnest, which the looks change; at first every other cell has one contender alone."""
     cell = itertools.count()
-    monkeypatch.setattr("pretuned.aot.looks.LIKELY", 2.0)
-    monkeypatch.setattr("pretuned.aot.lanes.contenders", lambda ranked, *rest: ranked[: 1 + next(cell) % 2])
+    monkeypatch.setattr("pretuned.aot.tune.remeasure.LIKELY", 2.0)
+    monkeypatch.setattr("pretuned.aot.tune.scheduler.contenders", lambda ranked, *rest: ranked[: 1 + next(cell) % 2])
     journal, found = tmp_path / "h200.journal", read_candidates(candidates, small_plan)
     ships = shipping(small_plan, found)
     with gpus(candidates) as here:
@@ -535,10 +537,10 @@ sys.path[:0] = sys.argv[3:]
 import faketimer
 from conftest import ODD, SMALL
 from test_tune import gpus
-from pretuned.aot.interrupts import tidy_interrupts
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import plan
-from pretuned.aot.tune import TuneObservers, tune_problems
+from pretuned.aot.process.interrupts import tidy_interrupts
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
+from pretuned.aot.tune.tuner import TuneObservers, tune_problems
 from pretuned.artifacts.records.problem import Op
 if __name__ == "__main__":
     candidates, journal = map(Path, sys.argv[1:3])
@@ -688,7 +690,7 @@ def test_a_gpu_that_never_starts_is_the_machines_fault(mine: Path, small_plan: P
 def test_a_worker_that_dies_before_it_takes_its_job_is_told_as_one_that_died(
     mine: Path, small_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pretuned.aot.gpuworkers.start_worker", faketimer.never_begins)
+    monkeypatch.setattr("pretuned.aot.executors.local.start_worker", faketimer.never_begins)
     with (
         gpus(mine) as here,
         pytest.raises(HostError, match="GPU 0: its worker does not start: the process on GPU 0 is lost: All workers"),

@@ -10,9 +10,9 @@ from pathlib import Path
 import misbehaving
 import pytest
 
-from pretuned.aot.compilecache import CompileCache
-from pretuned.aot.scratch import scratch_folder
-from pretuned.aot.workers import Job, Result, compile_all
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.compile.pool import Job, Result, compile_all
+from pretuned.aot.process.scratch import scratch_folder
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op

@@ -11,11 +11,12 @@ import golden_bundles
 import msgpack
 import pytest
 
-from pretuned.aot import configcache, overlay
-from pretuned.aot.compile import Compiled
-from pretuned.aot.compilecache import CompileCache
-from pretuned.aot.configcache import CacheKey
-from pretuned.aot.outfile import check_out, check_page, is_bundle
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.compile.triton import Compiled
+from pretuned.aot.demand import cache as demand_cache
+from pretuned.aot.demand import overlay
+from pretuned.aot.demand.cache import CacheKey
+from pretuned.aot.process.output_file import check_out, check_page, is_bundle
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.files.blob import read_checked, write_checked
 from pretuned.artifacts.format import codec
@@ -146,10 +147,10 @@ def test_a_cache_that_others_can_write_is_not_said_to_have_anything(tmp_path: Pa
 
 @pytest.mark.parametrize("name", [*CONFIGS, *PAYLOADS])
 def test_configs_that_are_none(tmp_path: Path, name: str) -> None:
-    configcache.save(tmp_path, KEY, (PAIRS[0], PAIRS[1], PAIRS[2]))
-    assert configcache.load(tmp_path, KEY) == PAIRS
+    demand_cache.save(tmp_path, KEY, (PAIRS[0], PAIRS[1], PAIRS[2]))
+    assert demand_cache.load(tmp_path, KEY) == PAIRS
     write_checked(tmp_path / KEY.file_name, PAYLOADS[name] if name in PAYLOADS else msgpack.packb(CONFIGS[name]))
-    assert configcache.load(tmp_path, KEY) is None
+    assert demand_cache.load(tmp_path, KEY) is None
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "sparse", "loop", "device"])
@@ -168,7 +169,7 @@ def test_a_cached_file_that_is_no_regular_file(tmp_path: Path, kind: str) -> Non
         case _:
             path.symlink_to("/dev/zero")
     assert read_checked(path) is None
-    assert configcache.load(tmp_path, KEY) is None
+    assert demand_cache.load(tmp_path, KEY) is None
 
 
 @pytest.mark.parametrize("check", [check_out, check_page])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pretuned.aot.evidence import Evidence
-from pretuned.aot.journal import Header, open_journal, read_journal
+from pretuned.aot.journal.file import Header, open_journal, read_journal
+from pretuned.aot.journal.timings import Evidence
 from pretuned.aot.report.page import page
 from pretuned.aot.report.sheets import sheet
 from pretuned.artifacts.errors import HostError, InputError

@@ -11,7 +11,7 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
-from pretuned.aot.verify import sound
+from pretuned.aot.bundle.verify import sound
 from pretuned.artifacts.code.cubin import mismatch, other_parameters, parameters
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle, open_bytes

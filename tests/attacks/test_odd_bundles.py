@@ -10,10 +10,10 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
-from pretuned.aot import overlay
-from pretuned.aot.contents import contents
-from pretuned.aot.diff import diff, time_ratio
-from pretuned.aot.merge import merge
+from pretuned.aot.bundle.diff import diff, time_ratio
+from pretuned.aot.bundle.inspect import contents
+from pretuned.aot.bundle.merge import merge
+from pretuned.aot.demand import overlay
 from pretuned.aot.report.page import page
 from pretuned.aot.report.sheets import sheet
 from pretuned.aot.report.sources import read

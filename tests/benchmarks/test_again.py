@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from pretuned.aot.journal import read_journal
-from pretuned.aot.records import LONG_NS, Measured
+from pretuned.aot.journal.file import read_journal
+from pretuned.aot.journal.records import LONG_NS, Measured
 
 ROOT = Path(__file__).parents[2]
 JOURNAL = ROOT / "benchmarks" / "results" / "catalogue-h200.journal"

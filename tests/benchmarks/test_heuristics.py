@@ -11,11 +11,11 @@ from types import ModuleType
 
 import pytest
 
-from pretuned.aot.journal import Header, open_journal
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import plan
-from pretuned.aot.records import Measured, Timing
-from pretuned.aot.variants import Family
+from pretuned.aot.journal.file import Header, open_journal
+from pretuned.aot.journal.records import Measured, Timing
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import Family
+from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import Config

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.journal import Header, open_journal
-from pretuned.aot.records import Measured, Timing
+from pretuned.aot.journal.file import Header, open_journal
+from pretuned.aot.journal.records import Measured, Timing
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu

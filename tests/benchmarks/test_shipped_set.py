@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from pretuned.aot.evidence import CellTimes
-from pretuned.aot.journal import read_journal
-from pretuned.aot.records import Duel
+from pretuned.aot.journal.file import read_journal
+from pretuned.aot.journal.records import Duel
+from pretuned.aot.journal.timings import CellTimes
 from pretuned.artifacts.files.bundle_file import open_bundle
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ def tune(home: Path, rounds: int, barrier: object, number: int) -> None:
     """One process: asks for a new layer in each round, and writes down what it got."""
     import fakemeasure
 
-    from pretuned.aot import ondemand
+    from pretuned.aot.demand import api
 
     os.environ.update(HOME=str(home), PRETUNED_BUNDLES="")
     os.environ.pop("XDG_CACHE_HOME", None)
@@ -26,7 +26,7 @@ def tune(home: Path, rounds: int, barrier: object, number: int) -> None:
         reload()
         got = []
         for turn in range(rounds):
-            key = ondemand.key_for(fakemeasure.ON_H200, 8 + turn, 256, 128, 2, "bf16", 64)
+            key = api.key_for(fakemeasure.ON_H200, 8 + turn, 256, 128, 2, "bf16", 64)
             asked = fakemeasure.on_demand(home / f"round{turn}", 0.01)
             barrier.wait()  # type: ignore[attr-defined]
             got.append(str(asked.configs(key, 0, force=False)))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import triton
 
-from pretuned.aot.compile import compile_variant
+from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Pass
 from pretuned.kernels.contract.config import Config

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretuned.aot.variants import Family, Space
+from pretuned.aot.plan.families import Family, Space
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry

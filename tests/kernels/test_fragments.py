@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pretuned.aot import compile as compiling
-from pretuned.aot.compile import compile_variant
-from pretuned.aot.variants import rejection
+from pretuned.aot.compile import triton
+from pretuned.aot.compile.triton import compile_variant
+from pretuned.aot.plan.families import rejection
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.kernels.contract import registry
@@ -90,8 +90,8 @@ def test_a_lane_holds_what_the_instruction_wants(left: bool) -> None:
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     """All products are mma.sync of both warpgroups, in lines of 32-bit numbers, and what TMA stores is not rounded."""
     kept: list[Any] = []
-    original = compiling._triton_compile
-    monkeypatch.setattr(compiling, "_triton_compile", lambda *given: kept.append(original(*given)) or kept[0])
+    original = triton._triton_compile
+    monkeypatch.setattr(triton, "_triton_compile", lambda *given: kept.append(original(*given)) or kept[0])
     variant = compile_variant(replace(SPEC, config=config), 90).variant
     ptx, ttgir = kept[0].asm["ptx"], kept[0].asm["ttgir"]
     assert "wgmma" not in ptx

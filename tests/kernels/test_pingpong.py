@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.variants import Family, Space
+from pretuned.aot.plan.families import Family, Space
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pretuned.aot.compile import compile_variant
-from pretuned.aot.variants import rejection
+from pretuned.aot.compile.triton import compile_variant
+from pretuned.aot.plan.families import rejection
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract.config import Config

@@ -35,9 +35,9 @@ from made import (
     write,
 )
 
-from pretuned.aot.capabilities import parse_sm
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import plan
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
+from pretuned.aot.plan.targets import parse_sm
 from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format.codec import encode

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made import NARROW, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
-from pretuned.aot.models import load_models
-from pretuned.aot.plan import plan
-from pretuned.aot.variants import Family, Space, by_code, serves, specs
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import Family, Space, by_code, serves, specs
+from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError, ProblemNotInBundle
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Model, Source

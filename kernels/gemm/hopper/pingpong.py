@@ -2,7 +2,7 @@
 
 A tile is 128 rows by 128 columns, or by 192, the most whose sums one warpgroup's registers hold. The language has no
 tensor of 192 columns: the products are written for 256, of which the last quarter is neither loaded nor stored, and the
-compiler is handed instructions of 192 columns in their place (aot/rewriting.py). The ring has 64 columns more at its
+compiler is handed instructions of 192 columns in their place (aot/compile/ptx.py). The ring has 64 columns more at its
 end, which the words ``256 columns from here`` reach. A tile of dW, 192 columns always, may lie ACROSS: they are rows of
 dw.
 

@@ -108,7 +108,7 @@ def _load_fitted(
 
 @gluon.jit
 def _fit(grains, MOST: gl.constexpr):
-    """Says in the PTX which register holds of how many rows the products of this loop are: ``fit``, aot/rewriting.py.
+    """Says in the PTX which register holds of how many rows the products of this loop are: ``fit``, aot/compile/ptx.py.
 
     The compiler is handed the loop once for each number of rows. Written here so many times, all the code in between
     doubled with it: 2 to 8 us more for a launch, whose code comes from memory.

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from claims import H200, able, chosen, revised, with_twins
 
+from pretuned.aot.bundle.verify import verify
 from pretuned.aot.cli.build import _in_context
-from pretuned.aot.verify import verify
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.files.publish import publish

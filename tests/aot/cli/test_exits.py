@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
+from pretuned.aot.bundle.verify import verify
 from pretuned.aot.cli.exits import guarded, quiet_without_reader, told
-from pretuned.aot.verify import verify
 from pretuned.artifacts import errors
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.native import native_sm
+from pretuned.aot.process.gpus import native_sm
 
 Run = Callable[..., object]
 SHAPE = "shape:E=8,H=256,I=128,k=2"

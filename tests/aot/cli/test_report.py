@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from pretuned.aot.journal import Header, open_journal
-from pretuned.aot.records import Measured, Timing
+from pretuned.aot.journal.file import Header, open_journal
+from pretuned.aot.journal.records import Measured, Timing
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.target import Gpu
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pretuned.aot import native
-from pretuned.aot.journal import Header, open_journal
-from pretuned.aot.records import Measured, Timing
-from pretuned.aot.variants import serves
+from pretuned.aot.journal.file import Header, open_journal
+from pretuned.aot.journal.records import Measured, Timing
+from pretuned.aot.plan.families import serves
+from pretuned.aot.process import gpus as process_gpus
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Source, Variant
@@ -27,7 +27,7 @@ H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 13000)
 cli = importlib.import_module("pretuned.aot.cli.build")  # (the package has the command by this name)
 Aot = Callable[..., Any]
 
-pytestmark = pytest.mark.skipif(native.gpu_count() > 0, reason="for a machine without a GPU")
+pytestmark = pytest.mark.skipif(process_gpus.gpu_count() > 0, reason="for a machine without a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_a_journal_that_cannot_serve_is_told_before_anything_is_compiled(
     aot: Aot, here: Path, candidates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_journal(here / "h200.journal", candidates)
-    monkeypatch.setattr("pretuned.aot.build._compile", None)
+    monkeypatch.setattr("pretuned.aot.build.build._compile", None)
     for given, message in (("h200.journal", "measured on sm_90"), ("no.journal", "aot measure writes one")):
         done = aot("build", "--models", MODEL, "--sm", "80", "-J", given, "--measure", "auto")
         assert done.code == 2

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from pretuned.aot.cli.main import _VERBS
-from pretuned.aot.toolchain import toolchain
-from pretuned.aot.versions import versions
+from pretuned.aot.cli.versions import versions
+from pretuned.aot.compile.toolchain import toolchain
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.kernels.contract.words import LAUNCH_ABI
 

@@ -7,9 +7,9 @@ import os
 import time
 from pathlib import Path
 
-from pretuned.aot.demand import OnDemand
-from pretuned.aot.plan import Plan
-from pretuned.aot.variants import families
+from pretuned.aot.demand.tuner import OnDemand
+from pretuned.aot.plan.families import families
+from pretuned.aot.plan.plan import Plan
 from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
 from pretuned.artifacts.records.problem import Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu, Target

@@ -10,9 +10,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pretuned.aot.evidence import plain_of
-from pretuned.aot.jobs import Hello, Job, Result, Setup
-from pretuned.aot.records import FAULT, WRONG, Duel, Failure, Measured, Timing
+from pretuned.aot.journal.records import FAULT, WRONG, Duel, Failure, Measured, Timing
+from pretuned.aot.journal.timings import plain_of
+from pretuned.aot.measure.job import Hello, Job, Result, Setup
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.problem import Fusion

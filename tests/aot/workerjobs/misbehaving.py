@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from pretuned.aot.compile import Compiled, compile_variant
+from pretuned.aot.compile.triton import Compiled, compile_variant
 from pretuned.artifacts.errors import CompileError
 from pretuned.kernels.contract.rowops import PassSpec
 from pretuned.kernels.contract.spec import Spec

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from pretuned.aot.demand import measure_in_child
-from pretuned.aot.jit import compile_kind
-from pretuned.aot.plan import Plan
+from pretuned.aot.demand.compiler import compile_kind
+from pretuned.aot.demand.tuner import measure_in_child
+from pretuned.aot.plan.plan import Plan
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 

@@ -1,0 +1,1 @@
+"""A whole build: plan, compile, measure, choose, publish. Uses tune."""

@@ -1,0 +1,87 @@
+"""What a build would compile, take and weigh, without building."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...artifacts.errors import HostError
+from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.spec import Spec
+from ..compile.cache import CompileCache
+from ..compile.pool import default_workers
+from ..plan.families import Space, families, to_compile
+from ..plan.plan import Plan, planned_on
+
+# Seen with Triton 3.7, both of two server cores at work: CPU seconds of a variant, its assembler's included.
+_VARIANT_S = 0.7
+_SPECIALIZED_S = 2.1
+_PASS_S = 0.4
+_START_S = 1.5  # the workers import Triton
+_PROBLEM_S = 0.005  # ranking and selecting, for a problem and capability
+_CUBIN_BYTES = 37_000
+_TMA_CUBIN_BYTES = 50_000  # of 9.0 and later
+_PASS_BYTES = 17_000
+_CHOICE_BYTES = 24
+_SHIPPED = 7  # variants of a family: fewer where few shapes are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One capability. ``variants`` are those to compile; ``cached`` is None where no Triton is installed to tell."""
+
+    sm: int
+    problems: int
+    choices: int
+    variants: int
+    cached: int | None
+    seconds: float
+    size_bytes: int
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "sm": self.sm,
+            "problems": self.problems,
+            "choices": self.choices,
+            "variants": self.variants,
+            "cached": self.cached,
+            "expected_seconds": round(self.seconds, 1),
+            "expected_size_bytes": self.size_bytes,
+        }
+
+
+def estimate(plan: Plan, sms: Sequence[int], cache: CompileCache | None, workers: int | None = None) -> list[Estimate]:
+    """An estimate per capability; the times add up, as the capabilities share the workers."""
+    found = []
+    for sm in sms:
+        here = planned_on(plan, (sm,))
+        wanted = to_compile(here.problems, sm, Space())
+        passes = sum(isinstance(spec, PassSpec) for spec in wanted)
+        count = len(families(here.problems))
+        fresh = _fresh(wanted, sm, cache)
+        cached = None if fresh is None else len(wanted) - len(fresh)
+        fresh = wanted if fresh is None else fresh
+        seconds = sum(map(_cpu_s, fresh)) / (workers or default_workers()) + _PROBLEM_S * len(here.problems)
+        seconds += _START_S if fresh and sm == sms[0] else 0.0
+        size = count * _SHIPPED * (_CUBIN_BYTES if sm < 90 else _TMA_CUBIN_BYTES)
+        size += passes * _PASS_BYTES + here.choices * _CHOICE_BYTES
+        found.append(Estimate(sm, len(here.problems), here.choices, len(wanted), cached, seconds, size))
+    return found
+
+
+def _fresh(wanted: Sequence[Spec | PassSpec], sm: int, cache: CompileCache | None) -> Sequence[Spec | PassSpec] | None:
+    """What is not cached; None where nothing can tell."""
+    if cache is None:
+        return wanted
+    try:
+        return [spec for spec in wanted if not cache.has(spec, sm)]
+    except HostError:
+        return None
+
+
+def _cpu_s(spec: Spec | PassSpec) -> float:
+    """What compiling it takes."""
+    if isinstance(spec, PassSpec):
+        return _PASS_S
+    return _SPECIALIZED_S if spec.config.specialized else _VARIANT_S

@@ -1,0 +1,109 @@
+"""What a build has to tell at its end: plain data, for a table or for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...artifacts.records.target import Gpu, Target
+from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.spec import Spec
+from ..tune.outcome import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A variant that does not ship: it ``failed`` to compile, or was ``pruned`` for what its cubin takes."""
+
+    spec: Spec | PassSpec
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """One bundle. ``variants`` ship, of those ``compiled`` now or ``cached``.
+
+    ``measured`` of the ``choices`` were measured, on ``gpus``; ``tuned`` is what this build did for it.
+
+    ``worst_loss`` is the most that shipping so few variants costs a problem, by the cost model
+    (0.02 is 2 %). ``seconds`` runs from the build's begin to the bundle's publication.
+    """
+
+    path: Path
+    target: Target
+    models: int
+    shards: int
+    problems: int
+    choices: int
+    measured: int
+    gpus: tuple[Gpu, ...]
+    variants: int
+    compiled: int
+    cached: int
+    dropped: tuple[Dropped, ...]
+    worst_loss: float
+    size_bytes: int
+    unchanged: bool
+    seconds: float
+    tuned: Outcome | None = None
+
+    @property
+    def source(self) -> str:
+        """Where the choices come from: ``measured``, ``modelled``, or ``measured and modelled``."""
+        if not self.measured:
+            return "modelled"
+        return "measured" if self.measured == self.choices else "measured and modelled"
+
+    @property
+    def pruned(self) -> int:
+        """Compiled variants that can't run well on this capability."""
+        return sum(one.kind == "pruned" for one in self.dropped)
+
+    @property
+    def failed(self) -> int:
+        """Variants that the compiler refused, or died of."""
+        return sum(one.kind == "failed" for one in self.dropped)
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "path": str(self.path),
+            "sm": self.target.sm,
+            "target": str(self.target),
+            "models": self.models,
+            "shards": self.shards,
+            "problems": self.problems,
+            "choices": self.choices,
+            "measured": self.measured,
+            "gpus": [one.name for one in self.gpus],
+            "source": self.source,
+            "variants": self.variants,
+            "compiled": self.compiled,
+            "cached": self.cached,
+            "pruned": self.pruned,
+            "failed": self.failed,
+            "dropped": [{"variant": str(one.spec), "kind": one.kind, "reason": one.reason} for one in self.dropped],
+            "worst_loss": round(self.worst_loss, 6),
+            "size_bytes": self.size_bytes,
+            "unchanged": self.unchanged,
+            "seconds": round(self.seconds, 3),
+            "tuned": self.tuned and self.tuned.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole build."""
+
+    bundles: tuple[Built, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "bundles": [one.to_dict() for one in self.bundles],
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 3),
+        }

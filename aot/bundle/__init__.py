@@ -1,0 +1,1 @@
+"""Bundles made, merged, compared, cut down and verified. Uses plan and journal."""

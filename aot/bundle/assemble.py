@@ -1,0 +1,170 @@
+"""A bundle put together from parts of others: variants by their content, choices free of any bundle's numbering."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from ...artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, Variant
+from ...artifacts.records.problem import Problem
+from ...artifacts.records.target import Gpu, Target
+from ...kernels.contract.config import Config
+from ..plan.families import Family
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A variant and its cubin. Two are the same where every field is, the cubin's digest among them."""
+
+    variant: Variant
+    cubin: bytes
+
+    @property
+    def sort_key(self) -> tuple[object, ...]:
+        """The one order of the variants of an assembled bundle, whatever they came from."""
+        one = self.variant
+        return (
+            one.op.value, one.dtype.value, one.layout.value, one.fusion.value, -one.alignment, one.max_experts,
+            one.config, one.kernel, -one.revision, one.cubin_sha256, repr(one),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A choice whose ``variant`` and ``runner_up`` are places in a ``Codes``, and whose GPU is written out."""
+
+    variant: int
+    source: Source
+    time_ns: int
+    runner_up: int | None
+    runner_up_ns: int | None
+    gpu: Gpu | None
+
+
+class Codes:
+    """The distinct variants of some bundles in the order of ``Code.sort_key``, whatever the bundles' order."""
+
+    def __init__(self, bundles: Sequence[Bundle]) -> None:
+        distinct: dict[Variant, bytes] = {}
+        for bundle in bundles:
+            distinct.update(zip(bundle.variants, bundle.cubins, strict=True))
+        self.codes = sorted((Code(*pair) for pair in distinct.items()), key=lambda code: code.sort_key)
+        places = {code.variant: place for place, code in enumerate(self.codes)}
+        self._places = {id(bundle): [places[variant] for variant in bundle.variants] for bundle in bundles}
+
+    def __getitem__(self, place: int) -> Variant:
+        return self.codes[place].variant
+
+    def places(self, bundle: Bundle) -> list[int]:
+        """Where each variant of one of the bundles is."""
+        return self._places[id(bundle)]
+
+    def claim(self, bundle: Bundle, choice: Choice) -> Claim:
+        """A choice of one of the bundles."""
+        places = self.places(bundle)
+        return Claim(
+            places[choice.variant],
+            choice.source,
+            choice.time_ns,
+            None if choice.runner_up is None else places[choice.runner_up],
+            choice.runner_up_ns,
+            None if choice.gpu is None else bundle.gpus[choice.gpu],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What an assembled bundle takes over as it is."""
+
+    target: Target
+    min_driver: int
+    producer: Producer
+    kernels: tuple[Kernel, ...]
+    models: tuple[Model, ...]
+
+
+def assemble(
+    making: Making, codes: Codes, claims: Mapping[Problem, Mapping[int, Claim]], fallbacks: Iterable[int]
+) -> Bundle:
+    """The bundle of these (problem -> bucket -> claim) and fallbacks, with what they use and nothing else.
+
+    Variants, GPUs, kernels, problems and buckets are in one order, so equal parts give equal bytes.
+    """
+    every = [claim for row in claims.values() for claim in row.values()]
+    used = {claim.variant for claim in every} | {claim.runner_up for claim in every if claim.runner_up is not None}
+    ships = sorted(used.union(fallbacks))
+    number = {place: i for i, place in enumerate(ships)}
+    gpus = sorted({claim.gpu for claim in every if claim.gpu}, key=gpu_key)
+    kernels = {(codes[place].kernel, codes[place].revision) for place in ships}
+    return Bundle(
+        target=making.target,
+        min_driver=making.min_driver,
+        producer=making.producer,
+        kernels=tuple(
+            sorted(
+                (one for one in making.kernels if (one.name, one.revision) in kernels),
+                key=lambda one: (one.name, one.revision),
+            )
+        ),
+        gpus=tuple(gpus),
+        variants=tuple(codes[place] for place in ships),
+        cubins=tuple(codes.codes[place].cubin for place in ships),
+        choices={
+            problem: tuple(_choice(bucket, claims[problem][bucket], number, gpus) for bucket in sorted(claims[problem]))
+            for problem in sorted(claims, key=lambda one: one.sort_key)
+        },
+        models=making.models,
+    )
+
+
+def gpu_key(gpu: Gpu) -> tuple[str, int, int, int]:
+    """The one order of GPUs."""
+    return (gpu.name, gpu.sm_count, gpu.memory_mib, gpu.driver)
+
+
+def united(models: Iterable[Model]) -> tuple[Model, ...]:
+    """One model for each that differs in more than its problems, with the problems of all, as a plan sorts them."""
+    problems: dict[Model, set[Problem]] = {}
+    for model in models:
+        problems.setdefault(replace(model, problems=()), set()).update(model.problems)
+    order = sorted(problems, key=_model_key)
+    return tuple(
+        replace(model, problems=tuple(sorted(problems[model], key=lambda one: one.sort_key))) for model in order
+    )
+
+
+def _model_key(model: Model) -> tuple[object, ...]:
+    values = [getattr(model, field.name) for field in fields(model) if field.name != "problems"]
+    return tuple(value.value if isinstance(value, enum.Enum) else value for value in values)
+
+
+def is_fallback(variant: Variant) -> bool:
+    """Whether any N and K run on it: it ships although no choice may name it."""
+    return variant.alignment == 1
+
+
+def label(variant: Variant) -> str:
+    """A variant as tables name it: its family, its config and what sets a fallback apart."""
+    text = f"{Family.of(variant)} {config_text(variant)}"
+    return text + (" unaligned" if is_fallback(variant) else "")
+
+
+def config_text(variant: Variant) -> str:
+    """The config of a variant, in the short form of tables; its plain pairs where this version can't read them."""
+    try:
+        return str(Config.from_pairs(variant.config))
+    except ValueError:
+        return " ".join(f"{name}={value}" for name, value in variant.config)
+
+
+def _choice(bucket: int, claim: Claim, number: Mapping[int, int], gpus: Sequence[Gpu]) -> Choice:
+    return Choice(
+        bucket,
+        number[claim.variant],
+        claim.source,
+        claim.time_ns,
+        None if claim.runner_up is None else number[claim.runner_up],
+        claim.runner_up_ns,
+        None if claim.gpu is None else gpus.index(claim.gpu),
+    )

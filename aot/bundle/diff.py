@@ -1,0 +1,199 @@
+"""What changed from one bundle to another: models, problems, choices, variants, sizes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...artifacts.records.bundle import Bundle, Choice, Model, Source, Variant
+from ...artifacts.records.problem import Problem
+from ...artifacts.records.target import Gpu
+from ..plan.families import Family
+
+Facts = dict[str, tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A choice with its variant and GPU written out; ``runner_up`` is what the second one is, and its time."""
+
+    variant: Variant
+    source: Source
+    time_ns: int
+    gpu: Gpu | None
+    runner_up: tuple[object, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A cell that both bundles have, and see differently."""
+
+    problem: Problem
+    bucket: int
+    old: Side
+    new: Side
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        """Which parts changed: some of ``variant``, ``code``, ``source``, ``gpu``, ``time``, ``runner-up``."""
+        old, new = self.old, self.new
+        parts = {
+            "variant": identity(old.variant) != identity(new.variant),
+            "code": identity(old.variant) == identity(new.variant) and old.variant != new.variant,
+            "source": old.source is not new.source,
+            "gpu": old.gpu != new.gpu,
+            "time": old.time_ns != new.time_ns,
+            "runner-up": old.runner_up != new.runner_up,
+        }
+        return tuple(name for name, differs in parts.items() if differs)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """All that differs between ``old`` and ``new``; everything is empty where nothing does.
+
+    ``recompiled`` variants are on both sides with the same config and form, and other code.
+    ``cells_added`` and ``cells_removed`` count the buckets of problems that both have.
+    """
+
+    facts: Facts
+    models_added: tuple[Model, ...]
+    models_removed: tuple[Model, ...]
+    models_changed: tuple[tuple[Model, Model], ...]
+    problems_added: tuple[Problem, ...]
+    problems_removed: tuple[Problem, ...]
+    cells_added: int
+    cells_removed: int
+    choices: tuple[Change, ...]
+    variants_added: tuple[Variant, ...]
+    variants_removed: tuple[Variant, ...]
+    recompiled: tuple[tuple[Variant, Variant], ...]
+    cubins_added: tuple[int, int]
+    cubins_removed: tuple[int, int]
+
+    @property
+    def differ(self) -> bool:
+        """Whether the bundles are not the same in what this compares."""
+        return any((
+            self.facts, self.models_added, self.models_removed, self.models_changed, self.problems_added,
+            self.problems_removed, self.cells_added, self.cells_removed, self.choices, self.variants_added,
+            self.variants_removed, self.recompiled,
+        ))  # fmt: skip
+
+
+def identity(variant: Variant) -> tuple[object, ...]:
+    """What a variant is, apart from what the compiler made of it."""
+    return (variant.kernel, Family.of(variant), variant.alignment, variant.max_experts, variant.config)
+
+
+def diff(old: Bundle, new: Bundle) -> Changes:
+    """The changes from ``old`` to ``new``. Variants are the same where every field is, whatever their numbers."""
+    models_old, models_new = _models(old), _models(new)
+    before, after = dict.fromkeys(old.variants), dict.fromkeys(new.variants)
+    removed = [one for one in before if one not in after]
+    added = [one for one in after if one not in before]
+    recompiled, gone, come = _paired(removed, added)
+    cubins_old = dict(zip((one.cubin_sha256 for one in old.variants), old.cubins, strict=True))
+    cubins_new = dict(zip((one.cubin_sha256 for one in new.variants), new.cubins, strict=True))
+    both = [problem for problem in old.choices if problem in new.choices]
+    cells_old = {(problem, one.bucket) for problem in both for one in old.choices[problem]}
+    cells_new = {(problem, one.bucket) for problem in both for one in new.choices[problem]}
+    return Changes(
+        facts=_facts(old, new),
+        models_added=tuple(one for key, one in models_new.items() if key not in models_old),
+        models_removed=tuple(one for key, one in models_old.items() if key not in models_new),
+        models_changed=tuple(
+            (one, models_new[key])
+            for key, one in models_old.items()
+            if key in models_new
+            and (one.top_k, set(one.problems)) != (models_new[key].top_k, set(models_new[key].problems))
+        ),
+        problems_added=tuple(problem for problem in new.choices if problem not in old.choices),
+        problems_removed=tuple(problem for problem in old.choices if problem not in new.choices),
+        cells_added=len(cells_new - cells_old),
+        cells_removed=len(cells_old - cells_new),
+        choices=tuple(change for problem in both for change in _changed(problem, old, new)),
+        variants_added=tuple(come),
+        variants_removed=tuple(gone),
+        recompiled=tuple(recompiled),
+        cubins_added=_count(cubins_new, cubins_old),
+        cubins_removed=_count(cubins_old, cubins_new),
+    )
+
+
+def time_ratio(changes: list[Change]) -> float:
+    """The geometric mean of new over old times."""
+    return statistics.geometric_mean(one.new.time_ns / one.old.time_ns for one in changes)
+
+
+def _changed(problem: Problem, old: Bundle, new: Bundle) -> list[Change]:
+    before = {one.bucket: one for one in old.choices[problem]}
+    found = []
+    for one in new.choices[problem]:
+        was = before.get(one.bucket)
+        if was is None:
+            continue
+        sides = [
+            Side(bundle.variants[choice.variant], choice.source, choice.time_ns,
+                 None if choice.gpu is None else bundle.gpus[choice.gpu], _runner_up(bundle, choice))
+            for bundle, choice in ((old, was), (new, one))
+        ]  # fmt: skip
+        if sides[0] != sides[1]:
+            found.append(Change(problem, one.bucket, *sides))
+    return found
+
+
+def _runner_up(bundle: Bundle, choice: Choice) -> tuple[object, ...] | None:
+    if choice.runner_up is None:
+        return None
+    return (*identity(bundle.variants[choice.runner_up]), choice.runner_up_ns)
+
+
+def _models(bundle: Bundle) -> dict[tuple[object, ...], Model]:
+    found: dict[tuple[object, ...], Model] = {}
+    for one in bundle.models:  # a merged bundle may have two that differ in k alone
+        key = (one.name, one.tp, one.ep, one.dtype)
+        found[(*key, one.top_k) if key in found else key] = one
+    return found
+
+
+def _paired(
+    removed: list[Variant], added: list[Variant]
+) -> tuple[list[tuple[Variant, Variant]], list[Variant], list[Variant]]:
+    """(recompiled, only old, only new): variants of one identity go together, in their bundles' order."""
+    waiting: dict[tuple[object, ...], list[Variant]] = {}
+    for one in removed:
+        waiting.setdefault(identity(one), []).append(one)
+    pairs, come = [], []
+    for one in added:
+        partners = waiting.get(identity(one))
+        if partners:
+            pairs.append((partners.pop(0), one))
+        else:
+            come.append(one)
+    gone = {id(one) for rest in waiting.values() for one in rest}
+    return pairs, [one for one in removed if id(one) in gone], come
+
+
+def _count(these: Mapping[bytes, bytes], those: Mapping[bytes, bytes]) -> tuple[int, int]:
+    """(cubins, bytes) of what is in ``these`` and not in ``those``."""
+    found = [cubin for digest, cubin in these.items() if digest not in those]
+    return len(found), sum(map(len, found))
+
+
+def _facts(old: Bundle, new: Bundle) -> Facts:
+    def told(bundle: Bundle) -> dict[str, str]:
+        return {
+            "target": str(bundle.target),
+            "min_driver": str(bundle.min_driver),
+            "pretuned": bundle.producer.pretuned,
+            "triton": bundle.producer.triton,
+            "ptxas": bundle.producer.ptxas,
+            "options": " ".join(bundle.producer.options),
+            "kernels": ", ".join(f"{one.name} {one.revision} {one.source_sha256.hex()[:12]}" for one in bundle.kernels),
+            "gpus": ", ".join(f"{one.name} (driver {one.driver})" for one in bundle.gpus),
+        }
+
+    before, after = told(old), told(new)
+    return {name: (before[name], after[name]) for name in before if before[name] != after[name]}

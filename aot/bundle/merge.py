@@ -1,0 +1,314 @@
+"""Several bundles of one capability -> one: the best claim for each problem and bucket, and what it needs.
+
+Which claim wins, by the first of these that tells them apart:
+
+1. a measured one beats a modelled one: measured code is known, whatever its age;
+2. the kernel of the later revision (counted from the latest revision of that kernel in any input);
+3. measured on different GPUs: the GPU of the bundle named first, as their times can't be compared;
+   modelled by different versions of pretuned: the later one's, as its cost model knows more;
+4. the lower time: one GPU, or one cost model, and so comparable;
+5. the later Triton, then the order of variants, runners-up and drivers: no meaning, but always the same, as two
+   claims that are equal in all this are one.
+
+A GPU is one by its name, SM count and memory (to 2 %). But for rule 3 the order of the inputs decides nothing.
+A claim keeps its own runner-up. Everything else is a union: models, problems, buckets, GPUs; unaligned fallbacks
+ship in their latest revision; variants that no claim names are dropped.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
+from ...artifacts.names import is_text
+from ...artifacts.records.bundle import Bundle, Kernel, Producer, Source
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Op, Pass, Problem
+from ...artifacts.records.target import Gpu
+from ...kernels.contract.words import LAUNCH_ABI
+from ..plan.families import CONFIG_LIMIT, Family, optional, ships_unchosen
+from .assemble import Claim, Codes, Making, assemble, gpu_key, united
+
+
+class Reason(enum.Enum):
+    """What decided between two claims, in the order in which it is asked."""
+
+    MEASURED = "measured beats modelled"
+    REVISION = "later kernel revision"
+    GPU = "another GPU: first bundle named"
+    COST_MODEL = "later cost model"
+    TIME = "lower time"
+    TIE = "equal: later Triton, or by the variants' order"
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A cell that two bundles see differently: ``kept`` and ``dropped`` are numbers of bundles."""
+
+    problem: Problem
+    bucket: int
+    reason: Reason
+    kept: int
+    dropped: int
+    winner: Claim
+    loser: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class TooMany:
+    """An op and dtype that ships more configs than one build would."""
+
+    op: Op | Pass
+    dtype: DType
+    configs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A merge: the bundle, each cell that was in doubt, and what the inputs held.
+
+    ``taken[i]`` cells come from input i. ``agreed`` cells were the same (but for runners-up) in all of several bundles.
+    ``unused`` variants of the inputs ship no more.
+    """
+
+    bundle: Bundle
+    codes: Codes
+    conflicts: tuple[Conflict, ...]
+    taken: tuple[int, ...]
+    agreed: int
+    unused: int
+    too_many: tuple[TooMany, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """A bundle and its ranks: the lower number is preferred."""
+
+    number: int
+    bundle: Bundle
+    version_rank: int
+    triton_rank: int
+
+
+Key = tuple[int, int, int, int, int, tuple[int, ...], tuple[str, int, int, int]]
+
+
+def merge(bundles: Mapping[str, Bundle]) -> Merged:
+    """One bundle of all; the keys name them in messages.
+
+    Raises
+    ------
+    TargetMismatch
+        if they are for different capabilities.
+    BundleTooOld, BundleTooNew
+        if a variant's launch ABI is not the one that this version writes.
+    InputError
+        if there are fewer than two, or two call different sources one revision of a kernel.
+    """
+    if len(bundles) < 2:
+        raise InputError(f"{len(bundles)} bundle given, wanted two or more different ones to merge")
+    _check(bundles)
+    every = list(bundles.values())
+    codes = Codes(every)
+    inputs = _ranked(every)
+    revisions: dict[str, int] = {}
+    for code in codes.codes:
+        name = code.variant.kernel
+        revisions[name] = max(revisions.get(name, 0), code.variant.revision)
+    behind = [revisions[code.variant.kernel] - code.variant.revision for code in codes.codes]
+    gpus = _gpu_ranks(every)
+
+    found: dict[tuple[Problem, int], list[tuple[Key, _Input, Claim]]] = {}
+    for one in inputs:
+        for problem, row in one.bundle.choices.items():
+            for choice in row:
+                claim = codes.claim(one.bundle, choice)
+                key = _key(one, claim, behind, gpus)
+                found.setdefault((problem, choice.bucket), []).append((key, one, claim))
+
+    winners: dict[Problem, dict[int, Claim]] = {}
+    conflicts: list[Conflict] = []
+    taken = [0] * len(inputs)
+    agreed = 0
+    for (problem, bucket), cell in found.items():
+        cell.sort(key=lambda entry: entry[0])
+        best_key, best, winner = cell[0]
+        winners.setdefault(problem, {})[bucket] = winner
+        taken[best.number] += 1
+        others = [entry for entry in cell[1:] if _seen(entry[2]) != _seen(winner)]
+        agreed += len(cell) > 1 and not others
+        for key, other, loser in others:
+            reason = _reason(best_key, key, winner)
+            conflicts.append(Conflict(problem, bucket, reason, best.number, other.number, winner, loser))
+    bundle = assemble(
+        Making(
+            every[0].target,
+            max(one.min_driver for one in every),
+            _producer(every),
+            tuple({kernel: None for one in every for kernel in one.kernels}),
+            united(model for one in every for model in one.models),
+        ),
+        codes,
+        winners,
+        _fallbacks(inputs, codes, behind),
+    )
+    too_many = _too_many(bundle)
+    return Merged(
+        bundle,
+        codes,
+        tuple(sorted(conflicts, key=lambda one: (one.problem.sort_key, one.bucket, one.dropped))),
+        tuple(taken),
+        agreed,
+        len(codes.codes) - len(bundle.variants),
+        too_many,
+        _notes(every, conflicts, too_many),
+    )
+
+
+def _seen(claim: Claim) -> tuple[object, ...]:
+    """What a claim says of its variant: two that differ in their runners-up alone agree."""
+    return (claim.variant, claim.source, claim.time_ns, claim.gpu)
+
+
+def _check(bundles: Mapping[str, Bundle]) -> None:
+    first_path, first = next(iter(bundles.items()))
+    sources: dict[tuple[str, int], tuple[Kernel, str]] = {}
+    for path, bundle in bundles.items():
+        if bundle.target != first.target:
+            raise TargetMismatch(
+                f"bundle {path!r} is for {bundle.target}, {first_path!r} for {first.target}: "
+                "merge those of one capability; the runtime takes several bundles side by side"
+            )
+        for i, variant in enumerate(bundle.variants):
+            if variant.abi != LAUNCH_ABI:
+                kind = BundleTooOld if variant.abi < LAUNCH_ABI else BundleTooNew
+                todo = "Build it again with aot build" if variant.abi < LAUNCH_ABI else "Upgrade pretuned"
+                raise kind(
+                    f"bundle {path!r}, variant {i}: launch ABI {variant.abi}, this version writes {LAUNCH_ABI}. {todo}"
+                )
+        for kernel in bundle.kernels:
+            known, where = sources.setdefault((kernel.name, kernel.revision), (kernel, path))
+            if known != kernel:
+                raise InputError(
+                    f"bundle {path!r}: kernel {kernel.name} of revision {kernel.revision} has the source "
+                    f"{kernel.source_sha256.hex()[:12]}, in {where!r} it is {known.source_sha256.hex()[:12]}. One of "
+                    "them was built from changed sources: build it again"
+                )
+
+
+def _ranked(bundles: Sequence[Bundle]) -> list[_Input]:
+    versions = [_version(bundle.producer.pretuned) for bundle in bundles]
+    tritons = [_version(bundle.producer.triton) for bundle in bundles]
+    newest, newest_triton = sorted(set(versions), reverse=True), sorted(set(tritons), reverse=True)
+    return [
+        _Input(i, bundle, newest.index(versions[i]), newest_triton.index(tritons[i]))
+        for i, bundle in enumerate(bundles)
+    ]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The latest version in a producer's text: a merged bundle lists several."""
+    return max((tuple(map(int, re.findall(r"\d+", part))) for part in text.split(",")), default=())
+
+
+def _gpu_ranks(bundles: Sequence[Bundle]) -> dict[Gpu, int]:
+    """Each GPU's number: one for all entries that are the same GPU, lower for the bundle named first."""
+    first: dict[Gpu, int] = {}
+    for number, bundle in enumerate(bundles):
+        for gpu in bundle.gpus:
+            first.setdefault(gpu, number)
+    groups: list[list[Gpu]] = []
+    for gpu in sorted(first, key=gpu_key):
+        if groups and groups[-1][0].is_like(gpu):
+            groups[-1].append(gpu)
+        else:
+            groups.append([gpu])
+    groups.sort(key=lambda group: (min(first[gpu] for gpu in group), gpu_key(group[0])))
+    return {gpu: rank for rank, group in enumerate(groups) for gpu in group}
+
+
+def _key(one: _Input, claim: Claim, behind: Sequence[int], gpus: Mapping[Gpu, int]) -> Key:
+    measured = claim.gpu is not None
+    rank = gpus[claim.gpu] if claim.gpu is not None else one.version_rank
+    tied = claim.variant, *((-1, -1) if claim.runner_up is None else (claim.runner_up, claim.runner_up_ns or 0))
+    gpu = ("", 0, 0, 0) if claim.gpu is None else gpu_key(claim.gpu)
+    return (not measured, behind[claim.variant], rank, claim.time_ns, one.triton_rank, tied, gpu)
+
+
+def _reason(winner: Key, loser: Key, claim: Claim) -> Reason:
+    rank = Reason.GPU if claim.source is Source.MEASURED else Reason.COST_MODEL
+    order = (Reason.MEASURED, Reason.REVISION, rank, Reason.TIME)
+    for reason, mine, other in zip(order, winner, loser, strict=False):
+        if mine != other:
+            return reason
+    return Reason.TIE
+
+
+def _fallbacks(inputs: Sequence[_Input], codes: Codes, behind: Sequence[int]) -> list[int]:
+    """Of each family the fallbacks (or passes) of the latest revision, one of each config: from the later Triton."""
+    best: dict[tuple[Family, int, object], tuple[tuple[int, int, bytes], int]] = {}
+    least: dict[tuple[Family, int], int] = {}
+    for one in inputs:
+        for place in codes.places(one.bundle):
+            variant = codes[place]
+            if ships_unchosen(variant):
+                family = (Family.of(variant), variant.max_experts)
+                least[family] = min(behind[place], least.get(family, behind[place]))
+                key = (behind[place], one.triton_rank, variant.cubin_sha256)
+                name = (*family, (variant.kernel, variant.alignment, variant.config))
+                best[name] = min((key, place), best.get(name, (key, place)))
+    return [place for (family, experts, _), (key, place) in best.items() if key[0] == least[family, experts]]
+
+
+def _producer(bundles: Sequence[Bundle]) -> Producer:
+    """All versions, and the options that every variant shares."""
+    producers = [bundle.producer for bundle in bundles]
+    shared = set(producers[0].options).intersection(*(one.options for one in producers))
+    return Producer(
+        _listed([one.pretuned for one in producers]),
+        _listed([one.triton for one in producers]),
+        _listed([one.ptxas for one in producers]),
+        tuple(sorted(shared)),
+    )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """The distinct versions, latest first; the oldest are left out where a name would get too long."""
+    parts = sorted({part.strip() for text in texts for part in text.split(",")}, key=lambda one: (_version(one), one))
+    text = ", ".join(reversed(parts))
+    while not is_text(text) and len(parts) > 1:
+        parts = parts[1:]
+        text = ", ".join(reversed(parts))
+    return text
+
+
+def _too_many(bundle: Bundle) -> tuple[TooMany, ...]:
+    configs: dict[tuple[Op | Pass, DType], set[object]] = {}
+    for one in (variant for variant in bundle.variants if not optional(variant)):
+        configs.setdefault((Family.of(one).op, one.dtype), set()).add(one.config)
+    return tuple(TooMany(*group, len(found)) for group, found in configs.items() if len(found) > CONFIG_LIMIT)
+
+
+def _notes(bundles: Sequence[Bundle], conflicts: Sequence[Conflict], too_many: Sequence[TooMany]) -> tuple[str, ...]:
+    notes = []
+    reasons = Counter(conflict.reason for conflict in conflicts)
+    if reasons[Reason.GPU]:
+        notes.append(
+            f"{reasons[Reason.GPU]} cells are measured on more than one GPU: the bundle named first has them. To keep "
+            "both, leave the bundles side by side: the runtime prefers what was measured on its own GPU"
+        )
+    if any(one.loser.source is Source.MEASURED for one in conflicts if one.reason is Reason.REVISION):
+        notes.append("times of an earlier kernel revision gave way to those of a later one")
+    if len({bundle.producer.options for bundle in bundles}) > 1:
+        notes.append("the bundles were compiled with different options: only those that all share are recorded")
+    notes += [
+        f"{one.op.value} {one.dtype.value} ships {one.configs} configs, a build at most "
+        f"{CONFIG_LIMIT}: all are kept, as each is a choice, a runner-up or a fallback"
+        for one in too_many
+    ]
+    return tuple(notes)

@@ -1,0 +1,69 @@
+"""A bundle checked whole: every digest and record, and the code's own headers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...artifacts.code.cubin import mismatch, other_parameters
+from ...artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
+from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.records.bundle import Bundle
+from ...kernels.contract.launchable import unlaunchable
+from ...kernels.contract.words import READS_ABI, parameter_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was checked in a sound bundle."""
+
+    path: str
+    target: str
+    variants: int
+    problems: int
+    choices: int
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {"path": self.path, "ok": True, "target": self.target, "variants": self.variants,
+                "problems": self.problems, "choices": self.choices}  # fmt: skip
+
+
+def verify(path: str, sha256: str | None = None) -> Verified:
+    """Check all of a bundle; ``sha256`` pins the whole file.
+
+    Raises
+    ------
+    BundleError
+        naming the first thing that is wrong.
+    """
+    bundle = sound(path, sha256)
+    choices = sum(map(len, bundle.choices.values()))
+    return Verified(path, str(bundle.target), len(bundle.variants), len(bundle.choices), choices)
+
+
+def sound(path: str, sha256: str | None = None) -> Bundle:
+    """The whole bundle, all of it checked as ``verify`` does.
+
+    Raises
+    ------
+    BundleError
+    """
+    with open_bundle(path, sha256=sha256) as opened:
+        bundle = opened.load()
+    for i, (variant, cubin) in enumerate(zip(bundle.variants, bundle.cubins, strict=True)):
+        where = f"bundle {path!r}, variant {i}"
+        wrong = mismatch(cubin, bundle.target)
+        if wrong:
+            raise BundleCorrupt(f"{where}: {wrong}. Build it again with aot build")
+        if variant.abi > READS_ABI[1]:
+            raise BundleTooNew(f"{where}: launch ABI {variant.abi}, this version reads {_reads()}. Upgrade pretuned")
+        if variant.abi < READS_ABI[0]:
+            raise BundleTooOld(f"{where}: launch ABI {variant.abi}, this version reads {_reads()}. Build it again")
+        wrong = unlaunchable(variant) or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
+        if wrong:
+            raise BundleCorrupt(f"{where}: {wrong}. Build it again with aot build, or upgrade pretuned")
+    return bundle
+
+
+def _reads() -> str:
+    return "-".join(map(str, dict.fromkeys(READS_ABI)))

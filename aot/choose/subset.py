@@ -1,0 +1,143 @@
+"""Which variants a bundle ships: the smallest set that loses next to nothing against every candidate.
+
+A few configs serve all shapes: 8 of them lose 0.4 % at most, in the mean, against each shape's own best on
+an H200, 4 lose 1.0 % (docs/cost-model.md). Greedy growth, then swaps, then dropping what hardly helps; the same table
+gives the same set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+
+MAX_LOSS = 0.02  # a shape may lose this much against its own best before a larger set is worth it
+MIN_GAIN = 0.0005  # what one more variant must save of the mean loss
+SMALL_TABLE = 5000  # times; above that the set grows from one start only
+MISSING = 2.0  # a variant without a time for a shape counts as this many times the slowest one there
+
+Family = tuple[Op, DType, Layout, Fusion]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What one family pays for its set: ``mean_loss`` (geometric) and ``max_loss`` are fractions over the best."""
+
+    family: Family
+    variants: tuple[int, ...]
+    mean_loss: float
+    max_loss: float
+
+
+class _Costs:
+    """log(time / best time) of every variant in every cell, and sets of variants judged by it."""
+
+    def __init__(self, cells: Sequence[Sequence[tuple[int, float]]], allowed: Container[int] | None) -> None:
+        every = sorted({variant for cell in cells for variant, _ in cell})
+        self.variants = [variant for variant in every if allowed is None or variant in allowed]
+        self._allowed = math.log1p(MAX_LOSS)
+        columns: dict[int, list[float]] = {variant: [] for variant in every}
+        for cell in cells:
+            best = min(time for _, time in cell)
+            absent = math.log(max(time for _, time in cell) / best * MISSING)
+            times = dict(cell)
+            for variant, column in columns.items():
+                column.append(math.log(times[variant] / best) if variant in times else absent)
+        self.columns = columns
+        self.count = len(cells)
+
+    def floor(self, chosen: Sequence[int]) -> list[float]:
+        """The least cost of each cell over ``chosen``."""
+        if not chosen:
+            return [math.inf] * self.count
+        return [min(costs) for costs in zip(*(self.columns[variant] for variant in chosen), strict=True)]
+
+    def score(self, floor: Sequence[float], extra: int | None = None) -> float:
+        """Mean cost, plus all that cells are over the allowance; ``extra`` joins the set."""
+        if extra is not None:
+            floor = list(map(min, floor, self.columns[extra]))
+        allowed = self._allowed
+        # fsum, as sum rounds in another way from Python 3.12 on: the same table gives the same set on each.
+        return math.fsum(floor) / self.count + math.fsum([cost - allowed for cost in floor if cost > allowed])
+
+    def add(self, chosen: list[int]) -> tuple[float, int] | None:
+        """The best (score, variant) to join ``chosen``, the least variant on a tie."""
+        floor = self.floor(chosen)
+        return min(((self.score(floor, v), v) for v in self.variants if v not in chosen), default=None)
+
+
+def _grow(costs: _Costs, limit: int, first: int | None) -> tuple[float, list[int]]:
+    """Greedy growth, then swaps while one lowers the score: (score, chosen)."""
+    chosen = [] if first is None else [first]
+    score = costs.score(costs.floor(chosen)) if chosen else math.inf
+    while len(chosen) < limit:
+        step = costs.add(chosen)
+        if step is None or score - step[0] < MIN_GAIN:
+            break
+        score = step[0]
+        chosen.append(step[1])
+    improved = True
+    while improved:
+        improved = False
+        for old in list(chosen):
+            rest = [variant for variant in chosen if variant != old]
+            step = costs.add(rest)
+            if step is not None and step[0] < score - 1e-9:
+                score, chosen, improved = step[0], [*rest, step[1]], True
+    return score, sorted(chosen)
+
+
+def _choose(costs: _Costs, limit: int) -> list[int]:
+    # A small table is cheap enough to grow from every variant: swaps of one alone stop at local optima.
+    small = costs.count * len(costs.variants) <= SMALL_TABLE
+    starts: list[int | None] = [None, *costs.variants] if small else [None]
+    score, chosen = min(_grow(costs, limit, first) for first in starts)
+    while len(chosen) > 1:
+        rests = [[variant for variant in chosen if variant != old] for old in chosen]
+        cheapest_score, cheapest = min((costs.score(costs.floor(rest)), rest) for rest in rests)
+        if cheapest_score - score >= MIN_GAIN:
+            break
+        score, chosen = cheapest_score, cheapest
+    return chosen
+
+
+def select(
+    table: Mapping[tuple[Problem, int], Sequence[tuple[int, float]]],
+    limit: int = 16,
+    allowed: Container[int] | None = None,
+) -> Loss:
+    """The variants to ship for one family, at most ``limit``, only ``allowed`` ones where given, and what they lose.
+
+    ``table`` maps (problem, bucket) to (variant, time) pairs in any one unit; only ratios within a
+    cell count. Minimises mean(log(time / best)) plus the sum of what cells are over
+    log(1 + MAX_LOSS): first every shape within the bound, then the mean.
+    A variant with no time, or an infinite one, is taken as twice the slowest of that cell.
+
+    Raises
+    ------
+    ValueError
+        if ``limit`` is below 1, or there is no cell or no allowed variant, or a cell has no finite time, or a time is
+        not positive.
+    """
+    keys = sorted(table, key=lambda key: (key[0].sort_key, key[1]))
+    if limit < 1 or not keys:
+        raise ValueError(f"limit is {limit} and {len(keys)} cells are given, wanted at least 1 of each")
+    costs = _Costs([_finite(key, table[key]) for key in keys], allowed)
+    if not costs.variants:
+        raise ValueError("not one of the variants is allowed")
+    chosen = _choose(costs, limit)
+    floor = costs.floor(chosen)
+    first = keys[0][0].with_w_nk
+    family = (first.op, first.dtype, first.layout, first.fusion)
+    return Loss(family, tuple(chosen), math.expm1(math.fsum(floor) / len(floor)), math.expm1(max(floor)))
+
+
+def _finite(key: tuple[Problem, int], cell: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The variants of a cell that have a time, by variant: the input's order must not matter."""
+    finite = sorted((variant, time) for variant, time in cell if not math.isinf(time))
+    if not finite or not all(time > 0 for _, time in finite):
+        raise ValueError(f"{key[0]}, bucket {key[1]}: times {[time for _, time in cell]}, wanted one above 0 or more")
+    return finite

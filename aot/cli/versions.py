@@ -1,0 +1,37 @@
+"""What ``aot --version`` tells: every version that decides what is built, and where compiled variants are kept."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+from ...artifacts.errors import HostError
+from ...artifacts.limits import FORMAT
+from ...kernels.contract.words import LAUNCH_ABI
+from ..compile.toolchain import toolchain
+
+
+def versions() -> dict[str, str]:
+    """Name -> version, in the order to show. Imports neither Triton nor torch."""
+    try:
+        tools = toolchain()
+        triton, ptxas = tools.triton, tools.ptxas
+        if tools.ptxas_blackwell != ptxas:
+            ptxas += f", from sm_100 up {tools.ptxas_blackwell}"
+    except HostError as error:
+        triton = ptxas = str(error)
+    try:
+        from ..compile.cache import default_dir
+
+        cache = str(default_dir() or "none (no home directory)")
+    except ModuleNotFoundError as error:
+        cache = f'{error.name} is not installed: pip install "pretuned[aot]"'
+    return {
+        "pretuned": importlib.metadata.version("pretuned"),
+        "python": platform.python_version(),
+        "triton": triton,
+        "ptxas": ptxas,
+        "bundle format": str(FORMAT),
+        "launch ABI": str(LAUNCH_ABI),
+        "compile cache": cache,
+    }

@@ -1,0 +1,1 @@
+"""Variants to cubins, in worker processes that may abort. Uses process."""

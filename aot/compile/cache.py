@@ -1,0 +1,90 @@
+"""The compile cache: every variant that was ever compiled here, by what decides its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgpack
+
+from ...artifacts.files.blob import read_checked, write_checked
+from ...artifacts.format.schema import pack_variant, read_variant
+from ...artifacts.limits import MAX_CUBIN_BYTES
+from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.spec import Spec
+from .triton import Compiled, arguments_of, job_key
+
+
+def default_dir() -> Path | None:
+    """The user's cache (``$XDG_CACHE_HOME/pretuned/compiled``), or None where there is no home."""
+    from platformdirs import user_cache_path
+
+    try:
+        path = user_cache_path("pretuned") / "compiled"
+    except RuntimeError:  # a user whom no passwd file knows, and no HOME; older platformdirs leave the ~ in
+        return None
+    return path if path.is_absolute() else None
+
+
+class CompileCache:
+    """Compiled variants in a directory. Entries are published by rename: any number of builds may share it.
+
+    Nothing is ever removed: delete the directory to clear it. ``trouble`` says, once something could
+    not be written, why; the cache is then only read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.trouble = ""
+
+    def get(self, spec: Spec | PassSpec, sm: int) -> Compiled | None:
+        """The variant; None if it is missing, damaged, or in a place that others can write."""
+        payload = read_checked(self._path(spec, sm))
+        return None if payload is None else _unpack(payload, spec)
+
+    def has(self, spec: Spec | PassSpec, sm: int) -> bool:
+        """Whether ``get`` has it."""
+        return self.get(spec, sm) is not None
+
+    def put(self, spec: Spec | PassSpec, sm: int, compiled: Compiled) -> None:
+        """Keep the variant. A cache that can't be written costs the next run time, not this one its result."""
+        if self.trouble:
+            return
+        path = self._path(spec, sm)
+        try:
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            write_checked(path, _pack(compiled))
+            if read_checked(path) is None:
+                self.trouble = (
+                    f"the compile cache {self.directory} is not read, as others can write it: all is compiled anew "
+                    "each time. chmod go-w makes it this user's, --cache-dir names another"
+                )
+        except OSError as error:
+            self.trouble = f"the compile cache {self.directory} can't be written: {error}"
+
+    def _path(self, spec: Spec | PassSpec, sm: int) -> Path:
+        key = job_key(spec, sm)
+        return self.directory / key[:2] / f"{key}.bin"
+
+
+def _pack(compiled: Compiled) -> bytes:
+    packed: bytes = msgpack.packb((pack_variant(compiled.variant), compiled.cubin))
+    return packed
+
+
+def _unpack(payload: bytes, spec: Spec | PassSpec) -> Compiled | None:
+    """The entry, or None where another version wrote it in another form: it is then compiled again."""
+    try:
+        record, cubin = msgpack.unpackb(
+            payload, use_list=False, max_bin_len=MAX_CUBIN_BYTES, max_array_len=2, max_map_len=0, max_ext_len=0
+        )
+        variant = read_variant(record, len(cubin))  # each field's type and range, as of a bundle's
+        if variant.cubin_sha256 != hashlib.sha256(cubin).digest():
+            return None
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
+        return None
+    have = (variant.kernel, variant.op, variant.dtype, variant.layout, variant.fusion, variant.alignment,
+            variant.max_experts, variant.config, variant.arguments)  # fmt: skip
+    want = (spec.kernel, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
+            spec.config.pairs(), arguments_of(spec))  # fmt: skip
+    return Compiled(variant, cubin) if have == want else None

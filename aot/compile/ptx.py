@@ -1,0 +1,169 @@
+"""What Triton has no words for is said in the PTX that it makes, before it assembles it.
+
+``streamed``: weights that are read once. Their TMA loads are marked so that L2 gives their lines up first:
+``cp.async.bulk.tensor`` with ``.L2::cache_hint`` and a policy (PTX ISA, "cp.async.bulk.tensor"). The policy is the
+64-bit word that ``createpolicy.fractional.L2::evict_first`` yields for all lines (CUTLASS has it in
+``cute/arch/copy_sm90_desc.hpp``, ``TMA::CacheHintSm90::EVICT_FIRST``).
+
+``written``: dw that nothing reads soon, the same of TMA's stores ("cp.async.bulk.tensor", ``.global.shared::cta``).
+
+``cut``: products of 192 columns (kernels/gemm/hopper/pingpong.py), which are written as 256. An instruction's operands
+lie in shared
+memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of 8 columns are
+four registers in a row (PTX ISA, "wgmma.mma_async", register fragments and matrix layouts).
+
+``fit``: the same of tiles that are fitted to their rows (kernels/gemm/hopper/ragged.py), which lie across. A tile's
+loop is there
+once for each number of rows, with products of as many columns; a comment in it says which register holds the number.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...kernels.contract.config import PINGPONG_COLUMNS, Config, fitted
+
+Rewrite = Callable[[str], str]
+
+EVICT_FIRST = 0x12F0000000000000
+# w's descriptor is the only one of three dimensions that is loaded through: x has two, and y_map is stored through.
+_LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.shared::\w+\.global[\w.:]*)( \[[^;]*\]);")
+_STORE = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.global\.shared::\w+[\w.:]*)( \[[^;]*\]);")
+_WRITTEN_COLUMNS = 256
+# A loop that is one block of code, and in it the comment of kernels/gemm/hopper/ragged.py.
+_SAID = r"// products of (?P<register>%\w+) times (?P<grain>\d+) rows, (?P<most>\d+) times at most"
+_INSIDE = r"(?:(?!\$L\w+:).*\n)*?"
+_LOOP = re.compile(
+    rf"^(?P<name>\$L\w+):.*\n(?P<body>{_INSIDE}.*{_SAID}\n{_INSIDE}\s*@!?%\w+ bra(?:\.uni)?\s+(?P=name);\n)",
+    re.MULTILINE,
+)
+_PRODUCT = re.compile(r"(wgmma\.mma_async\.[\w.]*?m64)n256(k\d+[\w.]*\s*)\{([^{}]*)\}")
+
+
+def streamed(ptx: str) -> str:
+    """The PTX with a hint on each load of w.
+
+    Raises
+    ------
+    ValueError
+        if it has no such load, or a hint already.
+    """
+    return _hinted(ptx, _LOAD, "loads of w")
+
+
+def written(ptx: str) -> str:
+    """The PTX with a hint on each store of dw; ValueError as ``streamed``."""
+    return _hinted(ptx, _STORE, "stores of dw")
+
+
+def _hinted(ptx: str, which: re.Pattern[str], what: str) -> str:
+    text, count = which.subn(lambda one: f"{one[1]}.L2::cache_hint{one[2]}, {EVICT_FIRST:#x};", ptx)
+    if not count or text.count(".L2::cache_hint") != count:
+        raise ValueError(f"{count} TMA {what} in the PTX, {ptx.count('.L2::cache_hint')} have a hint already")
+    return text
+
+
+def cut(ptx: str) -> str:
+    """The PTX with products of 192 columns in place of 256: the sums of the others are never set.
+
+    Raises
+    ------
+    ValueError
+        if it has no such product, or another.
+    """
+    return _shorter(ptx, PINGPONG_COLUMNS)
+
+
+def fit(ptx: str) -> str:
+    """The PTX with each loop of products as many times as its comment says, and before it the way to the right one.
+
+    Raises
+    ------
+    ValueError
+        as ``cut``, for products in no such loop, and where the register that the comment names is used in the loop.
+    """
+    text, count = _LOOP.subn(_fitted, ptx)
+    if not count or "wgmma.mma_async" in _LOOP.sub("", ptx):
+        raise ValueError("not all products are in a loop of one block that says of how many rows they are")
+    return text
+
+
+def _fitted(loop: re.Match[str]) -> str:
+    name, body, register, grain = loop["name"], loop["body"], loop["register"], int(loop["grain"])
+    if len(re.findall(rf"{re.escape(register)}\b", body)) != 2:  # the line that says so has it twice
+        raise ValueError(f"{register}, of how many rows the products are, is used in their loop, so may be set there")
+    to: list[str] = []
+    copies: list[str] = []
+    for times in range(int(loop["most"]), 0, -1):
+        if copies:
+            to.append(f"\tsetp.eq.s32 fits, {register}, {times};\n\t@fits bra {name}_{times};\n")
+        mine = _shorter(body, grain * times).replace(f"{name};", f"{name}_{times};")
+        copies.append(f"{name}_{times}:\n{mine}\tbra.uni {name}_end;\n")
+    return f"{name}:\n\t{{\n\t.reg .pred fits;\n{''.join(to)}\t}}\n{''.join(copies)}{name}_end:\n"
+
+
+def _shorter(ptx: str, columns: int) -> str:
+    """The PTX with so many columns of each product."""
+    if columns not in range(8, _WRITTEN_COLUMNS + 1, 8):
+        raise ValueError(f"wgmma has no product of {columns} columns")
+
+    def shorter(product: re.Match[str]) -> str:
+        sums = product[3].split(",")
+        if len(sums) * 2 != _WRITTEN_COLUMNS:
+            raise ValueError(f"a product of {_WRITTEN_COLUMNS} columns has {len(sums)} registers of sums in the PTX")
+        return f"{product[1]}n{columns}{product[2]}{{{','.join(sums[: columns // 2])}}}"
+
+    text, count = _PRODUCT.subn(shorter, ptx)
+    if not count or ptx.count("wgmma.mma_async") != count:
+        raise ValueError(f"{count} products of {_WRITTEN_COLUMNS} columns of {ptx.count('wgmma.mma_async')} in the PTX")
+    return text
+
+
+def rewrites(config: Config) -> tuple[Rewrite, ...]:
+    """What the code of a config needs."""
+    if fitted(config):
+        return (fit,)
+    hints = (written if config.specialized else streamed,) * config.streamed
+    return hints + (cut,) * (PINGPONG_COLUMNS in (config.block_n, config.block_k))
+
+
+@functools.cache
+def source_of_rewrites_sha256() -> str:
+    """The digest, in hex, of what is done here: what has been rewritten otherwise is another cubin."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+@contextmanager
+def rewriting(how: tuple[Rewrite, ...]) -> Iterator[None]:
+    """The PTX of what Triton compiles meanwhile, in this process, passes through these functions."""
+    if not how:
+        yield
+        return
+    from triton import knobs
+
+    def hook(
+        _backend: Any = None, stages: MutableMapping[str, Callable[..., Any]] | None = None, *_: Any
+    ) -> tuple[str, str] | None:
+        if stages is None:  # Triton asks what to add to the key of its cache
+            names = "+".join(rewrite.__name__ for rewrite in how)
+            return names, names
+        make = stages["ptx"]
+
+        def rewritten(source: Any, metadata: Any) -> str:
+            ptx: str = make(source, metadata)
+            for rewrite in how:
+                ptx = rewrite(ptx)
+            return ptx
+
+        stages["ptx"] = rewritten
+        return None
+
+    with knobs.runtime.scope():
+        knobs.runtime.add_stages_inspection_hook = hook
+        yield

@@ -1,0 +1,229 @@
+"""One variant to one cubin, with real Triton and no GPU. ``compile_variant`` runs in a worker process."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ...artifacts.errors import CompileError
+from ...artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
+from ...artifacts.records.precision import DType
+from ...kernels.contract import registry, rowops, words
+from ...kernels.contract.revisions import REVISIONS, source_sha256
+from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.spec import Spec
+from .nvidia import OUTPUT_LIMIT_CHARS, resources
+from .ptx import rewrites, rewriting, source_of_rewrites_sha256
+from .toolchain import toolchain
+
+# Same code for everyone: no line info (it embeds paths and triples the size), fused multiply-add stated
+# because its default changes between Triton versions.
+OPTIONS = ("enable_fp_fusion=True", "line_info=off")
+_ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF32: "fp32"}
+# CUtensorMapDataType (cuda.h); 11 rounds fp32 to tf32 on load, where the tensor core would cut it off.
+_MAP_ELEMENT = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
+_WORDS = ("m_sizes", "index", "counter", "experts", "places", "used", "ids", "bounds", "counts")
+_POINTS_AT = dict.fromkeys(_WORDS, "*i32") | {
+    "row_weights": "*fp32",
+    "dweights": "*fp32",
+    "order": "*i64",
+    "named": "*i8",
+}
+_ELEMENTS = ("x", "w", "y", "dy", "dw", "dy_at", "x_at", "bias", "h", "a", "da", "dh", "out")  # pointers at the dtype
+# What of the environment changes the code that Triton makes, and is in no job's key: taken out before it compiles.
+_CHANGE_CODE = (
+    "TRITON_INTERPRET", "DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS", "TRITON_OVERRIDE_ARCH",
+    "TRITON_KERNEL_OVERRIDE", "TRITON_MOCK_PTX_VERSION", "TRITON_LIBDEVICE_PATH", "TRITON_F32_DEFAULT",
+    "TRITON_DEFAULT_FP_FUSION", "TRITON_DEBUG", "TRITON_ENABLE_ASAN", "TRITON_ENABLE_EXPERIMENTAL_CONSAN",
+    "TRITON_INSTRUMENTATION_MODE", "TRITON_PLUGIN_PATHS", "ALLOW_LHS_TMEM_LAYOUT_CONVERSION",
+    "LLVM_EXTRACT_DI_LOCAL_VARIABLES", "LLVM_PASS_PLUGIN_PATH", "USE_IR_LOC", "DISABLE_MMA_V3", "DISABLE_MMA_V5",
+    "TRITON_PREFER_TMEM_16x256_LAYOUT", "TRITON_SWAP_MIR",
+)  # fmt: skip
+# How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.
+_SHARED = (
+    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank={rank}, transposed=False, "
+    "fp4_padded=False, cga_layout=[])"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A variant and its cubin."""
+
+    variant: Variant
+    cubin: bytes
+
+    def relabelled(self, spec: Spec | PassSpec) -> Compiled:
+        """The same, as that of another spec of its group (``variants.by_code``)."""
+        return replace(self, variant=replace(self.variant, op=spec.op, layout=spec.layout, fusion=spec.fusion))
+
+
+def producer_of(sm: int) -> Producer:
+    """What makes the cubins of a capability here."""
+    tools = toolchain()
+    return Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
+
+
+def kernels_of(compiled: Iterable[Compiled]) -> tuple[Kernel, ...]:
+    """The kernels of some variants, as they are in this version."""
+    names = sorted({one.variant.kernel for one in compiled})
+    return tuple(Kernel(name, REVISIONS[name].revision, bytes.fromhex(source_sha256(name))) for name in names)
+
+
+def _map_element(name: str, dtype: DType) -> int:
+    """The type that TMA takes the elements for: results are not rounded again."""
+    return _MAP_ELEMENT[DType.FP32 if dtype is DType.TF32 and name == "dw" else dtype]
+
+
+def arguments_of(spec: Spec | PassSpec) -> tuple[tuple[str, str], ...]:
+    """(name, kind) of every argument in the kernel's order."""
+    return rowops.arguments(spec.op) if isinstance(spec, PassSpec) else registry.arguments(spec)
+
+
+def job_key(spec: Spec | PassSpec, sm: int) -> str:
+    """What decides a cubin's bytes, as one digest: the name of a compile-cache entry."""
+    tools = toolchain()
+    parts = [repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(spec.kernel),
+             str(REVISIONS[spec.kernel].revision), str(words.LAUNCH_ABI), *OPTIONS]  # fmt: skip
+    if isinstance(spec, Spec):
+        parts += [repr(registry.constants(spec, sm)), repr(registry.boxes(spec)), repr(registry.divisibility(spec))]
+        parts += [source_of_rewrites_sha256()] if rewrites(spec.config) else []
+    else:
+        kinds = [_triton_type(name, kind, spec, {}) for name, kind in arguments_of(spec)]
+        parts += [str(spec.config), repr(rowops.constants(spec)), repr(rowops.divisibility(spec)), repr(kinds)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def compile_variant(spec: Spec | PassSpec, sm: int) -> Compiled:
+    """Compile one variant for one capability.
+
+    Raises
+    ------
+    CompileError
+        with the compiler's reason, or where there is no code of that form. A few configs make LLVM abort the process:
+        run it in a worker.
+    """
+    lacking = isinstance(spec, Spec) and registry.no_code(spec.op, spec.dtype, spec.fusion, spec.config)
+    if lacking:
+        raise CompileError(f"{spec} for sm_{sm}: {lacking}")
+    with tempfile.TemporaryDirectory(prefix="pretuned-") as scratch:
+        with _captured(Path(scratch) / "output") as output:
+            try:
+                kernel = _triton_compile(spec, sm, scratch)
+            except (OSError, MemoryError):
+                raise  # the machine's fault, not the variant's
+            except Exception as error:  # whatever Triton, MLIR or ptxas raises is the reason
+                raise CompileError(f"{spec} for sm_{sm}: {_reason(error, output)}") from None
+        cubin = bytes(kernel.asm["cubin"])
+        registers, stack_bytes, local_bytes = resources(Path(scratch), cubin, spec.kernel)
+    threads = re.search(r"^\.reqntid (\d+)", kernel.asm["ptx"], re.MULTILINE)
+    maps = kernel.metadata.tensordesc_meta or ()
+    names = [name for name, kind in arguments_of(spec) if kind.startswith("desc")]
+    variant = Variant(
+        kernel=spec.kernel,
+        revision=REVISIONS[spec.kernel].revision,
+        abi=words.LAUNCH_ABI,
+        op=spec.op,
+        dtype=spec.dtype,
+        layout=spec.layout,
+        fusion=spec.fusion,
+        alignment=spec.alignment,
+        max_experts=spec.max_experts,
+        config=spec.config.pairs(),
+        entry=kernel.metadata.name,
+        arguments=arguments_of(spec),
+        tensor_maps=tuple(
+            TensorMap(name, _map_element(name, spec.dtype), tuple(meta["block_size"]), meta["swizzle"])
+            for name, meta in zip(names, maps, strict=True)
+        ),
+        threads=int(threads[1]) if threads else 32 * kernel.metadata.num_warps,
+        shared_bytes=kernel.metadata.shared,
+        registers=registers,
+        spill_bytes=max(stack_bytes, local_bytes),
+        scratch_bytes=kernel.metadata.global_scratch_size,
+        cubin_bytes=len(cubin),
+        cubin_sha256=hashlib.sha256(cubin).digest(),
+    )
+    return Compiled(variant, cubin)
+
+
+def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
+    os.environ.update(TRITON_DISABLE_LINE_INFO="1", TRITON_ALWAYS_COMPILE="1", TRITON_CACHE_DIR=scratch)
+    for name in _CHANGE_CODE:
+        os.environ.pop(name, None)
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    home = import_module(f"...kernels.{REVISIONS[spec.kernel].home}", __package__)
+    function = getattr(home, spec.kernel)
+    names = list(function.arg_names)
+    constants: dict[str, int | str | bool | None]
+    if isinstance(spec, PassSpec):
+        boxes, constants, divisible = {}, {**rowops.constants(spec)}, rowops.divisibility(spec)
+        warps, stages = spec.config.num_warps, 1
+    else:
+        boxes, constants, divisible = registry.boxes(spec), registry.constants(spec, sm), registry.divisibility(spec)
+        # (A specialised kernel's options speak of one warpgroup, and its stages are its own.)
+        config = spec.config
+        warps, stages = (4, 1) if config.specialized else (config.num_warps, config.num_stages)
+    kinds = {name: _triton_type(name, kind, spec, boxes) for name, kind in arguments_of(spec)}
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(
+        function,
+        {name: kinds.get(name, "constexpr") for name in names},
+        constants,
+        {(names.index(name),): [["tt.divisibility", by]] for name, by in divisible.items()},
+    )
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    with rewriting(rewrites(spec.config) if isinstance(spec, Spec) else ()):
+        return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+def _triton_type(name: str, kind: str, spec: Spec | PassSpec, boxes: dict[str, tuple[int, ...]]) -> str:
+    element = _ELEMENT[spec.dtype]
+    if kind == "ptr":
+        return f"*{element}" if name in _ELEMENTS else _POINTS_AT[name]
+    if kind.startswith("desc"):
+        box = boxes[name]
+        specialized = isinstance(spec, Spec) and spec.config.specialized
+        layout = f",{_SHARED.format(rank=len(box), bits=8 * spec.dtype.itemsize)}" if specialized else ""
+        return f"tensordesc<{element}[{','.join(map(str, box))}]{layout}>"
+    return kind
+
+
+@contextmanager
+def _captured(path: Path) -> Iterator[Path]:
+    """Sends file descriptors 1 and 2 to a file: ptxas and MLIR print whole modules there."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with path.open("wb") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    try:
+        yield path
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in enumerate(saved, start=1):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _reason(error: Exception, output: Path) -> str:
+    """The error's own first words, or the compiler's ``error:`` lines, which say more."""
+    lines = output.read_text(errors="replace").splitlines()
+    told = [line.strip() for line in lines if "error:" in line or "fatal" in line.lower()]
+    text = "; ".join(dict.fromkeys(told[:3])) or str(error).strip() or type(error).__name__
+    return " ".join(text.split())[:OUTPUT_LIMIT_CHARS]

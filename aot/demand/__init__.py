@@ -1,0 +1,1 @@
+"""Tuning and compiling on demand, for a process that runs. Uses tune."""

@@ -1,0 +1,150 @@
+"""Tuning on demand: the configs of a layer, measured now if nobody has measured them on this GPU.
+
+    from pretuned.aot import get_or_autotune_moe_kernels
+    fwd, dX, dW = get_or_autotune_moe_kernels(128, 2048, 768, 8, torch.bfloat16)
+    y = grouped_gemm(x, w, m_sizes, kernel_config_fwd=fwd, kernel_config_bwd_dX=dX, kernel_config_bwd_dW=dW)
+
+Asked in turn: memory, and the files beside it; choices measured on this very GPU; the tuner, one process at a time;
+and what the runtime would run anyhow. Whatever goes wrong on the way is said, and costs no more than the tuning.
+"""
+
+from __future__ import annotations
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Op, bucket_of
+from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.revisions import REVISIONS
+from ...runtime.dispatch.pin import KernelPair
+from ...runtime.driver.device import current_device, local_gpu
+from ..models.layer import ExpertLayer
+from .cache import CacheKey, Configs, dtype_of
+from .tuner import OnDemand, measure_in_child, shape_of
+
+_default = OnDemand(measure_in_child)
+tune_call = _default.tune_call
+
+
+def get_or_autotune_moe_kernels(
+    num_experts: int,
+    hidden_dim: int,
+    intermediate_dim: int,
+    top_k: int,
+    dtype: object,
+    force_autotune: bool = False,
+    seq_len: int = 8192,
+) -> Configs:
+    """The configs of a gated MoE layer's two grouped GEMMs on torch's current GPU: (forward, dX, dW).
+
+    The first GEMM's weight is [num_experts, 2 * intermediate_dim, hidden_dim], the second's [num_experts,
+    hidden_dim, intermediate_dim]; seq_len tokens make seq_len * top_k rows.
+
+    Parameters
+    ----------
+    dtype
+        A torch dtype, or its name: bf16, fp16, fp32.
+    force_autotune
+        Measure again, whatever is known.
+    seq_len
+        Tokens of one step. Numbers of rows that are nearest to the same power of two share the configs.
+
+    Returns
+    -------
+    tuple[KernelPair, KernelPair, KernelPair]
+        For ``kernel_config_fwd``, ``kernel_config_bwd_dX`` and ``kernel_config_bwd_dW`` of ``grouped_gemm``;
+        its ``is_first_gemm`` picks one of the pair.
+
+    Raises
+    ------
+    InputError
+        for sizes that no layer can have, or a dtype that no kernel computes.
+    HostError
+        if there is no GPU.
+    ProblemNotInBundle
+        with PRETUNED_STRICT=1 and PRETUNED_DISABLE_AUTOTUNE=1, where no bundle was built for the layer.
+
+    Notes
+    -----
+    It looks in memory and in the files of the overlay, then for choices measured on this very GPU. Then it tunes,
+    one process at a time while others wait and read, into the overlay. Where that can't be, or with
+    PRETUNED_DISABLE_AUTOTUNE=1, the configs are the runtime's ordinary choice, and are not kept.
+    """
+    device = current_device()
+    key = cache_key(num_experts, hidden_dim, intermediate_dim, top_k, dtype, seq_len, device)
+    return _default.configs(key, device, force=force_autotune)
+
+
+def cache_key(
+    num_experts: int,
+    hidden_dim: int,
+    intermediate_dim: int,
+    top_k: int,
+    dtype: object,
+    seq_len: int = 8192,
+    device: int | None = None,
+) -> CacheKey:
+    """The key under which a layer's configs are kept; the parameters are ``get_or_autotune_moe_kernels``'s.
+
+    Raises
+    ------
+    InputError, HostError
+        as there.
+    """
+    return key_for(
+        local_gpu(current_device() if device is None else device),
+        num_experts, hidden_dim, intermediate_dim, top_k, dtype, seq_len,
+    )  # fmt: skip
+
+
+def key_for(
+    local: LocalGpu, num_experts: int, hidden_dim: int, intermediate_dim: int, top_k: int, dtype: object, seq_len: int
+) -> CacheKey:
+    """The key for a GPU that is given."""
+    try:
+        known = dtype_of(dtype)
+    except ValueError:
+        raise InputError(f"dtype is {dtype!r}, wanted one of {', '.join(one.value for one in DType)}") from None
+    sizes = {"num_experts": num_experts, "hidden_dim": hidden_dim, "intermediate_dim": intermediate_dim,
+             "top_k": top_k, "seq_len": seq_len}  # fmt: skip
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{name} is {value!r}, wanted a whole number from 1 on")
+    gpu = local.gpu
+    key = CacheKey(
+        gpu.name, local.sm, gpu.sm_count, round(gpu.memory_mib / 1024),
+        tuple(sorted((name, one.revision) for name, one in REVISIONS.items())), tuple(op.value for op in Op),
+        num_experts, hidden_dim, intermediate_dim, top_k, known.value, bucket_of(seq_len * top_k),
+    )  # fmt: skip
+    layer = ExpertLayer(num_experts, top_k, hidden_dim, intermediate_dim)
+    if contradictions := [*layer.contradictions(), *shape_of(key).contradictions()]:
+        raise InputError("; ".join(contradictions))
+    return key
+
+
+def load_cached_config(key: CacheKey) -> Configs | None:
+    """(forward, dX, dW) as kept under ``key``, in memory or in the overlay; None if there is nothing."""
+    return _default.load(key)
+
+
+def save_cached_config(
+    key: CacheKey, config_fwd: KernelPair, config_bwd_dX: KernelPair, config_bwd_dW: KernelPair
+) -> None:
+    """Keep configs under ``key``: ``get_or_autotune_moe_kernels`` then returns them, in later processes too.
+
+    A place that can't be written costs the file alone.
+
+    Raises
+    ------
+    InputError
+        for pairs that are not of the forward, dX and dW, in this order.
+    """
+    configs = (config_fwd, config_bwd_dX, config_bwd_dW)
+    for pair, op in zip(configs, Op, strict=True):
+        if not isinstance(pair, KernelPair) or pair.op is not op:
+            raise InputError(f"save_cached_config: got {pair!r} for {op.value}, wanted a KernelPair of {op.value}")
+    _default.save(key, configs)
+
+
+def clear_cache() -> None:
+    """Forget what was tuned on demand: in memory, and the overlay's files, but with PRETUNED_DISABLE_AUTOTUNE=1."""
+    _default.clear()

@@ -1,0 +1,195 @@
+"""The user's overlay: what was tuned on demand here, one bundle for each kind of GPU.
+
+Readers need no lock. Writers take turns under the directory's, and put the new file in place by rename. A file
+stays small: entries of earlier kernel revisions go, then the oldest ones. Its name holds the format and the launch
+ABI, so that each pretuned shares it with those that read the same, and leaves the others' alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ...artifacts.errors import BundleError, BundleUnreadable, BundleUntrusted, HostError, PretunedError
+from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.files.lock import lock
+from ...artifacts.files.publish import publish
+from ...artifacts.format import codec
+from ...artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
+from ...artifacts.records.bundle import Bundle, Model, Variant
+from ...artifacts.records.problem import Problem
+from ...artifacts.records.target import Gpu
+from ...kernels.contract.revisions import REVISIONS
+from ...kernels.contract.words import LAUNCH_ABI, READS_ABI
+from ..bundle.assemble import Claim, Codes, Making, assemble, is_fallback
+from ..bundle.merge import merge
+
+MAX_BYTES = 32 << 20  # of one file: some hundred shapes
+MAX_ENTRIES = 512  # shapes tuned; their choices stay far below an index's limit
+LOCK_TIMEOUT_S = 10.0
+
+_ENTRY = "on-demand"
+_LAST_NUMBER = 10**8 - 1
+_NUMBER = re.compile(rf"{_ENTRY}/(\d{{8}}) ")
+_FILE = re.compile(r"tuned-f(\d+)-a(\d+)-.*\.msgpack")
+
+
+def path_of(directory: Path, sm: int, gpu: Gpu) -> Path:
+    """The file of one kind of GPU."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")[:80]
+    return directory / f"tuned-f{FORMAT}-a{LAUNCH_ABI}-sm{sm}-{name}-{gpu.sm_count}.msgpack"
+
+
+def add(
+    directory: Path, gpu: Gpu, tuned: Bundle, *, timeout_s: float = LOCK_TIMEOUT_S,
+    note: Callable[[str], None] = lambda text: None,
+) -> Path:  # fmt: skip
+    """Put what was tuned on ``gpu`` into the overlay, and return its file; ``note`` hears of what was lost there.
+
+    Raises
+    ------
+    HostError
+        where the directory can't be made, locked within ``timeout_s``, or written, or its file can't be read or is not
+        to be trusted: what was there stays.
+    """
+    path = path_of(directory, tuned.target.sm, gpu)
+    with lock(directory, timeout_s, required=True):
+        old = _read(path, note)
+        publish(path, codec.encode(joined(tuned, old, note)))
+        _remove_outdated(directory)
+    return path
+
+
+def clear(directory: Path) -> None:
+    """Remove all that was tuned here by this version.
+
+    Raises
+    ------
+    HostError
+        where the directory can't be locked or written.
+    """
+    if not directory.is_dir():
+        return
+    with lock(directory, LOCK_TIMEOUT_S, required=True):
+        for path in directory.glob(f"tuned-f{FORMAT}-a{LAUNCH_ABI}-*.msgpack"):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise HostError(f"can't remove '{path}': {error.strerror}") from error
+
+
+def joined(
+    tuned: Bundle, old: Bundle | None, note: Callable[[str], None] = lambda text: None, *, max_bytes: int = MAX_BYTES,
+    max_entries: int = MAX_ENTRIES,
+) -> Bundle:  # fmt: skip
+    """``tuned`` as the newest entry, and what stays of ``old``."""
+    entries = [] if old is None else _entries(old)
+    last = max((_number(entry) for entry in entries), default=0)
+    if last >= _LAST_NUMBER:  # no machine tunes that often: the file is damaged, or made by hand
+        note(f"what was tuned before can't be kept: its last entry has the number {last}")
+        entries, last = [], 0
+    tuned = replace(tuned, models=_numbered(tuned, last + 1))
+    if old is None or not entries:
+        return tuned
+    anew = {(problem, choice.bucket) for problem, row in tuned.choices.items() for choice in row}
+    entries = entries[-(max_entries - 1) :] if max_entries > 1 else []
+    while entries:
+        kept = _kept(old, entries, anew)
+        if kept is None:
+            return tuned
+        try:
+            bundle = merge({"what was tuned": tuned, "the overlay": kept}).bundle
+        except PretunedError as error:  # a bundle of other sources, or of another ABI under this name
+            note(f"what was tuned before can't be kept: {error}")
+            return tuned
+        data = codec.encode(bundle)
+        if len(data) <= max_bytes and len(data) - sum(map(len, bundle.cubins)) <= MAX_INDEX_BYTES // 2:
+            return bundle
+        entries = entries[max(1, len(entries) // 8) :]
+    return tuned
+
+
+def _numbered(tuned: Bundle, number: int) -> tuple[Model, ...]:
+    """The models of a new entry, named so that they are sorted by their age."""
+    return tuple(
+        replace(model, name=f"{_ENTRY}/{number:08d} {model.name.replace('/', ' ')}"[:MAX_NAME_CHARS])
+        for model in tuned.models
+    )
+
+
+def _entries(bundle: Bundle) -> list[Model]:
+    """The models of an overlay, oldest first."""
+    return sorted((model for model in bundle.models if _NUMBER.match(model.name)), key=_number)
+
+
+def _number(model: Model) -> int:
+    found = _NUMBER.match(model.name)
+    return int(found[1]) if found else 0
+
+
+def _kept(old: Bundle, entries: list[Model], anew: set[tuple[Problem, int]]) -> Bundle | None:
+    """What these entries need of an overlay, less what was tuned anew and what earlier revisions did."""
+    codes = Codes([old])
+    claims: dict[Problem, dict[int, Claim]] = {}
+    for problem in {problem for entry in entries for problem in entry.problems}:
+        row = {choice.bucket: codes.claim(old, choice) for choice in old.choices[problem]}
+        row = {
+            bucket: _current(claim, codes)
+            for bucket, claim in row.items()
+            if (problem, bucket) not in anew and is_current(codes[claim.variant])
+        }
+        if row:
+            claims[problem] = row
+    if not claims:
+        return None
+    models = [
+        replace(entry, problems=tuple(problem for problem in entry.problems if problem in claims)) for entry in entries
+    ]
+    fallbacks = [
+        place
+        for place, code in enumerate(codes.codes)
+        if is_fallback(code.variant) and is_current(code.variant)
+    ]  # fmt: skip
+    making = Making(
+        old.target, old.min_driver, old.producer, old.kernels, tuple(model for model in models if model.problems)
+    )
+    return assemble(making, codes, claims, fallbacks)
+
+
+def _current(claim: Claim, codes: Codes) -> Claim:
+    """The claim, without a runner-up of an earlier revision."""
+    if claim.runner_up is None or is_current(codes[claim.runner_up]):
+        return claim
+    return replace(claim, runner_up=None, runner_up_ns=None)
+
+
+def is_current(variant: Variant) -> bool:
+    """Whether a variant is of this version's kernel, or a later one's."""
+    known = REVISIONS.get(variant.kernel)
+    return known is None or variant.revision >= known.revision
+
+
+def _read(path: Path, note: Callable[[str], None]) -> Bundle | None:
+    """The overlay's file; None where there is none, or it is damaged: it is then begun anew."""
+    if not path.exists():
+        return None
+    try:
+        with open_bundle(path) as file:
+            return file.load()
+    except (BundleUntrusted, BundleUnreadable) as error:  # what lies there may be as good as ever
+        raise HostError(f"nothing can be added to '{path}': {error}") from error
+    except BundleError as error:
+        note(f"what was tuned before can't be kept: {error}")
+        return None
+
+
+def _remove_outdated(directory: Path) -> None:
+    """The files of formats and launch ABIs that nothing of this version reads any more."""
+    for path in directory.glob("tuned-f*.msgpack"):
+        found = _FILE.fullmatch(path.name)
+        if found and (int(found[1]) < OLDEST_FORMAT or int(found[2]) < READS_ABI[0]):
+            with contextlib.suppress(OSError):  # it is tidying: the next one tries again
+                path.unlink()

@@ -1,0 +1,309 @@
+"""The machinery of tuning on demand: what is kept, what counts as measured, whose turn it is to measure.
+
+``ondemand.py`` has the calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ...artifacts.errors import BundleError, HostError, LockBusy, PretunedError
+from ...artifacts.files.bundle_file import open_bytes
+from ...artifacts.files.lock import lock
+from ...artifacts.format import codec
+from ...artifacts.records.bundle import Bundle, Choice, Model
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
+from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.alignment import has_aligned_rows
+from ...kernels.contract.config import Config
+from ...runtime import locks
+from ...runtime.dispatch import snapshot as dispatch_snapshot
+from ...runtime.dispatch.decide import Decision, decide
+from ...runtime.dispatch.pin import KernelPair, Preferred
+from ...runtime.dispatch.places import Kind
+from ...runtime.dispatch.snapshot import Rejected, Usable
+from ...runtime.driver.device import capturing, local_gpu
+from ...runtime.hooks import reload
+from ...runtime.settings import settings
+from ..models.layer import ModelShape
+from ..plan.families import optional
+from ..plan.plan import Plan, plan
+from ..process import child
+from . import cache as demand_cache
+from . import overlay, worker
+from .cache import CacheKey, Configs
+
+WAIT_S = 1800.0  # for another process that tunes
+BUDGET_S = 120.0  # of measuring; compiling comes on top
+_CHILD_TIMEOUT_S = 900.0
+_TUNING = "tuning"  # the directory of the overlay whose lock a process that tunes holds
+_CONFIGS = "configs"  # that of the configs' files
+
+_log = logging.getLogger(__name__)
+
+
+class Measurer(Protocol):
+    """Measures cells on one GPU."""
+
+    def __call__(self, planned: Plan, sm: int, device: int) -> Bundle:
+        """The bundle of what was measured. A PretunedError where it can't be done."""
+
+
+class OnDemand:
+    """Tuning on demand with one way to measure. Safe to use from several threads and processes."""
+
+    def __init__(self, measure: Measurer, gpu_of: Callable[[int], LocalGpu] = local_gpu) -> None:
+        self._measure = measure
+        self._gpu_of = gpu_of
+        self._memory: dict[CacheKey, Configs] = {}
+        self._tried: set[CacheKey] = set()  # what is not tuned again in this process
+        self._settled: set[object] = set()  # what ``tune_call`` need not look at again
+        self._settled_in: object = None  # the snapshot that this holds for
+
+    def configs(self, key: CacheKey, device: int, *, force: bool) -> Configs:
+        """The configs of a layer; see ``get_or_autotune_moe_kernels``."""
+        with locks.lock("tuning on demand"):
+            known = None if force else self.load(key)
+            if known is not None:
+                return known
+            shape, local = shape_of(key), self._gpu_of(device)
+            planned = planned_for(key, shape)
+            if key in self._tried and not force:
+                tuned = measured_here(planned.buckets, local)
+            else:
+                tuned = self._ensure(planned, local, device, force=force)
+                if not (settings().disable_autotune or capturing()):
+                    self._tried.add(key)
+            configs = _configs(planned, shape, key.bucket, local)
+            if tuned:
+                self.save(key, configs)
+            return configs
+
+    def load(self, key: CacheKey) -> Configs | None:
+        """What was kept under ``key``, in memory or in its file."""
+        known = self._memory.get(key)
+        if known is None:
+            known = demand_cache.load(_directory(_CONFIGS), key)
+            if known is not None:
+                self._memory[key] = known
+        return known
+
+    def save(self, key: CacheKey, configs: Configs) -> None:
+        """Keep configs under ``key``."""
+        self._memory[key] = configs
+        if not settings().disable_autotune:
+            demand_cache.save(_directory(_CONFIGS), key, configs)
+
+    def clear(self) -> None:
+        """Forget everything that was tuned on demand or kept."""
+        with locks.lock("tuning on demand"):
+            self._memory.clear()
+            self._tried.clear()
+            self._settled.clear()
+            dispatch_snapshot.forget_made()
+            place = settings().overlay
+            if place is not None and not settings().disable_autotune:
+                demand_cache.clear(_directory(_CONFIGS))
+                try:
+                    overlay.clear(place)
+                except HostError as error:
+                    _log.warning("pretuned: what was tuned stays in the overlay: %s", error)
+            reload()
+
+    def tune_call(self, problems: tuple[Problem, ...], M: int, device: int) -> None:
+        """Make sure that a call's problems are measured at M rows; in a graph capture nothing is done."""
+        key, snapshot = (problems, bucket_of(M), device), dispatch_snapshot.snapshot()
+        if self._settled_in is snapshot and key in self._settled:
+            return
+        if capturing():
+            return
+        with locks.lock("tuning on demand"):
+            first = problems[0]
+            model = Model(f"E{first.E}-N{first.N}-K{first.K}", 1, 1, 1, first.dtype, problems)
+            self._ensure(Plan({one: (bucket_of(M),) for one in problems}, (model,)), self._gpu_of(device), device)
+            if self._settled_in is not dispatch_snapshot.snapshot():
+                self._settled, self._settled_in = set(), dispatch_snapshot.snapshot()
+            self._settled.add(key)
+
+    def _ensure(self, planned: Plan, local: LocalGpu, device: int, *, force: bool = False) -> bool:
+        """Whether every cell of the plan has a choice measured on this GPU, tuning if one lacks."""
+        if not force and _attempted(planned.buckets, local):
+            return measured_here(planned.buckets, local)
+        if settings().disable_autotune or capturing():
+            return False
+        before = _overlay_file(local)
+        try:
+            with _turn() as mine:
+                if mine is None:
+                    _log.warning("pretuned: another process has been tuning for %g s: going on without", WAIT_S)
+                    return False
+                reload()
+                fresh = not force or _overlay_file(local) not in (None, before)
+                if not (fresh and _attempted(planned.buckets, local)):  # else another process has just done it
+                    self._tune(planned, local, device)
+        except PretunedError as error:
+            _log.warning("pretuned: tuning on demand failed, the ordinary choice runs: %s", error)
+            return False
+        return measured_here(planned.buckets, local)
+
+    def _tune(self, planned: Plan, local: LocalGpu, device: int) -> None:
+        cells = sum(map(len, planned.buckets.values()))
+        _log.warning(
+            "pretuned: measuring %d cells of %s on %s now, for at most %g s and the compiling; it is kept for later "
+            "processes. PRETUNED_DISABLE_AUTOTUNE=1 leaves it out",
+            cells, planned.models[0].name if planned.models else "a call", local.gpu.name, BUDGET_S,
+        )  # fmt: skip
+        begun = time.monotonic()
+        tuned = self._measure(planned, local.sm, device)
+        place = settings().overlay
+        try:
+            if place is None:
+                raise HostError("neither XDG_CACHE_HOME nor HOME names a place for it")
+            path = overlay.add(place, local.gpu, tuned, note=_note)
+            _log.info("pretuned: measured in %.1f s, kept in %s", time.monotonic() - begun, path)
+        except (HostError, BundleError) as error:
+            _log.warning("pretuned: what was measured is kept by this process alone: %s", error)
+            dispatch_snapshot.keep(open_bytes(codec.encode(tuned), "tuned now"))
+        reload()
+        if not _attempted(planned.buckets, local):  # a place that is not trusted, or can't be read
+            dispatch_snapshot.keep(open_bytes(codec.encode(tuned), "tuned now"))
+            reload()
+
+
+def measure_in_child(planned: Plan, sm: int, device: int) -> Bundle:
+    """Compile the candidates and measure them, in a process of their own."""
+    from ..compile.cache import default_dir
+
+    cache = default_dir()
+    arguments = {
+        "cells": [(worker.plain(problem), list(buckets)) for problem, buckets in planned.buckets.items()],
+        "models": [
+            (one.name, one.top_k, one.dtype.value, [worker.plain(problem) for problem in one.problems])
+            for one in planned.models
+        ],
+        "sm": sm, "device": device, "budget_s": BUDGET_S, "cache": None if cache is None else str(cache),
+    }  # fmt: skip
+    found = child.call("demand.worker:measure_cells", arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning")
+    return codec.decode(found, "tuned now")
+
+
+def measured_here(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> bool:
+    """Whether each cell has a choice of its own that was measured on this very GPU, with today's kernels or later."""
+    return _every_cell(cells, local, _is_hit)
+
+
+def _attempted(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> bool:
+    """Whether each cell is measured here, or was tried: the tuner leaves modelled what it can't measure."""
+    place = settings().overlay
+    own = None if place is None else overlay.path_of(place, local.sm, local.gpu)
+
+    def tried(usable: Usable, choice: Choice, local: LocalGpu) -> bool:
+        current = overlay.is_current(usable.bundle.variant(choice.variant))
+        mine = usable.path == own or (usable.place.kind is Kind.PROCESS and bool(usable.bundle.gpus))
+        return _is_hit(usable, choice, local) or (mine and current)
+
+    return _every_cell(cells, local, tried)
+
+
+def _every_cell(
+    cells: Mapping[Problem, Sequence[int]], local: LocalGpu, fine: Callable[[Usable, Choice, LocalGpu], bool]
+) -> bool:
+    snapshot = dispatch_snapshot.snapshot()
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            usable = snapshot.view(local, installed=True).usable
+            return all(
+                any(
+                    choice.bucket == bucket and fine(one, choice, local)
+                    for one in usable
+                    for choice in snapshot.find(one.bundle, problem)
+                )
+                for problem, buckets in cells.items()
+                for bucket in buckets
+            )
+
+
+def _is_hit(usable: Usable, choice: Choice, local: LocalGpu) -> bool:
+    if choice.gpu is None or not usable.bundle.gpus[choice.gpu].is_like(local.gpu):
+        return False
+    return overlay.is_current(usable.bundle.variant(choice.variant))
+
+
+def _configs(planned: Plan, shape: ModelShape, bucket: int, local: LocalGpu) -> Configs:
+    """What the runtime would run, by op, GEMM and form."""
+    snapshot, strict = dispatch_snapshot.snapshot(), settings().strict
+    found: dict[tuple[Op, bool], list[tuple[Fusion, Config]]] = {}
+    first = shape.gemms()[0]
+    for problem in planned.problems:
+        ran = decide(snapshot, problem, bucket, local, aligned=has_aligned_rows(problem), strict=strict)
+        if isinstance(ran, Decision):
+            which = (problem.op, (problem.N, problem.K) == (first.N, first.K))
+            found.setdefault(which, []).append((problem.fusion, ran.chosen.config))
+    fwd, dx, dw = (
+        KernelPair(op, *(Preferred(tuple(found.get((op, which), ()))) for which in (True, False))) for op in Op
+    )
+    return fwd, dx, dw
+
+
+def shape_of(key: CacheKey) -> ModelShape:
+    """The layer that a key is of, at the bucket's rows."""
+    tokens = max(1, key.bucket // key.top_k)
+    return ModelShape(
+        f"E{key.E}-H{key.H}-I{key.I}-k{key.top_k}", key.E, key.top_k, key.H, key.I, shared_experts=0, gated=True,
+        dtypes=(DType(key.dtype),), tp=1, ep=1, tokens=(tokens, tokens), ops=tuple(Op),
+    )  # fmt: skip
+
+
+def planned_for(key: CacheKey, shape: ModelShape) -> Plan:
+    """The shape's problems that calls of ``grouped_gemm`` run, at the key's bucket alone."""
+    made = plan([shape])
+    made = made.without({one for one in made.problems if optional(one)})  # no call names a config of these
+    return Plan(dict.fromkeys(made.problems, (key.bucket,)), made.models)
+
+
+def _overlay_file(local: LocalGpu) -> tuple[int, ...] | None:
+    """What tells this GPU's overlay from one that another process has written meanwhile."""
+    place = settings().overlay
+    if place is None:
+        return None
+    try:
+        status = overlay.path_of(place, local.sm, local.gpu).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[bool | None]:
+    """This process's turn to tune: True with the lock, False where nothing can be locked, None if it never came."""
+    place = _directory(_TUNING)
+    got: bool | None = place is not None
+    with contextlib.ExitStack() as stack:
+        try:
+            if place is not None:
+                place.mkdir(mode=0o755, parents=True, exist_ok=True)
+                try:
+                    stack.enter_context(lock(place, 0.0, required=True))
+                except LockBusy:
+                    _log.warning("pretuned: another process is tuning: waiting for it, at most %g s", WAIT_S)
+                    stack.enter_context(lock(place, WAIT_S, required=True))
+        except LockBusy:
+            got = None
+        except OSError:  # a read-only file system, one without locks
+            got = False
+        yield got
+
+
+def _directory(name: str) -> Path | None:
+    place = settings().overlay
+    return None if place is None else place / name
+
+
+def _note(text: str) -> None:
+    _log.warning("pretuned: %s", text)

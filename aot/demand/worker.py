@@ -1,0 +1,165 @@
+"""Variants compiled on demand, for one shape: a few, which the cost model picks before they are compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ...artifacts.errors import CompileError
+from ...artifacts.files.publish import publish
+from ...artifacts.format import codec
+from ...artifacts.format.schema import pack_problem, read_problem
+from ...artifacts.records.bundle import Model
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Op, Problem, buckets_between
+from ...kernels.contract.alignment import ALIGNMENT_BYTES
+from ...kernels.contract.config import Config
+from ...kernels.contract.registry import counts, no_code
+from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ...kernels.cost.model import Ranker, Resources
+from ...kernels.hardware.arch import limits
+from ...kernels.hardware.chips import chip_for
+from ...kernels.search.space import candidates, fallbacks, shared_bytes_at_least
+from ..choose.bundle import assembled, measured_bundle
+from ..choose.candidates import Candidates, read_candidates
+from ..choose.choices import choose, choose_among_all
+from ..choose.subset import select
+from ..compile.cache import CompileCache
+from ..compile.pool import Job, compile_all
+from ..compile.triton import Compiled
+from ..journal.file import read_journal
+from ..plan.families import by_code, rejection
+from ..plan.plan import Plan
+from ..tune.tuner import tune_problems
+
+_JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/cost-model.md); two more for those that don't compile
+_JIT_ROWS = 1 << 20
+_CELL_CONFIGS = 8  # of one problem and bucket: what the tuner takes its contenders from
+_SHARE = 0.5  # of those are measured: the shortlist is short
+_OVERHEAD_REGISTERS = 64  # beside a thread's share of the tile
+
+
+def compile_kind(problem: str, sm: int, cache: str | None, answer: Path) -> None:
+    """For ``child.call``: write a bundle that runs every problem of ``problem``'s kind, its choices modelled."""
+    wanted = _problem(problem)
+    plan = Plan({wanted: buckets_between(1, _JIT_ROWS)}, ())
+    configs = _spread(wanted, plan.buckets[wanted], sm)
+    made = Candidates.made_here(sm, compile_specs(_specs(wanted, configs, sm), sm, _cache(cache)))
+    chosen = choose(plan, made.compiled, sm)
+    answer.write_bytes(codec.encode(assembled(plan, made, chosen, None)))
+
+
+def measure_cells(
+    cells: Sequence[tuple[str, Sequence[int]]], models: Sequence[tuple[str, int, str, Sequence[str]]], sm: int,
+    device: int, budget_s: float, cache: str | None, answer: Path,
+) -> None:  # fmt: skip
+    """For ``child.call``: compile candidates for these cells, measure them, and write the bundle of what was found."""
+    wanted = {_problem(problem): tuple(buckets) for problem, buckets in cells}
+    records = tuple(
+        Model(name, 1, 1, top_k, DType(dtype), tuple(map(_problem, problems)))
+        for name, top_k, dtype, problems in models
+    )  # fmt: skip
+    candidates, journal = answer.with_suffix(".candidates"), answer.with_suffix(".journal")
+    planned = Plan(wanted, records)
+    made = Candidates.made_here(sm, compile_specs(_specs_of(wanted, sm), sm, _cache(cache)))
+    every = choose_among_all(planned, made.compiled, sm)
+    publish(candidates, codec.encode(assembled(planned, made, every, None)))
+    tune_problems(wanted, candidates, journal, budget_s=budget_s, gpus=[device], with_torch=False, share=_SHARE)
+    answer.write_bytes(codec.encode(measured_bundle(planned, read_candidates(candidates), read_journal(journal))))
+
+
+def _specs_of(cells: Mapping[Problem, Sequence[int]], sm: int) -> dict[Spec, None]:
+    """What is compiled for these problems and buckets: the best of each by the cost model, and the fallbacks."""
+    specs: dict[Spec, None] = {}
+    for problem, buckets in cells.items():
+        ranked = [_ranked(problem, bucket, sm) for bucket in buckets]
+        picked = dict.fromkeys(config for row in ranked for _, config in row[:_CELL_CONFIGS])
+        specs.update(dict.fromkeys(_specs(problem, picked, sm)))
+    return specs
+
+
+def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) -> tuple[Compiled, ...]:
+    """What of it compiles and fits, in that order.
+
+    Raises
+    ------
+    CompileError
+        with the reasons, if nothing does.
+    HostError
+        if Triton is missing, or the machine stops the compiler.
+    """
+    specs = list(specs)
+    groups = by_code(specs, sm)
+    results = compile_all([Job(group[0], sm) for group in groups], cache=cache)
+    usable: dict[Spec, Compiled] = {}
+    reasons: dict[str, None] = {}
+    for result, group in zip(results, groups, strict=True):
+        code, reason = result.compiled, result.reason
+        if code is not None:
+            reason = rejection(code.variant, limits(sm)) or ""
+            if not reason:
+                usable |= {spec: code.relabelled(spec) for spec in group}
+                continue
+        reasons[reason] = None
+    if not usable:
+        raise CompileError(f"sm_{sm}: not one variant can be used: {'; '.join(list(reasons)[:3])}")
+    return tuple(usable[spec] for spec in specs if spec in usable)
+
+
+def plain(problem: Problem) -> str:
+    """A problem as text, for a child's arguments."""
+    return pack_problem(problem).hex()
+
+
+def _problem(text: str) -> Problem:
+    return read_problem(bytes.fromhex(text))
+
+
+def _cache(directory: str | None) -> CompileCache | None:
+    return None if directory is None else CompileCache(Path(directory))
+
+
+def _specs(problem: Problem, aligned: Iterable[Config], sm: int) -> list[Spec]:
+    """The aligned variants of these configs, and the fallbacks."""
+    experts = MAX_EXPERTS if problem.E <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
+    rest = fallbacks(problem.op, problem.dtype, sm)
+    return [
+        Spec(problem.op, problem.dtype, config, problem.layout, problem.fusion, alignment, most)
+        for configs, alignment, most in ((aligned, ALIGNMENT_BYTES, experts), (rest, 1, MAX_EXPERTS_FALLBACK))
+        for config in configs
+        if counts(config, most)
+    ]
+
+
+def _spread(problem: Problem, buckets: Sequence[int], sm: int) -> list[Config]:
+    """The few configs that serve all buckets best."""
+    every = _candidates(problem, sm)
+    number = {config: i for i, config in enumerate(every)}
+    table = {
+        (problem, bucket): [(number[config], us) for us, config in _ranked(problem, bucket, sm)] for bucket in buckets
+    }
+    return [every[i] for i in select(table, _JIT_CONFIGS).variants]
+
+
+def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]]:
+    """(estimate in us, config) of every candidate, best first, by what a compiled one is likely to take."""
+    every = _candidates(problem, sm)
+    resources = [_likely(problem, config, sm) for config in every]
+    named = problem.with_w_nk
+    ranked = Ranker(resources, named.op, problem.dtype, chip_for(sm)).rank(named, bucket)
+    return [(us, every[i]) for us, i in ranked if math.isfinite(us)]
+
+
+def _candidates(problem: Problem, sm: int) -> list[Config]:
+    """Those that have code of the problem's form."""
+    every = candidates(problem.op, problem.dtype, sm)
+    return [config for config in every if not no_code(problem.op, problem.dtype, problem.fusion, config)]
+
+
+def _likely(problem: Problem, config: Config, sm: int) -> Resources:
+    threads = 384 if config.specialized else 32 * config.num_warps
+    tile = config.block_n * config.block_k if problem.op is Op.DW else config.block_m * config.block_n
+    registers = min(limits(sm).registers_per_thread, _OVERHEAD_REGISTERS + tile // threads)
+    shared = shared_bytes_at_least(problem.op, problem.dtype, config, sm)
+    return Resources(config, threads, shared, registers, ALIGNMENT_BYTES)

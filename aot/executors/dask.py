@@ -1,0 +1,308 @@
+"""GPUs of many machines: workers of a Dask cluster as ``GpuExecutor``s, one a worker. Needs the extra ``dask``.
+
+    with dask_gpus("dask://scheduler:8786", "candidates.msgpack", print) as gpus:
+        tune_problems(..., executors=gpus.joined(), joined=gpus.joined)
+
+A worker offers the resource of its GPU's capability (``--resources "sm90=1"``), and each job asks for one of it, on
+that worker: it keeps the weights between jobs. The candidates go to a worker once, through the scheduler. Workers may
+come and go meanwhile. Dask is not asked to run a lost job again: the tuner does, and finds out whether it is to blame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...artifacts.errors import HostError, InputError
+from ...artifacts.files.bundle_file import open_bundle
+from ..journal.records import DIED
+from ..measure.job import GpuGone, Hello, Job, Result, first_line
+from . import dask_worker
+from .dask_worker import Session
+
+CONNECT_S = 15.0
+FIRST_WORKER_S = 60.0  # a cluster may still be starting
+_POLL_S = 0.5
+_TIDYING_S = 10.0
+_LEFT = "the worker has left the cluster, or was killed"
+
+T = TypeVar("T")
+
+
+def scheduler_address(text: str) -> str:
+    """``dask://scheduler:8786`` as Dask has it.
+
+    Raises
+    ------
+    InputError
+        if it is none.
+    """
+    found = re.fullmatch(r"dask://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})/?", text)
+    if found is None or not 0 < int(found[2]) < 1 << 16:
+        raise InputError(f"--executor {text}: wanted dask://HOST:PORT of a Dask scheduler, e.g. dask://scheduler:8786")
+    return f"tcp://{found[1]}:{found[2]}"
+
+
+class DaskGpu:
+    """The GPU of a Dask worker, as a ``GpuExecutor``."""
+
+    def __init__(self, client: Any, address: str, tag: str, session: Session, candidates: bytes) -> None:
+        self.address = address
+        self._client, self._session = client, session
+        self._candidates: Any = candidates
+        self._shipped = False
+        self._tasks = client.get_executor(workers=[address], resources={tag: 1}, retries=0, pure=False)
+        self._told: set[Future[Any]] = set()
+        self._latest: Future[Any] | None = None
+        self._gone = ""
+
+    @property
+    def name(self) -> str:
+        """``Dask worker tcp://10.0.0.7:40123``."""
+        return f"Dask worker {self.address}"
+
+    def start(self) -> Future[Hello]:
+        """A new process on the worker's GPU."""
+        if not self._shipped and not self._gone:
+            try:
+                self._candidates = self._client.scatter(
+                    self._candidates, workers=[self.address], direct=False, hash=False
+                )
+                self._shipped = True
+            except Exception as error:  # it left meanwhile: Dask has a dozen ways to say so
+                self.lose(f"the candidates did not get there: {error or type(error).__name__}")
+        return self._ask(dask_worker.start)
+
+    def submit(self, job: Job) -> Future[Result]:
+        """Measure there."""
+        return self._ask(dask_worker.measure, job)
+
+    def shutdown(self) -> None:
+        """End the process on its GPU, whatever it does."""
+        if not self._gone:
+            self.lose("it is shut down")
+            _bounded(
+                lambda: self._client.run(dask_worker.end, self._session.id, workers=[self.address], on_error="ignore")
+            )
+
+    def lose(self, reason: str) -> None:
+        """The worker has left: whoever waits is told."""
+        self._gone = self._gone or reason
+        for told in list(self._told):
+            _tell(told, GpuGone(DIED, self._gone))
+
+    def _ask(self, function: Callable[..., T], *given: object) -> Future[T]:
+        told: Future[T] = Future()
+        told.set_running_or_notify_cancel()
+        if self._gone:
+            told.set_exception(GpuGone(DIED, self._gone))
+            return told
+        self._told.add(told)
+        told.add_done_callback(self._told.discard)
+        try:
+            task = self._tasks.submit(function, self._session, self._candidates, *given)
+        except Exception as error:  # the scheduler is gone
+            _tell(told, GpuGone(DIED, f"the scheduler takes no jobs: {error or type(error).__name__}"))
+        else:
+            # Dask is told that the task before is let go of after it has this one: its client sends every 10 ms.
+            self._latest = task
+            task.add_done_callback(lambda done: self._pass_on(done, told))
+        if self._gone:
+            _tell(told, GpuGone(DIED, self._gone))
+        return told
+
+    def _pass_on(self, done: Future[T], told: Future[T]) -> None:
+        """Dask's outcome in the seam's words."""
+        from distributed import KilledWorker
+
+        try:
+            result = done.result()
+        except (CancelledError, KilledWorker):  # with the worker the candidates are gone, and a task that needs them
+            self.lose(_LEFT)
+        except BaseException as error:  # what a worker raises is for the tuner to tell
+            _tell(told, error)
+        else:
+            with contextlib.suppress(InvalidStateError):
+                told.set_result(result)
+
+
+def _tell(told: Future[Any], error: BaseException) -> None:
+    with contextlib.suppress(InvalidStateError):  # told already: by the watch, or by Dask
+        told.set_exception(error)
+
+
+class DaskGpus:
+    """The workers of a cluster that offer ``tag``, watched as they come and go."""
+
+    def __init__(self, client: Any, tag: str, session: Session, candidates: bytes) -> None:
+        self._client, self._tag, self._session, self._candidates = client, tag, session, candidates
+        self._there: dict[str, DaskGpu] = {}
+        self._new: list[DaskGpu] = []
+        self._lost = ""
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._look()
+        self._watch = threading.Thread(target=self._keep_looking, daemon=True)
+        self._watch.start()
+
+    def joined(self) -> Sequence[DaskGpu]:
+        """The workers that have come since the last call.
+
+        Raises
+        ------
+        HostError
+            if the scheduler is gone.
+        """
+        with self._lock:
+            if self._lost:
+                raise HostError(f"the Dask scheduler is gone: {self._lost}. What was measured is kept")
+            new, self._new = self._new, []
+            return new
+
+    def wait_for_one(self, timeout_s: float, on_note: Callable[[str], None]) -> None:
+        """Until there is a worker.
+
+        Raises
+        ------
+        HostError
+            if none comes.
+        """
+        end, told = time.monotonic() + timeout_s, False
+        while not self._there:
+            self.joined()
+            if time.monotonic() >= end:
+                raise HostError(self._missing())
+            if not told:
+                on_note(f"waiting {timeout_s:.0f} s for a Dask worker that offers {self._tag}")
+                told = True
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End what runs on the workers."""
+        self._closing.set()
+        self._watch.join(_TIDYING_S)
+        there = list(self._there.values())
+        for gpu in there:
+            gpu.lose("it is shut down")
+        if there and not self._lost:
+            addresses = [gpu.address for gpu in there]
+            _bounded(lambda: self._client.run(dask_worker.end, self._session.id, workers=addresses, on_error="ignore"))
+
+    def _missing(self) -> str:
+        others = len(self._client.scheduler_info(n_workers=-1)["workers"])
+        there = f"there are {others} without it" if others else "there is none at all"
+        return (
+            f"no Dask worker offers {self._tag}, {there}: on the GPU machines run "
+            f'dask worker {self._client.scheduler.address} --resources "{self._tag}=1" --nthreads 1'
+        )
+
+    def _keep_looking(self) -> None:
+        while not self._closing.wait(_POLL_S):
+            try:
+                self._look()
+            except Exception as error:  # Dask's client closes once it can't reach the scheduler any more
+                if self._client.status in ("running", "connecting"):
+                    continue
+                self._lost = str(error) or type(error).__name__
+                return
+
+    def _look(self) -> None:
+        workers = self._client.scheduler_info(n_workers=-1)["workers"]
+        able = {address for address, facts in workers.items() if facts["resources"].get(self._tag, 0) >= 1}
+        with self._lock:
+            for address in [address for address in self._there if address not in workers]:
+                self._there.pop(address).lose(_LEFT)
+            for address in sorted(able - set(self._there)):
+                gpu = DaskGpu(self._client, address, self._tag, self._session, self._candidates)
+                self._there[address] = gpu
+                self._new.append(gpu)
+
+
+def _bounded(call: Callable[[], object]) -> None:
+    """Try it, but not for ever: a tuner must end where a cluster does not answer."""
+
+    def attempt() -> None:
+        with contextlib.suppress(Exception):
+            call()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(_TIDYING_S)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Dask logs every lost connection to stderr; the tuner says it itself."""
+    loggers = [logging.getLogger(name) for name in ("distributed", "distributed.client", "tornado.application")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def connected(executor: str, connect_s: float = CONNECT_S) -> Iterator[Any]:
+    """A client of the scheduler that ``executor`` names.
+
+    Raises
+    ------
+    InputError
+        if it names none.
+    HostError
+        if Dask is not installed, or the scheduler can't be reached.
+    """
+    address = scheduler_address(executor)
+    try:
+        from distributed import Client
+    except ModuleNotFoundError as error:
+        raise HostError(f'--executor {executor}: {error.name} is missing: pip install "pretuned[dask]"') from None
+    with _quiet():
+        try:
+            client = Client(address, timeout=connect_s, set_as_default=False, name="pretuned")
+        except OSError as error:
+            raise HostError(
+                f"--executor {executor}: no Dask scheduler answers there within {connect_s:.0f} s "
+                f"({first_line(error)}); start one with: dask scheduler --port {address.rpartition(':')[2]}"
+            ) from None
+        try:
+            yield client
+        finally:
+            _bounded(lambda: client.close(timeout=_TIDYING_S / 2))
+
+
+@contextlib.contextmanager
+def dask_gpus(
+    executor: str, candidates: str | Path, on_note: Callable[[str], None] = lambda note: None, *,
+    wait_s: float = FIRST_WORKER_S, connect_s: float = CONNECT_S, **session: Any,
+) -> Iterator[DaskGpus]:  # fmt: skip
+    """The GPUs of a Dask cluster for the capability of ``candidates``; what runs there ends with the block.
+
+    ``session`` has what a ``Session`` may have beside the version and the digest.
+
+    Raises
+    ------
+    BundleError
+        if the candidates can't be read.
+    InputError, HostError
+        as ``connected`` does; HostError, too, if no worker offers the capability.
+    """
+    with open_bundle(candidates) as bundle:
+        shared = Session(uuid.uuid4().hex, importlib.metadata.version("pretuned"), bundle.digest, **session)
+        tag = f"sm{bundle.target.sm}"
+    data = Path(candidates).read_bytes()
+    with connected(executor, connect_s) as client, contextlib.closing(DaskGpus(client, tag, shared, data)) as gpus:
+        gpus.wait_for_one(wait_s, on_note)
+        yield gpus

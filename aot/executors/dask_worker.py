@@ -1,0 +1,181 @@
+"""What a Dask worker does for the tuner: it keeps the candidates and a process on its GPU, and hands it jobs.
+
+That process is a ``LocalGpu``'s, as on the tuner's own machine, so that a kernel that hangs or faults takes down no
+Dask worker. The functions are Dask tasks; nothing here imports Dask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass
+from multiprocessing import current_process
+from typing import TypeVar
+
+from ...artifacts.errors import HostError
+from ...artifacts.files.bundle_file import open_bundle
+from ..journal.records import DIED
+from ..measure.job import Hello, Job, Result, Setup, WorkerLost
+from ..process.scratch import scratch_folder
+from .local import JOB_TIMEOUT_S, LocalGpu, greet, run
+
+IDLE_S = 300.0  # a tuner that was killed tells nobody: its process on the GPU ends after this long without a job
+_LOOK_S = 0.5
+_ENDED = "its tuner has ended it"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What all tasks of a tuner share: its own id, its pretuned, the digest of its candidates, and how to measure."""
+
+    id: str
+    pretuned: str
+    digest: bytes
+    timeout_s: float = JOB_TIMEOUT_S
+    idle_s: float = IDLE_S
+    greet: Callable[[Setup], Hello] = greet
+    run: Callable[[Setup, Job], Result] = run
+
+
+class _Held:
+    """A session's candidates, in a private file, and its process on the GPU."""
+
+    def __init__(self, session: Session, data: bytes) -> None:
+        self.session = session
+        self._idle: threading.Timer | None = None
+        self._closed = threading.Event()
+        with contextlib.ExitStack() as stack:
+            scratch = stack.enter_context(scratch_folder())
+            path = scratch / "candidates.msgpack"
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            with open_bundle(path) as bundle:
+                if bundle.digest != session.digest:
+                    raise HostError(f"the candidates came as {bundle.digest.hex()}, not as {session.digest.hex()}")
+            setup = Setup(str(path), session.digest, 0)
+            self._gpu = LocalGpu(setup, scratch, timeout_s=session.timeout_s, greet=session.greet, run=session.run)
+            stack.callback(self._gpu.shutdown)
+            self._stack = stack.pop_all()
+
+    def start(self) -> Hello:
+        """A new process on the GPU."""
+        return self._awaited(self._gpu.start())
+
+    def measure(self, job: Job) -> Result:
+        """In the process on the GPU."""
+        return self._awaited(self._gpu.submit(job))
+
+    def _awaited(self, future: Future[T]) -> T:
+        """Its result; ``close`` may come at any time, and then not every future of the process is ever told."""
+        while not wait([future], timeout=_LOOK_S).done:
+            if self._closed.is_set():
+                raise WorkerLost(DIED, _ENDED)
+        try:
+            return future.result()
+        except CancelledError:
+            raise WorkerLost(DIED, _ENDED) from None
+
+    def expire_later(self) -> None:
+        """End some time after the last job."""
+        self.stay()
+        self._idle = threading.Timer(self.session.idle_s, _expire, (self,))
+        self._idle.daemon = True
+        self._idle.start()
+
+    def stay(self) -> None:
+        """Don't end now."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+
+    def close(self) -> None:
+        """End the process, whatever it does, and remove the candidates."""
+        self._closed.set()
+        self.stay()
+        self._stack.close()
+
+
+_turn = threading.Lock()  # one job at a time, however many threads the worker has
+_held: dict[str, _Held] = {}
+_ended: set[str] = set()
+
+
+def start(session: Session, data: bytes) -> Hello:
+    """A new process on this worker's GPU, with the candidates ``data``.
+
+    Raises
+    ------
+    HostError
+        if this worker has another pretuned, or its GPU can't be used.
+    WorkerLost
+        if the process does not start.
+    """
+    has = importlib.metadata.version("pretuned")
+    if has != session.pretuned:
+        raise HostError(f"it has pretuned {has}, the tuner has {session.pretuned}: install the same on all machines")
+    with _turn:
+        held = _holding(session, data)
+        try:
+            return held.start()
+        finally:
+            held.expire_later()
+
+
+def measure(session: Session, data: bytes, job: Job) -> Result:
+    """Run a job; where the process was ended for being idle, or for another tuner, a new one is started.
+
+    Raises
+    ------
+    WorkerLost
+        if the process died over it, or took too long.
+    """
+    with _turn:
+        fresh = session.id not in _held
+        held = _holding(session, data)
+        try:
+            if fresh:
+                held.start()
+            return held.measure(job)
+        finally:
+            held.expire_later()
+
+
+async def end(session_id: str) -> None:
+    """End a session's process, whatever it does, for good. Not a task: it comes through while one runs."""
+    _ended.add(session_id)  # a job may still be on its way
+    held = _held.pop(session_id, None)
+    if held is not None:
+        await asyncio.to_thread(held.close)
+
+
+def _holding(session: Session, data: bytes) -> _Held:
+    """This session's, and no other: two would share the GPU's memory."""
+    if session.id in _ended:
+        raise WorkerLost(DIED, _ENDED)
+    for other in [one for one in _held if one != session.id]:
+        _held.pop(other).close()
+    if session.id not in _held:
+        # Under a nanny a worker is a daemonic process, and may have no children. This one ends with it by itself.
+        current_process().daemon = False
+        made = _held[session.id] = _Held(session, data)
+        if session.id in _ended:  # meanwhile: ``end`` may have found nothing to close
+            _held.pop(session.id, None)
+            made.close()
+            raise WorkerLost(DIED, _ENDED)
+    held = _held[session.id]
+    held.stay()
+    return held
+
+
+def _expire(held: _Held) -> None:
+    with _turn:
+        if _held.get(held.session.id) is held:
+            _held.pop(held.session.id).close()

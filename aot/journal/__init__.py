@@ -1,0 +1,1 @@
+"""What was measured, kept line by line, and read back. Uses artifacts' records."""

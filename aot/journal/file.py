@@ -1,0 +1,317 @@
+"""The journal of measuring: every result as soon as it is there, in a file that a crash can't spoil.
+
+A text file, one record a line: 8 hex digits, the CRC-32 of what follows the blank, and JSON. The first line is
+the header: the format, pretuned's version, the kernels measured, the GPU. Lines are only ever appended, with
+an fsync; a cut last line is ignored, and cut off before the next one is written. The order of the
+records means nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...artifacts.errors import HostError, InputError
+from ...artifacts.format.checks import digest, integer, name, shown
+from ...artifacts.limits import MAX_DIM
+from ...artifacts.names import is_label, is_text
+from ...artifacts.records.bundle import Kernel
+from ...artifacts.records.target import Gpu
+from ...kernels.hardware.arch import supported
+from ..process.output_dir import holder
+from ..process.output_file import without_waiting
+from .records import ROUTINGS, Record, from_value, to_value
+
+FORMAT = 1
+MAX_BYTES = 1 << 30
+_LONGEST_WAIT_S = 24 * 3600.0
+
+
+class OtherJournal(InputError):
+    """A journal of another GPU, routing or revision of a kernel: read it may be, gone on with not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a journal's times hold for. ``gpu.driver`` is the first session's; every record has its own.
+
+    ``routings`` name how rows fell on the experts, in the order of a record's times.
+    """
+
+    sm: int
+    gpu: Gpu
+    kernels: tuple[Kernel, ...]
+    pretuned: str = ""
+    routings: tuple[str, ...] = ROUTINGS
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A journal as read: ``damaged`` lines were left out, ``sound_bytes`` is where a cut last line begins."""
+
+    header: Header
+    records: tuple[Record, ...]
+    damaged: int
+    sound_bytes: int
+
+
+def read_journal(path: Path) -> Contents:
+    """Read a journal, whole, without a lock: readers see complete records only.
+
+    Raises
+    ------
+    InputError
+        if it is missing, no journal, or of a later format.
+    """
+    try:
+        with open(path, "rb", opener=without_waiting) as file:
+            data = file.read(_size(file.fileno(), path))
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"journal '{path}': {reason}; aot measure writes one") from None
+    return _parse(data, path)
+
+
+def _size(fd: int, path: Path) -> int:
+    """The size of an open journal, in bytes; InputError where it is none that can be read whole."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"journal '{path}': it is no regular file; name another file with --journal")
+    if status.st_size > MAX_BYTES:
+        raise InputError(f"journal '{path}': {status.st_size} bytes, the limit is {MAX_BYTES}")
+    return status.st_size
+
+
+def _parse(data: bytes, path: Path) -> Contents:
+    sound = data.rfind(b"\n") + 1
+    lines = data[:sound].split(b"\n")[:-1]
+    first = _checked(lines[0]) if lines else None
+    if first is None or first.get("record") != "header":
+        raise InputError(f"journal '{path}': it does not begin with a header: no journal, or its first line is damaged")
+    form = first.get("format")
+    if type(form) is not int or form != FORMAT:
+        raise InputError(f"journal '{path}': format {shown(form)}, this version reads {FORMAT}. Upgrade pretuned")
+    try:
+        header = _header(first)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(
+            f"journal '{path}': its header can't be read: {reason}; aot measure writes a new one"
+        ) from None
+    records: list[Record] = []
+    damaged = 0
+    for line in lines[1:]:
+        value = _checked(line)
+        try:
+            if value is None:
+                raise ValueError
+            records.append(from_value(value))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            damaged += 1
+    return Contents(header, tuple(records), damaged, sound)
+
+
+class Journal:
+    """An open journal, this process's alone: ``open_journal`` makes it."""
+
+    def __init__(self, path: Path, fd: int, contents: Contents) -> None:
+        self.path = path
+        self.contents = contents
+        self._fd = fd
+        self._end = contents.sound_bytes
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Add records; they are on the disk when this returns.
+
+        Raises
+        ------
+        HostError
+            where the disk refuses; the journal is as it was.
+        """
+        self._write(b"".join(_line(to_value(record)) for record in records))
+
+    def _write(self, data: bytes) -> None:
+        try:
+            view = memoryview(data)
+            at = self._end
+            while view:
+                written = os.pwrite(self._fd, view, at)
+                view, at = view[written:], at + written
+            os.fsync(self._fd)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._end)
+            raise HostError(
+                f"can't write the journal '{self.path}': {error.strerror}. What it had is kept; make room and run "
+                "the same command to go on"
+            ) from error
+        self._end = at
+
+
+@contextlib.contextmanager
+def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambda note: None) -> Iterator[Journal]:
+    """Hold a journal to append to, made if it is missing. Where another process has it: say who, and wait.
+
+    Raises
+    ------
+    InputError
+        if it is of another GPU, capability, routing or revision of a kernel, or can't be read.
+    HostError
+        if it can't be made, locked or written.
+    """
+    import filelock
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HostError(f"can't make the directory '{path.parent}': {error.strerror}") from error
+    lock = filelock.FileLock(f"{path}.lock")
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            note(f"another tuner ({holder(Path(lock.lock_file))}) writes '{path}': waiting for it")
+            lock.acquire(timeout=_LONGEST_WAIT_S)
+    except (OSError, NotImplementedError) as error:  # filelock.Timeout is an OSError too
+        reason = getattr(error, "strerror", None) or str(error)
+        raise HostError(f"can't lock '{lock.lock_file}': {reason}. Name a writable place with --journal") from error
+    try:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        except OSError as error:
+            raise HostError(f"can't open the journal '{path}': {error.strerror}") from error
+        try:
+            yield _begun(path, fd, header, note)
+        finally:
+            os.close(fd)
+    finally:
+        lock.release()
+
+
+def _begun(path: Path, fd: int, header: Header, note: Callable[[str], None]) -> Journal:
+    size = _size(fd, path)
+    data = os.pread(fd, size, 0)
+    if b"\n" not in data:  # new, or killed while its first line was written
+        if data and not _begins_header(data):
+            raise InputError(f"journal '{path}': it is no journal; name another file with --journal")
+        os.ftruncate(fd, 0)
+        journal = Journal(path, fd, Contents(header, (), 0, 0))
+        journal._write(_line(_header_value(header)))
+        return journal
+    contents = _parse(data, path)
+    _check_same(path, contents.header, header)
+    if contents.damaged:
+        note(f"journal '{path}': {contents.damaged} damaged records are left out")
+    if contents.sound_bytes < size:
+        os.ftruncate(fd, contents.sound_bytes)
+    return Journal(path, fd, contents)
+
+
+def _check_same(path: Path, old: Header, new: Header) -> None:
+    a, b = old.gpu, new.gpu
+    if old.sm != new.sm or not a.is_like(b):
+        raise OtherJournal(
+            f"journal '{path}': measured on {described(a, old.sm)}, this is {described(b, new.sm)}. "
+            "Times of one say nothing of the other: name a new file with --journal"
+        )
+    if old.routings != new.routings:
+        raise OtherJournal(
+            f"journal '{path}': measured on {' and '.join(old.routings)} rows, this version measures on "
+            f"{' and '.join(new.routings)} ones: name a new file with --journal (aot build still reads this one)"
+        )
+    theirs = {kernel.name: kernel for kernel in old.kernels}
+    for kernel in new.kernels:
+        was = theirs.get(kernel.name, kernel)
+        if was != kernel:
+            raise OtherJournal(
+                f"journal '{path}': measured with revision {was.revision} of the kernel {kernel.name} "
+                f"(source {was.source_sha256.hex()[:12]}), the candidates have revision {kernel.revision} "
+                f"(source {kernel.source_sha256.hex()[:12]}): name a new file with --journal"
+            )
+
+
+def described(gpu: Gpu, sm: int) -> str:
+    """A GPU, for a message."""
+    return f"{gpu.name} (sm_{sm}, {gpu.sm_count} SMs, {gpu.memory_mib} MiB)"
+
+
+def _line(value: dict[str, object]) -> bytes:
+    text = json.dumps(value, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _begins_header(data: bytes) -> bool:
+    """Whether a file without a whole line may be the begin of a header."""
+    head = data[:8]
+    return all(byte in b"0123456789abcdef" for byte in head) and data[8:9] in (b"", b" ")
+
+
+def _checked(line: bytes) -> dict[str, object] | None:
+    """The JSON of a line whose checksum is right."""
+    check, blank, text = line[:8], line[8:9], line[9:]
+    try:
+        if blank != b" " or int(check, 16) != zlib.crc32(text):
+            return None
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _header_value(header: Header) -> dict[str, object]:
+    gpu = header.gpu
+    return {
+        "record": "header",
+        "format": FORMAT,
+        "pretuned": header.pretuned or importlib.metadata.version("pretuned"),
+        "kernels": [[one.name, one.revision, one.source_sha256.hex()] for one in header.kernels],
+        "sm": header.sm,
+        "gpu": {"name": gpu.name, "sm_count": gpu.sm_count, "memory_mib": gpu.memory_mib},
+        "driver": gpu.driver,
+        "routings": list(header.routings),
+    }
+
+
+def _header(value: dict[str, object]) -> Header:
+    gpu = value["gpu"]
+    kernels = value["kernels"]
+    if not isinstance(gpu, dict) or not isinstance(kernels, list):
+        raise ValueError(f"gpu is {shown(gpu)}, kernels is {shown(kernels)}")
+    sm = integer(value["sm"], "sm", 10, 9999)
+    if sm not in supported():
+        raise ValueError(f"sm is {sm}, wanted one of {', '.join(map(str, supported()))}")
+    return Header(
+        sm,
+        Gpu(
+            name(gpu["name"], "gpu.name", is_label),
+            integer(gpu["sm_count"], "gpu.sm_count", 1, MAX_DIM),
+            integer(gpu["memory_mib"], "gpu.memory_mib", 1, MAX_DIM),
+            integer(value["driver"], "driver", 0, MAX_DIM),
+        ),
+        tuple(_kernel(*one) for one in kernels),
+        name(value["pretuned"], "pretuned", is_text),
+        routings=_routings(value["routings"]),
+    )
+
+
+def _routings(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"routings is {shown(value)}, wanted a list of names")
+    return tuple(name(one, "a routing", is_label) for one in value)
+
+
+def _kernel(kernel: object, revision: object, source: object) -> Kernel:
+    return Kernel(
+        name(kernel, "a kernel's name"),
+        integer(revision, "a kernel's revision", 0, MAX_DIM),
+        digest(bytes.fromhex(source) if isinstance(source, str) else source, "a kernel's source"),
+    )

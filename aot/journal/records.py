@@ -1,0 +1,201 @@
+"""What measuring finds, as plain data: what a worker sends back, a journal keeps and the builder reads.
+
+Times are whole nanoseconds, one a routing, in the order of ``ROUTINGS``. Variants are named by the
+sha256 of their cubin: what was measured is byte for byte what ships.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...artifacts.format.schema import problem_of
+from ...artifacts.limits import MAX_BUCKET_LOG2, MAX_DIM, MAX_TIME_NS
+from ...artifacts.records.problem import Problem
+
+MAX_REASON_CHARS = 1 << 16
+
+ROUTINGS = ("skewed", "uniform")  # how rows fall on experts: inputs.measured_routings
+
+LONG_NS = 10_000_000  # launches that take longer are timed in three rounds
+AGAIN = 3  # times as many rounds, where a cell is looked at again
+FLUSH_BYTES = 256 << 20  # written before each launch that is timed: more than any L2 cache holds
+
+# Why a variant failed. One that failed anywhere never ships.
+WRONG = "wrong"  # its numbers are off
+FAULT = "fault"  # a CUDA error
+DIED = "died"  # it took its process down
+HUNG = "hung"  # it did not end in time
+_KINDS = (WRONG, FAULT, DIED, HUNG)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One variant in one cell: the median of ``rounds`` launches a routing, all contenders taking turns.
+
+    ``noise`` is the relative standard error of the medians, ``error`` the relative error of its numbers.
+    """
+
+    variant: bytes
+    ns: tuple[int, ...]
+    noise: float
+    rounds: int
+    error: float
+
+    @property
+    def time_ns(self) -> int:
+        """The geometric mean over the routings."""
+        return geometric_mean(self.ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Duel:
+    """The fastest against the modelled choice, timed once more, in turns.
+
+    ``ratio`` is challenger / modelled, the median over the rounds and the geometric mean over the
+    routings; ``band`` is how far from 1 it can be by noise alone.
+    """
+
+    challenger: bytes
+    modelled: bytes
+    challenger_ns: tuple[int, ...]
+    modelled_ns: tuple[int, ...]
+    ratio: float
+    band: float
+
+    @property
+    def won(self) -> bool:
+        """Whether the challenger is faster by more than noise."""
+        return self.ratio < 1.0 - self.band
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One cell, measured in one go: its contenders, of which ``modelled`` is the cost model's choice.
+
+    ``torch_ns`` is torch's grouped_mm, where it was timed too, ``plain``, of a form, the plain product: a variant of it
+    and its times. ``drift`` is what a reference kernel took, over what it took when its worker began. ``driver`` is as
+    cuDriverGetVersion counts.
+    """
+
+    problem: Problem
+    bucket: int
+    modelled: bytes
+    timings: tuple[Timing, ...]
+    duel: Duel | None
+    torch_ns: tuple[int, ...] | None
+    drift: float
+    driver: int
+    plain: tuple[bytes, tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A variant that failed in a cell: ``kind`` is one of WRONG, FAULT, DIED, HUNG."""
+
+    problem: Problem
+    bucket: int
+    variant: bytes
+    kind: str
+    reason: str
+
+
+Record = Measured | Failure
+
+
+def geometric_mean(times: Sequence[int]) -> int:
+    """Of times in nanoseconds, at least 1."""
+    return max(1, round(math.exp(math.fsum(math.log(max(1, time)) for time in times) / len(times))))
+
+
+def to_value(record: Record) -> dict[str, object]:
+    """A record as JSON has it."""
+    where = {"problem": list(record.problem.sort_key), "bucket": record.bucket}
+    if isinstance(record, Failure):
+        return {"record": "failed", **where, "variant": record.variant.hex(), "kind": record.kind,
+                "reason": record.reason}  # fmt: skip
+    duel = record.duel
+    return {
+        "record": "measured",
+        **where,
+        "modelled": record.modelled.hex(),
+        "timings": [[one.variant.hex(), list(one.ns), one.noise, one.rounds, one.error] for one in record.timings],
+        "duel": duel
+        and [duel.challenger.hex(), duel.modelled.hex(), list(duel.challenger_ns), list(duel.modelled_ns), duel.ratio,
+             duel.band],
+        "torch_ns": None if record.torch_ns is None else list(record.torch_ns),
+        "drift": record.drift,
+        "driver": record.driver,
+        "plain": None if record.plain is None else [record.plain[0].hex(), list(record.plain[1])],
+    }  # fmt: skip
+
+
+def from_value(value: dict[str, object]) -> Record:
+    """Back from ``to_value``.
+
+    Raises
+    ------
+    ValueError, KeyError, TypeError, OverflowError
+        if it is no record that this version knows: a number out of range or not finite, a name that is none.
+    """
+    fields: dict[str, Any] = dict(value)
+    problem = problem_of(fields["problem"])
+    bucket = _whole(fields["bucket"], 1 << MAX_BUCKET_LOG2, 1)
+    if bucket & (bucket - 1):
+        raise ValueError(f"bucket {bucket} is no power of two")
+    if fields["record"] == "failed":
+        if fields["kind"] not in _KINDS:
+            raise ValueError(f"{fields['kind']!r} is no kind of failure")
+        return Failure(problem, bucket, _sha(fields["variant"]), fields["kind"], _reason(fields["reason"]))
+    if fields["record"] != "measured":
+        raise ValueError(f"a record of the kind {fields['record']!r}")
+    timings = tuple(
+        Timing(_sha(sha), _times(ns), _real(noise), _whole(rounds), _real(error))
+        for sha, ns, noise, rounds, error in fields["timings"]
+    )
+    duel = None
+    if fields["duel"] is not None:
+        challenger, modelled, challenger_ns, modelled_ns, ratio, band = fields["duel"]
+        duel = Duel(_sha(challenger), _sha(modelled), _times(challenger_ns), _times(modelled_ns), _real(ratio),
+                    _real(band))  # fmt: skip
+    torch_ns = None if fields["torch_ns"] is None else _times(fields["torch_ns"])
+    plain = None
+    if fields["plain"] is not None:
+        sha, ns = fields["plain"]
+        plain = _sha(sha), _times(ns)
+    return Measured(problem, bucket, _sha(fields["modelled"]), timings, duel, torch_ns,
+                    _real(fields["drift"]), _whole(fields["driver"]), plain)  # fmt: skip
+
+
+def _sha(value: object) -> bytes:
+    if not isinstance(value, str) or len(value) != 64:
+        raise ValueError(f"{value!r} is no sha256")
+    return bytes.fromhex(value)
+
+
+def _whole(value: object, most: int = MAX_DIM, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{value!r} is no whole number from {least} to {most}")
+    return value
+
+
+def _real(value: object) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]  # no bool, no NaN
+        raise ValueError(f"{value!r} is no number from 0 on")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _reason(value: object) -> str:
+    if not isinstance(value, str) or len(value) > MAX_REASON_CHARS:
+        raise ValueError("a failure's reason is no text, or a very long one")
+    value.encode()  # half a surrogate pair can't be printed; UnicodeError is a ValueError
+    return value
+
+
+def _times(value: Sequence[object]) -> tuple[int, ...]:
+    times = tuple(_whole(one, MAX_TIME_NS, 1) for one in value)
+    if not times:
+        raise ValueError(f"{value!r} are no times")
+    return times

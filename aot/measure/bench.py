@@ -1,0 +1,364 @@
+"""In a worker: one GPU, and the jobs it is given. ``run(setup, job)`` is all that an executor calls.
+
+A job measures the contenders of one cell: each is loaded from the candidates, launched by the runtime's launcher on
+NaN-poisoned memory, judged against the reference, captured in a CUDA graph, and then all are replayed in
+turns, the L2 cache flushed before each, on rows that fall on the experts in two ways. The fastest
+then meets the modelled choice again, alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+
+from ...artifacts.errors import BundleError, CudaError, HostError, InputError
+from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...kernels.contract.config import Config
+from ...kernels.contract.spec import result_columns
+from ...kernels.contract.words import FLAGS
+from ...runtime.driver.device import local_gpu
+from ...runtime.launch import gemm
+from ..journal.records import AGAIN, FAULT, LONG_NS, ROUTINGS, WRONG, Duel, Failure, Measured, Timing
+from ..journal.timings import LEAST_BAND, plain_of
+from ..process.gpus import busy, gpu_uuid
+from .calls import TORCH, Tensors, caller, torch_caller
+from .clock import Clock
+from .inputs import MAX_ERROR, measured_routings, top_k_of, weights
+from .job import Hello, Job, Result, Setup
+from .numerics import GatedJudge, Judge
+
+_TIMING_US = 10_000.0  # for a contender on one routing, flushes not counted
+_DUEL_US = 25_000.0
+_ROUNDS = (5, 20)  # the least and the most
+_DUEL_ROUNDS = (7, 30)
+_LONG_ROUNDS = 3
+_WARM_UP_ROUNDS = 200
+_NOISY = 0.05  # a median whose standard error is larger is told
+_REFERENCE_SIZE = 4096
+_STEADY_SCATTER = 0.1
+_RANDOM_ELEMENTS = 1 << 26  # made at once
+
+Judges: TypeAlias = Judge | GatedJudge
+
+_benches: dict[Setup, Bench] = {}
+
+
+def hello(setup: Setup) -> Hello:
+    """Start the GPU, warm it up, and say what it is.
+
+    Raises
+    ------
+    HostError
+        if torch can't use it.
+    """
+    if not torch.cuda.is_available():
+        built = f"it is built for CUDA {torch.version.cuda}" if torch.version.cuda else "it is built without CUDA"
+        raise HostError(f"torch {torch.__version__} can't use this machine's GPU: {built}")
+    found = _bench(setup)
+    return Hello(found.local.sm, found.local.gpu, found.notes, gpu_uuid(setup.device))
+
+
+def run(setup: Setup, job: Job) -> Result:
+    """Measure. What a variant does wrong is in the result; the process is to be renewed where it says ``broken``."""
+    return _bench(setup).run(job)
+
+
+def _bench(setup: Setup) -> Bench:
+    if setup not in _benches:
+        _benches[setup] = Bench(setup)
+    return _benches[setup]
+
+
+class Bench:
+    """One GPU with the candidates loaded on it, and the tensors of the weights that it measured last."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.bundle = open_bundle(setup.candidates)
+        if self.bundle.digest != setup.digest:
+            raise InputError(f"candidates '{setup.candidates}': the file was changed meanwhile; start again")
+        self.notes = tuple(busy(setup.device))
+        torch.cuda.set_device(setup.device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        self.device = torch.device("cuda", setup.device)
+        self.local = local_gpu(setup.device)
+        self.clock = Clock(self.device)
+        self._kernels: dict[int, gemm.LoadedKernel] = {}
+        self._weights: tuple[object, torch.Tensor] | None = None
+        self._judges: dict[object, Judges] = {}
+        self._pools: dict[str, torch.Tensor] = {}
+        self._current: int | None = None
+        size = _REFERENCE_SIZE
+        square = torch.randn(size, size, device=self.device).to(torch.bfloat16)
+        self._held = square, torch.empty_like(square)  # a graph holds addresses, not tensors
+        self._warm_up()
+        self._reference = self.clock.capture(lambda: torch.mm(square, square, out=self._held[1]))
+        self.clock.rounds_us([self._reference], _WARM_UP_ROUNDS)
+        times = sorted(self.clock.rounds_us([self._reference], 20)[0])
+        self._reference_us = statistics.median(times)
+        if times[17] > self._reference_us * (1 + _STEADY_SCATTER):
+            self.notes += (
+                f"times scatter, one matrix product took {times[0]:.0f} to {times[-1]:.0f} us: is it in use by others?",
+            )
+
+    def _warm_up(self) -> None:
+        """All that a job does but launch variants, once on something tiny: what torch loads late is loaded now."""
+        with torch.no_grad():
+            problems = [Problem(op, DType.BF16, 8, 64, 64) for op in Op]
+            for problem in (*problems, replace(problems[0], fusion=Fusion.SILU)):
+                on = self._tensors(problem, 16)
+                judge = self._judge(problem, on)
+                for m_sizes in measured_routings(problem.E, 16, self.device):
+                    judge.error(on, judge.reference(on, m_sizes.tolist()))
+
+    def run(self, job: Job) -> Result:
+        """Measure a job's contenders."""
+        try:
+            with torch.cuda.device(self.device), torch.no_grad():
+                return self._measured(job)
+        except torch.cuda.OutOfMemoryError as error:
+            self._current = self._weights = None
+            self._judges.clear()
+            self._pools.clear()
+            self.clock.release()
+            torch.cuda.empty_cache()
+            return Result(None, notes=(f"{job.problem}, {job.bucket} rows: {str(error).splitlines()[0]}",))
+        except (RuntimeError, CudaError) as error:
+            if not isinstance(error, CudaError) and "CUDA" not in str(error):
+                raise
+            return Result(None, self._blamed(job, error), broken=True)
+
+    def _blamed(self, job: Job, error: Exception) -> tuple[Failure, ...]:
+        """A CUDA error spoils its process; it came from the variant that ran last."""
+        if self._current is None:
+            raise error
+        return (self._failure(job, self._current, FAULT, str(error).splitlines()[0]),)
+
+    def _failure(self, job: Job, i: int, kind: str, reason: str) -> Failure:
+        variant = self.bundle.variant(i)
+        return Failure(
+            job.problem, job.bucket, variant.cubin_sha256, kind, f"{Config.from_pairs(variant.config)}: {reason}"
+        )
+
+    def _measured(self, job: Job) -> Result:
+        plain = None if job.plain is None else plain_of(job.problem)
+        beside = None if plain is None else self._tensors(plain, job.bucket)  # first: its buffers are the larger
+        on = self._tensors(job.problem, job.bucket)
+        routings = measured_routings(job.problem.E, job.bucket, self.device)
+        failures: list[Failure] = []
+        graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        errors: dict[int, float] = {}
+        judge = self._judge(job.problem, on)
+        references = [judge.reference(on, m_sizes.tolist()) for m_sizes in routings]
+        for i in job.contenders:
+            with self._guilty(i):
+                try:
+                    calls = [caller(self._kernel(i), on, m_sizes) for m_sizes in routings]
+                except (CudaError, BundleError) as error:
+                    failures.append(self._failure(job, i, FAULT, str(error)))
+                    continue
+                errors[i] = max(
+                    self._error(judge, on, call, reference) for call, reference in zip(calls, references, strict=True)
+                )
+                if not errors[i] < MAX_ERROR:
+                    reason = f"relative error {errors[i]:.2g}, wanted below {MAX_ERROR}"
+                    failures.append(self._failure(job, i, WRONG, reason))
+                    continue
+                graphs[i] = [self.clock.capture(call, warm=False) for call in calls]
+        if job.contenders[0] not in graphs:  # the next in the model's order will be its choice
+            return Result(None, tuple(failures))
+        if job.plain is not None and beside is not None:
+            peers = self._plain_graphs(job.plain, beside, routings)
+        else:
+            peers = self._torch_graphs(on, routings) if job.with_torch else None
+        found = self._timed(job, graphs, peers, errors)
+        noise = max(timing.noise for timing in found.timings)
+        notes = (f"{job.problem}, {job.bucket} rows: times scatter by {noise:.0%}; is the GPU in use by others?",)
+        return Result(found, tuple(failures), notes=notes if noise > _NOISY else ())
+
+    @contextlib.contextmanager
+    def _guilty(self, i: int) -> Iterator[None]:
+        """Whatever CUDA complains of in here is this variant's doing."""
+        self._current = i
+        yield
+        torch.cuda.synchronize(self.device)
+        self._current = None
+
+    def _error(self, judge: Judges, on: Tensors, call: Callable[[], None], reference: torch.Tensor) -> float:
+        on.result.fill_(float("nan"))
+        call()
+        return judge.error(on, reference)
+
+    def _timed(
+        self, job: Job, graphs: dict[int, list[torch.cuda.CUDAGraph]], peers: list[torch.cuda.CUDAGraph] | None,
+        errors: dict[int, float],
+    ) -> Measured:  # fmt: skip
+        """``peers``: torch's call, or of a form the plain product."""
+        before = self._drift()
+        order = list(graphs)
+        modelled = order[0]
+        times: dict[int, list[list[float]]] = {i: [] for i in order}
+        peer_ns = []
+        for routing in range(len(ROUTINGS)):
+            together = [graphs[i][routing] for i in order] + ([peers[routing]] if peers else [])
+            rounds = self._rounds(together, _TIMING_US, _ROUNDS, job.again)
+            for i, row in zip(order, rounds, strict=False):
+                times[i].append(row)
+            if peers:
+                peer_ns.append(_ns(rounds[-1]))
+        timings = {i: self._timing(i, rows, errors[i]) for i, rows in times.items()}
+        fastest = min(order, key=lambda i: (timings[i].time_ns, order.index(i)))
+        duel = None
+        band = max(LEAST_BAND, 2 * math.hypot(timings[fastest].noise, timings[modelled].noise))
+        if timings[fastest].time_ns < timings[modelled].time_ns * (1 - band):
+            duel = self._duel(graphs, fastest, modelled, job.again)
+        found = Measured(
+            job.problem, job.bucket, self._sha(modelled), tuple(timings.values()), duel, None,
+            round((before + self._drift()) / 2, 4), self.local.gpu.driver,
+        )  # fmt: skip
+        if not peer_ns:
+            return found
+        if job.plain is None:
+            return replace(found, torch_ns=tuple(peer_ns))
+        return replace(found, plain=(self._sha(job.plain), tuple(peer_ns)))
+
+    def _timing(self, i: int, rows: Sequence[Sequence[float]], error: float) -> Timing:
+        noise = math.sqrt(sum(_spread([math.log(us) for us in row]) ** 2 for row in rows)) / len(rows)
+        least = min(map(len, rows))
+        return Timing(self._sha(i), tuple(map(_ns, rows)), round(noise, 6), least, float(f"{error:.4g}"))
+
+    def _duel(
+        self, graphs: dict[int, list[torch.cuda.CUDAGraph]], fastest: int, modelled: int, again: bool
+    ) -> Duel:  # fmt: skip
+        """The two in turns: the ratio is of times of the same round, so a clock that drifts moves both."""
+        ratios, spreads, both = [], [], []
+        for routing in range(len(ROUTINGS)):
+            both_graphs = [graphs[fastest][routing], graphs[modelled][routing]]
+            rounds = self._rounds(both_graphs, _DUEL_US, _DUEL_ROUNDS, again)
+            logs = [math.log(a / b) for a, b in zip(*rounds, strict=True)]
+            ratios.append(statistics.median(logs))
+            spreads.append(_spread(logs))
+            both.append((_ns(rounds[0]), _ns(rounds[1])))
+        band = max(LEAST_BAND, 2 * math.sqrt(sum(spread**2 for spread in spreads)) / len(spreads))
+        return Duel(
+            self._sha(fastest), self._sha(modelled), tuple(a for a, _ in both), tuple(b for _, b in both),
+            round(math.exp(statistics.fmean(ratios)), 5), round(band, 5),
+        )  # fmt: skip
+
+    def _rounds(
+        self, graphs: Sequence[torch.cuda.CUDAGraph], budget_us: float, limits: tuple[int, int], again: bool
+    ) -> list[list[float]]:
+        """The first round only warms up, and tells how many there is time for. ``again``: thrice as many."""
+        once = [row[0] for row in self.clock.rounds_us(graphs, 1)]
+        least, most = limits
+        rounds = max(least, min(most, int(budget_us * len(once) / sum(once))))
+        rounds = _LONG_ROUNDS if 1000 * max(once) > LONG_NS else rounds
+        return self.clock.rounds_us(graphs, AGAIN * rounds if again else rounds)
+
+    def _drift(self) -> float:
+        return statistics.median(self.clock.rounds_us([self._reference], 3)[0]) / self._reference_us
+
+    def _plain_graphs(self, i: int, on: Tensors, routings: Sequence[torch.Tensor]) -> list[torch.cuda.CUDAGraph] | None:
+        """The plain product by variant ``i``, which was found right in a cell of its own; None without room for it."""
+        with self._guilty(i):
+            try:
+                return [self.clock.capture(caller(self._kernel(i), on, m_sizes)) for m_sizes in routings]
+            except (CudaError, BundleError, torch.cuda.OutOfMemoryError):
+                return None
+
+    def _torch_graphs(self, on: Tensors, routings: Sequence[torch.Tensor]) -> list[torch.cuda.CUDAGraph] | None:
+        """torch's grouped_mm, where this torch has it and there is room for its result."""
+        if not hasattr(torch, "_grouped_mm"):
+            return None
+        try:
+            return [self.clock.capture(torch_caller(on, m_sizes)) for m_sizes in routings]
+        except torch.cuda.OutOfMemoryError:
+            return None
+        except RuntimeError as error:
+            if "CUDA" in str(error):
+                raise
+            return None  # what it does not support
+
+    def _tensors(self, problem: Problem, M: int) -> Tensors:
+        dtype, E, N, K = TORCH[problem.dtype], problem.E, problem.N, problem.K
+        w = self._weight(problem)
+        top_k = top_k_of(E, M)
+        index = None
+        if problem.fusion & FLAGS:
+            g = torch.Generator(self.device).manual_seed(3)
+            index = torch.randperm(M, generator=g, device=self.device).to(torch.int32)
+        tokens = M // top_k if Fusion.GATHER in problem.fusion else M
+        if problem.op is Op.DW:
+            dy, x = self._pool("rows", M, N, dtype), self._pool("more rows", M, K, dtype)
+            return Tensors(problem, M, dy, x, self._pool("result", E * N, K, dtype).view(E, N, K), top_k=top_k)
+        columns, reduction = (N, K) if problem.op is Op.FORWARD else (K, N)
+        rows = self._pool("rows", tokens, reduction, dtype)
+        result = self._pool("result", M, result_columns(columns, problem.fusion), dtype)
+        row_weights = None
+        if problem.op is Op.FORWARD and Fusion.SCATTER in problem.fusion:  # they are mostly weighted, too
+            row_weights = torch.exp2(torch.arange(M, device=self.device) % 3 - 1)  # powers of two: nothing is rounded
+        return Tensors(problem, M, rows, w, result, index, top_k, row_weights)
+
+    def _weight(self, problem: Problem) -> torch.Tensor:
+        """w as the problem has it: made once for all ops, forms and buckets that share it."""
+        key = (problem.E, problem.N, problem.K, problem.dtype)
+        if self._weights is None or self._weights[0] != key:
+            self._weights = None
+            self._judges.clear()
+            self._weights = key, weights(problem.E, problem.N, problem.K, TORCH[problem.dtype], self.device)
+        w = self._weights[1]
+        return w if problem.layout is Layout.NK else w.view(problem.E, problem.K, problem.N)
+
+    def _judge(self, problem: Problem, on: Tensors) -> Judges:
+        gated = Fusion.SILU in problem.fusion
+        key = (problem.op, problem.layout, gated)
+        if key not in self._judges:
+            weights = None if problem.op is Op.DW else on.weights
+            self._judges[key] = GatedJudge(problem, on.weights) if gated else Judge(problem, weights, self.device)
+        return self._judges[key]
+
+    def _pool(self, name: str, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, width] of a buffer that only grows: N(0, 1), but the result's."""
+        count = rows * width
+        found = self._pools.get(name)
+        if found is None or found.dtype is not dtype or found.numel() < count:
+            self._pools.pop(name, None)
+            del found
+            found = torch.empty(count, dtype=dtype, device=self.device)
+            if name != "result":
+                g = torch.Generator(self.device).manual_seed(len(name))
+                for start in range(0, count, _RANDOM_ELEMENTS):
+                    part = found[start : start + _RANDOM_ELEMENTS]
+                    part.copy_(torch.randn(part.numel(), generator=g, device=self.device))
+            self._pools[name] = found
+        return found[:count].view(rows, width)
+
+    def _kernel(self, i: int) -> gemm.LoadedKernel:
+        if i not in self._kernels:
+            sm_count = self.local.gpu.sm_count
+            assert self.device.index is not None
+            self._kernels[i] = gemm.load_kernel(
+                self.bundle.variant(i), self.bundle.cubin(i), self.device.index, sm_count
+            )
+        return self._kernels[i]
+
+    def _sha(self, i: int) -> bytes:
+        return self.bundle.variant(i).cubin_sha256
+
+
+def _ns(times_us: Sequence[float]) -> int:
+    return max(1, round(1000 * statistics.median(times_us)))
+
+
+def _spread(values: Sequence[float]) -> float:
+    """The standard error of the median, of values with a few outliers: 1.2533 * (1.4826 MAD) / sqrt(n)."""
+    middle = statistics.median(values)
+    deviation = statistics.median(abs(value - middle) for value in values)
+    return 1.2533 * 1.4826 * deviation / math.sqrt(len(values))

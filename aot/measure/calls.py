@@ -1,0 +1,78 @@
+"""One variant on one problem's tensors, through the runtime's own launcher: what is measured is what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Op, Problem
+from ...kernels.contract.spec import gemm_of
+from ...runtime.launch import gemm as launch_gemm
+
+TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """What a problem of M rows runs on, all contiguous.
+
+    ``rows`` is x of the forward, [M, K] (or [T, K] where it is gathered), else dy, [M, N]. ``weights`` is w as
+    ``problem.layout`` says, or x [M, K] for dW. ``result`` is y, dx or dw. ``index`` int32 [M] says which
+    rows are moved; x's row is ``index // top_k``. With silu ``result`` is [M, N/2]. ``row_weights`` float32 [M], by
+    index, are multiplied with.
+    """
+
+    problem: Problem
+    M: int
+    rows: torch.Tensor
+    weights: torch.Tensor
+    result: torch.Tensor
+    index: torch.Tensor | None = None
+    top_k: int = 1
+    row_weights: torch.Tensor | None = None
+
+
+def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor) -> Callable[[], None]:
+    """A function that launches ``kernel`` on the current stream; ``m_sizes`` is int32 [E]."""
+    problem = on.problem
+    moved: tuple[int, ...] = ()
+    fused = launch_gemm.PLAIN
+    if on.index is not None:
+        fusion, weights = problem.fusion, 0
+        if on.row_weights is not None:
+            fusion, weights = fusion | Fusion.WEIGHT, on.row_weights.data_ptr()
+        fused = launch_gemm.Fused(fusion, 1, on.top_k if Fusion.GATHER in fusion else 1)
+        moved = (on.index.data_ptr(), weights, 0, on.M)
+    if problem.op is Op.DW:
+        start = launch_gemm.weight_launcher(
+            kernel, N=problem.N, K=problem.K, E=problem.E, stride_dw_e=on.result.stride(0),
+            stride_dw_row=on.result.stride(1), m_sizes_step=1,
+        )  # fmt: skip
+        strides = on.rows.stride(0), on.weights.stride(0)
+    else:
+        gemm = gemm_of(problem)
+        start = launch_gemm.row_launcher(
+            kernel, columns=gemm.columns, reduction=gemm.reduction, E=problem.E, w_kn=gemm.w_kn,
+            stride_w_e=on.weights.stride(0), stride_w_row=on.weights.stride(1), m_sizes_step=1, fused=fused,
+        )  # fmt: skip
+        strides = on.rows.stride(0), on.result.stride(0)
+    addresses = on.rows.data_ptr(), on.weights.data_ptr(), on.result.data_ptr(), m_sizes.data_ptr()
+
+    def call() -> None:
+        start(*addresses, *strides, on.M, torch.cuda.current_stream().cuda_stream, *moved)
+
+    return call
+
+
+def torch_caller(on: Tensors, m_sizes: torch.Tensor) -> Callable[[], object]:
+    """torch's grouped_mm on the same tensors; for plain problems whose w is [E, N, K]."""
+    ends = m_sizes.cumsum(0).to(torch.int32)
+    left, right = {
+        Op.FORWARD: (on.rows, on.weights.transpose(-1, -2)),
+        Op.DX: (on.rows, on.weights),
+        Op.DW: (on.rows.t(), on.weights),
+    }[on.problem.op]
+    return lambda: torch._grouped_mm(left, right, offs=ends)

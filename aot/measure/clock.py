@@ -1,0 +1,90 @@
+"""How a launch is timed: CUDA-graph replay, the L2 cache flushed before each, events right around it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..journal.records import FLUSH_BYTES
+
+
+def orders(count: int, rounds: int) -> list[list[int]]:
+    """The order of each round: one that is drawn, then the same backwards, and none twice before all were.
+
+    So that nobody has the same one before it each time: a launch that draws little power leaves the next a faster
+    clock. With 42 contenders that took turns in one order, the first ran at the clock that the slow last ones left it,
+    and took 0.8 of what it takes among its like (benchmarks/results/trials/turns-drawn.json).
+    """
+    draw = random.Random(0)  # noqa: S311
+    found: list[list[int]] = []
+    new: list[list[int]] = []
+    while len(found) < rounds:
+        one = draw.sample(range(count), count)
+        if one not in new:
+            new += [one, one[::-1]]
+            found += new[-2:]
+        if len(new) >= math.factorial(count):
+            new = []
+    return found[:rounds]
+
+
+class Clock:
+    """Times launches on one GPU, alone or in turns."""
+
+    def __init__(self, device: str | torch.device = "cuda") -> None:
+        self._device = torch.device(device)
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self._device)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._events: list[torch.cuda.Event] = []
+        # The graphs are replayed one by one, and share a pool: one for each would keep its memory until the cache is
+        # emptied. A graph of nothing much holds it.
+        self._holder: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, call: Callable[[], object], *, warm: bool = True) -> torch.cuda.CUDAGraph:
+        """A graph of ``call``; ``warm`` runs it once before, for what a first call does."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if warm:
+                call()
+            # torch.cuda.graph() would empty the allocator's cache, which costs more than the measurement.
+            torch.cuda.synchronize(self._device)
+            if self._holder is None:
+                self._holder = torch.cuda.CUDAGraph()
+                self._captured(self._holder, self.flush[:16].zero_)
+            self._captured(graph, call, self._holder.pool())
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph
+
+    def release(self) -> None:
+        """Let go of the graphs' memory: the next capture begins anew. No graph is in use any more."""
+        self._holder = None
+
+    def _captured(self, graph: torch.cuda.CUDAGraph, call: Callable[[], object], pool: Any = None) -> None:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            call()
+        finally:
+            graph.capture_end()
+
+    def rounds_us(self, graphs: Sequence[torch.cuda.CUDAGraph], rounds: int) -> list[list[float]]:
+        """The times of each graph in each round, [graphs][rounds]: in turns."""
+        count = len(graphs)
+        while len(self._events) < 2 * count * rounds:
+            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        events = iter(self._events)
+        marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in graphs]
+        for turns in orders(count, rounds):
+            for number in turns:
+                start, end = next(events), next(events)
+                self.flush.zero_()
+                start.record()
+                graphs[number].replay()
+                end.record()
+                marks[number].append((start, end))
+        torch.cuda.synchronize(self._device)
+        return [[1000.0 * start.elapsed_time(end) for start, end in pairs] for pairs in marks]

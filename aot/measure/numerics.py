@@ -1,0 +1,142 @@
+"""Whether a variant's numbers are right: every element of a result against the equation, without a second GEMM.
+
+Freivalds' check (``Judge``). For a vector r of random signs, ``y @ r`` must be ``x @ (w[g].T @ r)``, which costs
+M * (N + K) instead of M * N * K operations. The expectation of ||(y - ref) @ r||^2 over r is ||y - ref||^2
+(Frobenius), so the error estimated is the usual one. All sums are fp32 (IEEE).
+R. Freivalds, "Probabilistic machines can use less running time", IFIP Congress 1977.
+
+That check is of linear forms. Of a product with silu in its epilogue (``GatedJudge``) one column in eight of y is
+computed anew, silu(gate) * up of the fp32 product (IEEE), one at random of each eight: what a kernel loads, multiplies
+or stores at once, 8 columns and more, can't be wrong unseen, at an eighth of the whole product's cost. That every
+element is finite is looked at, too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ...artifacts.records.problem import Fusion, Op, Problem
+from ...kernels.contract.spec import gemm_of
+from .calls import Tensors
+
+MAX_ROW_ERROR = 0.1  # of one row, over the root mean square of all: a row that is wrong is off by about 1
+# By one vector, a row that is nearly orthogonal to it looks wrong where it is only rounded. Many rows make up for that,
+# but a row that stands alone, as one expert's in dW may, does not: eight vectors do.
+_VECTORS = 8
+_MANY_ROWS = 256
+_CHUNK_ELEMENTS = 1 << 26
+
+
+class Judge:
+    """The reference of one weight: ``judge.error(...)`` of any result of a problem that uses it."""
+
+    def __init__(self, problem: Problem, weights: torch.Tensor | None, device: torch.device) -> None:
+        g = torch.Generator(device).manual_seed(3)
+        columns = problem.K if problem.op is Op.DW else gemm_of(problem).columns
+        self._signs = torch.randint(0, 2, (columns, _VECTORS), generator=g, device=device).float() * 2 - 1
+        self._w_kn = problem.op is not Op.DW and gemm_of(problem).w_kn
+        self._projected = torch.empty(0, device=device)  # [E, reduction, vectors]
+        if weights is not None:
+            parts = [(w if self._w_kn else w.T).float() @ self._signs for w in weights]
+            self._projected = torch.stack(parts)
+
+    def reference(self, on: Tensors, counts: list[int]) -> torch.Tensor:
+        """What ``result @ signs`` must be: [M, vectors] in the sorted order of rows, or for dW [E, N, vectors]."""
+        if on.problem.op is Op.DW:
+            return self._weight_reference(on, counts)
+        vectors = 1 if on.M > _MANY_ROWS else _VECTORS
+        expert = torch.repeat_interleave(
+            torch.arange(len(counts), device=on.rows.device), torch.tensor(counts, device=on.rows.device)
+        )
+        gathered = Fusion.GATHER in on.problem.fusion
+        width = on.rows.shape[1] * vectors
+        parts = []
+        for here in _chunks(on.M, width):
+            rows = on.rows[on.index[here].long() // on.top_k] if gathered and on.index is not None else on.rows[here]
+            parts.append(torch.einsum("mk,mkv->mv", rows.float(), self._projected[expert[here], :, :vectors]))
+        return torch.cat(parts)
+
+    def _weight_reference(self, on: Tensors, counts: list[int]) -> torch.Tensor:
+        dy, x, start, parts = on.rows, on.weights, 0, []
+        for count in counts:
+            total = torch.zeros(dy.shape[1], _VECTORS, device=dy.device)
+            for here in _chunks(count, dy.shape[1] + x.shape[1], start):
+                total += dy[here].float().T @ (x[here].float() @ self._signs)
+            parts.append(total)
+            start += count
+        return torch.stack(parts)
+
+    def error(self, on: Tensors, reference: torch.Tensor) -> float:
+        """The relative error of ``on.result``: NaN where an element is not finite, infinite where one row is off."""
+        signs = self._signs[:, : reference.shape[-1]]
+        flat = on.result.reshape(-1, on.result.shape[-1])
+        got = torch.cat([flat[here].float() @ signs for here in _chunks(flat.shape[0], flat.shape[1])])
+        if on.index is not None and Fusion.SCATTER in on.problem.fusion:
+            got = got[on.index.long()]
+            if on.row_weights is not None:
+                got = got / on.row_weights[on.index.long(), None]
+        off = got.reshape(reference.shape) - reference
+        total = reference.square().sum(dtype=torch.float64).sqrt()
+        relative = float(off.square().sum(dtype=torch.float64).sqrt() / total)
+        per_expert = reference if on.problem.op is Op.DW else reference[None]
+        scale = per_expert.square().mean(dim=(1, 2)).sqrt()  # experts without rows: any error is too much
+        worst = (off if on.problem.op is Op.DW else off[None]).abs().amax(dim=(1, 2))
+        within = bool((worst <= MAX_ROW_ERROR * scale).all())
+        return relative if within or relative != relative else float("inf")
+
+
+def _chunks(rows: int, width: int, start: int = 0) -> list[slice]:
+    """Slices of rows, each of not too many elements."""
+    step = max(1, _CHUNK_ELEMENTS // max(1, width))
+    return [slice(start + at, start + min(at + step, rows)) for at in range(0, rows, step)]
+
+
+_EACH = 8  # one column of so many is looked at
+_GROUP = 8  # columns looked at that are judged together: 64 of y
+_GATED_CHUNK_ELEMENTS = 1 << 26
+
+
+class GatedJudge:
+    """The reference of one weight: ``judge.error(...)`` of any result of a problem that uses it."""
+
+    def __init__(self, problem: Problem, weights: torch.Tensor) -> None:
+        gemm = gemm_of(problem)
+        half, device = gemm.columns // 2, weights.device
+        g = torch.Generator(device).manual_seed(3)
+        groups = torch.arange(0, half, _EACH, device=device)
+        picked = groups + torch.randint(0, _EACH, groups.shape, generator=g, device=device)
+        self._columns = picked.clamp(max=half - 1)
+        both = torch.cat([self._columns, half + self._columns])
+        self._w = weights.index_select(2 if gemm.w_kn else 1, both)
+        self._w_kn = gemm.w_kn
+
+    def reference(self, on: Tensors, counts: list[int]) -> torch.Tensor:
+        """The columns of ``result`` that are looked at: float32 [M, columns] in the sorted order of rows."""
+        index = on.index if Fusion.GATHER in on.problem.fusion else None
+        parts: list[torch.Tensor] = []
+        start = 0
+        step = max(1, _GATED_CHUNK_ELEMENTS // (on.rows.shape[1] + 2 * len(self._columns)))
+        for w, count in zip(self._w, counts, strict=True):
+            matrix = (w if self._w_kn else w.T).float()
+            for first in range(start, start + count, step):
+                here = slice(first, min(first + step, start + count))
+                rows = on.rows[here] if index is None else on.rows[index[here].long() // on.top_k]
+                gate, up = (rows.float() @ matrix).chunk(2, 1)
+                parts.append(functional.silu(gate) * up)
+            start += count
+        return torch.cat(parts)
+
+    def error(self, on: Tensors, reference: torch.Tensor) -> float:
+        """The relative error of ``on.result``: NaN where one is not finite, infinite where 64 in a row are off."""
+        got = on.result[: len(reference), self._columns].float()
+        off = (got - reference).square()
+        total = reference.square().sum(dtype=torch.float64).sqrt()
+        relative = float(off.sum(dtype=torch.float64).sqrt() / total)
+        if not bool(torch.isfinite(on.result).all()):
+            return float("nan")
+        short = -off.shape[1] % _GROUP
+        groups = functional.pad(off, (0, short)).view(len(off), -1, _GROUP).sum(2)
+        scale = reference.square().mean()
+        within = bool((groups <= _GROUP * MAX_ROW_ERROR**2 * scale).all())
+        return relative if within or relative != relative else float("inf")

@@ -1,0 +1,146 @@
+"""The shapes that a plan is made of: one expert layer as its model publishes it, and one shard of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...artifacts.limits import MAX_EXPERTS
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Layout, Op
+
+MAX_WIDTH = 1 << 20  # of H and I, in elements
+MAX_TOKENS = 1 << 24
+MAX_ROWS = 1 << 30  # of M: a bucket is a power of two and fits int32
+_SHOWN = 64  # the largest divisor that an error lists
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """One mixture-of-experts layer, whole, as the model publishes it.
+
+    ``E`` experts of width ``I``, ``k`` of them a token, between hidden states of width ``H``.
+    ``shared_width`` is the width of all shared experts together, in elements (0: none). ``gated``:
+    GEMM 1 makes gate and up. ``quantised`` is how the published weights are (``fp8``, ``mxfp4``, ...), or empty.
+    ``layouts``: how programs hold the weights; [E, K, N] too where the checkpoint has them so.
+    """
+
+    E: int
+    k: int
+    H: int
+    I: int  # noqa: E741, the field's letter
+    shared_width: int = 0
+    gated: bool = True
+    quantised: str = ""
+    note: str = ""
+    layouts: tuple[Layout, ...] = (Layout.NK,)
+
+    def contradictions(self) -> list[str]:
+        """What can't be true of a layer; empty where it is sound."""
+        found = [
+            f"{letter}={value}: wanted 1 to {most}"
+            for letter, value, most in (
+                ("E", self.E, MAX_EXPERTS),
+                ("k", self.k, MAX_EXPERTS),
+                ("H", self.H, MAX_WIDTH),
+                ("I", self.I, MAX_WIDTH),
+            )
+            if not 1 <= value <= most
+        ]
+        if self.k > self.E >= 1:
+            found.append(f"k={self.k} is more than E={self.E}: a token can't go to more experts than there are")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """One grouped GEMM of a shard: the weight is [E, N, K]."""
+
+    role: str  # gate_up, up or down
+    E: int
+    N: int
+    K: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """One shard of one model's expert layer, and what to build for it.
+
+    ``E``, ``k``, ``H`` and ``I`` are the whole layer's. ``tp`` GPUs split the width of each expert,
+    ``ep`` GPUs split the experts. ``shared_experts`` shared experts of width I are fused into the
+    routed ones: every rank holds them all, and each token goes to all of them. ``tokens`` is the
+    (least, most) number of tokens of one step, counted over all ep ranks. ``layouts``: how the weights lie.
+    """
+
+    name: str
+    E: int
+    k: int
+    H: int
+    I: int  # noqa: E741, the field's letter
+    shared_experts: int
+    gated: bool
+    dtypes: tuple[DType, ...]
+    tp: int
+    ep: int
+    tokens: tuple[int, int]
+    ops: tuple[Op, ...]
+    note: str = ""
+    layouts: tuple[Layout, ...] = (Layout.NK,)
+
+    @property
+    def experts_per_rank(self) -> int:
+        """E/ep, and the fused shared experts."""
+        return self.E // self.ep + self.shared_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        """k, and the fused shared experts."""
+        return self.k + self.shared_experts
+
+    @property
+    def width(self) -> int:
+        """I/tp: the expert's width on one GPU."""
+        return self.I // self.tp
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """(least, most) M: rows of one rank, tokens * k / ep where the routing is even; at least 1."""
+        least, most = (tokens * self.experts_per_token for tokens in self.tokens)
+        return max(1, least // self.ep), max(1, -(-most // self.ep))
+
+    def gemms(self) -> tuple[Gemm, Gemm]:
+        """GEMM 1, w [E, 2I/tp, H] (gated) or [E, I/tp, H], and GEMM 2, w [E, H, I/tp]; as [E, N, K] in any layout."""
+        first = Gemm("gate_up", self.experts_per_rank, 2 * self.width, self.H)
+        if not self.gated:
+            first = Gemm("up", self.experts_per_rank, self.width, self.H)
+        return first, Gemm("down", self.experts_per_rank, self.H, self.width)
+
+    def contradictions(self) -> list[str]:
+        """Why this shard can't be; empty where it can."""
+        found = []
+        if self.I % self.tp:
+            found.append(f"tp={self.tp} does not divide I={self.I}; tp can be {_divisors(self.I)}")
+        if self.E % self.ep:
+            found.append(f"ep={self.ep} does not divide E={self.E}; ep can be {_divisors(self.E)}")
+        if self.experts_per_rank > MAX_EXPERTS:
+            found.append(
+                f"{self.experts_per_rank} experts on a rank, shared ones included, wanted at most {MAX_EXPERTS}"
+            )
+        if self.rows[1] > MAX_ROWS:
+            found.append(
+                f"tokens=..{self.tokens[1]} with {self.experts_per_token} experts a token makes {self.rows[1]} rows, "
+                f"wanted at most {MAX_ROWS}"
+            )
+        return found
+
+    def __str__(self) -> str:
+        dtypes = ",".join(dtype.value for dtype in self.dtypes)
+        text = f"{self.name} tp={self.tp} ep={self.ep} dtype={dtypes}"
+        if self.layouts != (Layout.NK,):
+            text += f" layout={','.join(layout.value for layout in self.layouts)}"
+        return text + (f" shared={self.shared_experts}" if self.shared_experts else "")
+
+
+def _divisors(number: int) -> str:
+    """The divisors that a deployment might use, for an error."""
+    some = [str(divisor) for divisor in range(1, _SHOWN + 1) if number % divisor == 0]
+    return ", ".join(some + ["..."] * (number > _SHOWN))

@@ -1,0 +1,257 @@
+"""models.txt, or specs given directly -> the shards to build for."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Op
+from .catalogue import catalogue, find, nearest_ids
+from .hf_config import read_model
+from .layer import ExpertLayer, ModelShape
+from .spec import SHAPE, Options, parse_options, parse_shape, words
+
+MAX_FILE_BYTES = 4 << 20
+CATALOGUE = "catalogue"  # the spec that means all of it
+_SHAPE = f"{SHAPE}E=128,H=2048,I=768,k=8"  # an example
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModels:
+    """The shards to build for, in the order given, and what the user should be told."""
+
+    shapes: tuple[ModelShape, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One spec as given: ``where`` begins its errors, ``base`` is what its paths are relative to."""
+
+    where: str
+    text: str
+    base: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a spec's first word means."""
+
+    name: str
+    layer: ExpertLayer
+    remarks: tuple[str, ...]
+
+
+def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> LoadedModels:
+    """The values of ``--models``: each is the path of a models.txt, or a spec with its options;
+    ``only`` some ops of them.
+
+    Raises
+    ------
+    InputError
+        with every mistake of every value, a line each (``models.txt:7: what is wrong``).
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    seen: dict[ModelShape, str] = {}
+    layers: dict[str, tuple[tuple[object, ...], str]] = {}
+    quantised: dict[str, str] = {}
+    for line in itertools.chain.from_iterable(_each_of_catalogue(one, problems) for one in _lines(values, problems)):
+        try:
+            found, options = _resolve(line)
+            shards = list(_shards(found, options, only))
+        except InputError as error:
+            problems.extend(f"{line.where}: {problem}" for problem in str(error).split("\n"))
+            continue
+        notes.extend(f"{line.where}: {remark}" for remark in found.remarks)
+        if found.layer.quantised:
+            quantised[shards[0].name] = found.layer.quantised
+        for shard in shards:
+            facts = (shard.E, shard.k, shard.H, shard.I, shard.gated, shard.shared_experts)
+            told, first = layers.setdefault(shard.name, (facts, line.where))
+            if told != facts:
+                problems.append(
+                    f"{line.where}: '{shard.name}' has other sizes at {first}; give one of them another name="
+                )
+                break
+            if shard in seen:
+                notes.append(f"{line.where}: {shard} is there already ({seen[shard]}); counted once")
+            seen.setdefault(shard, line.where)
+    if not problems and not seen:
+        problems.append("no models are given; name a models.txt, or a model, e.g. --models Qwen/Qwen3-30B-A3B")
+    if problems:
+        head = [] if len(problems) == 1 else [f"{len(problems)} mistakes in what to build for:"]
+        raise InputError("\n".join(head + problems))
+    if quantised:
+        listed = ", ".join(f"{name} ({how})" for name, how in quantised.items())
+        notes.append(
+            f"kernels for quantised weights are not there yet: bf16 (or the dtype= given) is built for {listed}"
+        )
+    return LoadedModels(tuple(seen), tuple(notes))
+
+
+def _lines(values: Sequence[str], problems: list[str]) -> Iterator[_Line]:
+    for value in values:
+        path = _expanded(value)
+        if not _is_file_of_specs(value, path):
+            blank = re.search(r"\s", value) and _exists(path)  # a path as it is, no word and its options
+            yield _Line(f"--models '{_short(value)}'", _quoted(value) if blank else value, Path())
+            continue
+        try:
+            with path.open("rb") as stream:
+                data = stream.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
+                raise InputError(f"larger than {MAX_FILE_BYTES >> 20} MiB; this is no models.txt")
+            text = data.decode("utf-8-sig")
+        except FileNotFoundError:
+            problems.append(f"{value}: no such file (looked in {Path.cwd()})")
+        except (OSError, InputError) as error:
+            problems.append(f"{value}: {getattr(error, 'strerror', None) or error}")
+        except UnicodeDecodeError as error:
+            problems.append(f"{value}: byte {error.start} is no UTF-8; save the file as UTF-8 text")
+        else:
+            lines = [
+                _Line(f"{value}:{number}", line, path.parent)
+                for number, line in enumerate(text.split("\n"), 1)
+                if line.strip() and not line.lstrip().startswith("#")
+            ]
+            if not lines:
+                problems.append(f"{value}: no models in it; write one a line, e.g. Qwen/Qwen3-30B-A3B tp=1,2")
+            yield from lines
+
+
+def _quoted(value: str) -> str:
+    """One word for ``spec.words``."""
+    return f"'{value}'" if '"' in value else f'"{value}"'
+
+
+def _each_of_catalogue(line: _Line, problems: list[str]) -> Iterator[_Line]:
+    """``catalogue tp=1,2`` stands for every model of the catalogue with these options."""
+    word, options = (*line.text.split(None, 1), "", "")[:2]
+    if word.strip("\"'").lower() != CATALOGUE:
+        yield line
+        return
+    if re.search(r"(^|\s)name=", options):
+        problems.append(f"{line.where}: name= can't be given for {CATALOGUE}, whose models have names of their own")
+        return
+    for model in catalogue():
+        yield _Line(line.where, f"{model} {options}", line.base)
+
+
+def _is_file_of_specs(value: str, path: Path) -> bool:
+    """A value is a file of specs if it is a file but no config.json, or is named like one."""
+    if "\0" in value:
+        return False
+    if _exists(path):
+        return not path.is_dir() and path.suffix != ".json"
+    return path.suffix == ".txt" and "=" not in value
+
+
+def _resolve(line: _Line) -> tuple[_Found, Options]:
+    given = words(line.text)
+    if not given:
+        raise InputError("no model is named")
+    options, problems = parse_options(given[1:])
+    try:
+        found = _find(given[0], line.base)
+    except InputError as error:
+        problems.insert(0, str(error))
+    if problems:
+        raise InputError("\n".join(problems))
+    return found, options
+
+
+def _find(word: str, base: Path) -> _Found:
+    """A catalogue id goes before a path of the same name; ``./`` makes it a path."""
+    if word.startswith(SHAPE):
+        layer = parse_shape(word)
+        return _Found(f"E{layer.E}-H{layer.H}-I{layer.I}-k{layer.k}", layer, ())
+    if match := find(word):
+        remarks = () if "/" in word else (f"'{word}' is taken as {match.id}",)
+        return _Found(match.id, match.entry.layer, remarks)
+    path = base / _expanded(word)
+    if _exists(path) and path.is_file() and path.suffix != ".json":
+        raise InputError(
+            f"'{_short(word)}': no config.json, as its name does not end so. A file of specs, one a line, is given "
+            "alone: each spec has its options in it"
+        )
+    if word.startswith((".", "/", "~")) or word.endswith(".json") or _exists(path):
+        config = read_model(path)
+        return _Found(config.name, config.layer, config.remarks)
+    if word.lower().startswith("shape"):
+        raise InputError(f"'{word}': a shape is written {_SHAPE}")
+    near = " or ".join(f"'{one}'" for one in nearest_ids(word))
+    other = f"`aot models` lists the catalogue; else give its config.json, or {_SHAPE}"
+    hint = f"did you mean {near}?" if near else other
+    raise InputError(f"unknown model '{_short(word)}': neither in the catalogue nor a path; {hint}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _expanded(text: str) -> Path:
+    """A path, ~ and ~user written out where there is such a user, and a home."""
+    try:
+        return Path(text).expanduser() if text.startswith("~") else Path(text)
+    except (RuntimeError, ValueError):
+        return Path(text)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # e.g. a name that is too long
+        return False
+
+
+def _shards(found: _Found, options: Options, only: Sequence[Op]) -> Iterator[ModelShape]:
+    """tp x ep. Raises InputError with every contradiction, a line each."""
+    layer = found.layer
+    problems: list[str] = []
+    shards: list[ModelShape] = []
+    fused = _fused(layer, problems) if options.shared else 0
+    ops = tuple(op for op in options.ops or Op if op in only)
+    if not ops:
+        given, wanted = (",".join(op.value for op in some) for some in (options.ops or Op, only))
+        problems.append(f"ops={given}: --ops {wanted} leaves nothing of it")
+    for tp, ep in itertools.product(options.tp, options.ep):
+        shard = ModelShape(
+            name=options.name or found.name,
+            E=layer.E,
+            k=layer.k,
+            H=layer.H,
+            I=layer.I,
+            shared_experts=fused,
+            gated=layer.gated if options.gated is None else options.gated,
+            dtypes=options.dtype or (DType.BF16,),
+            tp=tp,
+            ep=ep,
+            tokens=options.tokens,
+            ops=ops,
+            note=layer.note,
+            layouts=options.layout or layer.layouts,
+        )
+        problems.extend(shard.contradictions())
+        shards.append(shard)
+    if problems:
+        raise InputError("\n".join(dict.fromkeys(f"{found.name}: {problem}" for problem in problems)))
+    yield from shards
+
+
+def _fused(layer: ExpertLayer, problems: list[str]) -> int:
+    """How many experts of width I the shared experts make."""
+    if not layer.shared_width:
+        reason = layer.note or "the model has no shared experts, or the spec does not tell; add them to E and k"
+        problems.append(f"shared=fuse: {reason}")
+    elif layer.shared_width % layer.I:
+        problems.append(
+            f"shared=fuse: the shared experts are {layer.shared_width} wide, no multiple of I={layer.I}: "
+            "they can't be experts of the same GEMM"
+        )
+    return layer.shared_width // layer.I

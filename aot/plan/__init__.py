@@ -1,0 +1,1 @@
+"""What a build makes: problems, buckets and variant families of the models. Uses models."""

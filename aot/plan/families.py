@@ -1,0 +1,202 @@
+"""Which variants a plan asks to compile for a capability, and which of the compiled ones can ship."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ...artifacts.records.bundle import Variant
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
+from ...kernels.contract import registry, rowops
+from ...kernels.contract.alignment import ALIGNMENT_BYTES, has_aligned_rows
+from ...kernels.contract.config import Config
+from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ...kernels.cost.model import Resources, occupancy
+from ...kernels.hardware.arch import SmLimits
+from ...kernels.search import space
+
+# A few registers spilled outside the loop cost next to nothing; more than this many bytes a thread
+# means that the loop itself goes through memory.
+MAX_SPILL_BYTES = 64
+
+# Silu in the epilogue: a tile has the gate columns and the up columns of half as many of y.
+GATED_COLUMNS = (128, 256)
+GATED_CONFIGS = 3
+
+Candidates = Callable[[Op, DType, int], tuple[Config, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What variants can stand in for each other. A product that has two names (``Problem.twin``) has one family."""
+
+    op: Op | Pass
+    dtype: DType
+    layout: Layout
+    fusion: Fusion
+
+    @classmethod
+    def of(cls, one: Problem | Variant | Spec | PassSpec) -> Family:
+        """The family of a problem, or of a variant."""
+        named: Problem | Variant | Spec | PassSpec = one
+        if isinstance(one.op, Op) and one.layout is Layout.KN:
+            named = Problem(one.op, one.dtype, 1, 1, 1, one.layout, one.fusion).with_w_nk
+        return cls(named.op, one.dtype, named.layout, one.fusion)
+
+    @property
+    def gemm(self) -> Op:
+        """The op, of a family of problems."""
+        if isinstance(self.op, Pass):
+            raise ValueError(f"{self} is no family of GEMMs")
+        return self.op
+
+    def __str__(self) -> str:
+        text = f"{self.op.value} {self.dtype.value}"
+        text += f" w={self.layout.value}" if self.layout is not Layout.NK else ""
+        return text + (f" fused={fused(self.fusion)}" if self.fusion else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Where the candidates come from: ``aligned`` to choose among, ``fallbacks`` so that any N and K run."""
+
+    aligned: Candidates = space.candidates
+    fallbacks: Candidates = space.fallbacks
+
+    def candidates(self, family: Family, sm: int, ops: Iterable[Op] = ()) -> tuple[Config, ...]:
+        """The aligned candidates of a family: all, or where rows are moved the first of each kind and tile size.
+
+        Those of all of ``ops``, or else of the family's own. The cost model tells forms that move rows from the plain
+        one by little: half the candidates do. Of silu in the epilogue it is the first of each width and order of tiles.
+        None has a config that its form has no code for.
+        """
+        lists = (self.aligned(op, family.dtype, sm) for op in (tuple(ops) or (family.gemm,)))
+        every = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
+        if not family.fusion:
+            return every
+        every = tuple(one for one in every if not registry.no_code(family.gemm, family.dtype, family.fusion, one))
+        if optional(family):
+            gated: dict[tuple[int, int], Config] = {}
+            for config in every:
+                if config.block_n in GATED_COLUMNS:
+                    gated.setdefault((config.block_n, config.group_m), config)
+            return tuple(itertools.islice(gated.values(), GATED_CONFIGS))
+        firsts: dict[tuple[object, ...], Config] = {}
+        for config in every:
+            kind = config.block_m, config.block_n, config.block_k, config.specialized, config.streamed, config.pingpong
+            firsts.setdefault(kind, config)
+        return tuple(firsts.values())
+
+
+def fused(fusion: Fusion) -> str:
+    """What a variant does beside the product, e.g. ``gather``; empty for nothing."""
+    return "+".join(str(one.name).lower() for one in Fusion if one and one in fusion)
+
+
+def optional(one: Problem | Variant | Spec | Family) -> bool:
+    """Whether the form is one that a layer does without where there is no code for it: silu in the epilogue."""
+    return Fusion.SILU in one.fusion
+
+
+def families(problems: Iterable[Problem]) -> dict[Family, list[Problem]]:
+    """The problems by family, both in the problems' order."""
+    found: dict[Family, list[Problem]] = {}
+    for problem in problems:
+        found.setdefault(Family.of(problem), []).append(problem)
+    return found
+
+
+def named(members: Iterable[Problem]) -> str:
+    """What the problems of a family are called, e.g. ``dX bf16, forward bf16 w=kn``."""
+    return ", ".join(dict.fromkeys(str(Family(one.op, one.dtype, one.layout, one.fusion)) for one in members))
+
+
+def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]:
+    """Every variant to compile: the aligned candidates of each family, then its unaligned fallbacks.
+
+    What is named dX and is the forward of w [E, K, N] has the candidates of a forward, too, which are for few rows. One
+    cubin serves every E up to 512. Where a family has a larger one, its variants take any number, but for those
+    whose code counts 512 at most: they serve the others.
+    """
+    found: list[Spec] = []
+    for family, members in families(problems).items():
+        fewest, most = min(problem.E for problem in members), max(problem.E for problem in members)
+        ops = sorted({problem.op for problem in members}, key=lambda op: op is not family.op)  # its own first
+        rest = () if optional(family) else pool.fallbacks(family.gemm, family.dtype, sm)
+        enough = MAX_EXPERTS if most <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
+        for configs, alignment, experts in (
+            (pool.candidates(family, sm, ops), ALIGNMENT_BYTES, enough),
+            (rest, 1, MAX_EXPERTS_FALLBACK),
+        ):
+            for config in configs:
+                counted = experts if registry.counts(config, experts) else MAX_EXPERTS
+                if counted >= fewest:
+                    form = (family.gemm, family.dtype, config, family.layout, family.fusion)
+                    found.append(Spec(*form, alignment, counted))
+    return tuple(dict.fromkeys(found))
+
+
+def pass_specs(problems: Iterable[Problem]) -> tuple[PassSpec, ...]:
+    """The passes over rows that go with these problems: a layer of theirs needs them in each dtype, for any shape."""
+    every = tuple(problems)
+    return rowops.specs(tuple(dict.fromkeys(one.dtype for one in every)), frozenset(one.op for one in every))
+
+
+def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
+    """The specs in groups that are one and the same cubin: only the first of each is compiled.
+
+    Pointer variants that gather are those that scatter, told so when they are launched.
+    """
+    groups: dict[object, list[Spec]] = {}
+    for spec in wanted:
+        made_of = (
+            registry.arguments(spec),
+            registry.boxes(spec),
+            registry.constants(spec, sm),
+            registry.divisibility(spec),
+        )
+        groups.setdefault((spec.kernel, spec.dtype, spec.config, repr(made_of)), []).append(spec)
+    return tuple(map(tuple, groups.values()))
+
+
+def to_compile(problems: Sequence[Problem], sm: int, pool: Space) -> tuple[Spec | PassSpec, ...]:
+    """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes."""
+    return (*(group[0] for group in by_code(specs(problems, sm, pool), sm)), *pass_specs(problems))
+
+
+def ships_unchosen(variant: Variant) -> bool:
+    """Whether a variant ships although no choice names it: a fallback, for any N and K, or a pass over rows."""
+    return variant.alignment == 1 or isinstance(variant.op, Pass)
+
+
+def serves(variant: Variant, problem: Problem) -> bool:
+    """Whether ``problem`` is one that ``variant`` is chosen for: its family, its class of E, its alignment."""
+    alignment = ALIGNMENT_BYTES if has_aligned_rows(problem) else 1
+    same = Family.of(variant) == Family.of(problem)
+    able = same and variant.alignment == alignment and variant.max_experts >= problem.E
+    return able and registry.beyond(problem, Config.from_pairs(variant.config)) is None
+
+
+def rejection(variant: Variant, limits: SmLimits) -> str | None:
+    """Why a compiled variant does not ship for a capability, or None. All figures are the cubin's own.
+
+    A fallback goes only where it can't run at all.
+    """
+    if variant.shared_bytes > limits.shared_per_block_bytes:
+        return f"{variant.shared_bytes} bytes of shared memory, sm_{limits.sm} has {limits.shared_per_block_bytes}"
+    if isinstance(variant.op, Pass):
+        fits = variant.registers * variant.threads <= limits.registers_per_sm
+    else:
+        fits = occupancy(Resources.of(variant), limits) > 0
+    if not fits:
+        return (f"{variant.registers} registers x {variant.threads} threads, "
+                f"sm_{limits.sm} has {limits.registers_per_sm} registers")  # fmt: skip
+    if variant.spill_bytes > MAX_SPILL_BYTES and variant.alignment != 1:
+        return f"{variant.spill_bytes} bytes a thread are spilled, at most {MAX_SPILL_BYTES} are accepted"
+    return None
+
+
+CONFIG_LIMIT = 16  # of an op and dtype, in all their families, fallbacks included

@@ -1,0 +1,135 @@
+"""Shards -> the problems and buckets of one bundle: pure, the same for every capability."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from ...artifacts.records.bundle import Model
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_between
+from ...kernels.contract.alignment import has_aligned_rows
+from ...kernels.contract.spec import MAX_EXPERTS, code_of
+from ..models.layer import Gemm, ModelShape
+from .families import Family, Space, optional
+
+# What ``grouped_gemm`` can do beside the product of GEMM 1 and of GEMM 2 of a layer: GEMM 1 reads hidden states in
+# token order, GEMM 2 writes them there, and what is gathered going forward is scattered coming back.
+_MOVES = {Op.FORWARD: (Fusion.GATHER, Fusion.SCATTER), Op.DX: (Fusion.SCATTER, Fusion.GATHER)}
+
+
+# Where silu in GEMM 1's epilogue is planned. Its tiles have 128 rows: where few of them are filled the plain product's
+# small tiles win by more than the activation costs (Qwen3-30B at T=128, 8 rows an expert, 1.07 x on an H200; at T=1024,
+# 64 rows, the epilogue wins), and below 1024 rows the activation is next to nothing.
+_GATED_ROWS = 1024
+_GATED_ROWS_PER_EXPERT = 16
+_GATED_DTYPES = (DType.BF16, DType.FP16)  # what specialised code multiplies
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to choose variants for.
+
+    ``buckets`` is problem -> its buckets of M, ascending; the problems are in ``sort_key`` order and
+    each is there once, whatever number of models share it. ``models`` has one entry a shard and dtype.
+    """
+
+    buckets: Mapping[Problem, tuple[int, ...]]
+    models: tuple[Model, ...]
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The distinct problems, in their order."""
+        return tuple(self.buckets)
+
+    @property
+    def choices(self) -> int:
+        """The number of (problem, bucket) pairs: the choices that a finished bundle holds."""
+        return sum(len(buckets) for buckets in self.buckets.values())
+
+    def without(self, problems: Collection[Problem]) -> Plan:
+        """The plan less these problems."""
+        models = (
+            replace(model, problems=tuple(one for one in model.problems if one not in problems))
+            for model in self.models
+        )
+        buckets = {one: row for one, row in self.buckets.items() if one not in problems}
+        return Plan(MappingProxyType(buckets), tuple(models))
+
+
+def plan(shapes: Iterable[ModelShape]) -> Plan:
+    """The distinct problems of ``shapes``, their buckets, and the models they serve.
+
+    A shard has, for each of its dtypes, layouts and ops, a problem for each of its two GEMMs, and of the forward
+    and dX one more for each, with the rows moved on the way. Its buckets are the powers of two that its
+    M = tokens * k / ep falls in, from the least to the most tokens, the same for every op. Of a forward with a gate
+    there is GEMM 1 with silu in its epilogue, too, in the larger buckets; what activation a model has is not known.
+    """
+    buckets: dict[Problem, set[int]] = {}
+    models: dict[tuple[str, int, int, int, DType], set[Problem]] = {}
+    for shape in shapes:
+        wanted = buckets_between(*shape.rows)
+        for dtype in shape.dtypes:
+            problems = set(problems_of(shape, dtype))
+            for problem in tuple(problems):
+                pays = gated_buckets(problem, wanted) if optional(problem) else wanted
+                if pays:
+                    buckets.setdefault(problem, set()).update(pays)
+                else:
+                    problems.remove(problem)
+            key = (shape.name, shape.tp, shape.ep, shape.experts_per_token, dtype)
+            models.setdefault(key, set()).update(problems)
+    return Plan(
+        MappingProxyType({one: tuple(sorted(buckets[one])) for one in sorted(buckets, key=lambda one: one.sort_key)}),
+        tuple(
+            Model(*key, problems=tuple(sorted(models[key], key=lambda one: one.sort_key)))
+            for key in sorted(models, key=lambda key: (*key[:4], key[4].value))
+        ),
+    )
+
+
+def problems_of(shape: ModelShape, dtype: DType) -> Iterator[Problem]:
+    """What one shard computes in one dtype; ``abi.code_of`` says which forms of a call share a problem.
+
+    dW of w [E, K, N] is dW of w [E, N, K] with x and dy, N and K exchanged, and is planned as that.
+    """
+    for op in shape.ops:
+        for layout in shape.layouts:
+            for gemm, moves in zip(shape.gemms(), _MOVES.get(op, (Fusion.NONE, Fusion.NONE)), strict=True):
+                if op is Op.DW and layout is Layout.KN:
+                    yield Problem(op, dtype, gemm.E, gemm.K, gemm.N)
+                    continue
+                for fusion in (Fusion.NONE, code_of(op, moves)):
+                    yield Problem(op, dtype, gemm.E, gemm.N, gemm.K, layout, fusion)
+            if op is Op.FORWARD and shape.gated:
+                yield from _gated(shape.gemms()[0], dtype, layout)
+
+
+def _gated(gemm: Gemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
+    """GEMM 1 with silu in its epilogue as ``moe_mlp`` runs it, rows gathered on load or before, if there is code.
+
+    Code needs whole 16 bytes a row of y too. w [E, K, N] is of models with other activations.
+    """
+    problem = Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K, layout, Fusion.SILU)
+    able = dtype in _GATED_DTYPES and layout is Layout.NK and gemm.E <= MAX_EXPERTS
+    if able and has_aligned_rows(problem) and has_aligned_rows(replace(problem, N=gemm.N // 2)):
+        yield problem
+        yield replace(problem, fusion=Fusion.SILU | Fusion.GATHER)
+
+
+def gated_buckets(problem: Problem, buckets: Iterable[int]) -> tuple[int, ...]:
+    """Those of ``buckets`` in which silu in the epilogue may pay."""
+    least = max(_GATED_ROWS, _GATED_ROWS_PER_EXPERT * problem.E)
+    return tuple(bucket for bucket in buckets if bucket >= least)
+
+
+def planned_on(plan: Plan, sms: Collection[int], pool: Space | None = None) -> Plan:
+    """The plan less the optional problems that none of these capabilities has code for."""
+    space = pool or Space()
+    idle = {
+        one
+        for one in plan.problems
+        if optional(one) and not any(space.candidates(Family.of(one), sm) for sm in sms)
+    }  # fmt: skip
+    return plan.without(idle) if idle else plan

@@ -1,0 +1,100 @@
+"""``--sm``: the GPU capabilities that a build is for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ...artifacts.errors import HostError, InputError
+from ...artifacts.records.target import Target
+from ...kernels.hardware.arch import supported
+from ...kernels.hardware.chips import CHIPS
+
+SUPPORTED = supported()  # what Triton compiles and pretuned builds for
+
+# What looks supported and is not, and why.
+REFUSED = {
+    101: "Triton's compiler aborts on it (an LLVM error)",
+    107: "Triton's compiler aborts on it (an LLVM error)",
+}
+
+_FORM = re.compile(r"(?:sm_?|compute_?)?(?:(?P<dotted>[0-9]{1,2}\.[0-9])|(?P<plain>[0-9]{1,4}))(?P<suffix>a?)", re.I)
+
+
+def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
+    """``80,90``, ``sm_90``, ``sm_90a``, ``9.0`` or ``native``, separated by commas -> capabilities, ascending.
+
+    ``native_sm`` returns this machine's capability (10 * major + minor), or None where there is no GPU; it is
+    called only for ``native``.
+
+    Raises
+    ------
+    InputError
+        naming every part that is no supported capability, the nearest one, and the supported ones.
+    HostError
+        for ``native`` where there is no GPU.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    found: set[int] = set()
+    problems: list[str] = []
+    for part in parts:
+        if part.lower() == "native":
+            sm = native_sm()
+            if sm is None:
+                raise HostError("--sm native: no NVIDIA GPU found here; name the capabilities, e.g. --sm 80,90")
+        elif match := _FORM.fullmatch(part):
+            sm = int((match["dotted"] or match["plain"]).replace(".", ""))
+            if match["suffix"] and sm in SUPPORTED and sm < 90:
+                problems.append(f"'{part}': architecture-specific code begins at sm_90a; did you mean {sm}?")
+                continue
+        else:
+            problems.append(f"'{part}' is no capability{_suggestion(part)}" if part else "an empty part")
+            continue
+        if sm in SUPPORTED:
+            found.add(sm)
+        elif sm in REFUSED:
+            problems.append(f"'{part}': {REFUSED[sm]}")
+        else:
+            problems.append(f"'{part}' is not supported{_suggestion(part if part.lower() != 'native' else str(sm))}")
+    if problems:
+        supported = ", ".join(str(sm) for sm in SUPPORTED)
+        told = "; ".join(dict.fromkeys(problems))
+        raise InputError(
+            f"--sm {text or repr(text)}: {told}{'' if told.endswith('?') else '.'} Supported: {supported}, native"
+        )
+    return tuple(sorted(found))
+
+
+def target_of(sm: int) -> Target:
+    """The target that a build for ``sm`` compiles to: from 9.0 up code for that one architecture (sm_90a).
+
+    Raises
+    ------
+    InputError
+        if ``sm`` is not supported.
+    """
+    if sm not in SUPPORTED:
+        raise InputError(f"sm_{sm} is not supported. Supported: {', '.join(str(one) for one in SUPPORTED)}")
+    return Target(sm, arch_specific=sm >= 90)
+
+
+def _suggestion(part: str) -> str:
+    """The capability of a GPU so named, else the nearest supported one, by number."""
+    if named := _of_gpu(part):
+        return f"; did you mean {' or '.join(map(str, named))}?"
+    digits = re.sub(r"[^0-9]", "", part)
+    if not digits:
+        return "; did you mean native?" if part.lower().startswith("n") else ""
+    if len(digits) > 3:
+        return ""
+    number = int(digits) * (10 if len(digits) == 1 else 1)  # 9 means 9.0
+    return f"; did you mean {min(SUPPORTED, key=lambda sm: (abs(sm - number), sm))}?"
+
+
+def _of_gpu(part: str) -> list[int]:
+    """The capabilities of the GPUs that a name with a number in it (H100, rtx4090) may mean, ascending."""
+    words = set(re.findall(r"[a-z0-9]+", part.lower())) - {"nvidia", "geforce"}
+    if not re.search("[0-9]", " ".join(words)):
+        return []
+    forms = ((chip.sm, chip.name.lower().split()) for chip in CHIPS)
+    return sorted({sm for sm, form in forms if words <= {*form, "".join(form), "".join(form[:2])}})

@@ -1,0 +1,119 @@
+"""Work that a program must not do itself, in a child process of its own: compiling, and measuring on the GPU.
+
+A compiler may abort, a kernel under test may fault, and both change process-wide state; and worker processes that
+``multiprocessing`` spawns would run a script without a ``__main__`` guard again. The child is a plain Python
+with this process's sys.path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...artifacts.errors import BundleError, CompileError, HostError, InputError, PretunedError
+from .orphan import end_with_parent
+from .scratch import scratch_folder
+
+_START = (
+    "import json, sys; work = json.load(sys.stdin); sys.path[:] = work['path']; "
+    "from pretuned.aot.process.child import work_on; work_on(work)"
+)
+_PACKAGE = (__package__ or "").rpartition(".")[0]  # whose modules are named
+_TELLS = 2000  # characters of what a child said before it died
+_RAISED = {error.__name__: error for error in (CompileError, HostError, InputError)}
+
+
+def call(function: str, arguments: Mapping[str, object], *, timeout_s: float, who: str) -> bytes:
+    """Run ``room.module:function`` of ``pretuned.aot`` in a child, with plain keyword arguments and ``answer``, a file
+    to write.
+
+    Returns what the function wrote. ``who`` it is for begins the error where there is no place for that file. Where
+    this process is killed, the child ends too and removes it.
+
+    Raises
+    ------
+    CompileError, HostError, InputError
+        what the function raised, or HostError where the child died or was too slow. Ctrl-C ends the child too.
+    """
+    if not sys.executable:
+        raise HostError("this Python does not know its own executable: nothing can be compiled or tuned on demand")
+    try:
+        with scratch_folder() as scratch:
+            answer = scratch / "answer"
+            _run(function, arguments, answer, timeout_s)
+            return answer.read_bytes()
+    except OSError as error:
+        if isinstance(error, PretunedError):
+            raise
+        raise HostError(f"{who} needs a temporary directory: {error}; TMPDIR names another one") from error
+
+
+def _run(function: str, arguments: Mapping[str, object], answer: Path, timeout_s: float) -> None:
+    told = answer.with_suffix(".error")
+    package = f"{_PACKAGE}." if _PACKAGE else ""
+    work = {"path": sys.path, "function": package + function, "arguments": dict(arguments), "answer": str(answer),
+            "told": str(told)}  # fmt: skip
+    try:
+        with _sentinel() as sentinel:
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", _START], input=json.dumps({**work, "sentinel": sentinel}),
+                capture_output=True, text=True, timeout=timeout_s, check=False, start_new_session=True,
+                pass_fds=(sentinel,),
+            )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise HostError(f"{function} did not end within {timeout_s:g} s and was stopped") from None
+    except OSError as error:
+        raise HostError(f"{function}: {sys.executable!r} can't be started: {error.strerror}") from error
+    if done.returncode == 0 and answer.is_file():
+        return
+    if told.is_file():
+        kind, text = json.loads(told.read_text())
+        raise _RAISED.get(kind, HostError)(text)
+    raise HostError(f"{function}: its process died ({how_ended(done.returncode)}): {done.stderr.strip()[-_TELLS:]}")
+
+
+@contextlib.contextmanager
+def _sentinel() -> Iterator[int]:
+    """The reading end of a pipe that nothing is written to: it ends when this process does."""
+    reader, writer = os.pipe()
+    try:
+        yield reader
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def work_on(work: Mapping[str, Any]) -> None:
+    """The child's part: call the function; what it raises goes back in a file."""
+    end_with_parent(work["sentinel"], Path(work["answer"]).parent)
+    module, _, name = work["function"].partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+        function(**work["arguments"], answer=Path(work["answer"]))
+    except PretunedError as error:
+        kind = InputError if isinstance(error, BundleError) else type(error)
+        Path(work["told"]).write_text(json.dumps([kind.__name__, str(error)]))
+        sys.exit(1)
+    except Exception as error:  # the process's boundary
+        trace = traceback.format_exc()[-_TELLS:]
+        Path(work["told"]).write_text(json.dumps(["HostError", f"{type(error).__name__}: {error}\n{trace}"]))
+        sys.exit(1)
+
+
+def how_ended(exitcode: int | None) -> str:
+    """``exit 3``, or the name of the signal that a process died of."""
+    if exitcode is None or exitcode >= 0:
+        return f"exit {exitcode}"
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"

@@ -1,0 +1,103 @@
+"""The directory that bundles are written to: made, checked before any work, and one build's at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from ...artifacts.errors import HostError, InputError, LockBusy
+from ...artifacts.files.lock import LOCK_NAME, lock
+
+DEFAULT_NAME = "pretuned"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_LONGEST_WAIT_S = 24 * 3600.0
+
+
+def file_name(name: str, sm: int) -> str:
+    """``<name>-sm<NN>.msgpack``.
+
+    Raises
+    ------
+    InputError
+        if ``name`` could mean another directory, or is no name.
+    """
+    if not _NAME.fullmatch(name):
+        raise InputError(
+            f"--name {name!r} can't be part of a file's name: wanted 1 to 100 of A-Z a-z 0-9 . _ -, "
+            "a letter or digit first"
+        )
+    return f"{name}-sm{sm}.msgpack"
+
+
+def check_writable(directory: Path, option: str) -> None:
+    """Make a directory if it is missing; ``option`` is what names it.
+
+    Raises
+    ------
+    HostError
+        if it can't be made or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HostError(
+            f"can't make the directory '{directory}': {error.strerror}. Name one that can be written with {option}"
+        ) from error
+    # access(2) knows read-only file systems too, and that root may write anywhere else.
+    if not os.access(directory, os.W_OK | os.X_OK):
+        read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
+        reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
+        raise HostError(
+            f"can't write into '{directory}': {reason}. Make it writable, or name another one with {option}"
+        )
+
+
+@contextlib.contextmanager
+def held(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Hold the directory, made if it is missing; where another build has it, say so and wait.
+
+    Raises
+    ------
+    HostError
+        if it can't be made, written or locked, before anything is compiled.
+    """
+    check_writable(directory, "--out DIR")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock(directory, 0.0, required=True))
+        except LockBusy:
+            note(f"another aot ({holder(directory / LOCK_NAME)}) works in '{directory}': waiting for it")
+            stack.enter_context(lock(directory, _LONGEST_WAIT_S, required=True))
+        yield
+
+
+@contextlib.contextmanager
+def replacing(path: Path, inputs: Iterable[str], note: Callable[[str], None]) -> Iterator[None]:
+    """Hold the directory of a file that is made of itself and others: of two at once the second reads what one made.
+
+    Raises
+    ------
+    HostError
+        as ``held``.
+    """
+    here = path.resolve()
+    with held(path.parent, note) if any(Path(one).resolve() == here for one in inputs) else contextlib.nullcontext():
+        yield
+
+
+def holder(lock_file: Path) -> str:
+    """The process that holds a lock file, as /proc/locks tells."""
+    try:
+        status = lock_file.stat()
+        wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if wanted in fields and "->" not in fields:
+                return f"process {fields[fields.index(wanted) - 1]}"
+    except OSError:
+        pass
+    return "process unknown"

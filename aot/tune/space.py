@@ -1,0 +1,138 @@
+"""What can be measured: cells that fit the GPU, the variants that serve them, and the cost model's order of those."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...artifacts.errors import InputError
+from ...artifacts.files.bundle_file import BundleFile
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...artifacts.records.target import Gpu
+from ...kernels.cost.model import Ranker, Resources
+from ...kernels.hardware.chips import Chip, chip_of
+from ..journal.records import FLUSH_BYTES, Measured
+from ..journal.timings import cell_of
+from ..plan.families import optional, serves
+from .shortlist import Knobs
+
+_RESERVE_BYTES = 2 << 30  # the context, code, and what a reference needs
+
+
+@dataclass(slots=True)
+class Ground:
+    """All that can be measured: which variants serve a problem, and how the cost model ranks them."""
+
+    cells: dict[Problem, tuple[int, ...]]
+    bundle: BundleFile
+    share: float
+    chip: Chip
+    able: dict[Problem, tuple[int, ...]] = field(default_factory=dict)
+    index: dict[tuple[Problem, bytes], int] = field(default_factory=dict)
+    too_large: int = 0
+    like: BundleFile | None = None
+    _rankers: dict[tuple[int, ...], Ranker] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float,
+        like: BundleFile | None = None,
+    ) -> Ground:  # fmt: skip
+        """Leaves out what does not fit the GPU's memory. A product that has two names is one here (``cell_of``).
+
+        Raises
+        ------
+        InputError
+            if no candidate serves a problem that is not optional.
+        """
+        variants = bundle.variants()
+        self = cls({}, bundle, share, chip_of(gpu, sm), like=like)
+        wanted: dict[Problem, set[int]] = {}
+        for problem, bucket in itertools.starmap(cell_of, ((one, M) for one, row in problems.items() for M in row)):
+            wanted.setdefault(problem, set()).add(bucket)
+        for problem in sorted(wanted, key=lambda one: one.sort_key):
+            able = tuple(i for i, variant in enumerate(variants) if serves(variant, problem))
+            if not able and optional(problem):
+                continue
+            if not able:
+                raise InputError(
+                    f"candidates '{bundle.path}': no variant serves {problem}: run aot compile for the same models"
+                )
+            fitting = tuple(sorted(M for M in wanted[problem] if fits(problem, M, gpu.memory_mib)))
+            self.too_large += len(wanted[problem]) - len(fitting)
+            self.cells[problem] = fitting
+            self.able[problem] = able
+            for i in reversed(able):
+                self.index[problem, variants[i].cubin_sha256] = i
+        return self
+
+    def has(self, record: Measured) -> bool:
+        """Whether a record is of a cell that is asked for, and of these candidates."""
+        problem, bucket = cell_of(record.problem, record.bucket)
+        return bucket in self.cells.get(problem, ()) and (problem, record.modelled) in self.index
+
+    def config(self, problem: Problem, sha: bytes) -> Knobs | None:
+        """The config of the variant with this cubin, if it serves a problem."""
+        i = self.index.get((problem, sha))
+        return None if i is None else self.bundle.variant(i).config
+
+    def variant(self, problem: Problem, config: Knobs, without: Container[bytes] = ()) -> int | None:
+        """The variant that serves a problem in this config, unless its cubin is in ``without``."""
+        able = ((i, self.bundle.variant(i)) for i in self.able.get(problem, ()))
+        return next((i for i, one in able if one.config == config and one.cubin_sha256 not in without), None)
+
+    def elsewhere(self, problem: Problem, bucket: int) -> list[Knobs]:
+        """The configs that the bundle ``like`` has for a cell: its choice, then the runner-up."""
+        if self.like is None:
+            return []
+        there = self.like.find(problem) or (self.like.find(problem.twin) if problem.twin else ())
+        named = (choice for choice in there if choice.bucket == bucket)
+        indices = [i for choice in named for i in (choice.variant, choice.runner_up) if i is not None]
+        return [self.like.variant(i).config for i in indices]
+
+    def estimates(self, problem: Problem, bucket: int) -> dict[bytes, float]:
+        """By cubin of what serves a problem that is asked for, the estimate in us."""
+        problem, bucket = cell_of(problem, bucket)
+        if bucket not in self.cells.get(problem, ()):
+            return {}
+        return {self.bundle.variant(i).cubin_sha256: us for us, i in self.ranked(problem, bucket)}
+
+    def ranked(self, problem: Problem, bucket: int, without: Container[bytes] = ()) -> list[tuple[float, int]]:
+        """(estimate in us, variant), best first, less those whose cubin is in ``without``."""
+        able = self.able[problem]
+        if able not in self._rankers:
+            resources = [Resources.of(self.bundle.variant(i)) for i in able]
+            self._rankers[able] = Ranker(resources, problem.op, problem.dtype, self.chip)
+        ranked = [(us, able[i]) for us, i in self._rankers[able].rank(problem, bucket)]
+        return [(us, i) for us, i in ranked if self.bundle.variant(i).cubin_sha256 not in without]
+
+
+def fits(problem: Problem, M: int, memory_mib: int) -> bool:
+    """Whether a cell's tensors fit a GPU's memory: w, dw, M rows of both widths, and what a clean measurement needs."""
+    matrices = problem.E * problem.N * problem.K * (2 if problem.op is Op.DW else 1)
+    rows = M * (problem.N + problem.K)
+    wanted = (matrices + rows) * problem.dtype.itemsize + M * 16 + 2 * FLUSH_BYTES + _RESERVE_BYTES
+    return wanted <= memory_mib * (1 << 20) * 9 // 10
+
+
+def weight_key(problem: Problem) -> tuple[int, int, int, DType, Layout]:
+    """The weights that a problem's measurements share with those of other ops, forms and buckets."""
+    return (problem.E, problem.N, problem.K, problem.dtype, problem.layout)
+
+
+def torch_can(problem: Problem) -> bool:
+    """Whether torch has one call for it: grouped_mm takes bf16, plain, the usual layout, rows of 16 bytes."""
+    plain = problem.dtype is DType.BF16 and problem.layout is Layout.NK and problem.fusion is Fusion.NONE
+    return plain and problem.N % 8 == 0 and problem.K % 8 == 0
+
+
+def expected_seconds(best_us: float) -> float:
+    """What measuring a cell takes, about: for the progress, and for what to begin with."""
+    return 0.1 + 80e-6 * best_us
+
+
+def weight_seconds(problem: Problem) -> float:
+    """What making the weights anew takes, about: a guess, to decide whether a cell is worth taking to another GPU."""
+    return 0.02 + problem.E * problem.N * problem.K / 20e9

@@ -1,0 +1,73 @@
+"""What is known of the cells: what the journal has, and what is added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...artifacts.errors import CompileError
+from ..choose.bundle import Ships
+from ..journal.file import Journal
+from ..journal.records import Failure, Measured, Record
+from ..journal.timings import Cell, cell_of
+from .remeasure import Look, looks
+from .shortlist import Winners
+from .space import Ground
+
+
+class Known:
+    """The cells that are measured with these candidates (``cells``), what won there, and what ``failed``."""
+
+    def __init__(self, ground: Ground, journal: Journal, ships: Ships | None) -> None:
+        self.cells: set[Cell] = set()
+        self.failed: dict[bytes, Failure] = {}
+        self.winners = Winners()
+        self._ground, self._journal, self._ships = ground, journal, ships
+        self._records: list[Record] = []
+        self._asked: dict[Cell, frozenset[bytes]] = {}
+        self._learn(journal.contents.records)
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Keep records in the journal."""
+        self._journal.append(records)
+        self._learn(records)
+
+    def missing(self) -> list[Cell]:
+        """The cells that are asked for and not measured."""
+        every = ((problem, bucket) for problem, buckets in self._ground.cells.items() for bucket in buckets)
+        return [cell for cell in every if cell not in self.cells]
+
+    def looks(self) -> dict[Cell, Look]:
+        """The cells to be looked at once more, by what would ship, less those that were, as well as they can be."""
+        if self._ships is None:
+            return {}
+        contents = replace(self._journal.contents, records=tuple(self._records))
+        try:
+            found = looks(self._ships(contents), contents, self._ground.estimates)
+        except CompileError:  # nothing ships
+            return {}
+        return {
+            cell: look
+            for cell, look in found.items()
+            if cell in self.cells and not look.variants <= self._asked.get(cell, frozenset())
+        }
+
+    def looked_at(self, cell: Cell, look: Look) -> None:
+        """What a look was to time is not asked for again, whether or not it could be timed."""
+        self._asked[cell] = self._asked.get(cell, frozenset()) | look.variants
+
+    def _learn(self, records: Sequence[Record]) -> None:
+        self._records += records
+        for record in records:
+            if isinstance(record, Failure):
+                self.failed[record.variant] = record
+            elif self._ground.has(record):
+                self.cells.add(cell_of(record.problem, record.bucket))
+                self._remember(record)
+
+    def _remember(self, record: Measured) -> None:
+        best = min(record.timings, key=lambda one: (one.time_ns, one.variant)).variant
+        problem, bucket = cell_of(record.problem, record.bucket)
+        config = self._ground.config(problem, best)
+        if config is not None:
+            self.winners.add(problem, bucket, config)

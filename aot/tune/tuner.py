@@ -1,0 +1,167 @@
+"""The tuner: cells and candidates in, a journal out. It ranks, hands out jobs, and writes down what comes back.
+
+    outcome = tune_problems({problem: (16, 32)}, "candidates.msgpack", Path("h200.journal"), budget_s=600)
+    bundle = measured_bundle(plan, read_candidates("candidates.msgpack"), read_journal(Path("h200.journal")))
+
+(``measured_bundle`` is in measured.py.) It imports no torch and touches no GPU: ``jobs.GpuExecutor`` is the seam.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ...artifacts.errors import BundleError, HostError, InputError
+from ...artifacts.files.bundle_file import BundleFile, open_bundle
+from ...artifacts.records.problem import Op, Problem
+from ...artifacts.records.target import Gpu
+from ..choose.bundle import Ships
+from ..executors.local import local_gpus
+from ..journal.file import Header, described, open_journal
+from ..measure.job import GpuExecutor, Hello, WorkerLost, first_line
+from .outcome import Outcome, Progress, TuneObservers
+from .scheduler import SAME_GPU, Run
+from .shortlist import SHARE
+from .space import Ground
+
+__all__ = ["DEFAULT_BUDGET_S", "NoGpu", "Outcome", "Progress", "TuneObservers", "tune_problems"]
+
+DEFAULT_BUDGET_S = 600.0
+
+
+class NoGpu(HostError):
+    """Nothing can be measured here: a GPU is missing, or can't be used."""
+
+
+def tune_problems(
+    problems: Mapping[Problem, Sequence[int]],
+    candidates: str | Path,
+    journal: Path,
+    *,
+    budget_s: float | None = DEFAULT_BUDGET_S,
+    gpus: Sequence[int] | None = None,
+    executors: Sequence[GpuExecutor] | None = None,
+    joined: Callable[[], Sequence[GpuExecutor]] | None = None,
+    with_torch: bool = True,
+    share: float = SHARE,
+    like: str | Path | None = None,
+    ships: Ships | None = None,
+    observers: TuneObservers | None = None,
+) -> Outcome:
+    """Measure the cells that ``journal`` does not have yet, on this machine's GPUs, until done or out of time.
+
+    Parameters
+    ----------
+    problems
+        Problem -> its buckets of M.
+    candidates
+        A bundle of compiled variants (``aot compile``), for the capability of the GPUs.
+    journal
+        Made if it is missing, else gone on with. Held meanwhile: another tuner waits.
+    budget_s
+        Seconds after which no more jobs are begun; None for no limit.
+    gpus
+        Ordinals; None for all of this machine.
+    executors
+        In place of this machine's GPUs; they are started here and shut down by the caller.
+    joined
+        Asked now and then for executors that have come meanwhile. With it, those that do not start are left out,
+        and where all are gone others are waited for.
+    with_torch
+        Time torch's grouped_mm beside the plain bf16 problems.
+    share
+        Of a cell's candidates, how many are measured.
+    like
+        A bundle, as of another GPU of this capability: what it has for a cell is among those measured.
+    ships
+        What would ship by a journal (``measured.shipping``). Once no cell is missing, those are measured once more that
+        lack what would ship and may be the fastest there, or whose choice took over 2 % more than the fastest. None:
+        no such look is taken.
+
+    Raises
+    ------
+    InputError
+        if the candidates or the journal are for another GPU, or a bundle can't be read (BundleError).
+    NoGpu
+        if there is no GPU, or it can't be used.
+    HostError
+        if a GPU is lost, or the journal can't be written.
+    KeyboardInterrupt
+        with a message that says how much is kept.
+    """
+    watch = observers or TuneObservers()
+    with open_bundle(candidates) as bundle, contextlib.ExitStack() as stack:
+        there = _beside(like, bundle, stack)
+        if executors is None:
+            try:
+                executors = stack.enter_context(local_gpus(str(candidates), bundle.digest, gpus))
+            except HostError as error:
+                raise NoGpu(str(error)) from None
+        greeted = _greet(executors, watch, lenient=joined is not None)
+        sm, gpu = _same_gpu(greeted, bundle)
+        measured = {variant.kernel for variant in bundle.variants() if isinstance(variant.op, Op)}
+        header = Header(sm, gpu, tuple(kernel for kernel in bundle.kernels if kernel.name in measured))
+        held = stack.enter_context(open_journal(journal, header, watch.on_note))
+        ground = Ground.of(problems, bundle, gpu, sm, share, there)
+        return Run(ground, greeted, joined, held, watch, with_torch, budget_s, ships).run()
+
+
+def _beside(named: str | Path | None, candidates: BundleFile, stack: contextlib.ExitStack) -> BundleFile | None:
+    """Another bundle of the candidates' capability, if one is named."""
+    if named is None:
+        return None
+    other = stack.enter_context(open_bundle(named))
+    if other.target != candidates.target:
+        raise InputError(
+            f"bundle '{named}': it is for {other.target}, the candidates are for {candidates.target}. Name one for the "
+            "same capability, or none"
+        )
+    return other
+
+
+def _greet(executors: Sequence[GpuExecutor], watch: TuneObservers, *, lenient: bool) -> dict[GpuExecutor, Hello]:
+    """Start them. ``lenient`` goes on with those that do, if there is one."""
+    started = [executor.start() for executor in executors]
+    greeted: dict[GpuExecutor, Hello] = {}
+    last = NoGpu("there is no GPU to measure on")
+    for executor, future in zip(executors, started, strict=True):
+        try:
+            greeted[executor] = future.result()
+        except BundleError:
+            raise
+        except (WorkerLost, RuntimeError, HostError) as error:
+            last = NoGpu(f"{executor.name}: its worker does not start: {first_line(error)}")
+            if not lenient:
+                raise last from None
+            watch.on_note(f"left out: {last}")
+            executor.shutdown()
+        else:
+            for text in greeted[executor].notes:
+                watch.on_note(f"{executor.name}: {text}")
+    if not greeted:
+        raise last
+    return greeted
+
+
+def _same_gpu(greeted: Mapping[GpuExecutor, Hello], bundle: BundleFile) -> tuple[int, Gpu]:
+    """The GPUs' common identity: one journal holds the times of one kind."""
+    first = next(iter(greeted.values()))
+    users: dict[str, str] = {}
+    for executor, other in greeted.items():
+        if other.sm != first.sm or not other.gpu.is_like(first.gpu):
+            raise InputError(
+                f"the GPUs differ: {described(first.gpu, first.sm)} and {described(other.gpu, other.sm)}. "
+                "Choose equal ones (--gpus, or the resources of the Dask workers), and give each kind a journal of "
+                "its own"
+            )
+        if other.uuid in users:
+            raise InputError(f"{users[other.uuid]} and {executor.name} {SAME_GPU}")
+        if other.uuid:
+            users[other.uuid] = executor.name
+    if not bundle.target.runs_on(first.sm):
+        raise InputError(
+            f"candidates '{bundle.path}': compiled for {bundle.target}, this is {described(first.gpu, first.sm)}: "
+            f"aot compile --sm {first.sm}"
+        )
+    return first.sm, first.gpu
