@@ -19,7 +19,7 @@ from ..journal.timings import Cell, Evidence, cell_of, counting
 
 NEAR = 0.1  # over the fastest: may be the fastest
 BESIDE = 0.03  # over the fastest: timed beside what was not
-LIKELY = 1.06  # times the least estimate: 99 % of the winners in an H200's journal (benchmarks/shipped.py)
+LIKELY = 1.06  # times the least estimate: 99 % of the winners in an H200's journal (benchmarks/model/shipped.py)
 
 
 @dataclass(frozen=True, slots=True)

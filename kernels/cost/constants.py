@@ -104,7 +104,8 @@ _BLACKWELL = Family(
 
 # fitted: begin
 # Fitted to sweeps with the sha256 0b51a75be11cb971 by python
-# benchmarks/fit_cost.py
+# benchmarks/run.py
+#   fit_cost
 #   benchmarks/results/sweep-h200-dW-bf16.json
 #   benchmarks/results/sweep-h200-dX-bf16.json
 #   benchmarks/results/sweep-h200-forward-bf16.json

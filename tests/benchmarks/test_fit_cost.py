@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,19 +19,11 @@ RESULTS = BENCHMARKS / "results"
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The scripts' modules, which import each other as a script's neighbours do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import fit_cost
-    import fitting
-    import selection
-    import sweeps
-    import vectors
+def tool() -> SimpleNamespace:
+    from benchmarks.model import fit_cost, fitting, selection, sweeps, vectors
 
     modules = {"fit_cost": fit_cost, "fitting": fitting, "selection": selection, "sweeps": sweeps, "vectors": vectors}
-    yield SimpleNamespace(**modules)
-    for name in modules:
-        sys.modules.pop(name, None)
+    return SimpleNamespace(**modules)
 
 
 def _cells(tool: SimpleNamespace, *ops: Op) -> list[object]:

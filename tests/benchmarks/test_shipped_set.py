@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +21,10 @@ JOURNAL = ROOT / "benchmarks" / "results" / "catalogue-h200.journal.xz"
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import shipped
+def tool() -> ModuleType:
+    from benchmarks.model import shipped
 
-    yield shipped
-    del sys.modules["shipped"]
+    return shipped
 
 
 def test_the_set_is_small_and_loses_next_to_nothing(tool: ModuleType) -> None:
