@@ -43,7 +43,7 @@ def test_every_one_is_sound_and_of_these_kernels(path: Path) -> None:
     bundle = sound(str(path))
     for kernel in bundle.kernels:
         assert kernel.source_sha256.hex() == source_sha256(kernel.name), (
-            f"{path.name} was built of another {kernel.name}: build it anew (docs/build.md, What ships)"
+            f"{path.name} was built of another {kernel.name}: build it anew (docs/use/build.md, What ships)"
         )
     assert {problem.op for problem in bundle.choices} == set(Op)
 
@@ -67,7 +67,7 @@ def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, 
     for kernel in contents.header.kernels:
         assert kernel.source_sha256.hex() == source_sha256(kernel.name), (
             f"{kernel.name} changed since it was judged on {gpu}. On one: aot measure candidates.msgpack --models "
-            f"'catalogue tp=1 dtype=bf16' --journal {journal} (docs/build.md, What ships)"
+            f"'catalogue tp=1 dtype=bf16' --journal {journal.removesuffix('.xz')} (docs/use/build.md, What ships)"
         )
     judged = {timing.variant for one in contents.records if isinstance(one, Measured) for timing in one.timings}
     with open_bundle(FOLDER / f"{name}.msgpack") as bundle:

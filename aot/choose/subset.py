@@ -1,8 +1,8 @@
 """Which variants a bundle ships: the smallest set that loses next to nothing against every candidate.
 
 A few configs serve all shapes: 8 of them lose 0.4 % at most, in the mean, against each shape's own best on
-an H200, 4 lose 1.0 % (docs/cost-model.md). Greedy growth, then swaps, then dropping what hardly helps; the same table
-gives the same set.
+an H200, 4 lose 1.0 % (docs/inside/cost-model.md). Greedy growth, then swaps, then dropping what hardly helps; the
+same table gives the same set.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from ..plan.families import by_code, rejection
 from ..plan.plan import Plan
 from ..tune.tuner import tune_problems
 
-_JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/cost-model.md); two more for those that don't compile
+_JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/inside/cost-model.md); two more for those that don't compile
 _JIT_ROWS = 1 << 20
 _CELL_CONFIGS = 8  # of one problem and bucket: what the tuner takes its contenders from
 _SHARE = 0.5  # of those are measured: the shortlist is short

@@ -16,7 +16,7 @@ from .records import LONG_NS, Duel, Failure, Measured, Timing, geometric_mean
 
 LEAST_BAND = 0.005  # a difference below this fraction is never taken for real
 _STANDARD_ERRORS = 2.0
-_CLOCKS_APART = 8.0  # a drift of 1.7 was seen on an H200 (docs/tuning.md)
+_CLOCKS_APART = 8.0  # a drift of 1.7 was seen on an H200 (docs/use/tuning.md)
 
 Cell = tuple[Problem, int]  # a product by one name alone, see ``cell_of``
 _Times = dict[bytes, list[tuple[float, int]]]  # of each variant (time, rounds)

@@ -17,7 +17,7 @@ def orders(count: int, rounds: int) -> list[list[int]]:
 
     So that nobody has the same one before it each time: a launch that draws little power leaves the next a faster
     clock. With 42 contenders that took turns in one order, the first ran at the clock that the slow last ones left it,
-    and took 0.8 of what it takes among its like (benchmarks/results/trials/turns-drawn.json).
+    and took 0.8 of what it takes among its like (docs/inside/trials.md, turns-drawn).
     """
     draw = random.Random(0)  # noqa: S311
     found: list[list[int]] = []

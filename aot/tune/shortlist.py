@@ -1,7 +1,7 @@
 """Which variants are worth measuring in a cell: the cost model's first ones, and what won nearby.
 
 On sweeps of an H200 the model's first two and the winner of a near cell, 3 of about 30 candidates, lose 0.5 %
-(geometric mean) to the best of all, where the model alone loses 1.0 % (docs/tuning.md).
+(geometric mean) to the best of all, where the model alone loses 1.0 % (docs/use/tuning.md).
 """
 
 from __future__ import annotations

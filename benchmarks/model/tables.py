@@ -1,4 +1,4 @@
-"""The tables of docs/cost-model.md and docs/tuning-on-demand.md that come from fits, written anew from their results.
+"""The tables of two pages that come from fits, written anew from their results.
 
     python benchmarks/run.py tables            # print them
     python benchmarks/run.py tables --write    # put them into the documents
@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-COST_MODEL, ON_DEMAND = ROOT / "docs" / "cost-model.md", ROOT / "docs" / "tuning-on-demand.md"
+COST_MODEL, ON_DEMAND = ROOT / "docs/inside/cost-model.md", ROOT / "docs/use/tuning-on-demand.md"
 OPS = ("forward", "dX", "dW")
 
 

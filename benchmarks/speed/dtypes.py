@@ -3,11 +3,11 @@
     PRETUNED_STRICT=1 PRETUNED_BUNDLES=dtypes-sm90.msgpack:catalogue-sm90.msgpack \\
         python benchmarks/run.py dtypes --out benchmarks/results/dtypes-h200.json
 
-From bundles, through the public calls; docs/performance.md has the commands that make the bundle. What is compared
-takes turns in one process, the method is benchmarks/method.py. bf16 and fp16 take turns with their loops of torch
-matmuls, too, which tell what the chip does differently in fp16. The loops know each expert's rows on the host. float32
-runs in tf32 where torch.backends.cuda.matmul.allow_tf32 says so, torch's as ours. Cells of over 1.5 TFLOP are left out
-in IEEE fp32.
+From bundles, through the public calls; docs/inside/performance.md has the commands that make the bundle. What is
+compared takes turns in one process, the method is benchmarks/method.py. bf16 and fp16 take turns with their loops of
+torch matmuls, too, which tell what the chip does differently in fp16. The loops know each expert's rows on the host.
+float32 runs in tf32 where torch.backends.cuda.matmul.allow_tf32 says so, torch's as ours. Cells of over 1.5 TFLOP are
+left out in IEEE fp32.
 
 The results are held against fp64 first, by rows drawn at random (all elements must be finite). Exit status 1: a wrong
 result, fp16 over 3 % slower than bf16 in the geometric mean, or tf32 over 10 % slower than its loop at T >= 1024.

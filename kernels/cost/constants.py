@@ -1,7 +1,7 @@
 """Every number of the cost model that is not in the table of GPUs, and where it is from.
 
 Fitted to measurements where there are some (one H200 so far), published elsewhere or reasoned:
-docs/cost-model.md says what has been checked.
+docs/inside/cost-model.md says what has been checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WeightGrad(NamedTuple):
 class Specialized(NamedTuple):
     """What sets warp-specialised kernels apart: another tile's loads and products hide most of a tile's end.
 
-    ``half``, ``lacking``, ``apart`` and ``dealt_memory`` are held, not fitted: docs/cost-model.md says why.
+    ``half``, ``lacking``, ``apart`` and ``dealt_memory`` are held, not fitted: docs/inside/cost-model.md says why.
     ``half_columns`` and ``split_tail`` say what the kernels of rows do, but for code with silu in its epilogue;
     ``weight_`` numbers are dW's. Where the warpgroups take turns tiles are whole, and most of a tile's end is hidden:
     ``turns_``.

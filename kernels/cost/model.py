@@ -1,4 +1,4 @@
-"""The cost model: what a variant should take on a GPU where nobody measured it. See docs/cost-model.md.
+"""The cost model: what a variant should take on a GPU where nobody measured it. See docs/inside/cost-model.md.
 
 Three times bound a kernel from below: memory traffic, the throughput of all SMs, and the chain of
 one program's own steps, the last two rounded up to whole waves. Memory and compute overlap, but not

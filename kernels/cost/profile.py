@@ -72,7 +72,7 @@ class Profile(NamedTuple):
 
 
 def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants) -> Profile:
-    """What ``resources`` take on ``chip``; docs/cost-model.md has the equations."""
+    """What ``resources`` take on ``chip``; docs/inside/cost-model.md has the equations."""
     config, family, weight = resources.config, c.family(chip.sm), c.family(chip.sm).weight
     rows, columns, depth = config.block_m, config.block_n, config.block_k
     if op is Op.DW:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 Row = tuple[int, int, int, int, int]  # block_m, block_n, block_k, warps, stages
 
-# sm_90, forward: what was within 2 % of the fastest somewhere on an H200 (bf16, docs/cost-model.md).
+# sm_90, forward: what was within 2 % of the fastest somewhere on an H200 (bf16, docs/inside/cost-model.md).
 HOPPER_PERSISTENT: tuple[Row, ...] = (
     (128, 256, 64, 8, 3),
     (128, 256, 64, 8, 4),

@@ -31,7 +31,7 @@ from .snapshot import Rejected, Snapshot
 
 _MODELLED_ROWS = 64  # of an expert
 # Of the time in which the memory, at its published rate, moves what the pass moves: 1.13 to 1.63 on an H200
-# (benchmarks/results/trials/activation-behind-products.json).
+# (docs/inside/trials.md, activation-behind-products).
 _PASS_TIMES = 1.1
 
 

@@ -2,7 +2,7 @@
 that gathers them as it loads.
 
 Rows that an index picks can't be loaded by TMA. What that costs a product, none to 4 % on an H200 in the same tiles and
-up to 15 % where the plain product's are fitted to its rows (benchmarks/results/trials/gathered-rows-there.json), may be
+up to 15 % where the plain product's are fitted to its rows (docs/inside/trials.md, gathered-rows-there), may be
 more or less than a pass over the rows takes. So the pass runs only where one bundle says of both codes, for this very
 problem and bucket, that it pays with the pass added, whose time is ``pass_us``:
 
@@ -11,7 +11,7 @@ problem and bucket, that it pays with the pass added, whose time is ``pass_us``:
 
 A call that scatters, weighs or has a bias as well needs the indexed code for it. No plan has choices for that beside a
 gather: it is taken in the plain choice's config, or, where a bundle has no such code, in its runner-up's, at 5 % above
-that one's time (an index costs a large tile up to 7 % on an H200: docs/performance.md).
+that one's time (an index costs a large tile up to 7 % on an H200: docs/inside/performance.md).
 
 The code that gathers stays for a GPU whose memory's rate is not known, a bundle without the pass, a kernel that the
 caller names, and rows of x that are not dense or not aligned.
@@ -137,7 +137,7 @@ def _indexed(
 
 
 # Of the result: with 117 MB two launches take as long as one on an H200, with 134 MB less, with 42 MB longer
-# (benchmarks/results/trials/gather-by-token.json).
+# (docs/inside/trials.md, gather-by-token).
 LEAST_BYTES = 128 << 20
 
 

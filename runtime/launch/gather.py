@@ -79,7 +79,7 @@ def kernel(
 
 
 class Gather(Protocol):
-    """A ``passlaunchers.PassLauncher`` of Pass.GATHER."""
+    """A ``PassLauncher`` of Pass.GATHER."""
 
     def __call__(self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None: ...
 

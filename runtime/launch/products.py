@@ -38,7 +38,7 @@ from .loader import load_first
 _MOST_LAUNCHERS = 1 << 14
 _FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs
 # A warp of each program looks at 1,024 entries of the index in 4.7 us beside a product (122,880 in 565 to 571 us:
-# benchmarks/results/trials/scatter-beside.json). One of matrices of 2^21 takes longer for as many rows, and so does one
+# docs/inside/trials.md, scatter-beside). One of matrices of 2^21 takes longer for as many rows, and so does one
 # of 2^20 that has many experts' to read. Where most rows of y are to be cleared it takes more than a warp of each.
 _MOST_TO_CLEAR, _SHORT_TO_CLEAR, _LARGE_MATRIX, _MOST_PER_ROW = 1 << 17, 8192, 1 << 20, 4
 _UNKNOWN = object()

@@ -1,4 +1,4 @@
-"""The examples of docs/training.md run as they stand."""
+"""The examples of docs/runtime/training.md run as they stand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "runtime" / "training.md"
 
 
 def test_the_examples_run() -> None:

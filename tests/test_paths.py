@@ -1,0 +1,138 @@
+"""Every link of a page leads somewhere, and every path and module that a page, docstring or comment names exists."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("aot", "artifacts", "kernels", "runtime", "tests", "docs", "benchmarks")
+CODE = ("aot", "artifacts", "kernels", "runtime", "benchmarks")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+# A file below one of our folders, or a folder in backticks; not a pattern, and not the end of some other path.
+NAMED = re.compile(
+    rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:py|md|tsv|txt|json|jsonl|xz|png|msgpack))(?![\w*{{/])"
+    rf"|`((?:{'|'.join(FOLDERS)})(?:/[\w-]+)+/?)`"
+)
+MODULE = re.compile(r"(?<![\w./-])pretuned((?:\.\w+)+)")
+HOMES = {"integrations": "runtime/integrations"}
+DIGESTED = ("kernels/gemm/", "kernels/rowops/")  # the digests of shipped bundles are of their text: it cites old pages
+OLD = ("benchmarks/results/trials", "docs/performance.md")
+
+
+class Named(NamedTuple):
+    """A path or module, and the line that names it."""
+
+    file: str
+    line: int
+    name: str
+    exists: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.name} does not exist"
+
+
+def tracked(*patterns: str) -> list[str]:
+    done = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("no git checkout")
+    return [name for name in done.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def links(file: str, text: str) -> Iterator[Named]:
+    """The relative links of a page, from its folder."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for target in LINK.findall(line):
+            if not re.match(r"[a-z]+:|#", target):
+                yield Named(file, number, target, ((ROOT / file).parent / target.split("#")[0]).exists())
+
+
+def paths(file: str, number: int, text: str) -> Iterator[Named]:
+    """The paths and modules that a text names, which begins at a line."""
+    for i, line in enumerate(text.splitlines()):
+        for match in NAMED.finditer(line):
+            name = match[1] or match[2]
+            if not (file.startswith(DIGESTED) and name.startswith(OLD)):
+                yield Named(file, number + i, name, (ROOT / name).exists())
+        for match in MODULE.finditer(line):
+            yield Named(file, number + i, match[0], is_module(match[1][1:].split(".")))
+
+
+def is_module(parts: list[str]) -> bool:
+    """Whether ``pretuned.a.b.c`` is a package, a module, or a name that stands in one."""
+    first, *rest = parts
+    place = ROOT / HOMES.get(first, first)
+    if not place.is_dir():
+        return first in ("egg", "bundles")  # an entry point's group
+    for i, part in enumerate(rest):
+        if (place / part).is_dir():
+            place /= part
+            continue
+        source = place / f"{part}.py"
+        where, names = (source, rest[i + 1 :]) if source.exists() else (place / "__init__.py", rest[i:])
+        return not names or re.search(rf"\b{names[0]}\b", where.read_text()) is not None
+    return True
+
+
+def told(file: str, source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of a module's comments and docstrings."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(source, file)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node, clean=False)
+            if text is not None:
+                yield node.body[0].lineno, text
+
+
+def in_page(file: str, text: str) -> Iterator[Named]:
+    yield from links(file, text)
+    yield from paths(file, 1, text)
+
+
+def in_module(file: str, source: str) -> Iterator[Named]:
+    for number, text in told(file, source):
+        yield from paths(file, number, text)
+
+
+def test_every_path_that_a_page_names_exists() -> None:
+    found = [one for file in tracked("*.md") for one in in_page(file, (ROOT / file).read_text())]
+    assert len(found) > 200
+    missing = [str(one) for one in found if not one.exists]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_path_that_a_docstring_or_comment_names_exists() -> None:
+    files = tracked(*(f"{folder}/*.py" for folder in CODE))
+    found = [one for file in files for one in in_module(file, (ROOT / file).read_text())]
+    assert len(found) > 50
+    missing = [str(one) for one in found if not one.exists]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see [the page](no-such-page.md)", "as aot/nothing.py says", "below `runtime/nowhere`",
+        "by `pretuned.runtime.no_such_name`", "[x](../docs/use/build.md#the-build) and pretuned.aot.no_name",
+    ],
+)  # fmt: skip
+def test_a_made_up_path_is_told_with_its_file_and_line(text: str) -> None:
+    (missing,) = [one for one in in_page("docs/page.md", f"first\n{text}\n") if not one.exists]
+    assert str(missing).startswith("docs/page.md:2: ")
+    assert str(missing).endswith(" does not exist")
+
+
+def test_a_made_up_path_in_code_is_told() -> None:
+    source = '"""See docs/no.md."""\n\nX = "docs/text.md"  # and benchmarks/no.py\n'
+    missing = {str(one) for one in in_module("aot/x.py", source) if not one.exists}
+    assert missing == {"aot/x.py:1: docs/no.md does not exist", "aot/x.py:3: benchmarks/no.py does not exist"}
