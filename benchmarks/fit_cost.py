@@ -27,7 +27,7 @@ from sweeps import Cell, Table, judge, load, merged, show
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.cost.constants import CONSTANTS, Constants, Specialized, WeightGrad
 
-CALIBRATION = Path(__file__).parent.parent / "kernels" / "calibration.py"
+CALIBRATION = Path(__file__).parent.parent / "kernels" / "cost" / "constants.py"
 BEGIN, END = "# fitted: begin\n", "# fitted: end\n"
 
 

@@ -27,14 +27,14 @@ E, H, WIDTH, K = 8, 512, 256, 2
 # Every one asks for the same layer at once.
 ASK = f"""
 import sys, torch, pretuned.aot
-from pretuned.aot import ondemand
-from pretuned.runtime import discover
-discover.installed_places = tuple
-real = ondemand._default._measure
+from pretuned.aot.demand import api
+from pretuned.runtime.dispatch import snapshot
+snapshot.installed_places = tuple
+real = api._default._measure
 def counted(*args):
     open(sys.argv[1], "a").write("tuned\\n")
     return real(*args)
-ondemand._default._measure = counted
+api._default._measure = counted
 configs = pretuned.aot.get_or_autotune_moe_kernels({E}, {H}, {WIDTH}, {K}, torch.bfloat16, seq_len=512)
 print([(pair.op.value, str(pair.first.config), str(pair.second.config)) for pair in configs])
 """

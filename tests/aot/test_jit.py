@@ -24,9 +24,10 @@ SCRIPT = """
 import sys
 print("begun", flush=True)
 import pretuned.aot
-from pretuned.artifacts.records.problem import DType, Gpu, Op, Problem
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.runtime import allow_jit
-from pretuned.runtime.driver.device import LocalGpu
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.dispatch.decide import decide
 allow_jit()

@@ -237,8 +237,8 @@ def test_a_call_with_autotune_is_tuned_once(home: Path, tmp_path: Path) -> None:
 
 def test_importing_the_package_registers_its_tuner_and_compiler() -> None:
     code = (
-        "import sys, pretuned.aot; from pretuned.runtime import tuner, jit; "
-        "assert tuner._tuner is pretuned.aot._tune and jit._compiler is pretuned.aot._compile; "
+        "import sys, pretuned.aot; from pretuned.runtime import hooks; "
+        "assert hooks._tuner is pretuned.aot._tune and hooks._compiler is pretuned.aot._compile; "
         "print([name for name in ('torch', 'triton', 'click', 'rich', 'pebble') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
