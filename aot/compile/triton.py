@@ -22,7 +22,7 @@ from ...kernels.contract import registry, rowops, words
 from ...kernels.contract.revisions import REVISIONS, source_sha256
 from ...kernels.contract.rowops import PassSpec
 from ...kernels.contract.spec import Spec
-from .nvidia import OUTPUT_LIMIT_CHARS, resources
+from .nvidia import OUTPUT_LIMIT_CHARS, min_driver, resources
 from .ptx import rewrites, rewriting, source_of_rewrites_sha256
 from .toolchain import toolchain
 
@@ -72,6 +72,11 @@ def producer_of(sm: int) -> Producer:
     """What makes the cubins of a capability here."""
     tools = toolchain()
     return Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
+
+
+def driver_for(sm: int, producer: Producer) -> int:
+    """The least driver version that loads what ``producer`` makes for a capability."""
+    return min_driver(sm, producer.ptxas)
 
 
 def kernels_of(compiled: Iterable[Compiled]) -> tuple[Kernel, ...]:
