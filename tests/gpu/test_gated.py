@@ -1,4 +1,4 @@
-"""Silu in the first product's epilogue on a real GPU. PRETUNED_BUNDLES is as for test_cuda_training.py."""
+"""Silu in the first product's epilogue on a real GPU. PRETUNED_BUNDLES is as for test_training.py."""
 
 from __future__ import annotations
 

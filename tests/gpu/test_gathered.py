@@ -1,6 +1,6 @@
 """Rows gathered beforehand, against the code that gathers on load, on a real GPU.
 
-PRETUNED_BUNDLES is as for test_cuda_training.py.
+PRETUNED_BUNDLES is as for test_training.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The passes over rows and the whole layer on a real GPU. PRETUNED_BUNDLES is as for test_cuda_training.py."""
+"""The passes over rows and the whole layer on a real GPU. PRETUNED_BUNDLES is as for test_training.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compiles one variant of every kind of code with the Triton that is installed: builders bring others than ours.
 
-PYTHONPATH=<folder that holds pretuned> python tests/kernels/compile_one_of_each.py
+PYTHONPATH=<folder that holds pretuned> python tests/support/compile_one_of_each.py
 """
 
 from __future__ import annotations

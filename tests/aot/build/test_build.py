@@ -144,7 +144,7 @@ def test_the_same_bytes_from_any_number_of_workers_place_zone_seed_and_user(
         environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "TZ": zone,
                        "PYTHONHASHSEED": str(number + 7)}  # fmt: skip
         done = subprocess.run(
-            [*user, sys.executable, script, home / "out", str(workers), order, Path(__file__).parent],
+            [*user, sys.executable, script, home / "out", str(workers), order, Path(__file__).parents[1]],
             env=environment, cwd=home, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

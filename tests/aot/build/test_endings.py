@@ -17,6 +17,7 @@ import pytest
 
 from pretuned.aot.bundle.verify import verify
 
+SUPPORT = Path(__file__).parents[2] / "support"
 # fp32 has the fewest candidates, and dW the fewest forms: 7 variants and 6 of passes, about half a second each.
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"
 OTHER = "shape:E=16,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=other"
@@ -133,7 +134,7 @@ def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: sign
 
 @pytest.mark.parametrize(("kind", "rounds"), [("restless", 6), ("deaf", 1)])
 def test_a_killed_builds_folder_goes_while_compilers_are_at_work(place: Place, kind: str, rounds: int) -> None:
-    command = [*UNDISTURBED, sys.executable, str(Path(__file__).with_name("restless_build.py")), kind]
+    command = [*UNDISTURBED, sys.executable, str(SUPPORT / "restless_build.py"), kind]
     for _ in range(rounds):
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=place.environment(), start_new_session=True
@@ -180,7 +181,7 @@ def started(pid: int) -> int:
 @pytest.mark.parametrize("what", ["compile", "measure"])
 def test_a_program_that_is_killed_takes_its_child_along(place: Place, what: str, number: signal.Signals) -> None:
     """It holds the lock of those that tune: what it started must not measure on beside the next one."""
-    command = [*UNDISTURBED, sys.executable, str(Path(__file__).with_name("workerjobs") / "ondemand_child.py"), what]
+    command = [*UNDISTURBED, sys.executable, str(SUPPORT / "ondemand_child.py"), what]
     environment = {**place.environment(), "HOME": str(place.root), "XDG_CACHE_HOME": str(place.root / "home")}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         compiled = place.root / "home" / "pretuned" / "compiled"

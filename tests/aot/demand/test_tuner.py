@@ -39,7 +39,7 @@ from pretuned.runtime import grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.pin import KernelPair, Preferred
 
-ASK = Path(__file__).parent / "workerjobs" / "askconfigs.py"
+ASK = Path(__file__).parents[2] / "support" / "askconfigs.py"
 OTHER = Config(128, 128, 64, 8, 3, tma=True)
 DECIDED = str(CONFIG)
 

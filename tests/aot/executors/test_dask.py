@@ -39,7 +39,8 @@ from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.bundle import Source
 
-HERE = Path(__file__).parent
+AOT = Path(__file__).parents[1]
+SUPPORT = AOT.parent / "support"
 
 
 class Cluster:
@@ -73,7 +74,7 @@ class Cluster:
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "dask", *map(str, arguments)], stdout=log, stderr=log, cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": str(HERE / "workerjobs")},
+                env={**os.environ, "PYTHONPATH": str(SUPPORT)},
             )  # fmt: skip
         self.processes.append(process)
         return process
@@ -297,7 +298,7 @@ def test_stopped_or_killed_it_loses_the_job_in_flight_at_most_and_goes_on(
     process = subprocess.Popen(
         [sys.executable, "-c", _TUNE, lone.executor, str(candidates), str(journal)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "workerjobs")])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(AOT), str(SUPPORT)])},
     )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:

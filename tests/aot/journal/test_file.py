@@ -193,7 +193,7 @@ _FULL = """
 import resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_journal import HEADER, measured
+from test_file import HEADER, measured
 from pretuned.aot.journal.file import open_journal
 path = Path(sys.argv[1])
 with open_journal(path, HEADER) as journal:
@@ -239,7 +239,7 @@ _HOLD = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_journal import HEADER, measured
+from test_file import HEADER, measured
 from pretuned.aot.journal.file import open_journal
 with open_journal(Path(sys.argv[1]), HEADER) as journal:
     journal.append([measured(1)])

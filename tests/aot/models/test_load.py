@@ -15,7 +15,7 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MINE = "shape:E=16,H=512,I=240,k=2"
 QWEN3 = {
     "model_type": "qwen3_moe",

@@ -62,7 +62,7 @@ def test_forward_problems_and_buckets() -> None:
 def test_every_op_and_dtype() -> None:
     made = plan([replace(QWEN3, ops=tuple(Op), dtypes=(DType.BF16, DType.FP32, DType.TF32))])
     gated = {one for one in made.problems if Fusion.SILU in one.fusion}
-    assert {one.dtype for one in gated} == {DType.BF16}  # see test_gated.py
+    assert {one.dtype for one in gated} == {DType.BF16}  # see build/test_gated.py
     made = made.without(gated)
     assert len(made.problems) == (4 + 4 + 2) * 3
     assert {(one.op, one.dtype) for one in made.problems} == {
@@ -88,7 +88,7 @@ def test_rows_are_moved_where_a_layer_moves_them() -> None:
 
 
 def test_layouts() -> None:
-    few = replace(QWEN3, tokens=(1, 64))  # too few for another form, see test_gated.py
+    few = replace(QWEN3, tokens=(1, 64))  # too few for another form, see build/test_gated.py
     kn = plan([replace(few, ops=tuple(Op), layouts=(Layout.KN,))])
     nk = plan([replace(few, ops=tuple(Op))])
     both = plan([replace(few, ops=tuple(Op), layouts=(Layout.NK, Layout.KN))])

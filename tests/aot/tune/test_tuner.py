@@ -45,7 +45,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.contract.alignment import has_aligned_rows
 
-SHIPPED = Path(__file__).parents[2] / "artifacts" / "bundles"
+SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
 Gpus = Callable[..., contextlib.AbstractContextManager[list[LocalGpu]]]
 
 
@@ -536,7 +536,7 @@ from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 import faketimer
 from conftest import ODD, SMALL
-from test_tune import gpus
+from test_tuner import gpus
 from pretuned.aot.process.interrupts import tidy_interrupts
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
@@ -559,11 +559,12 @@ def tuner(candidates: Path, journal: Path) -> subprocess.Popen[str]:
     script = journal.parent / "tune.py"
     script.write_text(_TUNE)
     here = Path(__file__).parent
+    paths = [str(here), str(here.parent), str(here.parents[1] / "support")]
     return subprocess.Popen(
-        [sys.executable, str(script), str(candidates), str(journal), str(here), str(here / "workerjobs")],
+        [sys.executable, str(script), str(candidates), str(journal), *paths],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "TMPDIR": str(journal.parent),
-             "PYTHONPATH": os.pathsep.join([str(here), str(here / "workerjobs")])},
+             "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
 
 

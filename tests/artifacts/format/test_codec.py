@@ -321,6 +321,6 @@ def test_round_trip_of_any_choices(listed, buckets, time_ns, seed):
 
 
 def test_golden_bytes_are_what_the_builder_of_goldens_makes():
-    golden = Path(__file__).parents[1] / "golden"
+    golden = Path(__file__).parents[2] / "golden"
     for name in ("small", "edges"):
         assert codec.encode(golden_bundles.GOLDEN[name]()) == (golden / f"format1-{name}.msgpack").read_bytes()

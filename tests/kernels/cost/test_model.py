@@ -22,7 +22,7 @@ from pretuned.kernels.hardware.arch import limits
 from pretuned.kernels.hardware.chips import CHIPS, Chip, chip_for, chip_named
 from pretuned.kernels.search import space
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 def rank(problem: Problem, M: int, candidates: list[Resources], chip: Chip) -> list[tuple[float, int]]:

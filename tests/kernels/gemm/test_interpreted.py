@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 GATHER, SCATTER, WEIGHT, BIAS = 1, 2, 4, 8
-WORKER = Path(__file__).with_name("interpret.py")
+WORKER = Path(__file__).parents[2] / "support" / "interpret.py"
 
 
 def run(cases: list[dict[str, object]]) -> list[dict[str, object]]:

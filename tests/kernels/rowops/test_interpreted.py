@@ -15,7 +15,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Pass
 from pretuned.kernels.contract import rowops
 
-WORKER = Path(__file__).with_name("interpret_passes.py")
+WORKER = Path(__file__).parents[2] / "support" / "interpret_passes.py"
 ALL = ["dh", "a", "dweights"]
 
 

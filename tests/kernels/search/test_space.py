@@ -61,7 +61,7 @@ def test_what_won_on_hopper_is_there(op: Op) -> None:
 
 
 def _sweep(op: Op) -> tuple[dict[str, Config], list[dict[str, Any]]]:
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / f"sweep-h200-{op.value}-bf16.json"
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / f"sweep-h200-{op.value}-bf16.json"
     sweep = json.loads(path.read_text())
     variants = {n: Config.from_pairs(tuple(v["config"].items())) for n, v in sweep["variants"].items()}
     return variants, sweep["cells"]

@@ -196,7 +196,7 @@ def test_what_the_call_would_raise(clean_places: Path, tmp_path: Path, monkeypat
 
 
 def test_every_flag_of_a_config_is_explained() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text().split("### What a config says")[1]
+    text = (Path(__file__).parents[3] / "docs" / "runtime.md").read_text().split("### What a config says")[1]
     section = text.split("\n### ")[0]
     flags = {flag for flag, value in asdict(Config(128, 128, 64, 8, 3)).items() if isinstance(value, bool)}
     assert {flag for flag in flags if f"`{flag}`" in section} == flags > {"tma"}

@@ -25,7 +25,7 @@ from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.registry import most_tiles, weight_tiles
 from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
 
-BUNDLE = Path(__file__).parents[2] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
+BUNDLE = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 MAP = struct.Struct("=Q5Q4Q5I4i")  # as libcuda.c has it
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -46,7 +46,7 @@ def one_of_each() -> list[tuple[int, str]]:
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, dict[str, Any]]]:
     """Of each variant, by its index, what libcuda was called with, by the call."""
     folder = tmp_path_factory.mktemp("driver")
-    source = Path(__file__).parent / "making" / "libcuda.c"
+    source = Path(__file__).parents[2] / "support" / "libcuda.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", folder / "libcuda.so.1", source], check=True)
     path = os.environ.get("LD_LIBRARY_PATH")
     ran = subprocess.run(

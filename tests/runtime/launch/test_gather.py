@@ -35,7 +35,7 @@ from pretuned.runtime.inspect.explain import examine
 from pretuned.runtime.launch import gather, products
 from pretuned.runtime.launch.gather import GatherFirst
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results/passes-h200.json"
+RESULTS = Path(__file__).parents[3] / "benchmarks/results/passes-h200.json"
 BOTH = Fusion.SILU | Fusion.GATHER
 M = 8192
 ON_LOAD = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)

@@ -12,7 +12,7 @@ from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.runtime.launch import loader
 from pretuned.runtime.launch.loader import loaded, loaded_count
 
-SHIPPED = Path(__file__).parents[2] / "artifacts" / "bundles"
+SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
 
 
 @pytest.fixture

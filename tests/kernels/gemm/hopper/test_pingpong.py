@@ -18,7 +18,7 @@ from pretuned.kernels.cost.model import Resources, estimate_us
 from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search.space import candidates, shared_bytes_at_least
 
-SPECIALIZED = Path(__file__).parents[2] / "kernels" / "gemm" / "hopper" / "rows.py"
+SPECIALIZED = Path(__file__).parents[4] / "kernels" / "gemm" / "hopper" / "rows.py"
 ROWS = Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)
 DEALT = Config(128, 128, 64, 8, 6, tma=True, specialized=True, pingpong=True)
 WEIGHT = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)
@@ -104,7 +104,7 @@ def test_a_bundle_from_before_has_none() -> None:
 @pytest.mark.parametrize("op", Op)
 def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
     every = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.pingpong]
-    found = [one for one in every if not fitted(one)]  # of those test_fitted.py speaks
+    found = [one for one in every if not fitted(one)]  # of those test_ragged.py speaks
     wanted = [WEIGHT, ACROSS] if op is Op.DW else [ROWS, DEALT]
     assert found == (wanted if dtype in (DType.BF16, DType.FP16) else [])
 

@@ -19,7 +19,7 @@ from pretuned.kernels.cost.model import Resources, estimate_us
 from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search.space import candidates
 
-KERNEL = Path(__file__).parents[2] / "kernels" / "gemm" / "hopper" / "ragged.py"
+KERNEL = Path(__file__).parents[4] / "kernels" / "gemm" / "hopper" / "ragged.py"
 BOTH = Config(256, 128, 64, 8, 4, tma=True, specialized=True)
 TURNS = Config(192, 128, 64, 8, 5, tma=True, specialized=True, pingpong=True)
 WHOLE = Config(128, 256, 64, 8, 4, tma=True, specialized=True)

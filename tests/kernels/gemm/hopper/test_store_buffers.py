@@ -13,7 +13,7 @@ from pretuned.kernels.contract.config import fitted
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.search.space import candidates
 
-FITTED = Path(__file__).parents[2] / "kernels" / "gemm" / "hopper" / "ragged.py"
+FITTED = Path(__file__).parents[4] / "kernels" / "gemm" / "hopper" / "ragged.py"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ SPEC = Spec(Op.DW, DType.TF32, CONFIG)
 SHIPPED = [CONFIG, replace(CONFIG, block_m=64, num_stages=2)]
 MIXED = (0, 2, 4, 6, 1, 3, 5, 7)  # the rows of eight, in the order in which they are multiplied
 REGISTERS = 32
-TRIAL = Path(__file__).parents[2] / "benchmarks" / "results" / "trials" / "tf32-dW-fragments.json"
+TRIAL = Path(__file__).parents[4] / "benchmarks" / "results" / "trials" / "tf32-dW-fragments.json"
 TIMED = {
     "special (32, 128, 256, 8, 3)": Resources(CONFIG, 384, 213336, 168),
     "special (64, 128, 256, 8, 2)": Resources(replace(CONFIG, block_m=64, num_stages=2), 384, 229688, 168),

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from warp import Warp
 
-KERNEL = Path(__file__).parents[2] / "kernels" / "gemm" / "hopper" / "zero_rows.py"
+KERNEL = Path(__file__).parents[4] / "kernels" / "gemm" / "hopper" / "zero_rows.py"
 ROWS, LOADS = (  # as it ships
     int(re.findall(rf"^{name}\b.*= \D*(\d+)", KERNEL.read_text(), re.MULTILINE)[0]) for name in ("ROWS", "_LOADS")
 )
