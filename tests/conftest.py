@@ -1,4 +1,4 @@
-"""Takes the repository's root off sys.path (there, ``import kernels`` would mean our folder) and puts tests/support there."""
+"""Takes the repository's root off sys.path (there, ``import kernels`` would mean our folder), and adds tests/support."""
 
 from __future__ import annotations
 
