@@ -1,4 +1,4 @@
-"""Takes the repository's root off sys.path (there, ``import kernels`` would mean our folder), and adds tests/support."""
+"""Takes the repository's root off sys.path (there, ``import kernels`` would mean our folder), adds tests/support."""
 
 from __future__ import annotations
 
