@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +15,6 @@ from pretuned.aot.plan.plan import Plan, plan
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import Config
-
-# spawned workers get the parent's sys.path
-sys.path.append(str(Path(__file__).parent / "workerjobs"))
 
 SMALL = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
 ODD = "shape:E=8,H=250,I=125,k=2 tokens=1..64 name=odd"  # no row is a multiple of 16 bytes
