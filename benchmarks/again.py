@@ -1,7 +1,7 @@
 """What a duel's word is worth: cells that were measured twice, by what their first duel said.
 
-    git show ccc6f4a:benchmarks/results/catalogue-h200.journal > before.journal
-    python benchmarks/again.py before.journal benchmarks/results/catalogue-h200.journal
+    git show ccc6f4a:benchmarks/results/catalogue-h200.journal.xz > before.journal
+    python benchmarks/again.py before.journal benchmarks/results/catalogue-h200.journal.xz
 
 By what the first duel said of the challenger: how many cells, its time over the modelled choice's the second time
 (geometric mean), and in how many it was the faster. Launches of over 10 ms apart: their times are of three rounds.

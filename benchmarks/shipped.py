@@ -1,6 +1,6 @@
 """What the configs of a bundle lose: each choice against every candidate that a journal has times of.
 
-    python benchmarks/shipped.py artifacts/bundles/catalogue-sm90.msgpack benchmarks/results/catalogue-h200.journal
+    python benchmarks/shipped.py artifacts/bundles/catalogue-sm90.msgpack benchmarks/results/catalogue-h200.journal.xz
 
 Once as timed, and once beside those alone that are faster than the choice by more than noise, as their duel says, or
 their times. Once more in each record that has the choice, beside the fastest of that very record. How often the fastest

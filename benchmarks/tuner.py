@@ -3,7 +3,7 @@
     aot compile --models benchmarks/tuner-models.txt --sm 90 -o candidates.msgpack
     python benchmarks/tuner.py --candidates candidates.msgpack --out benchmarks/results/tuner-h200.json
     cd benchmarks/results; python ../tuner.py --sweeps sweep-h200-*-bf16.json --out tuner-sweeps.json
-    python benchmarks/tuner.py --journal benchmarks/results/catalogue-h200.journal --candidates candidates.msgpack \
+    python benchmarks/tuner.py --journal benchmarks/results/catalogue-h200.journal.xz --candidates candidates.msgpack \
         --out benchmarks/results/tuner-catalogue.json
 
 With ``--candidates``, on a GPU: both measure through the same worker, in the same way, first the tuner (10 % of the

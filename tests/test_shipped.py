@@ -25,8 +25,8 @@ FOLDER = Path(__file__).parents[1] / "artifacts" / "bundles"
 BUNDLES = sorted(FOLDER.glob("*.msgpack"))
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MEASURED = [  # bundle, its journal, the GPU
-    ("catalogue-sm90", "catalogue-h200.journal", "NVIDIA H200"),
-    ("catalogue-h100-sm90", "catalogue-h100.journal", "NVIDIA H100 80GB HBM3"),
+    ("catalogue-sm90", "catalogue-h200.journal.xz", "NVIDIA H200"),
+    ("catalogue-h100-sm90", "catalogue-h100.journal.xz", "NVIDIA H100 80GB HBM3"),
 ]
 MOST_BYTES = 22_100_000
 

@@ -3,7 +3,8 @@
 A text file, one record a line: 8 hex digits, the CRC-32 of what follows the blank, and JSON. The first line is
 the header: the format, pretuned's version, the kernels measured, the GPU. Lines are only ever appended, with
 an fsync; a cut last line is ignored, and cut off before the next one is written. The order of the
-records means nothing.
+records means nothing. A journal whose name ends in ``.xz`` is compressed: it is read like any other, and never
+written.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from .records import ROUTINGS, Record, from_value, to_value
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
+COMPRESSED = ".xz"
+_MOST_MEMORY = 1 << 27  # of a decompressor: its largest preset takes half of that
 _LONGEST_WAIT_S = 24 * 3600.0
 
 
 class OtherJournal(InputError):
-    """A journal of another GPU, routing or revision of a kernel: read it may be, gone on with not."""
+    """A journal of another GPU, routing or revision of a kernel, or compressed: read it may be, gone on with not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,12 @@ class Contents:
 
 
 def read_journal(path: Path) -> Contents:
-    """Read a journal, whole, without a lock: readers see complete records only.
+    """Read a journal, whole, without a lock: readers see complete records only. It may be compressed (``.xz``).
 
     Raises
     ------
     InputError
-        if it is missing, no journal, or of a later format.
+        if it is missing, no journal, of a later format, or compressed and damaged or too large.
     """
     try:
         with open(path, "rb", opener=without_waiting) as file:
@@ -78,7 +81,25 @@ def read_journal(path: Path) -> Contents:
             raise
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"journal '{path}': {reason}; aot measure writes one") from None
-    return _parse(data, path)
+    return _parse(_decompressed(data, path) if path.suffix == COMPRESSED else data, path)
+
+
+def _decompressed(data: bytes, path: Path) -> bytes:
+    """What a compressed journal holds, at most ``MAX_BYTES`` of it: a few bytes may claim to be any number."""
+    import lzma
+
+    one = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_MEMORY)
+    try:
+        text = one.decompress(data, max_length=MAX_BYTES + 1)
+    except lzma.LZMAError as error:
+        reason = str(error)
+    else:
+        if len(text) > MAX_BYTES:
+            raise InputError(f"journal '{path}': over {MAX_BYTES} bytes when decompressed, which is the limit")
+        if one.eof and not one.unused_data:
+            return text
+        reason = "something follows its end" if one.eof else "it is cut off"
+    raise InputError(f"journal '{path}': it can't be decompressed: {reason}. Copy it anew") from None
 
 
 def _size(fd: int, path: Path) -> int:
@@ -164,12 +185,17 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
     Raises
     ------
     InputError
-        if it is of another GPU, capability, routing or revision of a kernel, or can't be read.
+        if it is of another GPU, capability, routing or revision of a kernel, compressed, or can't be read.
     HostError
         if it can't be made, locked or written.
     """
     import filelock
 
+    if path.suffix == COMPRESSED:
+        raise OtherJournal(
+            f"journal '{path}': it is compressed, and so it is only read. To go on with it decompress it first "
+            f"(xz -dk '{path}') and name '{path.with_suffix('')}' with --journal"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

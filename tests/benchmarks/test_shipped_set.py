@@ -18,7 +18,7 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
-JOURNAL = ROOT / "benchmarks" / "results" / "catalogue-h200.journal"
+JOURNAL = ROOT / "benchmarks" / "results" / "catalogue-h200.journal.xz"
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import lzma
 import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretuned.aot.journal.file import Header, open_journal, read_journal
+from pretuned.aot.journal.file import Header, OtherJournal, open_journal, read_journal
 from pretuned.aot.journal.records import Duel, Failure, Measured, Record, Timing, from_value, to_value
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.format.schema import INDEXED
@@ -266,3 +269,66 @@ def test_a_killed_holder_is_waited_for_no_longer(tmp_path: Path) -> None:
     other.wait()
     other.stdout.close()
     assert notes == [f"another tuner (process {other.pid}) writes '{path}': waiting for it"]
+
+
+def compressed(path: Path, data: bytes) -> Path:
+    path.write_bytes(lzma.compress(data, preset=9))
+    return path
+
+
+def test_a_compressed_journal_reads_as_what_was_compressed(tmp_path: Path) -> None:
+    path = tmp_path / "h200.journal"
+    with open_journal(path, HEADER) as journal:
+        journal.append([measured(1), measured(2)])
+    assert read_journal(compressed(tmp_path / "h200.journal.xz", path.read_bytes())) == read_journal(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: data[:-20], "cut off"),
+        (lambda data: data[:60] + bytes([data[60] ^ 255]) + data[61:], "[Cc]orrupt"),
+        (lambda data: b"no xz at all", "format not supported"),
+        (lambda data: data + b"more", "follows its end"),
+        (lambda data: b"", "cut off"),
+    ],
+    ids=["cut", "flipped", "other", "longer", "empty"],
+)
+def test_a_damaged_compressed_journal_is_one_clear_error(
+    tmp_path: Path, change: Callable[[bytes], bytes], reason: str
+) -> None:
+    path, packed = tmp_path / "plain", tmp_path / "h200.journal.xz"
+    with open_journal(path, HEADER) as journal:
+        journal.append([measured(1)])
+    packed.write_bytes(change(lzma.compress(path.read_bytes())))
+    with pytest.raises(InputError, match=rf"journal '.*h200.journal.xz': .*decompressed: .*{reason}"):
+        read_journal(packed)
+
+
+def test_a_compressed_journal_that_grows_beyond_the_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three kilobytes that become 20 MiB: no more than the limit is made of them."""
+    monkeypatch.setattr("pretuned.aot.journal.file.MAX_BYTES", 1 << 20)
+    path = tmp_path / "bomb.journal.xz"
+    path.write_bytes(lzma.compress(bytes(20 << 20), preset=0))
+    assert path.stat().st_size < 4096
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="over 1048576 bytes when decompressed"):
+            read_journal(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_compressed_journal_is_not_gone_on_with(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    with open_journal(plain, HEADER):
+        pass
+    path = compressed(tmp_path / "h200.journal.xz", plain.read_bytes())
+    before = path.read_bytes()
+    with pytest.raises(OtherJournal, match=r"decompress it first .* name '.*/h200.journal' with"):
+        open_journal(path, HEADER).__enter__()
+    assert path.read_bytes() == before
+    assert sorted(one.name for one in tmp_path.glob("h200*")) == ["h200.journal.xz"]  # no lock beside it either
