@@ -22,6 +22,7 @@ __all__ = [
     "BYTES_PER_S",
     "FLOPS",
     "MAX_ERROR",
+    "MODELS",
     "Clock",
     "Inputs",
     "activations",
@@ -32,6 +33,16 @@ __all__ = [
     "routed_rows",
     "weights",
 ]
+
+# The six models that the peers were measured on: (name, E, H, I, top_k); two GEMMs each.
+MODELS = (
+    ("qwen3-30b", 128, 2048, 768, 8),
+    ("qwen3-next", 512, 2048, 512, 10),
+    ("deepseek-v3", 256, 7168, 2048, 8),
+    ("mixtral-8x7b", 8, 4096, 14336, 2),
+    ("gpt-oss-20b", 32, 2880, 2880, 4),
+    ("olmoe", 64, 2048, 1024, 8),
+)
 
 # One H200, measured: what a large bf16 product and a large copy reach.
 FLOPS = 790e12

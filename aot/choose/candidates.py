@@ -11,7 +11,7 @@ from ...artifacts.records.target import Target
 from ..bundle.verify import sound
 from ..compile.triton import Compiled, driver_for, kernels_of, producer_of
 from ..plan.families import Family, families, named, optional
-from ..plan.plan import Plan
+from ..plan.plan import BuildPlan
 from ..plan.targets import target_of
 
 
@@ -37,7 +37,7 @@ class Candidates:
         return tuple(kernel for kernel in self.kernels if kernel.name in names)
 
 
-def read_candidates(path: str | Path, plan: Plan | None = None) -> Candidates:
+def read_candidates(path: str | Path, plan: BuildPlan | None = None) -> Candidates:
     """A bundle's variants, all of them checked as ``aot verify`` does.
 
     Raises

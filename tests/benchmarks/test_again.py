@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import lzma
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -20,12 +19,10 @@ JOURNAL = ROOT / "benchmarks" / "results" / "catalogue-h200.journal.xz"
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import again
+def tool() -> ModuleType:
+    from benchmarks.model import again
 
-    yield again
-    del sys.modules["again"]
+    return again
 
 
 def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType) -> None:

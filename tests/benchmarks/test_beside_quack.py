@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -23,18 +22,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def tools() -> Iterator[tuple[ModuleType, ModuleType]]:
-    """The two scripts, whose neighbours they import as scripts do."""
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import beside_quack
-        import quack_configs
+def tools() -> tuple[ModuleType, ModuleType]:
+    from benchmarks.peers import beside_quack, quack_configs
 
-        yield beside_quack, quack_configs
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+    return beside_quack, quack_configs
 
 
 @given(
@@ -232,7 +223,7 @@ def test_what_a_call_reads_is_kept_while_it_is_timed(tools, monkeypatch):
 def test_without_quack_it_says_what_to_install(tmp_path):
     (tmp_path / "quack.py").write_text("raise ModuleNotFoundError(\"No module named 'quack'\", name='quack')\n")
     ended = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "beside_quack.py"), "--smoke"],
+        [sys.executable, str(BENCHMARKS / "run.py"), "beside_quack", "--smoke"],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -19,19 +18,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def tools() -> Iterator[tuple[ModuleType, ModuleType, ModuleType]]:
-    """The scripts, whose neighbours they import as scripts do."""
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import beside
-        import beside_vllm
-        import vllm_kernels
+def tools() -> tuple[ModuleType, ModuleType, ModuleType]:
+    from benchmarks.peers import beside, beside_vllm, vllm_kernels
 
-        yield beside, beside_vllm, vllm_kernels
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+    return beside, beside_vllm, vllm_kernels
 
 
 def test_a_run_is_judged(tools):
@@ -177,7 +167,7 @@ def test_vllms_kernel_is_for_the_forward_alone_and_gradients_begin_at_1024(tools
 
 def test_with_nothing_to_time_it_says_so(tmp_path):
     ended = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "beside_vllm.py"), "--op", "dX", "--tokens", "16"],
+        [sys.executable, str(BENCHMARKS / "run.py"), "beside_vllm", "--op", "dX", "--tokens", "16"],
         env=dict(os.environ), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ended.returncode == 2
@@ -186,7 +176,7 @@ def test_with_nothing_to_time_it_says_so(tmp_path):
 
 def test_without_vllm_it_says_what_to_fetch(tmp_path):
     ended = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "beside_vllm.py"), "--vllm", str(tmp_path)],
+        [sys.executable, str(BENCHMARKS / "run.py"), "beside_vllm", "--vllm", str(tmp_path)],
         env=dict(os.environ), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ended.returncode == 2
@@ -198,7 +188,7 @@ def test_without_vllm_it_says_what_to_fetch(tmp_path):
 def test_a_wheel_that_lacks_something_is_told_of(tmp_path, lacks):
     unpacked(tmp_path, FILE.replace(f"def {lacks}", "def another_name"))
     ended = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "beside_vllm.py"), "--vllm", str(tmp_path)],
+        [sys.executable, str(BENCHMARKS / "run.py"), "beside_vllm", "--vllm", str(tmp_path)],
         env=dict(os.environ), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ended.returncode == 2

@@ -1,31 +1,21 @@
-"""benchmarks/dtypes.py: wrong results and slow dtypes are told, right ones are not."""
+"""benchmarks/speed/dtypes.py: wrong results and slow dtypes are told, right ones are not."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 E, N, K, M = 4, 48, 64, 300
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script, whose neighbours it imports as a script does."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import dtypes
+def tool() -> ModuleType:
+    from benchmarks.speed import dtypes
 
-    yield dtypes
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+    return dtypes
 
 
 def inputs_of(tool: ModuleType, dtype: str) -> Any:

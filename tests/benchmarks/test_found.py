@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-TOOL = Path(__file__).parents[2] / "benchmarks" / "found.py"
+RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
 
 
 def test_each_way_to_find_a_bundle_is_timed(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     done = subprocess.run(
-        [sys.executable, TOOL, "--runs", "1", "--out", out], capture_output=True, text=True, check=True
+        [sys.executable, RUN, "found", "--runs", "1", "--out", out], capture_output=True, text=True, check=True
     )
     told = json.loads(out.read_text())
     for way in ("file", "directory", "installed"):

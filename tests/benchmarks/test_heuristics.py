@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -27,16 +25,10 @@ RESULTS = BENCHMARKS / "results"
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script, whose neighbours it imports as a script does."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import heuristics
+def tool() -> ModuleType:
+    from benchmarks.model import heuristics
 
-    yield heuristics
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+    return heuristics
 
 
 def test_every_model_is_left_out_once_and_within_the_goals(tool: ModuleType) -> None:

@@ -1,10 +1,7 @@
-"""What benchmarks/kernels.py times: ours and torch's call are the same product, w lying either way."""
+"""What benchmarks/speed/kernels.py times: ours and torch's call are the same product, w lying either way."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -17,15 +14,10 @@ E, N, K = 3, 32, 16
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[ModuleType]:
-    """The script, whose neighbours it imports as scripts do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-        import kernels
+def kernels() -> ModuleType:
+    from benchmarks.speed import kernels
 
-        yield kernels
-    for name in ("kernels", "method", "variants"):
-        del sys.modules[name]
+    return kernels
 
 
 @pytest.mark.parametrize("w_layout", ["nk", "kn"])

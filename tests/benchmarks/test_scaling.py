@@ -1,11 +1,10 @@
-"""What benchmarks/scaling.py tells of two runs."""
+"""What benchmarks/model/scaling.py tells of two runs."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -19,10 +18,10 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def scaling(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("scaling")
-    sys.modules.pop("scaling", None)
+def scaling() -> ModuleType:
+    from benchmarks.model import scaling
+
+    return scaling
 
 
 def write(path: Path, scale: float, buckets: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from pretuned.aot.journal.file import read_journal
-from pretuned.aot.journal.records import Duel
+from pretuned.aot.journal.records import Rematch
 from pretuned.aot.journal.timings import CellTimes
 from pretuned.artifacts.files.bundle_file import open_bundle
 
@@ -22,12 +21,10 @@ JOURNAL = ROOT / "benchmarks" / "results" / "catalogue-h200.journal.xz"
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import shipped
+def tool() -> ModuleType:
+    from benchmarks.model import shipped
 
-    yield shipped
-    del sys.modules["shipped"]
+    return shipped
 
 
 def test_the_set_is_small_and_loses_next_to_nothing(tool: ModuleType) -> None:
@@ -68,7 +65,7 @@ def test_what_is_faster_by_noise_alone_is_not(tool: ModuleType) -> None:
         (),
         0,
     )
-    lost = Duel(b"far", b"m", (1010,), (1000,), 1.01, 0.005)
+    lost = Rematch(b"far", b"m", (1010,), (1000,), 1.01, 0.005)
     for chosen, timed, beyond, fought in (
         (b"m", 1000 / 900, 1000 / 900, 1.0), (b"near", 998 / 900, 998 / 900, 998 / 900), (b"far", 1.0, 1.0, 1.0),
         (b"slow", 1100 / 900, 1100 / 900, 1100 / 900),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -12,11 +12,10 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def tuner(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("tuner")
-    for name in ("tuner", "selection", "sweeps"):
-        sys.modules.pop(name, None)
+def tuner() -> ModuleType:
+    from benchmarks.model import tuner
+
+    return tuner
 
 
 def test_within_two_percent_for_a_tenth_of_the_measurements(tuner, tmp_path, monkeypatch, capsys):

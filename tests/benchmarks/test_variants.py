@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,16 +13,10 @@ RESULTS = BENCHMARKS / "results"
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script, whose neighbours it imports as a script does."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import variants
+def tool() -> ModuleType:
+    from benchmarks.model import variants
 
-    yield variants
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+    return variants
 
 
 def parts(sweep: Path) -> tuple[dict[str, object], list[dict[str, object]]]:
@@ -62,7 +54,7 @@ def test_a_sweep_of_other_variants_is_no_place_for_a_cell(tool: ModuleType, tmp_
 
 
 def test_heuristics_take_torchs_time_of_the_same_run(tool: ModuleType, tmp_path: Path) -> None:
-    import heuristics
+    from benchmarks.model import heuristics
 
     head, cells = parts(RESULTS / "sweep-h200-dX-bf16.json")
     few, many = (next(one for one in cells if one["tokens"] == T) for T in (16, 8192))

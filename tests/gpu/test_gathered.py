@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.kernels.contract.spec import code_of
 from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
 from pretuned.runtime.api import moe
@@ -82,7 +82,7 @@ class Switch:
 
 @pytest.fixture
 def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Switch]:
-    if rowops.launcher(Pass.GATHER, DType.BF16, 0, aligned=True) is None:
+    if rowops.launcher(RowOp.GATHER, DType.BF16, 0, aligned=True) is None:
         pytest.skip("the bundles have no pass that gathers")
     yield Switch(monkeypatch)
     moe._plans.clear()

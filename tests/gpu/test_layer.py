@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Pass
+from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels.contract.rowops import KINDS
 from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
 from pretuned.runtime.dispatch import gather
@@ -44,7 +44,7 @@ def near(got: torch.Tensor | None, want: torch.Tensor, most: float) -> None:
     assert float(error) < most, f"off by {float(error):.2e}, at most {most:.0e}"
 
 
-def demand(op: Pass, dtype: torch.dtype, columns: int) -> None:
+def demand(op: RowOp, dtype: torch.dtype, columns: int) -> None:
     """A bundle has the kernel: nothing here is to be torch's."""
     assert rowops.for_rows(op, columns, 1, like=torch.empty(1, device="cuda", dtype=dtype)) is not None
 
@@ -53,8 +53,8 @@ def demand(op: Pass, dtype: torch.dtype, columns: int) -> None:
 @pytest.mark.parametrize("dtype", list(MOST), ids=str)
 @pytest.mark.parametrize("act", FORMS, ids=str)
 def test_the_activation_and_its_gradient(act: Activation, dtype: torch.dtype, columns: int) -> None:
-    demand(Pass.ACTIVATION, dtype, columns)
-    demand(Pass.ACTIVATION_GRAD, dtype, columns)
+    demand(RowOp.ACTIVATION, dtype, columns)
+    demand(RowOp.ACTIVATION_GRAD, dtype, columns)
     M, end = 300, 217
     h = random(M, columns * (2 if act.gated else 1), dtype=dtype, scale=4)
     da, weights = random(M, columns, dtype=dtype), torch.rand(M, device="cuda")
@@ -84,7 +84,7 @@ def test_the_activation_and_its_gradient(act: Activation, dtype: torch.dtype, co
 @pytest.mark.parametrize("columns", [2048, 768, 33])
 @pytest.mark.parametrize("dtype", list(MOST), ids=str)
 def test_combine(dtype: torch.dtype, columns: int, top_k: int, biased: bool, weighted: str | None) -> None:
-    demand(Pass.COMBINE, dtype, columns)
+    demand(RowOp.COMBINE, dtype, columns)
     T = 123
     M = T * top_k
     y, experts = random(M, columns, dtype=dtype), torch.randint(-2, E + 2, (M,), device="cuda").int()
@@ -111,7 +111,7 @@ def test_gather(
     dtype: torch.dtype, columns: int, top_k: int, least_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row a program, and each token's row once for all its slots: also those of which the index has several."""
-    demand(Pass.GATHER, dtype, columns)
+    demand(RowOp.GATHER, dtype, columns)
     monkeypatch.setattr(gather, "LEAST_BYTES", least_bytes)
     T, end = 1230, 1000
     x, index = random(T, columns, dtype=dtype), torch.randperm(T * top_k, device="cuda")
@@ -124,7 +124,7 @@ def test_gather(
 
 def test_a_large_gather_reads_each_token_once() -> None:
     T, columns, top_k = 8192, 4096, 4
-    launch = rowops.for_rows(Pass.GATHER, columns, T * top_k, random(1, columns, dtype=torch.bfloat16))
+    launch = rowops.for_rows(RowOp.GATHER, columns, T * top_k, random(1, columns, dtype=torch.bfloat16))
     if launch is None:
         pytest.skip("no bundle here has the pass")
     assert gather.by_token(T * top_k, 2 * columns, T * top_k, top_k)
@@ -147,7 +147,7 @@ def test_rows_that_no_index_names_become_zero(dtype: torch.dtype, named: float, 
     left = torch.zeros(rows, dtype=torch.bool, device="cuda")
     left[index[:used][(index[:used] >= 0) & (index[:used] < rows - 5)]] = True
     want = torch.where(left[:, None], y, 0)
-    assert rowops.launcher(Pass.CLEAR, DType.FP32, 0, aligned=True) is not None
+    assert rowops.launcher(RowOp.CLEAR, DType.FP32, 0, aligned=True) is not None
     zero_rows.clear(y, index.to(kind), m_sizes, M, rows - 5)
     assert torch.equal(y, want)
 

@@ -84,21 +84,21 @@ def test_a_variant_with_wrong_numbers_is_out(candidates: Path, tmp_path: Path, m
     """The reference of another weight: no variant agrees with it."""
     from pretuned.aot.measure import bench
     from pretuned.aot.measure.calls import Tensors
-    from pretuned.aot.measure.job import Job, Setup
-    from pretuned.aot.measure.numerics import Judge
+    from pretuned.aot.measure.job import MeasureJob, Setup
+    from pretuned.aot.measure.numerics import NumericsCheck
 
     with open_bundle(candidates) as bundle:
         variants = bundle.variants()
         digest = bundle.digest
     problem = Problem(Op.FORWARD, DType.BF16, E, N, K)
     first = next(i for i, one in enumerate(variants) if serves(one, problem))
-    before = Judge.reference
+    before = NumericsCheck.reference
 
-    def other(self: Judge, on: Tensors, counts: list[int]) -> torch.Tensor:
+    def other(self: NumericsCheck, on: Tensors, counts: list[int]) -> torch.Tensor:
         return before(self, on, counts) * 1.02
 
-    monkeypatch.setattr(Judge, "reference", other)
-    result = bench.run(Setup(str(candidates), digest, 0), Job(problem, 64, (first,)))
+    monkeypatch.setattr(NumericsCheck, "reference", other)
+    result = bench.run(Setup(str(candidates), digest, 0), MeasureJob(problem, 64, (first,)))
     assert result.measured is None
     assert not result.broken
     assert [one.kind for one in result.failures] == [WRONG]

@@ -11,9 +11,9 @@ import triton
 
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Pass
+from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.rowops import PassSpec
+from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 
 TMA = Config(64, 128, 64, 4, 3, tma=True)
@@ -28,7 +28,7 @@ SPECS = [
 ]  # fmt: skip
 OLDER = [
     *(Spec(op, DType.BF16, POINTERS) for op in Op), Spec(Op.FORWARD, DType.BF16, ONE_TILE),
-    *(PassSpec(one, DType.BF16) for one in Pass),
+    *(RowOpSpec(one, DType.BF16) for one in RowOp),
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pretuned.aot.demand.tuner import OnDemand
 from pretuned.aot.plan.families import families
-from pretuned.aot.plan.plan import Plan
+from pretuned.aot.plan.plan import BuildPlan
 from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
 from pretuned.artifacts.records.problem import Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
@@ -24,7 +24,7 @@ CONFIG = Config(64, 128, 64, 4, 4, tma=True)
 
 
 def bundle(
-    planned: Plan, *, gpu: Gpu = H200, config: Config = CONFIG, revision: int | None = None, code_bytes: int = 64,
+    planned: BuildPlan, *, gpu: Gpu = H200, config: Config = CONFIG, revision: int | None = None, code_bytes: int = 64,
     modelled: bool = False, sm: int = 90,
 ) -> Bundle:  # fmt: skip
     """Every cell measured, with one variant a family and a fallback of each."""
@@ -64,7 +64,7 @@ class Counted:
     def __init__(self, log: Path, seconds: float = 0.0, config: Config = CONFIG, modelled: bool = False) -> None:
         self.log, self.seconds, self.config, self.modelled = log, seconds, config, modelled
 
-    def __call__(self, planned: Plan, sm: int, device: int) -> Bundle:
+    def __call__(self, planned: BuildPlan, sm: int, device: int) -> Bundle:
         with self.log.open("a") as file:
             file.write(f"{os.getpid()}\n")
         time.sleep(self.seconds)

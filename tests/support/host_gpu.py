@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Pass
+from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.config import Config
@@ -225,8 +225,8 @@ def fake_clear(programs: int, _: int, pointers: tuple[int, ...], numbers: tuple[
 
 
 FAKES = {
-    Pass.GATHER: fake_gather, Pass.ACTIVATION: fake_activation, Pass.ACTIVATION_GRAD: fake_activation_grad,
-    Pass.COMBINE: fake_combine, Pass.SORT_SLOTS: fake_sort, Pass.CLEAR: fake_clear,
+    RowOp.GATHER: fake_gather, RowOp.ACTIVATION: fake_activation, RowOp.ACTIVATION_GRAD: fake_activation_grad,
+    RowOp.COMBINE: fake_combine, RowOp.SORT_SLOTS: fake_sort, RowOp.CLEAR: fake_clear,
 }  # fmt: skip
 
 
@@ -238,20 +238,20 @@ class Device:
     """
 
     def __init__(self) -> None:
-        self.there: set[object] = {*ALL, *Pass}
+        self.there: set[object] = {*ALL, *RowOp}
         self.launched: list[tuple[Op, Fusion]] = []
-        self.passed: list[Pass] = []  # of rows
-        self.sorted: list[Pass] = []
-        self.cleared: list[Pass] = []
+        self.passed: list[RowOp] = []  # of rows
+        self.sorted: list[RowOp] = []
+        self.cleared: list[RowOp] = []
         self.first = self.clears = self.specialized = False
 
-    def passes(self, op: Pass, dtype: DType, device: int, *, aligned: bool) -> Callable[..., None] | None:
+    def passes(self, op: RowOp, dtype: DType, device: int, *, aligned: bool) -> Callable[..., None] | None:
         if op not in self.there:
             return None
         assert dtype is DType.FP32
 
         def launch(*given: Any) -> None:
-            {Pass.SORT_SLOTS: self.sorted, Pass.CLEAR: self.cleared}.get(op, self.passed).append(op)
+            {RowOp.SORT_SLOTS: self.sorted, RowOp.CLEAR: self.cleared}.get(op, self.passed).append(op)
             FAKES[op](*given)
 
         launch.block, launch.most_experts = SLOTS, MOST_SORTED_EXPERTS  # type: ignore[attr-defined]

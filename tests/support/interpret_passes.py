@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Pass
+from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels import reference
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.rowops import activation, gather_combine, sort, zero_rows
@@ -25,12 +25,12 @@ def run(case: dict[str, Any]) -> list[str]:
     return own.get(case["pass"], run_activation)(case)
 
 
-def launch(op: Pass, case: dict[str, Any], values: dict[str, Any]) -> None:
+def launch(op: RowOp, case: dict[str, Any], values: dict[str, Any]) -> None:
     kernel = getattr(gather_combine, op.value, None) or getattr(activation, op.value)
     rows = rowops.rows_at_once(op)
     grid = values.pop("grid", rowops.programs(op, case["M"], case["columns"], case["block"], rows))
     values = {"M": case["M"], "columns": case["columns"]} | values
-    constants = rowops.constants(rowops.PassSpec(op, DType.BF16)) | {"BLOCK": case["block"]}
+    constants = rowops.constants(rowops.RowOpSpec(op, DType.BF16)) | {"BLOCK": case["block"]}
     kernel[(grid,)](*(values[name] for name, _ in rowops.arguments(op)), **constants)
 
 
@@ -52,7 +52,7 @@ def run_activation(case: dict[str, Any]) -> list[str]:
     want = by_torch(wide, act)
     scale = torch.ones(end, 1, dtype=torch.float64)
     if case["pass"] == "activation":
-        launch(Pass.ACTIVATION, case, given | fresh | {"flags": flags})
+        launch(RowOp.ACTIVATION, case, given | fresh | {"flags": flags})
         return compared("a", fresh["a"], want.detach(), end, dtype)
     if case["weighted"]:
         scale = weights.double()[index.long()][:end, None]
@@ -71,7 +71,7 @@ def run_activation(case: dict[str, Any]) -> list[str]:
         "index": index.view(torch.int32),
         "index_step": 2 if case["wide"] else 1,
     }
-    launch(Pass.ACTIVATION_GRAD, case, given | fresh | {"flags": flags})
+    launch(RowOp.ACTIVATION_GRAD, case, given | fresh | {"flags": flags})
     (dh,) = torch.autograd.grad(want, wide, da[:end].double() * scale)
     dots = torch.zeros(M, dtype=torch.float64)
     dots[index[:end].long()] = (da[:end].double() * want.detach()).sum(1)
@@ -97,11 +97,11 @@ def run_gather(case: dict[str, Any]) -> list[str]:
         noted[-1] = int(GUARD)
         looks = -(-M // rowops.NOTED_ROWS)
         notes = {"out": noted, "top_k": M, "flags": given["flags"] | rowops.NOTES, "grid": looks}
-        launch(Pass.GATHER, case, given | notes)
+        launch(RowOp.GATHER, case, given | notes)
         given |= {"used": noted, "flags": rowops.BY_TOKEN, "grid": T + looks}
         if noted[0] != end or noted[-1] != GUARD:
             return [f"notes: {noted[0]} rows, wanted {end}, and past the end {noted[-1]}"]
-    launch(Pass.GATHER, case, given)
+    launch(RowOp.GATHER, case, given)
     return compared("out", out, x[index.long() // top_k].double(), end, dtype)
 
 
@@ -126,7 +126,7 @@ def run_sort(case: dict[str, Any]) -> list[str]:
     steps = [(rowops.COUNTS, chunks), (rowops.ADDS, -(-(E + 1) // rowops.SORTED_EXPERTS)), (rowops.PLACES, chunks)]
     for flags, grid in [(rowops.COUNTS | rowops.PLACES, 1)] if chunks == 1 else steps:
         values = given | {"M": M, "flags": flags}
-        sort.sort_slots[(grid,)](*(values[name] for name, _ in rowops.arguments(Pass.SORT_SLOTS)), BLOCK=block)
+        sort.sort_slots[(grid,)](*(values[name] for name, _ in rowops.arguments(RowOp.SORT_SLOTS)), BLOCK=block)
     experts = torch.where((ids >= 0) & (ids < E), ids, E)
     m_sizes = torch.bincount(experts, minlength=E + 1)[:E]
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), m_sizes.cumsum(0)])
@@ -157,7 +157,7 @@ def run_clear(case: dict[str, Any]) -> list[str]:
     }  # fmt: skip
     for flags, grid in ((rowops.NAMES, -(-M // block)), (0, -(-rows // rowops.CLEARED_ROWS))):
         values = given | {"flags": flags}
-        zero_rows.clear[(grid,)](*(values[name] for name, _ in rowops.arguments(Pass.CLEAR)), BLOCK=block)
+        zero_rows.clear[(grid,)](*(values[name] for name, _ in rowops.arguments(RowOp.CLEAR)), BLOCK=block)
     part = reference.taking_part(m_sizes, index, index_end, M)
     want = torch.zeros(rows + 1, dtype=torch.bool)
     want[index[part]] = True
@@ -185,7 +185,7 @@ def run_combine(case: dict[str, Any]) -> list[str]:
     flags |= rowops.BIASED | rowops.WEIGHTED if case["biased"] else 0
     given = {"y": y, "experts": experts, "places": places, "row_weights": weights, "bias": bias, "top_k": top_k}
     out = torch.full((T + 1, columns), GUARD, dtype=dtype)
-    launch(Pass.COMBINE, case, given | {"out": out, "flags": flags})
+    launch(RowOp.COMBINE, case, given | {"out": out, "flags": flags})
     if case["biased"]:
         want += bias[experts.clamp(0, E - 1).long()].double()
     if case["weighted"] or case["biased"]:

@@ -9,10 +9,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from pretuned.aot.compile.pool import Job, compile_all
+from pretuned.aot.compile.pool import CompileJob, compile_all
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Pass
-from pretuned.kernels.contract.rowops import PassSpec
+from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels.contract.rowops import RowOpSpec
 
 
 def restless(spec: object, sm: int) -> None:
@@ -30,5 +30,5 @@ def deaf(spec: object, sm: int) -> None:
 
 
 if __name__ == "__main__":
-    jobs = [Job(PassSpec(one, DType.BF16), 80) for one in (Pass.GATHER, Pass.COMBINE)]
+    jobs = [CompileJob(RowOpSpec(one, DType.BF16), 80) for one in (RowOp.GATHER, RowOp.COMBINE)]
     compile_all(jobs, workers=2, compile_one={"restless": restless, "deaf": deaf}[sys.argv[1]])  # type: ignore[dict-item]

@@ -14,21 +14,21 @@ from pathlib import Path
 import misbehaving
 import pytest
 
-from pretuned.aot.build.build import Observers, Options, build
+from pretuned.aot.build.build import BuildOptions, Observers, build
 from pretuned.aot.bundle.verify import verify
 from pretuned.aot.compile.cache import CompileCache
-from pretuned.aot.compile.pool import Result
+from pretuned.aot.compile.pool import CompileResult
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import Family, Space, by_code, families, rejection, specs
-from pretuned.aot.plan.plan import Plan, plan
+from pretuned.aot.plan.families import Family, Pool, by_code, families, rejection, specs
+from pretuned.aot.plan.plan import BuildPlan, plan
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Source, Variant
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.kernels.contract.alignment import has_aligned_rows
 from pretuned.kernels.contract.config import Config, fitted
 from pretuned.kernels.contract.revisions import source_sha256
@@ -36,22 +36,24 @@ from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import LAUNCH_ABI
 from pretuned.kernels.hardware.arch import limits
 
-Make = Callable[..., Options]
+Make = Callable[..., BuildOptions]
 
 
 @pytest.fixture(scope="session")
 def bundles(
-    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Space, small_plan: Plan
+    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Pool, small_plan: BuildPlan
 ) -> dict[int, Bundle]:
     """A real build for 80 and 90, read back whole."""
     out = tmp_path_factory.mktemp("built")
-    options = Options(out, cache=CompileCache(compiled_dir), space=small_space, compile_one=misbehaving.without_torch)
+    options = BuildOptions(
+        out, cache=CompileCache(compiled_dir), space=small_space, compile_one=misbehaving.without_torch
+    )
     report = build(small_plan, (80, 90), options)
     assert [one.failed for one in report.bundles] == [0, 0]
     return {one.target.sm: codec.decode(one.path.read_bytes(), str(one.path)) for one in report.bundles}
 
 
-def test_the_files_are_sound_bundles(bundles: dict[int, Bundle], options: Make, small_plan: Plan) -> None:
+def test_the_files_are_sound_bundles(bundles: dict[int, Bundle], options: Make, small_plan: BuildPlan) -> None:
     report = build(small_plan, (80, 90), options(name="mine"))
     assert [one.path.name for one in report.bundles] == ["mine-sm80.msgpack", "mine-sm90.msgpack"]
     assert [str(one.target) for one in report.bundles] == ["sm_80", "sm_90a"]
@@ -62,7 +64,7 @@ def test_the_files_are_sound_bundles(bundles: dict[int, Bundle], options: Make, 
             assert codec.encode(opened.load()) == one.path.read_bytes()
 
 
-def test_there_is_a_choice_for_every_problem_and_bucket(bundles: dict[int, Bundle], small_plan: Plan) -> None:
+def test_there_is_a_choice_for_every_problem_and_bucket(bundles: dict[int, Bundle], small_plan: BuildPlan) -> None:
     for bundle in bundles.values():
         assert list(bundle.choices) == list(small_plan.problems)
         assert bundle.models == small_plan.models
@@ -103,7 +105,7 @@ def test_what_a_bundle_says_of_its_making(bundles: dict[int, Bundle]) -> None:
         assert bundle.min_driver == 12000
 
 
-def test_a_second_build_compiles_nothing(bundles: dict[int, Bundle], options: Make, small_plan: Plan) -> None:
+def test_a_second_build_compiles_nothing(bundles: dict[int, Bundle], options: Make, small_plan: BuildPlan) -> None:
     first = build(small_plan, (80, 90), options())
     before = [(one.path.stat().st_mtime_ns, one.path.stat().st_ino) for one in first.bundles]
     second = build(small_plan, (80, 90), options(compile_one=misbehaving.must_not_run))
@@ -116,14 +118,14 @@ import sys
 from pathlib import Path
 sys.path.append(sys.argv[4])
 from conftest import ODD, SMALL, _aligned, _fallbacks
-from pretuned.aot.build.build import Options, build
+from pretuned.aot.build.build import BuildOptions, build
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
-from pretuned.aot.plan.families import Space
+from pretuned.aot.plan.families import Pool
 from pretuned.artifacts.records.problem import Op
 if __name__ == "__main__":
     models = [SMALL, ODD] if sys.argv[3] == "in order" else [ODD, SMALL]
-    options = Options(Path(sys.argv[1]), workers=int(sys.argv[2]), space=Space(_aligned, _fallbacks))
+    options = BuildOptions(Path(sys.argv[1]), workers=int(sys.argv[2]), space=Pool(_aligned, _fallbacks))
     build(plan(load_models(models, (Op.FORWARD,)).shapes), (80, 90), options)
     assert "torch" not in sys.modules, "the builder imported torch"
     assert "triton" not in sys.modules, "the builder itself imported triton"
@@ -152,11 +154,11 @@ def test_the_same_bytes_from_any_number_of_workers_place_zone_seed_and_user(
             assert (home / "out" / f"pretuned-sm{sm}.msgpack").read_bytes() == codec.encode(bundle)
 
 
-def test_failed_variants_are_told_and_not_fatal(options: Make, small_plan: Plan) -> None:
+def test_failed_variants_are_told_and_not_fatal(options: Make, small_plan: BuildPlan) -> None:
     def aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         return (Config(16, 32, 64, 4, 2), Config(16, 32, 64, 4, 5))
 
-    space = Space(aligned, options().space.fallbacks)
+    space = Pool(aligned, options().space.fallbacks)
     (one,) = build(small_plan, (80,), options(space=space, compile_one=misbehaving.refuses)).bundles
     assert one.failed == 1
     assert [dropped.reason for dropped in one.dropped] == [
@@ -167,17 +169,17 @@ def test_failed_variants_are_told_and_not_fatal(options: Make, small_plan: Plan)
     assert verify(str(one.path)).variants == 6 + 6 + 2
 
 
-def test_a_variant_that_does_not_fit_is_pruned_with_its_figures(options: Make, small_plan: Plan) -> None:
+def test_a_variant_that_does_not_fit_is_pruned_with_its_figures(options: Make, small_plan: BuildPlan) -> None:
     def aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         return (Config(16, 32, 64, 4, 2), Config(128, 128, 64, 8, 6))
 
-    (one,) = build(small_plan, (89,), options(space=Space(aligned, options().space.fallbacks))).bundles
+    (one,) = build(small_plan, (89,), options(space=Pool(aligned, options().space.fallbacks))).bundles
     assert one.pruned == 2  # plain, and moving rows
     assert {dropped.reason for dropped in one.dropped} == {"163840 bytes of shared memory, sm_89 has 101376"}
 
 
 def test_nothing_is_written_where_an_op_has_no_variant_left(
-    options: Make, small_plan: Plan, bundles: dict[int, Bundle]
+    options: Make, small_plan: BuildPlan, bundles: dict[int, Bundle]
 ) -> None:
     first = build(small_plan, (80, 90), options())
     before = [one.path.read_bytes() for one in first.bundles]
@@ -205,7 +207,7 @@ def test_the_reasons_to_reject_a_variant(bundles: dict[int, Bundle]) -> None:
     assert altered(fallback, shared_bytes=1 << 20) is not None
 
 
-def test_one_class_of_experts_serves_512_and_another_any_number(small_space: Space) -> None:
+def test_one_class_of_experts_serves_512_and_another_any_number(small_space: Pool) -> None:
     def classes(*experts: int) -> set[tuple[int, int]]:
         problems = [Problem(Op.FORWARD, DType.BF16, E, 256, 256) for E in experts]
         return {(spec.alignment, spec.max_experts) for spec in specs(problems, 80, small_space)}
@@ -217,7 +219,7 @@ def test_one_class_of_experts_serves_512_and_another_any_number(small_space: Spa
 def test_what_counts_few_experts_alone_still_serves_those_beside_a_larger_family() -> None:
     def largest(*experts: int) -> set[int]:
         problems = [Problem(Op.FORWARD, DType.BF16, E, 256, 256) for E in experts]
-        found = specs(problems, 90, Space())
+        found = specs(problems, 90, Pool())
         return {
             spec.max_experts
             for spec in found
@@ -228,13 +230,13 @@ def test_what_counts_few_experts_alone_still_serves_those_beside_a_larger_family
     assert largest(513) == set()
 
 
-def test_families_keep_ops_and_dtypes_apart(small_space: Space) -> None:
+def test_families_keep_ops_and_dtypes_apart(small_space: Pool) -> None:
     problems = [Problem(op, dtype, 8, 256, 256) for op in Op for dtype in DType]
     assert [len(members) for members in families(problems).values()] == [1] * 12
     assert len(specs(problems, 80, small_space)) == 12 * 3
 
 
-def test_what_is_the_same_code_is_compiled_once(small_space: Space) -> None:
+def test_what_is_the_same_code_is_compiled_once(small_space: Pool) -> None:
     forms = [(Op.FORWARD, fusion) for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)]
     problems = [
         Problem(op, DType.BF16, 8, 256, 256, layout, fusion)
@@ -255,7 +257,7 @@ def test_what_is_the_same_code_is_compiled_once(small_space: Space) -> None:
 def test_moving_rows_has_one_candidate_of_a_kind_and_tile_size() -> None:
     for sm in (80, 90, 120):
         plain, gathers, scatters = (
-            Space().candidates(Family(Op.FORWARD, DType.BF16, Layout.NK, fusion), sm)
+            Pool().candidates(Family(Op.FORWARD, DType.BF16, Layout.NK, fusion), sm)
             for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
         )
         tiles = [(one.block_m, one.block_n, one.block_k, one.specialized, one.streamed) for one in gathers]
@@ -268,11 +270,11 @@ def test_moving_rows_has_one_candidate_of_a_kind_and_tile_size() -> None:
 
 @pytest.fixture(scope="session")
 def training(
-    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Space, training_plan: Plan
+    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Pool, training_plan: BuildPlan
 ) -> dict[int, Bundle]:
     """A real build of all ops for 80 and 90, with one aligned candidate and one fallback."""
-    space = Space(lambda op, dtype, sm: small_space.aligned(op, dtype, sm)[:1], small_space.fallbacks)
-    options = Options(tmp_path_factory.mktemp("all"), cache=CompileCache(compiled_dir), space=space)
+    space = Pool(lambda op, dtype, sm: small_space.aligned(op, dtype, sm)[:1], small_space.fallbacks)
+    options = BuildOptions(tmp_path_factory.mktemp("all"), cache=CompileCache(compiled_dir), space=space)
     report = build(training_plan, (80, 90), options)
     for one in report.bundles:
         assert verify(str(one.path)).variants == one.variants
@@ -295,11 +297,11 @@ def test_training_has_its_own_variant_for_every_form(training: dict[int, Bundle]
                 assert maps == []
             elif variant.op is Op.DW:
                 assert maps == ["dy", "x"]
-            elif isinstance(variant.op, Pass):
+            elif isinstance(variant.op, RowOp):
                 assert maps == []
             else:
                 assert maps == (["w"] if variant.fusion is Fusion.GATHER else ["x", "w"])
-        assert {kernel.name for kernel in bundle.kernels} == {"rows", "weight", *(one.value for one in Pass)}
+        assert {kernel.name for kernel in bundle.kernels} == {"rows", "weight", *(one.value for one in RowOp)}
 
 
 def test_shared_code_is_the_same_bytes_as_compiled_by_itself(training: dict[int, Bundle]) -> None:
@@ -324,17 +326,19 @@ def test_at_most_sixteen_configs_a_family_ship(options: Make, bundles: dict[int,
     assert len({Family.of(variant) for variant in found if isinstance(variant.op, Op)}) == 3
 
 
-def test_observers_hear_of_every_variant(bundles: dict[int, Bundle], options: Make, small_plan: Plan) -> None:
+def test_observers_hear_of_every_variant(bundles: dict[int, Bundle], options: Make, small_plan: BuildPlan) -> None:
     totals: list[int] = []
-    heard: list[Result] = []
+    heard: list[CompileResult] = []
     build(small_plan, (80, 90), options(), Observers(totals.append, heard.append))
     assert totals == [16 + 14]
     assert len(heard) == 16 + 14
     assert all(result.cached for result in heard)
 
 
-def test_an_interrupted_build_says_what_is_kept(bundles: dict[int, Bundle], options: Make, small_plan: Plan) -> None:
-    def interrupt(result: Result) -> None:
+def test_an_interrupted_build_says_what_is_kept(
+    bundles: dict[int, Bundle], options: Make, small_plan: BuildPlan
+) -> None:
+    def interrupt(result: CompileResult) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt, match="interrupted: 14 of 14 variants are compiled and kept; run the same"):
@@ -345,7 +349,7 @@ def test_an_interrupted_build_says_what_is_kept(bundles: dict[int, Bundle], opti
 
 
 def test_a_second_build_in_the_same_directory_waits_and_says_for_whom(
-    bundles: dict[int, Bundle], options: Make, small_plan: Plan, tmp_path: Path
+    bundles: dict[int, Bundle], options: Make, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     out = options().out
     out.mkdir()
@@ -364,7 +368,7 @@ def test_a_second_build_in_the_same_directory_waits_and_says_for_whom(
 
 
 def test_a_file_system_without_locks_is_no_other_build(
-    options: Make, small_plan: Plan, monkeypatch: pytest.MonkeyPatch
+    options: Make, small_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -377,7 +381,7 @@ def test_a_file_system_without_locks_is_no_other_build(
 
 
 def test_a_directory_that_cannot_be_made_is_told_before_any_work(
-    options: Make, small_plan: Plan, tmp_path: Path
+    options: Make, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
     totals: list[int] = []
@@ -387,13 +391,13 @@ def test_a_directory_that_cannot_be_made_is_told_before_any_work(
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 101, "naïve", "a b"])
-def test_a_name_that_is_no_plain_file_name(options: Make, small_plan: Plan, name: str, tmp_path: Path) -> None:
+def test_a_name_that_is_no_plain_file_name(options: Make, small_plan: BuildPlan, name: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="can't be part of a file's name"):
         build(small_plan, (80,), options(name=name))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_capability_that_is_not_supported(options: Make, small_plan: Plan, tmp_path: Path) -> None:
+def test_a_capability_that_is_not_supported(options: Make, small_plan: BuildPlan, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="sm_75 is not supported"):
         build(small_plan, (75,), options())
     assert not (tmp_path / "out").exists()

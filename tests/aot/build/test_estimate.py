@@ -9,8 +9,8 @@ import pytest
 from pretuned.aot.build.estimate import estimate
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.plan import Plan, plan
-from pretuned.kernels.contract.rowops import PassSpec
+from pretuned.aot.plan.plan import BuildPlan, plan
+from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 
 # A build of these by ``--no-cache --measure no`` on two cores of a server, at the commit that this test came with.
@@ -24,17 +24,17 @@ SIZE_BYTES = {80: 3_879_914, 90: 6_657_243}
 
 
 @pytest.fixture(scope="module")
-def planned() -> Plan:
+def planned() -> BuildPlan:
     return plan(load_models(MODELS).shapes)
 
 
-def test_it_is_near_what_a_build_took(planned: Plan) -> None:
+def test_it_is_near_what_a_build_took(planned: BuildPlan) -> None:
     for one in estimate(planned, (80, 90), None, workers=1):
         assert one.seconds == pytest.approx(CPU_S[one.sm], rel=0.15)
         assert one.size_bytes == pytest.approx(SIZE_BYTES[one.sm], rel=0.15)
 
 
-def test_workers_share_the_time(planned: Plan) -> None:
+def test_workers_share_the_time(planned: BuildPlan) -> None:
     one, two = (estimate(planned, (90,), None, workers=workers)[0] for workers in (1, 2))
     assert 0.5 * one.seconds < two.seconds < 0.53 * one.seconds
 
@@ -42,11 +42,11 @@ def test_workers_share_the_time(planned: Plan) -> None:
 class Plain(CompileCache):
     """Has all but specialised code."""
 
-    def has(self, spec: Spec | PassSpec, sm: int) -> bool:
-        return isinstance(spec, PassSpec) or not spec.config.specialized
+    def has(self, spec: Spec | RowOpSpec, sm: int) -> bool:
+        return isinstance(spec, RowOpSpec) or not spec.config.specialized
 
 
-def test_what_is_compiled_costs_nothing_and_specialised_code_more(planned: Plan, tmp_path: Path) -> None:
+def test_what_is_compiled_costs_nothing_and_specialised_code_more(planned: BuildPlan, tmp_path: Path) -> None:
     (every,) = estimate(planned, (90,), None, workers=1)
     (rest,) = estimate(planned, (90,), Plain(tmp_path), workers=1)
     assert every.cached == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import faketimer
 import pytest
 
-from pretuned.aot.build.build import Options, build, build_measured, compile_candidates
+from pretuned.aot.build.build import BuildOptions, build, build_measured, compile_candidates
 from pretuned.aot.build.estimate import estimate
 from pretuned.aot.bundle.diff import diff
 from pretuned.aot.bundle.merge import merge
@@ -27,15 +27,15 @@ from pretuned.aot.executors import local
 from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import Measured
 from pretuned.aot.journal.timings import plain_of
-from pretuned.aot.measure.job import Job, Result, Setup
-from pretuned.aot.models.layer import ModelShape
+from pretuned.aot.measure.job import MeasureJob, MeasureResult, Setup
+from pretuned.aot.models.layer import LayerShard
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import GATED_COLUMNS, GATED_CONFIGS, Space, optional, specs
-from pretuned.aot.plan.plan import Plan, gated_buckets, plan, planned_on
+from pretuned.aot.plan.families import GATED_COLUMNS, GATED_CONFIGS, Pool, optional, specs
+from pretuned.aot.plan.plan import BuildPlan, gated_buckets, plan, planned_on
 from pretuned.aot.process.scratch import scratch_folder
 from pretuned.aot.report.roofline import roofline
 from pretuned.aot.report.sheets import sheet
-from pretuned.aot.tune.space import Ground
+from pretuned.aot.tune.space import TuningSpace
 from pretuned.aot.tune.tuner import tune_problems
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
@@ -49,7 +49,7 @@ from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search import space
 
 BOTH = Fusion.SILU | Fusion.GATHER
-QWEN3 = ModelShape(
+QWEN3 = LayerShard(
     "Qwen/Qwen3-30B-A3B", E=128, k=8, H=2048, I=768, shared_experts=0, gated=True, dtypes=(DType.BF16,), tp=1, ep=1,
     tokens=(1, 65536), ops=(Op.FORWARD,),
 )  # fmt: skip
@@ -67,26 +67,28 @@ def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
     return (Config(16, 32, 32, 4, 2),)
 
 
-SPACE = Space(_aligned, _fallbacks)
+SPACE = Pool(_aligned, _fallbacks)
 
 
 @pytest.fixture(scope="module")
-def planned() -> Plan:
+def planned() -> BuildPlan:
     return plan(load_models([MODEL], (Op.FORWARD,)).shapes)
 
 
 @pytest.fixture(scope="module")
-def candidates(tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, planned: Plan) -> Path:
+def candidates(tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, planned: BuildPlan) -> Path:
     path = tmp_path_factory.mktemp("gated") / "candidates.msgpack"
-    compile_candidates(planned, 90, path, Options(path.parent, cache=CompileCache(compiled_dir), space=SPACE))
+    compile_candidates(planned, 90, path, BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=SPACE))
     return path
 
 
 @contextlib.contextmanager
-def gpus(candidates: Path, run: Callable[[Setup, Job], Result] = faketimer.run) -> Iterator[list[local.LocalGpu]]:
+def gpus(
+    candidates: Path, run: Callable[[Setup, MeasureJob], MeasureResult] = faketimer.run
+) -> Iterator[list[local.LocalExecutor]]:
     """A worker process without a GPU."""
     with open_bundle(candidates) as bundle, scratch_folder() as scratch:
-        one = local.LocalGpu(
+        one = local.LocalExecutor(
             Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=run, timeout_s=60.0
         )
         try:
@@ -95,7 +97,7 @@ def gpus(candidates: Path, run: Callable[[Setup, Job], Result] = faketimer.run) 
             one.shutdown()
 
 
-def problems_of(planned: Plan) -> tuple[Problem, ...]:
+def problems_of(planned: BuildPlan) -> tuple[Problem, ...]:
     """The form for rows gathered beforehand, and the one that gathers them."""
     found = tuple(one for one in planned.problems if optional(one))
     assert [one.fusion for one in found] == [Fusion.SILU, BOTH]
@@ -106,7 +108,7 @@ def gated_code(bundle: Bundle) -> list[Variant]:
     return [one for one in bundle.variants if optional(one)]
 
 
-def test_what_is_planned(planned: Plan) -> None:
+def test_what_is_planned(planned: BuildPlan) -> None:
     for problem, fusion in zip(problems_of(planned), (Fusion.SILU, BOTH), strict=True):
         assert problem == Problem(Op.FORWARD, DType.BF16, 8, 256, 256, fusion=fusion)
         assert planned.buckets[problem] == (1024, 2048)  # of 512 to 2048 rows
@@ -140,7 +142,7 @@ def test_its_buckets_have_rows_for_every_expert(E: int, least: int) -> None:
     assert min(gated_buckets(problem, [1 << power for power in range(20)])) == least
 
 
-def test_a_capability_without_its_code_has_no_such_problem(planned: Plan) -> None:
+def test_a_capability_without_its_code_has_no_such_problem(planned: BuildPlan) -> None:
     for sms, has in (((80,), False), ((100, 120), False), ((90,), True), ((80, 90), True)):
         here = planned_on(planned, sms)
         assert any(map(optional, here.problems)) is has
@@ -151,8 +153,8 @@ def test_a_capability_without_its_code_has_no_such_problem(planned: Plan) -> Non
     assert old.choices == new.choices - 4
 
 
-def test_its_code_is_that_of_few_specialised_configs(planned: Plan) -> None:
-    found = [one for one in specs(planned.problems, 90, Space()) if optional(one)]
+def test_its_code_is_that_of_few_specialised_configs(planned: BuildPlan) -> None:
+    found = [one for one in specs(planned.problems, 90, Pool()) if optional(one)]
     assert all(one.config.specialized and one.config.block_n in GATED_COLUMNS for one in found)
     assert {one.alignment for one in found} == {16}
     first, gathers = ([one.config for one in found if one.fusion is fusion] for fusion in (Fusion.SILU, BOTH))
@@ -175,8 +177,8 @@ def test_it_compiles(dtype: DType, config: Config, fusion: Fusion, layout: Layou
     assert variant.threads * variant.registers <= 65536
 
 
-def test_a_build_for_several_capabilities(planned: Plan, compiled_dir: Path, tmp_path: Path) -> None:
-    options = Options(tmp_path, cache=CompileCache(compiled_dir), space=SPACE)
+def test_a_build_for_several_capabilities(planned: BuildPlan, compiled_dir: Path, tmp_path: Path) -> None:
+    options = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=SPACE)
     older, newer = (sound(str(one.path)) for one in build(planned, (80, 90), options).bundles)
     assert not gated_code(older)
     assert not any(map(optional, older.choices))
@@ -194,7 +196,7 @@ def test_a_build_for_several_capabilities(planned: Plan, compiled_dir: Path, tmp
     assert all(one.unchanged for one in again.bundles)
 
 
-def test_the_tuner_measures_it_like_the_others(candidates: Path, planned: Plan, tmp_path: Path) -> None:
+def test_the_tuner_measures_it_like_the_others(candidates: Path, planned: BuildPlan, tmp_path: Path) -> None:
     journal = tmp_path / "h200.journal"
     with gpus(candidates) as here:
         outcome = tune_problems(planned.buckets, candidates, journal, executors=here)
@@ -215,20 +217,20 @@ def test_the_tuner_measures_it_like_the_others(candidates: Path, planned: Plan, 
         for choice in bundle.choices[problem]:
             chosen = bundle.variants[choice.variant]
             assert (choice.source, chosen.fusion) == (Source.MEASURED, problem.fusion)
-            assert choice.time_ns == faketimer.time_ns(Job(problem, choice.bucket, ()), chosen.cubin_sha256)
+            assert choice.time_ns == faketimer.time_ns(MeasureJob(problem, choice.bucket, ()), chosen.cubin_sha256)
         cells = [cell for gemm in told.gemms for cell in gemm.cells if cell.problem == problem]
         assert [(cell.bucket, cell.state.value) for cell in cells] == [(1024, "measured"), (2048, "measured")]
     assert not any(cell.state.value == "missing" for gemm in told.gemms for cell in gemm.cells)
 
 
 def test_code_of_it_that_is_wrong_does_not_ship_and_hinders_nothing(
-    candidates: Path, planned: Plan, compiled_dir: Path, tmp_path: Path
+    candidates: Path, planned: BuildPlan, compiled_dir: Path, tmp_path: Path
 ) -> None:
     journal = tmp_path / "h200.journal"
     with gpus(candidates, run=faketimer.wrong_gated) as here:
         outcome = tune_problems(planned.buckets, candidates, journal, executors=here)
     assert len(outcome.failures) == 4
-    options = Options(tmp_path, cache=CompileCache(compiled_dir), space=SPACE, journal=journal)
+    options = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=SPACE, journal=journal)
     (built,) = build_measured(planned, candidates, options).bundles
     (other,) = build(planned, (90,), dataclasses.replace(options, name="other")).bundles
     assert built.path.read_bytes() == other.path.read_bytes()
@@ -240,23 +242,23 @@ def test_code_of_it_that_is_wrong_does_not_ship_and_hinders_nothing(
 
 
 def test_candidates_of_an_earlier_version_are_measured_and_built_without_it(
-    planned: Plan, compiled_dir: Path, tmp_path: Path
+    planned: BuildPlan, compiled_dir: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "old.msgpack"
     earlier = planned.without(set(problems_of(planned)))
-    compile_candidates(earlier, 90, path, Options(tmp_path, cache=CompileCache(compiled_dir), space=SPACE))
+    compile_candidates(earlier, 90, path, BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=SPACE))
     journal = tmp_path / "h200.journal"
     with gpus(path) as here:
         outcome = tune_problems(planned.buckets, path, journal, executors=here)
     assert outcome.total == outcome.measured == earlier.choices
-    (built,) = build_measured(planned, path, Options(tmp_path / "out", journal=journal)).bundles
+    (built,) = build_measured(planned, path, BuildOptions(tmp_path / "out", journal=journal)).bundles
     assert built.problems == len(earlier.problems)
 
 
 def test_merge_diff_and_prune(
-    planned: Plan, compiled_dir: Path, tmp_path: Path, options: Callable[..., Options]
+    planned: BuildPlan, compiled_dir: Path, tmp_path: Path, options: Callable[..., BuildOptions]
 ) -> None:
-    given = Options(tmp_path, cache=CompileCache(compiled_dir), space=SPACE)
+    given = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=SPACE)
     problems = problems_of(planned)
     (built,) = build(planned, (90,), given).bundles
     earlier = planned.without(set(problems))
@@ -295,7 +297,7 @@ def test_its_roofline_writes_half_of_the_columns() -> None:
 
 
 def test_a_form_is_measured_alone_where_the_plain_product_beside_it_kills_its_process(
-    candidates: Path, planned: Plan, tmp_path: Path
+    candidates: Path, planned: BuildPlan, tmp_path: Path
 ) -> None:
     journal = tmp_path / "h200.journal"
     forms = [problem for problem in planned.problems if plain_of(problem) is not None]
@@ -308,10 +310,10 @@ def test_a_form_is_measured_alone_where_the_plain_product_beside_it_kills_its_pr
     assert not any(one.plain for one in records)
 
 
-def test_the_plain_product_is_not_timed_by_code_that_failed(candidates: Path, planned: Plan) -> None:
+def test_the_plain_product_is_not_timed_by_code_that_failed(candidates: Path, planned: BuildPlan) -> None:
     product = next(problem for problem in planned.problems if problem.fusion is Fusion.NONE)
     with open_bundle(candidates) as bundle:
-        ground = Ground.of(planned.buckets, bundle, faketimer.H200, 90, 0.1)
+        ground = TuningSpace.of(planned.buckets, bundle, faketimer.H200, 90, 0.1)
         for i in ground.able[product]:
             one = bundle.variant(i)
             assert ground.variant(product, one.config) == i

@@ -9,7 +9,7 @@ from claims import H100, H200, able, chosen, revised, with_twins
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pretuned.aot.build.build import Options, build
+from pretuned.aot.build.build import BuildOptions, build
 from pretuned.aot.bundle.merge import Reason, merge
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.models.load import load_models
@@ -18,7 +18,7 @@ from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Choice, Source
-from pretuned.artifacts.records.problem import Fusion, Op, Pass, Problem
+from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, Target
 from pretuned.kernels.contract.revisions import REVISIONS
 from pretuned.kernels.contract.words import LAUNCH_ABI
@@ -41,7 +41,7 @@ def base(built: Bundle) -> Bundle:
 @pytest.fixture(scope="session")
 def other(tmp_path_factory, compiled_dir, small_space) -> Bundle:
     """Another real bundle, of another model, from the same variants."""
-    options = Options(tmp_path_factory.mktemp("other"), cache=CompileCache(compiled_dir), space=small_space)
+    options = BuildOptions(tmp_path_factory.mktemp("other"), cache=CompileCache(compiled_dir), space=small_space)
     path = build(plan(load_models([BIG], (Op.FORWARD,)).shapes), (80,), options).bundles[0].path
     return codec.decode(path.read_bytes(), str(path))
 
@@ -178,7 +178,7 @@ def test_what_nothing_uses_is_dropped_but_for_fallbacks(base: Bundle, cell) -> N
     assert done.unused == len(base.variants) - len(done.bundle.variants) > 0
     best = the_choice(done.bundle, cell).variant
     assert all(
-        i == best or variant.alignment == 1 or isinstance(variant.op, Pass)
+        i == best or variant.alignment == 1 or isinstance(variant.op, RowOp)
         for i, variant in enumerate(done.bundle.variants)
     )
     families = {Family.of(variant) for variant in base.variants}

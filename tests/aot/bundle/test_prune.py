@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pretuned.aot.build.build import Options, build
+from pretuned.aot.build.build import BuildOptions, build
 from pretuned.aot.bundle.diff import diff
 from pretuned.aot.bundle.merge import merge
 from pretuned.aot.bundle.prune import prune
@@ -15,7 +15,7 @@ from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle
-from pretuned.artifacts.records.problem import Op, Pass
+from pretuned.artifacts.records.problem import Op, RowOp
 
 SMALL = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
 BIG = "shape:E=16,H=512,I=256,k=2 tokens=1..256 name=big dtype=fp16"
@@ -31,7 +31,7 @@ def made(tmp_path_factory, compiled_dir, small_space):
     """Real bundles for sm_80 by the models they are for."""
 
     def make(*models: str) -> Bundle:
-        options = Options(tmp_path_factory.mktemp("made"), cache=CompileCache(compiled_dir), space=small_space)
+        options = BuildOptions(tmp_path_factory.mktemp("made"), cache=CompileCache(compiled_dir), space=small_space)
         path = build(planned(*models), (80,), options).bundles[0].path
         return codec.decode(path.read_bytes(), str(path))
 
@@ -54,11 +54,11 @@ def test_what_is_left_is_what_the_model_alone_would_have(made, both: Bundle) -> 
 def test_the_fallbacks_of_its_ops_stay(both: Bundle) -> None:
     done = prune(both, planned(SMALL, ops=(Op.FORWARD,)), "both")
     dtypes = {problem.dtype for problem in done.bundle.choices}
-    ops = (Pass.ACTIVATION, Pass.COMBINE, Pass.GATHER)
+    ops = (RowOp.ACTIVATION, RowOp.COMBINE, RowOp.GATHER)
     passes = {one for one in both.variants if one.op in ops and one.dtype in dtypes}
-    passes |= {one for one in both.variants if one.op in (Pass.SORT_SLOTS, Pass.CLEAR)}  # of no dtype
+    passes |= {one for one in both.variants if one.op in (RowOp.SORT_SLOTS, RowOp.CLEAR)}  # of no dtype
     assert len(passes) == 6 + 2
-    assert {one for one in done.bundle.variants if isinstance(one.op, Pass)} == passes
+    assert {one for one in done.bundle.variants if isinstance(one.op, RowOp)} == passes
     done = replace(done, bundle=replace(done.bundle, variants=tuple(
         one for one in done.bundle.variants if one not in passes
     )))  # fmt: skip

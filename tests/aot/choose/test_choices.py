@@ -8,8 +8,8 @@ from steps import steps
 from pretuned.aot.choose.choices import Chosen, choose, choose_among_all
 from pretuned.aot.compile.triton import Compiled
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import CONFIG_LIMIT, GATED_CONFIGS, Family, Space, families, optional, specs
-from pretuned.aot.plan.plan import Plan, plan, planned_on
+from pretuned.aot.plan.families import CONFIG_LIMIT, GATED_CONFIGS, Family, Pool, families, optional, specs
+from pretuned.aot.plan.plan import BuildPlan, plan, planned_on
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry, words
@@ -33,17 +33,17 @@ def _compiled(spec: Spec, sm: int) -> Compiled:
     return Compiled(variant, b"")
 
 
-def _choose(planned: Plan, sm: int) -> Chosen:
-    return choose(planned, [_compiled(spec, sm) for spec in specs(planned.problems, sm, Space())], sm)
+def _choose(planned: BuildPlan, sm: int) -> Chosen:
+    return choose(planned, [_compiled(spec, sm) for spec in specs(planned.problems, sm, Pool())], sm)
 
 
 @pytest.fixture(scope="module")
-def catalogue() -> Plan:
+def catalogue() -> BuildPlan:
     return plan(load_models(["catalogue"]).shapes)
 
 
 @pytest.mark.parametrize("sm", [80, 90])
-def test_the_whole_catalogue(catalogue: Plan, sm: int) -> None:
+def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
     catalogue = planned_on(catalogue, (sm,))
     kept: list[Chosen] = []
     # 6.5 and 7.6 million calls where this was written, some 2.5 s.
@@ -69,7 +69,7 @@ def test_the_whole_catalogue(catalogue: Plan, sm: int) -> None:
     assert all(i in used for i, one in enumerate(variants) if one.alignment == 16)
 
 
-def test_silu_in_the_epilogue_changes_no_other_choice(catalogue: Plan) -> None:
+def test_silu_in_the_epilogue_changes_no_other_choice(catalogue: BuildPlan) -> None:
     every = planned_on(catalogue, (90,))
     gated = {one for one in every.problems if optional(one)}
     assert len(gated) > 20
@@ -84,7 +84,7 @@ def test_silu_in_the_epilogue_changes_no_other_choice(catalogue: Plan) -> None:
             assert told(chosen, problem) == told(before, problem)
 
 
-def test_forms_that_move_rows_share_the_plain_ones_configs(catalogue: Plan) -> None:
+def test_forms_that_move_rows_share_the_plain_ones_configs(catalogue: BuildPlan) -> None:
     """Else three families of an op would need three times the configs."""
     variants = [one.variant for one in _choose(catalogue, 90).variants if one.variant.op is Op.FORWARD]
     plain, *moving = (
@@ -106,7 +106,7 @@ def test_forms_that_move_rows_share_the_plain_ones_configs(catalogue: Plan) -> N
 def test_both_layouts_have_good_choices_among_the_same_variants(models: list[str]) -> None:
     """What [E, K, N] adds is choices: its code is that of [E, N, K]."""
     planned = plan(load_models(models).shapes)
-    compiled = [_compiled(spec, 90) for spec in specs(planned.problems, 90, Space())]
+    compiled = [_compiled(spec, 90) for spec in specs(planned.problems, 90, Pool())]
     chosen, every = choose(planned, compiled, 90), choose_among_all(planned, compiled, 90)
     assert {one.variant.layout for one in chosen.variants} == {Layout.NK}
     assert [*chosen.choices] == [*planned.problems]
@@ -120,10 +120,10 @@ def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
 
     def configs(of: str, op: Op) -> set[object]:
         problems = plan(load_models([f"openai/gpt-oss-20b {of}"]).shapes).problems
-        return {one.config for one in specs(problems, 90, Space()) if one.op is op and not one.fusion & Fusion.SILU}
+        return {one.config for one in specs(problems, 90, Pool()) if one.op is op and not one.fusion & Fusion.SILU}
 
     def every(of: str) -> set[Spec]:
-        return {*specs(plan(load_models([f"openai/gpt-oss-20b {of}"]).shapes).problems, 90, Space())}
+        return {*specs(plan(load_models([f"openai/gpt-oss-20b {of}"]).shapes).problems, 90, Pool())}
 
     assert every("layout=nk") < every("")  # [E, K, N] beside it takes none away, of forms that move rows neither
     own = configs("ops=forward layout=nk", Op.FORWARD)
@@ -132,12 +132,12 @@ def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
     assert configs("ops=forward,dX", Op.DX) == own | configs("ops=dX layout=nk", Op.DX)
 
 
-def test_all_forms_of_an_op_keep_to_the_limit(catalogue: Plan) -> None:
+def test_all_forms_of_an_op_keep_to_the_limit(catalogue: BuildPlan) -> None:
     """Silu in the epilogue too: with what the other forms hold, where there is room, else within it."""
     every = planned_on(catalogue, (90,))
     assert any(optional(one) for one in every.problems)
     for limit in (8, 16):
-        compiled = [_compiled(spec, 90) for spec in specs(every.problems, 90, Space())]
+        compiled = [_compiled(spec, 90) for spec in specs(every.problems, 90, Pool())]
         held: dict[object, set[object]] = {}
         for one in choose(every, compiled, 90, configs=limit).variants:
             if isinstance(one.variant.op, Op):
@@ -148,7 +148,7 @@ def test_all_forms_of_an_op_keep_to_the_limit(catalogue: Plan) -> None:
 def test_an_optional_form_that_no_held_config_serves_still_ships() -> None:
     """Of gather and silu only a config is left that the others don't hold (the others spilled, say)."""
     planned = planned_on(plan(load_models(["Qwen/Qwen3-30B-A3B tokens=4096..65536"]).shapes), (90,))
-    compiled = [_compiled(spec, 90) for spec in specs(planned.problems, 90, Space())]
+    compiled = [_compiled(spec, 90) for spec in specs(planned.problems, 90, Pool())]
     both = Fusion.SILU | Fusion.GATHER
     of_both = [one for one in compiled if one.variant.fusion == both]
     assert len({one.variant.config for one in of_both}) > 1

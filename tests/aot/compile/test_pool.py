@@ -11,7 +11,7 @@ import misbehaving
 import pytest
 
 from pretuned.aot.compile.cache import CompileCache
-from pretuned.aot.compile.pool import Job, Result, compile_all
+from pretuned.aot.compile.pool import CompileJob, CompileResult, compile_all
 from pretuned.aot.process.scratch import scratch_folder
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.records.precision import DType
@@ -20,8 +20,8 @@ from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.spec import Spec
 
 
-def job(stages: int, sm: int = 80) -> Job:
-    return Job(Spec(Op.FORWARD, DType.BF16, Config(16, 32, 64, 4, stages)), sm)
+def job(stages: int, sm: int = 80) -> CompileJob:
+    return CompileJob(Spec(Op.FORWARD, DType.BF16, Config(16, 32, 64, 4, stages)), sm)
 
 
 GOOD, ODD, LAST = job(2), job(5), job(3)
@@ -37,7 +37,7 @@ def scratch_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_aborting_worker_is_one_failed_result(compiled_dir: Path, scratch_place: Path) -> None:
-    heard: list[Result] = []
+    heard: list[CompileResult] = []
     cache = CompileCache(compiled_dir)
     results = compile_all(
         [GOOD, ODD, LAST], workers=1, cache=cache, on_result=heard.append, compile_one=misbehaving.aborts

@@ -10,10 +10,10 @@ import pytest
 from pretuned.aot.compile import triton
 from pretuned.aot.compile.triton import job_key
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Pass
+from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.kernels.contract import registry, rowops
 from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.rowops import PassSpec
+from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 
 SPEC = Spec(Op.FORWARD, DType.BF16, Config(128, 128, 64, 8, 6, tma=True, specialized=True))
@@ -34,7 +34,7 @@ def test_what_the_compiler_is_told_is_in_the_name_of_a_cached_cubin(name: str, m
 
 @pytest.mark.parametrize("name", ["constants", "divisibility", "arguments"])
 def test_so_is_what_it_is_told_of_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = PassSpec(Pass.COMBINE, DType.BF16)
+    spec = RowOpSpec(RowOp.COMBINE, DType.BF16)
     before, told = job_key(spec, 90), getattr(rowops, name)
     monkeypatch.setattr(rowops, name, lambda one: told(one)[::-1] if name == "arguments" else {"BLOCK": 7})
     assert job_key(spec, 90) != before
@@ -42,17 +42,17 @@ def test_so_is_what_it_is_told_of_a_pass(name: str, monkeypatch: pytest.MonkeyPa
 
 def test_what_each_pointer_of_a_kernel_points_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that nobody gave a type would be compiled as a pointer to rows, and read anything."""
-    spec = PassSpec(Pass.COMBINE, DType.BF16)
+    spec = RowOpSpec(RowOp.COMBINE, DType.BF16)
     monkeypatch.setattr(rowops, "arguments", lambda _op: (("unheard_of", "ptr"),))
     with pytest.raises(KeyError, match="unheard_of"):
         job_key(spec, 90)
     monkeypatch.undo()
     words = {"index", "experts", "places", "used", "ids", "bounds", "m_sizes", "counts"}
-    for op in Pass:
+    for op in RowOp:
         for name, kind in rowops.arguments(op):
             wanted = "*i32" if name in words else {"order": "*i64", "named": "*i8"}.get(name, "*bf16")
             wanted = "*fp32" if name in ("row_weights", "dweights") else wanted
-            found = triton._triton_type(name, kind, PassSpec(op, DType.BF16), {})
+            found = triton._triton_type(name, kind, RowOpSpec(op, DType.BF16), {})
             assert found == (wanted if kind == "ptr" else kind), (op, name)
 
 

@@ -11,8 +11,8 @@ import pytest
 from fakemeasure import CONFIG, H100, H200
 
 from pretuned.aot.demand import overlay
-from pretuned.aot.models.layer import ModelShape
-from pretuned.aot.plan.plan import Plan, plan
+from pretuned.aot.models.layer import LayerShard
+from pretuned.aot.plan.plan import BuildPlan, plan
 from pretuned.artifacts.errors import BundleUnreadable, HostError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.lock import lock
@@ -27,8 +27,8 @@ from pretuned.kernels.contract.revisions import REVISIONS
 OTHER = Config(128, 128, 64, 8, 3, tma=True)
 
 
-def planned(E: int, tokens: int = 64) -> Plan:
-    shape = ModelShape(f"E{E}", E, 2, 256, 128, 0, True, (DType.BF16,), 1, 1, (tokens, tokens), tuple(Op))
+def planned(E: int, tokens: int = 64) -> BuildPlan:
+    shape = LayerShard(f"E{E}", E, 2, 256, 128, 0, True, (DType.BF16,), 1, 1, (tokens, tokens), tuple(Op))
     return plan([shape])
 
 

@@ -37,7 +37,7 @@ from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract.config import Config
 from pretuned.runtime import grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot
-from pretuned.runtime.dispatch.pin import KernelPair, Preferred
+from pretuned.runtime.dispatch.pin import KernelPair, Preference
 
 ASK = Path(__file__).parents[2] / "support" / "askconfigs.py"
 OTHER = Config(128, 128, 64, 8, 3, tma=True)
@@ -370,7 +370,7 @@ def test_an_overlay_that_is_not_trusted_is_measured_once_a_process(home: Path, t
 def test_the_cache_is_kept_loaded_and_cleared(home: Path, tmp_path: Path) -> None:
     asked = fakemeasure.on_demand(tmp_path / "log")
     assert asked.load(key()) is None
-    mine = tuple(KernelPair(op, Preferred(((Fusion.NONE, OTHER),))) for op in Op)
+    mine = tuple(KernelPair(op, Preference(((Fusion.NONE, OTHER),))) for op in Op)
     asked.save(key(), mine)  # type: ignore[arg-type]
     assert fakemeasure.on_demand(tmp_path / "log").load(key()) == mine
     assert asked.configs(key(), 0, force=False) == mine
@@ -442,7 +442,7 @@ def test_without_a_gpu() -> None:
 def test_a_pair_is_what_grouped_gemm_takes() -> None:
     x, w = torch.randn(6, 8), torch.randn(2, 4, 8)
     sizes = torch.tensor([2, 4], dtype=torch.int32)
-    forward, dX, _ = (KernelPair(op, Preferred(((Fusion.NONE, CONFIG),))) for op in Op)
+    forward, dX, _ = (KernelPair(op, Preference(((Fusion.NONE, CONFIG),))) for op in Op)
     for first in (True, False):
         y = grouped_gemm(x, w, sizes, kernel_config_fwd=forward, kernel_config_bwd_dX=dX, is_first_gemm=first)
         torch.testing.assert_close(y, grouped_gemm(x, w, sizes))

@@ -21,7 +21,7 @@ import faketimer
 import psutil
 import pytest
 
-from pretuned.aot.build.build import Options, compile_candidates
+from pretuned.aot.build.build import BuildOptions, compile_candidates
 from pretuned.aot.choose.bundle import measured_bundle
 from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.cli.main import run as command
@@ -31,8 +31,8 @@ from pretuned.aot.executors.dask import DaskGpus, dask_gpus, scheduler_address
 from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import DIED, Measured
 from pretuned.aot.measure.job import WorkerLost
-from pretuned.aot.plan.families import Space
-from pretuned.aot.plan.plan import Plan
+from pretuned.aot.plan.families import Pool
+from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.process import gpus as process_gpus
 from pretuned.aot.tune.tuner import NoGpu, Outcome, TuneObservers, tune_problems
 from pretuned.artifacts.errors import HostError, InputError
@@ -118,10 +118,12 @@ def lone(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def candidates(
-    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Space, small_plan: Plan
+    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Pool, small_plan: BuildPlan
 ) -> Path:
     path = tmp_path_factory.mktemp("candidates") / "candidates.msgpack"
-    compile_candidates(small_plan, 90, path, Options(path.parent, cache=CompileCache(compiled_dir), space=small_space))
+    compile_candidates(
+        small_plan, 90, path, BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=small_space)
+    )
     return path
 
 
@@ -137,8 +139,8 @@ def all_of(gpus: DaskGpus, count: int) -> list[object]:
 
 
 def tune(
-    cluster: Cluster, plan: Plan, candidates: Path, journal: Path, workers: int, watch: TuneObservers | None = None,
-    **session: object,
+    cluster: Cluster, plan: BuildPlan, candidates: Path, journal: Path, workers: int,
+    watch: TuneObservers | None = None, **session: object,
 ) -> Outcome:  # fmt: skip
     session = {"greet": faketimer.shipped, "run": faketimer.run, **session}
     with dask_gpus(cluster.executor, candidates, **session) as gpus:  # type: ignore[arg-type]
@@ -151,7 +153,7 @@ def measured_keys(journal: Path) -> list[object]:
     return [(one.problem, one.bucket) for one in read_journal(journal).records if isinstance(one, Measured)]
 
 
-def test_it_measures_every_cell_once(cluster: Cluster, candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_it_measures_every_cell_once(cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     journal = tmp_path / "h200.journal"
     outcome = tune(cluster, small_plan, candidates, journal, 2)
     assert (outcome.measured, outcome.left, outcome.failures) == (small_plan.choices, 0, ())
@@ -165,7 +167,7 @@ def test_it_measures_every_cell_once(cluster: Cluster, candidates: Path, small_p
 
 
 def test_a_variant_that_ends_its_process_is_told_and_costs_no_dask_worker(
-    cluster: Cluster, candidates: Path, small_plan: Plan, tmp_path: Path
+    cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     before = workers_of(cluster)
     outcome = tune(cluster, small_plan, candidates, tmp_path / "journal", 2, run=faketimer.dies)
@@ -177,7 +179,7 @@ def test_a_variant_that_ends_its_process_is_told_and_costs_no_dask_worker(
 
 
 def test_a_variant_that_kills_workers_again_and_again_is_recorded_and_skipped(
-    cluster: Cluster, candidates: Path, small_plan: Plan, tmp_path: Path
+    cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     before = workers_of(cluster)
     notes: list[str] = []
@@ -209,14 +211,14 @@ def test_the_commands_measure_on_the_cluster(
 
 
 def test_two_workers_on_one_gpu_are_refused(
-    cluster: Cluster, candidates: Path, small_plan: Plan, tmp_path: Path
+    cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=r"Dask worker tcp\S+ and Dask worker tcp\S+ use the same GPU: give each"):
         tune(cluster, small_plan, candidates, tmp_path / "journal", 2, greet=faketimer.same_uuid)
 
 
 def test_a_worker_with_another_version_is_left_out(
-    cluster: Cluster, candidates: Path, small_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.9")
     notes: list[str] = []
@@ -246,7 +248,7 @@ def workers_of(cluster: Cluster) -> set[int]:
 
 
 def test_a_worker_killed_in_the_middle_costs_nothing_and_one_that_comes_takes_part(
-    lone: Cluster, candidates: Path, small_plan: Plan, tmp_path: Path
+    lone: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     first, second = (lone.worker("--no-nanny") for _ in range(2))
     journal = tmp_path / "h200.journal"
@@ -291,7 +293,7 @@ except KeyboardInterrupt as error:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_or_killed_it_loses_the_job_in_flight_at_most_and_goes_on(
-    lone: Cluster, candidates: Path, small_plan: Plan, tmp_path: Path, number: signal.Signals
+    lone: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path, number: signal.Signals
 ) -> None:
     worker = lone.worker("--no-nanny")
     journal = tmp_path / "h200.journal"
@@ -318,7 +320,7 @@ def test_stopped_or_killed_it_loses_the_job_in_flight_at_most_and_goes_on(
 
 
 def test_a_lost_scheduler_ends_it_and_what_was_measured_is_kept(
-    lone: Cluster, candidates: Path, small_plan: Plan, tmp_path: Path
+    lone: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     lone.worker("--no-nanny")
     journal = tmp_path / "h200.journal"

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretuned.aot.journal.file import Header, OtherJournal, open_journal, read_journal
-from pretuned.aot.journal.records import Duel, Failure, Measured, Record, Timing, from_value, to_value
+from pretuned.aot.journal.records import Failure, Measured, Record, Rematch, Timing, from_value, to_value
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.format.schema import INDEXED
 from pretuned.artifacts.records.bundle import Kernel
@@ -37,7 +37,7 @@ problems = st.builds(
     st.integers(1, 9999), st.sampled_from(Layout), st.sampled_from(list(Fusion)), st.integers(0, 8),
 ).map(lambda one: one if one.fusion & INDEXED else dataclasses.replace(one, top_k=0))  # fmt: skip
 timings = st.builds(Timing, shas, times, small, st.integers(1, 50), small)
-duels = st.builds(Duel, shas, shas, times, times, small, small)
+duels = st.builds(Rematch, shas, shas, times, times, small, small)
 buckets = st.integers(0, 31).map(lambda power: 1 << power)
 records: st.SearchStrategy[Record] = st.one_of(
     st.builds(Measured, problems, buckets, shas, st.lists(timings, max_size=4).map(tuple), st.none() | duels,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pretuned.aot.choose.choices import choose
 from pretuned.aot.compile.triton import Compiled
 from pretuned.aot.journal.file import Contents, Header
-from pretuned.aot.journal.records import Duel, Failure, Measured, Timing
-from pretuned.aot.journal.timings import Evidence, cell_of
-from pretuned.aot.plan.plan import Plan
+from pretuned.aot.journal.records import Failure, Measured, Rematch, Timing
+from pretuned.aot.journal.timings import Timings, cell_of
+from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.tune.shortlist import SHARE, Winners, contenders
 from pretuned.artifacts.limits import MAX_TIME_NS
 from pretuned.artifacts.records.bundle import Choice, Source, Variant
@@ -52,14 +52,14 @@ def variant(number: int, config: Config, fusion: Fusion = Fusion.NONE) -> Compil
 COMPILED = [variant(i, config) for i, config in enumerate(CONFIGS)]
 
 
-def record(times: dict[int, int], modelled: int, duel: Duel | None = None, bucket: int = 64) -> Measured:
+def record(times: dict[int, int], modelled: int, duel: Rematch | None = None, bucket: int = 64) -> Measured:
     timings = tuple(Timing(sha(i), (ns, ns), 0.001, 20, 0.0017) for i, ns in times.items())
     return Measured(PROBLEM, bucket, sha(modelled), timings, duel, None, 1.0, 13000)
 
 
 def chosen(records: Sequence[Measured | Failure], compiled: Sequence[Compiled] = COMPILED):
     contents = Contents(Header(90, H200, ()), tuple(records), 0, 0)
-    (choice,) = choose(Plan({PROBLEM: (64,)}, ()), compiled, 90, Evidence.of(contents)).choices[PROBLEM]
+    (choice,) = choose(BuildPlan({PROBLEM: (64,)}, ()), compiled, 90, Timings.of(contents)).choices[PROBLEM]
     return choice
 
 
@@ -67,7 +67,7 @@ def test_times_of_a_form_are_brought_to_the_clock_of_the_plain_product() -> None
     """Timed with the form it took 30 us, with its own contenders 40: all that the form took is 4/3 longer there."""
     gathers = replace(PROBLEM, fusion=Fusion.GATHER, top_k=8)
     compiled = [*COMPILED, *(variant(i + 8, config, Fusion.GATHER) for i, config in enumerate(CONFIGS))]
-    plan = Plan({PROBLEM: (64,), gathers: (64, 128)}, ())
+    plan = BuildPlan({PROBLEM: (64,), gathers: (64, 128)}, ())
     other = replace(record({8: 20_000, 9: 60_000}, 9, bucket=128), problem=gathers)  # so that both ship
 
     def form(plain: tuple[bytes, tuple[int, ...]] | None) -> Measured:
@@ -76,7 +76,7 @@ def test_times_of_a_form_are_brought_to_the_clock_of_the_plain_product() -> None
 
     def choice_of(*records: Measured) -> Choice:
         contents = Contents(Header(90, H200, ()), (*records, other), 0, 0)
-        one, _ = choose(plan, compiled, 90, Evidence.of(contents)).choices[gathers]
+        one, _ = choose(plan, compiled, 90, Timings.of(contents)).choices[gathers]
         assert one.source is Source.MEASURED
         return one
 
@@ -106,13 +106,13 @@ def test_a_record_of_a_slower_clock_makes_no_variant_of_it_slower() -> None:
     more = replace(slow, timings=tuple(replace(one, rounds=60) for one in slow.timings))
     for records in itertools.permutations((fast, more)):
         contents = Contents(Header(90, H200, ()), tuple(records), 0, 0)
-        cell = Evidence.of(contents).cells[PROBLEM, 64]
+        cell = Timings.of(contents).cells[PROBLEM, 64]
         assert cell.torch_ns is None
         assert cell.best_of([sha(2), sha(0)]) == sha(0)
         clock = math.sqrt(5_883 / 5_281 * 6_273 / 5_490)  # both at that of the record with more rounds
         assert cell.times_ns == {sha(0): 5_883, sha(1): 6_273, sha(2): round(5_726 * clock), sha(3): 6_685}
     apart = record({3: 9_000, 2: 10_000}, 3)  # of two that have nothing in common each counts as it is
-    times = Evidence.of(Contents(Header(90, H200, ()), (record({0: 5_281, 1: 5_490}, 1), apart), 0, 0)).cells
+    times = Timings.of(Contents(Header(90, H200, ()), (record({0: 5_281, 1: 5_490}, 1), apart), 0, 0)).cells
     assert times[PROBLEM, 64].times_ns == {sha(0): 5_281, sha(1): 5_490, sha(2): 10_000, sha(3): 9_000}
 
 
@@ -122,12 +122,12 @@ def test_torch_is_of_the_clock_of_the_times_beside_it(rounds: int) -> None:
     first = replace(record({0: 10_000, 1: 11_000}, 0), torch_ns=(12_000, 12_000))
     look = record({0: 12_500, 1: 13_750, 2: 12_000}, 0)
     look = replace(look, timings=tuple(replace(one, rounds=rounds) for one in look.timings))
-    cell = Evidence.of(Contents(Header(90, H200, ()), (look, first), 0, 0)).cells[PROBLEM, 64]
+    cell = Timings.of(Contents(Header(90, H200, ()), (look, first), 0, 0)).cells[PROBLEM, 64]
     assert cell.torch_ns is not None
     assert cell.torch_ns / cell.times_ns[sha(0)] == pytest.approx(1.2, rel=1e-4)
     assert cell.torch_ns / cell.times_ns[sha(2)] == pytest.approx(1.25, rel=1e-4)
     twice = replace(first, torch_ns=(12_600, 12_600))  # the mean of two middles
-    cell = Evidence.of(Contents(Header(90, H200, ()), (look, first, twice), 0, 0)).cells[PROBLEM, 64]
+    cell = Timings.of(Contents(Header(90, H200, ()), (look, first, twice), 0, 0)).cells[PROBLEM, 64]
     assert cell.torch_ns is not None
     assert cell.torch_ns / cell.times_ns[sha(0)] == pytest.approx(math.sqrt(1.2 * 1.26), rel=1e-4)
 
@@ -136,7 +136,7 @@ def test_of_records_that_are_alike_but_for_torch_the_order_makes_no_difference()
     alike = [replace(record({2: 11_744, 0: 9_354}, 2), torch_ns=(ns, ns)) for ns in (10_132, 9_819)]
     others = replace(record({2: 9_616}, 2), torch_ns=(11_000, 11_000)), record({0: 11_126, 1: 11_229, 2: 9_142}, 0)
     orders = itertools.permutations((*alike, *others))
-    cells = [Evidence.of(Contents(Header(90, H200, ()), order, 0, 0)).cells[PROBLEM, 64] for order in orders]
+    cells = [Timings.of(Contents(Header(90, H200, ()), order, 0, 0)).cells[PROBLEM, 64] for order in orders]
     assert len({cell.torch_ns for cell in cells}) == 1
 
 
@@ -153,7 +153,7 @@ def test_records_count_the_same_in_any_order(order: Sequence[int], clocks: Seque
         records.append(replace(one, timings=tuple(replace(timing, rounds=rounds) for timing in one.timings)))
 
     def cell(some: Sequence[Measured]) -> object:
-        return Evidence.of(Contents(Header(90, H200, ()), tuple(some), 0, 0)).cells[PROBLEM, 64]
+        return Timings.of(Contents(Header(90, H200, ()), tuple(some), 0, 0)).cells[PROBLEM, 64]
 
     assert cell(records) == cell([records[i] for i in order])
 
@@ -161,7 +161,7 @@ def test_records_count_the_same_in_any_order(order: Sequence[int], clocks: Seque
 @pytest.fixture
 def model_first() -> int:
     """What the model chooses among all, on an H200."""
-    choice = choose(Plan({PROBLEM: (64,)}, ()), COMPILED, 90, Evidence.of(Contents(Header(90, H200, ()), (), 0, 0)))
+    choice = choose(BuildPlan({PROBLEM: (64,)}, ()), COMPILED, 90, Timings.of(Contents(Header(90, H200, ()), (), 0, 0)))
     (one,) = choice.choices[PROBLEM]
     assert one.source is Source.MODELLED
     number: int = choice.variants[one.variant].variant.cubin_sha256[0]
@@ -203,15 +203,15 @@ def test_of_what_ships_a_cell_takes_the_fastest_as_timed(model_first: int) -> No
     far = record({model_first: 50_000, other: 40_000}, model_first, bucket=128)
     back = record({model_first: 40_000, other: 50_000}, model_first, bucket=256)
 
-    def near(duel: Duel | None, times: int = 1) -> int:
+    def near(duel: Rematch | None, times: int = 1) -> int:
         cells = (record({model_first: 50_000 * times, other: 49_850 * times}, model_first, duel), far, back)
-        evidence = Evidence.of(Contents(Header(90, H200, ()), cells, 0, 0))
-        first, *rest = choose(Plan({PROBLEM: (64, 128, 256)}, ()), COMPILED, 90, evidence).choices[PROBLEM]
+        evidence = Timings.of(Contents(Header(90, H200, ()), cells, 0, 0))
+        first, *rest = choose(BuildPlan({PROBLEM: (64, 128, 256)}, ()), COMPILED, 90, evidence).choices[PROBLEM]
         assert [one.time_ns for one in rest] == [40_000, 40_000]
         return first.time_ns // times
 
-    def fought(ratio: float) -> Duel:
-        return Duel(sha(other), sha(model_first), (49_000, 49_000), (50_000, 50_000), ratio, 0.005)
+    def fought(ratio: float) -> Rematch:
+        return Rematch(sha(other), sha(model_first), (49_000, 49_000), (50_000, 50_000), ratio, 0.005)
 
     ratios = (0.998, 1.001, 1.004, 1.006)
     assert [near(fought(one)) for one in ratios] == [49_850, 49_850, 49_850, 50_000]
@@ -225,8 +225,8 @@ def test_a_lost_duel_counts_more_than_the_times(model_first: int) -> None:
     other = (model_first + 1) % 4
     both = [COMPILED[model_first], COMPILED[other]]
 
-    def duel(ratio: float, band: float) -> Duel:
-        return Duel(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), ratio, band)
+    def duel(ratio: float, band: float) -> Rematch:
+        return Rematch(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), ratio, band)
 
     times = {model_first: 50_000, other: 45_000}
     assert chosen([record(times, model_first, duel(0.9, 0.005))], both).time_ns == 45_000
@@ -250,10 +250,10 @@ def test_of_a_cell_measured_twice_each_time_weighs_its_rounds(model_first: int) 
 
     few, more = of_rounds(40_000, 3, 0.03), of_rounds(48_000, 9, 0.001)
     for both in ((few, more), (more, few)):
-        cell = Evidence.of(Contents(Header(90, H200, ()), both, 0, 0)).cells[PROBLEM, 64]
+        cell = Timings.of(Contents(Header(90, H200, ()), both, 0, 0)).cells[PROBLEM, 64]
         assert (cell.times_ns[sha(other)], cell.noise[sha(other)]) == (48_000, 0.001)
         thrice = (*both, replace(few, timings=tuple(replace(one, rounds=6) for one in few.timings)))
-        cell = Evidence.of(Contents(Header(90, H200, ()), thrice, 0, 0)).cells[PROBLEM, 64]
+        cell = Timings.of(Contents(Header(90, H200, ()), thrice, 0, 0)).cells[PROBLEM, 64]
         # 9 rounds each: the lower, by the clock that brings the two of one record nearest to the two of the other.
         assert cell.times_ns[sha(other)] == round(40_000 * math.sqrt(48 / 40))
 
@@ -263,7 +263,7 @@ def test_of_duels_of_the_same_two_those_of_the_most_rounds_count(model_first: in
     times = {model_first: 50_000, other: 45_000}
 
     def of_rounds(rounds: int, ratio: float) -> Measured:
-        duel = Duel(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), ratio, 0.005)
+        duel = Rematch(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), ratio, 0.005)
         found = record(times, model_first, duel)
         return replace(found, timings=tuple(replace(one, rounds=rounds) for one in found.timings))
 
@@ -275,9 +275,9 @@ def test_of_duels_of_the_same_two_those_of_the_most_rounds_count(model_first: in
 def test_more_rounds_together_count_more_than_a_duel_of_fewer(model_first: int) -> None:
     """A second look in which the two fought no duel."""
     other = (model_first + 1) % 4
-    lost = Duel(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), 1.02, 0.005)
+    lost = Rematch(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), 1.02, 0.005)
 
-    def of_rounds(rounds: int, duel: Duel | None) -> Measured:
+    def of_rounds(rounds: int, duel: Rematch | None) -> Measured:
         found = record({model_first: 50_000, other: 49_000}, model_first, duel)
         return replace(found, timings=tuple(replace(one, rounds=rounds) for one in found.timings))
 
@@ -293,7 +293,7 @@ def test_more_rounds_together_count_more_than_a_duel_of_fewer(model_first: int) 
 def test_drivers_are_told_apart() -> None:
     first = record({0: 10_000}, 0)
     second = replace(record({0: 11_000}, 0, bucket=128), driver=13020)
-    evidence = Evidence.of(Contents(Header(90, H200, ()), (second, first), 0, 0))
+    evidence = Timings.of(Contents(Header(90, H200, ()), (second, first), 0, 0))
     assert [gpu.driver for gpu in evidence.gpus] == [13000, 13020]
     assert evidence.gpu_of(evidence.cells[PROBLEM, 64]) == 0
     assert evidence.gpu_of(evidence.cells[PROBLEM, 128]) == 1
@@ -355,9 +355,9 @@ def test_winners_are_asked_nearest_first() -> None:
     winners.add(replace(PROBLEM, op=Op.DX), 1024, NAMES[3])
     assert winners.near(PROBLEM, 2048) == [NAMES[1], NAMES[2], NAMES[0]]
     assert winners.near(PROBLEM, 64) == [NAMES[0], NAMES[1], NAMES[2]]
-    assert winners.twin(gathers, 1024) == NAMES[1]
-    assert winners.twin(gathers, 2048) is None
-    assert winners.twin(PROBLEM, 1024) is None
+    assert winners.transposed(gathers, 1024) == NAMES[1]
+    assert winners.transposed(gathers, 2048) is None
+    assert winners.transposed(PROBLEM, 1024) is None
 
 
 def test_of_other_shapes_the_most_alike_are_asked_first() -> None:
@@ -391,20 +391,20 @@ def test_a_plain_product_measured_after_its_forms_is_not_narrowed_to_what_won_th
     winners = Winners()
     gathers = replace(PROBLEM, fusion=Fusion.GATHER)
     winners.add(gathers, 1024, NAMES[1])
-    assert winners.twin(PROBLEM, 1024) is None
-    assert winners.twin(replace(PROBLEM, fusion=Fusion.SCATTER), 1024) == NAMES[1]
+    assert winners.transposed(PROBLEM, 1024) is None
+    assert winners.transposed(replace(PROBLEM, fusion=Fusion.SCATTER), 1024) == NAMES[1]
     assert winners.near(PROBLEM, 1024) == [NAMES[1]]
 
 
 def test_a_product_of_two_names_has_one_cell() -> None:
-    twin = PROBLEM.twin
+    twin = PROBLEM.transposed
     assert twin is not None
     own, other = record({0: 40_000, 1: 50_000}, 0), replace(record({1: 60_000, 2: 45_000}, 1), problem=twin)
-    evidence = Evidence.of(Contents(Header(90, H200, ()), (own, other), 0, 0))
+    evidence = Timings.of(Contents(Header(90, H200, ()), (own, other), 0, 0))
     assert list(evidence.cells) == [(PROBLEM, 64)]
     assert cell_of(twin, 64) == cell_of(PROBLEM, 64) == (PROBLEM, 64)
     assert set(evidence.cells[PROBLEM, 64].times_ns) == {sha(0), sha(1), sha(2)}
-    both = choose(Plan({PROBLEM: (64,), twin: (64,)}, ()), COMPILED, 90, evidence).choices
+    both = choose(BuildPlan({PROBLEM: (64,), twin: (64,)}, ()), COMPILED, 90, evidence).choices
     assert both[PROBLEM] == both[twin]
 
 
@@ -413,5 +413,5 @@ def test_records_of_a_form_that_share_the_plain_product_alone_are_brought_to_its
     fast = replace(record({8: 30_000}, 8), problem=gathers, plain=(sha(0), (20_000, 20_000)))
     slow = replace(record({9: 31_000}, 9), problem=gathers, plain=(sha(0), (24_000, 24_000)))
     for records in ((fast, slow), (slow, fast)):
-        cell = Evidence.of(Contents(Header(90, H200, ()), records, 0, 0)).cells[gathers, 64]
+        cell = Timings.of(Contents(Header(90, H200, ()), records, 0, 0)).cells[gathers, 64]
         assert cell.times_ns[sha(9)] / cell.times_ns[sha(8)] == pytest.approx(31_000 / (30_000 * 1.2), rel=1e-3)

@@ -7,7 +7,7 @@ import torch
 
 from pretuned.aot.measure.calls import Tensors
 from pretuned.aot.measure.inputs import activations, routed_rows, weights
-from pretuned.aot.measure.numerics import GatedJudge
+from pretuned.aot.measure.numerics import GatedNumericsCheck
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
@@ -16,7 +16,7 @@ E, N, K = 16, 784, 512  # 392 columns of y: the last group of 64 is cut off
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
-def made(M: int, layout: Layout, fusion: Fusion, device: torch.device) -> tuple[GatedJudge, Tensors, list[int]]:
+def made(M: int, layout: Layout, fusion: Fusion, device: torch.device) -> tuple[GatedNumericsCheck, Tensors, list[int]]:
     problem = Problem(Op.FORWARD, DType.BF16, E, N, K, layout, fusion)
     w = weights(E, N, K, torch.bfloat16, device)
     w = w if layout is Layout.NK else w.view(E, K, N)
@@ -30,7 +30,7 @@ def made(M: int, layout: Layout, fusion: Fusion, device: torch.device) -> tuple[
         rows, w, m_sizes.to(device), y, M=M, layout=layout, index=index, index_end=M,
         gather_divisor=top_k if gathers else 0, silu=True,
     )  # fmt: skip
-    return GatedJudge(problem, w), Tensors(problem, M, rows, w, y, index, top_k), m_sizes.tolist()
+    return GatedNumericsCheck(problem, w), Tensors(problem, M, rows, w, y, index, top_k), m_sizes.tolist()
 
 
 @pytest.mark.parametrize("device_type", DEVICES)

@@ -7,7 +7,7 @@ import torch
 
 from pretuned.aot.measure.calls import Tensors
 from pretuned.aot.measure.inputs import activations, routed_rows, weights
-from pretuned.aot.measure.numerics import Judge
+from pretuned.aot.measure.numerics import NumericsCheck
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
@@ -50,7 +50,7 @@ def test_the_judge_estimates_the_error_and_sees_one_wrong_element(
             row_weights=row_weights,
         )  # fmt: skip
         on = Tensors(problem, M, rows, w, result, index, top_k, row_weights)
-    judge = Judge(problem, None if op is Op.DW else w, device)
+    judge = NumericsCheck(problem, None if op is Op.DW else w, device)
     wanted = judge.reference(on, m_sizes.tolist())
     assert 2e-4 < judge.error(on, wanted) < 6e-3  # what rounding to bf16 costs
     busiest = int(m_sizes.argmax()) if op is Op.DW else M // 2
@@ -73,7 +73,7 @@ def test_rounding_of_an_experts_only_row_is_no_mistake() -> None:
         torch.manual_seed(seed)
         dy, x = torch.randn(E, 64).bfloat16(), torch.randn(E, 128).bfloat16()
         on = Tensors(problem, E, dy, x, reference.grad_weight(dy, x, m_sizes))
-        judge = Judge(problem, None, torch.device("cpu"))
+        judge = NumericsCheck(problem, None, torch.device("cpu"))
         assert judge.error(on, judge.reference(on, m_sizes.tolist())) < 6e-3
 
 
@@ -82,7 +82,7 @@ def test_an_expert_without_rows_must_get_zeros() -> None:
     m_sizes = torch.tensor([8, 0], dtype=torch.int32)
     dy, x = torch.randn(8, 64).bfloat16(), torch.randn(8, 128).bfloat16()
     on = Tensors(problem, 8, dy, x, reference.grad_weight(dy, x, m_sizes))
-    judge = Judge(problem, None, torch.device("cpu"))
+    judge = NumericsCheck(problem, None, torch.device("cpu"))
     wanted = judge.reference(on, [8, 0])
     assert judge.error(on, wanted) < 6e-3
     on.result[1, 5, 7] = 1e-6

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretuned.aot.models.layer import Gemm, ModelShape
+from pretuned.aot.models.layer import LayerGemm, LayerShard
 from pretuned.aot.plan.plan import buckets_between, plan
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from pretuned.kernels.contract.spec import code_of
 
-QWEN3 = ModelShape(
+QWEN3 = LayerShard(
     name="Qwen/Qwen3-30B-A3B",
     E=128,
     k=8,
@@ -29,14 +29,14 @@ QWEN3 = ModelShape(
 
 
 def test_gemms_of_shards() -> None:
-    assert QWEN3.gemms() == (Gemm("gate_up", 128, 1536, 2048), Gemm("down", 128, 2048, 768))
-    assert replace(QWEN3, tp=4, ep=8).gemms() == (Gemm("gate_up", 16, 384, 2048), Gemm("down", 16, 2048, 192))
-    assert replace(QWEN3, gated=False).gemms()[0] == Gemm("up", 128, 768, 2048)
+    assert QWEN3.gemms() == (LayerGemm("gate_up", 128, 1536, 2048), LayerGemm("down", 128, 2048, 768))
+    assert replace(QWEN3, tp=4, ep=8).gemms() == (LayerGemm("gate_up", 16, 384, 2048), LayerGemm("down", 16, 2048, 192))
+    assert replace(QWEN3, gated=False).gemms()[0] == LayerGemm("up", 128, 768, 2048)
 
 
 def test_shared_experts_are_on_every_rank() -> None:
     deepseek = replace(QWEN3, E=256, H=7168, I=2048, shared_experts=1, ep=8, tokens=(8, 8))
-    assert deepseek.gemms()[1] == Gemm("down", 33, 7168, 2048)
+    assert deepseek.gemms()[1] == LayerGemm("down", 33, 7168, 2048)
     assert deepseek.rows == (9, 9)  # 8 tokens, each to 8 routed and 1 shared expert, over 8 ranks
 
 

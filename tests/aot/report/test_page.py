@@ -14,7 +14,7 @@ from claims import H100, H200, able, chosen, with_twins
 
 from pretuned.aot.bundle.assemble import config_text
 from pretuned.aot.journal.file import Contents, Header
-from pretuned.aot.journal.records import HUNG, Duel, Failure, Measured, Timing
+from pretuned.aot.journal.records import HUNG, Failure, Measured, Rematch, Timing
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
 from pretuned.aot.report.cells import Cell, State
@@ -57,7 +57,7 @@ def measured(
     shas = [base.variants[i].cubin_sha256 for i in able(base, problem)]
     duel = None
     if won is not None:
-        duel = Duel(shas[1], shas[0], (times[1],), (times[0],), 0.9 if won else 0.999, 0.01)
+        duel = Rematch(shas[1], shas[0], (times[1],), (times[0],), 0.9 if won else 0.999, 0.01)
         assert duel.won is won
     timings = tuple(Timing(sha, (time,), 0.001, 20, 0.001) for sha, time in zip(shas, times, strict=False))
     return Measured(problem, bucket, shas[0], timings, duel, torch and (torch,), 1.0, 12080)

@@ -18,24 +18,24 @@ from types import SimpleNamespace
 import faketimer
 import pytest
 
-from pretuned.aot.build.build import Options, build, build_measured, compile_candidates
+from pretuned.aot.build.build import BuildOptions, build, build_measured, compile_candidates
 from pretuned.aot.choose.bundle import Ships, measured_bundle, shipping
 from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.choose.choices import Chosen, choose_among_all
 from pretuned.aot.cli.tuning import told
 from pretuned.aot.compile.cache import CompileCache
-from pretuned.aot.executors.local import LocalGpu
+from pretuned.aot.executors.local import LocalExecutor
 from pretuned.aot.journal.file import Contents, open_journal, read_journal
 from pretuned.aot.journal.records import DIED, FAULT, HUNG, WRONG, Failure, Measured, Timing
-from pretuned.aot.journal.timings import Cell, Evidence
-from pretuned.aot.measure.job import Hello, Job, Result, Setup, WorkerLost
-from pretuned.aot.plan.families import Space, serves
-from pretuned.aot.plan.plan import Plan
+from pretuned.aot.journal.timings import Cell, Timings
+from pretuned.aot.measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo, WorkerLost
+from pretuned.aot.plan.families import Pool, serves
+from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.process.scratch import scratch_folder
-from pretuned.aot.tune.outcome import Progress
-from pretuned.aot.tune.remeasure import Look, looks
-from pretuned.aot.tune.shortlist import Knobs
-from pretuned.aot.tune.space import Ground, fits
+from pretuned.aot.tune.outcome import CellsDone
+from pretuned.aot.tune.remeasure import Remeasure, looks
+from pretuned.aot.tune.shortlist import ConfigPairs
+from pretuned.aot.tune.space import TuningSpace, fits
 from pretuned.aot.tune.tuner import NoGpu, TuneObservers, tune_problems
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import open_bundle
@@ -46,16 +46,16 @@ from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.contract.alignment import has_aligned_rows
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
-Gpus = Callable[..., contextlib.AbstractContextManager[list[LocalGpu]]]
+Gpus = Callable[..., contextlib.AbstractContextManager[list[LocalExecutor]]]
 
 
 @pytest.fixture(scope="module")
 def candidates(
-    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Space, small_plan: Plan
+    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Pool, small_plan: BuildPlan
 ) -> Path:
     """Real cubins for 90: two aligned configs and a fallback in each form."""
     path = tmp_path_factory.mktemp("candidates") / "candidates.msgpack"
-    options = Options(path.parent, cache=CompileCache(compiled_dir), space=small_space)
+    options = BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=small_space)
     compile_candidates(small_plan, 90, path, options)
     return path
 
@@ -72,17 +72,17 @@ def mine(candidates: Path, tmp_path: Path) -> Path:
 @contextlib.contextmanager
 def gpus(
     candidates: Path,
-    run: Callable[[Setup, Job], Result] = faketimer.run,
-    greet: Callable[[Setup], Hello] = faketimer.greet,
+    run: Callable[[Setup, MeasureJob], MeasureResult] = faketimer.run,
+    greet: Callable[[Setup], WorkerInfo] = faketimer.greet,
     count: int = 1,
     timeout_s: float = 60.0,
-) -> Iterator[list[LocalGpu]]:
+) -> Iterator[list[LocalExecutor]]:
     """Worker processes without a GPU."""
     with open_bundle(candidates) as bundle:
         digest = bundle.digest
     with scratch_folder() as scratch:
         found = [
-            LocalGpu(Setup(str(candidates), digest, i), scratch, greet=greet, run=run, timeout_s=timeout_s)
+            LocalExecutor(Setup(str(candidates), digest, i), scratch, greet=greet, run=run, timeout_s=timeout_s)
             for i in range(count)
         ]
         try:
@@ -92,11 +92,11 @@ def gpus(
                 one.shutdown()
 
 
-def cells(plan: Plan) -> int:
+def cells(plan: BuildPlan) -> int:
     return plan.choices
 
 
-def test_candidates_are_every_variant_and_modelled(candidates: Path, small_plan: Plan) -> None:
+def test_candidates_are_every_variant_and_modelled(candidates: Path, small_plan: BuildPlan) -> None:
     found = read_candidates(candidates, small_plan)
     assert len(found.compiled) == 3 * 3 + 6 + 2  # plain, gather and scatter; and passes
     with open_bundle(candidates) as bundle:
@@ -106,10 +106,10 @@ def test_candidates_are_every_variant_and_modelled(candidates: Path, small_plan:
             assert {one.source for one in choices} == {Source.MODELLED}
 
 
-def test_what_another_bundle_has_for_a_cell_is_asked(candidates: Path, small_plan: Plan) -> None:
+def test_what_another_bundle_has_for_a_cell_is_asked(candidates: Path, small_plan: BuildPlan) -> None:
     with open_bundle(candidates) as bundle:
-        ground = Ground.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1, bundle)
-        alone = Ground.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
+        ground = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1, bundle)
+        alone = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
         for problem, buckets in small_plan.buckets.items():
             for choice in bundle.find(problem):
                 named = [i for i in (choice.variant, choice.runner_up) if i is not None]
@@ -120,13 +120,13 @@ def test_what_another_bundle_has_for_a_cell_is_asked(candidates: Path, small_pla
 
 
 def test_it_is_measured_beside_the_models_first(
-    candidates: Path, small_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each cell the variant that the model puts last: without it two others are measured."""
-    monkeypatch.setattr(Ground, "elsewhere", lambda self, problem, bucket: [last(self, problem, bucket)])
+    monkeypatch.setattr(TuningSpace, "elsewhere", lambda self, problem, bucket: [last(self, problem, bucket)])
     with gpus(candidates) as here, open_bundle(candidates) as bundle:
         tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, like=candidates)
-        ground = Ground.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
+        ground = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
         for one in read_journal(tmp_path / "journal").records:
             assert isinstance(one, Measured)
             names = {bundle.variant(i).config for _, i in ground.ranked(one.problem, one.bucket)}
@@ -135,15 +135,15 @@ def test_it_is_measured_beside_the_models_first(
             assert len(tried) == min(4, len(names))
 
 
-def everything(candidates: Path, small_plan: Plan) -> Ships:
+def everything(candidates: Path, small_plan: BuildPlan) -> Ships:
     """Whatever the journal says: all candidates ship, and the model's choices, which made-up times don't follow."""
     chosen = choose_among_all(small_plan, read_candidates(candidates).compiled, 90)
     return lambda contents: chosen
 
 
-def wanted_looks(candidates: Path, small_plan: Plan, contents: Contents, ships: Ships) -> dict[Cell, Look]:
+def wanted_looks(candidates: Path, small_plan: BuildPlan, contents: Contents, ships: Ships) -> dict[Cell, Remeasure]:
     with open_bundle(candidates) as bundle:
-        ground = Ground.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
+        ground = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
         return looks(ships(contents), contents, ground.estimates)
 
 
@@ -171,7 +171,7 @@ MORE = 1.5
 
 @pytest.mark.usefixtures("doubted")
 def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
-    candidates: Path, small_plan: Plan, tmp_path: Path
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     """More rounds find other times."""
     journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
@@ -185,10 +185,10 @@ def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
         assert (cell in wanted) is (lost > 1.02)  # the choice is the model's first, which is always measured
         if lost > 1.02:
             near = {sha for sha, time in times.items() if time <= 1.1 * min(times.values())}
-            assert wanted[cell] == Look(frozenset(near | {one.modelled}), more=True)
+            assert wanted[cell] == Remeasure(frozenset(near | {one.modelled}), more=True)
     assert 3 < len(wanted) < len(first)
 
-    heard: list[Progress] = []
+    heard: list[CellsDone] = []
     watch = TuneObservers(on_start=heard.append, on_cell=heard.append)
     with gpus(candidates, faketimer.steady) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
@@ -200,7 +200,7 @@ def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
     ]  # fmt: skip
     later = records_of(journal)[len(first) :]
     assert sorted((str(one.problem), one.bucket) for one in later) == sorted((str(p), M) for p, M in wanted)
-    times = Evidence.of(read_journal(journal)).cells
+    times = Timings.of(read_journal(journal)).cells
     for one in later:
         assert {timing.variant for timing in one.timings} == wanted[one.problem, one.bucket].variants
         assert one.timings[0].variant == one.modelled == first[one.problem, one.bucket].modelled
@@ -213,12 +213,12 @@ def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
     assert (outcome.known, outcome.measured, outcome.looked) == (len(first), 0, 0)
 
 
-def last(ground: Ground, problem: Problem, bucket: int) -> Knobs:
+def last(ground: TuningSpace, problem: Problem, bucket: int) -> ConfigPairs:
     return ground.bundle.variant(ground.ranked(problem, bucket)[-1][1]).config
 
 
 @pytest.mark.usefixtures("doubted")
-def test_a_third_look_is_never_taken(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_a_third_look_is_never_taken(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     """Though the second one found the same times: the choice is what is slow."""
     journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
@@ -230,7 +230,7 @@ def test_a_third_look_is_never_taken(candidates: Path, small_plan: Plan, tmp_pat
 
 
 @pytest.mark.usefixtures("doubted")
-def test_what_failed_is_no_reason_for_a_second_look(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_what_failed_is_no_reason_for_a_second_look(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
@@ -244,7 +244,7 @@ def test_what_failed_is_no_reason_for_a_second_look(candidates: Path, small_plan
 
 
 @pytest.mark.usefixtures("doubted")
-def test_a_second_look_that_is_interrupted_goes_on(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_a_second_look_that_is_interrupted_goes_on(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
@@ -263,7 +263,7 @@ def test_a_second_look_that_is_interrupted_goes_on(candidates: Path, small_plan:
 
 
 @pytest.mark.usefixtures("doubted")
-def test_out_of_time_the_looks_are_left_for_later(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_out_of_time_the_looks_are_left_for_later(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
@@ -280,7 +280,9 @@ def test_out_of_time_the_looks_are_left_for_later(candidates: Path, small_plan: 
 
 
 @pytest.mark.usefixtures("doubted")
-def test_a_look_that_can_not_be_taken_is_not_tried_for_ever(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_a_look_that_can_not_be_taken_is_not_tried_for_ever(
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
     journal, ships, heard = tmp_path / "h200.journal", everything(candidates, small_plan), list[str]()
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
@@ -293,7 +295,9 @@ def test_a_look_that_can_not_be_taken_is_not_tried_for_ever(candidates: Path, sm
 
 
 @pytest.mark.usefixtures("untried")
-def test_what_ships_is_timed_wherever_it_may_be_the_fastest(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_what_ships_is_timed_wherever_it_may_be_the_fastest(
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
     """Here all candidates ship, and of each cell the modelled choice alone was timed."""
     journal, whole, ships = tmp_path / "h200.journal", tmp_path / "whole.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
@@ -302,12 +306,14 @@ def test_what_ships_is_timed_wherever_it_may_be_the_fastest(candidates: Path, sm
         for one in records_of(whole):
             held.append([dataclasses.replace(one, timings=one.timings[:1], duel=None)])
     contents = read_journal(journal)
-    before = Evidence.of(contents).cells
+    before = Timings.of(contents).cells
     wanted = wanted_looks(candidates, small_plan, contents, ships)
     with open_bundle(candidates) as bundle:
-        ground = Ground.of(small_plan.buckets, bundle, contents.header.gpu, 90, 0.1)
+        ground = TuningSpace.of(small_plan.buckets, bundle, contents.header.gpu, 90, 0.1)
         likely = {cell: near_the_best(ground, *cell) for cell in before}
-    assert all(look == Look(frozenset(likely[cell] | {*before[cell].times_ns}), False) for cell, look in wanted.items())
+    assert all(
+        look == Remeasure(frozenset(likely[cell] | {*before[cell].times_ns}), False) for cell, look in wanted.items()
+    )
     assert set(wanted) == {cell for cell in before if len(likely[cell]) > 1}
     assert 3 < len(wanted) < len(before)
     cell, look = next(iter(wanted.items()))
@@ -328,7 +334,7 @@ def test_what_ships_is_timed_wherever_it_may_be_the_fastest(candidates: Path, sm
 
 @pytest.mark.usefixtures("untried")
 def test_only_what_ships_is_timed_beside_those_that_are_ahead(
-    candidates: Path, small_plan: Plan, tmp_path: Path
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     journal = tmp_path / "h200.journal"
     with gpus(candidates) as here:
@@ -348,25 +354,25 @@ def test_only_what_ships_is_timed_beside_those_that_are_ahead(
     cell = (one.problem, one.bucket)
     known = {timing.variant: 3.0 for timing in timings}
 
-    def found(*ships: bytes, **estimates: float) -> dict[Cell, Look]:
+    def found(*ships: bytes, **estimates: float) -> dict[Cell, Remeasure]:
         variants = tuple(SimpleNamespace(variant=SimpleNamespace(cubin_sha256=sha)) for sha in ships)
         choices = {one.problem: (Choice(one.bucket, 0, Source.MODELLED, ns),)}
         able = known | {timed.variant: 1.0, other.variant: estimates.get("other", 1.0)}
         return looks(Chosen(variants, choices, ()), contents, lambda problem, bucket: able)  # type: ignore[arg-type]
 
-    more = Look(frozenset({timed.variant, b"a" * 32, other.variant}), False)
+    more = Remeasure(frozenset({timed.variant, b"a" * 32, other.variant}), False)
     assert found(timed.variant, other.variant) == {cell: more}
     assert found(timed.variant) == {}
     assert found(other.variant) == {cell: more}
     assert found(timed.variant, other.variant, other=MORE + 0.1) == {}
     with open_bundle(candidates) as bundle:
-        ground = Ground.of(small_plan.buckets, bundle, contents.header.gpu, 90, 0.1)
+        ground = TuningSpace.of(small_plan.buckets, bundle, contents.header.gpu, 90, 0.1)
         assert ground.estimates(*cell)
         assert ground.estimates(one.problem, one.bucket + 1) == {}
 
 
 def test_one_run_measures_and_looks_and_the_next_does_nothing(
-    candidates: Path, small_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what would ship in earnest, which the looks change; at first every other cell has one contender alone."""
     cell = itertools.count()
@@ -382,7 +388,7 @@ def test_one_run_measures_and_looks_and_the_next_does_nothing(
     assert len(records_of(journal)) == first.measured + first.looked
     assert (second.measured, second.looked) == (0, 0)
     assert wanted_looks(candidates, small_plan, read_journal(journal), ships) == {}
-    times = Evidence.of(read_journal(journal)).cells
+    times = Timings.of(read_journal(journal)).cells
     chosen = ships(read_journal(journal))
     for problem, choices in chosen.choices.items():
         for choice in choices:
@@ -390,7 +396,7 @@ def test_one_run_measures_and_looks_and_the_next_does_nothing(
             assert known[chosen.variants[choice.variant].variant.cubin_sha256] == min(known.values())
 
 
-def test_where_nothing_would_ship_nothing_is_looked_at(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_where_nothing_would_ship_nothing_is_looked_at(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     """The build says so."""
 
     def ships(contents: Contents) -> Chosen:
@@ -401,12 +407,12 @@ def test_where_nothing_would_ship_nothing_is_looked_at(candidates: Path, small_p
     assert (outcome.measured, outcome.looked, outcome.finished) == (cells(small_plan), 0, True)
 
 
-def near_the_best(ground: Ground, problem: Problem, bucket: int) -> set[bytes]:
+def near_the_best(ground: TuningSpace, problem: Problem, bucket: int) -> set[bytes]:
     ranked = ground.ranked(problem, bucket)
     return {ground.bundle.variant(i).cubin_sha256 for us, i in ranked if us <= MORE * ranked[0][0]}
 
 
-def test_a_bundle_of_another_capability_is_refused(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_a_bundle_of_another_capability_is_refused(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     other = SHIPPED / "catalogue-sm80.msgpack"
     with gpus(candidates) as here, pytest.raises(InputError, match=r"it is for sm_80, the candidates are for sm_90a"):
         tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, like=other)
@@ -415,7 +421,7 @@ def test_a_bundle_of_another_capability_is_refused(candidates: Path, small_plan:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_every_cell_is_measured_once_and_the_fastest_ships(
-    candidates: Path, small_plan: Plan, tmp_path: Path, count: int
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path, count: int
 ) -> None:
     journal = tmp_path / "h200.journal"
     heard: list[int] = []
@@ -441,7 +447,7 @@ def test_every_cell_is_measured_once_and_the_fastest_ships(
     for problem, row in bundle.choices.items():
         for choice in row:
             assert (choice.source, choice.gpu) == (Source.MEASURED, 0)
-            job = Job(problem, choice.bucket, ())
+            job = MeasureJob(problem, choice.bucket, ())
             shipped = {one.cubin_sha256 for one in bundle.variants if serves(one, problem)}
             best = min(faketimer.time_ns(job, sha) for sha in shipped & timed[problem, choice.bucket])
             chosen = bundle.variants[choice.variant]
@@ -452,7 +458,9 @@ def test_every_cell_is_measured_once_and_the_fastest_ships(
                 assert choice.runner_up_ns == faketimer.time_ns(job, runner_up)
 
 
-def test_the_same_journal_gives_the_same_bytes_in_any_order(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_the_same_journal_gives_the_same_bytes_in_any_order(
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
     journal = tmp_path / "h200.journal"
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
@@ -468,12 +476,12 @@ def test_the_same_journal_gives_the_same_bytes_in_any_order(candidates: Path, sm
 
 
 def test_a_build_from_a_journal_ships_the_cubins_that_were_measured(
-    candidates: Path, small_plan: Plan, small_space: Space, compiled_dir: Path, tmp_path: Path
+    candidates: Path, small_plan: BuildPlan, small_space: Pool, compiled_dir: Path, tmp_path: Path
 ) -> None:
     journal = tmp_path / "h200.journal"
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
-    given = Options(tmp_path / "given", cache=CompileCache(compiled_dir), space=small_space, journal=journal)
+    given = BuildOptions(tmp_path / "given", cache=CompileCache(compiled_dir), space=small_space, journal=journal)
     (one,) = build_measured(small_plan, candidates, given).bundles
     (other,) = build(small_plan, (90,), dataclasses.replace(given, out=tmp_path / "compiled")).bundles
     assert one.path.read_bytes() == other.path.read_bytes()
@@ -489,7 +497,7 @@ def test_a_build_from_a_journal_ships_the_cubins_that_were_measured(
 
 
 def test_a_build_measures_and_goes_on_with_its_own_journal(
-    small_plan: Plan, small_space: Space, compiled_dir: Path, tmp_path: Path
+    small_plan: BuildPlan, small_space: Pool, compiled_dir: Path, tmp_path: Path
 ) -> None:
     calls: list[int] = []
 
@@ -499,7 +507,7 @@ def test_a_build_measures_and_goes_on_with_its_own_journal(
         calls.append(outcome.measured)
         return outcome
 
-    options = Options(tmp_path, cache=CompileCache(compiled_dir), space=small_space, measure=(90,), tune=tune)
+    options = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=small_space, measure=(90,), tune=tune)
     (first,) = build(small_plan, (90,), options).bundles
     assert first.measured == cells(small_plan)
     assert (tmp_path / "pretuned-sm90.journal").exists()
@@ -511,7 +519,7 @@ def test_a_build_measures_and_goes_on_with_its_own_journal(
     assert calls == [cells(small_plan), 0]
 
 
-def test_out_of_time_it_stops_and_goes_on_later(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_out_of_time_it_stops_and_goes_on_later(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     journal = tmp_path / "h200.journal"
     with gpus(candidates, run=faketimer.slow) as here:
         first = tune_problems(small_plan.buckets, candidates, journal, executors=here, budget_s=0.2)
@@ -576,7 +584,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
     raise AssertionError(f"it ended before it said {text!r}: {process.stderr and process.stderr.read()}")
 
 
-def test_killed_it_loses_the_job_in_flight_at_most(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_killed_it_loses_the_job_in_flight_at_most(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     journal = tmp_path / "h200.journal"
     process = tuner(candidates, journal)
     try:
@@ -610,7 +618,7 @@ def test_interrupted_it_says_what_is_kept_and_ends_its_workers(candidates: Path,
     assert not list(tmp_path.glob("pretuned-build-*"))
 
 
-def test_two_at_once_take_turns(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_two_at_once_take_turns(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     journal = tmp_path / "h200.journal"
     process = tuner(candidates, journal)
     wait_for(process, "cell 2")
@@ -631,7 +639,7 @@ def test_two_at_once_take_turns(candidates: Path, small_plan: Plan, tmp_path: Pa
                       (faketimer.hangs, HUNG)]
 )  # fmt: skip
 def test_a_variant_that_misbehaves_is_told_skipped_and_never_ships(
-    mine: Path, small_plan: Plan, tmp_path: Path, run: Callable[[Setup, Job], Result], kind: str
+    mine: Path, small_plan: BuildPlan, tmp_path: Path, run: Callable[[Setup, MeasureJob], MeasureResult], kind: str
 ) -> None:
     journal = tmp_path / "h200.journal"
     with open_bundle(mine) as bundle:
@@ -657,7 +665,7 @@ def test_a_variant_that_misbehaves_is_told_skipped_and_never_ships(
     assert (again.known, again.measured) == (cells(small_plan), 0)
 
 
-def test_a_worker_that_was_killed_by_others_costs_nothing(mine: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_a_worker_that_was_killed_by_others_costs_nothing(mine: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     with gpus(mine, run=faketimer.dies_once) as here:
         outcome = tune_problems(small_plan.buckets, mine, tmp_path / "h200.journal", executors=here)
     assert (outcome.measured, outcome.left, outcome.failures) == (cells(small_plan), 0, ())
@@ -668,7 +676,7 @@ def test_a_worker_that_was_killed_by_others_costs_nothing(mine: Path, small_plan
     [(faketimer.lost, "the process on GPU 0 died"), (faketimer.lost_with_an_error, "CUDA error: device unavailable")],
 )
 def test_a_lost_gpu_ends_it_and_blames_no_variant(
-    mine: Path, small_plan: Plan, tmp_path: Path, greet: Callable[[Setup], Hello], why: str
+    mine: Path, small_plan: BuildPlan, tmp_path: Path, greet: Callable[[Setup], WorkerInfo], why: str
 ) -> None:
     journal = tmp_path / "h200.journal"
     with (
@@ -679,7 +687,7 @@ def test_a_lost_gpu_ends_it_and_blames_no_variant(
     assert read_journal(journal).records == ()
 
 
-def test_a_gpu_that_never_starts_is_the_machines_fault(mine: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_a_gpu_that_never_starts_is_the_machines_fault(mine: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     Path(f"{mine}.died").touch()
     with (
         gpus(mine, greet=faketimer.lost) as here,
@@ -689,7 +697,7 @@ def test_a_gpu_that_never_starts_is_the_machines_fault(mine: Path, small_plan: P
 
 
 def test_a_worker_that_dies_before_it_takes_its_job_is_told_as_one_that_died(
-    mine: Path, small_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mine: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pretuned.aot.executors.local.start_worker", faketimer.never_begins)
     with (
@@ -699,9 +707,9 @@ def test_a_worker_that_dies_before_it_takes_its_job_is_told_as_one_that_died(
         tune_problems(small_plan.buckets, mine, tmp_path / "h200.journal", executors=here)
 
 
-def test_a_worker_that_dies_between_two_jobs_is_told_as_one_that_died(mine: Path, small_plan: Plan) -> None:
+def test_a_worker_that_dies_between_two_jobs_is_told_as_one_that_died(mine: Path, small_plan: BuildPlan) -> None:
     problem, buckets = next(iter(small_plan.buckets.items()))
-    job = Job(problem, buckets[0], (1,))
+    job = MeasureJob(problem, buckets[0], (1,))
     with gpus(mine, run=faketimer.dies_afterwards) as (gpu,):
         gpu.start().result()
         gpu.submit(job).result()
@@ -714,7 +722,7 @@ def test_a_worker_that_dies_between_two_jobs_is_told_as_one_that_died(mine: Path
 
 
 def test_a_build_goes_on_modelled_where_the_gpu_can_not_be_used(
-    small_plan: Plan, small_space: Space, compiled_dir: Path, tmp_path: Path, candidates: Path
+    small_plan: BuildPlan, small_space: Pool, compiled_dir: Path, tmp_path: Path, candidates: Path
 ) -> None:
     with (
         gpus(candidates, greet=faketimer.without_cuda) as here,
@@ -726,12 +734,12 @@ def test_a_build_goes_on_modelled_where_the_gpu_can_not_be_used(
     def tune(problems, candidates, journal, ships, observers):
         return None
 
-    options = Options(tmp_path, cache=CompileCache(compiled_dir), space=small_space, measure=(90,), tune=tune)
+    options = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=small_space, measure=(90,), tune=tune)
     (one,) = build(small_plan, (90,), options).bundles
     assert (one.source, one.tuned) == ("modelled", None)
 
 
-def test_a_lost_gpu_leaves_its_cells_to_the_others(mine: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_a_lost_gpu_leaves_its_cells_to_the_others(mine: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     notes: list[str] = []
     watch = TuneObservers(on_note=notes.append)
     with gpus(mine, run=faketimer.dies_on_1, greet=faketimer.lost_1, count=2) as here:
@@ -740,7 +748,7 @@ def test_a_lost_gpu_leaves_its_cells_to_the_others(mine: Path, small_plan: Plan,
     assert [note for note in notes if note.startswith("GPU 1 is out: the process on GPU 1 died")]
 
 
-def test_the_cells_of_one_weight_are_shared_out_in_the_end(mine: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_the_cells_of_one_weight_are_shared_out_in_the_end(mine: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     problem = Problem(Op.FORWARD, DType.BF16, 8, 4096, 4096)
     buckets = tuple(1 << i for i in range(4, 20))
     with gpus(mine, run=faketimer.slow_and_told, count=3) as here:
@@ -760,7 +768,7 @@ def test_single_cells_are_taken_where_their_weights_are_soon_made(
     assert [Path(f"{mine}.on-{i}").exists() for i in range(3)] == used
 
 
-def test_two_workers_on_one_gpu_are_refused(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_two_workers_on_one_gpu_are_refused(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     with (
         gpus(candidates, greet=faketimer.same_uuid, count=2) as here,
         pytest.raises(InputError, match="GPU 0 and GPU 1 use the same GPU: give each worker its own"),
@@ -768,7 +776,7 @@ def test_two_workers_on_one_gpu_are_refused(candidates: Path, small_plan: Plan, 
         tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here)
 
 
-def test_gpus_that_differ_are_refused(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_gpus_that_differ_are_refused(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     with (
         gpus(candidates, greet=faketimer.other_gpu, count=2) as here,
         pytest.raises(InputError, match=r"the GPUs differ: NVIDIA H200 .* and NVIDIA H100"),
@@ -786,21 +794,21 @@ def test_candidates_for_another_problem_are_refused(candidates: Path, tmp_path: 
 
 
 def test_a_journal_of_other_code_is_refused(
-    candidates: Path, small_plan: Plan, small_space: Space, compiled_dir: Path, tmp_path: Path
+    candidates: Path, small_plan: BuildPlan, small_space: Pool, compiled_dir: Path, tmp_path: Path
 ) -> None:
     journal = tmp_path / "h200.journal"
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
-    other = Space(lambda op, dtype, sm: small_space.aligned(op, dtype, 80)[:1], lambda op, dtype, sm: ())
+    other = Pool(lambda op, dtype, sm: small_space.aligned(op, dtype, 80)[:1], lambda op, dtype, sm: ())
     aligned = next(one for one in small_plan.problems if has_aligned_rows(one))
-    forward = Plan({aligned: small_plan.buckets[aligned]}, ())
+    forward = BuildPlan({aligned: small_plan.buckets[aligned]}, ())
     path = tmp_path / "other.msgpack"
-    compile_candidates(forward, 90, path, Options(tmp_path, cache=CompileCache(compiled_dir), space=other))
+    compile_candidates(forward, 90, path, BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=other))
     with pytest.raises(InputError, match=r"not one of its \d+ variants is among the candidates"):
         measured_bundle(forward, read_candidates(path), read_journal(journal))
 
 
-def test_what_does_not_fit_the_memory_is_left_modelled(candidates: Path, small_plan: Plan, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_memory_is_left_modelled(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     problem = small_plan.problems[0]
     assert fits(problem, 1 << 20, 143771)
     assert not fits(problem, 1 << 31, 143771)

@@ -21,7 +21,7 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, TensorMap
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, Target
 
 EMPTY = Bundle(Target(90, True), 12080, Producer("0", "0", "0", ()), (), (), (), (), {}, ())
@@ -57,7 +57,7 @@ def with_passes() -> Bundle:
     """A pass of each kind beside the variants of the GEMMs."""
     bundle = golden_bundles.medium()
     first, cubin = bundle.variants[0], bundle.cubins[0]
-    passes = [dataclasses.replace(first, op=op, layout=Layout.NK, fusion=Fusion.NONE) for op in Pass]
+    passes = [dataclasses.replace(first, op=op, layout=Layout.NK, fusion=Fusion.NONE) for op in RowOp]
     return dataclasses.replace(
         bundle, variants=(*bundle.variants, *passes), cubins=(*bundle.cubins, *[cubin] * len(passes))
     )
@@ -70,7 +70,7 @@ def test_passes_over_rows_are_variants_that_no_choice_can_name():
     named = (dataclasses.replace(row[0], variant=len(bundle.variants) - 1), *row[1:])
     with pytest.raises(BundleCorrupt, match=r"is for \['sort_slots', 'bf16', 'nk', 0\]"):
         codec.encode(dataclasses.replace(bundle, choices={**bundle.choices, problem: named}))
-    other = {dataclasses.replace(one, op=Pass.COMBINE): row for one, row in bundle.choices.items()}
+    other = {dataclasses.replace(one, op=RowOp.COMBINE): row for one, row in bundle.choices.items()}
     with pytest.raises(BundleCorrupt, match=r"problem.op is 'combine', wanted one of forward, dX, dW"):
         codec.encode(dataclasses.replace(bundle, choices=other, models=()))
 

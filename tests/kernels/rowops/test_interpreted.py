@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Pass
+from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.kernels.contract import rowops
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_passes.py"
@@ -170,43 +170,43 @@ def test_the_kernels_have_the_flags_of_the_contract() -> None:
     assert activation._KIND.value & rowops.GATED == 0
 
 
-@pytest.mark.parametrize("op", Pass)
-def test_the_kernels_take_the_arguments_of_the_contract(op: Pass) -> None:
+@pytest.mark.parametrize("op", RowOp)
+def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
     from pretuned.kernels.rowops import activation, gather_combine, sort, zero_rows
 
     kernel = next(
         getattr(one, op.value) for one in (activation, zero_rows, sort, gather_combine) if hasattr(one, op.value)
     )
-    constants = rowops.constants(rowops.PassSpec(op, DType.BF16))
+    constants = rowops.constants(rowops.RowOpSpec(op, DType.BF16))
     assert [*(name for name, _ in rowops.arguments(op)), *constants] == list(kernel.arg_names)
 
 
 def test_a_program_of_the_activation_has_lanes_for_four_rows() -> None:
     """256 columns of four rows, in bf16: 768 columns leave no lane idle."""
-    spec = rowops.PassSpec(Pass.ACTIVATION, DType.BF16)
+    spec = rowops.RowOpSpec(RowOp.ACTIVATION, DType.BF16)
     assert (spec.config.block, spec.config.num_warps, rowops.constants(spec)["ROWS"]) == (256, 4, 4)
-    assert (rowops.rows_at_once(Pass.ACTIVATION), rowops.rows_at_once(Pass.ACTIVATION_GRAD)) == (4, 1)
-    assert rowops.programs(Pass.ACTIVATION, 9, 768, 256, 4) == 9
+    assert (rowops.rows_at_once(RowOp.ACTIVATION), rowops.rows_at_once(RowOp.ACTIVATION_GRAD)) == (4, 1)
+    assert rowops.programs(RowOp.ACTIVATION, 9, 768, 256, 4) == 9
 
 
 def test_which_passes_go_with_which_gemms() -> None:
-    def of(*ops: Op, dtypes: tuple[DType, ...] = (DType.BF16,)) -> list[tuple[Pass, DType]]:
+    def of(*ops: Op, dtypes: tuple[DType, ...] = (DType.BF16,)) -> list[tuple[RowOp, DType]]:
         return list(dict.fromkeys((one.op, one.dtype) for one in rowops.specs(dtypes, frozenset(ops))))
 
     bf16, fp32 = DType.BF16, DType.FP32
-    rest = [(Pass.SORT_SLOTS, fp32), (Pass.CLEAR, fp32)]  # of no dtype: recorded as fp32
-    assert of(Op.FORWARD) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION, bf16), (Pass.GATHER, bf16), *rest]
-    assert of(Op.DX) == [(Pass.COMBINE, bf16), (Pass.ACTIVATION_GRAD, bf16), (Pass.GATHER, bf16), *rest]
-    assert (Pass.CLEAR, fp32) not in of(Op.DW)
-    assert len(of(*Op)) == len(Pass)
+    rest = [(RowOp.SORT_SLOTS, fp32), (RowOp.CLEAR, fp32)]  # of no dtype: recorded as fp32
+    assert of(Op.FORWARD) == [(RowOp.COMBINE, bf16), (RowOp.ACTIVATION, bf16), (RowOp.GATHER, bf16), *rest]
+    assert of(Op.DX) == [(RowOp.COMBINE, bf16), (RowOp.ACTIVATION_GRAD, bf16), (RowOp.GATHER, bf16), *rest]
+    assert (RowOp.CLEAR, fp32) not in of(Op.DW)
+    assert len(of(*Op)) == len(RowOp)
     assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [
-        (Pass.COMBINE, fp32), (Pass.ACTIVATION, fp32), (Pass.GATHER, fp32), *rest
+        (RowOp.COMBINE, fp32), (RowOp.ACTIVATION, fp32), (RowOp.GATHER, fp32), *rest
     ]  # fmt: skip
     assert of() == []
 
 
 def test_a_block_is_read_back_and_nothing_else_is() -> None:
-    block = rowops.PassSpec(Pass.COMBINE, DType.BF16).config
+    block = rowops.RowOpSpec(RowOp.COMBINE, DType.BF16).config
     assert rowops.Block.from_pairs(block.pairs()) == block
     for pairs in ((("block", 1024),), (("block", 0), ("num_warps", 4)), (("block_k", 16), ("num_warps", 4))):
         with pytest.raises(ValueError, match="wanted"):

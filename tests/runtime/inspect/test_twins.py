@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made import NARROW, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import Family, Space, by_code, serves, specs
+from pretuned.aot.plan.families import Family, Pool, by_code, serves, specs
 from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError, ProblemNotInBundle
 from pretuned.artifacts.files.bundle_file import open_bundle
@@ -35,7 +35,7 @@ KN_MODELS = {  # E, then N and K of both products: gpt-oss-20b, Llama-4-Scout
 
 
 def twin_of(problem: Problem) -> Problem:
-    twin = problem.twin
+    twin = problem.transposed
     assert twin is not None
     return twin
 
@@ -55,12 +55,12 @@ def test_a_twin_is_the_same_product(op: Op, layout: Layout, fusion: Fusion, E: i
     twin = twin_of(problem)
     assert gemm_of(twin) == gemm_of(problem)
     assert (twin.op, twin.layout) != (problem.op, problem.layout)
-    assert twin.twin == problem
+    assert twin.transposed == problem
 
 
 def test_what_has_none() -> None:
-    assert Problem(Op.DW, DType.BF16, 8, 64, 32).twin is None
-    assert Problem(Op.FORWARD, DType.BF16, 8, 64, 32, fusion=Fusion.SILU | Fusion.GATHER).twin is None
+    assert Problem(Op.DW, DType.BF16, 8, 64, 32).transposed is None
+    assert Problem(Op.FORWARD, DType.BF16, 8, 64, 32, fusion=Fusion.SILU | Fusion.GATHER).transposed is None
 
 
 @pytest.mark.parametrize("sm", [80, 90, 120])
@@ -69,7 +69,7 @@ def test_what_has_none() -> None:
 def test_every_variant_is_one_cubin_with_its_twin(sm: int, fusion: Fusion, dtype: DType) -> None:
     """As the builder has it: of two specs in a group one is compiled, and relabelled."""
     problem = Problem(Op.DX, dtype, 8, 256, 512, fusion=fusion)
-    ours = specs([problem], sm, Space())
+    ours = specs([problem], sm, Pool())
     assert ours
     for spec in ours:
         twin = replace(spec, op=Op.FORWARD, layout=Layout.KN)

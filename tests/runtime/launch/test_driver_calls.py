@@ -20,7 +20,7 @@ from launches import FIRST, M_SIZES, RESULT, SECOND, STREAM, STRIDES, E, K, M, N
 
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.registry import most_tiles, weight_tiles
 from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
@@ -36,7 +36,7 @@ def one_of_each() -> list[tuple[int, str]]:
     found: dict[object, tuple[int, str]] = {}
     with open_bundle(BUNDLE) as bundle:
         for index, one in enumerate(bundle.variants()):
-            if not isinstance(one.op, Pass) and Fusion.SILU not in one.fusion:
+            if not isinstance(one.op, RowOp) and Fusion.SILU not in one.fusion:
                 name = f"{one.op.value} {one.fusion.value} {Config.from_pairs(one.config)}"
                 found.setdefault((one.op, one.fusion, one.arguments, one.kernel), (index, name))
     return list(found.values())

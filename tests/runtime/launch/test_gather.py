@@ -20,12 +20,12 @@ from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Choice, Kernel, Model, Variant
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.revisions import REVISIONS
-from pretuned.kernels.contract.rowops import PassSpec
+from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.dispatch import compare, epilogue
 from pretuned.runtime.dispatch import gather as dispatch_gather
@@ -51,11 +51,11 @@ device = host_gpu.device
 
 
 def a_pass() -> Variant:
-    spec = PassSpec(Pass.GATHER, DType.BF16, 16)
+    spec = RowOpSpec(RowOp.GATHER, DType.BF16, 16)
     return Variant(
-        "gather", REVISIONS["gather"].revision, 1, Pass.GATHER, spec.dtype, Layout.NK, Fusion.NONE, 16,
+        "gather", REVISIONS["gather"].revision, 1, RowOp.GATHER, spec.dtype, Layout.NK, Fusion.NONE, 16,
         spec.max_experts, spec.config.pairs(),
-        "gather", rowops.arguments(Pass.GATHER), (), 128, 0, 40, 0, 0, len(ELF), hashlib.sha256(ELF).digest(),
+        "gather", rowops.arguments(RowOp.GATHER), (), 128, 0, 40, 0, 0, len(ELF), hashlib.sha256(ELF).digest(),
     )  # fmt: skip
 
 
@@ -318,7 +318,7 @@ def test_every_form_and_gradient_is_the_references(
 ) -> None:
     permute_x, permute_y, weights, bias = map(bool, fused)
     if there != "all":
-        first.there -= {Pass.GATHER} if there == "no pass" else {one for one in ALL if one[1] is Fusion.SCATTER}
+        first.there -= {RowOp.GATHER} if there == "no pass" else {one for one in ALL if one[1] is Fusion.SCATTER}
     tensors = host_gpu.tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
     form = {"permute_x": permute_x, "permute_y": permute_y, "w_layout": layout}
     host_gpu.on(monkeypatch, False)
@@ -372,15 +372,15 @@ def test_an_index_that_nobody_vouches_for_leaves_the_rows_of_others_alone(
     index = torch.arange(T * TOPK)
     sizes = torch.tensor([3, 0, 5, 4])
     grouped_gemm(x, w, sizes, TOPK, index, permute_x=True)
-    assert first.passed == [Pass.GATHER]
+    assert first.passed == [RowOp.GATHER]
     for how in ({"zero_tail": True}, {"out": torch.zeros(T * TOPK, N)}):
         grouped_gemm(x, w, sizes, TOPK, index, permute_x=True, **how)
-        assert first.passed == [Pass.GATHER]  # such rows are not to be written there
+        assert first.passed == [RowOp.GATHER]  # such rows are not to be written there
     dy = torch.randn(T * TOPK, N)
     grouped_gemm_dX(dy, w, sizes, TOPK, index, permute_y=True)
-    assert first.passed == [Pass.GATHER]
+    assert first.passed == [RowOp.GATHER]
     grouped_gemm_dX(dy, w, sizes, TOPK, index, permute_y=True, topk_weights=torch.rand(T, TOPK), fuse_mul_post=True)
-    assert first.passed == [Pass.GATHER] * 2  # the indexed code leaves them out itself
+    assert first.passed == [RowOp.GATHER] * 2  # the indexed code leaves them out itself
 
 
 def test_rows_that_are_not_dense_are_gathered_on_load(first: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,10 +389,10 @@ def test_rows_that_are_not_dense_are_gathered_on_load(first: Device, monkeypatch
     index, sizes = torch.arange(T * TOPK), torch.tensor([3, 0, 5, 6])
     results = [grouped_gemm(x, w, sizes, TOPK, index, permute_x=True) for x in (wide[:, :K], wide[:, :K].contiguous())]
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
-    assert first.passed == [Pass.GATHER]
+    assert first.passed == [RowOp.GATHER]
     none = grouped_gemm(wide[:0, :K].contiguous(), w, sizes, TOPK, index, permute_x=True, permute_y=False)
     assert none.shape == (T * TOPK, N)
-    assert first.passed == [Pass.GATHER]
+    assert first.passed == [RowOp.GATHER]
 
 
 def test_the_scratch_is_of_the_call(first: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,12 @@ from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Kernel, Variant
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Pass
+from pretuned.artifacts.records.problem import Fusion, Layout, RowOp
 from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.revisions import REVISIONS
-from pretuned.kernels.contract.rowops import Block, PassSpec
+from pretuned.kernels.contract.rowops import Block, RowOpSpec
 from pretuned.runtime.dispatch import rowops as dispatch_rowops
 from pretuned.runtime.driver.cuda import Function
 from pretuned.runtime.inspect.preload import passes_of
@@ -33,8 +33,8 @@ from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.launch.gemm import LoadedKernel
 
 
-def record(op: Pass, cubin: bytes = ELF, *, alignment: int = 16, revision: int = 0, **fields: Any) -> Variant:
-    spec = PassSpec(op, DType.BF16, alignment)
+def record(op: RowOp, cubin: bytes = ELF, *, alignment: int = 16, revision: int = 0, **fields: Any) -> Variant:
+    spec = RowOpSpec(op, DType.BF16, alignment)
     one = Variant(
         op.value, revision or REVISIONS[op.value].revision, 1, op, spec.dtype, Layout.NK, Fusion.NONE, alignment,
         spec.max_experts,
@@ -58,35 +58,35 @@ def write(path: Path, variants: Sequence[Variant], sm: int = 90) -> Path:
 
 
 def best(
-    paths: Sequence[Path], local: LocalGpu = ON_H200, op: Pass = Pass.COMBINE, *, aligned: bool = True
+    paths: Sequence[Path], local: LocalGpu = ON_H200, op: RowOp = RowOp.COMBINE, *, aligned: bool = True
 ) -> list[tuple[str, int]]:
     found = dispatch_rowops.ranked(snapshot(*paths), op, rowops.dtype_of(DType.BF16, op), local, aligned=aligned)
     return [(usable.path.name, index - 3) for usable, index in found]
 
 
 def test_aligned_code_first_then_the_later_revision_then_the_place(tmp_path: Path) -> None:
-    any_row, old, new = record(Pass.COMBINE, alignment=1), record(Pass.COMBINE), record(Pass.COMBINE, revision=9)
+    any_row, old, new = record(RowOp.COMBINE, alignment=1), record(RowOp.COMBINE), record(RowOp.COMBINE, revision=9)
     a, b = write(tmp_path / "a.msgpack", [any_row, old]), write(tmp_path / "b.msgpack", [any_row, new])
     assert best([a, b]) == [("b.msgpack", 1), ("a.msgpack", 1), ("a.msgpack", 0), ("b.msgpack", 0)]
     assert best([a, b], aligned=False) == [("a.msgpack", 0), ("b.msgpack", 0)]
 
 
 def test_code_for_the_very_capability_before_a_compatible_one(tmp_path: Path) -> None:
-    older = write(tmp_path / "80.msgpack", [record(Pass.COMBINE)], sm=80)
-    newer = write(tmp_path / "89.msgpack", [record(Pass.COMBINE, alignment=1)], sm=89)
+    older = write(tmp_path / "80.msgpack", [record(RowOp.COMBINE)], sm=80)
+    newer = write(tmp_path / "89.msgpack", [record(RowOp.COMBINE, alignment=1)], sm=89)
     assert best([older, newer], ON_L40S) == [("89.msgpack", 0), ("80.msgpack", 0)]
     assert best([older, newer], ON_A100) == [("80.msgpack", 0)]
     assert best([older, newer], ON_H200) == []
 
 
-@pytest.mark.parametrize("op", [Pass.COMBINE, Pass.CLEAR])
+@pytest.mark.parametrize("op", [RowOp.COMBINE, RowOp.CLEAR])
 @pytest.mark.parametrize(
     "fields",
     [
         {"abi": 2},
         {"arguments": (("y", "ptr"),)},
-        {"arguments": rowops.arguments(Pass.ACTIVATION)},
-        {"arguments": tuple(reversed(rowops.arguments(Pass.COMBINE)))},
+        {"arguments": rowops.arguments(RowOp.ACTIVATION)},
+        {"arguments": tuple(reversed(rowops.arguments(RowOp.COMBINE)))},
         {"config": (("block", 0), ("num_warps", 8))},
         {"config": (("num_warps", 8),)},
         {"threads": 100},
@@ -94,7 +94,7 @@ def test_code_for_the_very_capability_before_a_compatible_one(tmp_path: Path) ->
         {"dtype": DType.FP16},
     ],
 )
-def test_what_can_not_be_launched_is_passed_over(tmp_path: Path, fields: dict[str, Any], op: Pass) -> None:
+def test_what_can_not_be_launched_is_passed_over(tmp_path: Path, fields: dict[str, Any], op: RowOp) -> None:
     kind = {"dtype": rowops.dtype_of(DType.BF16, op)}
     wrong = record(op, **kind | fields)
     path = write(tmp_path / "a.msgpack", [wrong, record(op, alignment=1, **kind)])
@@ -104,25 +104,28 @@ def test_what_can_not_be_launched_is_passed_over(tmp_path: Path, fields: dict[st
 
 def test_installed_bundles_are_asked_where_no_other_has_it(tmp_path: Path) -> None:
     without = write(tmp_path / "own" / "a.msgpack", [])
-    write(tmp_path / "package" / "b.msgpack", [record(Pass.COMBINE)])
+    write(tmp_path / "package" / "b.msgpack", [record(RowOp.COMBINE)])
     found = snapshot(without, installed=[tmp_path / "package"])
-    ((usable, _),) = dispatch_rowops.ranked(found, Pass.COMBINE, DType.BF16, ON_H200, aligned=True)
+    ((usable, _),) = dispatch_rowops.ranked(found, RowOp.COMBINE, DType.BF16, ON_H200, aligned=True)
     assert usable.path.name == "b.msgpack"
 
 
 def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path: Path) -> None:
-    kinds = [op for op in Pass if op not in (Pass.SORT_SLOTS, Pass.CLEAR)]
+    kinds = [op for op in RowOp if op not in (RowOp.SORT_SLOTS, RowOp.CLEAR)]
     of_rows = [record(op, alignment=alignment) for op in kinds for alignment in (16, 1)]
-    of_none = [record(Pass.SORT_SLOTS, dtype=DType.FP32, alignment=1), record(Pass.CLEAR, dtype=DType.FP32)]  # no dtype
-    taken = snapshot(write(tmp_path / "a.msgpack", [*of_rows, *of_none, record(Pass.COMBINE, dtype=DType.FP16)]))
+    of_none = [
+        record(RowOp.SORT_SLOTS, dtype=DType.FP32, alignment=1),
+        record(RowOp.CLEAR, dtype=DType.FP32),
+    ]  # no dtype
+    taken = snapshot(write(tmp_path / "a.msgpack", [*of_rows, *of_none, record(RowOp.COMBINE, dtype=DType.FP16)]))
     first, end = 3 + len(of_rows), 3 + len(of_rows) + len(of_none)
     assert sorted(index for _, index in passes_of([PROBLEM], taken, ON_H200)) == list(range(3, end))
     tf32 = passes_of([replace(PROBLEM, dtype=DType.TF32)], taken, ON_H200)
     assert sorted(index for _, index in tf32) == list(range(first, end))
 
 
-@pytest.mark.parametrize("op", Pass)
-def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", RowOp)
+def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = rowops.arguments(op)
     pointers = tuple(1000 + i for i, (_, kind) in enumerate(kinds) if kind == "ptr")
     rows, columns = 70, 3000
@@ -147,13 +150,13 @@ def test_the_driver_gets_every_argument_and_the_grid(op: Pass, monkeypatch: pyte
     monkeypatch.setattr(launch_rowops.cuda, "argument", lambda address: ctypes.c_void_p(address))
     monkeypatch.setattr(launch_rowops, "current_stream", lambda device: 77 + device)
     kernel = LoadedKernel(record(op), Function(5, 6, 2, 256, 4096, 8), 132)
-    launcher = launch_rowops.PassLauncher(kernel, op)
+    launcher = launch_rowops.RowOpLauncher(kernel, op)
     for _ in range(2):
         launcher(rows, columns, pointers, numbers)
     block = Block.from_pairs(kernel.variant.config).block
-    side_by_side = 4 if op is Pass.ACTIVATION else 1
+    side_by_side = 4 if op is RowOp.ACTIVATION else 1
     grid = rowops.programs(op, rows, columns, block, side_by_side)
-    by_row = op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS, Pass.CLEAR)
+    by_row = op in (RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.SORT_SLOTS, RowOp.CLEAR)
     assert grid == -(-rows // side_by_side) * (1 if by_row else -(-columns // block))
     wanted = ([*pointers, *numbers], [0, 0], [grid, 1, 1, 256, 1, 1], 4096, 79, None, 0)
     assert seen == [wanted] * 2
@@ -183,19 +186,19 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 GIVEN = (1, 2, 3, 4, 5, 6), (2, 3, 1, 0)  # pointers and numbers of COMBINE
 
 
-def made(op: Pass = Pass.COMBINE) -> launch_rowops.PassLauncher:
-    return launch_rowops.PassLauncher(LoadedKernel(record(op), Function(5, 6, 0, 256, 0, 8), 132), op)
+def made(op: RowOp = RowOp.COMBINE) -> launch_rowops.RowOpLauncher:
+    return launch_rowops.RowOpLauncher(LoadedKernel(record(op), Function(5, 6, 0, 256, 0, 8), 132), op)
 
 
 def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(
     tmp_path: Path, driver: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = [write(tmp_path / name, [record(Pass.COMBINE)]) for name in ("a-damaged.msgpack", "b.msgpack")]
+    paths = [write(tmp_path / name, [record(RowOp.COMBINE)]) for name in ("a-damaged.msgpack", "b.msgpack")]
     here = snapshot(*paths)
     monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: here)
-    first = launch_rowops.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True)
+    first = launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True)
     assert first is not None
-    assert launch_rowops.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is first
+    assert launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True) is first
     assert [skipped.path.name for skipped in here.view(ON_H200, installed=False).skipped] == ["a-damaged.msgpack"]
 
 
@@ -206,18 +209,18 @@ def test_where_no_bundle_has_it_that_is_told_once(
     monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: here)
     with caplog.at_level("INFO", "pretuned.runtime.launch.rowops"):
         for _ in range(2):
-            assert launch_rowops.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
+            assert launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True) is None
     assert len(caplog.records) == 1
     assert "no usable bundle has a kernel for combine bf16" in caplog.text
     monkeypatch.setattr(launch_rowops, "platform_supported", lambda: False)
-    assert launch_rowops.launcher(Pass.ACTIVATION, DType.BF16, 0, aligned=True) is None
+    assert launch_rowops.launcher(RowOp.ACTIVATION, DType.BF16, 0, aligned=True) is None
 
 
 def test_what_was_chosen_before_a_reload_is_not_kept_after_it(
     tmp_path: Path, driver: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = snapshot(write(tmp_path / "a.msgpack", []))
-    after = snapshot(write(tmp_path / "b.msgpack", [record(Pass.COMBINE)]))
+    after = snapshot(write(tmp_path / "b.msgpack", [record(RowOp.COMBINE)]))
 
     class Interrupted(tuple[object, ...]):
         def __getitem__(self, i: Any) -> Any:
@@ -227,9 +230,9 @@ def test_what_was_chosen_before_a_reload_is_not_kept_after_it(
 
     monkeypatch.setattr(launch_rowops, "_launchers", Interrupted((before, {})))
     monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: before)
-    assert launch_rowops.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is None
+    assert launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True) is None
     monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: after)
-    assert launch_rowops.launcher(Pass.COMBINE, DType.BF16, 0, aligned=True) is not None
+    assert launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True) is not None
 
 
 def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(

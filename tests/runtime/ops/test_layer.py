@@ -12,7 +12,7 @@ import torch
 from host_gpu import ALL, Device
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Fusion, Op, Pass
+from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.runtime import activate, hooks, moe_mlp, reload
 from pretuned.runtime.api import moe
 from pretuned.runtime.dispatch import snapshot
@@ -89,7 +89,7 @@ def both(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 def test_the_launches_add_up_to_the_reference(
     device: Device, both: Any, activation: str, gated: bool, layout: str, biased: bool, there: str
 ) -> None:
-    device.there = {"all": {*ALL, *Pass}, "no passes": set(ALL), "no GEMMs": set(Pass)}[there]
+    device.there = {"all": {*ALL, *RowOp}, "no passes": set(ALL), "no GEMMs": set(RowOp)}[there]
     given = tensors(gated, layout, biased)
     how: dict[str, Any] = {"activation": activation, "gated": gated, "w_layout": layout}
     both(given, set(NAMES), IDS, **how)
@@ -124,7 +124,7 @@ def test_no_experts_and_a_bias() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("there", ["all", "no passes"])
 def test_each_gradient_alone(device: Device, both: Any, name: str, there: str) -> None:
-    device.there = {"all": {*ALL, *Pass}, "no passes": set(ALL)}[there]
+    device.there = {"all": {*ALL, *RowOp}, "no passes": set(ALL)}[there]
     both(tensors(True, "nk", True), {name}, IDS)
 
 
@@ -135,20 +135,20 @@ def test_each_gradient_alone(device: Device, both: Any, name: str, there: str) -
         (
             {"hidden"},
             [ONE, ONE],
-            [Pass.GATHER, Pass.ACTIVATION_GRAD, Pass.COMBINE],
+            [RowOp.GATHER, RowOp.ACTIVATION_GRAD, RowOp.COMBINE],
         ),  # LoRA: frozen weights
-        ({"weights"}, [ONE], [Pass.GATHER, Pass.ACTIVATION_GRAD]),
-        ({"down"}, [(Op.DW, Fusion.NONE)], [Pass.GATHER, Pass.ACTIVATION_GRAD]),
-        ({"up"}, [ONE, (Op.DW, Fusion.NONE)], [Pass.GATHER, Pass.ACTIVATION_GRAD, Pass.GATHER]),
-        ({"down_bias"}, [(Op.DW, Fusion.NONE)], [Pass.GATHER]),
+        ({"weights"}, [ONE], [RowOp.GATHER, RowOp.ACTIVATION_GRAD]),
+        ({"down"}, [(Op.DW, Fusion.NONE)], [RowOp.GATHER, RowOp.ACTIVATION_GRAD]),
+        ({"up"}, [ONE, (Op.DW, Fusion.NONE)], [RowOp.GATHER, RowOp.ACTIVATION_GRAD, RowOp.GATHER]),
+        ({"down_bias"}, [(Op.DW, Fusion.NONE)], [RowOp.GATHER]),
     ],
 )
 def test_only_what_needs_a_gradient_is_computed(
-    device: Device, both: Any, needs: set[str], gemms: list[Any], passed: list[Pass]
+    device: Device, both: Any, needs: set[str], gemms: list[Any], passed: list[RowOp]
 ) -> None:
     both(tensors(True, "nk", True), needs, IDS)
     assert device.launched == [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.NONE), *gemms]
-    assert device.passed == [Pass.ACTIVATION, Pass.COMBINE, *passed]
+    assert device.passed == [RowOp.ACTIVATION, RowOp.COMBINE, *passed]
 
 
 @pytest.mark.parametrize("ids", [torch.full((T, TOPK), -1), torch.full((T, TOPK), 2), torch.empty(0, TOPK).long()])
@@ -184,7 +184,7 @@ def test_the_activation_alone(device: Device, monkeypatch: pytest.MonkeyPatch, a
     torch.testing.assert_close(got, wanted)
     (dh,) = torch.autograd.grad(got.square().sum(), h)
     torch.testing.assert_close(dh, first)
-    assert device.passed == [Pass.ACTIVATION, Pass.ACTIVATION_GRAD]
+    assert device.passed == [RowOp.ACTIVATION, RowOp.ACTIVATION_GRAD]
     (again,) = torch.autograd.grad(activate(h, activation).square().sum(), h, create_graph=True)
     torch.testing.assert_close(torch.autograd.grad(again.sum(), h)[0], second)
 
@@ -204,14 +204,16 @@ def test_a_second_gradient_of_the_layer_is_refused(both: Any) -> None:
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Plans of float32 too, which the simulated GPU computes in; how many tokens each call by a plan had."""
     taken: list[int] = []
-    real = layer.Plan.forward
+    real = layer.LayerPlan.forward
 
-    def forward(self: layer.Plan, x: torch.Tensor, *rest: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self: layer.LayerPlan, x: torch.Tensor, *rest: Any, **how: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         taken.append(len(x))
         return real(self, x, *rest, **how)
 
     monkeypatch.setattr(layer, "_KINDS", (torch.float32,))
-    monkeypatch.setattr(layer.Plan, "forward", forward)
+    monkeypatch.setattr(layer.LayerPlan, "forward", forward)
     monkeypatch.setattr(moe, "_plans", {})
     return taken
 
@@ -336,7 +338,7 @@ def test_a_gradient_of_biases_is_not(
 
 @pytest.mark.parametrize(
     ("gone", "needs"),
-    [(Pass.GATHER, {"hidden"}), (Pass.ACTIVATION_GRAD, {"hidden"}), ((Op.DX, Fusion.NONE), {"weights"}),
+    [(RowOp.GATHER, {"hidden"}), (RowOp.ACTIVATION_GRAD, {"hidden"}), ((Op.DX, Fusion.NONE), {"weights"}),
      ((Op.DX, Fusion.NONE), {"hidden"}), ((Op.DW, Fusion.NONE), {"hidden", "up"}),
      ((Op.DW, Fusion.NONE), {"hidden", "down"})],
 )  # fmt: skip
@@ -482,10 +484,10 @@ def test_silu_is_the_first_products_work_where_no_gradient_needs_h(
     given = tensors(True, layout, False)
     both(given, set(), IDS, w_layout=layout)
     assert device.launched == [GATED, (Op.FORWARD, Fusion.NONE)]
-    assert device.passed == [Pass.COMBINE]
+    assert device.passed == [RowOp.COMBINE]
     both(given, {"hidden"}, IDS, w_layout=layout)
     assert device.launched[0] == UNGATED[0]  # (the second's launcher is known)
-    assert Pass.ACTIVATION in device.passed
+    assert RowOp.ACTIVATION in device.passed
     device.there -= {GATED}  # no bundle has it, or it does not pay
     reload()
     both(given, set(), IDS, w_layout=layout)
@@ -527,7 +529,7 @@ def test_a_plan_keeps_h_only_for_a_gradient(
         assert one is not None
         one.requires_grad_()
     for needs in (False, False, True):
-        passes_run = [Pass.ACTIVATION, Pass.COMBINE] if needs else [Pass.COMBINE]
+        passes_run = [RowOp.ACTIVATION, RowOp.COMBINE] if needs else [RowOp.COMBINE]
         device.passed.clear()
         with torch.set_grad_enabled(needs):
             out = moe_mlp(*leaves, IDS, given["weights"])
@@ -550,13 +552,13 @@ def test_rows_gathered_beforehand_add_up_to_the_reference(
     given = tensors(True, layout, biased)
     both(given, set(NAMES), IDS, w_layout=layout)
     assert device.launched[:2] == [UNGATED[0], left]  # (the other is asked for first)
-    assert device.passed[:3] == [Pass.GATHER, Pass.ACTIVATION, Pass.COMBINE]
+    assert device.passed[:3] == [RowOp.GATHER, RowOp.ACTIVATION, RowOp.COMBINE]
     both(given, set(), IDS, w_layout=layout)
-    assert device.passed == [Pass.GATHER, Pass.ACTIVATION, Pass.COMBINE]
-    device.there -= {Pass.GATHER}
+    assert device.passed == [RowOp.GATHER, RowOp.ACTIVATION, RowOp.COMBINE]
+    device.there -= {RowOp.GATHER}
     reload()
     both(given, set(), IDS, w_layout=layout)
-    assert device.passed == [Pass.ACTIVATION, Pass.COMBINE]
+    assert device.passed == [RowOp.ACTIVATION, RowOp.COMBINE]
 
 
 def test_rows_gathered_beforehand_and_silu_in_the_epilogue(
@@ -567,7 +569,7 @@ def test_rows_gathered_beforehand_and_silu_in_the_epilogue(
     given = tensors(True, "nk", False)
     both(given, set(), IDS)
     assert device.launched[:2] == [(Op.FORWARD, Fusion.SILU), UNGATED[1]]  # (the plan asks for the other form, too)
-    assert device.passed == [Pass.GATHER, Pass.COMBINE]
+    assert device.passed == [RowOp.GATHER, RowOp.COMBINE]
     host_gpu.on(monkeypatch, False)
     leaves = [given[name] for name in ("hidden", "up", "down")]
     wanted = moe_mlp(*leaves, IDS, given["weights"])
@@ -580,7 +582,7 @@ def test_rows_gathered_beforehand_and_silu_in_the_epilogue(
         with torch.set_grad_enabled(grad):
             out = moe_mlp(*leaves, IDS, given["weights"])
         torch.testing.assert_close(out.detach(), wanted, rtol=1e-5, atol=1e-4)
-        assert device.passed == [Pass.GATHER, *([Pass.ACTIVATION] if grad else []), Pass.COMBINE]
+        assert device.passed == [RowOp.GATHER, *([RowOp.ACTIVATION] if grad else []), RowOp.COMBINE]
 
 
 def test_no_tokens_and_no_width(device: Device, both: Callable[..., None]) -> None:
@@ -674,7 +676,7 @@ def test_weights_that_do_not_fit_each_other(down: tuple[int, ...], says: str) ->
         moe_mlp(given["hidden"], given["up"], torch.rand(down), IDS, given["weights"])
 
 
-@pytest.mark.parametrize("there", [set(Pass), {*ALL, Pass.ACTIVATION}, set(ALL)])
+@pytest.mark.parametrize("there", [set(RowOp), {*ALL, RowOp.ACTIVATION}, set(ALL)])
 def test_without_every_kernel_there_is_no_plan(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], there: set[object]
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 from host_gpu import Device, device  # noqa: F401 - a fixture
 
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Pass
+from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
 from pretuned.runtime import sort_routing
 from pretuned.runtime.launch import rowops
@@ -24,10 +24,10 @@ def same(ids: torch.Tensor, E: int, device: Device, launches: int) -> None:  # n
     device.sorted.clear()
     by_kernel = sort_routing(ids, E)
     assert len(device.sorted) == launches
-    device.there.discard(Pass.SORT_SLOTS)
+    device.there.discard(RowOp.SORT_SLOTS)
     by_torch = sort_routing(ids, E)
     assert len(device.sorted) == launches
-    device.there.add(Pass.SORT_SLOTS)
+    device.there.add(RowOp.SORT_SLOTS)
     for name, one in by_kernel._asdict().items():
         other = getattr(by_torch, name)
         assert (one.dtype, one.shape) == (other.dtype, other.shape), name
@@ -98,7 +98,7 @@ def test_what_traces_a_call_sees_torchs_operations(device: Device) -> None:  # n
 
 
 def test_a_variant_for_fewer_experts_is_left_alone(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    launch = device.passes(Pass.SORT_SLOTS, DType.FP32, 0, aligned=True)
+    launch = device.passes(RowOp.SORT_SLOTS, DType.FP32, 0, aligned=True)
     assert launch is not None
     with monkeypatch.context() as patch:  # undone before the simulated GPU is
         patch.setattr(launch, "most_experts", 7)

@@ -9,7 +9,7 @@ from host_gpu import Device
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretuned.artifacts.records.problem import Pass
+from pretuned.artifacts.records.problem import RowOp
 from pretuned.runtime.dispatch import gather
 from pretuned.runtime.ops import tokens
 
@@ -51,4 +51,4 @@ def test_every_index_gives_its_rows(
         got = tokens.gather(x, index, top_k, bounds)
     assert torch.equal(got[:end], x[index.long() // top_k][:end])
     once = not old and top_k > 1 and 2 * len(picked) >= T * top_k
-    assert device.passed == [Pass.GATHER] * (2 if once else 1)
+    assert device.passed == [RowOp.GATHER] * (2 if once else 1)

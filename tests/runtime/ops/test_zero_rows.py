@@ -8,7 +8,7 @@ from host_gpu import TOPK, Device, E, K, N, T, device, on
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretuned.artifacts.records.problem import Layout, Op, Pass
+from pretuned.artifacts.records.problem import Layout, Op, RowOp
 from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.check.operands import Rows
@@ -47,7 +47,7 @@ def test_every_row_that_no_index_names_is_zero(
     for row in range(M):
         assert (y[row] == 0).all() == (row not in named)
         assert y[row].isfinite().all()
-    assert device.cleared == [Pass.CLEAR] * 2
+    assert device.cleared == [RowOp.CLEAR] * 2
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_else_all_of_it_becomes_zero_first(device: Device, monkeypatch: pytest.M
     if what == "small":
         monkeypatch.setattr(zero_rows, "LEAST_BYTES", y.nbytes + 1)
     if what == "no kernel":
-        device.there.remove(Pass.CLEAR)
+        device.there.remove(RowOp.CLEAR)
     if what == "of fewer experts":
         m_sizes = torch.zeros(MOST_SORTED_EXPERTS + 1, dtype=torch.int32)  # what the device's launchers say
     if what == "of odd columns":
@@ -91,7 +91,7 @@ def test_the_gradient_of_gathered_rows_is_cleared_so_too(device: Device, monkeyp
     sizes = torch.tensor([3, 0, 5, 2])
     index = torch.randperm(M, generator=torch.Generator().manual_seed(1))
     dx = grouped_gemm_dX(dy, w, sizes, TOPK, index, permute_x=True)
-    assert device.cleared == [Pass.CLEAR] * 2
+    assert device.cleared == [RowOp.CLEAR] * 2
     on(monkeypatch, False)
     torch.testing.assert_close(dx, grouped_gemm_dX(dy, w, sizes, TOPK, index, permute_x=True), rtol=1e-4, atol=1e-5)
 
@@ -158,7 +158,7 @@ def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch,
         named = index[:10].tolist()
     assert sorted(named) == y.any(1).nonzero().flatten().tolist()
     assert y.isfinite().all()
-    assert device.cleared == [Pass.CLEAR] * 2
+    assert device.cleared == [RowOp.CLEAR] * 2
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_warp_of_specialised_code_clears_more_rows(
         monkeypatch.setattr(products, name, value)
     x, w = operands()
     grouped_gemm(x, w, torch.tensor([3, 0, 5, 2]), TOPK, torch.randperm(M), permute_y=True)
-    assert device.cleared == ([] if clears else [Pass.CLEAR] * 2)
+    assert device.cleared == ([] if clears else [RowOp.CLEAR] * 2)
 
 
 @pytest.mark.parametrize("specialized", [False, True])

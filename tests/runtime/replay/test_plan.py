@@ -10,7 +10,7 @@ import pytest
 import torch
 from host_gpu import TOPK, Device, E, K, N, T, device, on, ran, tensors
 
-from pretuned.artifacts.records.problem import Op, Pass
+from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.runtime import grouped_gemm, reload
 from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
 from pretuned.runtime.replay import guard, plan
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.skipif(guard._TensorGuards is None, reason="this torch 
 
 
 @pytest.fixture(autouse=True)
-def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[plan.Plan]:
+def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[plan.ExecutionPlan]:
     """The plans that took a call. The made-up GPU computes in float32."""
-    taken: list[plan.Plan] = []
-    forward = plan.Plan.forward
+    taken: list[plan.ExecutionPlan] = []
+    forward = plan.ExecutionPlan.forward
 
-    def counted(self: plan.Plan, *given: Any) -> torch.Tensor:
+    def counted(self: plan.ExecutionPlan, *given: Any) -> torch.Tensor:
         taken.append(self)
         return forward(self, *given)
 
     monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
-    monkeypatch.setattr(plan.Plan, "forward", counted)
+    monkeypatch.setattr(plan.ExecutionPlan, "forward", counted)
     on(monkeypatch, True)
     reload()
     return taken
@@ -42,7 +42,9 @@ FORMS = [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("fused", FORMS)
-def test_it_computes_what_the_long_way_does(planned: list[plan.Plan], fused: tuple[int, ...], layout: str) -> None:
+def test_it_computes_what_the_long_way_does(
+    planned: list[plan.ExecutionPlan], fused: tuple[int, ...], layout: str
+) -> None:
     permute_x, permute_y, weights, bias = map(bool, fused)
     given = tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
     form = {"permute_x": permute_x, "permute_y": permute_y, "w_layout": layout}
@@ -58,7 +60,7 @@ def test_it_computes_what_the_long_way_does(planned: list[plan.Plan], fused: tup
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
-def test_routing_weights_of_any_float(planned: list[plan.Plan], kind: torch.dtype) -> None:
+def test_routing_weights_of_any_float(planned: list[plan.ExecutionPlan], kind: torch.dtype) -> None:
     given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
     assert given["topk_weights"] is not None
     given["topk_weights"] = given["topk_weights"].detach().to(kind).requires_grad_()
@@ -69,7 +71,7 @@ def test_routing_weights_of_any_float(planned: list[plan.Plan], kind: torch.dtyp
     assert len(planned) == 2
 
 
-def test_rows_that_no_index_names_are_cleared(planned: list[plan.Plan], device: Device) -> None:
+def test_rows_that_no_index_names_are_cleared(planned: list[plan.ExecutionPlan], device: Device) -> None:
     x, w, index = torch.randn(T * TOPK, K), torch.randn(E, N, K), torch.randperm(T * TOPK).int()
     m_sizes = torch.tensor([3, 0, 4, 1], dtype=torch.int32)
     for _ in range(3):
@@ -79,10 +81,10 @@ def test_rows_that_no_index_names_are_cleared(planned: list[plan.Plan], device: 
         assert (y[index[8:].long()] == 0).all()
         assert y[index[:8].long()].all(1).all()
     assert len(planned) == 2
-    assert device.cleared == [Pass.CLEAR] * 6
+    assert device.cleared == [RowOp.CLEAR] * 6
 
 
-def test_a_zero_tail_is_the_kernels_own(planned: list[plan.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zero_tail_is_the_kernels_own(planned: list[plan.ExecutionPlan], monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, m_sizes = torch.randn(8, K), torch.randn(E, N, K), torch.tensor([3, 0, 2, 1], dtype=torch.int32)
     first = grouped_gemm(x.requires_grad_(), w, m_sizes, zero_tail=True).detach()
     zeroed: list[int] = []
@@ -109,7 +111,7 @@ def gradients(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, **how: An
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("how", [{}, {"zero_tail": True}, {"dX_only": True}, {"dW_only": True}])
 def test_a_plain_backward_is_planned_too(
-    planned: list[plan.Plan], device: Device, needs: tuple[bool, bool], how: dict[str, bool]
+    planned: list[plan.ExecutionPlan], device: Device, needs: tuple[bool, bool], how: dict[str, bool]
 ) -> None:
     x, w, m_sizes = call(x=needs[0], w=needs[1])
     used = {"x": needs[0] and "dW_only" not in how, "w": needs[1] and "dX_only" not in how}
@@ -126,7 +128,7 @@ def test_a_plain_backward_is_planned_too(
     assert {op for op, _ in device.launched} >= {Op.FORWARD}
 
 
-def test_another_call_goes_the_long_way(planned: list[plan.Plan]) -> None:
+def test_another_call_goes_the_long_way(planned: list[plan.ExecutionPlan]) -> None:
     x, w, m_sizes = call()
     wanted = gradients(x, w, m_sizes)
     gradients(x, w, m_sizes)
@@ -144,7 +146,7 @@ def test_another_call_goes_the_long_way(planned: list[plan.Plan]) -> None:
     assert not y.requires_grad
 
 
-def test_it_runs_without_a_gradient_too(planned: list[plan.Plan]) -> None:
+def test_it_runs_without_a_gradient_too(planned: list[plan.ExecutionPlan]) -> None:
     x, w, m_sizes = call()
     with torch.no_grad():
         y = [grouped_gemm(x, w, m_sizes) for _ in range(3)]
@@ -153,7 +155,7 @@ def test_it_runs_without_a_gradient_too(planned: list[plan.Plan]) -> None:
     assert grouped_gemm(x, w, m_sizes).requires_grad
 
 
-def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[plan.Plan]) -> None:
+def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[plan.ExecutionPlan]) -> None:
     x, dense, m_sizes = call()
     strided = torch.randn(E, N + 1, K)[:, :N].detach().requires_grad_()
     for w in (dense, strided):
@@ -172,7 +174,7 @@ def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[pl
     assert planned
 
 
-def test_rows_past_the_sum_have_no_gradient(planned: list[plan.Plan]) -> None:
+def test_rows_past_the_sum_have_no_gradient(planned: list[plan.ExecutionPlan]) -> None:
     x, w, _ = call()
     m_sizes = torch.tensor([3, 0, 2, 1], dtype=torch.int32)
     for _ in range(3):
@@ -182,7 +184,7 @@ def test_rows_past_the_sum_have_no_gradient(planned: list[plan.Plan]) -> None:
     assert len(planned) == 2
 
 
-def test_torch_func_takes_the_long_way(planned: list[plan.Plan]) -> None:
+def test_torch_func_takes_the_long_way(planned: list[plan.ExecutionPlan]) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
     gradients(x, w, m_sizes)
@@ -192,7 +194,7 @@ def test_torch_func_takes_the_long_way(planned: list[plan.Plan]) -> None:
     assert len(planned) == before
 
 
-def test_a_plan_keeps_no_tensor(planned: list[plan.Plan]) -> None:
+def test_a_plan_keeps_no_tensor(planned: list[plan.ExecutionPlan]) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
     gradients(x, w, m_sizes)
@@ -203,7 +205,9 @@ def test_a_plan_keeps_no_tensor(planned: list[plan.Plan]) -> None:
     assert [one() for one in held] == [None] * 3
 
 
-def test_reload_forgets_and_a_full_table_begins_anew(planned: list[plan.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reload_forgets_and_a_full_table_begins_anew(
+    planned: list[plan.ExecutionPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
     assert len(api_grouped_gemm._plans) == 1
@@ -216,7 +220,7 @@ def test_reload_forgets_and_a_full_table_begins_anew(planned: list[plan.Plan], m
     assert planned == []
 
 
-def test_what_cannot_be_used_is_still_named(planned: list[plan.Plan]) -> None:
+def test_what_cannot_be_used_is_still_named(planned: list[plan.ExecutionPlan]) -> None:
     given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
     form = {"permute_x": True, "permute_y": False, "w_layout": "nk"}
     ran(form, given, wide=False)

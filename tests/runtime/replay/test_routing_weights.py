@@ -89,7 +89,7 @@ def test_a_plan_tells_the_sum_of_what_dtype_they_are(
     bias = torch.randn(E, H).bfloat16() if biased else None
     given = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, bias)
     noted, ignored, read = Noted(), Noted(), layer.slot_weights(weights, x)
-    made: Any = replay_layer.Plan
+    made: Any = replay_layer.LayerPlan
     plan = made(
         HOW, x, given, Sizes(TOPK, E, H, 2 * I, I), (nothing, nothing), (ignored, noted), None, False, None, None, read,
         read.dtype is not kind,

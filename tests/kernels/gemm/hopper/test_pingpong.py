@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.plan.families import Family, Space
+from pretuned.aot.plan.families import Family, Pool
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry
@@ -112,11 +112,11 @@ def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
 @pytest.mark.parametrize("fusion", [Fusion.GATHER, Fusion.SILU, Fusion.SILU | Fusion.GATHER])
 def test_it_gathers_no_rows(fusion: Fusion) -> None:
     family = Family(Op.FORWARD, DType.BF16, Layout.NK, fusion)
-    assert not [one for one in Space().candidates(family, 90) if one.pingpong]
+    assert not [one for one in Pool().candidates(family, 90) if one.pingpong]
     assert "no gather or silu" in str(registry.no_code(Op.FORWARD, DType.BF16, fusion, ROWS))
     for other in (Fusion.NONE, Fusion.SCATTER):
         for config in (ROWS, DEALT):
-            assert config in Space().candidates(replace(family, fusion=other), 90)
+            assert config in Pool().candidates(replace(family, fusion=other), 90)
             assert registry.no_code(Op.FORWARD, DType.BF16, other, config) is None
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretuned.aot.plan.families import Family, Space
+from pretuned.aot.plan.families import Family, Pool
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry
@@ -60,9 +60,9 @@ def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
     assert found == ([BOTH, TURNS] if op is not Op.DW and dtype in HALVES else [])
     for fusion in (Fusion.GATHER, Fusion.SILU, Fusion.SILU | Fusion.GATHER):
         if op is Op.FORWARD or (op is Op.DX and Fusion.SILU not in fusion):
-            assert not [one for one in Space().candidates(Family(op, dtype, Layout.NK, fusion), 90) if fitted(one)]
+            assert not [one for one in Pool().candidates(Family(op, dtype, Layout.NK, fusion), 90) if fitted(one)]
     if op is not Op.DW:
-        scattered = Space().candidates(Family(op, dtype, Layout.NK, Fusion.SCATTER), 90)
+        scattered = Pool().candidates(Family(op, dtype, Layout.NK, Fusion.SCATTER), 90)
         assert [one for one in scattered if fitted(one)] == found
 
 

@@ -1,0 +1,57 @@
+"""What a duel's word is worth: cells that were measured twice, by what their first duel said.
+
+    git show ccc6f4a:benchmarks/results/catalogue-h200.journal.xz > before.journal
+    python benchmarks/run.py again before.journal benchmarks/results/catalogue-h200.journal.xz
+
+By what the first duel said of the challenger: how many cells, its time over the modelled choice's the second time
+(geometric mean), and in how many it was the faster. Launches of over 10 ms apart: their times are of three rounds.
+A journal beside itself tells of the cells that were looked at once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from pretuned.aot.journal.file import Contents, read_journal
+from pretuned.aot.journal.records import LONG_NS, Measured, Rematch
+from pretuned.artifacts.errors import PretunedError
+
+
+def said(duel: Rematch) -> str:
+    if duel.ratio < 1.0:
+        return "won" if duel.won else "even, below 1"
+    return "lost" if duel.ratio >= 1.0 + duel.band else "even, 1 and more"
+
+
+def second_times(before: Contents, after: Contents) -> Iterator[tuple[bool, str, float]]:
+    """(whether it is a long launch, what the first duel said, challenger / modelled the second time) of each cell."""
+    later = {(one.problem, one.bucket): one for one in after.records if isinstance(one, Measured)}
+    for first in before.records:
+        if not isinstance(first, Measured) or first.duel is None:
+            continue
+        second, duel = later.get((first.problem, first.bucket), first), first.duel
+        times = {one.variant: one.time_ns for one in second.timings}
+        if second != first and duel.challenger in times and duel.modelled in times:
+            took = next(one.time_ns for one in first.timings if one.variant == duel.challenger)
+            yield took > LONG_NS, said(duel), times[duel.challenger] / times[duel.modelled]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    args = parser.parse_args()
+    try:
+        found = list(second_times(read_journal(args.before), read_journal(args.after)))
+    except PretunedError as error:
+        parser.error(str(error))
+    if not found:
+        parser.error(f"no cell with a duel in {args.before} was measured again in {args.after}")
+    for long, word in sorted({one[:2] for one in found}):
+        ratios = [ratio for *of, ratio in found if of == [long, word]]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        print(f"{'over 10 ms' if long else 'shorter':11} {word:17} {len(ratios):4} cells: the second time {mean:.3f} "
+              f"of the modelled choice's, the faster in {sum(ratio < 1 for ratio in ratios)}")  # fmt: skip

@@ -1,0 +1,248 @@
+"""What the configs of a bundle lose: each choice against every candidate that a journal has times of.
+
+    python benchmarks/run.py shipped artifacts/bundles/catalogue-sm90.msgpack \\
+        benchmarks/results/catalogue-h200.journal.xz
+
+Once as timed, and once beside those alone that are faster than the choice by more than noise, as their duel says, or
+their times. Once more in each record that has the choice, beside the fastest of that very record. How often the fastest
+that ships is near the least estimate. Beside torch: the same choice against grouped_mm, where the journal has it. With
+--kinds, what a kind of config gains: the best of that kind against the best of all others, in the cells that have times
+of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from pretuned.aot.journal.file import Contents, read_journal
+from pretuned.aot.journal.records import LONG_NS, Measured
+from pretuned.aot.journal.timings import CellTimes, Timings, cell_of
+from pretuned.aot.tune.remeasure import LIKELY
+from pretuned.aot.tune.shortlist import SHARE
+from pretuned.aot.tune.space import TuningSpace
+from pretuned.artifacts.errors import PretunedError
+from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
+from pretuned.artifacts.limits import MAX_DIM
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.problem import Layout, Op, Problem
+from pretuned.kernels.contract.config import Config, fitted
+
+OVER = 1.02
+ROWS = (8, 128, 4096)  # ranges of rows in all, up to
+KINDS: dict[str, Callable[[Config], bool]] = {
+    "fitted": fitted,
+    "pingpong": lambda config: config.pingpong and not fitted(config),
+    "streamed": lambda config: config.streamed,
+}
+
+
+def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[float, float, str]]:
+    """(time over that of the fastest candidate, us, which cell) of each measured choice, the worst first.
+
+    ``raw`` takes the times as they are, else those count that are faster by more than noise.
+    """
+    found = ((loss_of(cell, chosen, raw=raw), cell.times_ns[chosen] / 1000, f"{problem} M={bucket}")
+             for problem, bucket, cell, chosen in timed(bundle, contents))  # fmt: skip
+    return sorted(found, reverse=True)
+
+
+def timed(bundle: BundleFile, contents: Contents) -> Iterator[tuple[Problem, int, CellTimes, bytes]]:
+    """(problem, bucket, what is known of the cell, the choice's cubin) of each choice that has a time."""
+    cubins = [one.cubin_sha256 for one in bundle.variants()]
+    cells = Timings.of(contents).cells
+    for problem in bundle.problems():
+        for choice in bundle.find(problem):
+            cell, chosen = cells.get(cell_of(problem, choice.bucket)), cubins[choice.variant]
+            if cell is not None and chosen in cell.times_ns:
+                yield problem, choice.bucket, cell, chosen
+
+
+def losses_by_rows(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
+    """As timed, of each op in all its forms, by rows in all."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for problem, bucket, cell, chosen in timed(bundle, contents):
+        most = next((rows for rows in ROWS if bucket <= rows), MAX_DIM)
+        found.setdefault((problem.op.value, most), []).append(loss_of(cell, chosen, raw=True))
+    return [{"op": op, "rows_to": most, "choices": len(some), "mean_loss": _mean(some), "most": max(some)}
+            for (op, most), some in sorted(found.items())]  # fmt: skip
+
+
+def loss_of(cell: CellTimes, chosen: bytes, *, raw: bool) -> float:
+    """The time of ``chosen`` over that of the fastest, or of the fastest that beats it by more than noise."""
+    times = cell.times_ns
+    return times[chosen] / min(times[one] for one in times if one == chosen or raw or cell.beats(one, chosen))
+
+
+def losses_in_records(bundle: BundleFile, contents: Contents) -> list[float]:
+    """Time over that of the fastest of the same record, of each choice that was timed, the worst first.
+
+    Of several records that have it the geometric mean, each as often as it has rounds.
+    """
+    cubins = [one.cubin_sha256 for one in bundle.variants()]
+    found: dict[tuple[Problem, int], list[tuple[dict[bytes, int], int]]] = {}
+    for one in contents.records:
+        if isinstance(one, Measured):
+            times = {timing.variant: timing.time_ns for timing in one.timings}
+            rounds = max(each.rounds for each in one.timings)
+            found.setdefault(cell_of(one.problem, one.bucket), []).append((times, rounds))
+    lost = []
+    for problem in bundle.problems():
+        for choice in bundle.find(problem):
+            chosen, records = cubins[choice.variant], found.get(cell_of(problem, choice.bucket), [])
+            logs = [(rounds * math.log(times[chosen] / min(times.values())), rounds)
+                    for times, rounds in records if chosen in times]  # fmt: skip
+            if logs:
+                lost.append(math.exp(sum(log for log, _ in logs) / sum(rounds for _, rounds in logs)))
+    return sorted(lost, reverse=True)
+
+
+def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, str]]:
+    """(how many times as fast as grouped_mm, which cell) of each choice that has both, the slowest first."""
+    return sorted(
+        (cell.torch_ns / cell.times_ns[chosen], f"{problem} M={bucket}")
+        for problem, bucket, cell, chosen in timed(bundle, contents)
+        if cell.torch_ns
+    )
+
+
+def winners_likely(bundle: BundleFile, contents: Contents) -> float:
+    """The part of all cells in which the fastest of what ships is what a look would have timed."""
+    cells = Timings.of(contents).cells
+    problems = {problem: [choice.bucket for choice in bundle.find(problem)] for problem in bundle.problems()}
+    ground = TuningSpace.of(problems, bundle, contents.header.gpu, contents.header.sm, SHARE)
+    likely = []
+    for problem, bucket in cells:
+        able = ground.estimates(problem, bucket)
+        timed = [(ns, sha) for sha, ns in cells[problem, bucket].times_ns.items() if sha in able]
+        if timed:
+            likely.append(able[min(timed)[1]] <= LIKELY * min(able.values()))
+    return sum(likely) / len(likely)
+
+
+def report(bundle: BundleFile, contents: Contents) -> dict[str, Any]:
+    """All of it, as JSON has it.
+
+    Raises
+    ------
+    ValueError
+        if the journal has none of the bundle's cells.
+    """
+    configs = {(one.op.value, one.dtype.value, one.config) for one in bundle.variants() if isinstance(one.op, Op)}
+    raw, lost = (losses(bundle, contents, raw=raw) for raw in (True, False))
+    if not lost:
+        raise ValueError("the journal has no cell of this bundle's choices")
+    own = losses_in_records(bundle, contents)
+    torch = beside_torch(bundle, contents)
+    return {
+        "configs": dict(sorted(Counter(f"{op} {dtype}" for op, dtype, _ in configs).items())),
+        "choices": len(lost),
+        "as_timed": _summary(raw),
+        "beyond_noise": _summary(lost),
+        "by_rows": losses_by_rows(bundle, contents),
+        "in_records": {"over_2_percent": sum(one > OVER for one in own), "most": own[0], "mean_loss": _mean(own)},
+        "winners_likely": winners_likely(bundle, contents),
+        "beside_torch": len(torch),
+        "behind_torch_by_over_3_percent": [one for one in torch if one[0] < 0.97],
+    }
+
+
+def kinds(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
+    """A row for each kind, op and range of rows an expert (from a power of two to the next), of plain products.
+
+    ``gain`` is the geometric mean of the time of the best other over that of the best of the kind, ``kept`` the same
+    where it counts as 1 if the other is faster: what a bundle with the kind gains over one without. The variants of a
+    kind are those that ship.
+    """
+    variants = bundle.variants()
+    cells = Timings.of(contents).cells
+    rows = []
+    for kind, belongs in KINDS.items():
+        of_kind = {one.cubin_sha256 for one in variants if isinstance(one.op, Op) and belongs(_config(one))}
+        gains: dict[tuple[str, int], list[float]] = {}
+        chosen: Counter[tuple[str, int]] = Counter()
+        for problem in bundle.problems():
+            for choice in bundle.find(problem):
+                place = problem.op.value, math.floor(math.log2(choice.bucket / problem.E))
+                if problem.fusion or problem.layout is Layout.KN or (problem, choice.bucket) not in cells:
+                    continue
+                chosen[place] += variants[choice.variant].cubin_sha256 in of_kind
+                times = cells[problem, choice.bucket].times_ns
+                own, others = (
+                    [ns for one, ns in times.items() if (one in of_kind) is is_own] for is_own in (True, False)
+                )
+                if own and others:
+                    gains.setdefault(place, []).append(min(others) / min(own))
+        for (op, power), found in sorted(gains.items()):
+            rows.append({
+                "kind": kind, "op": op, "rows_from": 2.0**power, "cells": len(found), "chosen": chosen[op, power],
+                "gain": geometric_mean(found), "least": min(found), "most": max(found),
+                "kept": geometric_mean(max(1.0, one) for one in found),
+            })  # fmt: skip
+    return rows
+
+
+def _config(variant: Variant) -> Config:
+    return Config.from_pairs(variant.config)
+
+
+def _summary(lost: list[tuple[float, float, str]]) -> dict[str, Any]:
+    over = [us for loss, us, _ in lost if loss > OVER]
+    return {
+        "over_2_percent": len(over),
+        "of_which_over_10_ms": sum(1000 * us > LONG_NS for us in over),
+        "mean_loss": _mean([loss for loss, _, _ in lost]),
+        "worst": lost[:10],
+    }
+
+
+def _mean(lost: list[float]) -> float:
+    return math.expm1(sum(map(math.log, lost)) / len(lost))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("journal", type=Path)
+    parser.add_argument("--kinds", action="store_true", help="what each kind of config gains, by rows an expert")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    try:
+        with open_bundle(args.bundle) as bundle:
+            contents = read_journal(args.journal)
+            told = report(bundle, contents)
+            by_kind = kinds(bundle, contents) if args.kinds else []
+    except (PretunedError, ValueError) as error:
+        parser.error(f"{args.bundle}, {args.journal}: {error}")
+    if args.json:
+        print(json.dumps(told | ({"kinds": by_kind} if args.kinds else {}), indent=1))
+        return
+    for row in by_kind:
+        print(
+            "{kind:9} {op:8} from {rows_from:9g} rows: {cells:3} cells, chosen {chosen:3}, gain {gain:.3f} "
+            "({least:.3f} to {most:.3f}), with it {kept:.3f}".format_map(row)
+        )
+    print(", ".join(f"{count} configs of {name}" for name, count in told["configs"].items()))
+    for name, one in (("as timed", told["as_timed"]), ("by more than noise", told["beyond_noise"])):
+        print(f"{told['choices']} choices, {name}: {one['over_2_percent']} take over 2 % more than the fastest, "
+              f"{one['of_which_over_10_ms']} of them over 10 ms, the mean loss is {one['mean_loss']:.2%}")  # fmt: skip
+        for loss, us, cell in one["worst"]:
+            print(f"  {loss:.3f} {us:8.0f} us {cell}")
+    for row in told["by_rows"]:
+        rows = f"up to {row['rows_to']}" if row["rows_to"] in ROWS else f"over {ROWS[-1]}"
+        print(f"{row['op']:8} {rows:>10} rows: {row['choices']:4} choices, as timed the mean loss is "
+              f"{row['mean_loss']:.1%}, {row['most'] - 1:.0%} at most")  # fmt: skip
+    own = told["in_records"]
+    print(f"in each record that has it: {own['over_2_percent']} take over 2 % more than the fastest there, "
+          f"{own['most'] - 1:.1%} at most, the mean loss is {own['mean_loss']:.2%}")  # fmt: skip
+    near = told["winners_likely"]
+    print(f"the fastest that ships is within {LIKELY - 1:.0%} of the least estimate in {near:.1%} of all cells")
+    print(f"{told['beside_torch']} cells beside grouped_mm, behind it by over 3 %:")
+    for gain, cell in told["behind_torch_by_over_3_percent"]:
+        print(f"  {gain:.3f} {cell}")

@@ -1,0 +1,96 @@
+"""The tables of docs/cost-model.md and docs/tuning-on-demand.md that come from fits, written anew from their results.
+
+    python benchmarks/run.py tables            # print them
+    python benchmarks/run.py tables --write    # put them into the documents
+
+The results: fit-h200-bf16.json and select-h200-bf16.json (fit_cost.py), heuristics-h200-bf16.json and
+heuristics-cost.json (heuristics.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+COST_MODEL, ON_DEMAND = ROOT / "docs" / "cost-model.md", ROOT / "docs" / "tuning-on-demand.md"
+OPS = ("forward", "dX", "dW")
+
+
+def percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def tables() -> Iterator[tuple[Path, str, list[str]]]:
+    """(document, the table's first line as it begins there, the lines under its rule)."""
+    fit, heuristics, cost = (_read(f"{name}.json") for name in ("fit-h200-bf16", "heuristics-h200-bf16",
+                                                                  "heuristics-cost"))  # fmt: skip
+    select = _read("select-h200-bf16.json")["select"]
+    yield COST_MODEL, "| | fitted: mean |", [
+        f"| {f'**{name}**' if name in OPS else name} | {percent(row['mean_loss'])} | {percent(row['max_loss'])} "
+        f"| {row['estimate_over_measured']:.2f} | {percent(fit['models left out'][name]['mean_loss'])} "
+        f"| {percent(fit['models left out'][name]['max_loss'])} |"
+        for name, row in fit["fitted"].items()
+    ]  # fmt: skip
+    limits = [row["at_most"] for row in select[OPS[0]]["sets"]]
+    yield COST_MODEL, "| at most |", [
+        f"| {limit} |" + "".join(
+            f" {row['chosen']}: {percent(row['mean_loss'], 2)} ({percent(row['max_loss'])}) |"
+            for row in (select[op]["sets"][i] for op in OPS)
+        )
+        for i, limit in enumerate(limits)
+    ]  # fmt: skip
+    yield COST_MODEL, "| | candidates measured |", [_modelled(op, select[op]) for op in OPS]
+    yield ON_DEMAND, "| | cells | mean loss |", [
+        f"| {name} | {row['cells']} | {percent(row['mean_loss'])} | {percent(row['worst_loss'])} "
+        f"| {row['speed_over_torch']:.2f} "
+        f"| {row['slower_than_torch_by_over_3_percent']} of {row['compared_with_torch']} "
+        f"| {row['first_pick_not_measured']} |"
+        for name, row in heuristics["summary"].items()
+    ]  # fmt: skip
+    yield ON_DEMAND, "| | variants | once, median |", [
+        f"| {name} | {row['variants']} | {row['once_median_us']:.0f} us | {row['once_p99_us']:.0f} us "
+        f"| {row['table_us']:.2f} us |"
+        for name, row in cost["cost"].items()
+    ]  # fmt: skip
+
+
+def _modelled(op: str, of: dict[str, Any]) -> str:
+    best, picked = of["modelled"]["best"], of["modelled"]["picked"]
+    return (
+        f"| {op} | {of['of_them_measured']} of {of['candidates']} | {of['modelled']['chosen']} "
+        f"| {percent(best['mean_loss'], 2)} ({percent(best['max_loss'])}) "
+        f"| {percent(picked['mean_loss'], 2)} ({percent(picked['max_loss'])}) |"
+    )
+
+
+def _read(name: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return read
+
+
+def put(text: str, head: str, rows: list[str]) -> str:
+    """The document with the rows in the place of those of the table that begins with ``head``."""
+    lines = text.splitlines()
+    found = [i for i, line in enumerate(lines) if line.startswith(head)]
+    if len(found) != 1:
+        sys.exit(f"{len(found)} tables begin with {head!r}, wanted one")
+    first = end = found[0] + 2
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    return "\n".join([*lines[:first], *rows, *lines[end:]]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into the documents")
+    args = parser.parse_args()
+    for path, head, rows in tables():
+        print("\n".join([f"\n{path.relative_to(ROOT)}: {head}", *rows]))
+        if args.write:
+            path.write_text(put(path.read_text(), head, rows))

@@ -1,0 +1,162 @@
+"""Another library beside ours in one process: each held against fp32, then timed in turns (benchmarks/method.py).
+
+What beside_quack.py and beside_vllm.py share. A cell is one model, GEMM, op and number of tokens; ``us`` and ``error``
+have a name each for ours, torch grouped_mm, one dense product of as many FLOPs, and whatever of the library was tried,
+of which the fastest right one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import method
+from benchmarks.speed.kernels import dense, geometric_mean, ours_and_torch
+
+OPS = ("forward", "dX", "dW")
+OURS, TORCH, DENSE = "ours", "torch_grouped_mm", "dense_same_flops"
+BEHIND = 0.97
+
+Call = Callable[[], torch.Tensor]
+Maker = Callable[[], Call]  # makes what the call needs first, outside the time
+
+
+@dataclass
+class Taken:
+    """A call in a graph, and the tensor that a replay writes; what the call holds is read by every replay."""
+
+    call: Call
+    graph: torch.cuda.CUDAGraph
+    result: torch.Tensor
+
+
+def taken(clock: method.Clock, call: Call) -> Taken:
+    held: list[torch.Tensor] = []
+
+    def once() -> torch.Tensor:
+        held[:] = [call()]
+        return held[0]
+
+    clock.flush.zero_()  # a counter that lies there, too
+    return Taken(call, clock.capture(once), held[0])
+
+
+def replayed_error(clock: method.Clock, one: Taken, inputs: method.Inputs, op: str) -> float:
+    """The error of what a replay writes over NaN."""
+    one.result.fill_(float("nan"))
+    clock.flush.zero_()
+    one.graph.replay()
+    return method.relative_error(one.result, inputs, op)
+
+
+def measure_cell(
+    clock: method.Clock, op: str, inputs: method.Inputs, theirs: Mapping[str, Maker], budget_ms: float = 100.0
+) -> dict[str, Any]:
+    """Errors and medians of all on one problem, by name, for ``budget_ms`` each; what fails is told of and left out."""
+    ours, grouped_mm = ours_and_torch(op, inputs)
+    product = dense(op, inputs)
+    one_expert = replace(inputs, w=inputs.w[:1], m_sizes=torch.tensor([len(inputs.x)]))
+    problems: dict[str, tuple[Maker, method.Inputs]] = {
+        OURS: (lambda: ours, inputs),
+        **{name: (maker, inputs) for name, maker in theirs.items()},
+        TORCH: (lambda: grouped_mm, inputs),
+        DENSE: (lambda: (lambda: product()[None]) if op == "dW" else product, one_expert),
+    }
+    kept: dict[str, Taken] = {}
+    error: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, (maker, of) in problems.items():
+        try:
+            one = taken(clock, maker())
+            error[name] = replayed_error(clock, one, of, op)
+        except Exception:  # another library's, compiled here: the others go on
+            failed[name] = traceback.format_exc()
+            torch.cuda.synchronize()  # an illegal access ends the run here
+            continue
+        if error[name] < method.MAX_ERROR:
+            kept[name] = one
+        else:
+            failed[name] = f"wrong: relative error {error[name]:.3g}"
+    graphs = [one.graph for one in kept.values()]
+    round_us = sum(times[-1] for times in clock.rounds_us(graphs, 2))
+    rounds = max(5, min(50, int(len(graphs) * budget_ms * 1000 / max(round_us, 1.0))))
+    times = clock.rounds_us(graphs, rounds)
+    us = {name: statistics.median(these) for name, these in zip(kept, times, strict=True)}
+    return {"rounds": rounds, "us": us, "error": error} | ({"failed": failed} if failed else {})
+
+
+def judged(cell: dict[str, Any]) -> dict[str, Any]:
+    """The cell with the rival's best time and the ratios to ours, above 1 where ours is faster."""
+    us = cell["us"]
+    known = {name: time_us for name, time_us in us.items() if name not in (OURS, TORCH, DENSE)}
+    ratios: dict[str, Any] = {}
+    if OURS in us:
+        if known:
+            best = min(known, key=known.__getitem__)
+            ratios |= {"rival": best, "rival_us": known[best], "ratio": known[best] / us[OURS]}
+        ratios |= {f"{name}_ratio": us[name] / us[OURS] for name in (TORCH, DENSE) if name in us}
+    return cell | ratios
+
+
+def summary(cells: Sequence[dict[str, Any]], library: str) -> list[str]:
+    """Geometric means by op and tokens, the cells behind the library by over 3 %, and what failed."""
+    lines = []
+    keys = sorted({(c["op"], c["tokens"]) for c in cells}, key=lambda k: (OPS.index(k[0]), k[1]))
+    groups = [(f"{op:8} T={T:<5}", [c for c in cells if (c["op"], c["tokens"]) == (op, T)]) for op, T in keys]
+    for name, some in [*groups, ("all", list(cells))]:
+        means = {
+            key: geometric_mean(c[key] for c in some if key in c)
+            for key in ("ratio", f"{TORCH}_ratio", f"{DENSE}_ratio")
+        }
+        known = [c for c in some if "ratio" in c]
+        behind = sum(c["ratio"] < BEHIND for c in known)
+        lines.append(f"{name:16} x {library} {means['ratio']:.3f}, behind by over 3 %: {behind} of {len(known)}   "
+                     f"x grouped_mm {means[f'{TORCH}_ratio']:.3f}   "
+                     f"of the dense product {means[f'{DENSE}_ratio']:.3f}")  # fmt: skip
+    for cell in sorted((c for c in cells if c.get("ratio", 1.0) < BEHIND), key=lambda c: c["ratio"]):
+        lines.append(f"behind: {named(cell)} {cell['ratio']:.3f} ({cell['rival']})")
+    for cell in cells:
+        for name, why in cell.get("failed", {}).items():
+            lines.append(f"failed: {named(cell)} {name}: {why.strip().splitlines()[-1]}")
+    return lines
+
+
+def named(cell: dict[str, Any]) -> str:
+    return f"{cell['model']} {cell['gemm']} {cell['op']} T={cell['tokens']}"
+
+
+HEADER = f"{'model':13}{'gemm':8}{'op':8}{'tokens':>6}{'ours us':>10}{'rival us':>10}{'ratio':>10}{'of dense':>10}"
+
+
+def table_line(cell: dict[str, Any]) -> str:
+    us = cell["us"]
+    columns = [us.get(OURS), cell.get("rival_us"), cell.get("ratio"), cell.get(f"{DENSE}_ratio")]
+    numbers = "".join(f"{'-':>10}" if one is None else f"{one:10.{places}f}"
+                      for one, places in zip(columns, (1, 1, 3, 3), strict=True))  # fmt: skip
+    return f"{cell['model']:13}{cell['gemm']:8}{cell['op']:8}{cell['tokens']:>6}{numbers}  {cell.get('rival', '-')}"
+
+
+def write(out: Path, head: dict[str, Any], cells: Sequence[dict[str, Any]], begun: float, library: str) -> None:
+    report = head | {"seconds": round(time.time() - begun, 1), "summary": summary(cells, library), "cells": list(cells)}
+    temp = out.with_name(f".{out.name}.tmp")
+    temp.write_text(json.dumps(report, indent=1) + "\n")
+    temp.replace(out)
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    found = {"torch": torch.__version__}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "no metadata"
+    return found

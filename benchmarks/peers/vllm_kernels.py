@@ -1,0 +1,158 @@
+"""vLLM's fused_moe kernel and the triton_kernels that its wheel brings, as calls on rows sorted by expert.
+
+Both are Triton code, compiled where they run. Of vLLM's own fused_moe.py the kernel, the function that launches it and
+its heuristic are taken as they stand; the rest of the package, which wants vLLM's extension modules, is not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks import method
+from benchmarks.peers.beside import Call
+
+VERSION = "0.20.2"
+INSTALL = f"pip download --no-deps vllm=={VERSION} && unzip -q vllm-{VERSION}-*.whl -d vllm-{VERSION}"
+KERNEL_FILE = "model_executor/layers/fused_moe/fused_moe.py"
+TAKEN = ("write_zeros_to_output", "fused_moe_kernel", "invoke_fused_moe_triton_kernel", "get_default_config")
+ROWS_A_STEP = 64  # of triton_kernels' dW
+FEW_ROWS = 4  # rows x this <= experts: vLLM gives each row a block of its own (_prepare_expert_assignment)
+
+
+def package(given: Path | None) -> Path:
+    """The folder of the package vllm: ``given``, what lies in it, or what is installed. Raises FileNotFoundError."""
+    if given is None:
+        spec = find_spec("vllm")
+        places = list(map(Path, spec.submodule_search_locations or ())) if spec else []
+    else:
+        places = [given, given / "vllm"]
+    for place in places:
+        if (place / KERNEL_FILE).is_file():
+            return place
+    where = f"in {given}" if given else "installed here"
+    raise FileNotFoundError(f"no vLLM {where} (no {KERNEL_FILE}). {INSTALL}; then --vllm vllm-{VERSION}")
+
+
+def version_of(place: Path) -> str:
+    """The version of the package in that folder, as the folder of metadata beside it says."""
+    found = sorted(place.parent.glob("vllm-*.dist-info"))
+    return found[0].name.removeprefix("vllm-").removesuffix(".dist-info") if len(found) == 1 else "unknown"
+
+
+def functions(source: Path, triton: Any, language: Any) -> dict[str, Any]:
+    """The functions TAKEN of vLLM's file, by name. Raises ValueError where one is missing."""
+    tree = ast.parse(source.read_text(), str(source))
+    wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in TAKEN]
+    missing = sorted(set(TAKEN) - {node.name for node in wanted})
+    if missing:
+        raise ValueError(f"{source} has no {', '.join(missing)}: this is written for vLLM {VERSION}")
+    names: dict[str, Any] = {
+        "__name__": "vllm_fused_moe", "torch": torch, "triton": triton, "tl": language, "Any": Any,
+        "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
+        "current_platform": SimpleNamespace(is_rocm=lambda: False),
+    }  # fmt: skip
+    exec(compile(ast.Module(wanted, []), str(source), "exec"), names)
+    return {name: names[name] for name in TAKEN}
+
+
+class Kernels:
+    """What is called of both libraries; ``place`` is the folder of the package vllm."""
+
+    def __init__(self, place: Path) -> None:
+        import triton
+        import triton.language as language
+
+        self.configs = place / Path(KERNEL_FILE).parent / "configs"
+        self.fused_moe = functions(place / KERNEL_FILE, triton, language)
+        self.bf16 = language.bfloat16
+        sys.path.insert(0, str(place / "third_party"))
+        from triton_kernels import matmul_ogs
+        from triton_kernels.tensor import make_ragged_tensor_metadata
+
+        self.ogs, self.metadata = matmul_ogs, make_ragged_tensor_metadata
+
+    def configs_of(self, E: int, N: int, K: int, width: int, top_k: int, T: int) -> dict[str, dict[str, int]]:
+        """vLLM's configurations for T tokens, by whence: tuned for an H200 where it has a file, and by its heuristic.
+
+        ``width``: I, by which its files are named.
+        """
+        found = {"heuristic": self.fused_moe["get_default_config"](T, E, width, K, top_k, None)}
+        file = self.configs / f"E={E},N={width},device_name=NVIDIA_H200.json"
+        if file.is_file():
+            tuned = {int(T): config for T, config in json.loads(file.read_text()).items() if T.isdigit()}
+            found["tuned"] = tuned[min(tuned, key=lambda known: abs(known - T))]
+        return found
+
+    def vllm(self, inputs: method.Inputs, config: dict[str, int]) -> Call:
+        """y[g] = x[g] @ w[g].T by fused_moe_kernel; which rows are whose lies ready, as vLLM would say it."""
+        M, N = len(inputs.x), inputs.w.shape[1]
+        slots, experts, padded = assignment(inputs.m_sizes, M, config["BLOCK_SIZE_M"])
+
+        def call() -> torch.Tensor:
+            y = inputs.x.new_empty(M, 1, N)
+            self.fused_moe["invoke_fused_moe_triton_kernel"](
+                inputs.x, inputs.w, y, None, None, None, slots, experts, padded, False, 1, config,
+                compute_type=self.bf16, use_fp8_w8a8=False, use_int8_w8a8=False, use_int8_w8a16=False,
+                use_int4_w4a16=False, per_channel_quant=False,
+            )  # fmt: skip
+            return y.view(M, N)
+
+        return call
+
+    def triton_kernels(self, op: str, inputs: method.Inputs) -> Call:
+        """y[g] = x[g] @ w[g].T, dx[g] = dy[g] @ w[g] or dw[g] = dy[g].T @ x[g], by matmul_ogs as it chooses itself."""
+        rows, w = (inputs.x, inputs.w.transpose(1, 2)) if op == "forward" else (inputs.dy, inputs.w)
+        assert rows is not None
+        if op == "dW":
+            return self._weight(inputs, rows)
+        routing = self.ogs.RoutingData(
+            None, inputs.m_sizes, len(w), 1, expt_data=self.metadata(inputs.m_sizes, len(rows))
+        )
+        return lambda: self.ogs.matmul_ogs(rows, w, None, routing)
+
+    def _weight(self, inputs: method.Inputs, dy: torch.Tensor) -> Call:
+        """dw: the rows of both, padded as it wants them, lie ready."""
+        m_sizes, left, right = inputs.m_sizes, padded(dy, inputs.m_sizes), padded(inputs.x, inputs.m_sizes)
+        base = self.ogs.RoutingData(None, m_sizes, len(m_sizes), 1, expt_data=self.metadata(m_sizes, len(dy)))
+        inner = self.ogs.InnerRoutingData(base, ROWS_A_STEP, x_is_padded=True, w_is_padded=True)
+        return lambda: self.ogs.matmul_ogs(left.t(), right, None, inner_routing_data=inner)
+
+
+def padded(rows: torch.Tensor, m_sizes: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows, and rows of zeros up to whole steps."""
+    whole = (m_sizes.long() + ROWS_A_STEP - 1) // ROWS_A_STEP * ROWS_A_STEP
+    shift = (whole.cumsum(0) - whole) - (m_sizes.long().cumsum(0) - m_sizes)
+    out = rows.new_zeros(int(whole.sum()), rows.shape[1])
+    out[torch.arange(len(rows), device=rows.device) + torch.repeat_interleave(shift, m_sizes.long())] = rows
+    return out
+
+
+def assignment(m_sizes: torch.Tensor, M: int, block: int) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """What moe_align_block_size says of rows sorted by expert: slots [S], the expert of each block, rows in all [1].
+
+    Each expert's rows fill whole blocks, with M where there is none; int32. Slots are None where rows are few, and
+    each has a block of its own.
+    """
+    E, device = len(m_sizes), m_sizes.device
+    owner = torch.repeat_interleave(torch.arange(E, device=device), m_sizes.long())
+    if M * FEW_ROWS <= E:
+        return None, owner.int(), torch.tensor([M * block], dtype=torch.int32, device=device)
+    blocks = (m_sizes.long() + block - 1) // block
+    most = min(M * block, M + E * (block - 1)) if M < E else M + E * (block - 1)
+    ends = m_sizes.long().cumsum(0)
+    first = (blocks.cumsum(0) - blocks) * block  # of each expert, among the slots
+    slots = torch.full((max(most, int(blocks.sum()) * block),), M, dtype=torch.int32, device=device)
+    rows = torch.arange(M, device=device)
+    slots[first[owner] + rows - (ends - m_sizes)[owner]] = rows.int()
+    experts = torch.full((-(-len(slots) // block),), -1, dtype=torch.int32, device=device)
+    whose = torch.repeat_interleave(torch.arange(E, device=device), blocks)
+    experts[: len(whose)] = whose.int()
+    return slots, experts, (blocks.sum() * block).int().view(1)

@@ -1,0 +1,105 @@
+"""Lists the benchmarks, each with the question that it answers and what it needs, and runs one.
+
+    python benchmarks/run.py                    # the list
+    python benchmarks/run.py kernels --help     # what it does and takes
+    python benchmarks/run.py kernels --out kernels.json
+
+``pretuned`` must be installed (the README's commands do). The modules import each other as
+``benchmarks.speed.kernels``. The repository's root is not on the path for it: there ``import kernels`` would mean our
+folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+GPU = "an NVIDIA GPU"
+BUNDLES = "an NVIDIA GPU, bundles in PRETUNED_BUNDLES"
+
+
+class Benchmark(NamedTuple):
+    """A module of a folder here, which has a ``main``."""
+
+    folder: str
+    name: str
+    question: str
+    needs: str
+
+
+FOLDERS = {
+    "speed": "How fast are the products, the layer and whole models?",
+    "start": "How soon does a process have its first result, and is it right?",
+    "peers": "How fast are we beside other libraries, in the same run?",
+    "model": "How well do the cost model and the tuner choose?",
+}
+BENCHMARKS = (
+    Benchmark("speed", "kernels", "grouped GEMMs as shipped beside torch, a dense product and the peers' table", GPU),
+    Benchmark("speed", "layer", "a whole MoE layer beside the same layer in torch", GPU),
+    Benchmark("speed", "whole", "whole models of transformers, by our experts and their own", f"{GPU}, transformers"),
+    Benchmark("speed", "host", "host time of a call, and what it is made of", BUNDLES),
+    Benchmark("speed", "fused", "what moving rows costs on top of a product", GPU),
+    Benchmark("speed", "passes", "passes over a layer's rows, beside their bytes' time", f"{GPU}; Triton if --blocks"),
+    Benchmark("speed", "sorting", "sort_routing beside torch", GPU),
+    Benchmark("speed", "ragged", "what uneven experts cost", GPU),
+    Benchmark("speed", "dtypes", "fp16, tf32 and fp32 beside bf16 and loops of torch", f"{BUNDLES}: their own"),
+    Benchmark("speed", "mantissas", "why fp16 is slower than bf16", f"{BUNDLES}: those of dtypes"),
+    Benchmark("speed", "freed", "what freeing much memory does to later launches", GPU),
+    Benchmark("start", "found", "what a first call does before it asks the GPU for anything", "any machine"),
+    Benchmark("start", "proof", "does a bundle built elsewhere run here, right and at once", BUNDLES),
+    Benchmark("start", "preload", "how long preload takes for a catalogue model", GPU),
+    Benchmark("start", "training", "are all forms and gradients right, with the same bits every time", BUNDLES),
+    Benchmark("peers", "beside_vllm", "vLLM's kernel and triton_kernels beside ours", f"{GPU}, vLLM's wheel unpacked"),
+    Benchmark("peers", "beside_quack", "QuACK beside ours", f"{GPU}, quack-kernels"),
+    Benchmark("model", "variants", "which variant wins where: a sweep of candidates", f"{GPU}, candidates"),
+    Benchmark("model", "kinds", "what specialised kernels gain in a sweep", "any machine, sweeps"),
+    Benchmark("model", "fit_cost", "fits the cost model's constants and judges them", "any machine, sweeps, numpy"),
+    Benchmark("model", "heuristics", "how good is a choice for models nobody tuned", "any machine, sweeps, numpy"),
+    Benchmark("model", "tables", "writes the fits' tables into the pages", "any machine"),
+    Benchmark("model", "shipped", "what the configs of a bundle lose to all candidates", "any machine, a journal"),
+    Benchmark("model", "again", "what a duel's word is worth", "any machine, two journals"),
+    Benchmark("model", "tuner", "the tuner beside an exhaustive search", f"{GPU}, candidates; or recorded times"),
+    Benchmark("model", "scaling", "how the tuner scales over GPUs and Dask workers", "NVIDIA GPUs, candidates, Dask"),
+)  # fmt: skip
+
+
+def package() -> None:
+    """Make ``benchmarks.*`` importable, by a module whose only place is this folder."""
+    spec = ModuleSpec("benchmarks", None, is_package=True)
+    spec.submodule_search_locations = [str(HERE)]
+    sys.modules.setdefault("benchmarks", module_from_spec(spec))
+
+
+def listing() -> str:
+    """Every benchmark by folder: its name, its question, what it needs."""
+    wide = max(len(one.name) for one in BENCHMARKS)
+    lines = ["usage: python benchmarks/run.py NAME [ARGUMENT ...]; NAME --help tells the rest"]
+    for folder, question in FOLDERS.items():
+        lines += ["", f"{folder}/  {question}"]
+        for one in BENCHMARKS:
+            if one.folder == folder:
+                lines.append(f"  {one.name:{wide}}  {one.question} [{one.needs}]")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(listing())
+        return
+    found = [one for one in BENCHMARKS if one.name == name]
+    if not found:
+        sys.exit(f"{name!r} is no benchmark: wanted one of {', '.join(sorted(one.name for one in BENCHMARKS))}")
+    package()
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
+    sys.argv = [f"benchmarks/run.py {name}", *rest]  # as argparse and the results' ``command`` tell it
+    importlib.import_module(f"benchmarks.{found[0].folder}.{name}").main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Host time of a call, and what it is made of.
+
+    PRETUNED_BUNDLES=bundles python benchmarks/run.py host --out results/host.json
+
+Each figure is a loop of 200 calls (50 or 20 of a layer, or of a gradient), timed on the host, in batches small enough
+that the launch queue never fills; the
+median and the 10th percentile over 40 batches, in microseconds. ``floor`` is what no call can do without: the driver's
+launch through ctypes and the allocation of y. ``driver`` is that launch less the same ctypes call of a C function that
+does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
+from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.runtime.driver import cuda, device
+
+E, N, K, M, TOPK = 8, 256, 256, 16, 2  # so little that the GPU keeps up
+BATCHES, CALLS = 40, 200
+
+
+def host_us(call: Callable[[], object], calls: int = CALLS) -> dict[str, float]:
+    """Median and 10th percentile of one call's host time."""
+    for _ in range(20):
+        call()
+    batches = []
+    for _ in range(BATCHES):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        batches.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return {"median": round(statistics.median(batches), 2), "p10": round(sorted(batches)[BATCHES // 10], 2)}
+
+
+def launch_arguments(
+    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, out: torch.Tensor
+) -> tuple[tuple[Any, ...], object]:
+    """What a call gives to cuLaunchKernelEx, and what keeps the memory that it points to."""
+    seen: list[tuple[Any, ...]] = []
+    launch, made = cuda.launch_kernel(), cuda.launch_kernel
+
+    def noted(*arguments: Any) -> int:
+        seen.append(arguments)
+        return launch(*arguments)
+
+    cuda.launch_kernel = lambda: noted  # type: ignore[assignment]
+    try:
+        reload()
+        grouped_gemm(x, w, m_sizes, out=out)
+        torch.cuda.synchronize()
+        return seen[0], list(api_grouped_gemm._calls.values())
+    finally:
+        cuda.launch_kernel = made
+        reload()
+
+
+def parts(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> dict[str, dict[str, float]]:
+    """The launch, the allocation, the device's look-up, and ctypes itself."""
+    out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
+    (arguments, kept), launch = launch_arguments(x, w, m_sizes, out), cuda.launch_kernel()
+    nothing: Any = ctypes.CDLL(None)["abs"]
+    found = {
+        "launch": host_us(lambda: launch(*arguments)),
+        "ctypes": host_us(lambda: nothing(*arguments)),
+        "allocation": host_us(lambda: device.empty((M, N), (N, 1), torch.bfloat16)),
+        "torch_empty": host_us(lambda: torch.empty((M, N), dtype=torch.bfloat16, device="cuda")),
+        "device_guard": host_us(lambda: torch.cuda.device(0).__enter__()),
+        "device_is_current": host_us(lambda: device.device_is_current(0)),
+        "stream": host_us(lambda: device.current_stream(0)),
+        "loop": host_us(lambda: None),
+    }
+    del kept
+    return found
+
+
+def whole_calls(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> dict[str, dict[str, float]]:
+    """grouped_gemm in every form, and torch's own beside it."""
+    out, dy = torch.empty(M, N, device="cuda", dtype=torch.bfloat16), torch.randn(M, N, device="cuda").bfloat16()
+    moving = [torch.randn_like(x) for _ in range(300)]
+    turn = iter(range(10**9))
+    index = torch.randperm(M, device="cuda")
+    tokens, weights = torch.randn_like(x[: M // TOPK]), torch.rand(M // TOPK, TOPK, device="cuda")
+    offsets, wt = m_sizes.cumsum(0).to(torch.int32), w.transpose(1, 2)
+    dense = torch.randn(N, K, device="cuda", dtype=torch.bfloat16).T
+    xg, wg = x.clone().requires_grad_(), w.clone().requires_grad_()
+
+    def step(forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        def both() -> None:
+            xg.grad = wg.grad = None
+            forward().backward(dy)
+
+        return both
+
+    def ours() -> torch.Tensor:
+        return grouped_gemm(xg, wg, m_sizes)
+
+    def torchs() -> torch.Tensor:
+        return torch._grouped_mm(xg, wg.transpose(1, 2), offs=offsets)
+
+    return {
+        "call": host_us(lambda: grouped_gemm(x, w, m_sizes)),
+        "out_given": host_us(lambda: grouped_gemm(x, w, m_sizes, out=out)),
+        "new_x_each_call": host_us(lambda: grouped_gemm(moving[next(turn) % 300], w, m_sizes)),
+        "other_rows_each_call": host_us(lambda: grouped_gemm(x[: 1 + next(turn) % M], w, m_sizes)),
+        "gather": host_us(lambda: grouped_gemm(tokens, w, m_sizes, TOPK, index, permute_x=True)),
+        "scatter_weight": host_us(lambda: grouped_gemm(x, w, m_sizes, TOPK, index, permute_y=True,
+                                                       topk_weights=weights, fuse_mul_post=True)),
+        "autograd": host_us(ours), "autograd_and_backward": host_us(step(ours), 50),
+        "torch_mm": host_us(lambda: torch.mm(x, dense)),
+        "torch_grouped_mm": host_us(lambda: torch._grouped_mm(x, wt, offs=offsets)),
+        "torch_grouped_mm_autograd": host_us(torchs),
+        "torch_grouped_mm_autograd_and_backward": host_us(step(torchs), 50),
+    }  # fmt: skip
+
+
+def layers(w: torch.Tensor) -> dict[str, dict[str, float]]:
+    """A whole layer, its routing weights in float32 and in bf16, and what sorts its slots."""
+    T, H = M // TOPK, w.shape[2]
+    hidden, down = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(E, H, N // 2, device="cuda").bfloat16()
+    ids, weights = torch.randint(0, E, (T, TOPK), device="cuda"), torch.rand(T, TOPK, device="cuda")
+    narrow = weights.bfloat16()
+    leaves = [one.clone().requires_grad_() for one in (hidden, w, down, narrow)]
+    dout = torch.randn_like(hidden)
+
+    def learning() -> torch.Tensor:
+        return moe_mlp(*leaves[:3], ids, leaves[3])
+
+    def step() -> None:
+        for one in leaves:
+            one.grad = None
+        learning().backward(dout)
+
+    return {
+        "layer": host_us(lambda: moe_mlp(hidden, w, down, ids, weights), 50),
+        "layer_bf16_weights": host_us(lambda: moe_mlp(hidden, w, down, ids, narrow), 50),
+        "layer_autograd": host_us(learning, 50), "layer_autograd_and_backward": host_us(step, 20),
+        "sort_routing": host_us(lambda: sort_routing(ids, E)),
+    }  # fmt: skip
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    args = parser.parse_args()
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(E, N, K, device="cuda", dtype=torch.bfloat16)
+    m_sizes = torch.full((E,), M // E, dtype=torch.int32, device="cuda")
+    report: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "unit": "us"}
+    report["parts"], report["calls"] = parts(x, w, m_sizes), whole_calls(x, w, m_sizes) | layers(w)
+    median = {name: one["median"] for name, one in (report["parts"] | report["calls"]).items()}
+    report["driver"] = round(median["launch"] - median["ctypes"], 2)
+    report["floor"] = round(median["launch"] + median["allocation"] - median["loop"], 2)
+    properties = torch.cuda.get_device_properties(0)
+    report["environment"] = {
+        "gpu": properties.name, "cpu": cpu_name(), "driver": cuda.driver_version(),
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+    for name, one in median.items():
+        print(f"{name:42} {one:8.2f} us")
+    print(f"{'floor: launch and allocation':42} {report['floor']:8.2f} us, the driver's {report['driver']:.2f}")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,309 @@
+"""Times grouped GEMMs as shipped: from a bundle, through the public calls, next to torch in the same run.
+
+    python benchmarks/run.py kernels --out kernels-h200.json --plot kernels-h200.svg       # the bundles that ship
+    PRETUNED_BUNDLES=bundles python benchmarks/run.py kernels --models models.txt --out mine.json
+    python benchmarks/run.py kernels --models gpt-oss-20b --w-layout kn --out kn.json      # w lies as [E, K, N]
+
+Per cell (model, GEMM, op, tokens): ours, torch grouped_mm, from 1024 tokens on a loop of matmuls and one dense matmul
+of as many FLOPs, all in turns; the best of the libraries in benchmarks/peers, which were measured in one run (as it
+was, and scaled by how grouped_mm drifted since), the ratios, the fraction of the floor, that of the roof (what the chip
+allows such tiles), and the variant. Then the geometric means by op and tokens, and the cells lost. The method is
+benchmarks/method.py. Models are the six that the
+peers were measured on, by name, or what ``aot build --models`` takes. QuACK: benchmarks/peers/beside_quack.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import method
+from benchmarks.method import MODELS
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Layout, Op, Problem
+from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
+
+PEERS = Path(__file__).parents[1] / "peers" / "h200.jsonl"
+LOOP = "matmul_loop"  # no library: it needs the rows on the host, and is timed here in the same run
+# What is bound by memory first: arithmetic heats the chip, and its clock falls.
+COLUMNS = (
+    (("forward", (1, 16, 128)),),
+    (("forward", (1024, 8192)), ("dX", (1024, 8192)), ("dW", (1024, 8192))),
+)
+LAUNCH_US = 4.06  # an empty graph
+
+
+def ours_and_torch(
+    op: str, inputs: method.Inputs, w_layout: str = "nk"
+) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    """The two calls to time. With ``kn`` inputs.w is a view of [E, K, N], and ours of dW gives dw as [E, K, N]."""
+    x, w, dy, m_sizes = inputs.x, inputs.w, inputs.dy, inputs.m_sizes
+    given = w if w_layout == "nk" else w.transpose(1, 2)
+    ends = m_sizes.cumsum(0).to(torch.int32)
+    torchs = functools.partial(torch._grouped_mm, offs=ends)
+    if op == "forward":
+        ours = functools.partial(grouped_gemm, x, given, m_sizes, w_layout=w_layout)
+        return ours, functools.partial(torchs, x, w.transpose(1, 2))
+    assert dy is not None
+    if op == "dX":
+        ours = functools.partial(grouped_gemm_dX, dy, given, m_sizes, w_layout=w_layout)
+        return ours, functools.partial(torchs, dy, w)
+    return functools.partial(grouped_gemm_dW, dy, x, m_sizes, w_layout=w_layout), functools.partial(torchs, dy.t(), x)
+
+
+def problem(op: str, E: int, N: int, K: int, w_layout: str) -> Problem:
+    """What a call looks up; dW of [E, K, N] is dW of [E, N, K] with dy and x in each other's place."""
+    if op == "dW":
+        return Problem(Op.DW, DType.BF16, E, *((N, K) if w_layout == "nk" else (K, N)))
+    return Problem(Op(op), DType.BF16, E, N, K, Layout(w_layout))
+
+
+def matmul_loop(op: str, inputs: method.Inputs) -> Callable[[], None]:
+    """One torch.matmul an expert, its rows known on the host."""
+    ends = inputs.m_sizes.cumsum(0).tolist()
+    spans = [
+        (e, slice(end - n, end)) for e, (end, n) in enumerate(zip(ends, inputs.m_sizes.tolist(), strict=True)) if n
+    ]
+
+    def call() -> None:
+        for expert, rows in spans:
+            if op == "forward":
+                inputs.x[rows] @ inputs.w[expert].T
+            elif op == "dX":
+                inputs.dy[rows] @ inputs.w[expert]
+            else:
+                inputs.dy[rows].T @ inputs.x[rows]
+
+    return call
+
+
+def dense(op: str, inputs: method.Inputs) -> Callable[[], torch.Tensor]:
+    """One torch matmul of as many FLOPs: every row by one expert's weights, or all rows into one of dw."""
+    if op == "forward":
+        return lambda: inputs.x @ inputs.w[0].T
+    assert inputs.dy is not None
+    dy = inputs.dy
+    return (lambda: dy @ inputs.w[0]) if op == "dX" else (lambda: dy.T @ inputs.x)
+
+
+def tile_waste(op: str, N: int, K: int, rows: torch.Tensor) -> float:
+    """What the best tiles multiply over what is asked: rows go by 64, of dW by 32; columns by 128, dw's rows by 64."""
+    padded = [math.ceil(n / step) * step / n for n, step in
+              {"forward": ((N, 128),), "dX": ((K, 128),), "dW": ((N, 64), (K, 128))}[op]]  # fmt: skip
+    step = 32 if op == "dW" else 64
+    return math.prod(padded) * float((rows + step - 1).div(step, rounding_mode="floor").sum() * step / rows.sum())
+
+
+def roof_us(cell: dict[str, Any]) -> float:
+    """What the chip allows: a launch, and every byte once or the product with its tiles' waste, whichever is longer.
+
+    The product at the speed of the dense one of as many FLOPs, timed in turns: so at the clock that power allowed then.
+    """
+    M, N, K = cell["M"], cell["N"], cell["K"]
+    dense_us = cell.get("dense_same_flops_us", 2e6 * M * N * K / method.FLOPS) * cell["tile_waste"]
+    return LAUNCH_US + max(dense_us, method.bytes_us(M, N, K, cell["active"]))
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else float("nan")
+
+
+def layers_of(text: str) -> list[tuple[str, list[tuple[str, int, int]], int, int]]:
+    """(name, [(gemm, N, K)], E, top_k) of names in MODELS, or of a models.txt or spec."""
+    known = {m[0]: m for m in MODELS}
+    if set(text.split(",")) <= set(known):
+        return [
+            (name, [("gate_up", 2 * width, H), ("down", H, width)], E, top_k)
+            for name, E, H, width, top_k in (known[part] for part in text.split(","))
+        ]
+    from pretuned.aot.models.load import load_models
+
+    shapes = load_models([text]).shapes
+    return [
+        (f"{s.name} tp={s.tp} ep={s.ep}", [(g.role, g.N, g.K) for g in s.gemms()], s.experts_per_rank,
+         s.experts_per_token)
+        for s in shapes
+    ]  # fmt: skip
+
+
+def in_turns(clock: method.Clock, *calls: Callable[[], Any], budget_ms: float = 400.0) -> list[float]:
+    """The medians of calls in microseconds: up to 50 rounds, at least 5, within the budget where that goes."""
+    graphs = [clock.capture(call) for call in calls]
+    one = sum(times[-1] for times in clock.rounds_us(graphs, 2))
+    rounds = clock.rounds_us(graphs, max(5, min(50, int(budget_ms * 1000 / max(one, 1.0)))))
+    return [statistics.median(times) for times in rounds]
+
+
+def room(models: str) -> torch.Tensor:
+    """Memory for the largest weights, for all to lie in: nothing large is freed while times are taken.
+
+    On an H200 what is bound by memory takes longer once a process has freed much: benchmarks/speed/freed.py.
+    """
+    most = max(E * N * K for _, gemms, E, _ in layers_of(models) for _, N, K in gemms)
+    return torch.empty(most, dtype=torch.bfloat16, device="cuda")
+
+
+def measure(
+    models: str, columns: Iterable[tuple[str, tuple[int, ...]]], where: torch.Tensor, w_layout: str
+) -> list[dict[str, Any]]:
+    clock, cells = method.Clock(), []
+    for name, gemms, E, top_k in layers_of(models):
+        for gemm, N, K in gemms:
+            w = method.weights(E, N, K, torch.bfloat16, into=where)
+            w = w if w_layout == "nk" else w.view(E, K, N).transpose(1, 2)
+            for op, tokens in columns:
+                for T in tokens:
+                    M = T * top_k
+                    m_sizes = method.routed_rows(E, top_k, T).cuda()
+                    dy = None if op == "forward" else method.activations(M, N, w.dtype)
+                    inputs = method.Inputs(method.activations(M, K, w.dtype), w, m_sizes, dy)
+                    ours, torchs = ours_and_torch(op, inputs, w_layout)
+                    result = ours().transpose(1, 2) if op == "dW" and w_layout == "kn" else ours()
+                    error = method.relative_error(result, inputs, op)
+                    del result
+                    active = E if op == "dW" else int((m_sizes > 0).sum())
+                    beside = [torchs, matmul_loop(op, inputs), dense(op, inputs)] if T >= 1024 else [torchs]
+                    ours_us, torch_us, *others_us = in_turns(clock, ours, *beside)
+                    cell = {
+                        "model": name if w_layout == "nk" else f"{name} kn", "gemm": gemm, "op": op, "tokens": T,
+                        "M": M, "E": E, "N": N, "K": K,
+                        "error": error, "us": ours_us, "torch_grouped_mm_us": torch_us,
+                        "floor_us": method.floor_us(M, N, K, active), "active": active,
+                        "tile_waste": tile_waste(op, N, K, m_sizes.cpu()),
+                    }  # fmt: skip
+                    if others_us:
+                        cell["matmul_loop_us"], cell["dense_same_flops_us"] = others_us
+                    chosen = explain(problem(op, E, N, K, w_layout), M=M).chosen
+                    cell["chosen"] = str(chosen.config) if chosen else "torch"
+                    cells.append(cell)
+                    print(f"{named(cell)} {cell['us']:9.1f} us", flush=True)
+    return cells
+
+
+def named(cell: dict[str, Any]) -> str:
+    return f"{cell['model']:13}{cell['gemm']:8}{cell['op']:8}T={cell['tokens']:<5}"
+
+
+def each(cells: list[dict[str, Any]]) -> list[str]:
+    """A line a cell, after ``compare``; then those behind their best peer by over 3 %, the worst first."""
+
+    def line(cell: dict[str, Any]) -> str:
+        us = cell["us"]
+        text = f"{named(cell)} {us:9.1f} us   x grouped_mm {cell['torch_grouped_mm_us'] / us:.2f}"
+        if "ratio" in cell:
+            text += f"   x {cell['best_peer']} {cell['ratio']:.2f} (scaled {cell['ratio_scaled']:.2f})"
+        return text + f"   of floor {cell['floor_us'] / us:.2f}, of roof {cell['roof_us'] / us:.2f}   {cell['chosen']}"
+
+    behind = sorted((c for c in cells if c.get("ratio_scaled", 1.0) < 0.97), key=lambda c: c["ratio_scaled"])
+    return [*map(line, cells), "", f"behind by over 3 %: {len(behind)}", *map(line, behind), ""]
+
+
+def compare(cells: list[dict[str, Any]]) -> list[str]:
+    """Adds each cell's roof and best peer, scaled by grouped_mm's drift; returns the means' lines, by op and tokens."""
+    peers = {}
+    for line in PEERS.read_text().splitlines():
+        row = json.loads(line)
+        peers[row["model"], row["gemm"], row["op"], row["tokens"]] = row["us"]
+    lines = []
+    for cell in cells:
+        cell["roof_us"] = roof_us(cell)
+        known = peers.get((cell["model"], cell["gemm"], cell["op"], cell["tokens"]))
+        if known is None:
+            continue
+        cell["drift"] = cell["torch_grouped_mm_us"] / known["torch_grouped_mm"]
+        known.pop(LOOP, None)
+        best = min((one for one in known if not one.endswith("_gather")), key=known.__getitem__)  # rows sorted before
+        cell |= {"best_peer": best, "best_peer_us": known[best], "ratio": known[best] / cell["us"],
+                 "ratio_scaled": known[best] * cell["drift"] / cell["us"]}  # fmt: skip
+    for op, tokens in sorted({(c["op"], c["tokens"]) for c in cells}, key=lambda k: (k[0] != "forward", k)):
+        some = [c for c in cells if (c["op"], c["tokens"]) == (op, tokens)]
+        torchs = geometric_mean(c["torch_grouped_mm_us"] / c["us"] for c in some)
+        floor = geometric_mean((c["floor_us"] + LAUNCH_US) / c["us"] for c in some)
+        roof = geometric_mean(c["roof_us"] / c["us"] for c in some)
+        line = f"{op:8} T={tokens:<5} x grouped_mm {torchs:.2f}   of floor + launch {floor:.2f}   of roof {roof:.2f}"
+        if all("matmul_loop_us" in c for c in some):
+            line += f"   x loop {geometric_mean(c['matmul_loop_us'] / c['us'] for c in some):.2f}"
+            line += f"   of dense {geometric_mean(c['dense_same_flops_us'] / c['us'] for c in some):.2f}"
+        known = [c for c in some if "ratio" in c]
+        if known:
+            line += (f"   x best peer {geometric_mean(c['ratio'] for c in known):.3f}"
+                     f" (scaled by drift {against(known, 'ratio_scaled')})")  # fmt: skip
+        lines.append(line)
+    known = [c for c in cells if "ratio" in c]
+    if known:
+        lines.append(f"all {len(known)} cells: x grouped_mm "
+                     f"{geometric_mean(c['torch_grouped_mm_us'] / c['us'] for c in cells):.2f}, "
+                     f"x best peer {geometric_mean(c['ratio'] for c in known):.3f} "
+                     f"(scaled by drift {against(known, 'ratio_scaled')}); "
+                     f"grouped_mm's drift {geometric_mean(c['drift'] for c in known):.3f}")  # fmt: skip
+    return lines
+
+
+def against(cells: list[dict[str, Any]], ratio: str) -> str:
+    """The geometric mean of a ratio to another library, and how many of the cells are behind it by over 3 %."""
+    known = [cell[ratio] for cell in cells]
+    return f"{geometric_mean(known):.3f}, behind by over 3 %: {sum(one < 0.97 for one in known)} of {len(known)}"
+
+
+def plot(cells: list[dict[str, Any]], gpu: str, path: Path) -> None:
+    """Every cell's ratio to torch grouped_mm and to the best peer, by op and tokens."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    keys = sorted({(c["op"], c["tokens"]) for c in cells}, key=lambda k: (k[0] != "forward", k))
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for offset, colour, label, value in (
+        (-0.12, "tab:blue", "torch grouped_mm / pretuned", lambda c: c["torch_grouped_mm_us"] / c["us"]),
+        (
+            0.12,
+            "tab:orange",
+            "best peer of each cell, scaled by grouped_mm's drift / pretuned",
+            lambda c: c.get("ratio_scaled"),
+        ),
+    ):
+        points = [(keys.index((c["op"], c["tokens"])) + offset, value(c)) for c in cells if value(c)]
+        axes.scatter(*zip(*points, strict=True), s=18, alpha=0.7, color=colour, label=label)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(keys)), [f"{op}\nT={tokens}" for op, tokens in keys])
+    axes.set_ylabel("times faster (above 1: pretuned is faster)")
+    axes.set_title(f"Grouped GEMM, bf16, {gpu}: 6 models x 2 GEMMs")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--models", default=",".join(m[0] for m in MODELS))
+    parser.add_argument("--ops", default="forward,dX,dW")
+    parser.add_argument("--w-layout", choices=("nk", "kn"), default="nk")
+    args = parser.parse_args()
+    begun = time.time()
+    ops = args.ops.split(",")
+    where, cells = room(args.models), []
+    for columns in COLUMNS:
+        cells += measure(args.models, [one for one in columns if one[0] in ops], where, args.w_layout)
+    lines = compare(cells)
+    print("\n".join(("", *each(cells), *lines)))
+    wrong = [c for c in cells if not c["error"] < method.MAX_ERROR]
+    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+              "seconds": round(time.time() - begun, 1), "triton_imported": "triton" in sys.modules,
+              "summary": lines, "wrong": len(wrong), "cells": cells}  # fmt: skip
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.plot:
+        plot(cells, report["gpu"], args.plot)
+    sys.exit(f"{len(wrong)} cells are wrong" if wrong else 0)

@@ -1,0 +1,127 @@
+"""Times the passes over rows of an MoE layer, by a bundle's kernels and by torch, beside what moving their bytes takes.
+
+    python benchmarks/run.py passes --out passes-h200.json
+    python benchmarks/run.py passes --blocks 512x4,1024x4,1024x8,2048x8 --out blocks.json     # compiles; needs Triton
+
+Rows gathered, the activation (silu, halves), its gradient with routing weights, the weighted sum over a token's slots,
+and the rows of y that an index leaves out set to zero, of which there are none (torch sets all rows): bf16, in CUDA
+graphs that take turns with torch's own operations, L2 flushed. ``--blocks`` times other columns x warps of a program
+than the bundle's. The method is benchmarks/method.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import method
+from benchmarks.method import MODELS
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels.contract.rowops import Block, RowOpSpec, dtype_of
+from pretuned.runtime.launch import rowops
+from pretuned.runtime.launch.gemm import load_kernel
+from pretuned.runtime.ops import activation, tokens, zero_rows
+from pretuned.runtime.ops.activation import Activation, Needs
+
+SILU = Activation("silu", True, False)
+TOKENS = (1, 128, 1024, 8192)
+
+
+class OtherBlock(RowOpSpec):
+    """A pass as it would be with another block."""
+
+    chosen: Block
+
+    @property
+    def config(self) -> Block:
+        """The block that was asked for."""
+        return self.chosen
+
+
+def calls(T: int, H: int, width: int, top_k: int, E: int) -> Iterator[tuple[RowOp, Callable[[], Any], int]]:
+    """(pass, the call, the bytes that it moves at least)."""
+    M = T * top_k
+    x = method.activations(T, H, torch.bfloat16)
+    index = torch.rand(T, E, device="cuda").topk(top_k, 1).indices.reshape(-1).sort(stable=True).indices  # by expert
+    h, da, y = (method.activations(M, columns, torch.bfloat16) for columns in (2 * width, width, H))
+    weights = torch.rand(M, device="cuda")
+    bounds = torch.full((1,), M, device="cuda", dtype=torch.int32)
+    how: dict[str, Any] = {"weights": weights, "index": index, "bounds": bounds}
+    yield RowOp.GATHER, functools.partial(tokens.gather, x, index, top_k, bounds), 2 * (M + T) * H + 8 * M
+    yield RowOp.ACTIVATION, functools.partial(activation.forward, h, SILU, bounds), 2 * 3 * M * width
+    grad = functools.partial(activation.gradient, h, da, SILU, Needs(True, True, True), **how)
+    yield RowOp.ACTIVATION_GRAD, grad, 2 * 6 * M * width + 16 * M
+
+    places = torch.empty_like(index).index_copy_(0, index, torch.arange(M, device="cuda")).int()
+    yield RowOp.COMBINE, functools.partial(tokens.combine, y, places, top_k, weights), 2 * (M + T) * H + 8 * M
+    m_sizes = torch.full((E,), -(-M // E), device="cuda", dtype=torch.int32)
+    yield RowOp.CLEAR, functools.partial(zero_rows.clear, y, index.int(), m_sizes, M, M), 4 * M + 3 * M
+
+
+def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
+    """``call`` with this in place of the bundles' launcher; None is torch."""
+
+    def run() -> Any:
+        given, rowops.launcher = rowops.launcher, lambda *_, **__: launcher
+        try:
+            return call()
+        finally:
+            rowops.launcher = given
+
+    return run
+
+
+def compiled(op: RowOp, block: Block) -> rowops.RowOpLauncher:
+    """A pass with another block, compiled here."""
+    from pretuned.aot.compile.triton import compile_variant
+
+    spec = OtherBlock(op, dtype_of(DType.BF16, op))
+    spec.chosen = block
+    device = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(device)
+    made = compile_variant(spec, 10 * properties.major + properties.minor)
+    return rowops.RowOpLauncher(load_kernel(made.variant, made.cubin, device, properties.multi_processor_count), op)
+
+
+def measure(models: list[str], blocks: list[Block]) -> list[dict[str, Any]]:
+    clock, cells = method.Clock(), []
+    others = {(op, block): compiled(op, block) for op in RowOp for block in blocks}
+    for name, E, H, width, top_k in MODELS:
+        for T in TOKENS if name in models else ():
+            for op, call, moved in calls(T, H, width, top_k, E):
+                every = {"ours": call, "torch": by(None, call)}
+                every |= {f"{block.block}x{block.num_warps}": by(others[op, block], call) for block in blocks}
+                graphs = [clock.capture(one) for one in every.values()]
+                times = [statistics.median(row) for row in clock.rounds_us(graphs, 15)]
+                us, floor = dict(zip(every, times, strict=True)), 1e6 * moved / method.BYTES_PER_S
+                cells.append(
+                    {"model": name, "tokens": T, "pass": op.value, "moved_bytes": moved, "floor_us": floor, "us": us}
+                )
+                told = "  ".join(f"{which} {one:8.1f}" for which, one in us.items())
+                print(f"{name:13} T={T:<5} {op.value:16} {told}  floor {floor:8.1f} us", flush=True)
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", default="qwen3-30b,mixtral-8x7b,gpt-oss-20b")
+    parser.add_argument("--blocks", default="", help="columns x warps, e.g. 512x4,1024x8")
+    args = parser.parse_args()
+    begun = time.time()
+    zero_rows.LEAST_BYTES = 0  # small results too
+    blocks = [Block(*map(int, one.split("x"))) for one in args.blocks.split(",") if one]
+    cells = measure(args.models.split(","), blocks)
+    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+              "seconds": round(time.time() - begun, 1), "cells": cells}  # fmt: skip
+    args.out.write_text(json.dumps(report, indent=1) + "\n")

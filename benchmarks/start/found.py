@@ -1,0 +1,78 @@
+"""What the first call of a process does before it asks the GPU for anything: finds bundles, opens them, chooses.
+
+    python benchmarks/run.py found --out benchmarks/results/found.json        (any machine; a made-up H200)
+
+Each run is a process of its own, torch and pretuned imported and garbage collected (which by chance takes 2 ms more):
+milliseconds until the code of the chosen variant is in memory and checked, medians. ``file`` names one bundle in
+PRETUNED_BUNDLES, ``directory`` all that ship with the package, ``installed`` none, so that they are looked for among
+the installed packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from importlib.resources import files
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+RUN = Path(__file__).parents[1] / "run.py"
+
+
+def first() -> float:
+    """The milliseconds of this process."""
+    import torch  # noqa: F401 - a process of a user has it
+
+    import pretuned.runtime  # noqa: F401
+    from pretuned.artifacts.records.precision import DType
+    from pretuned.artifacts.records.problem import Op, Problem
+    from pretuned.artifacts.records.target import Gpu, LocalGpu
+    from pretuned.runtime.dispatch.decide import Decision, decide
+    from pretuned.runtime.dispatch.snapshot import snapshot
+
+    gate_up = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)  # of Qwen3-30B-A3B
+    h200 = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13000))
+    gc.collect()
+    begun = time.perf_counter()
+    decision = decide(snapshot(), gate_up, 8, h200)
+    if not isinstance(decision, Decision):
+        raise SystemExit(decision.reason)
+    decision.chosen.usable.bundle.cubin(decision.chosen.index)
+    return 1000 * (time.perf_counter() - begun)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--step", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.step:
+        print(first())
+        return
+    bundles = Path(str(files("pretuned.artifacts") / "bundles"))
+    ways = {"file": str(bundles / "catalogue-sm90.msgpack"), "directory": str(bundles), "installed": ""}
+    told: dict[str, object] = {
+        "command": " ".join(sys.argv), "python": platform.python_version(), "machine": platform.machine(),
+        "cores": os.cpu_count(), "bundles": len(list(bundles.glob("*.msgpack"))),
+    }  # fmt: skip
+    ms: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in track(range(args.runs), "processes", console=Console(stderr=True)):
+        for way, named in ways.items():
+            environment = os.environ | {"PRETUNED_BUNDLES": named}
+            ms[way].append(float(subprocess.check_output([sys.executable, RUN, "found", "--step"], env=environment)))
+    for way, runs in ms.items():
+        told[way] = {"ms": round(statistics.median(runs), 2), "least": round(min(runs), 2)}
+        print(f"{way:10} {statistics.median(runs):6.2f} ms, at least {min(runs):.2f}")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(told, indent=1) + "\n")
