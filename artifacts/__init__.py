@@ -17,7 +17,7 @@ from .files.publish import publish
 from .format.codec import decode, encode
 from .records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, TensorMap, Variant
 from .records.precision import DType
-from .records.problem import Fusion, Layout, Op, Pass, Problem, bucket_of
+from .records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from .records.target import Gpu, Target
 
 __all__ = [
@@ -38,10 +38,10 @@ __all__ = [
     "Layout",
     "Model",
     "Op",
-    "Pass",
     "PretunedError",
     "Problem",
     "Producer",
+    "RowOp",
     "Source",
     "Target",
     "TensorMap",

@@ -1,4 +1,4 @@
-"""Takes the repository's root off sys.path: there, ``import kernels`` would mean our folder."""
+"""Takes the repository's root off sys.path (there, ``import kernels`` would mean our folder), adds tests/support."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
-sys.path.append(str(ROOT / "tests" / "golden"))  # the synthetic bundles, shared by tests of every layer
+sys.path.append(str(ROOT / "tests" / "support"))  # spawned workers get this path too
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

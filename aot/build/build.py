@@ -14,22 +14,22 @@ from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
 from ...artifacts.records.bundle import Bundle, Source
 from ...artifacts.records.problem import Problem
-from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from ...kernels.hardware.arch import limits
 from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shipping
 from ..choose.candidates import Candidates, read_candidates
 from ..choose.choices import Chosen, choose_among_all
 from ..compile.cache import CompileCache
-from ..compile.pool import TIMEOUT_S, Compile, Job, Result, compile_all
+from ..compile.pool import TIMEOUT_S, Compile, CompileJob, CompileResult, compile_all
 from ..compile.toolchain import toolchain
 from ..compile.triton import Compiled, compile_variant
 from ..journal.file import read_journal
-from ..journal.timings import Evidence, cell_of
+from ..journal.timings import Timings, cell_of
 from ..plan.families import (
     CONFIG_LIMIT,
     Family,
-    Space,
+    Pool,
     by_code,
     families,
     named,
@@ -39,13 +39,13 @@ from ..plan.families import (
     specs,
     to_compile,
 )
-from ..plan.plan import Plan, planned_on
+from ..plan.plan import BuildPlan, planned_on
 from ..plan.targets import target_of
 from ..process.output_dir import DEFAULT_NAME, check_writable, file_name, held
 from ..process.output_file import check_out
 from ..process.scratch import scratch_folder
 from ..tune.tuner import Outcome, TuneObservers, tune_problems
-from .summary import Built, Dropped, Report
+from .summary import BuildReport, Built, Dropped
 
 
 class Tune(Protocol):
@@ -65,7 +65,7 @@ def tune_now(
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BuildOptions:
     """How to build. ``workers`` None means one a core; ``cache`` None keeps nothing.
 
     Capabilities in ``measure`` are measured, by ``tune``. ``journal`` takes what is measured, or has what was;
@@ -76,7 +76,7 @@ class Options:
     name: str = DEFAULT_NAME
     workers: int | None = None
     cache: CompileCache | None = None
-    space: Space = field(default_factory=Space)
+    space: Pool = field(default_factory=Pool)
     timeout_s: float = TIMEOUT_S
     compile_one: Compile = compile_variant
     journal: Path | None = None
@@ -91,12 +91,14 @@ class Observers:
     """Whom to tell while it goes on: the number of variants, each as it is ready, and remarks."""
 
     on_start: Callable[[int], None] = lambda total: None
-    on_result: Callable[[Result], None] = lambda result: None
+    on_result: Callable[[CompileResult], None] = lambda result: None
     on_note: Callable[[str], None] = lambda note: None
     tune: TuneObservers = field(default_factory=TuneObservers)
 
 
-def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers | None = None) -> Report:
+def build(
+    plan: BuildPlan, sms: Sequence[int], options: BuildOptions, observers: Observers | None = None
+) -> BuildReport:
     """Compile, prune, rank, measure where asked to, select, and publish ``<name>-sm<NN>.msgpack`` for each capability.
 
     The same plan, Triton, pretuned and journal give the same bytes, whatever the number of workers, the
@@ -135,10 +137,12 @@ def build(plan: Plan, sms: Sequence[int], options: Options, observers: Observers
         for sm, (candidates, dropped, outcome, evidence, picked) in chosen.items():
             bundle = assembled(plans[sm], candidates, picked, evidence)
             built.append(_publish(paths[sm], bundle, picked, dropped, _counts(results[sm]), outcome, begun))
-    return Report(tuple(built), _trouble(options), time.monotonic() - begun)
+    return BuildReport(tuple(built), _trouble(options), time.monotonic() - begun)
 
 
-def build_measured(plan: Plan, path: Path, options: Options, observers: Observers | None = None) -> Report:
+def build_measured(
+    plan: BuildPlan, path: Path, options: BuildOptions, observers: Observers | None = None
+) -> BuildReport:
     """As ``build``, of candidates that were compiled before (``aot compile``): no Triton, nothing is compiled.
 
     Raises
@@ -164,10 +168,12 @@ def build_measured(plan: Plan, path: Path, options: Options, observers: Observer
         picked = choose_from(plan, candidates, evidence, options.configs)
         bundle = assembled(plan, candidates, picked, evidence)
         built = _publish(final, bundle, picked, (), (0, len(candidates.compiled)), outcome, begun)
-    return Report((built,), (), time.monotonic() - begun)
+    return BuildReport((built,), (), time.monotonic() - begun)
 
 
-def compile_candidates(plan: Plan, sm: int, path: Path, options: Options, observers: Observers | None = None) -> Report:
+def compile_candidates(
+    plan: BuildPlan, sm: int, path: Path, options: BuildOptions, observers: Observers | None = None
+) -> BuildReport:
     """Every variant that compiles and fits, into one bundle at ``path``: for ``aot measure``. The choices are modelled.
 
     Raises
@@ -187,17 +193,17 @@ def compile_candidates(plan: Plan, sm: int, path: Path, options: Options, observ
     chosen = choose_among_all(plan, candidates.compiled, sm)
     bundle = assembled(plan, candidates, chosen, None)
     built = _publish(path, bundle, chosen, dropped, _counts(results), None, begun)
-    return Report((built,), _trouble(options), time.monotonic() - begun)
+    return BuildReport((built,), _trouble(options), time.monotonic() - begun)
 
 
-def _trouble(options: Options) -> tuple[str, ...]:
+def _trouble(options: BuildOptions) -> tuple[str, ...]:
     """What the user should know of the compile cache."""
     return (options.cache.trouble,) if options.cache and options.cache.trouble else ()
 
 
 def _measure(
-    plan: Plan, sm: int, candidates: Candidates, options: Options, watch: Observers, path: Path | None = None
-) -> tuple[Evidence | None, Outcome | None]:
+    plan: BuildPlan, sm: int, candidates: Candidates, options: BuildOptions, watch: Observers, path: Path | None = None
+) -> tuple[Timings | None, Outcome | None]:
     """What is known of the candidates: measured now, or in a journal named."""
     outcome = None
     journal = options.journal or options.out / f"{options.name}-sm{sm}.journal"
@@ -230,7 +236,7 @@ def _measure(
     return evidence, outcome
 
 
-def _check_journal(sm: int, options: Options) -> None:
+def _check_journal(sm: int, options: BuildOptions) -> None:
     """A journal that is named, and only read: there, and of this capability? Before anything is compiled or written."""
     if options.journal is None or sm in options.measure:
         return
@@ -239,9 +245,11 @@ def _check_journal(sm: int, options: Options) -> None:
         raise InputError(f"journal '{options.journal}': measured on sm_{measured_on}, the candidates are for {target}")
 
 
-def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers) -> dict[int, list[Result]]:
+def _compile(
+    plan: BuildPlan, sms: Sequence[int], options: BuildOptions, watch: Observers
+) -> dict[int, list[CompileResult]]:
     """Every cubin of every capability, all in one queue."""
-    jobs = [Job(spec, sm) for sm in sms for spec in to_compile(plan.problems, sm, options.space)]
+    jobs = [CompileJob(spec, sm) for sm in sms for spec in to_compile(plan.problems, sm, options.space)]
     watch.on_start(len(jobs))
     try:
         results = compile_all(
@@ -257,20 +265,22 @@ def _compile(plan: Plan, sms: Sequence[int], options: Options, watch: Observers)
     return {sm: [result for result in results if result.job.sm == sm] for sm in sms}
 
 
-def _interrupted(jobs: Sequence[Job], cache: CompileCache | None) -> str:
+def _interrupted(jobs: Sequence[CompileJob], cache: CompileCache | None) -> str:
     if cache is None:
         return "interrupted: without a compile cache nothing is kept"
     kept = sum(cache.has(job.spec, job.sm) for job in jobs)
     return f"interrupted: {kept} of {len(jobs)} variants are compiled and kept; run the same command to go on"
 
 
-def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tuple[Candidates, tuple[Dropped, ...]]:
+def _usable(
+    plan: BuildPlan, sm: int, space: Pool, results: Sequence[CompileResult]
+) -> tuple[Candidates, tuple[Dropped, ...]]:
     """What can ship, and all that can not, each with its reason."""
-    usable: dict[Spec | PassSpec, Compiled] = {}
+    usable: dict[Spec | RowOpSpec, Compiled] = {}
     dropped: list[Dropped] = []
     reasons: dict[Family, dict[str, None]] = {}
     wanted, beside = specs(plan.problems, sm, space), pass_specs(plan.problems)
-    groups: list[tuple[Spec | PassSpec, ...]] = [*by_code(wanted, sm), *((spec,) for spec in beside)]
+    groups: list[tuple[Spec | RowOpSpec, ...]] = [*by_code(wanted, sm), *((spec,) for spec in beside)]
     for result, group in zip(results, groups, strict=True):
         code, reason, kind = result.compiled, result.reason, "failed"
         if code is not None:
@@ -290,7 +300,7 @@ def _usable(plan: Plan, sm: int, space: Space, results: Sequence[Result]) -> tup
     return Candidates.made_here(sm, compiled), tuple(dropped)
 
 
-def _counts(results: Sequence[Result]) -> tuple[int, int]:
+def _counts(results: Sequence[CompileResult]) -> tuple[int, int]:
     """(compiled now, cached)."""
     cached = sum(result.cached for result in results)
     return sum(result.compiled is not None for result in results) - cached, cached

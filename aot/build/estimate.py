@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...artifacts.errors import HostError
-from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from ..compile.cache import CompileCache
 from ..compile.pool import default_workers
-from ..plan.families import Space, families, to_compile
-from ..plan.plan import Plan, planned_on
+from ..plan.families import Pool, families, to_compile
+from ..plan.plan import BuildPlan, planned_on
 
 # Seen with Triton 3.7, both of two server cores at work: CPU seconds of a variant, its assembler's included.
 _VARIANT_S = 0.7
@@ -51,13 +51,15 @@ class Estimate:
         }
 
 
-def estimate(plan: Plan, sms: Sequence[int], cache: CompileCache | None, workers: int | None = None) -> list[Estimate]:
+def estimate(
+    plan: BuildPlan, sms: Sequence[int], cache: CompileCache | None, workers: int | None = None
+) -> list[Estimate]:
     """An estimate per capability; the times add up, as the capabilities share the workers."""
     found = []
     for sm in sms:
         here = planned_on(plan, (sm,))
-        wanted = to_compile(here.problems, sm, Space())
-        passes = sum(isinstance(spec, PassSpec) for spec in wanted)
+        wanted = to_compile(here.problems, sm, Pool())
+        passes = sum(isinstance(spec, RowOpSpec) for spec in wanted)
         count = len(families(here.problems))
         fresh = _fresh(wanted, sm, cache)
         cached = None if fresh is None else len(wanted) - len(fresh)
@@ -70,7 +72,9 @@ def estimate(plan: Plan, sms: Sequence[int], cache: CompileCache | None, workers
     return found
 
 
-def _fresh(wanted: Sequence[Spec | PassSpec], sm: int, cache: CompileCache | None) -> Sequence[Spec | PassSpec] | None:
+def _fresh(
+    wanted: Sequence[Spec | RowOpSpec], sm: int, cache: CompileCache | None
+) -> Sequence[Spec | RowOpSpec] | None:
     """What is not cached; None where nothing can tell."""
     if cache is None:
         return wanted
@@ -80,8 +84,8 @@ def _fresh(wanted: Sequence[Spec | PassSpec], sm: int, cache: CompileCache | Non
         return None
 
 
-def _cpu_s(spec: Spec | PassSpec) -> float:
+def _cpu_s(spec: Spec | RowOpSpec) -> float:
     """What compiling it takes."""
-    if isinstance(spec, PassSpec):
+    if isinstance(spec, RowOpSpec):
         return _PASS_S
     return _SPECIALIZED_S if spec.config.specialized else _VARIANT_S

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.records.target import Gpu, Target
-from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from ..tune.outcome import Outcome
 
@@ -15,7 +15,7 @@ from ..tune.outcome import Outcome
 class Dropped:
     """A variant that does not ship: it ``failed`` to compile, or was ``pruned`` for what its cubin takes."""
 
-    spec: Spec | PassSpec
+    spec: Spec | RowOpSpec
     kind: str
     reason: str
 
@@ -93,7 +93,7 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BuildReport:
     """A whole build."""
 
     bundles: tuple[Built, ...]

@@ -31,8 +31,8 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """A choice whose ``variant`` and ``runner_up`` are places in a ``Codes``, and whose GPU is written out."""
+class BundleChoice:
+    """A choice whose ``variant`` and ``runner_up`` are places in a ``VariantTable``, and whose GPU is written out."""
 
     variant: int
     source: Source
@@ -42,7 +42,7 @@ class Claim:
     gpu: Gpu | None
 
 
-class Codes:
+class VariantTable:
     """The distinct variants of some bundles in the order of ``Code.sort_key``, whatever the bundles' order."""
 
     def __init__(self, bundles: Sequence[Bundle]) -> None:
@@ -60,10 +60,10 @@ class Codes:
         """Where each variant of one of the bundles is."""
         return self._places[id(bundle)]
 
-    def claim(self, bundle: Bundle, choice: Choice) -> Claim:
+    def claim(self, bundle: Bundle, choice: Choice) -> BundleChoice:
         """A choice of one of the bundles."""
         places = self.places(bundle)
-        return Claim(
+        return BundleChoice(
             places[choice.variant],
             choice.source,
             choice.time_ns,
@@ -74,7 +74,7 @@ class Codes:
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class Provenance:
     """What an assembled bundle takes over as it is."""
 
     target: Target
@@ -85,7 +85,10 @@ class Making:
 
 
 def assemble(
-    making: Making, codes: Codes, claims: Mapping[Problem, Mapping[int, Claim]], fallbacks: Iterable[int]
+    making: Provenance,
+    codes: VariantTable,
+    claims: Mapping[Problem, Mapping[int, BundleChoice]],
+    fallbacks: Iterable[int],
 ) -> Bundle:
     """The bundle of these (problem -> bucket -> claim) and fallbacks, with what they use and nothing else.
 
@@ -158,7 +161,7 @@ def config_text(variant: Variant) -> str:
         return " ".join(f"{name}={value}" for name, value in variant.config)
 
 
-def _choice(bucket: int, claim: Claim, number: Mapping[int, int], gpus: Sequence[Gpu]) -> Choice:
+def _choice(bucket: int, claim: BundleChoice, number: Mapping[int, int], gpus: Sequence[Gpu]) -> Choice:
     return Choice(
         bucket,
         number[claim.variant],

@@ -27,11 +27,11 @@ from ...artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMi
 from ...artifacts.names import is_text
 from ...artifacts.records.bundle import Bundle, Kernel, Producer, Source
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Op, Pass, Problem
+from ...artifacts.records.problem import Op, Problem, RowOp
 from ...artifacts.records.target import Gpu
 from ...kernels.contract.words import LAUNCH_ABI
 from ..plan.families import CONFIG_LIMIT, Family, optional, ships_unchosen
-from .assemble import Claim, Codes, Making, assemble, gpu_key, united
+from .assemble import BundleChoice, Provenance, VariantTable, assemble, gpu_key, united
 
 
 class Reason(enum.Enum):
@@ -54,15 +54,15 @@ class Conflict:
     reason: Reason
     kept: int
     dropped: int
-    winner: Claim
-    loser: Claim
+    winner: BundleChoice
+    loser: BundleChoice
 
 
 @dataclass(frozen=True, slots=True)
 class TooMany:
     """An op and dtype that ships more configs than one build would."""
 
-    op: Op | Pass
+    op: Op | RowOp
     dtype: DType
     configs: int
 
@@ -76,7 +76,7 @@ class Merged:
     """
 
     bundle: Bundle
-    codes: Codes
+    codes: VariantTable
     conflicts: tuple[Conflict, ...]
     taken: tuple[int, ...]
     agreed: int
@@ -114,7 +114,7 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
         raise InputError(f"{len(bundles)} bundle given, wanted two or more different ones to merge")
     _check(bundles)
     every = list(bundles.values())
-    codes = Codes(every)
+    codes = VariantTable(every)
     inputs = _ranked(every)
     revisions: dict[str, int] = {}
     for code in codes.codes:
@@ -123,7 +123,7 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
     behind = [revisions[code.variant.kernel] - code.variant.revision for code in codes.codes]
     gpus = _gpu_ranks(every)
 
-    found: dict[tuple[Problem, int], list[tuple[Key, _Input, Claim]]] = {}
+    found: dict[tuple[Problem, int], list[tuple[Key, _Input, BundleChoice]]] = {}
     for one in inputs:
         for problem, row in one.bundle.choices.items():
             for choice in row:
@@ -131,7 +131,7 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
                 key = _key(one, claim, behind, gpus)
                 found.setdefault((problem, choice.bucket), []).append((key, one, claim))
 
-    winners: dict[Problem, dict[int, Claim]] = {}
+    winners: dict[Problem, dict[int, BundleChoice]] = {}
     conflicts: list[Conflict] = []
     taken = [0] * len(inputs)
     agreed = 0
@@ -146,7 +146,7 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
             reason = _reason(best_key, key, winner)
             conflicts.append(Conflict(problem, bucket, reason, best.number, other.number, winner, loser))
     bundle = assemble(
-        Making(
+        Provenance(
             every[0].target,
             max(one.min_driver for one in every),
             _producer(every),
@@ -170,7 +170,7 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
     )
 
 
-def _seen(claim: Claim) -> tuple[object, ...]:
+def _seen(claim: BundleChoice) -> tuple[object, ...]:
     """What a claim says of its variant: two that differ in their runners-up alone agree."""
     return (claim.variant, claim.source, claim.time_ns, claim.gpu)
 
@@ -232,7 +232,7 @@ def _gpu_ranks(bundles: Sequence[Bundle]) -> dict[Gpu, int]:
     return {gpu: rank for rank, group in enumerate(groups) for gpu in group}
 
 
-def _key(one: _Input, claim: Claim, behind: Sequence[int], gpus: Mapping[Gpu, int]) -> Key:
+def _key(one: _Input, claim: BundleChoice, behind: Sequence[int], gpus: Mapping[Gpu, int]) -> Key:
     measured = claim.gpu is not None
     rank = gpus[claim.gpu] if claim.gpu is not None else one.version_rank
     tied = claim.variant, *((-1, -1) if claim.runner_up is None else (claim.runner_up, claim.runner_up_ns or 0))
@@ -240,7 +240,7 @@ def _key(one: _Input, claim: Claim, behind: Sequence[int], gpus: Mapping[Gpu, in
     return (not measured, behind[claim.variant], rank, claim.time_ns, one.triton_rank, tied, gpu)
 
 
-def _reason(winner: Key, loser: Key, claim: Claim) -> Reason:
+def _reason(winner: Key, loser: Key, claim: BundleChoice) -> Reason:
     rank = Reason.GPU if claim.source is Source.MEASURED else Reason.COST_MODEL
     order = (Reason.MEASURED, Reason.REVISION, rank, Reason.TIME)
     for reason, mine, other in zip(order, winner, loser, strict=False):
@@ -249,7 +249,7 @@ def _reason(winner: Key, loser: Key, claim: Claim) -> Reason:
     return Reason.TIE
 
 
-def _fallbacks(inputs: Sequence[_Input], codes: Codes, behind: Sequence[int]) -> list[int]:
+def _fallbacks(inputs: Sequence[_Input], codes: VariantTable, behind: Sequence[int]) -> list[int]:
     """Of each family the fallbacks (or passes) of the latest revision, one of each config: from the later Triton."""
     best: dict[tuple[Family, int, object], tuple[tuple[int, int, bytes], int]] = {}
     least: dict[tuple[Family, int], int] = {}
@@ -288,7 +288,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _too_many(bundle: Bundle) -> tuple[TooMany, ...]:
-    configs: dict[tuple[Op | Pass, DType], set[object]] = {}
+    configs: dict[tuple[Op | RowOp, DType], set[object]] = {}
     for one in (variant for variant in bundle.variants if not optional(variant)):
         configs.setdefault((Family.of(one).op, one.dtype), set()).add(one.config)
     return tuple(TooMany(*group, len(found)) for group, found in configs.items() if len(found) > CONFIG_LIMIT)

@@ -9,8 +9,8 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Bundle, Choice
 from ...artifacts.records.problem import Op, Problem
 from ..plan.families import Family, pass_specs, ships_unchosen
-from ..plan.plan import Plan, planned_on
-from .assemble import Claim, Codes, Making, assemble, united
+from ..plan.plan import BuildPlan, planned_on
+from .assemble import BundleChoice, Provenance, VariantTable, assemble, united
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Pruned:
     missing: Mapping[Problem, tuple[int, ...]]
 
 
-def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
+def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
     """Keep the problems and buckets of ``plan``, what their choices use, and the fallbacks and passes of their ops.
 
     That is what a build for the plan alone would hold, with this bundle's choices; of its models only the plan's
@@ -33,8 +33,8 @@ def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
         if the bundle has not one of the plan's problems.
     """
     plan = planned_on(plan, (bundle.target.sm,))
-    codes = Codes([bundle])
-    claims: dict[Problem, dict[int, Claim]] = {}
+    codes = VariantTable([bundle])
+    claims: dict[Problem, dict[int, BundleChoice]] = {}
     missing: dict[Problem, tuple[int, ...]] = {}
     for problem, buckets in plan.buckets.items():
         has = {choice.bucket: choice for choice in _choices(bundle, problem)}
@@ -53,7 +53,7 @@ def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
         replace(model, problems=tuple(problem for problem in model.problems if problem in claims))
         for model in plan.models
     ]
-    making = Making(
+    making = Provenance(
         bundle.target,
         bundle.min_driver,
         bundle.producer,
@@ -70,11 +70,11 @@ def prune(bundle: Bundle, plan: Plan, where: str) -> Pruned:
 
 def _choices(bundle: Bundle, problem: Problem) -> tuple[Choice, ...]:
     """The bundle's choices for a product, by whatever name it has them."""
-    names = (one for one in (problem, problem.twin) if one is not None)
+    names = (one for one in (problem, problem.transposed) if one is not None)
     return next((bundle.choices[one] for one in names if one in bundle.choices), ())
 
 
-def _built_for(bundle: Bundle, plan: Plan) -> str:
+def _built_for(bundle: Bundle, plan: BuildPlan) -> str:
     """The bundle's models by name; of those that the plan names too, what tells them from the plan's."""
     names = {model.name for model in plan.models}
     same = [model for model in bundle.models if model.name in names]

@@ -8,16 +8,16 @@ from dataclasses import replace
 from ...artifacts.errors import CompileError, InputError
 from ...artifacts.records.bundle import Bundle
 from ..journal.file import Contents
-from ..journal.timings import Evidence
+from ..journal.timings import Timings
 from ..plan.families import CONFIG_LIMIT, Family, families, named, optional
-from ..plan.plan import Plan
+from ..plan.plan import BuildPlan
 from .candidates import Candidates
 from .choices import Chosen, choose
 
 Ships = Callable[[Contents], Chosen]  # what would ship by a journal
 
 
-def measured_bundle(plan: Plan, candidates: Candidates, contents: Contents) -> Bundle:
+def measured_bundle(plan: BuildPlan, candidates: Candidates, contents: Contents) -> Bundle:
     """The bundle of a plan: ``candidates``, and what a journal says of them.
 
     Raises
@@ -31,7 +31,7 @@ def measured_bundle(plan: Plan, candidates: Candidates, contents: Contents) -> B
     return assembled(plan, candidates, choose_from(plan, candidates, evidence), evidence)
 
 
-def evidence_for(plan: Plan, candidates: Candidates, contents: Contents, where: str = "the journal") -> Evidence:
+def evidence_for(plan: BuildPlan, candidates: Candidates, contents: Contents, where: str = "the journal") -> Timings:
     """A journal's evidence, if it is about these candidates.
 
     Raises
@@ -39,7 +39,7 @@ def evidence_for(plan: Plan, candidates: Candidates, contents: Contents, where: 
     InputError
         if it is not.
     """
-    evidence = Evidence.of(contents)
+    evidence = Timings.of(contents)
     if not candidates.target.runs_on(evidence.sm):
         raise InputError(f"{where}: measured on sm_{evidence.sm}, the candidates are for {candidates.target}")
     known = {one.variant.cubin_sha256 for one in candidates.compiled}
@@ -52,12 +52,14 @@ def evidence_for(plan: Plan, candidates: Candidates, contents: Contents, where: 
     return evidence
 
 
-def shipping(plan: Plan, candidates: Candidates, configs: int = CONFIG_LIMIT) -> Ships:
+def shipping(plan: BuildPlan, candidates: Candidates, configs: int = CONFIG_LIMIT) -> Ships:
     """What would ship of these candidates."""
-    return lambda contents: choose_from(plan, candidates, Evidence.of(contents), configs)
+    return lambda contents: choose_from(plan, candidates, Timings.of(contents), configs)
 
 
-def choose_from(plan: Plan, candidates: Candidates, evidence: Evidence | None, configs: int = CONFIG_LIMIT) -> Chosen:
+def choose_from(
+    plan: BuildPlan, candidates: Candidates, evidence: Timings | None, configs: int = CONFIG_LIMIT
+) -> Chosen:
     """What ships: a variant that failed on a GPU never does."""
     failed = evidence.failed if evidence else {}
     sound = [one for one in candidates.compiled if one.variant.cubin_sha256 not in failed]
@@ -71,7 +73,7 @@ def choose_from(plan: Plan, candidates: Candidates, evidence: Evidence | None, c
     return choose(plan, sound, candidates.target.sm, evidence, configs)
 
 
-def assembled(plan: Plan, candidates: Candidates, chosen: Chosen, evidence: Evidence | None) -> Bundle:
+def assembled(plan: BuildPlan, candidates: Candidates, chosen: Chosen, evidence: Timings | None) -> Bundle:
     """The bundle of what was chosen."""
     used = sorted({choice.gpu for row in chosen.choices.values() for choice in row if choice.gpu is not None})
     gpus = tuple(evidence.gpus[gpu] for gpu in used) if evidence else ()

@@ -9,10 +9,9 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Kernel, Producer
 from ...artifacts.records.target import Target
 from ..bundle.verify import sound
-from ..compile.nvidia import min_driver
-from ..compile.triton import Compiled, kernels_of, producer_of
+from ..compile.triton import Compiled, driver_for, kernels_of, producer_of
 from ..plan.families import Family, families, named, optional
-from ..plan.plan import Plan
+from ..plan.plan import BuildPlan
 from ..plan.targets import target_of
 
 
@@ -30,7 +29,7 @@ class Candidates:
     def made_here(cls, sm: int, compiled: tuple[Compiled, ...]) -> Candidates:
         """What this machine's tools have compiled for a capability."""
         producer = producer_of(sm)
-        return cls(target_of(sm), min_driver(sm, producer.ptxas), producer, kernels_of(compiled), compiled)
+        return cls(target_of(sm), driver_for(sm, producer), producer, kernels_of(compiled), compiled)
 
     def kernels_of(self, variants: tuple[Compiled, ...]) -> tuple[Kernel, ...]:
         """The kernels of some of the variants."""
@@ -38,7 +37,7 @@ class Candidates:
         return tuple(kernel for kernel in self.kernels if kernel.name in names)
 
 
-def read_candidates(path: str | Path, plan: Plan | None = None) -> Candidates:
+def read_candidates(path: str | Path, plan: BuildPlan | None = None) -> Candidates:
     """A bundle's variants, all of them checked as ``aot verify`` does.
 
     Raises

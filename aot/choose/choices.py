@@ -19,16 +19,16 @@ from ...kernels.contract.alignment import has_aligned_rows
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.chips import chip_for
 from ..compile.triton import Compiled
-from ..journal.timings import CellTimes, Evidence, cell_of
+from ..journal.timings import CellTimes, Timings, cell_of
 from ..plan.families import CONFIG_LIMIT, Family, families, optional, serves, ships_unchosen
-from ..plan.plan import Plan
+from ..plan.plan import BuildPlan
 from .subset import Loss, select
 
 # What an estimate is charged beside measured times: among equals the one that was measured ships.
 UNMEASURED = 1.03
 NOT_FASTER = 1.001  # what does not beat the modelled choice counts as this much slower, at least
 
-Knobs = tuple[tuple[str, int], ...]
+ConfigPairs = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Chosen:
 
 
 def choose(
-    plan: Plan, compiled: Sequence[Compiled], sm: int, evidence: Evidence | None = None, configs: int = CONFIG_LIMIT
+    plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None = None, configs: int = CONFIG_LIMIT
 ) -> Chosen:
     """The variants to ship, of at most ``configs`` an op and dtype, and the best for each (problem, bucket).
 
@@ -71,7 +71,7 @@ def choose(
     ranked = _all_ranked(plan, compiled, sm, evidence)
     ships = {i for i, one in enumerate(compiled) if ships_unchosen(one.variant)}
     losses: list[Loss] = []
-    held: dict[Family, set[Knobs]] = {}
+    held: dict[Family, set[ConfigPairs]] = {}
     for group in _by_op(ranked):
         plain = replace(group[0], fusion=Fusion.NONE)
         served = _configs(group, ranked, compiled, configs, held.get(plain, set()))
@@ -85,7 +85,7 @@ def choose(
     return _chosen(plan, compiled, ranked, sorted(ships), tuple(losses), evidence)
 
 
-def choose_among_all(plan: Plan, compiled: Sequence[Compiled], sm: int) -> Chosen:
+def choose_among_all(plan: BuildPlan, compiled: Sequence[Compiled], sm: int) -> Chosen:
     """As ``choose``, but every variant ships: what measuring chooses among. The choices are modelled.
 
     Raises
@@ -97,8 +97,8 @@ def choose_among_all(plan: Plan, compiled: Sequence[Compiled], sm: int) -> Chose
 
 
 def _chosen(
-    plan: Plan, compiled: Sequence[Compiled], ranked: Mapping[Family, Ranked], ships: Sequence[int],
-    losses: tuple[Loss, ...], evidence: Evidence | None,
+    plan: BuildPlan, compiled: Sequence[Compiled], ranked: Mapping[Family, Ranked], ships: Sequence[int],
+    losses: tuple[Loss, ...], evidence: Timings | None,
 ) -> Chosen:  # fmt: skip
     place = {old: new for new, old in enumerate(ships)}
     served = {cell.problem for cell in itertools.chain.from_iterable(ranked.values())}
@@ -127,7 +127,7 @@ def _modelled_choice(cell: _Cell, place: Mapping[int, int]) -> Choice:
 
 
 def _measured_choice(
-    cell: _Cell, place: Mapping[int, int], compiled: Sequence[Compiled], evidence: Evidence | None
+    cell: _Cell, place: Mapping[int, int], compiled: Sequence[Compiled], evidence: Timings | None
 ) -> Choice | None:
     """The one of those that ship that ``CellTimes.best_of`` names.
 
@@ -167,8 +167,12 @@ def _by_op(members: Iterable[Family]) -> list[list[Family]]:
 
 
 def _configs(
-    group: Sequence[Family], ranked: Mapping[Family, Ranked], compiled: Sequence[Compiled], most: int, held: set[Knobs]
-) -> set[Knobs]:
+    group: Sequence[Family],
+    ranked: Mapping[Family, Ranked],
+    compiled: Sequence[Compiled],
+    most: int,
+    held: set[ConfigPairs],
+) -> set[ConfigPairs]:
     """The aligned configs that serve all families of a group best, and their fallbacks', at most ``most``.
 
     What is built for w [E, K, N] beside the same shape of [E, N, K] decides nothing: it runs what serves the others.
@@ -178,7 +182,7 @@ def _configs(
     fallbacks = {
         one.variant.config for one in compiled if one.variant.alignment == 1 and Family.of(one.variant) in group
     }
-    numbers: dict[Knobs, int] = {}
+    numbers: dict[ConfigPairs, int] = {}
     table = {
         key: [(numbers.setdefault(compiled[i].variant.config, len(numbers)), us) for i, us in cell]
         for family in group
@@ -189,7 +193,7 @@ def _configs(
     every = {cell.problem for row in ranked.values() for cell in row}
     table = {key: row for key, row in table.items() if not _beside(key[0], every)} or table
 
-    def best(allowed: set[int] | None) -> set[Knobs]:
+    def best(allowed: set[int] | None) -> set[ConfigPairs]:
         limit = max(1, most - len(fallbacks))
         return fallbacks | {names[i] for i in select(table, limit, allowed=allowed).variants}
 
@@ -205,7 +209,7 @@ def _beside(problem: Problem, every: Container[Problem]) -> bool:
     return problem.layout is Layout.KN and replace(problem, layout=Layout.NK) in every
 
 
-def _variant_configs(ranked: Ranked, compiled: Sequence[Compiled]) -> set[Knobs]:
+def _variant_configs(ranked: Ranked, compiled: Sequence[Compiled]) -> set[ConfigPairs]:
     return {compiled[i].variant.config for cell in ranked for i in cell.times_us}
 
 
@@ -216,7 +220,9 @@ def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]
     }
 
 
-def _all_ranked(plan: Plan, compiled: Sequence[Compiled], sm: int, evidence: Evidence | None) -> dict[Family, Ranked]:
+def _all_ranked(
+    plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None
+) -> dict[Family, Ranked]:
     return {
         family: _ranked(family, problems, plan, compiled, sm, evidence)
         for family, problems in families(plan.problems).items()
@@ -224,8 +230,8 @@ def _all_ranked(plan: Plan, compiled: Sequence[Compiled], sm: int, evidence: Evi
 
 
 def _ranked(
-    family: Family, problems: Sequence[Problem], plan: Plan, compiled: Sequence[Compiled], sm: int,
-    evidence: Evidence | None,
+    family: Family, problems: Sequence[Problem], plan: BuildPlan, compiled: Sequence[Compiled], sm: int,
+    evidence: Timings | None,
 ) -> Ranked:  # fmt: skip
     """Each (problem, bucket) of a family with its variants."""
     rankers: dict[tuple[int, ...], Ranker] = {}
@@ -241,7 +247,7 @@ def _ranked(
             resources = [Resources.of(compiled[i].variant) for i in able]
             rankers[able] = Ranker(resources, family.gemm, family.dtype, chip)
         for bucket in plan.buckets[problem]:
-            estimates = [(us, able[i]) for us, i in rankers[able].rank(problem.with_w_nk, bucket)]
+            estimates = [(us, able[i]) for us, i in rankers[able].rank(problem.canonical, bucket)]
             measured = evidence.cells.get(cell_of(problem, bucket)) if evidence else None
             found.append(_Cell(problem, bucket, estimates, _times_us(estimates, measured, compiled), measured))
     return found

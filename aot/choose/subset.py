@@ -130,7 +130,7 @@ def select(
         raise ValueError("not one of the variants is allowed")
     chosen = _choose(costs, limit)
     floor = costs.floor(chosen)
-    first = keys[0][0].with_w_nk
+    first = keys[0][0].canonical
     family = (first.op, first.dtype, first.layout, first.fusion)
     return Loss(family, tuple(chosen), math.expm1(math.fsum(floor) / len(floor)), math.expm1(max(floor)))
 

@@ -15,9 +15,9 @@ from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.records.problem import Problem
 from ...runtime import settings
-from ..build.build import Options, build_measured
+from ..build.build import BuildOptions, build_measured
 from ..build.build import build as build_bundles
-from ..build.summary import Built, Report
+from ..build.summary import BuildReport, Built
 from ..choose.bundle import Ships
 from ..journal.file import OtherJournal
 from ..plan.families import CONFIG_LIMIT
@@ -95,7 +95,7 @@ def build(
         tell(notes)
     must = measuring == "only" or executor is not None
     tuner = functools.partial(_tune, budget, executor, ordinals(gpus), must)
-    options = Options(out, name, workers, cache, journal=journal, measure=measured_sms,
+    options = BuildOptions(out, name, workers, cache, journal=journal, measure=measured_sms,
                       modelled=measuring == "no" and journal is None, configs=configs, tune=tuner)  # fmt: skip
     with Progress(quiet=as_json, verbose=verbose) as progress, TuneProgress(as_json, budget, progress.pause) as second:
         observers = progress.observers(second.observers())
@@ -157,7 +157,7 @@ def _tune(
         return None
 
 
-def _show(report: Report, out: Path, verbose: bool) -> None:
+def _show(report: BuildReport, out: Path, verbose: bool) -> None:
     head = ("bundle", "for", "models", "problems", "choices", "variants", "compiled", "cached", "pruned", "failed",
             "size", "time")  # fmt: skip
     rows = [

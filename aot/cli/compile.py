@@ -8,7 +8,7 @@ import click
 
 from ...artifacts.errors import InputError
 from ...artifacts.names import printable
-from ..build.build import Options, compile_candidates
+from ..build.build import BuildOptions, compile_candidates
 from .echo import echo, quoted, tell
 from .options import as_json, cache_of, file_path, load, print_json, what_to_build, workers
 from .progress import Progress
@@ -41,7 +41,7 @@ def compile(
         raise InputError(f"--sm {sm}: candidates are for one capability; run it once for each")
     if not as_json:
         tell(notes)
-    options = Options(out.parent, workers=workers, cache=cache_of(cache_dir, no_cache))
+    options = BuildOptions(out.parent, workers=workers, cache=cache_of(cache_dir, no_cache))
     with Progress(quiet=as_json, verbose=verbose) as progress:
         report = compile_candidates(plan, sms[0], out, options, progress.observers())
     if as_json:

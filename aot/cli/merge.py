@@ -10,7 +10,7 @@ import click
 
 from ...artifacts.names import printable
 from ...artifacts.records.bundle import Source
-from ..bundle.assemble import Claim, Codes, label
+from ..bundle.assemble import BundleChoice, VariantTable, label
 from ..bundle.merge import Conflict, Merged
 from ..bundle.merge import merge as merge_bundles
 from ..bundle.verify import sound
@@ -87,7 +87,7 @@ def _listed(merged: Merged, paths: Sequence[str]) -> str:
     return table(head, rows, "<>")
 
 
-def _said(claim: Claim, codes: Codes) -> str:
+def _said(claim: BundleChoice, codes: VariantTable) -> str:
     gpu = f" on {claim.gpu.name}" if claim.gpu else ""
     return f"{label(codes[claim.variant])}: {claim.source.value} {claim.time_ns / 1000:.2f} us{gpu}"
 
@@ -116,7 +116,7 @@ def _to_dict(merged: Merged, paths: Sequence[str], written: Written) -> dict[str
     }
 
 
-def _conflict(one: Conflict, codes: Codes, paths: Sequence[str]) -> dict[str, object]:
+def _conflict(one: Conflict, codes: VariantTable, paths: Sequence[str]) -> dict[str, object]:
     return {
         "problem": str(one.problem),
         "M_near": one.bucket,
@@ -126,7 +126,7 @@ def _conflict(one: Conflict, codes: Codes, paths: Sequence[str]) -> dict[str, ob
     }
 
 
-def _claim(claim: Claim, codes: Codes) -> dict[str, object]:
+def _claim(claim: BundleChoice, codes: VariantTable) -> dict[str, object]:
     variant = codes[claim.variant]
     return {
         "variant": label(variant),

@@ -14,7 +14,7 @@ from ...artifacts.errors import HostError, InputError
 from ...artifacts.records.problem import Op
 from ..compile.cache import CompileCache, default_dir
 from ..models.load import load_models
-from ..plan.plan import Plan, plan, planned_on
+from ..plan.plan import BuildPlan, plan, planned_on
 from ..plan.targets import parse_sm
 from ..process.gpus import native_sm
 
@@ -82,7 +82,7 @@ def _refuse_rest(ctx: click.Context, parameter: click.Parameter, values: Sequenc
         )
 
 
-def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[Plan, tuple[int, ...], tuple[str, ...]]:
+def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[BuildPlan, tuple[int, ...], tuple[str, ...]]:
     """The plan, the capabilities, and what the user should be told.
 
     Raises

@@ -9,7 +9,7 @@ import click
 from ...artifacts.records.problem import Problem
 from ..build.estimate import estimate
 from ..plan.families import fused
-from ..plan.plan import Plan
+from ..plan.plan import BuildPlan
 from .echo import echo, tell
 from .options import as_json, cache_of, load, print_json, what_to_build
 from .table import duration, size, table
@@ -61,7 +61,7 @@ def plan(
     echo("\nTime and size are estimates. Nothing was built; aot build with the same options does it.")
 
 
-def _users(planned: Plan) -> dict[Problem, list[str]]:
+def _users(planned: BuildPlan) -> dict[Problem, list[str]]:
     users: dict[Problem, list[str]] = {problem: [] for problem in planned.problems}
     for model in planned.models:
         for problem in model.problems:
@@ -69,7 +69,7 @@ def _users(planned: Plan) -> dict[Problem, list[str]]:
     return users
 
 
-def _problems(planned: Plan) -> list[dict[str, object]]:
+def _problems(planned: BuildPlan) -> list[dict[str, object]]:
     users = _users(planned)
     return [
         {"op": one.op.value, "dtype": one.dtype.value, "layout": one.layout.value, "fused": fused(one.fusion),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...artifacts.names import printable
 from ..build.build import Observers
-from ..compile.pool import Result
+from ..compile.pool import CompileResult
 from ..tune.outcome import TuneObservers
 from .echo import echo
 
@@ -104,7 +104,7 @@ class Progress:
         self._total, self._begun = total, time.monotonic()
         self._shown.start(total)
 
-    def _result(self, result: Result) -> None:
+    def _result(self, result: CompileResult) -> None:
         self._done += 1
         self._cached += result.cached
         self._failed += result.compiled is None

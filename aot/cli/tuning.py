@@ -14,7 +14,7 @@ import click
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Problem
 from ..journal.records import Measured, geometric_mean
-from ..tune.tuner import DEFAULT_BUDGET_S, Outcome, Progress, TuneObservers, tune_problems
+from ..tune.tuner import DEFAULT_BUDGET_S, CellsDone, Outcome, TuneObservers, tune_problems
 from .progress import Shown
 from .table import duration
 
@@ -116,7 +116,7 @@ class TuneProgress:
     ) -> None:
         self._shown.stop()
 
-    def _start(self, progress: Progress) -> None:
+    def _start(self, progress: CellsDone) -> None:
         self._pause()
         if self._quiet:
             return
@@ -129,7 +129,7 @@ class TuneProgress:
             self._shown.say(f"measuring {progress.total} cells{known}: about {left}{limit}")
         self._shown.start(progress.total, progress.done, f"cells, {left} left")
 
-    def _cell(self, progress: Progress) -> None:
+    def _cell(self, progress: CellsDone) -> None:
         if progress.last is None:
             return
         left, last = duration(progress.seconds_left), described(progress.last)

@@ -10,7 +10,7 @@ import msgpack
 from ...artifacts.files.blob import read_checked, write_checked
 from ...artifacts.format.schema import pack_variant, read_variant
 from ...artifacts.limits import MAX_CUBIN_BYTES
-from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from .triton import Compiled, arguments_of, job_key
 
@@ -37,16 +37,16 @@ class CompileCache:
         self.directory = directory
         self.trouble = ""
 
-    def get(self, spec: Spec | PassSpec, sm: int) -> Compiled | None:
+    def get(self, spec: Spec | RowOpSpec, sm: int) -> Compiled | None:
         """The variant; None if it is missing, damaged, or in a place that others can write."""
         payload = read_checked(self._path(spec, sm))
         return None if payload is None else _unpack(payload, spec)
 
-    def has(self, spec: Spec | PassSpec, sm: int) -> bool:
+    def has(self, spec: Spec | RowOpSpec, sm: int) -> bool:
         """Whether ``get`` has it."""
         return self.get(spec, sm) is not None
 
-    def put(self, spec: Spec | PassSpec, sm: int, compiled: Compiled) -> None:
+    def put(self, spec: Spec | RowOpSpec, sm: int, compiled: Compiled) -> None:
         """Keep the variant. A cache that can't be written costs the next run time, not this one its result."""
         if self.trouble:
             return
@@ -62,7 +62,7 @@ class CompileCache:
         except OSError as error:
             self.trouble = f"the compile cache {self.directory} can't be written: {error}"
 
-    def _path(self, spec: Spec | PassSpec, sm: int) -> Path:
+    def _path(self, spec: Spec | RowOpSpec, sm: int) -> Path:
         key = job_key(spec, sm)
         return self.directory / key[:2] / f"{key}.bin"
 
@@ -72,7 +72,7 @@ def _pack(compiled: Compiled) -> bytes:
     return packed
 
 
-def _unpack(payload: bytes, spec: Spec | PassSpec) -> Compiled | None:
+def _unpack(payload: bytes, spec: Spec | RowOpSpec) -> Compiled | None:
     """The entry, or None where another version wrote it in another form: it is then compiled again."""
     try:
         record, cubin = msgpack.unpackb(

@@ -16,7 +16,7 @@ from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
 
 from ...artifacts.errors import CompileError, HostError
-from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from ..process.child import how_ended
 from ..process.orphan import end_with_parent
@@ -26,22 +26,22 @@ from .triton import Compiled, compile_variant
 
 TIMEOUT_S = 300.0  # a variant takes 0.2 to 5 s; a compiler that hangs is killed
 
-Compile = Callable[[Spec | PassSpec, int], Compiled]
+Compile = Callable[[Spec | RowOpSpec, int], Compiled]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompileJob:
     """A variant to compile for a capability."""
 
-    spec: Spec | PassSpec
+    spec: Spec | RowOpSpec
     sm: int
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CompileResult:
     """What became of a job: ``compiled``, or the ``reason`` why not. ``cached``: nothing had to be compiled."""
 
-    job: Job
+    job: CompileJob
     compiled: Compiled | None
     reason: str = ""
     cached: bool = False
@@ -53,14 +53,14 @@ def default_workers() -> int:
 
 
 def compile_all(
-    jobs: Iterable[Job],
+    jobs: Iterable[CompileJob],
     *,
     workers: int | None = None,
     cache: CompileCache | None = None,
-    on_result: Callable[[Result], None] = lambda result: None,
+    on_result: Callable[[CompileResult], None] = lambda result: None,
     timeout_s: float = TIMEOUT_S,
     compile_one: Compile = compile_variant,
-) -> list[Result]:
+) -> list[CompileResult]:
     """Compile every job; the results come in the order of the jobs.
 
     A variant that fails, hangs or takes its process down is a Result with a reason, never an
@@ -73,9 +73,9 @@ def compile_all(
         where the machine stops the compiler: a full disk, no memory, workers that can't start.
     """
     jobs = list(jobs)
-    results: dict[Job, Result] = {}
+    results: dict[CompileJob, CompileResult] = {}
 
-    def done(result: Result) -> None:
+    def done(result: CompileResult) -> None:
         results[result.job] = result
         on_result(result)
 
@@ -83,7 +83,7 @@ def compile_all(
     for job in dict.fromkeys(jobs):
         compiled = cache.get(job.spec, job.sm) if cache else None
         if compiled is not None:
-            done(Result(job, compiled, cached=True))
+            done(CompileResult(job, compiled, cached=True))
         else:
             waiting.append(job)
     if waiting:
@@ -92,10 +92,10 @@ def compile_all(
 
 
 def _run(
-    jobs: list[Job],
+    jobs: list[CompileJob],
     workers: int,
     cache: CompileCache | None,
-    done: Callable[[Result], None],
+    done: Callable[[CompileResult], None],
     timeout_s: float,
     compile_one: Compile,
 ) -> None:
@@ -107,7 +107,7 @@ def _run(
         )
         try:
             with stderr_to(scratch / "workers"), interrupts_held():
-                running: dict[Future[Compiled], Job] = {
+                running: dict[Future[Compiled], CompileJob] = {
                     pool.schedule(compile_one, (job.spec, job.sm), timeout=timeout_s): job for job in jobs
                 }
             while running:
@@ -168,18 +168,18 @@ def start_worker(scratch: str) -> None:
         end_with_parent(parent.sentinel, Path(scratch))
 
 
-def _result(job: Job, future: Future[Compiled], timeout_s: float) -> Result:
+def _result(job: CompileJob, future: Future[Compiled], timeout_s: float) -> CompileResult:
     from pebble import ProcessExpired
 
     what = f"{job.spec} for sm_{job.sm}"
     try:
-        return Result(job, future.result())
+        return CompileResult(job, future.result())
     except CompileError as error:
-        return Result(job, None, str(error))
+        return CompileResult(job, None, str(error))
     except FutureTimeout:
-        return Result(job, None, f"{what}: the compiler did not end within {timeout_s:g} s")
+        return CompileResult(job, None, f"{what}: the compiler did not end within {timeout_s:g} s")
     except ProcessExpired as error:
-        return Result(job, None, f"{what}: the compiler's process died ({ended(error.exitcode)})")
+        return CompileResult(job, None, f"{what}: the compiler's process died ({ended(error.exitcode)})")
     except BrokenProcessPool as error:
         raise HostError(f"the compile workers can't start: {error}. Is there memory enough? Try --workers 1") from None
     except MemoryError:

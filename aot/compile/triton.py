@@ -20,9 +20,9 @@ from ...artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
 from ...artifacts.records.precision import DType
 from ...kernels.contract import registry, rowops, words
 from ...kernels.contract.revisions import REVISIONS, source_sha256
-from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
-from .nvidia import OUTPUT_LIMIT_CHARS, resources
+from .nvidia import OUTPUT_LIMIT_CHARS, min_driver, resources
 from .ptx import rewrites, rewriting, source_of_rewrites_sha256
 from .toolchain import toolchain
 
@@ -63,7 +63,7 @@ class Compiled:
     variant: Variant
     cubin: bytes
 
-    def relabelled(self, spec: Spec | PassSpec) -> Compiled:
+    def relabelled(self, spec: Spec | RowOpSpec) -> Compiled:
         """The same, as that of another spec of its group (``variants.by_code``)."""
         return replace(self, variant=replace(self.variant, op=spec.op, layout=spec.layout, fusion=spec.fusion))
 
@@ -72,6 +72,11 @@ def producer_of(sm: int) -> Producer:
     """What makes the cubins of a capability here."""
     tools = toolchain()
     return Producer(importlib.metadata.version("pretuned"), tools.triton, tools.ptxas_for(sm), OPTIONS)
+
+
+def driver_for(sm: int, producer: Producer) -> int:
+    """The least driver version that loads what ``producer`` makes for a capability."""
+    return min_driver(sm, producer.ptxas)
 
 
 def kernels_of(compiled: Iterable[Compiled]) -> tuple[Kernel, ...]:
@@ -85,12 +90,12 @@ def _map_element(name: str, dtype: DType) -> int:
     return _MAP_ELEMENT[DType.FP32 if dtype is DType.TF32 and name == "dw" else dtype]
 
 
-def arguments_of(spec: Spec | PassSpec) -> tuple[tuple[str, str], ...]:
+def arguments_of(spec: Spec | RowOpSpec) -> tuple[tuple[str, str], ...]:
     """(name, kind) of every argument in the kernel's order."""
-    return rowops.arguments(spec.op) if isinstance(spec, PassSpec) else registry.arguments(spec)
+    return rowops.arguments(spec.op) if isinstance(spec, RowOpSpec) else registry.arguments(spec)
 
 
-def job_key(spec: Spec | PassSpec, sm: int) -> str:
+def job_key(spec: Spec | RowOpSpec, sm: int) -> str:
     """What decides a cubin's bytes, as one digest: the name of a compile-cache entry."""
     tools = toolchain()
     parts = [repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(spec.kernel),
@@ -104,7 +109,7 @@ def job_key(spec: Spec | PassSpec, sm: int) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def compile_variant(spec: Spec | PassSpec, sm: int) -> Compiled:
+def compile_variant(spec: Spec | RowOpSpec, sm: int) -> Compiled:
     """Compile one variant for one capability.
 
     Raises
@@ -157,7 +162,7 @@ def compile_variant(spec: Spec | PassSpec, sm: int) -> Compiled:
     return Compiled(variant, cubin)
 
 
-def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
+def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
     os.environ.update(TRITON_DISABLE_LINE_INFO="1", TRITON_ALWAYS_COMPILE="1", TRITON_CACHE_DIR=scratch)
     for name in _CHANGE_CODE:
         os.environ.pop(name, None)
@@ -170,7 +175,7 @@ def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
     function = getattr(home, spec.kernel)
     names = list(function.arg_names)
     constants: dict[str, int | str | bool | None]
-    if isinstance(spec, PassSpec):
+    if isinstance(spec, RowOpSpec):
         boxes, constants, divisible = {}, {**rowops.constants(spec)}, rowops.divisibility(spec)
         warps, stages = spec.config.num_warps, 1
     else:
@@ -190,7 +195,7 @@ def _triton_compile(spec: Spec | PassSpec, sm: int, scratch: str) -> Any:
         return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
-def _triton_type(name: str, kind: str, spec: Spec | PassSpec, boxes: dict[str, tuple[int, ...]]) -> str:
+def _triton_type(name: str, kind: str, spec: Spec | RowOpSpec, boxes: dict[str, tuple[int, ...]]) -> str:
     element = _ELEMENT[spec.dtype]
     if kind == "ptr":
         return f"*{element}" if name in _ELEMENTS else _POINTS_AT[name]

@@ -15,7 +15,7 @@ from ...artifacts.format.schema import FUSIONS
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op
 from ...kernels.contract.config import Config
-from ...runtime.dispatch.pin import KernelPair, Preferred
+from ...runtime.dispatch.pin import KernelPair, Preference
 
 MAX_FILES = 1024
 _MAX_ITEMS = 64  # of an array in a file: far more than a config has fields
@@ -116,10 +116,10 @@ def _pair(value: tuple[str, object, object]) -> KernelPair:
 _FUSIONS = {one.value: one for one in FUSIONS}
 
 
-def _preferred(value: object) -> Preferred:
+def _preferred(value: object) -> Preference:
     if not isinstance(value, tuple):
         raise TypeError(f"{value!r} is no list of configs")
-    return Preferred(tuple((_FUSIONS[fusion], Config.from_pairs(pairs)) for fusion, pairs in value))
+    return Preference(tuple((_FUSIONS[fusion], Config.from_pairs(pairs)) for fusion, pairs in value))
 
 
 def dtype_of(dtype: object) -> DType:

@@ -24,7 +24,7 @@ from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu
 from ...kernels.contract.revisions import REVISIONS
 from ...kernels.contract.words import LAUNCH_ABI, READS_ABI
-from ..bundle.assemble import Claim, Codes, Making, assemble, is_fallback
+from ..bundle.assemble import BundleChoice, Provenance, VariantTable, assemble, is_fallback
 from ..bundle.merge import merge
 
 MAX_BYTES = 32 << 20  # of one file: some hundred shapes
@@ -132,8 +132,8 @@ def _number(model: Model) -> int:
 
 def _kept(old: Bundle, entries: list[Model], anew: set[tuple[Problem, int]]) -> Bundle | None:
     """What these entries need of an overlay, less what was tuned anew and what earlier revisions did."""
-    codes = Codes([old])
-    claims: dict[Problem, dict[int, Claim]] = {}
+    codes = VariantTable([old])
+    claims: dict[Problem, dict[int, BundleChoice]] = {}
     for problem in {problem for entry in entries for problem in entry.problems}:
         row = {choice.bucket: codes.claim(old, choice) for choice in old.choices[problem]}
         row = {
@@ -153,13 +153,13 @@ def _kept(old: Bundle, entries: list[Model], anew: set[tuple[Problem, int]]) -> 
         for place, code in enumerate(codes.codes)
         if is_fallback(code.variant) and is_current(code.variant)
     ]  # fmt: skip
-    making = Making(
+    making = Provenance(
         old.target, old.min_driver, old.producer, old.kernels, tuple(model for model in models if model.problems)
     )
     return assemble(making, codes, claims, fallbacks)
 
 
-def _current(claim: Claim, codes: Codes) -> Claim:
+def _current(claim: BundleChoice, codes: VariantTable) -> BundleChoice:
     """The claim, without a runner-up of an earlier revision."""
     if claim.runner_up is None or is_current(codes[claim.runner_up]):
         return claim

@@ -25,15 +25,15 @@ from ...kernels.contract.config import Config
 from ...runtime import locks
 from ...runtime.dispatch import snapshot as dispatch_snapshot
 from ...runtime.dispatch.decide import Decision, decide
-from ...runtime.dispatch.pin import KernelPair, Preferred
+from ...runtime.dispatch.pin import KernelPair, Preference
 from ...runtime.dispatch.places import Kind
 from ...runtime.dispatch.snapshot import Rejected, Usable
 from ...runtime.driver.device import capturing, local_gpu
 from ...runtime.hooks import reload
 from ...runtime.settings import settings
-from ..models.layer import ModelShape
+from ..models.layer import LayerShard
 from ..plan.families import optional
-from ..plan.plan import Plan, plan
+from ..plan.plan import BuildPlan, plan
 from ..process import child
 from . import cache as demand_cache
 from . import overlay, worker
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 class Measurer(Protocol):
     """Measures cells on one GPU."""
 
-    def __call__(self, planned: Plan, sm: int, device: int) -> Bundle:
+    def __call__(self, planned: BuildPlan, sm: int, device: int) -> Bundle:
         """The bundle of what was measured. A PretunedError where it can't be done."""
 
 
@@ -126,12 +126,12 @@ class OnDemand:
         with locks.lock("tuning on demand"):
             first = problems[0]
             model = Model(f"E{first.E}-N{first.N}-K{first.K}", 1, 1, 1, first.dtype, problems)
-            self._ensure(Plan({one: (bucket_of(M),) for one in problems}, (model,)), self._gpu_of(device), device)
+            self._ensure(BuildPlan({one: (bucket_of(M),) for one in problems}, (model,)), self._gpu_of(device), device)
             if self._settled_in is not dispatch_snapshot.snapshot():
                 self._settled, self._settled_in = set(), dispatch_snapshot.snapshot()
             self._settled.add(key)
 
-    def _ensure(self, planned: Plan, local: LocalGpu, device: int, *, force: bool = False) -> bool:
+    def _ensure(self, planned: BuildPlan, local: LocalGpu, device: int, *, force: bool = False) -> bool:
         """Whether every cell of the plan has a choice measured on this GPU, tuning if one lacks."""
         if not force and _attempted(planned.buckets, local):
             return measured_here(planned.buckets, local)
@@ -152,7 +152,7 @@ class OnDemand:
             return False
         return measured_here(planned.buckets, local)
 
-    def _tune(self, planned: Plan, local: LocalGpu, device: int) -> None:
+    def _tune(self, planned: BuildPlan, local: LocalGpu, device: int) -> None:
         cells = sum(map(len, planned.buckets.values()))
         _log.warning(
             "pretuned: measuring %d cells of %s on %s now, for at most %g s and the compiling; it is kept for later "
@@ -176,7 +176,7 @@ class OnDemand:
             reload()
 
 
-def measure_in_child(planned: Plan, sm: int, device: int) -> Bundle:
+def measure_in_child(planned: BuildPlan, sm: int, device: int) -> Bundle:
     """Compile the candidates and measure them, in a process of their own."""
     from ..compile.cache import default_dir
 
@@ -235,7 +235,7 @@ def _is_hit(usable: Usable, choice: Choice, local: LocalGpu) -> bool:
     return overlay.is_current(usable.bundle.variant(choice.variant))
 
 
-def _configs(planned: Plan, shape: ModelShape, bucket: int, local: LocalGpu) -> Configs:
+def _configs(planned: BuildPlan, shape: LayerShard, bucket: int, local: LocalGpu) -> Configs:
     """What the runtime would run, by op, GEMM and form."""
     snapshot, strict = dispatch_snapshot.snapshot(), settings().strict
     found: dict[tuple[Op, bool], list[tuple[Fusion, Config]]] = {}
@@ -246,25 +246,25 @@ def _configs(planned: Plan, shape: ModelShape, bucket: int, local: LocalGpu) -> 
             which = (problem.op, (problem.N, problem.K) == (first.N, first.K))
             found.setdefault(which, []).append((problem.fusion, ran.chosen.config))
     fwd, dx, dw = (
-        KernelPair(op, *(Preferred(tuple(found.get((op, which), ()))) for which in (True, False))) for op in Op
+        KernelPair(op, *(Preference(tuple(found.get((op, which), ()))) for which in (True, False))) for op in Op
     )
     return fwd, dx, dw
 
 
-def shape_of(key: CacheKey) -> ModelShape:
+def shape_of(key: CacheKey) -> LayerShard:
     """The layer that a key is of, at the bucket's rows."""
     tokens = max(1, key.bucket // key.top_k)
-    return ModelShape(
+    return LayerShard(
         f"E{key.E}-H{key.H}-I{key.I}-k{key.top_k}", key.E, key.top_k, key.H, key.I, shared_experts=0, gated=True,
         dtypes=(DType(key.dtype),), tp=1, ep=1, tokens=(tokens, tokens), ops=tuple(Op),
     )  # fmt: skip
 
 
-def planned_for(key: CacheKey, shape: ModelShape) -> Plan:
+def planned_for(key: CacheKey, shape: LayerShard) -> BuildPlan:
     """The shape's problems that calls of ``grouped_gemm`` run, at the key's bucket alone."""
     made = plan([shape])
     made = made.without({one for one in made.problems if optional(one)})  # no call names a config of these
-    return Plan(dict.fromkeys(made.problems, (key.bucket,)), made.models)
+    return BuildPlan(dict.fromkeys(made.problems, (key.bucket,)), made.models)
 
 
 def _overlay_file(local: LocalGpu) -> tuple[int, ...] | None:

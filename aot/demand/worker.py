@@ -26,11 +26,11 @@ from ..choose.candidates import Candidates, read_candidates
 from ..choose.choices import choose, choose_among_all
 from ..choose.subset import select
 from ..compile.cache import CompileCache
-from ..compile.pool import Job, compile_all
+from ..compile.pool import CompileJob, compile_all
 from ..compile.triton import Compiled
 from ..journal.file import read_journal
 from ..plan.families import by_code, rejection
-from ..plan.plan import Plan
+from ..plan.plan import BuildPlan
 from ..tune.tuner import tune_problems
 
 _JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/inside/cost-model.md); two more for those that don't compile
@@ -43,7 +43,7 @@ _OVERHEAD_REGISTERS = 64  # beside a thread's share of the tile
 def compile_kind(problem: str, sm: int, cache: str | None, answer: Path) -> None:
     """For ``child.call``: write a bundle that runs every problem of ``problem``'s kind, its choices modelled."""
     wanted = _problem(problem)
-    plan = Plan({wanted: buckets_between(1, _JIT_ROWS)}, ())
+    plan = BuildPlan({wanted: buckets_between(1, _JIT_ROWS)}, ())
     configs = _spread(wanted, plan.buckets[wanted], sm)
     made = Candidates.made_here(sm, compile_specs(_specs(wanted, configs, sm), sm, _cache(cache)))
     chosen = choose(plan, made.compiled, sm)
@@ -61,7 +61,7 @@ def measure_cells(
         for name, top_k, dtype, problems in models
     )  # fmt: skip
     candidates, journal = answer.with_suffix(".candidates"), answer.with_suffix(".journal")
-    planned = Plan(wanted, records)
+    planned = BuildPlan(wanted, records)
     made = Candidates.made_here(sm, compile_specs(_specs_of(wanted, sm), sm, _cache(cache)))
     every = choose_among_all(planned, made.compiled, sm)
     publish(candidates, codec.encode(assembled(planned, made, every, None)))
@@ -91,7 +91,7 @@ def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) ->
     """
     specs = list(specs)
     groups = by_code(specs, sm)
-    results = compile_all([Job(group[0], sm) for group in groups], cache=cache)
+    results = compile_all([CompileJob(group[0], sm) for group in groups], cache=cache)
     usable: dict[Spec, Compiled] = {}
     reasons: dict[str, None] = {}
     for result, group in zip(results, groups, strict=True):
@@ -146,7 +146,7 @@ def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]
     """(estimate in us, config) of every candidate, best first, by what a compiled one is likely to take."""
     every = _candidates(problem, sm)
     resources = [_likely(problem, config, sm) for config in every]
-    named = problem.with_w_nk
+    named = problem.canonical
     ranked = Ranker(resources, named.op, problem.dtype, chip_for(sm)).rank(named, bucket)
     return [(us, every[i]) for us, i in ranked if math.isfinite(us)]
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.bundle_file import open_bundle
 from ..journal.records import DIED
-from ..measure.job import GpuGone, Hello, Job, Result, first_line
+from ..measure.job import GpuGone, MeasureJob, MeasureResult, WorkerInfo, first_line
 from . import dask_worker
 from .dask_worker import Session
 
@@ -70,7 +70,7 @@ class DaskGpu:
         """``Dask worker tcp://10.0.0.7:40123``."""
         return f"Dask worker {self.address}"
 
-    def start(self) -> Future[Hello]:
+    def start(self) -> Future[WorkerInfo]:
         """A new process on the worker's GPU."""
         if not self._shipped and not self._gone:
             try:
@@ -82,7 +82,7 @@ class DaskGpu:
                 self.lose(f"the candidates did not get there: {error or type(error).__name__}")
         return self._ask(dask_worker.start)
 
-    def submit(self, job: Job) -> Future[Result]:
+    def submit(self, job: MeasureJob) -> Future[MeasureResult]:
         """Measure there."""
         return self._ask(dask_worker.measure, job)
 

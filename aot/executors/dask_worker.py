@@ -1,7 +1,7 @@
 """What a Dask worker does for the tuner: it keeps the candidates and a process on its GPU, and hands it jobs.
 
-That process is a ``LocalGpu``'s, as on the tuner's own machine, so that a kernel that hangs or faults takes down no
-Dask worker. The functions are Dask tasks; nothing here imports Dask.
+That process is a ``LocalExecutor``'s, as on the tuner's own machine, so that a kernel that hangs or faults takes down
+no Dask worker. The functions are Dask tasks; nothing here imports Dask.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import TypeVar
 from ...artifacts.errors import HostError
 from ...artifacts.files.bundle_file import open_bundle
 from ..journal.records import DIED
-from ..measure.job import Hello, Job, Result, Setup, WorkerLost
+from ..measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo, WorkerLost
 from ..process.scratch import scratch_folder
-from .local import JOB_TIMEOUT_S, LocalGpu, greet, run
+from .local import JOB_TIMEOUT_S, LocalExecutor, greet, run
 
 IDLE_S = 300.0  # a tuner that was killed tells nobody: its process on the GPU ends after this long without a job
 _LOOK_S = 0.5
@@ -40,8 +40,8 @@ class Session:
     digest: bytes
     timeout_s: float = JOB_TIMEOUT_S
     idle_s: float = IDLE_S
-    greet: Callable[[Setup], Hello] = greet
-    run: Callable[[Setup, Job], Result] = run
+    greet: Callable[[Setup], WorkerInfo] = greet
+    run: Callable[[Setup, MeasureJob], MeasureResult] = run
 
 
 class _Held:
@@ -61,15 +61,15 @@ class _Held:
                 if bundle.digest != session.digest:
                     raise HostError(f"the candidates came as {bundle.digest.hex()}, not as {session.digest.hex()}")
             setup = Setup(str(path), session.digest, 0)
-            self._gpu = LocalGpu(setup, scratch, timeout_s=session.timeout_s, greet=session.greet, run=session.run)
+            self._gpu = LocalExecutor(setup, scratch, timeout_s=session.timeout_s, greet=session.greet, run=session.run)
             stack.callback(self._gpu.shutdown)
             self._stack = stack.pop_all()
 
-    def start(self) -> Hello:
+    def start(self) -> WorkerInfo:
         """A new process on the GPU."""
         return self._awaited(self._gpu.start())
 
-    def measure(self, job: Job) -> Result:
+    def measure(self, job: MeasureJob) -> MeasureResult:
         """In the process on the GPU."""
         return self._awaited(self._gpu.submit(job))
 
@@ -108,7 +108,7 @@ _held: dict[str, _Held] = {}
 _ended: set[str] = set()
 
 
-def start(session: Session, data: bytes) -> Hello:
+def start(session: Session, data: bytes) -> WorkerInfo:
     """A new process on this worker's GPU, with the candidates ``data``.
 
     Raises
@@ -129,7 +129,7 @@ def start(session: Session, data: bytes) -> Hello:
             held.expire_later()
 
 
-def measure(session: Session, data: bytes, job: Job) -> Result:
+def measure(session: Session, data: bytes, job: MeasureJob) -> MeasureResult:
     """Run a job; where the process was ended for being idle, or for another tuner, a new one is started.
 
     Raises

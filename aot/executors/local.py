@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ...artifacts.errors import HostError, InputError
 from ..compile.pool import interrupts_held, start_worker, stderr_to
 from ..journal.records import DIED, HUNG
-from ..measure.job import Hello, Job, Result, Setup, WorkerLost
+from ..measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo, WorkerLost
 from ..process.child import how_ended
 from ..process.gpus import gpu_count
 from ..process.scratch import scratch_folder
@@ -25,21 +25,21 @@ JOB_TIMEOUT_S = 120.0  # a job takes 0.1 to 5 s
 T = TypeVar("T")
 
 
-def greet(setup: Setup) -> Hello:
+def greet(setup: Setup) -> WorkerInfo:
     """In a worker: start the GPU."""
     from ..measure.bench import hello  # brings torch along, which only workers need
 
     return hello(setup)
 
 
-def run(setup: Setup, job: Job) -> Result:
+def run(setup: Setup, job: MeasureJob) -> MeasureResult:
     """In a worker: measure."""
     from ..measure.bench import run as measured
 
     return measured(setup, job)
 
 
-class LocalGpu:
+class LocalExecutor:
     """A GPU of this machine, as a ``GpuExecutor``."""
 
     def __init__(
@@ -48,8 +48,8 @@ class LocalGpu:
         scratch: Path,
         *,
         timeout_s: float = JOB_TIMEOUT_S,
-        greet: Callable[[Setup], Hello] = greet,
-        run: Callable[[Setup, Job], Result] = run,
+        greet: Callable[[Setup], WorkerInfo] = greet,
+        run: Callable[[Setup, MeasureJob], MeasureResult] = run,
     ) -> None:
         self._setup, self._scratch, self._timeout_s = setup, scratch, timeout_s
         self._greet, self._run = greet, run
@@ -60,7 +60,7 @@ class LocalGpu:
         """``GPU 0``."""
         return f"GPU {self._setup.device}"
 
-    def start(self) -> Future[Hello]:
+    def start(self) -> Future[WorkerInfo]:
         """A new process, whatever was there before."""
         from pebble import ProcessPool
 
@@ -70,12 +70,12 @@ class LocalGpu:
         )
         return self._schedule(self._greet, (self._setup,), START_TIMEOUT_S)
 
-    def submit(self, job: Job) -> Future[Result]:
+    def submit(self, job: MeasureJob) -> Future[MeasureResult]:
         """Measure in the worker."""
         try:
             return self._schedule(self._run, (self._setup, job), self._timeout_s)
         except RuntimeError:  # the pool, which ran, is broken: its process died with nothing to do
-            told: Future[Result] = Future()
+            told: Future[MeasureResult] = Future()
             told.set_exception(WorkerLost(DIED, f"the process on {self.name} died between two jobs"))
             return told
 
@@ -112,7 +112,7 @@ def _tell(done: Any, told: Future[T], name: str, timeout_s: float) -> None:
 
 
 @contextlib.contextmanager
-def local_gpus(candidates: str, digest: bytes, gpus: Sequence[int] | None) -> Iterator[list[LocalGpu]]:
+def local_gpus(candidates: str, digest: bytes, gpus: Sequence[int] | None) -> Iterator[list[LocalExecutor]]:
     """Executors for this machine's GPUs, or for those of the ordinals ``gpus``; their processes end with the block.
 
     Raises
@@ -130,7 +130,7 @@ def local_gpus(candidates: str, digest: bytes, gpus: Sequence[int] | None) -> It
         if not 0 <= number < count:
             raise InputError(f"--gpus: there is no GPU {number}; this machine shows {count}, 0 to {count - 1}")
     with scratch_folder() as scratch:
-        executors = [LocalGpu(Setup(candidates, digest, number), scratch) for number in wanted]
+        executors = [LocalExecutor(Setup(candidates, digest, number), scratch) for number in wanted]
         try:
             yield executors
         finally:

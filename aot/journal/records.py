@@ -51,7 +51,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Duel:
+class Rematch:
     """The fastest against the modelled choice, timed once more, in turns.
 
     ``ratio`` is challenger / modelled, the median over the rounds and the geometric mean over the
@@ -84,7 +84,7 @@ class Measured:
     bucket: int
     modelled: bytes
     timings: tuple[Timing, ...]
-    duel: Duel | None
+    duel: Rematch | None
     torch_ns: tuple[int, ...] | None
     drift: float
     driver: int
@@ -158,7 +158,7 @@ def from_value(value: dict[str, object]) -> Record:
     duel = None
     if fields["duel"] is not None:
         challenger, modelled, challenger_ns, modelled_ns, ratio, band = fields["duel"]
-        duel = Duel(_sha(challenger), _sha(modelled), _times(challenger_ns), _times(modelled_ns), _real(ratio),
+        duel = Rematch(_sha(challenger), _sha(modelled), _times(challenger_ns), _times(modelled_ns), _real(ratio),
                     _real(band))  # fmt: skip
     torch_ns = None if fields["torch_ns"] is None else _times(fields["torch_ns"])
     plain = None

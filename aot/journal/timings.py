@@ -12,7 +12,7 @@ from ...artifacts.records.problem import Fusion, Problem
 from ...artifacts.records.target import Gpu
 from ...kernels.hardware.chips import Chip, chip_of
 from .file import Contents
-from .records import LONG_NS, Duel, Failure, Measured, Timing, geometric_mean
+from .records import LONG_NS, Failure, Measured, Rematch, Timing, geometric_mean
 
 LEAST_BAND = 0.005  # a difference below this fraction is never taken for real
 _STANDARD_ERRORS = 2.0
@@ -28,7 +28,7 @@ class CellTimes:
 
     times_ns: Mapping[bytes, int]
     noise: Mapping[bytes, float]
-    duels: tuple[Duel, ...]
+    duels: tuple[Rematch, ...]
     driver: int
     plain_ns: Mapping[bytes, int] = field(default_factory=dict)  # of a form: the plain product's, timed with these
     torch_ns: int | None = None  # torch's grouped_mm, at the same clock
@@ -59,7 +59,7 @@ class CellTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class Timings:
     """All that a journal knows. ``failed`` are cubins that must not ship; ``gpus`` differ by their driver alone."""
 
     sm: int
@@ -68,7 +68,7 @@ class Evidence:
     failed: Mapping[bytes, Failure]
 
     @classmethod
-    def of(cls, contents: Contents) -> Evidence:
+    def of(cls, contents: Contents) -> Timings:
         """The evidence of a journal as read."""
         measured: dict[Cell, list[Measured]] = {}
         failures: dict[bytes, list[Failure]] = {}
@@ -111,7 +111,7 @@ class Evidence:
 
 def cell_of(problem: Problem, bucket: int) -> Cell:
     """Where the times of a problem and bucket are: those of a product that has two names are under one."""
-    return problem.with_w_nk, bucket
+    return problem.canonical, bucket
 
 
 def _combined(records: list[Measured]) -> CellTimes:
@@ -190,7 +190,7 @@ def _rounds(record: Measured) -> int:
     return max((one.rounds for one in record.timings), default=1)
 
 
-def _most(records: list[Measured], duel: Duel) -> int:
+def _most(records: list[Measured], duel: Rematch) -> int:
     """The most rounds in which the two of a duel were timed together."""
     two = {duel.challenger, duel.modelled}
     return max((_rounds(one) for one in records if two <= {timing.variant for timing in one.timings}), default=1)

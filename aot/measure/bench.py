@@ -26,14 +26,14 @@ from ...kernels.contract.spec import result_columns
 from ...kernels.contract.words import FLAGS
 from ...runtime.driver.device import local_gpu
 from ...runtime.launch import gemm
-from ..journal.records import AGAIN, FAULT, LONG_NS, ROUTINGS, WRONG, Duel, Failure, Measured, Timing
+from ..journal.records import AGAIN, FAULT, LONG_NS, ROUTINGS, WRONG, Failure, Measured, Rematch, Timing
 from ..journal.timings import LEAST_BAND, plain_of
 from ..process.gpus import busy, gpu_uuid
 from .calls import TORCH, Tensors, caller, torch_caller
 from .clock import Clock
 from .inputs import MAX_ERROR, measured_routings, top_k_of, weights
-from .job import Hello, Job, Result, Setup
-from .numerics import GatedJudge, Judge
+from .job import MeasureJob, MeasureResult, Setup, WorkerInfo
+from .numerics import GatedNumericsCheck, NumericsCheck
 
 _TIMING_US = 10_000.0  # for a contender on one routing, flushes not counted
 _DUEL_US = 25_000.0
@@ -46,12 +46,12 @@ _REFERENCE_SIZE = 4096
 _STEADY_SCATTER = 0.1
 _RANDOM_ELEMENTS = 1 << 26  # made at once
 
-Judges: TypeAlias = Judge | GatedJudge
+Judges: TypeAlias = NumericsCheck | GatedNumericsCheck
 
 _benches: dict[Setup, Bench] = {}
 
 
-def hello(setup: Setup) -> Hello:
+def hello(setup: Setup) -> WorkerInfo:
     """Start the GPU, warm it up, and say what it is.
 
     Raises
@@ -63,10 +63,10 @@ def hello(setup: Setup) -> Hello:
         built = f"it is built for CUDA {torch.version.cuda}" if torch.version.cuda else "it is built without CUDA"
         raise HostError(f"torch {torch.__version__} can't use this machine's GPU: {built}")
     found = _bench(setup)
-    return Hello(found.local.sm, found.local.gpu, found.notes, gpu_uuid(setup.device))
+    return WorkerInfo(found.local.sm, found.local.gpu, found.notes, gpu_uuid(setup.device))
 
 
-def run(setup: Setup, job: Job) -> Result:
+def run(setup: Setup, job: MeasureJob) -> MeasureResult:
     """Measure. What a variant does wrong is in the result; the process is to be renewed where it says ``broken``."""
     return _bench(setup).run(job)
 
@@ -118,7 +118,7 @@ class Bench:
                 for m_sizes in measured_routings(problem.E, 16, self.device):
                     judge.error(on, judge.reference(on, m_sizes.tolist()))
 
-    def run(self, job: Job) -> Result:
+    def run(self, job: MeasureJob) -> MeasureResult:
         """Measure a job's contenders."""
         try:
             with torch.cuda.device(self.device), torch.no_grad():
@@ -129,25 +129,25 @@ class Bench:
             self._pools.clear()
             self.clock.release()
             torch.cuda.empty_cache()
-            return Result(None, notes=(f"{job.problem}, {job.bucket} rows: {str(error).splitlines()[0]}",))
+            return MeasureResult(None, notes=(f"{job.problem}, {job.bucket} rows: {str(error).splitlines()[0]}",))
         except (RuntimeError, CudaError) as error:
             if not isinstance(error, CudaError) and "CUDA" not in str(error):
                 raise
-            return Result(None, self._blamed(job, error), broken=True)
+            return MeasureResult(None, self._blamed(job, error), broken=True)
 
-    def _blamed(self, job: Job, error: Exception) -> tuple[Failure, ...]:
+    def _blamed(self, job: MeasureJob, error: Exception) -> tuple[Failure, ...]:
         """A CUDA error spoils its process; it came from the variant that ran last."""
         if self._current is None:
             raise error
         return (self._failure(job, self._current, FAULT, str(error).splitlines()[0]),)
 
-    def _failure(self, job: Job, i: int, kind: str, reason: str) -> Failure:
+    def _failure(self, job: MeasureJob, i: int, kind: str, reason: str) -> Failure:
         variant = self.bundle.variant(i)
         return Failure(
             job.problem, job.bucket, variant.cubin_sha256, kind, f"{Config.from_pairs(variant.config)}: {reason}"
         )
 
-    def _measured(self, job: Job) -> Result:
+    def _measured(self, job: MeasureJob) -> MeasureResult:
         plain = None if job.plain is None else plain_of(job.problem)
         beside = None if plain is None else self._tensors(plain, job.bucket)  # first: its buffers are the larger
         on = self._tensors(job.problem, job.bucket)
@@ -173,7 +173,7 @@ class Bench:
                     continue
                 graphs[i] = [self.clock.capture(call, warm=False) for call in calls]
         if job.contenders[0] not in graphs:  # the next in the model's order will be its choice
-            return Result(None, tuple(failures))
+            return MeasureResult(None, tuple(failures))
         if job.plain is not None and beside is not None:
             peers = self._plain_graphs(job.plain, beside, routings)
         else:
@@ -181,7 +181,7 @@ class Bench:
         found = self._timed(job, graphs, peers, errors)
         noise = max(timing.noise for timing in found.timings)
         notes = (f"{job.problem}, {job.bucket} rows: times scatter by {noise:.0%}; is the GPU in use by others?",)
-        return Result(found, tuple(failures), notes=notes if noise > _NOISY else ())
+        return MeasureResult(found, tuple(failures), notes=notes if noise > _NOISY else ())
 
     @contextlib.contextmanager
     def _guilty(self, i: int) -> Iterator[None]:
@@ -197,7 +197,7 @@ class Bench:
         return judge.error(on, reference)
 
     def _timed(
-        self, job: Job, graphs: dict[int, list[torch.cuda.CUDAGraph]], peers: list[torch.cuda.CUDAGraph] | None,
+        self, job: MeasureJob, graphs: dict[int, list[torch.cuda.CUDAGraph]], peers: list[torch.cuda.CUDAGraph] | None,
         errors: dict[int, float],
     ) -> Measured:  # fmt: skip
         """``peers``: torch's call, or of a form the plain product."""
@@ -236,7 +236,7 @@ class Bench:
 
     def _duel(
         self, graphs: dict[int, list[torch.cuda.CUDAGraph]], fastest: int, modelled: int, again: bool
-    ) -> Duel:  # fmt: skip
+    ) -> Rematch:  # fmt: skip
         """The two in turns: the ratio is of times of the same round, so a clock that drifts moves both."""
         ratios, spreads, both = [], [], []
         for routing in range(len(ROUTINGS)):
@@ -247,7 +247,7 @@ class Bench:
             spreads.append(_spread(logs))
             both.append((_ns(rounds[0]), _ns(rounds[1])))
         band = max(LEAST_BAND, 2 * math.sqrt(sum(spread**2 for spread in spreads)) / len(spreads))
-        return Duel(
+        return Rematch(
             self._sha(fastest), self._sha(modelled), tuple(a for a, _ in both), tuple(b for _, b in both),
             round(math.exp(statistics.fmean(ratios)), 5), round(band, 5),
         )  # fmt: skip
@@ -321,7 +321,9 @@ class Bench:
         key = (problem.op, problem.layout, gated)
         if key not in self._judges:
             weights = None if problem.op is Op.DW else on.weights
-            self._judges[key] = GatedJudge(problem, on.weights) if gated else Judge(problem, weights, self.device)
+            self._judges[key] = (
+                GatedNumericsCheck(problem, on.weights) if gated else NumericsCheck(problem, weights, self.device)
+            )
         return self._judges[key]
 
     def _pool(self, name: str, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -30,7 +30,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class MeasureJob:
     """Measure ``contenders`` (indices into the candidates) for ``problem`` with ``bucket`` rows.
 
     The first is the modelled choice. ``with_torch`` times torch's grouped_mm too, where it can run, and ``plain``, of a
@@ -46,7 +46,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class WorkerInfo:
     """What a worker that has started says of its GPU; ``notes`` tell why its times may scatter.
 
     ``uuid`` is the GPU's own, by which two workers on one GPU are found; empty where the driver tells none.
@@ -59,7 +59,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class MeasureResult:
     """What became of a job. Without ``measured`` no contender is left, or the worker has to be renewed (``broken``)."""
 
     measured: Measured | None
@@ -91,10 +91,10 @@ class GpuExecutor(Protocol):
     def name(self) -> str:
         """For messages, e.g. ``GPU 0``."""
 
-    def start(self) -> Future[Hello]:
+    def start(self) -> Future[WorkerInfo]:
         """Begin, or begin anew after ``broken`` or WorkerLost: whatever runs there is ended first."""
 
-    def submit(self, job: Job) -> Future[Result]:
+    def submit(self, job: MeasureJob) -> Future[MeasureResult]:
         """Measure; one job at a time."""
 
     def shutdown(self) -> None:

@@ -1,11 +1,12 @@
 """Whether a variant's numbers are right: every element of a result against the equation, without a second GEMM.
 
-Freivalds' check (``Judge``). For a vector r of random signs, ``y @ r`` must be ``x @ (w[g].T @ r)``, which costs
-M * (N + K) instead of M * N * K operations. The expectation of ||(y - ref) @ r||^2 over r is ||y - ref||^2
+Freivalds' check (``NumericsCheck``). For a vector r of random signs, ``y @ r`` must be ``x @ (w[g].T @ r)``, which
+costs M * (N + K) instead of M * N * K operations. The expectation of ||(y - ref) @ r||^2 over r is ||y - ref||^2
 (Frobenius), so the error estimated is the usual one. All sums are fp32 (IEEE).
 R. Freivalds, "Probabilistic machines can use less running time", IFIP Congress 1977.
 
-That check is of linear forms. Of a product with silu in its epilogue (``GatedJudge``) one column in eight of y is
+That check is of linear forms. Of a product with silu in its epilogue (``GatedNumericsCheck``) one column in eight of y
+is
 computed anew, silu(gate) * up of the fp32 product (IEEE), one at random of each eight: what a kernel loads, multiplies
 or stores at once, 8 columns and more, can't be wrong unseen, at an eighth of the whole product's cost. That every
 element is finite is looked at, too.
@@ -28,7 +29,7 @@ _MANY_ROWS = 256
 _CHUNK_ELEMENTS = 1 << 26
 
 
-class Judge:
+class NumericsCheck:
     """The reference of one weight: ``judge.error(...)`` of any result of a problem that uses it."""
 
     def __init__(self, problem: Problem, weights: torch.Tensor | None, device: torch.device) -> None:
@@ -97,7 +98,7 @@ _GROUP = 8  # columns looked at that are judged together: 64 of y
 _GATED_CHUNK_ELEMENTS = 1 << 26
 
 
-class GatedJudge:
+class GatedNumericsCheck:
     """The reference of one weight: ``judge.error(...)`` of any result of a problem that uses it."""
 
     def __init__(self, problem: Problem, weights: torch.Tensor) -> None:

@@ -76,23 +76,23 @@ def parse_table(text: str) -> dict[str, CatalogueEntry]:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class NameMatch:
     """A word of the user's that means a model: the id as published, and its entry."""
 
     id: str
     entry: CatalogueEntry
 
 
-def find(word: str) -> Match | None:
+def find(word: str) -> NameMatch | None:
     """The model that ``word`` means: an id or alias in any case, or its part after the slash.
 
     None where nothing matches, or where several models have that last part.
     """
     ids = _ids()
     wanted = word.lower()
-    matches = [Match(id_, entry) for id_, entry in ids.items() if id_.lower() == wanted]
+    matches = [NameMatch(id_, entry) for id_, entry in ids.items() if id_.lower() == wanted]
     if not matches and "/" not in word:
-        matches = [Match(id_, entry) for id_, entry in ids.items() if id_.lower().rpartition("/")[2] == wanted]
+        matches = [NameMatch(id_, entry) for id_, entry in ids.items() if id_.lower().rpartition("/")[2] == wanted]
     return matches[0] if len(matches) == 1 else None
 
 

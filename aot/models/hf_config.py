@@ -43,7 +43,7 @@ NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ConfigFamily:
     """How the model types that begin with ``prefix`` differ from the rest."""
 
     prefix: str
@@ -58,7 +58,7 @@ _KN_TOO = (Layout.NK, Layout.KN)  # their checkpoints, and transformers, have w 
 
 FAMILIES = (
     *(
-        Family(prefix, _DENSE_NAME)
+        ConfigFamily(prefix, _DENSE_NAME)
         for prefix in (
             "mixtral",
             "phimoe",
@@ -69,13 +69,13 @@ FAMILIES = (
             "jamba",
         )
     ),
-    Family("gpt_oss", _DENSE_NAME, layouts=_KN_TOO),
-    Family("llama4", _DENSE_NAME, one_shared=True, layouts=_KN_TOO),
-    Family("hunyuan", ("moe_intermediate_size", "intermediate_size")),
-    Family("dbrx", ("ffn_config.ffn_hidden_size",)),
-    Family("longcat", ("expert_ffn_hidden_size", "moe_intermediate_size")),
-    Family("nemotron_h", gated=False),
-    *(Family(prefix) for prefix in ("qwen", "deepseek", "glm", "kimi", "dots", "mimo", "ernie4_5", "gemma")),
+    ConfigFamily("gpt_oss", _DENSE_NAME, layouts=_KN_TOO),
+    ConfigFamily("llama4", _DENSE_NAME, one_shared=True, layouts=_KN_TOO),
+    ConfigFamily("hunyuan", ("moe_intermediate_size", "intermediate_size")),
+    ConfigFamily("dbrx", ("ffn_config.ffn_hidden_size",)),
+    ConfigFamily("longcat", ("expert_ffn_hidden_size", "moe_intermediate_size")),
+    ConfigFamily("nemotron_h", gated=False),
+    *(ConfigFamily(prefix) for prefix in ("qwen", "deepseek", "glm", "kimi", "dots", "mimo", "ernie4_5", "gemma")),
 )
 
 

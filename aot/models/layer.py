@@ -52,7 +52,7 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Gemm:
+class LayerGemm:
     """One grouped GEMM of a shard: the weight is [E, N, K]."""
 
     role: str  # gate_up, up or down
@@ -62,7 +62,7 @@ class Gemm:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class LayerShard:
     """One shard of one model's expert layer, and what to build for it.
 
     ``E``, ``k``, ``H`` and ``I`` are the whole layer's. ``tp`` GPUs split the width of each expert,
@@ -107,12 +107,12 @@ class ModelShape:
         least, most = (tokens * self.experts_per_token for tokens in self.tokens)
         return max(1, least // self.ep), max(1, -(-most // self.ep))
 
-    def gemms(self) -> tuple[Gemm, Gemm]:
+    def gemms(self) -> tuple[LayerGemm, LayerGemm]:
         """GEMM 1, w [E, 2I/tp, H] (gated) or [E, I/tp, H], and GEMM 2, w [E, H, I/tp]; as [E, N, K] in any layout."""
-        first = Gemm("gate_up", self.experts_per_rank, 2 * self.width, self.H)
+        first = LayerGemm("gate_up", self.experts_per_rank, 2 * self.width, self.H)
         if not self.gated:
-            first = Gemm("up", self.experts_per_rank, self.width, self.H)
-        return first, Gemm("down", self.experts_per_rank, self.H, self.width)
+            first = LayerGemm("up", self.experts_per_rank, self.width, self.H)
+        return first, LayerGemm("down", self.experts_per_rank, self.H, self.width)
 
     def contradictions(self) -> list[str]:
         """Why this shard can't be; empty where it can."""

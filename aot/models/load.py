@@ -13,8 +13,8 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op
 from .catalogue import catalogue, find, nearest_ids
 from .hf_config import read_model
-from .layer import ExpertLayer, ModelShape
-from .spec import SHAPE, Options, parse_options, parse_shape, words
+from .layer import ExpertLayer, LayerShard
+from .spec import SHAPE, SpecOptions, parse_options, parse_shape, words
 
 MAX_FILE_BYTES = 4 << 20
 CATALOGUE = "catalogue"  # the spec that means all of it
@@ -25,7 +25,7 @@ _SHAPE = f"{SHAPE}E=128,H=2048,I=768,k=8"  # an example
 class LoadedModels:
     """The shards to build for, in the order given, and what the user should be told."""
 
-    shapes: tuple[ModelShape, ...]
+    shapes: tuple[LayerShard, ...]
     notes: tuple[str, ...]
 
 
@@ -58,7 +58,7 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
     """
     problems: list[str] = []
     notes: list[str] = []
-    seen: dict[ModelShape, str] = {}
+    seen: dict[LayerShard, str] = {}
     layers: dict[str, tuple[tuple[object, ...], str]] = {}
     quantised: dict[str, str] = {}
     for line in itertools.chain.from_iterable(_each_of_catalogue(one, problems) for one in _lines(values, problems)):
@@ -152,7 +152,7 @@ def _is_file_of_specs(value: str, path: Path) -> bool:
     return path.suffix == ".txt" and "=" not in value
 
 
-def _resolve(line: _Line) -> tuple[_Found, Options]:
+def _resolve(line: _Line) -> tuple[_Found, SpecOptions]:
     given = words(line.text)
     if not given:
         raise InputError("no model is named")
@@ -210,18 +210,18 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _shards(found: _Found, options: Options, only: Sequence[Op]) -> Iterator[ModelShape]:
+def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator[LayerShard]:
     """tp x ep. Raises InputError with every contradiction, a line each."""
     layer = found.layer
     problems: list[str] = []
-    shards: list[ModelShape] = []
+    shards: list[LayerShard] = []
     fused = _fused(layer, problems) if options.shared else 0
     ops = tuple(op for op in options.ops or Op if op in only)
     if not ops:
         given, wanted = (",".join(op.value for op in some) for some in (options.ops or Op, only))
         problems.append(f"ops={given}: --ops {wanted} leaves nothing of it")
     for tp, ep in itertools.product(options.tp, options.ep):
-        shard = ModelShape(
+        shard = LayerShard(
             name=options.name or found.name,
             E=layer.E,
             k=layer.k,

@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*(?:/[A-Za-z0-9][A-Za-z0-9._+-]*)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SpecOptions:
     """What stands after a spec. ``None`` means: as the model has it."""
 
     tp: tuple[int, ...] = (1,)
@@ -40,7 +40,7 @@ class Options:
     name: str | None = None
 
 
-OPTION_KEYS = tuple(field.name for field in dataclasses.fields(Options))
+OPTION_KEYS = tuple(field.name for field in dataclasses.fields(SpecOptions))
 
 
 def words(line: str) -> list[str]:
@@ -66,7 +66,7 @@ def words(line: str) -> list[str]:
     return found
 
 
-def parse_options(given: Sequence[str]) -> tuple[Options, list[str]]:
+def parse_options(given: Sequence[str]) -> tuple[SpecOptions, list[str]]:
     """``key=value`` words -> options, and every mistake found in them."""
     values: dict[str, object] = {}
     problems: list[str] = []
@@ -97,7 +97,7 @@ def parse_options(given: Sequence[str]) -> tuple[Options, list[str]]:
                 values[key] = parsers[key](key, text)
             except InputError as error:
                 problems.append(str(error))
-    return dataclasses.replace(Options(), **({} if problems else values)), problems  # type: ignore[arg-type]
+    return dataclasses.replace(SpecOptions(), **({} if problems else values)), problems  # type: ignore[arg-type]
 
 
 def parse_shape(word: str) -> ExpertLayer:

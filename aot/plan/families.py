@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from ...kernels.contract import registry, rowops
 from ...kernels.contract.alignment import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.contract.config import Config
-from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from ...kernels.cost.model import Resources, occupancy
 from ...kernels.hardware.arch import SmLimits
@@ -31,25 +31,28 @@ Candidates = Callable[[Op, DType, int], tuple[Config, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What variants can stand in for each other. A product that has two names (``Problem.twin``) has one family."""
+    """What variants can stand in for each other.
 
-    op: Op | Pass
+    A product that has two names (``Problem.transposed``) has one family.
+    """
+
+    op: Op | RowOp
     dtype: DType
     layout: Layout
     fusion: Fusion
 
     @classmethod
-    def of(cls, one: Problem | Variant | Spec | PassSpec) -> Family:
+    def of(cls, one: Problem | Variant | Spec | RowOpSpec) -> Family:
         """The family of a problem, or of a variant."""
-        named: Problem | Variant | Spec | PassSpec = one
+        named: Problem | Variant | Spec | RowOpSpec = one
         if isinstance(one.op, Op) and one.layout is Layout.KN:
-            named = Problem(one.op, one.dtype, 1, 1, 1, one.layout, one.fusion).with_w_nk
+            named = Problem(one.op, one.dtype, 1, 1, 1, one.layout, one.fusion).canonical
         return cls(named.op, one.dtype, named.layout, one.fusion)
 
     @property
     def gemm(self) -> Op:
         """The op, of a family of problems."""
-        if isinstance(self.op, Pass):
+        if isinstance(self.op, RowOp):
             raise ValueError(f"{self} is no family of GEMMs")
         return self.op
 
@@ -60,7 +63,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class Pool:
     """Where the candidates come from: ``aligned`` to choose among, ``fallbacks`` so that any N and K run."""
 
     aligned: Candidates = space.candidates
@@ -114,7 +117,7 @@ def named(members: Iterable[Problem]) -> str:
     return ", ".join(dict.fromkeys(str(Family(one.op, one.dtype, one.layout, one.fusion)) for one in members))
 
 
-def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]:
+def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
     """Every variant to compile: the aligned candidates of each family, then its unaligned fallbacks.
 
     What is named dX and is the forward of w [E, K, N] has the candidates of a forward, too, which are for few rows. One
@@ -139,7 +142,7 @@ def specs(problems: Iterable[Problem], sm: int, pool: Space) -> tuple[Spec, ...]
     return tuple(dict.fromkeys(found))
 
 
-def pass_specs(problems: Iterable[Problem]) -> tuple[PassSpec, ...]:
+def pass_specs(problems: Iterable[Problem]) -> tuple[RowOpSpec, ...]:
     """The passes over rows that go with these problems: a layer of theirs needs them in each dtype, for any shape."""
     every = tuple(problems)
     return rowops.specs(tuple(dict.fromkeys(one.dtype for one in every)), frozenset(one.op for one in every))
@@ -162,14 +165,14 @@ def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
-def to_compile(problems: Sequence[Problem], sm: int, pool: Space) -> tuple[Spec | PassSpec, ...]:
+def to_compile(problems: Sequence[Problem], sm: int, pool: Pool) -> tuple[Spec | RowOpSpec, ...]:
     """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes."""
     return (*(group[0] for group in by_code(specs(problems, sm, pool), sm)), *pass_specs(problems))
 
 
 def ships_unchosen(variant: Variant) -> bool:
     """Whether a variant ships although no choice names it: a fallback, for any N and K, or a pass over rows."""
-    return variant.alignment == 1 or isinstance(variant.op, Pass)
+    return variant.alignment == 1 or isinstance(variant.op, RowOp)
 
 
 def serves(variant: Variant, problem: Problem) -> bool:
@@ -187,7 +190,7 @@ def rejection(variant: Variant, limits: SmLimits) -> str | None:
     """
     if variant.shared_bytes > limits.shared_per_block_bytes:
         return f"{variant.shared_bytes} bytes of shared memory, sm_{limits.sm} has {limits.shared_per_block_bytes}"
-    if isinstance(variant.op, Pass):
+    if isinstance(variant.op, RowOp):
         fits = variant.registers * variant.threads <= limits.registers_per_sm
     else:
         fits = occupancy(Resources.of(variant), limits) > 0

@@ -11,8 +11,8 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_between
 from ...kernels.contract.alignment import has_aligned_rows
 from ...kernels.contract.spec import MAX_EXPERTS, code_of
-from ..models.layer import Gemm, ModelShape
-from .families import Family, Space, optional
+from ..models.layer import LayerGemm, LayerShard
+from .families import Family, Pool, optional
 
 # What ``grouped_gemm`` can do beside the product of GEMM 1 and of GEMM 2 of a layer: GEMM 1 reads hidden states in
 # token order, GEMM 2 writes them there, and what is gathered going forward is scattered coming back.
@@ -28,7 +28,7 @@ _GATED_DTYPES = (DType.BF16, DType.FP16)  # what specialised code multiplies
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BuildPlan:
     """What to choose variants for.
 
     ``buckets`` is problem -> its buckets of M, ascending; the problems are in ``sort_key`` order and
@@ -48,17 +48,17 @@ class Plan:
         """The number of (problem, bucket) pairs: the choices that a finished bundle holds."""
         return sum(len(buckets) for buckets in self.buckets.values())
 
-    def without(self, problems: Collection[Problem]) -> Plan:
+    def without(self, problems: Collection[Problem]) -> BuildPlan:
         """The plan less these problems."""
         models = (
             replace(model, problems=tuple(one for one in model.problems if one not in problems))
             for model in self.models
         )
         buckets = {one: row for one, row in self.buckets.items() if one not in problems}
-        return Plan(MappingProxyType(buckets), tuple(models))
+        return BuildPlan(MappingProxyType(buckets), tuple(models))
 
 
-def plan(shapes: Iterable[ModelShape]) -> Plan:
+def plan(shapes: Iterable[LayerShard]) -> BuildPlan:
     """The distinct problems of ``shapes``, their buckets, and the models they serve.
 
     A shard has, for each of its dtypes, layouts and ops, a problem for each of its two GEMMs, and of the forward
@@ -80,7 +80,7 @@ def plan(shapes: Iterable[ModelShape]) -> Plan:
                     problems.remove(problem)
             key = (shape.name, shape.tp, shape.ep, shape.experts_per_token, dtype)
             models.setdefault(key, set()).update(problems)
-    return Plan(
+    return BuildPlan(
         MappingProxyType({one: tuple(sorted(buckets[one])) for one in sorted(buckets, key=lambda one: one.sort_key)}),
         tuple(
             Model(*key, problems=tuple(sorted(models[key], key=lambda one: one.sort_key)))
@@ -89,7 +89,7 @@ def plan(shapes: Iterable[ModelShape]) -> Plan:
     )
 
 
-def problems_of(shape: ModelShape, dtype: DType) -> Iterator[Problem]:
+def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
     """What one shard computes in one dtype; ``abi.code_of`` says which forms of a call share a problem.
 
     dW of w [E, K, N] is dW of w [E, N, K] with x and dy, N and K exchanged, and is planned as that.
@@ -106,7 +106,7 @@ def problems_of(shape: ModelShape, dtype: DType) -> Iterator[Problem]:
                 yield from _gated(shape.gemms()[0], dtype, layout)
 
 
-def _gated(gemm: Gemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
+def _gated(gemm: LayerGemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
     """GEMM 1 with silu in its epilogue as ``moe_mlp`` runs it, rows gathered on load or before, if there is code.
 
     Code needs whole 16 bytes a row of y too. w [E, K, N] is of models with other activations.
@@ -124,9 +124,9 @@ def gated_buckets(problem: Problem, buckets: Iterable[int]) -> tuple[int, ...]:
     return tuple(bucket for bucket in buckets if bucket >= least)
 
 
-def planned_on(plan: Plan, sms: Collection[int], pool: Space | None = None) -> Plan:
+def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) -> BuildPlan:
     """The plan less the optional problems that none of these capabilities has code for."""
-    space = pool or Space()
+    space = pool or Pool()
     idle = {
         one
         for one in plan.problems

@@ -31,7 +31,7 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TimedCandidate:
     """A variant that was measured in a cell. ``model_us`` is the cost model's estimate, where its cubin is known."""
 
     config: str
@@ -59,7 +59,7 @@ class Cell:
     model_us: float | None = None
     torch_us: float | None = None
     gpu: Gpu | None = None
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[TimedCandidate, ...] = ()
     failures: tuple[str, ...] = ()
 
     @property
@@ -82,7 +82,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Gemm:
+class WeightCells:
     """The cells of one weight: E matrices of N x K, in every op and form."""
 
     E: int
@@ -113,7 +113,7 @@ class Sheet:
     sm: int
     chips: tuple[Chip, ...]
     models: tuple[Model, ...]
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[WeightCells, ...]
     notes: tuple[str, ...]
 
     @property

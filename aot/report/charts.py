@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...artifacts.errors import HostError
 from ...artifacts.records.problem import Fusion, Op
 from ..plan.families import fused
-from .cells import Cell, Gemm, State
+from .cells import Cell, State, WeightCells
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +68,7 @@ class Charts:
     def __init__(self) -> None:
         self._drawn = 0
 
-    def gemm(self, gemm: Gemm) -> str:
+    def gemm(self, gemm: WeightCells) -> str:
         """A GEMM: the fraction of the roofline by rows, and beside it the search where there was one."""
         searched = [cell for cell in gemm.cells if len(cell.candidates) > 1]
         with _style():

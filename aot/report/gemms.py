@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from ...artifacts.records.bundle import Model
-from .cells import Cell, Gemm, GemmKey, Sheet, State, gemm_key
+from .cells import Cell, GemmKey, Sheet, State, WeightCells, gemm_key
 from .charts import Charts, form
 from .markup import boxes, dot, percent, summary, table, times, us
 
@@ -17,7 +17,7 @@ from .markup import boxes, dot, percent, summary, table, times, us
 class _Section:
     """The GEMMs written so far: each is written once, and linked to from then on."""
 
-    gemms: dict[GemmKey, Gemm]
+    gemms: dict[GemmKey, WeightCells]
     charts: Charts
     on_chart: Callable[[int, int], None]
     shown: dict[GemmKey, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def _shards(models: Iterable[Model]) -> dict[GemmKey, list[str]]:
     return {key: list(shards) for key, shards in found.items()}
 
 
-def _tables(gemm: Gemm) -> str:
+def _tables(gemm: WeightCells) -> str:
     """For each op and form what is covered, and behind it the numbers."""
     groups: dict[str, list[Cell]] = {}
     for cell in gemm.cells:

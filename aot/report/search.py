@@ -9,7 +9,7 @@ from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu
 from ..journal.file import Contents
 from ..journal.records import Failure
-from ..journal.timings import Evidence, cell_of
+from ..journal.timings import Timings, cell_of
 
 Key = tuple[Problem, int]
 
@@ -44,7 +44,7 @@ def searches(journals: Sequence[Contents]) -> dict[Key, list[Search]]:
 
 
 def _of(journal: Contents) -> dict[Key, Search]:
-    evidence = Evidence.of(journal)
+    evidence = Timings.of(journal)
     failures: dict[Key, list[Failure]] = {}
     for record in journal.records:
         if isinstance(record, Failure):

@@ -15,8 +15,8 @@ from ..bundle.assemble import config_text
 from ..journal.file import Contents
 from ..journal.timings import cell_of
 from ..plan.families import optional
-from ..plan.plan import Plan, gated_buckets, planned_on
-from .cells import Candidate, Cell, Gemm, GemmKey, Sheet, State, gemm_key
+from ..plan.plan import BuildPlan, gated_buckets, planned_on
+from .cells import Cell, GemmKey, Sheet, State, TimedCandidate, WeightCells, gemm_key
 from .roofline import roofline
 from .search import Key, Search, searches
 
@@ -26,7 +26,7 @@ def sheet(
     facts: Mapping[str, str],
     bundle: Bundle | None,
     journals: Sequence[Contents],
-    plan: Plan | None,
+    plan: BuildPlan | None,
     known: Iterable[Variant] = (),
 ) -> Sheet:
     """Put together what ``bundle`` chose, what ``journals`` measured and what ``plan`` wants.
@@ -132,11 +132,11 @@ class _Reader:
             failures=failures,
         )
 
-    def _candidates(self, problem: Problem, bucket: int, search: Search | None) -> tuple[Candidate, ...]:
+    def _candidates(self, problem: Problem, bucket: int, search: Search | None) -> tuple[TimedCandidate, ...]:
         if search is None:
             return ()
         return tuple(
-            Candidate(self._name(sha), time_us, self._model_us(problem, bucket, sha, search.gpu))
+            TimedCandidate(self._name(sha), time_us, self._model_us(problem, bucket, sha, search.gpu))
             for time_us, sha in search.fastest
         )
 
@@ -153,7 +153,7 @@ class _Reader:
         if variant is None or self._sm not in LIMITS:
             return None
         try:
-            time_us = estimate_us(problem.with_w_nk, bucket, Resources.of(variant), _chip(gpu, self._sm))
+            time_us = estimate_us(problem.canonical, bucket, Resources.of(variant), _chip(gpu, self._sm))
         except ValueError:  # a config of another version
             return None
         return time_us if math.isfinite(time_us) else None
@@ -165,7 +165,7 @@ def _chosen(bundle: Bundle | None) -> list[Key]:
     return [(problem, one.bucket) for problem, row in bundle.choices.items() for one in row]
 
 
-def _wanted(bundle: Bundle | None, plan: Plan | None) -> list[Key]:
+def _wanted(bundle: Bundle | None, plan: BuildPlan | None) -> list[Key]:
     if plan is not None:
         return [(problem, bucket) for problem, buckets in plan.buckets.items() for bucket in buckets]
     if bundle is None:
@@ -179,14 +179,14 @@ def _wanted(bundle: Bundle | None, plan: Plan | None) -> list[Key]:
     return list(found)
 
 
-def _gemms(cells: Iterable[Cell]) -> tuple[Gemm, ...]:
+def _gemms(cells: Iterable[Cell]) -> tuple[WeightCells, ...]:
     groups: dict[GemmKey, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(gemm_key(cell.problem), []).append(cell)
     for group in groups.values():
         group.sort(key=_cell_order)
     order = sorted(groups, key=lambda key: (*key[:3], key[3].value, key[4].value))
-    return tuple(Gemm(*key, tuple(groups[key])) for key in order)
+    return tuple(WeightCells(*key, tuple(groups[key])) for key in order)
 
 
 def _cell_order(cell: Cell) -> tuple[int, int, int, int]:

@@ -11,12 +11,14 @@ from ...artifacts.records.target import Gpu, cuda_version
 from ...kernels.hardware.arch import supported
 from ..bundle.verify import sound
 from ..journal.file import Contents, read_journal
-from ..plan.plan import Plan
+from ..plan.plan import BuildPlan
 from .cells import Sheet
 from .sheets import sheet
 
 
-def read(source: str, is_bundle: bool, journals: Sequence[Path], candidates: str | None, plan: Plan | None) -> Sheet:
+def read(
+    source: str, is_bundle: bool, journals: Sequence[Path], candidates: str | None, plan: BuildPlan | None
+) -> Sheet:
     """The sheet of a bundle or a journal, with further journals, the candidates' names and what is wanted.
 
     Raises

@@ -10,7 +10,7 @@ from ..journal.records import Failure, Measured
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class CellsDone:
     """How far it is: cells ``done`` of ``total``, variants that ``failed``, and the ``last`` cell measured.
 
     ``looking``, at the start of a stage: at cells that are measured already.
@@ -28,8 +28,8 @@ class Progress:
 class TuneObservers:
     """Whom to tell while it goes on: at the start of each stage, after each cell, and remarks."""
 
-    on_start: Callable[[Progress], None] = lambda progress: None
-    on_cell: Callable[[Progress], None] = lambda progress: None
+    on_start: Callable[[CellsDone], None] = lambda progress: None
+    on_cell: Callable[[CellsDone], None] = lambda progress: None
     on_note: Callable[[str], None] = lambda note: None
 
 

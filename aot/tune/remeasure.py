@@ -15,7 +15,7 @@ from ..choose.choices import Chosen
 from ..choose.subset import MAX_LOSS
 from ..journal.file import Contents
 from ..journal.records import Measured
-from ..journal.timings import Cell, Evidence, cell_of, counting
+from ..journal.timings import Cell, Timings, cell_of, counting
 
 NEAR = 0.1  # over the fastest: may be the fastest
 BESIDE = 0.03  # over the fastest: timed beside what was not
@@ -23,7 +23,7 @@ LIKELY = 1.06  # times the least estimate: 99 % of the winners in an H200's jour
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Remeasure:
     """What to time in a cell, by cubin; ``more``: in more rounds than before."""
 
     variants: frozenset[bytes]
@@ -32,7 +32,7 @@ class Look:
 
 def looks(
     chosen: Chosen, contents: Contents, estimates: Callable[[Problem, int], Mapping[bytes, float]]
-) -> dict[Cell, Look]:
+) -> dict[Cell, Remeasure]:
     """The cells that were measured and that either lack something, or whose choice may be none.
 
     They lack what ships, was not timed there, and by the model's estimate may be the fastest; it is timed beside who is
@@ -46,7 +46,7 @@ def looks(
     for one in contents.records:
         if isinstance(one, Measured):
             records.setdefault(cell_of(one.problem, one.bucket), []).append(one)
-    evidence = Evidence.of(contents)
+    evidence = Timings.of(contents)
     ships = {one.variant.cubin_sha256 for one in chosen.variants}
     found = {}
     for problem, choices in chosen.choices.items():
@@ -63,5 +63,5 @@ def looks(
             missing = {sha for sha in ships & able.keys() if able[sha] <= most and sha not in times}
             if doubted or missing:
                 ahead = {sha for sha, ns in times.items() if ns <= least * (1 + (NEAR if doubted else BESIDE))}
-                found[cell] = Look(frozenset({*ahead, *missing, *({ours} if doubted else ())}), doubted)
+                found[cell] = Remeasure(frozenset({*ahead, *missing, *({ours} if doubted else ())}), doubted)
     return found

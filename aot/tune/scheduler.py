@@ -13,13 +13,13 @@ from ..choose.bundle import Ships
 from ..journal.file import Journal, described
 from ..journal.records import AGAIN, DIED, Failure, Measured
 from ..journal.timings import Cell, plain_of
-from ..measure.job import GpuExecutor, GpuGone, Hello, Job, Result, WorkerLost, first_line
-from .outcome import Outcome, Progress, TuneObservers
-from .remeasure import Look
+from ..measure.job import GpuExecutor, GpuGone, MeasureJob, MeasureResult, WorkerInfo, WorkerLost, first_line
+from .outcome import CellsDone, Outcome, TuneObservers
+from .remeasure import Remeasure
 from .shortlist import contenders
-from .space import Ground, expected_seconds, torch_can, weight_key, weight_seconds
-from .state import Known
-from .task import Lane, Trial
+from .space import TuningSpace, expected_seconds, torch_can, weight_key, weight_seconds
+from .state import TuningState
+from .task import Task, Worker
 
 _RESTARTS = 3  # of a worker that does not start, one after the other
 _LOOK_S = 0.5  # how often to ask for GPUs that have joined
@@ -29,22 +29,22 @@ _KILLS = 2  # GPUs that a variant may take with it, alone, before it is to blame
 SAME_GPU = "use the same GPU: give each worker its own with CUDA_VISIBLE_DEVICES"
 
 
-class Run:
+class Scheduler:
     """One run of the tuner."""
 
     def __init__(
-        self, ground: Ground, greeted: Mapping[GpuExecutor, Hello], joined: Callable[[], Sequence[GpuExecutor]] | None,
-        journal: Journal, watch: TuneObservers, with_torch: bool, budget_s: float | None,
-        ships: Ships | None,
+        self, ground: TuningSpace, greeted: Mapping[GpuExecutor, WorkerInfo],
+        joined: Callable[[], Sequence[GpuExecutor]] | None, journal: Journal, watch: TuneObservers,
+        with_torch: bool, budget_s: float | None, ships: Ships | None,
     ) -> None:  # fmt: skip
         self.ground, self.journal, self.watch, self.with_torch = ground, journal, watch, with_torch
         self.bundle = ground.bundle
-        self.lanes = [Lane(executor, hello.uuid) for executor, hello in greeted.items()]
+        self.lanes = [Worker(executor, hello.uuid) for executor, hello in greeted.items()]
         self.joined = joined
         self.deserted_at: float | None = None
-        self.queue: deque[list[Trial]] = deque()
-        self.running: dict[Future[Any], Lane] = {}
-        self.known = Known(ground, journal, ships)
+        self.queue: deque[list[Task]] = deque()
+        self.running: dict[Future[Any], Worker] = {}
+        self.known = TuningState(ground, journal, ships)
         self.failures: list[Failure] = []
         self.begun = time.monotonic()
         self.end = None if budget_s is None else self.begun + budget_s
@@ -90,7 +90,7 @@ class Run:
             look_seconds=look_s,
         )
 
-    def _measure(self, wanted: Mapping[Cell, Look | None], done: int, cells: int) -> None:
+    def _measure(self, wanted: Mapping[Cell, Remeasure | None], done: int, cells: int) -> None:
         """Until each of these cells is measured, or time is up: ``done`` of the stage's ``cells`` are, before."""
         groups = self._groups(wanted)
         self.stage_begun, self.stage_done, self.stage_cells = time.monotonic(), done, cells
@@ -101,7 +101,7 @@ class Run:
         groups.sort(key=lambda group: sum(trial.seconds for trial in group), reverse=not short)
         self.queue = deque(groups)
         looking = any(look is not None for look in wanted.values())
-        self.watch.on_start(Progress(done, cells, left_s, len(self.known.failed), looking=looking))
+        self.watch.on_start(CellsDone(done, cells, left_s, len(self.known.failed), looking=looking))
         self._feed()
         while self._working() or self._deserted():
             wait(self.running, timeout=_LOOK_S if self.joined else None, return_when=FIRST_COMPLETED)
@@ -109,20 +109,20 @@ class Run:
             for future in sorted(finished, key=lambda one: one.exception() is None):  # who is gone, first
                 self._settle(self.running.pop(future), future)
             for executor in self.joined() if self.joined else ():
-                lane = Lane(executor)
+                lane = Worker(executor)
                 self.lanes.append(lane)
                 self._restart(lane)
             self._feed()
 
-    def _groups(self, wanted: Mapping[Cell, Look | None]) -> list[list[Trial]]:
+    def _groups(self, wanted: Mapping[Cell, Remeasure | None]) -> list[list[Task]]:
         """What is to be measured, by the weights that are shared; plain forms first, rows rising."""
-        groups: dict[object, list[Trial]] = {}
+        groups: dict[object, list[Task]] = {}
         for problem, buckets in self.ground.cells.items():
             for bucket in buckets:
                 if (problem, bucket) in wanted:
                     look = wanted[problem, bucket]
                     seconds = expected_seconds(self.ground.ranked(problem, bucket)[0][0])
-                    trial = Trial(problem, bucket, seconds * (AGAIN if look and look.more else 1), look=look)
+                    trial = Task(problem, bucket, seconds * (AGAIN if look and look.more else 1), look=look)
                     groups.setdefault(weight_key(problem), []).append(trial)
         return list(groups.values())
 
@@ -166,7 +166,7 @@ class Run:
             if lane not in busy:
                 self._next(lane)
 
-    def _next(self, lane: Lane) -> None:
+    def _next(self, lane: Worker) -> None:
         while True:
             if lane.trial is not None:
                 self._skip_failed(lane.trial)
@@ -183,23 +183,23 @@ class Run:
             if lane.sent:
                 with_torch = self.with_torch and torch_can(trial.problem) and not trial.alone
                 more = trial.look is not None and trial.look.more
-                job = Job(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial), more)
+                job = MeasureJob(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial), more)
                 self.running[lane.executor.submit(job)] = lane
                 return
             self._give_up(lane, "no candidate is left")
 
-    def _skip_failed(self, trial: Trial) -> None:
+    def _skip_failed(self, trial: Task) -> None:
         """Of those to be tried alone, another GPU may have found some to be bad meanwhile."""
         while trial.alone and self.bundle.variant(trial.alone[0]).cubin_sha256 in self.known.failed:
             trial.alone.popleft()
             trial.kills = 0
 
-    def _taken(self) -> deque[Trial]:
+    def _taken(self) -> deque[Task]:
         """Of what waits for the GPU that has most to do, from the end of its queue, all that is done sooner elsewhere.
 
         That is about half of it, less where the weights take long to be made anew; in the end it is single cells.
         """
-        taken: deque[Trial] = deque()
+        taken: deque[Task] = deque()
         longest = max(self.lanes, key=lambda lane: lane.waiting_s)
         if not longest.waiting:
             return taken
@@ -210,7 +210,7 @@ class Run:
             taken.appendleft(trial)
         return taken
 
-    def _contenders(self, trial: Trial) -> tuple[int, ...]:
+    def _contenders(self, trial: Task) -> tuple[int, ...]:
         """The variants to measure, the modelled choice first."""
         ranked = [i for _, i in self.ground.ranked(trial.problem, trial.bucket, self.known.failed)]
         by_config = {self.bundle.variant(i).config: i for i in reversed(ranked)}
@@ -221,18 +221,18 @@ class Run:
             named = {self.ground.index.get((trial.problem, sha)) for sha in trial.look.variants}
             return (ranked[0], *(i for i in ranked[1:] if i in named))
         near = self.known.winners.near(trial.problem, trial.bucket)
-        twin = self.known.winners.twin(trial.problem, trial.bucket)
+        twin = self.known.winners.transposed(trial.problem, trial.bucket)
         elsewhere = self.ground.elsewhere(trial.problem, trial.bucket)
         chosen = contenders(configs, near, twin, self.ground.share, elsewhere)
         return tuple(by_config[config] for config in chosen)
 
-    def _plain(self, trial: Trial) -> int | None:
+    def _plain(self, trial: Task) -> int | None:
         """The fastest variant of the plain product, where the runtime holds the form's time against it."""
         plain = None if trial.alone or trial.split else plain_of(trial.problem)
         config = None if plain is None else self.known.winners.of(plain, trial.bucket)
         return None if plain is None or config is None else self.ground.variant(plain, config, self.known.failed)
 
-    def _give_up(self, lane: Lane, reason: str) -> None:
+    def _give_up(self, lane: Worker, reason: str) -> None:
         """Leave the lane's cell modelled, or as it was measured before."""
         assert lane.trial is not None
         trial = lane.trial
@@ -243,10 +243,10 @@ class Run:
             self.unable += 1
         lane.trial = None
 
-    def _settle(self, lane: Lane, future: Future[Any]) -> None:
+    def _settle(self, lane: Worker, future: Future[Any]) -> None:
         """What a future brought: a worker that has started again, or the result of a job."""
         try:
-            result: Result | Hello = future.result()
+            result: MeasureResult | WorkerInfo = future.result()
         except GpuGone as gone:
             self._retire(lane, gone, guilty=not lane.starts or lane.lost is not None)
             return
@@ -260,7 +260,7 @@ class Run:
             lane.lost = lane.lost or error
             self._restart(lane)
             return
-        if isinstance(result, Hello):
+        if isinstance(result, WorkerInfo):
             unfit = self._unfit(lane, result)
             if unfit:
                 self._retire(lane, WorkerLost(DIED, unfit), guilty=False)
@@ -282,7 +282,7 @@ class Run:
         if result.broken:
             self._restart(lane)
 
-    def _keep(self, lane: Lane, trial: Trial, record: Measured) -> None:
+    def _keep(self, lane: Worker, trial: Task, record: Measured) -> None:
         self.known.add([record])
         if trial.look:
             self.known.looked_at((trial.problem, trial.bucket), trial.look)
@@ -304,11 +304,11 @@ class Run:
             for one in failures:
                 self.watch.on_note(f"{one.problem}, {one.bucket} rows: a variant is out ({one.kind}): {one.reason}")
 
-    def _restart(self, lane: Lane) -> None:
+    def _restart(self, lane: Worker) -> None:
         lane.starts += 1
         self.running[lane.executor.start()] = lane
 
-    def _unfit(self, lane: Lane, hello: Hello) -> str:
+    def _unfit(self, lane: Worker, hello: WorkerInfo) -> str:
         """Why a worker that has started can't be used: it may be another one than before."""
         header = self.journal.contents.header
         if hello.sm != header.sm or not hello.gpu.is_like(header.gpu):
@@ -319,7 +319,7 @@ class Run:
                 return f"it and {other.executor.name} {SAME_GPU}"
         return ""
 
-    def _retire(self, lane: Lane, error: WorkerLost, *, guilty: bool) -> None:
+    def _retire(self, lane: Worker, error: WorkerLost, *, guilty: bool) -> None:
         """A GPU is out: the others take over what it had. ``guilty``: what ran there may be the reason.
 
         Then each variant is tried alone, elsewhere, and one that takes several GPUs with it is to blame.
@@ -347,13 +347,13 @@ class Run:
         if lane.waiting:
             self.queue.appendleft(list(lane.waiting))
 
-    def _blame(self, trial: Trial, lost: WorkerLost) -> None:
+    def _blame(self, trial: Task, lost: WorkerLost) -> None:
         """The variant that ran alone."""
         sha = self.bundle.variant(trial.alone.popleft()).cubin_sha256
         trial.kills = 0
         self._fail([Failure(trial.problem, trial.bucket, sha, lost.kind, str(lost))])
 
-    def _restarted(self, lane: Lane, hello: Hello) -> None:
+    def _restarted(self, lane: Worker, hello: WorkerInfo) -> None:
         """The GPU answers again, so what ran there is to blame, if it does it again: each variant is tried alone."""
         trial, lost = lane.trial, lane.lost
         lane.starts, lane.lost, lane.uuid = 0, None, hello.uuid
@@ -366,9 +366,9 @@ class Run:
         else:
             trial.alone, trial.split = deque(lane.sent), True
 
-    def _progress(self, record: Measured) -> Progress:
+    def _progress(self, record: Measured) -> CellsDone:
         now = time.monotonic()
         left_s = max(0.0, self.planned_s - self.done_s) * (now - self.stage_begun) / self.done_s
         if self.end is not None:
             left_s = min(left_s, max(0.0, self.end - now))
-        return Progress(self.stage_done, self.stage_cells, left_s, len(self.known.failed), record)
+        return CellsDone(self.stage_done, self.stage_cells, left_s, len(self.known.failed), record)

@@ -25,30 +25,30 @@ _SIZE = 0.2  # ... and so much more for each doubling of E, N and K
 
 FORMS = (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)  # in the order in which they are measured
 
-Knobs = tuple[tuple[str, int], ...]
+ConfigPairs = tuple[tuple[str, int], ...]
 
 
 @dataclass(slots=True)
 class Winners:
     """What won in the cells measured so far, by config: forms of one shape have cubins of their own."""
 
-    _found: dict[tuple[Op, DType], dict[tuple[Problem, int], Knobs]] = field(default_factory=dict)
+    _found: dict[tuple[Op, DType], dict[tuple[Problem, int], ConfigPairs]] = field(default_factory=dict)
 
-    def add(self, problem: Problem, bucket: int, config: Knobs) -> None:
+    def add(self, problem: Problem, bucket: int, config: ConfigPairs) -> None:
         """``config`` was the fastest one in this cell."""
         self._found.setdefault((problem.op, problem.dtype), {})[problem, bucket] = config
 
-    def of(self, problem: Problem, bucket: int) -> Knobs | None:
+    def of(self, problem: Problem, bucket: int) -> ConfigPairs | None:
         """The fastest config of this cell, if it was measured."""
         return self._found.get((problem.op, problem.dtype), {}).get((problem, bucket))
 
-    def near(self, problem: Problem, bucket: int) -> list[Knobs]:
+    def near(self, problem: Problem, bucket: int) -> list[ConfigPairs]:
         """The winners of the nearest cells of this op and dtype, each once: what won most often first, then nearest."""
         here = self._found.get((problem.op, problem.dtype), {})
         ordered = sorted(here, key=lambda cell: (_distance(cell, (problem, bucket)), cell[0].sort_key, cell[1]))
         return [config for config, _ in Counter(here[cell] for cell in ordered[:_NEAREST]).most_common()]
 
-    def twin(self, problem: Problem, bucket: int) -> Knobs | None:
+    def transposed(self, problem: Problem, bucket: int) -> ConfigPairs | None:
         """The winner of the same product and bucket with its rows moved another way, if one was measured.
 
         None for a plain product: it has more configs than the forms that move rows, which follow it. What won there
@@ -74,13 +74,14 @@ def _distance(a: tuple[Problem, int], b: tuple[Problem, int]) -> float:
 
 
 def contenders(
-    ranked: Sequence[Knobs], near: Sequence[Knobs], twin: Knobs | None, share: float = SHARE,
-    elsewhere: Sequence[Knobs] = (),
-) -> list[Knobs]:  # fmt: skip
+    ranked: Sequence[ConfigPairs], near: Sequence[ConfigPairs], twin: ConfigPairs | None, share: float = SHARE,
+    elsewhere: Sequence[ConfigPairs] = (),
+) -> list[ConfigPairs]:  # fmt: skip
     """The configs to measure, the modelled choice first: about ``share`` of ``ranked``, but at least two or three.
 
     ``ranked`` are all candidates of the cell, the model's best first; ``near`` and ``twin`` are what ``Winners.near``
-    and ``Winners.twin`` say. Where the same product was measured in another form, its winner is tried beside the first
+    and ``Winners.transposed`` say. Where the same product was measured in another form, its winner is tried beside the
+    first
     ones of the model. A larger share than usual is filled up by the model's order. ``elsewhere`` is what another GPU's
     bundle runs in this cell: it goes before all but the model's first, and four are tried at least.
     """

@@ -16,13 +16,13 @@ from ...kernels.hardware.chips import Chip, chip_of
 from ..journal.records import FLUSH_BYTES, Measured
 from ..journal.timings import cell_of
 from ..plan.families import optional, serves
-from .shortlist import Knobs
+from .shortlist import ConfigPairs
 
 _RESERVE_BYTES = 2 << 30  # the context, code, and what a reference needs
 
 
 @dataclass(slots=True)
-class Ground:
+class TuningSpace:
     """All that can be measured: which variants serve a problem, and how the cost model ranks them."""
 
     cells: dict[Problem, tuple[int, ...]]
@@ -39,7 +39,7 @@ class Ground:
     def of(
         cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float,
         like: BundleFile | None = None,
-    ) -> Ground:  # fmt: skip
+    ) -> TuningSpace:  # fmt: skip
         """Leaves out what does not fit the GPU's memory. A product that has two names is one here (``cell_of``).
 
         Raises
@@ -73,21 +73,21 @@ class Ground:
         problem, bucket = cell_of(record.problem, record.bucket)
         return bucket in self.cells.get(problem, ()) and (problem, record.modelled) in self.index
 
-    def config(self, problem: Problem, sha: bytes) -> Knobs | None:
+    def config(self, problem: Problem, sha: bytes) -> ConfigPairs | None:
         """The config of the variant with this cubin, if it serves a problem."""
         i = self.index.get((problem, sha))
         return None if i is None else self.bundle.variant(i).config
 
-    def variant(self, problem: Problem, config: Knobs, without: Container[bytes] = ()) -> int | None:
+    def variant(self, problem: Problem, config: ConfigPairs, without: Container[bytes] = ()) -> int | None:
         """The variant that serves a problem in this config, unless its cubin is in ``without``."""
         able = ((i, self.bundle.variant(i)) for i in self.able.get(problem, ()))
         return next((i for i, one in able if one.config == config and one.cubin_sha256 not in without), None)
 
-    def elsewhere(self, problem: Problem, bucket: int) -> list[Knobs]:
+    def elsewhere(self, problem: Problem, bucket: int) -> list[ConfigPairs]:
         """The configs that the bundle ``like`` has for a cell: its choice, then the runner-up."""
         if self.like is None:
             return []
-        there = self.like.find(problem) or (self.like.find(problem.twin) if problem.twin else ())
+        there = self.like.find(problem) or (self.like.find(problem.transposed) if problem.transposed else ())
         named = (choice for choice in there if choice.bucket == bucket)
         indices = [i for choice in named for i in (choice.variant, choice.runner_up) if i is not None]
         return [self.like.variant(i).config for i in indices]

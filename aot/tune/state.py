@@ -10,15 +10,15 @@ from ..choose.bundle import Ships
 from ..journal.file import Journal
 from ..journal.records import Failure, Measured, Record
 from ..journal.timings import Cell, cell_of
-from .remeasure import Look, looks
+from .remeasure import Remeasure, looks
 from .shortlist import Winners
-from .space import Ground
+from .space import TuningSpace
 
 
-class Known:
+class TuningState:
     """The cells that are measured with these candidates (``cells``), what won there, and what ``failed``."""
 
-    def __init__(self, ground: Ground, journal: Journal, ships: Ships | None) -> None:
+    def __init__(self, ground: TuningSpace, journal: Journal, ships: Ships | None) -> None:
         self.cells: set[Cell] = set()
         self.failed: dict[bytes, Failure] = {}
         self.winners = Winners()
@@ -37,7 +37,7 @@ class Known:
         every = ((problem, bucket) for problem, buckets in self._ground.cells.items() for bucket in buckets)
         return [cell for cell in every if cell not in self.cells]
 
-    def looks(self) -> dict[Cell, Look]:
+    def looks(self) -> dict[Cell, Remeasure]:
         """The cells to be looked at once more, by what would ship, less those that were, as well as they can be."""
         if self._ships is None:
             return {}
@@ -52,7 +52,7 @@ class Known:
             if cell in self.cells and not look.variants <= self._asked.get(cell, frozenset())
         }
 
-    def looked_at(self, cell: Cell, look: Look) -> None:
+    def looked_at(self, cell: Cell, look: Remeasure) -> None:
         """What a look was to time is not asked for again, whether or not it could be timed."""
         self._asked[cell] = self._asked.get(cell, frozenset()) | look.variants
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from ...artifacts.records.problem import Problem
 from ..measure.job import GpuExecutor, WorkerLost
-from .remeasure import Look
+from .remeasure import Remeasure
 
 
 @dataclass(slots=True, eq=False)
-class Trial:
+class Task:
     """A cell to measure. ``alone``: contenders to try one by one, as a process died over them, once (``split``).
 
     ``kills``: the GPUs that have gone while the first of ``alone`` ran there. ``look``: what to time, of a cell that
@@ -24,20 +24,20 @@ class Trial:
     alone: deque[int] = field(default_factory=deque)
     split: bool = False
     kills: int = 0
-    look: Look | None = None
+    look: Remeasure | None = None
 
     def __str__(self) -> str:
         return f"{self.problem}, {self.bucket} rows"
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class Worker:
     """One GPU: the cells that wait for it, the one under way, and what its worker was lost over."""
 
     executor: GpuExecutor
     uuid: str = ""
-    waiting: deque[Trial] = field(default_factory=deque)
-    trial: Trial | None = None
+    waiting: deque[Task] = field(default_factory=deque)
+    trial: Task | None = None
     sent: tuple[int, ...] = ()
     lost: WorkerLost | None = None
     starts: int = 0

@@ -19,13 +19,13 @@ from ...artifacts.records.target import Gpu
 from ..choose.bundle import Ships
 from ..executors.local import local_gpus
 from ..journal.file import Header, described, open_journal
-from ..measure.job import GpuExecutor, Hello, WorkerLost, first_line
-from .outcome import Outcome, Progress, TuneObservers
-from .scheduler import SAME_GPU, Run
+from ..measure.job import GpuExecutor, WorkerInfo, WorkerLost, first_line
+from .outcome import CellsDone, Outcome, TuneObservers
+from .scheduler import SAME_GPU, Scheduler
 from .shortlist import SHARE
-from .space import Ground
+from .space import TuningSpace
 
-__all__ = ["DEFAULT_BUDGET_S", "NoGpu", "Outcome", "Progress", "TuneObservers", "tune_problems"]
+__all__ = ["DEFAULT_BUDGET_S", "CellsDone", "NoGpu", "Outcome", "TuneObservers", "tune_problems"]
 
 DEFAULT_BUDGET_S = 600.0
 
@@ -103,8 +103,8 @@ def tune_problems(
         measured = {variant.kernel for variant in bundle.variants() if isinstance(variant.op, Op)}
         header = Header(sm, gpu, tuple(kernel for kernel in bundle.kernels if kernel.name in measured))
         held = stack.enter_context(open_journal(journal, header, watch.on_note))
-        ground = Ground.of(problems, bundle, gpu, sm, share, there)
-        return Run(ground, greeted, joined, held, watch, with_torch, budget_s, ships).run()
+        ground = TuningSpace.of(problems, bundle, gpu, sm, share, there)
+        return Scheduler(ground, greeted, joined, held, watch, with_torch, budget_s, ships).run()
 
 
 def _beside(named: str | Path | None, candidates: BundleFile, stack: contextlib.ExitStack) -> BundleFile | None:
@@ -120,10 +120,10 @@ def _beside(named: str | Path | None, candidates: BundleFile, stack: contextlib.
     return other
 
 
-def _greet(executors: Sequence[GpuExecutor], watch: TuneObservers, *, lenient: bool) -> dict[GpuExecutor, Hello]:
+def _greet(executors: Sequence[GpuExecutor], watch: TuneObservers, *, lenient: bool) -> dict[GpuExecutor, WorkerInfo]:
     """Start them. ``lenient`` goes on with those that do, if there is one."""
     started = [executor.start() for executor in executors]
-    greeted: dict[GpuExecutor, Hello] = {}
+    greeted: dict[GpuExecutor, WorkerInfo] = {}
     last = NoGpu("there is no GPU to measure on")
     for executor, future in zip(executors, started, strict=True):
         try:
@@ -144,7 +144,7 @@ def _greet(executors: Sequence[GpuExecutor], watch: TuneObservers, *, lenient: b
     return greeted
 
 
-def _same_gpu(greeted: Mapping[GpuExecutor, Hello], bundle: BundleFile) -> tuple[int, Gpu]:
+def _same_gpu(greeted: Mapping[GpuExecutor, WorkerInfo], bundle: BundleFile) -> tuple[int, Gpu]:
     """The GPUs' common identity: one journal holds the times of one kind."""
     first = next(iter(greeted.values()))
     users: dict[str, str] = {}

@@ -10,7 +10,7 @@ from .. import limits as lim
 from ..names import is_label, is_text
 from ..records.bundle import Choice, Kernel, Producer, Source, TensorMap, Variant
 from ..records.precision import DType
-from ..records.problem import Fusion, Layout, Op, Pass, Problem
+from ..records.problem import Fusion, Layout, Op, Problem, RowOp
 from ..records.target import Gpu, Target
 from .checks import digest, fields, integer, items, name, pick, shown
 from .wire import Malformed, pack, parse, unpack
@@ -18,7 +18,7 @@ from .wire import Malformed, pack, parse, unpack
 VariantKind: TypeAlias = tuple[list[object], int]  # [op, dtype, layout, fusion] as the wire has them; max_experts
 
 OPS = {op.value: op for op in Op}
-VARIANT_OPS: dict[str, Op | Pass] = {**OPS, **{one.value: one for one in Pass}}
+VARIANT_OPS: dict[str, Op | RowOp] = {**OPS, **{one.value: one for one in RowOp}}
 DTYPES = {dtype.value: dtype for dtype in DType}
 LAYOUTS = {layout.value: layout for layout in Layout}
 FUSIONS = tuple(Fusion(bits) for bits in range(2 * max(f.value for f in Fusion)))
@@ -220,7 +220,7 @@ def read_kind(record: bytes) -> VariantKind:
 
 def check_fits(kinds: Mapping[int, VariantKind], problem: Problem) -> None:
     """Raise Malformed unless each of these variants, by their indices, can compute ``problem``, by whatever name."""
-    names = [one for one in (problem, problem.twin) if one is not None]
+    names = [one for one in (problem, problem.transposed) if one is not None]
     wanted = [[one.op.value, one.dtype.value, one.layout.value, one.fusion.value] for one in names]
     for i, (have, experts) in kinds.items():
         if have not in wanted:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .precision import DType
-from .problem import Fusion, Layout, Op, Pass, Problem
+from .problem import Fusion, Layout, Op, Problem, RowOp
 from .target import Gpu, Target
 
 
@@ -40,13 +40,13 @@ class Variant:
     kernel assumes, in bytes, of every pointer, row stride and row length (16, or 1 for nothing);
     ``max_experts`` is the largest E. ``arguments`` are (name, kind) in the kernel's order, kind one
     of ``ptr i32 i64 desc2 desc3 desc4 desc5``; the launch ABI number ``abi`` fixes what the names mean.
-    That of a ``Pass`` is named by no choice: it runs whatever its dtype and alignment fit.
+    That of a ``RowOp`` is named by no choice: it runs whatever its dtype and alignment fit.
     """
 
     kernel: str
     revision: int
     abi: int
-    op: Op | Pass
+    op: Op | RowOp
     dtype: DType
     layout: Layout
     fusion: Fusion

@@ -24,7 +24,7 @@ class Op(enum.Enum):
     DW = "dW"
 
 
-class Pass(enum.Enum):
+class RowOp(enum.Enum):
     """One of the passes over rows around the grouped GEMMs: no product, any number of rows and columns.
 
     - ``GATHER``: out[i] = x[token of row i]
@@ -79,7 +79,7 @@ class Problem:
     top_k: int = 0
 
     @property
-    def twin(self) -> Problem | None:
+    def transposed(self) -> Problem | None:
         """The same product by its other name, which the same code computes; None where there is none.
 
         A forward of w [E, K, N] and dX of a w [E, N, K] multiply by the same memory, N of the one being K of the other;
@@ -93,9 +93,9 @@ class Problem:
         return replace(self, op=op, N=self.K, K=self.N, layout=layout)
 
     @property
-    def with_w_nk(self) -> Problem:
+    def canonical(self) -> Problem:
         """The name that has w as [E, N, K], of the two where there are two."""
-        return (self.twin or self) if self.layout is Layout.KN else self
+        return (self.transposed or self) if self.layout is Layout.KN else self
 
     @property
     def sort_key(self) -> tuple[str, str, int, int, int, str, int, int]:

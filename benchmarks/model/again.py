@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pretuned.aot.journal.file import Contents, read_journal
-from pretuned.aot.journal.records import LONG_NS, Duel, Measured
+from pretuned.aot.journal.records import LONG_NS, Measured, Rematch
 from pretuned.artifacts.errors import PretunedError
 
 
-def said(duel: Duel) -> str:
+def said(duel: Rematch) -> str:
     if duel.ratio < 1.0:
         return "won" if duel.won else "even, below 1"
     return "lost" if duel.ratio >= 1.0 + duel.band else "even, 1 and more"

@@ -54,7 +54,7 @@ def source(constants: Constants, sm: int, told: str) -> str:
         else:
             rows.append(f"    {name}={value!r},")
     shared = [f"_{name.upper()} = {getattr(constants, name)!r}" for name in SHARED]
-    return "\n".join([told, "_HOPPER = Family(", *rows, ")", *shared]) + "\n"
+    return "\n".join([told, "_HOPPER = ConstantsFamily(", *rows, ")", *shared]) + "\n"
 
 
 def select(cells: Sequence[Cell], constants: Constants) -> dict[str, dict[str, object]]:

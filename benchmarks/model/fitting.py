@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.model.sweeps import Cell
 from benchmarks.model.vectors import Part, parts
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.cost.constants import Constants, Family, WeightGrad
+from pretuned.kernels.cost.constants import Constants, ConstantsFamily, WeightGrad
 
 # What is searched: (constant, least, most, spread as a factor). ``a.b`` is a field of a field, ``a/2`` an entry.
 FITTED: tuple[tuple[str, float, float, float], ...] = (
@@ -69,7 +69,7 @@ FITTED_DW: tuple[tuple[str, float, float, float], ...] = (
 SHARED = ("cold_ns", "start_ns", "store_ns")  # of every generation: the others are this generation's alone
 
 # Where every search begins, never the last fit: with it, a model left out would still be in the constants.
-_FAMILY = Family(
+_FAMILY = ConstantsFamily(
     0.79, 50.0, (0.3, 0.42, 1.0, 1.0, 0.87), (0.3, 0.44, 0.75, 0.97, 1.0), {1: 0.25, 2: 0.4, 4: 0.9, 8: 1.0, 16: 1.0},
     wgmma_columns=(0.2, 0.35, 0.65, 0.95, 1.0), memory_share=0.935, latency_ns=1000.0, tma_latency_ns=1000.0,
     held_stages=0.5, chain_norm=7.0, flight_norm=4.0, norm=4.0, step_norm=4.0, write_share=0.7, weight=WeightGrad(),

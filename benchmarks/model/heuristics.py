@@ -129,7 +129,7 @@ def torch_times(cells: Iterable[Cell], sweeps: Iterable[Path] = (), path: Path =
 def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[list[Cell], dict[Cell, float]]:
     """The cells of a journal, each under the first model that has its problem, and torch's times at the same clock."""
     from pretuned.aot.journal.file import read_journal
-    from pretuned.aot.journal.timings import Evidence
+    from pretuned.aot.journal.timings import Timings
     from pretuned.aot.models.load import load_models
     from pretuned.aot.plan.families import Family
     from pretuned.aot.plan.plan import plan
@@ -142,7 +142,7 @@ def journal_cells(path: Path, candidates: Path, models: Sequence[str]) -> tuple[
     planned = plan(load_models(models).shapes).models
     owner = {problem: model for model in reversed(planned) for problem in model.problems}
     cells, torch_us = [], {}
-    for (problem, bucket), times in Evidence.of(contents).cells.items():
+    for (problem, bucket), times in Timings.of(contents).cells.items():
         if problem not in owner or problem.fusion:
             continue
         timed = {known[key]: ns / 1e3 for sha, ns in times.times_ns.items()

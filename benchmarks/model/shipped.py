@@ -23,10 +23,10 @@ from typing import Any
 
 from pretuned.aot.journal.file import Contents, read_journal
 from pretuned.aot.journal.records import LONG_NS, Measured
-from pretuned.aot.journal.timings import CellTimes, Evidence, cell_of
+from pretuned.aot.journal.timings import CellTimes, Timings, cell_of
 from pretuned.aot.tune.remeasure import LIKELY
 from pretuned.aot.tune.shortlist import SHARE
-from pretuned.aot.tune.space import Ground
+from pretuned.aot.tune.space import TuningSpace
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.limits import MAX_DIM
@@ -56,7 +56,7 @@ def losses(bundle: BundleFile, contents: Contents, *, raw: bool) -> list[tuple[f
 def timed(bundle: BundleFile, contents: Contents) -> Iterator[tuple[Problem, int, CellTimes, bytes]]:
     """(problem, bucket, what is known of the cell, the choice's cubin) of each choice that has a time."""
     cubins = [one.cubin_sha256 for one in bundle.variants()]
-    cells = Evidence.of(contents).cells
+    cells = Timings.of(contents).cells
     for problem in bundle.problems():
         for choice in bundle.find(problem):
             cell, chosen = cells.get(cell_of(problem, choice.bucket)), cubins[choice.variant]
@@ -114,9 +114,9 @@ def beside_torch(bundle: BundleFile, contents: Contents) -> list[tuple[float, st
 
 def winners_likely(bundle: BundleFile, contents: Contents) -> float:
     """The part of all cells in which the fastest of what ships is what a look would have timed."""
-    cells = Evidence.of(contents).cells
+    cells = Timings.of(contents).cells
     problems = {problem: [choice.bucket for choice in bundle.find(problem)] for problem in bundle.problems()}
-    ground = Ground.of(problems, bundle, contents.header.gpu, contents.header.sm, SHARE)
+    ground = TuningSpace.of(problems, bundle, contents.header.gpu, contents.header.sm, SHARE)
     likely = []
     for problem, bucket in cells:
         able = ground.estimates(problem, bucket)
@@ -161,7 +161,7 @@ def kinds(bundle: BundleFile, contents: Contents) -> list[dict[str, Any]]:
     kind are those that ship.
     """
     variants = bundle.variants()
-    cells = Evidence.of(contents).cells
+    cells = Timings.of(contents).cells
     rows = []
     for kind, belongs in KINDS.items():
         of_kind = {one.cubin_sha256 for one in variants if isinstance(one.op, Op) and belongs(_config(one))}

@@ -35,9 +35,9 @@ from benchmarks.model import sweeps
 from benchmarks.model.selection import listed
 from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import Measured
-from pretuned.aot.journal.timings import Evidence
+from pretuned.aot.journal.timings import Timings
 from pretuned.aot.plan.families import Family, ships_unchosen
-from pretuned.aot.tune.shortlist import SHARE, Knobs, Winners, contenders
+from pretuned.aot.tune.shortlist import SHARE, ConfigPairs, Winners, contenders
 from pretuned.aot.tune.tuner import tune_problems
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
@@ -101,7 +101,7 @@ def on_gpu(bundle: Path, folder: Path) -> tuple[list[Cell], dict[str, object]]:
     tuned = tune_problems(problems, bundle, folder / "tuner.journal", budget_s=None, with_torch=False)
     every = tune_problems(problems, bundle, folder / "all.journal", budget_s=None, with_torch=False, share=1.0)
     few, full = read_journal(folder / "tuner.journal"), read_journal(folder / "all.journal")
-    chosen, times = Evidence.of(few), Evidence.of(full)
+    chosen, times = Timings.of(few), Timings.of(full)
     records = {(one.problem, one.bucket): one for one in few.records if isinstance(one, Measured)}
     cells = []
     for key, record in records.items():
@@ -140,7 +140,7 @@ def on_sweeps(paths: list[Path]) -> list[Cell]:
 def on_journal(path: Path, bundle: Path) -> list[Cell]:
     """The same on what a tuner has timed."""
     journal = read_journal(path)
-    times_of = Evidence.of(journal).cells
+    times_of = Timings.of(journal).cells
     chip = chip_of(journal.header.gpu, journal.header.sm)
     with open_bundle(bundle) as opened:
         every = list(opened.variants())
@@ -162,11 +162,12 @@ def on_journal(path: Path, bundle: Path) -> list[Cell]:
 
 
 def _tuned(
-    winners: Winners, problem: Problem, M: int, ranked: list[Knobs], times: dict[Knobs, float], possible: int,
+    winners: Winners, problem: Problem, M: int, ranked: list[ConfigPairs],
+    times: dict[ConfigPairs, float], possible: int,
     model: str = "",
 ) -> Cell:  # fmt: skip
     """What the tuner would have chosen among these, and adds to its winners."""
-    twin = winners.twin(problem, M)
+    twin = winners.transposed(problem, M)
     of_all = min(0.99, SHARE * possible / len(ranked))  # of the whole space: what is not here can't win
     share = SHARE if twin else of_all
     chosen = contenders(ranked, winners.near(problem, M), twin, share)

@@ -26,8 +26,8 @@ import torch
 from benchmarks import method
 from benchmarks.method import MODELS
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Pass
-from pretuned.kernels.contract.rowops import Block, PassSpec, dtype_of
+from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels.contract.rowops import Block, RowOpSpec, dtype_of
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.launch.gemm import load_kernel
 from pretuned.runtime.ops import activation, tokens, zero_rows
@@ -37,7 +37,7 @@ SILU = Activation("silu", True, False)
 TOKENS = (1, 128, 1024, 8192)
 
 
-class OtherBlock(PassSpec):
+class OtherBlock(RowOpSpec):
     """A pass as it would be with another block."""
 
     chosen: Block
@@ -48,7 +48,7 @@ class OtherBlock(PassSpec):
         return self.chosen
 
 
-def calls(T: int, H: int, width: int, top_k: int, E: int) -> Iterator[tuple[Pass, Callable[[], Any], int]]:
+def calls(T: int, H: int, width: int, top_k: int, E: int) -> Iterator[tuple[RowOp, Callable[[], Any], int]]:
     """(pass, the call, the bytes that it moves at least)."""
     M = T * top_k
     x = method.activations(T, H, torch.bfloat16)
@@ -57,15 +57,15 @@ def calls(T: int, H: int, width: int, top_k: int, E: int) -> Iterator[tuple[Pass
     weights = torch.rand(M, device="cuda")
     bounds = torch.full((1,), M, device="cuda", dtype=torch.int32)
     how: dict[str, Any] = {"weights": weights, "index": index, "bounds": bounds}
-    yield Pass.GATHER, functools.partial(tokens.gather, x, index, top_k, bounds), 2 * (M + T) * H + 8 * M
-    yield Pass.ACTIVATION, functools.partial(activation.forward, h, SILU, bounds), 2 * 3 * M * width
+    yield RowOp.GATHER, functools.partial(tokens.gather, x, index, top_k, bounds), 2 * (M + T) * H + 8 * M
+    yield RowOp.ACTIVATION, functools.partial(activation.forward, h, SILU, bounds), 2 * 3 * M * width
     grad = functools.partial(activation.gradient, h, da, SILU, Needs(True, True, True), **how)
-    yield Pass.ACTIVATION_GRAD, grad, 2 * 6 * M * width + 16 * M
+    yield RowOp.ACTIVATION_GRAD, grad, 2 * 6 * M * width + 16 * M
 
     places = torch.empty_like(index).index_copy_(0, index, torch.arange(M, device="cuda")).int()
-    yield Pass.COMBINE, functools.partial(tokens.combine, y, places, top_k, weights), 2 * (M + T) * H + 8 * M
+    yield RowOp.COMBINE, functools.partial(tokens.combine, y, places, top_k, weights), 2 * (M + T) * H + 8 * M
     m_sizes = torch.full((E,), -(-M // E), device="cuda", dtype=torch.int32)
-    yield Pass.CLEAR, functools.partial(zero_rows.clear, y, index.int(), m_sizes, M, M), 4 * M + 3 * M
+    yield RowOp.CLEAR, functools.partial(zero_rows.clear, y, index.int(), m_sizes, M, M), 4 * M + 3 * M
 
 
 def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -81,7 +81,7 @@ def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def compiled(op: Pass, block: Block) -> rowops.PassLauncher:
+def compiled(op: RowOp, block: Block) -> rowops.RowOpLauncher:
     """A pass with another block, compiled here."""
     from pretuned.aot.compile.triton import compile_variant
 
@@ -90,12 +90,12 @@ def compiled(op: Pass, block: Block) -> rowops.PassLauncher:
     device = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(device)
     made = compile_variant(spec, 10 * properties.major + properties.minor)
-    return rowops.PassLauncher(load_kernel(made.variant, made.cubin, device, properties.multi_processor_count), op)
+    return rowops.RowOpLauncher(load_kernel(made.variant, made.cubin, device, properties.multi_processor_count), op)
 
 
 def measure(models: list[str], blocks: list[Block]) -> list[dict[str, Any]]:
     clock, cells = method.Clock(), []
-    others = {(op, block): compiled(op, block) for op in Pass for block in blocks}
+    others = {(op, block): compiled(op, block) for op in RowOp for block in blocks}
     for name, E, H, width, top_k in MODELS:
         for T in TOKENS if name in models else ():
             for op, call, moved in calls(T, H, width, top_k, E):

@@ -22,12 +22,12 @@ TOKENS = (1, 16, 128, 1024, 8192)
 def read_catalogue() -> list[tuple[str, int, int, int, int]]:
     """(name, E, N, K, top_k) of every catalogue model's two GEMMs, read without the builder's packages."""
     from pretuned.aot.models.catalogue import catalogue
-    from pretuned.aot.models.layer import ModelShape
+    from pretuned.aot.models.layer import LayerShard
 
     cells = []
     for entry in catalogue().values():
         layer = entry.layer
-        shape = ModelShape(entry.id, layer.E, layer.k, layer.H, layer.I, 0, layer.gated, (DType.BF16,), 1, 1,
+        shape = LayerShard(entry.id, layer.E, layer.k, layer.H, layer.I, 0, layer.gated, (DType.BF16,), 1, 1,
                            (1, 65536), (Op.FORWARD,), "")  # fmt: skip
         cells += [(f"{entry.id} {gemm.role}", gemm.E, gemm.N, gemm.K, layer.k) for gemm in shape.gemms()]
     return cells

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Op, Pass
+from ...artifacts.records.problem import Fusion, Op, RowOp
 from .config import Config, fitted
 from .registry import counts, no_code
 from .revisions import LAUNCHED_SINCE
@@ -38,7 +38,7 @@ def unlaunchable(variant: Variant) -> str | None:
     since = LAUNCHED_SINCE.get(variant.kernel, 1)
     if variant.revision < since:
         return f"its kernel {variant.kernel} is of revision {variant.revision}, this version launches {since} and later"
-    if isinstance(variant.op, Pass):
+    if isinstance(variant.op, RowOp):
         return _unlaunchable_pass(variant, variant.op)
     try:
         config = Config.from_pairs(variant.config)
@@ -73,7 +73,7 @@ def unlaunchable(variant: Variant) -> str | None:
     return _wrong_threads(variant)
 
 
-def _unlaunchable_pass(variant: Variant, op: Pass) -> str | None:
+def _unlaunchable_pass(variant: Variant, op: RowOp) -> str | None:
     try:
         Block.from_pairs(variant.config)
     except ValueError as error:

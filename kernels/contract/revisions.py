@@ -26,9 +26,9 @@ class Revision:
 
 _ROWS = "gemm.portable.rows", "719bb5be4ed8421cfe610c3b980b181ac488923cc665814b63c639a40b2451dd"
 _WEIGHT = "gemm.portable.weight", "0e308bea1a0319c7c2ca0c549775ed46302972f10e9cf0eed5dae47bf10fecc2"
-_ROWS_SPECIALIZED = "gemm.hopper.rows", "2e6dec95e6392ed2c3dd6842272d4f371c5bf689205a928cbb30f3247d919f11"
-_ROWS_FITTED = "gemm.hopper.ragged", "4d8052438b8612a545de883b7b6e78282456fa62f34579d0af70fadaa3c95964"
-_WEIGHT_SPECIALIZED = "gemm.hopper.weight", "cf6c0215e551715c1aca3d8a21666021dabd50dd73f2daff06913043f0ac3271"
+_ROWS_SPECIALIZED = "gemm.hopper.rows", "1ff6bffaeabdbe2db453cb4af63d955e8034b759da22470f1f371c7a6f05ad27"
+_ROWS_FITTED = "gemm.hopper.ragged", "57a620f8d7ea1c8248a846705f246d724b516c5f78c39123f2367f8562f1629e"
+_WEIGHT_SPECIALIZED = "gemm.hopper.weight", "5e7dc7867d31e403c94722f575d5435ba514f5e490286136270c12b4c659299e"
 _ACTIVATION = "rowops.activation", "c8b191fe1223c717d809b2b9a16944b84891b4709c184014ef6a8129686ada0d"
 _CLEAR = "rowops.zero_rows", "3594864ecf9116758b1d7caabf263b2ead22471711e153264cf77cbacacccf51"
 _SORT = "rowops.sort", "045fe45dc82ef106e078d6057bb809ad873e03c0d5626ab7d9c797525a2fb29e"

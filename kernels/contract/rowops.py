@@ -26,7 +26,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Pass
+from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
 
 # Of ``flags``: the activation, then how it is done. kernels/rowops/activation.py has the same values.
 KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
@@ -54,28 +54,28 @@ PLACES = 4
 NAMES = 1
 CLEARED_ROWS = 64
 
-_ARGUMENTS: dict[Pass, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    Pass.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
-    Pass.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags")),
-    Pass.ACTIVATION_GRAD: (
+_ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    RowOp.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
+    RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags")),
+    RowOp.ACTIVATION_GRAD: (
         ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"), ("M", "columns", "index_step", "flags"),
     ),
-    Pass.COMBINE: (
+    RowOp.COMBINE: (
         ("y", "places", "row_weights", "experts", "bias", "out"), ("M", "columns", "top_k", "flags"),
     ),
-    Pass.CLEAR: (
+    RowOp.CLEAR: (
         ("y", "index", "m_sizes", "named"),
         ("M", "rows", "columns", "E", "index_end", "m_sizes_step", "index_step", "flags"),
     ),
-    Pass.SORT_SLOTS: (
+    RowOp.SORT_SLOTS: (
         ("ids", "experts", "order", "places", "bounds", "m_sizes", "counts"), ("M", "E", "ids_step", "flags"),
     ),
 }  # fmt: skip
 _ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias")
 # Bytes of a row that one thread has at once (of h's gate alone, of each of combine's 8), and the warps of a program.
 _THREADS = {
-    Pass.GATHER: (32, 4), Pass.ACTIVATION: (16, 4), Pass.ACTIVATION_GRAD: (8, 2), Pass.COMBINE: (16, 2),
-    Pass.CLEAR: (32, 4),
+    RowOp.GATHER: (32, 4), RowOp.ACTIVATION: (16, 4), RowOp.ACTIVATION_GRAD: (8, 2), RowOp.COMBINE: (16, 2),
+    RowOp.CLEAR: (32, 4),
 }  # fmt: skip
 ACTIVATION_ROWS = 4  # that a program of ACTIVATION does side by side
 MOST_EXPERTS = 65536  # what a variant's record says: any number
@@ -113,10 +113,10 @@ class Block(NamedTuple):
         return cls(**given)
 
 
-class PassSpec(NamedTuple):
+class RowOpSpec(NamedTuple):
     """One variant of a pass before it is compiled, as ``abi.Spec`` is one of a GEMM."""
 
-    op: Pass
+    op: RowOp
     dtype: DType
     alignment: int = 16
 
@@ -128,7 +128,7 @@ class PassSpec(NamedTuple):
     @property
     def config(self) -> Block:
         """The columns that all threads have at once; of SORT_SLOTS one slot a thread."""
-        if self.op is Pass.SORT_SLOTS:
+        if self.op is RowOp.SORT_SLOTS:
             return Block(256, 8)
         thread_bytes, warps = _THREADS[self.op]
         rows = rows_at_once(self.op)
@@ -147,41 +147,41 @@ class PassSpec(NamedTuple):
     @property
     def max_experts(self) -> int:
         """Any number, but for what counts them."""
-        return MOST_SORTED_EXPERTS if self.op is Pass.SORT_SLOTS else MOST_EXPERTS
+        return MOST_SORTED_EXPERTS if self.op is RowOp.SORT_SLOTS else MOST_EXPERTS
 
     def __str__(self) -> str:
         return f"{self.op.value} {self.dtype.value} {self.config}" + (" unaligned" if self.alignment == 1 else "")
 
 
-def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[PassSpec, ...]:
+def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[RowOpSpec, ...]:
     """The passes that go with these GEMMs, aligned and not: that of the activation's gradient only beside dX or dW.
 
     What has no dtype is there once: the sort of the slots for any alignment, what clears rows for aligned ones.
     """
-    passes = [Pass.COMBINE] if ops else []
-    passes += [Pass.ACTIVATION] if Op.FORWARD in ops else []
-    passes += [Pass.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
-    passes += [Pass.GATHER] if ops else []
+    passes = [RowOp.COMBINE] if ops else []
+    passes += [RowOp.ACTIVATION] if Op.FORWARD in ops else []
+    passes += [RowOp.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
+    passes += [RowOp.GATHER] if ops else []
     kinds = dict.fromkeys(dtype_of(dtype) for dtype in dtypes)
-    found = [PassSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
-    found += [PassSpec(Pass.SORT_SLOTS, DType.FP32, 1)] if ops else []
-    return (*found, *([PassSpec(Pass.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
+    found = [RowOpSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
+    found += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
+    return (*found, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
 
 
-def dtype_of(dtype: DType, op: Pass | None = None) -> DType:
+def dtype_of(dtype: DType, op: RowOp | None = None) -> DType:
     """The dtype of the passes beside GEMMs of this one: tf32 is fp32 in memory; what has none is recorded as fp32."""
-    return DType.FP32 if dtype is DType.TF32 or op in (Pass.SORT_SLOTS, Pass.CLEAR) else dtype
+    return DType.FP32 if dtype is DType.TF32 or op in (RowOp.SORT_SLOTS, RowOp.CLEAR) else dtype
 
 
-def arguments(op: Pass) -> tuple[tuple[str, str], ...]:
+def arguments(op: RowOp) -> tuple[tuple[str, str], ...]:
     """(name, kind) of every argument in the kernel's order."""
     pointers, numbers = _ARGUMENTS[op]
     return (*((name, "ptr") for name in pointers), *((name, "i32") for name in numbers))
 
 
-def divisibility(spec: PassSpec) -> dict[str, int]:
+def divisibility(spec: RowOpSpec) -> dict[str, int]:
     """As ``abi.divisibility``; of SORT_SLOTS ``experts`` is always new memory."""
-    if spec.op is Pass.SORT_SLOTS:
+    if spec.op is RowOp.SORT_SLOTS:
         return {"experts": 16}
     if spec.alignment == 1:
         return {}
@@ -190,21 +190,21 @@ def divisibility(spec: PassSpec) -> dict[str, int]:
     return rows | {"columns": spec.alignment // spec.dtype.itemsize}
 
 
-def constants(spec: PassSpec) -> dict[str, int]:
+def constants(spec: RowOpSpec) -> dict[str, int]:
     """What the kernel is compiled for."""
-    rows = {"ROWS": ACTIVATION_ROWS} if spec.op is Pass.ACTIVATION else {}
+    rows = {"ROWS": ACTIVATION_ROWS} if spec.op is RowOp.ACTIVATION else {}
     return {"BLOCK": spec.config.block} | rows
 
 
-def rows_at_once(op: Pass) -> int:
+def rows_at_once(op: RowOp) -> int:
     """The rows that a program does side by side."""
-    return ACTIVATION_ROWS if op is Pass.ACTIVATION else 1
+    return ACTIVATION_ROWS if op is RowOp.ACTIVATION else 1
 
 
-def programs(op: Pass, M: int, columns: int, block: int, rows: int = 1) -> int:
+def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
     """The grid: one program for ``rows`` rows, or for each block of their columns.
 
     Callers of SORT_SLOTS and CLEAR, and of GATHER in two launches, say it, as M.
     """
-    by_row = op in (Pass.ACTIVATION_GRAD, Pass.GATHER, Pass.SORT_SLOTS, Pass.CLEAR)
+    by_row = op in (RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.SORT_SLOTS, RowOp.CLEAR)
     return -(-M // rows) * (1 if by_row else -(-columns // block))

@@ -54,7 +54,7 @@ class Specialized(NamedTuple):
     turns_waste: float = 0.5  # what the share of a tile's columns past the last costs beside its own time
 
 
-class Family(NamedTuple):
+class ConstantsFamily(NamedTuple):
     """What sets one generation of SM apart. The defaults are published figures and reasoning.
 
     ``rows`` and ``columns``: the share of the sustained rate that a tile of 16, 32, 64, 128, 256 rows
@@ -96,9 +96,9 @@ _MMA_COLUMNS = (0.40, 0.55, 0.80, 0.97, 1.0)
 
 # sustained: guesses from public benchmarks. l2_bytes_per_clock: from published L2 read microbenchmarks
 #   (A100 6-7 TB/s, RTX 4090 5.5, RTX PRO 6000 8.7); sm_100 is a guess. rows, columns: reasoned.
-_AMPERE = Family(0.85, 40.0, _MMA_ROWS, _MMA_COLUMNS, _MMA_CTA)
-_AMPERE_SMALL = Family(0.90, 20.0, _MMA_ROWS, _MMA_COLUMNS, _MMA_CTA)
-_BLACKWELL = Family(
+_AMPERE = ConstantsFamily(0.85, 40.0, _MMA_ROWS, _MMA_COLUMNS, _MMA_CTA)
+_AMPERE_SMALL = ConstantsFamily(0.90, 20.0, _MMA_ROWS, _MMA_COLUMNS, _MMA_CTA)
+_BLACKWELL = ConstantsFamily(
     0.75, 56.0, (0.20, 0.28, 0.55, 1.0, 1.0), (0.25, 0.45, 0.70, 0.90, 1.0), {1: 0.25, 2: 0.4, 4: 0.9, 8: 1.0, 16: 1.0}
 )
 
@@ -112,7 +112,7 @@ _BLACKWELL = Family(
 #   --steps 4000
 #   --write
 #   --out benchmarks/results/fit-h200-bf16.json
-_HOPPER = Family(
+_HOPPER = ConstantsFamily(
     sustained=0.781,
     l2_bytes_per_clock=62.8,
     rows=(0.266, 0.424, 1.1, 1.05, 0.875),
@@ -198,12 +198,12 @@ class Constants(NamedTuple):
     l2_near: float = 0.5  # share of L2 that one SM's partition is: what programs out of step still share
     fma_rows: tuple[float, ...] = (0.3, 0.45, 0.6, 0.65, 0.65)  # IEEE fp32 dots run on the FMA pipes
     empty_program_ns: float = 300.0  # a program that finds no tile
-    ampere: Family = _AMPERE
-    ampere_small: Family = _AMPERE_SMALL
-    hopper: Family = _HOPPER
-    blackwell: Family = _BLACKWELL
+    ampere: ConstantsFamily = _AMPERE
+    ampere_small: ConstantsFamily = _AMPERE_SMALL
+    hopper: ConstantsFamily = _HOPPER
+    blackwell: ConstantsFamily = _BLACKWELL
 
-    def family(self, sm: int) -> Family:
+    def family(self, sm: int) -> ConstantsFamily:
         """The generation of capability ``sm``."""
         if sm in (90, 100, 103):
             return self.hopper if sm == 90 else self.blackwell

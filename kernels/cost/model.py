@@ -19,7 +19,7 @@ from ..contract.spec import result_columns
 from ..hardware.chips import Chip
 from .constants import CONSTANTS, Constants, Specialized
 from .profile import Profile, Resources, join, occupancy, profile
-from .routing import Rows, expected_rows
+from .routing import ExpectedRows, expected_rows
 
 _GRAIN = 16  # rows: kernels/gemm/hopper/ragged.py rounds a tile's up to so many
 # Of dW that has so few experts, and tiles a program, kernels/gemm/hopper/weight.py orders the experts by their rows.
@@ -38,7 +38,7 @@ class _Work(NamedTuple):
     N: int
     columns: int  # of the product, with dW those of dw: C of the document
     reduction: int  # of a product of rows: R of the document
-    rows: Rows
+    rows: ExpectedRows
     matrix_bytes: float  # one expert's
     left_row_bytes: float  # one row of the operand that shares out the tiles' rows: x, or dy
     right_row_bytes: float  # dW: one row of x

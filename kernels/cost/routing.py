@@ -16,7 +16,7 @@ SKEW = 0.5
 BLOCKS = (16, 32, 64, 128, 192, 256)
 
 
-class Rows(NamedTuple):
+class ExpectedRows(NamedTuple):
     """M rows over E experts, in expectation.
 
     ``tiles[B]`` is sum_r E[ceil(rows_r / B)], B as in ``BLOCKS``. ``busiest`` is the rows of the first expert.
@@ -41,7 +41,7 @@ def _classes(E: int) -> tuple[tuple[float, float], ...]:
 
 
 @lru_cache(maxsize=4096)
-def expected_rows(E: int, M: int) -> Rows:
+def expected_rows(E: int, M: int) -> ExpectedRows:
     """What M rows over E experts look like.
 
     active = sum_r 1 - (1 - p_r)^M. With the load u = M * p_r / B, the tiles of expert r are
@@ -56,4 +56,4 @@ def expected_rows(E: int, M: int) -> Rows:
         for block in BLOCKS:
             load = M * share / block
             tiles[block] += experts * max(used, load + 0.5 * min(1.0, load))
-    return Rows(active, M * classes[0][1], tiles)
+    return ExpectedRows(active, M * classes[0][1], tiles)

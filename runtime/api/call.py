@@ -29,7 +29,7 @@ def run(
     x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, form: Form, *,
     gather_indices: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None, fuse_mul_post: bool = False,
     bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
-    keep: Callable[[plan.Plan], None] | None = None,
+    keep: Callable[[plan.ExecutionPlan], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y of ``grouped_gemm``, on any device, differentiable where an input requires grad.
 

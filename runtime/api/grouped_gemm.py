@@ -36,7 +36,7 @@ _MOST_CALLS = 1 << 16
 # nothing chosen before goes into a table from after.
 _calls: _Calls = {}
 _recent: guard.Table = {}
-_plans: dict[replay_plan.Key, replay_plan.Plan] = {}
+_plans: dict[replay_plan.Key, replay_plan.ExecutionPlan] = {}
 _FLOAT32 = torch.float32
 # What something that is no usable tensor raises: the checks will say which.
 _UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)

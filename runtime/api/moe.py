@@ -23,7 +23,7 @@ from . import call as api_call
 from .grouped_gemm import grouped_gemm
 
 _MOST_PLANS = 4096  # of about 2 KB
-_plans: dict[object, replay_layer.Plan] = {}
+_plans: dict[object, replay_layer.LayerPlan] = {}
 _tracing = torch.compiler.is_dynamo_compiling
 _transformed = torch._C._are_functorch_transforms_active
 # Function.apply does this and, for calls inside torch.func's transforms, more.
@@ -212,7 +212,7 @@ def _check_tensors(given: dict[str, torch.Tensor], **biases: torch.Tensor | None
 
 
 def _again(
-    plan: replay_layer.Plan, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, weights: torch.Tensor
+    plan: replay_layer.LayerPlan, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor | None:
     """The call by a plan; None where it is another one."""
     biases = [one for one in given[2:] if one is not None]

@@ -155,7 +155,7 @@ def reason(candidate: Candidate, problem: Problem, bucket: int, local: LocalGpu)
     why = _standing(candidate, bucket, local)
     code_of_another = candidate.variant.layout is not problem.layout
     own = candidate.match is not Match.COST_MODEL and candidate.usable.bundle.find(problem)
-    return f"{why} (as {problem.twin}, which is the same product)" if code_of_another and not own else why
+    return f"{why} (as {problem.transposed}, which is the same product)" if code_of_another and not own else why
 
 
 def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:

@@ -35,7 +35,7 @@ _MODELLED_ROWS = 64  # of an expert
 _PASS_TIMES = 1.1
 
 
-class Verdict(NamedTuple):
+class EpilogueVerdict(NamedTuple):
     """The variant with silu in its epilogue that runs, or None for the plain product and a pass; and why.
 
     Asked of code that gathers, one that does not is for rows gathered beforehand.
@@ -48,7 +48,7 @@ class Verdict(NamedTuple):
 def verdict(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, top_k: int = 1,
     checks: bool = False,
-) -> Verdict:  # fmt: skip
+) -> EpilogueVerdict:  # fmt: skip
     """Which of the two runs M rows of ``problem``, one with ``Fusion.SILU``; the module says by what rule.
 
     ``top_k`` and ``checks`` are as ``gathered.verdict`` has them.
@@ -77,11 +77,11 @@ def least_pass_us(problem: Problem, M: int, gpu: Gpu) -> float:
 
 def _verdict(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, top_k: int, checks: bool
-) -> Verdict:
+) -> EpilogueVerdict:
     plain = plain_of(problem)
     ran = compare.own(snapshot, plain, bucket, local, aligned)
     if isinstance(ran, str):
-        return Verdict(None, ran)
+        return EpilogueVerdict(None, ran)
     fused = compare.rival(snapshot, ran, problem, bucket, local, aligned)
     product_us, time_us = ran.time_us, fused.time_us if isinstance(fused, Candidate) else 0.0
     before = ""
@@ -96,12 +96,14 @@ def _verdict(
             if isinstance(fused, str) or other_us * margin < time_us:
                 fused, time_us, before = other, other_us, " with the rows gathered beforehand"
     if isinstance(fused, str):
-        return Verdict(None, fused)
+        return EpilogueVerdict(None, fused)
     if fused.gpu is None and bucket < _MODELLED_ROWS * problem.E:
-        return Verdict(None, f"its time is modelled, and {bucket} rows are fewer than {_MODELLED_ROWS} an expert")
+        return EpilogueVerdict(
+            None, f"its time is modelled, and {bucket} rows are fewer than {_MODELLED_ROWS} an expert"
+        )
     saved_us = 0.0 if fused.gpu is None else least_pass_us(problem, bucket, fused.gpu)
     times = f"{time_us:.1f} us {fused.source.value}{before}, the product {product_us:.1f} us"
     times += f" and the pass {saved_us:.1f} us at least" if saved_us else ""
     if time_us > product_us + saved_us:
-        return Verdict(None, f"it is slower: {times}")
-    return Verdict(fused, f"silu in the epilogue is faster at M near {bucket}: {times}")
+        return EpilogueVerdict(None, f"it is slower: {times}")
+    return EpilogueVerdict(fused, f"silu in the epilogue is faster at M near {bucket}: {times}")

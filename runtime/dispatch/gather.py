@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...artifacts.records.bundle import Source
-from ...artifacts.records.problem import Fusion, Pass, Problem, bucket_of
+from ...artifacts.records.problem import Fusion, Problem, RowOp, bucket_of
 from ...artifacts.records.target import Gpu, LocalGpu
 from ...kernels.contract.rowops import dtype_of
 from ...kernels.contract.spec import code_of, gemm_of
@@ -44,7 +44,7 @@ MARGIN = 1.05  # of modelled times
 _INDEXED = 1.05  # what an index costs the plain product
 
 
-class Verdict(NamedTuple):
+class GatherVerdict(NamedTuple):
     """The variant that multiplies rows gathered beforehand, or None for the code that gathers; and why.
 
     ``time_us`` is the one that counts: with the pass, if that runs.
@@ -58,7 +58,7 @@ class Verdict(NamedTuple):
 def verdict(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, fusion: Fusion = Fusion.GATHER,
     aligned: bool = True, checks: bool = False,
-) -> Verdict:  # fmt: skip
+) -> GatherVerdict:  # fmt: skip
     """Which of the two runs M rows of ``problem``, one with the code that gathers; the module says by what rule.
 
     ``fusion`` is all that the call does; ``top_k`` sorted rows read each row of x, 0 says that x can't be gathered
@@ -69,18 +69,18 @@ def verdict(
         with contextlib.suppress(Rejected):
             ran = compare.own(snapshot, problem, bucket, local, aligned)
             if isinstance(ran, str):
-                return Verdict(None, ran)
+                return GatherVerdict(None, ran)
             return against(snapshot, ran, problem, bucket, local, top_k, fusion, aligned, checks)
 
 
 def against(
     snapshot: Snapshot, ran: Candidate, problem: Problem, bucket: int, local: LocalGpu, top_k: int, fusion: Fusion,
     aligned: bool, checks: bool,
-) -> Verdict:  # fmt: skip
+) -> GatherVerdict:  # fmt: skip
     """As ``verdict``, where ``ran`` is the choice of the code that gathers."""
     gather_us = pass_us_for(snapshot, ran, problem, bucket, local, top_k, aligned)
     if isinstance(gather_us, str):
-        return Verdict(None, gather_us, ran.time_us)
+        return GatherVerdict(None, gather_us, ran.time_us)
     gather_us += CHECK_US if checks else 0.0
     plain = replace(problem, fusion=Fusion.NONE, top_k=0)
     found = compare.rival(snapshot, ran, plain, bucket, local, aligned)
@@ -88,13 +88,13 @@ def against(
         runner_up = compare.second(snapshot, found, plain, local, aligned)
         found = _indexed(snapshot, found, runner_up, replace(plain, fusion=Fusion.SCATTER), local, aligned)
     if isinstance(found, str):
-        return Verdict(None, f"rows are gathered on load: of the plain code, {found}", ran.time_us)
+        return GatherVerdict(None, f"rows are gathered on load: of the plain code, {found}", ran.time_us)
     times = f"{found.time_us:.1f} us {found.source.value} and the pass {gather_us:.1f} us, "
     times += f"gathered on load {ran.time_us:.1f} us"
     time_us = found.time_us + gather_us
     if time_us * (MARGIN if found.source is Source.MODELLED else 1.0) >= ran.time_us:
-        return Verdict(None, f"rows gathered on load are no slower: {times}", ran.time_us)
-    return Verdict(found, f"rows gathered beforehand are faster at M near {bucket}: the product {times}", time_us)
+        return GatherVerdict(None, f"rows gathered on load are no slower: {times}", ran.time_us)
+    return GatherVerdict(found, f"rows gathered beforehand are faster at M near {bucket}: the product {times}", time_us)
 
 
 def pass_us_for(
@@ -104,7 +104,7 @@ def pass_us_for(
     gpu = local.gpu if ran.gpu is None else ran.gpu
     if not top_k or not aligned:
         return "rows are gathered on load: the pass is for dense, aligned rows"
-    if not rowops.ranked(snapshot, Pass.GATHER, dtype_of(problem.dtype), local, aligned=True):
+    if not rowops.ranked(snapshot, RowOp.GATHER, dtype_of(problem.dtype), local, aligned=True):
         return "rows are gathered on load: no usable bundle has the pass that gathers them"
     gather_us = pass_us(bucket, gemm_of(problem).reduction, problem.dtype.itemsize, top_k, gpu)
     return "rows are gathered on load: the memory's rate of this GPU is not known" if gather_us is None else gather_us

@@ -47,7 +47,7 @@ def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
             continue
         with contextlib.suppress(BundleError):  # a damaged record: who needs it will tell
             for one in usable.bundle.problems():
-                other = next((name for name in (one, one.twin) if name and _kind(name) == _kind(problem)), None)
+                other = next((name for name in (one, one.transposed) if name and _kind(name) == _kind(problem)), None)
                 if other is not None:
                     found.setdefault(other, set()).update(choice.bucket for choice in usable.bundle.find(one))
     near = sorted(found, key=lambda other: (_distance(problem, other), other.sort_key))[:_NEAREST]

@@ -18,7 +18,7 @@ from .snapshot import Rejected, Snapshot, Usable
 
 
 @dataclass(frozen=True, slots=True)
-class Preferred:
+class Preference:
     """The config to run one GEMM with, by the form of the call's code.
 
     A preference: where no usable bundle has it for a call, the bundles' own choice runs. None of a form: the same.
@@ -36,7 +36,7 @@ class Preferred:
         return dict(self.configs).get(fusion)
 
 
-NOTHING = Preferred()
+NOTHING = Preference()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class KernelPair:
     """What to run the first and the second GEMM of a layer with, for one op: ``is_first_gemm`` picks."""
 
     op: Op
-    first: Preferred = NOTHING
-    second: Preferred = NOTHING
+    first: Preference = NOTHING
+    second: Preference = NOTHING
 
-    def of(self, *, is_first_gemm: bool) -> Preferred:
+    def of(self, *, is_first_gemm: bool) -> Preference:
         """That of one of the two."""
         return self.first if is_first_gemm else self.second
 
 
-Pin: TypeAlias = Config | Choice | Preferred
+Pin: TypeAlias = Config | Choice | Preference
 
 _SHOWN = 3
 
@@ -72,7 +72,7 @@ def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | No
         if pin.op is not _OPS[name]:
             raise InputError(f"grouped_gemm: {name} is a KernelPair of {pin.op.value}, wanted {_OPS[name].value}'s")
         return pin.of(is_first_gemm=is_first_gemm)
-    if pin is None or isinstance(pin, (Config, Choice, Preferred)):
+    if pin is None or isinstance(pin, (Config, Choice, Preference)):
         return pin
     raise InputError(
         f"grouped_gemm: {name} is a {type(pin).__name__}, wanted a pretuned.kernels.contract.config.Config or "
@@ -81,7 +81,9 @@ def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | No
     )
 
 
-def preferred(snapshot: Snapshot, pin: Preferred, problem: Problem, local: LocalGpu, *, aligned: bool) -> Config | None:
+def preferred(
+    snapshot: Snapshot, pin: Preference, problem: Problem, local: LocalGpu, *, aligned: bool
+) -> Config | None:
     """The config that is preferred for this form of call, if a usable bundle has it."""
     config = pin.of(problem.fusion)
     while config is not None:  # each turn drops a bundle
@@ -103,7 +105,7 @@ def find(
                 return usable, pin.variant
         raise InputError(
             f"grouped_gemm: no usable bundle has the choice {pin} for {problem}, or its variant can't run here. "
-            f"Its choices are those of BundleFile.find(problem), or else of problem.twin's; {_listed(there, None)}"
+            f"Its choices are those of BundleFile.find(problem), or of problem.transposed's; {_listed(there, None)}"
         )
     for config, usable, index in there:
         if config == pin:

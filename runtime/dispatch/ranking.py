@@ -108,7 +108,7 @@ def chosen(
 
 
 @dataclass(frozen=True, slots=True)
-class _Claim:
+class _RankedChoice:
     """What one choice says of its variant, or of its runner-up."""
 
     origin: Origin
@@ -119,13 +119,13 @@ class _Claim:
     apart: float
 
 
-class _Claims(NamedTuple):
+class _RankedChoices(NamedTuple):
     """Every claim on a problem: the origins that there are, best first, and of each its claims by bucket."""
 
     view: View
-    by_origin: dict[Origin, dict[int, list[_Claim]]]
+    by_origin: dict[Origin, dict[int, list[_RankedChoice]]]
 
-    def ranked(self, bucket: int) -> Iterator[_Claim]:
+    def ranked(self, bucket: int) -> Iterator[_RankedChoice]:
         """All of them, best first for this bucket."""
 
         def rank(place: tuple[Origin, int]) -> tuple[int, ...]:
@@ -139,10 +139,10 @@ class _Claims(NamedTuple):
             yield from self.by_origin[origin][one]
 
 
-def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -> _Claims:
+def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -> _RankedChoices:
     """The claims of the bundles' choices, kept by the snapshot."""
     key = (id(view), problem, local)
-    known: _Claims | None = snapshot.rankers.get(key)
+    known: _RankedChoices | None = snapshot.rankers.get(key)
     if known is None:
         claims = []
         for usable in view.usable:
@@ -152,19 +152,21 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
             for choice in snapshot.find(usable.bundle, problem):
                 origin = _origin(choice, here, native, usable)
                 far = apart[choice.gpu] if origin is Origin.THIS_CAPABILITY and choice.gpu is not None else 0.0
-                claims.append(_Claim(origin, usable, choice, choice.variant, choice.time_ns, far))
+                claims.append(_RankedChoice(origin, usable, choice, choice.variant, choice.time_ns, far))
                 if choice.runner_up is not None:
-                    claims.append(_Claim(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0, far))
+                    claims.append(
+                        _RankedChoice(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0, far)
+                    )
         # A choice comes before its runner-up, whose time may be less: the builder told such a lead from noise.
         claims.sort(
             key=lambda one: (
                 one.origin, one.choice.bucket, one.apart, one.usable.order, one.index != one.choice.variant
             )
         )  # fmt: skip
-        by_origin: dict[Origin, dict[int, list[_Claim]]] = {}
+        by_origin: dict[Origin, dict[int, list[_RankedChoice]]] = {}
         for claim in claims:
             by_origin.setdefault(claim.origin, {}).setdefault(claim.choice.bucket, []).append(claim)
-        known = snapshot.rankers[key] = _Claims(view, by_origin)
+        known = snapshot.rankers[key] = _RankedChoices(view, by_origin)
     return known
 
 
@@ -177,7 +179,7 @@ def modelled(
         return []
     _, fitting, ranker = _ranked(snapshot, problem, local, view, aligned)
     found = []
-    for time_us, at in ranker.rank(problem.with_w_nk, bucket):
+    for time_us, at in ranker.rank(problem.canonical, bucket):
         usable, index, variant = fitting[at]
         origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
         origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
@@ -233,7 +235,7 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
             if why_not(variant, kind, local, aligned=aligned) is None
         ]
         resources = [Resources.of(variant) for *_, variant in fitting]
-        op, chip = problem.with_w_nk.op, chips.chip_of(local.gpu, local.sm)
+        op, chip = problem.canonical.op, chips.chip_of(local.gpu, local.sm)
         known = view, fitting, Ranker(resources, op, problem.dtype, chip)
         snapshot.rankers[key] = known
     return known

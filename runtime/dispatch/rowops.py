@@ -7,16 +7,16 @@ from functools import partial
 
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Pass
+from ...artifacts.records.problem import RowOp
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract import words
 from ...kernels.contract.launchable import unlaunchable
-from ...kernels.contract.rowops import PassSpec
+from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.hardware import arch
 from .snapshot import Rejected, Snapshot, Usable
 
 
-def ranked(snapshot: Snapshot, op: Pass, dtype: DType, local: LocalGpu, *, aligned: bool) -> list[tuple[Usable, int]]:
+def ranked(snapshot: Snapshot, op: RowOp, dtype: DType, local: LocalGpu, *, aligned: bool) -> list[tuple[Usable, int]]:
     """The kernels of this pass that ``local`` can run, best first: (bundle, variant's index).
 
     Code for this very capability first, then aligned code, the later revision, the place of the bundle. Installed
@@ -29,7 +29,7 @@ def ranked(snapshot: Snapshot, op: Pass, dtype: DType, local: LocalGpu, *, align
                 found = [
                     (usable, i, variant)
                     for usable in asked(local).usable
-                    for i, variant in snapshot.variants(usable.bundle, PassSpec(op, dtype))
+                    for i, variant in snapshot.variants(usable.bundle, RowOpSpec(op, dtype))
                     if _runs(variant, local, aligned)
                 ]
                 if found:

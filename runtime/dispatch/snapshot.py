@@ -16,7 +16,7 @@ from ...artifacts.files.lock import reading
 from ...artifacts.names import printable
 from ...artifacts.records.bundle import Choice, Variant
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Pass, Problem
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from ...artifacts.records.target import LocalGpu, cuda_version
 from .. import hooks
 from ..locks import lock
@@ -24,11 +24,11 @@ from ..settings import Settings, settings
 from .places import Kind, Place, installed_places, places
 
 if TYPE_CHECKING:
-    from ...kernels.contract.rowops import PassSpec
+    from ...kernels.contract.rowops import RowOpSpec
 
 _OVERLAY_LOCK_TIMEOUT_S = 0.2
 
-_Groups: TypeAlias = "dict[tuple[Op | Pass, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
+_Groups: TypeAlias = "dict[tuple[Op | RowOp, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
 
 _log = logging.getLogger(__name__)
 _snapshot: Snapshot | None = None
@@ -181,7 +181,7 @@ class Snapshot:
             self.reject(bundle, error)
             raise Rejected from error
 
-    def variants(self, bundle: BundleFile, problem: Problem | PassSpec) -> tuple[tuple[int, Variant], ...]:
+    def variants(self, bundle: BundleFile, problem: Problem | RowOpSpec) -> tuple[tuple[int, Variant], ...]:
         """The bundle's variants of this kind, and of its twin's, or of a pass, with their indices.
 
         Rejected where records are damaged.
@@ -200,7 +200,7 @@ class Snapshot:
 
     def _twin(self, bundle: BundleFile, problem: Problem) -> Problem | None:
         """The problem's twin; None in what this process has made: that hangs on the calls so far, in each its own."""
-        return None if any(one.bundle is bundle for one in self._made) else problem.twin
+        return None if any(one.bundle is bundle for one in self._made) else problem.transposed
 
     def serves(self, problem: Problem, local: LocalGpu) -> bool:
         """Whether any usable bundle has a variant of ``problem``'s kind."""
@@ -357,7 +357,7 @@ def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, Bu
 
 
 def _grouped(bundle: BundleFile) -> _Groups:
-    gathered: dict[tuple[Op | Pass, DType, Layout, Fusion], list[tuple[int, Variant]]] = {}
+    gathered: dict[tuple[Op | RowOp, DType, Layout, Fusion], list[tuple[int, Variant]]] = {}
     for i, variant in enumerate(bundle.variants()):
         gathered.setdefault((variant.op, variant.dtype, variant.layout, variant.fusion), []).append((i, variant))
     return {key: tuple(found) for key, found in gathered.items()}

@@ -47,7 +47,7 @@ class BundleReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class HostReport:
     """What ``examine`` found. ``problems`` are what keeps bundles from being used, with the fix; ``ok`` if none."""
 
     platform: str
@@ -90,7 +90,7 @@ class Report:
         return "\n".join(map(printable, lines))
 
 
-def examine() -> Report:
+def examine() -> HostReport:
     """Look at this machine: initialises CUDA, reads every place, loads nothing."""
     try:
         gpus, driver = _gpus()
@@ -99,7 +99,7 @@ def examine() -> Report:
     return report(dispatch_snapshot.snapshot(), settings.settings(), gpus, driver)
 
 
-def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ...], driver: str) -> Report:
+def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ...], driver: str) -> HostReport:
     """The report on ``snapshot`` for a machine with these GPUs."""
     found = snapshot.found(installed=True)
     views = [snapshot.view(local, installed=True) for local in gpus]
@@ -125,7 +125,7 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
         ]
     used = {usable.path for view in views for usable in view.usable}
     problems += [damage for one in found if one.path in used and (damage := _damage(one))]
-    return Report(
+    return HostReport(
         platform=platform_name(),
         python=platform.python_version(),
         packages=tuple((name, _version(name)) for name in _PACKAGES),

@@ -259,7 +259,7 @@ def _assumed(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tuple[int
 
 def _gathered_first(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int
-) -> gather.Verdict | None:
+) -> gather.GatherVerdict | None:
     """Whether rows are gathered beforehand; None where none are gathered, or no choice of a bundle runs the problem."""
     if Fusion.GATHER not in problem.fusion:
         return None

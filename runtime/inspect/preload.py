@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 from ...artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.records.bundle import Model
-from ...artifacts.records.problem import Fusion, Layout, Op, Pass, Problem, buckets_between
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, buckets_between
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.alignment import has_aligned_rows
 from ...kernels.contract.rowops import dtype_of
@@ -248,7 +248,7 @@ def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGp
 
 def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
     """The passes over rows that calls and layers of these problems come to, on aligned tensors and others."""
-    kinds = dict.fromkeys((op, dtype_of(problem.dtype, op)) for op in Pass for problem in problems)
+    kinds = dict.fromkeys((op, dtype_of(problem.dtype, op)) for op in RowOp for problem in problems)
     found = [ranked(snapshot, *kind, local, aligned=aligned)[:1] for kind in kinds for aligned in (True, False)]
     return list(dict.fromkeys((usable.bundle, index) for row in found for usable, index in row))
 

@@ -15,7 +15,7 @@ from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.words import parameter_bytes
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide
-from ..dispatch.pin import Pin, Preferred, find, preferred
+from ..dispatch.pin import Pin, Preference, find, preferred
 from ..dispatch.snapshot import Rejected, Snapshot, Usable
 from ..driver.device import local_gpu
 from ..locks import lock
@@ -115,7 +115,7 @@ def pinned_kernel(pin: Pin, problem: Problem, device: int, *, aligned: bool) -> 
         if no usable bundle has it for this kind of problem; the message lists the nearest.
     """
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
-    if isinstance(pin, Preferred):
+    if isinstance(pin, Preference):
         config = preferred(snapshot, pin, problem, local, aligned=aligned)
         if config is None:
             return None

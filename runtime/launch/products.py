@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Pass, Problem, bucket_of
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from ...kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
 from ...kernels.contract.spec import code_of, gemm_of
 from .. import hooks, settings
@@ -157,7 +157,7 @@ def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -
 
 def _after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> GatherFirst | None:
     """The same after a pass that gathers the rows, of a kernel that does not; None where there is no such pass."""
-    gather = rowops.launcher(Pass.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
+    gather = rowops.launcher(RowOp.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
     if gather is None:
         return None
     left = fused._replace(fusion=fused.fusion & ~Fusion.GATHER)

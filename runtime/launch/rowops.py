@@ -13,7 +13,7 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Pass
+from ...artifacts.records.problem import RowOp
 from ...kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
 from ...kernels.contract.rowops import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
 from ..check import tensors as check_tensors
@@ -32,10 +32,10 @@ _CONFIG = "7I4xQ16x"  # CUlaunchConfig: grid, block, shared bytes; the stream; n
 
 _log = logging.getLogger(__name__)
 # The launchers of one snapshot.
-_launchers: tuple[object, dict[tuple[Pass, DType, bool, int], PassLauncher | None]] = (None, {})
+_launchers: tuple[object, dict[tuple[RowOp, DType, bool, int], RowOpLauncher | None]] = (None, {})
 
 
-class PassLauncher:
+class RowOpLauncher:
     """Launches one loaded pass. It does not synchronise, and any thread may call it."""
 
     __slots__ = (
@@ -53,7 +53,7 @@ class PassLauncher:
         "most_experts",
     )
 
-    def __init__(self, kernel: LoadedKernel, op: Pass) -> None:
+    def __init__(self, kernel: LoadedKernel, op: RowOp) -> None:
         variant, function = kernel.variant, kernel.function
         kinds = [kind for _, kind in variant.arguments]
         packed = struct.Struct("=" + "".join("Q" if kind == "ptr" else "i4x" for kind in kinds) + _CONFIG)
@@ -107,7 +107,7 @@ class PassLauncher:
         return memory, cuda.argument(config), cuda.argument(null + _WORD_BYTES), pin
 
 
-def launcher(op: Pass, dtype: DType, device: int, *, aligned: bool) -> PassLauncher | None:
+def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLauncher | None:
     """The launcher of the best kernel of this pass on ``cuda:device``; None where no usable bundle has one.
 
     ``aligned`` says whether every pointer and row is a multiple of 16 bytes. It is remembered, so only a first call
@@ -126,7 +126,7 @@ def launcher(op: Pass, dtype: DType, device: int, *, aligned: bool) -> PassLaunc
     key = (op, dtype, aligned, device)
     if key not in known:
         kernel = _kernel(snapshot, op, dtype, device, aligned)
-        known[key] = None if kernel is None else PassLauncher(kernel, op)
+        known[key] = None if kernel is None else RowOpLauncher(kernel, op)
         if kernel is None:
             _log.info("pretuned: no usable bundle has a kernel for %s %s: torch does it; aot build adds it to new ones",
                       op.value, dtype.value)  # fmt: skip
@@ -134,8 +134,8 @@ def launcher(op: Pass, dtype: DType, device: int, *, aligned: bool) -> PassLaunc
 
 
 def for_rows(
-    op: Pass, columns: int, rows: int, *tensors: torch.Tensor, like: torch.Tensor | None = None
-) -> PassLauncher | None:
+    op: RowOp, columns: int, rows: int, *tensors: torch.Tensor, like: torch.Tensor | None = None
+) -> RowOpLauncher | None:
     """As ``launcher``, for rows of these tensors, or of fresh ones like ``like``; None also where there is nothing.
 
     Every tensor is dense, its rows of ``columns`` columns or of twice as many.
@@ -158,7 +158,7 @@ def weighing(weights: torch.Tensor | None) -> int:
     return 0 if weights is None else WEIGHTED | (0 if weights.dtype is torch.float32 else NARROW)
 
 
-def _kernel(snapshot: Snapshot, op: Pass, dtype: DType, device: int, aligned: bool) -> LoadedKernel | None:
+def _kernel(snapshot: Snapshot, op: RowOp, dtype: DType, device: int, aligned: bool) -> LoadedKernel | None:
     if not platform_supported():
         return None
     local = local_gpu(device)

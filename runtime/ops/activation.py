@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Pass
+from ...artifacts.records.problem import RowOp
 from ...kernels.contract import rowops
 from ..check import tensors
 from ..check.tensors import address_of
@@ -83,7 +83,7 @@ def forward(h: torch.Tensor, act: Activation, bounds: torch.Tensor | None = None
     """a [M, I] of h [M, 2*I] or [M, I]. With ``bounds`` (``Routing.bounds``) rows of no expert hold anything."""
     I = act.columns(h)  # noqa: E741
     h = h.contiguous()
-    launch = launch_rowops.for_rows(Pass.ACTIVATION, I, h.shape[0], h)
+    launch = launch_rowops.for_rows(RowOp.ACTIVATION, I, h.shape[0], h)
     if launch is None:
         return by_torch(h, act)
     with on(h.get_device()):
@@ -114,7 +114,7 @@ def gradient(
     """
     M, I = da.shape  # noqa: E741
     h, da = h.contiguous(), da.contiguous()
-    launch = launch_rowops.for_rows(Pass.ACTIVATION_GRAD, I, M, h, da)
+    launch = launch_rowops.for_rows(RowOp.ACTIVATION_GRAD, I, M, h, da)
     if launch is None:
         return _gradient_by_torch(h, da, act, needs, weights, index, bounds)
     with on(h.get_device()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Pass
+from ...artifacts.records.problem import RowOp
 from ...kernels.contract.rowops import ADDS, COUNTS, PLACES, SORTED_EXPERTS
 from ..check import tensors
 from ..driver.device import allocator, on
@@ -32,7 +32,7 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
     if step is None or not 0 < M < _MOST_SLOTS or E < 1 or not tensors.on_gpu(ids):
         return None
     device = ids.get_device()
-    launch = rowops.launcher(Pass.SORT_SLOTS, DType.FP32, device, aligned=True)
+    launch = rowops.launcher(RowOp.SORT_SLOTS, DType.FP32, device, aligned=True)
     if launch is None or launch.most_experts < E:
         return None
     with on(device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.problem import Pass
+from ...artifacts.records.problem import RowOp
 from ...kernels.contract.rowops import BIASED
 from ..check import tensors
 from ..driver.device import allocator, on
@@ -21,7 +21,7 @@ def gather(x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tenso
     """
     M, H = index.shape[0], x.shape[1]
     x = x.contiguous()
-    launch = rowops.for_rows(Pass.GATHER, H, M, x)
+    launch = rowops.for_rows(RowOp.GATHER, H, M, x)
     if launch is None:
         return x.index_select(0, index // top_k if top_k > 1 else index)
     with on(x.get_device()):
@@ -45,7 +45,7 @@ def combine(
     (or wider) and rounded once. Of slots without a place nothing is read.
     """
     T, H = y.shape[0] // top_k, y.shape[1]
-    launch = rowops.for_rows(Pass.COMBINE, H, T, *(one for one in (y, bias) if one is not None))
+    launch = rowops.for_rows(RowOp.COMBINE, H, T, *(one for one in (y, bias) if one is not None))
     if launch is None:
         return _combined_by_torch(y, places, top_k, weights, experts, bias)
     with on(y.get_device()):

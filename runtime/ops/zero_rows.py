@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Pass
+from ...artifacts.records.problem import RowOp
 from ...kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
 from ...kernels.contract.rowops import CLEARED_ROWS, NAMES
 from ..driver.device import on
@@ -30,7 +30,7 @@ def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, i
     if few or not dense or max(rows, M) > _MOST_ROWS:
         return y.zero_()
     device, aligned = y.get_device(), is_aligned(ALIGNMENT_BYTES, row_bytes, y.data_ptr())
-    launch = rowops.launcher(Pass.CLEAR, DType.FP32, device, aligned=True) if aligned else None
+    launch = rowops.launcher(RowOp.CLEAR, DType.FP32, device, aligned=True) if aligned else None
     if launch is None or launch.most_experts < m_sizes.shape[0]:
         return y.zero_()
     with on(device):

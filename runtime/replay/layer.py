@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.problem import Op, Pass
+from ...artifacts.records.problem import Op, RowOp
 from ...kernels.contract.alignment import ALIGNMENT_BYTES
 from ...kernels.contract.rowops import BIASED
 from .. import hooks
@@ -33,7 +33,7 @@ _LOOSE = (0, 3, 4)  # of a guard's tensors: hidden, the ids and the routing weig
 _MOST_ROWS = 1 << 29  # so that all of its bucket fit int32
 
 
-class Plan:
+class LayerPlan:
     """One layer's forward. No tensor is kept: a plan would hold a model's weights."""
 
     __slots__ = (
@@ -44,7 +44,7 @@ class Plan:
 
     def __init__(
         self, how: Layer, x: torch.Tensor, given: Weights, sizes: Sizes,
-        launches: tuple[Launch, Launch], passing: tuple[rowops.PassLauncher, rowops.PassLauncher],
+        launches: tuple[Launch, Launch], passing: tuple[rowops.RowOpLauncher, rowops.RowOpLauncher],
         same: guard.Guard, grad: bool, gated: Launch | None, snapshot: dispatch_snapshot.Snapshot, read: torch.Tensor,
         widens: bool,
     ) -> None:  # fmt: skip
@@ -141,7 +141,7 @@ class Plan:
 
 def plan(
     how: Layer, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
-) -> Plan | None:
+) -> LayerPlan | None:
     """A plan of the call on these tensors, as the caller passed them; None where the next one needs another look."""
     x = hidden.reshape(-1, hidden.shape[-1])
     (T, H), k, (M,) = x.shape, how.top_k, routing.gather_indices.shape
@@ -169,7 +169,7 @@ def plan(
     )  # fmt: skip
     second = Rows(Op.FORWARD, a, given.down, m_sizes, how.layout, M)
     launches = launch_products.row_launch(first, h), launch_products.row_launch(second, y)
-    passing = rowops.for_rows(Pass.ACTIVATION, I, M, like=x), rowops.for_rows(Pass.COMBINE, H, T, like=x)
+    passing = rowops.for_rows(RowOp.ACTIVATION, I, M, like=x), rowops.for_rows(RowOp.COMBINE, H, T, like=x)
     tensors = [one for one in (hidden, *given[:2], ids, weights, *given[2:]) if one is not None]
     same = guard.guard(*tensors, loose=_LOOSE)
     if same is None or None in launches or None in passing:
@@ -178,4 +178,4 @@ def plan(
     gated = launch_products.gated_launch(first, a) if how.act == GATED_IN_PRODUCT else None
     sizes = Sizes(k, m_sizes.shape[0], H, wide, I)
     widens = read.dtype is not weights.dtype
-    return Plan(how, x, given, sizes, launches, passing, same, grad, gated, snapshot, read, widens)  # type: ignore[arg-type]
+    return LayerPlan(how, x, given, sizes, launches, passing, same, grad, gated, snapshot, read, widens)  # type: ignore[arg-type]

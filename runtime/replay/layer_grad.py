@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ...artifacts.records.problem import Layout, Op, Pass
+from ...artifacts.records.problem import Layout, Op, RowOp
 from ...kernels.contract import rowops
 from ...kernels.contract.alignment import ALIGNMENT_BYTES
 from ..check.operands import Rows
@@ -55,12 +55,12 @@ class Wanted(NamedTuple):
 class _Launches(NamedTuple):
     """What sorts rows, dX of down, and the activation's gradient; the rest is there where it is wanted."""
 
-    gather: launch_rowops.PassLauncher
+    gather: launch_rowops.RowOpLauncher
     through: Launch
-    activation: launch_rowops.PassLauncher
+    activation: launch_rowops.RowOpLauncher
     ddown: Launcher | None
     each: Launch | None
-    combine: launch_rowops.PassLauncher | None
+    combine: launch_rowops.RowOpLauncher | None
     dup: Launcher | None
 
 
@@ -194,16 +194,16 @@ def plan(
         dw = dout.new_empty((1, 1, 1)).expand(E, left.shape[1], right.shape[1])
         return launch_products.weight_launch(left, right, dw, m_sizes)
 
-    gather = launch_rowops.for_rows(Pass.GATHER, H, M, like=dout)
+    gather = launch_rowops.for_rows(RowOp.GATHER, H, M, like=dout)
     through = launch_products.row_launch(Rows(Op.DX, dy, down, m_sizes, how.layout, M), da)
-    activation = launch_rowops.for_rows(Pass.ACTIVATION_GRAD, I, M, like=dout)
+    activation = launch_rowops.for_rows(RowOp.ACTIVATION_GRAD, I, M, like=dout)
     if gather is None or through is None or activation is None:
         return None
     ddown = weight(dy, da) if wanted.down else None
     each = combine = None
     if wanted.x and gate_up is not None:
         product = Rows(Op.DX, dh, gate_up, m_sizes, how.layout, M)
-        each, combine = launch_products.row_launch(product, dy), launch_rowops.for_rows(Pass.COMBINE, H, T, like=dout)
+        each, combine = launch_products.row_launch(product, dy), launch_rowops.for_rows(RowOp.COMBINE, H, T, like=dout)
     dup = weight(dh, dy) if wanted.gate_up else None
     if (wanted.down and ddown is None) or (wanted.gate_up and dup is None):
         return None

@@ -38,7 +38,7 @@ _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
 
 
-class Plan:
+class ExecutionPlan:
     """One call's launches. Calling it does the call, or returns None and does nothing where it is another one."""
 
     __slots__ = (
@@ -168,7 +168,7 @@ class Plan:
 def plan(
     call: Call, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None,
     index: torch.Tensor | None,
-) -> Plan | None:  # fmt: skip
+) -> ExecutionPlan | None:  # fmt: skip
     """A plan of the call that just made y, or None where the next one like it needs another look.
 
     ``weights``, ``bias`` and ``index`` are as the caller passed them.
@@ -182,10 +182,10 @@ def plan(
         return None
     launch = launch_products.row_launch(forward_rows(call, x), y)
     same = guard.guard(x, call.w, call.m_sizes, *[t for t in (weights, bias, index) if t is not None])
-    return None if launch is None or same is None else Plan(call, x, launch, same)
+    return None if launch is None or same is None else ExecutionPlan(call, x, launch, same)
 
 
-def remember(table: dict[Key, Plan], key: Key, made: Plan) -> None:
+def remember(table: dict[Key, ExecutionPlan], key: Key, made: ExecutionPlan) -> None:
     """Put a plan in; a full table begins anew."""
     if len(table) >= _MOST_PLANS:
         table.clear()

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pretuned.aot.build.build import Options, build
+from pretuned.aot.build.build import BuildOptions, build
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import Space
-from pretuned.aot.plan.plan import Plan, plan
+from pretuned.aot.plan.families import Pool
+from pretuned.aot.plan.plan import BuildPlan, plan
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import Config
-
-# spawned workers get the parent's sys.path
-sys.path.append(str(Path(__file__).parent / "workerjobs"))
 
 SMALL = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
 ODD = "shape:E=8,H=250,I=125,k=2 tokens=1..64 name=odd"  # no row is a multiple of 16 bytes
@@ -34,19 +30,19 @@ def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
 
 
 @pytest.fixture(scope="session")
-def small_space() -> Space:
+def small_space() -> Pool:
     """Two aligned candidates and one fallback."""
-    return Space(_aligned, _fallbacks)
+    return Pool(_aligned, _fallbacks)
 
 
 @pytest.fixture(scope="session")
-def small_plan() -> Plan:
+def small_plan() -> BuildPlan:
     """One aligned model and one that isn't, forward."""
     return plan(load_models([SMALL, ODD], (Op.FORWARD,)).shapes)
 
 
 @pytest.fixture(scope="session")
-def training_plan() -> Plan:
+def training_plan() -> BuildPlan:
     """The aligned model, every op, w in both layouts."""
     return plan(load_models([SMALL + " layout=nk,kn"]).shapes)
 
@@ -58,20 +54,20 @@ def compiled_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def options(compiled_dir: Path, small_space: Space, tmp_path: Path) -> Callable[..., Options]:
+def options(compiled_dir: Path, small_space: Pool, tmp_path: Path) -> Callable[..., BuildOptions]:
     """Options for a small build; keywords replace them."""
 
-    def make(**changes: object) -> Options:
+    def make(**changes: object) -> BuildOptions:
         given = {"out": tmp_path / "out", "cache": CompileCache(compiled_dir), "space": small_space, **changes}
-        return Options(**given)  # type: ignore[arg-type]
+        return BuildOptions(**given)  # type: ignore[arg-type]
 
     return make
 
 
 @pytest.fixture(scope="session")
 def small_bundle(
-    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_plan: Plan, small_space: Space
+    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_plan: BuildPlan, small_space: Pool
 ) -> Path:
     """A real bundle for sm_80, not to be changed."""
-    options = Options(tmp_path_factory.mktemp("small"), cache=CompileCache(compiled_dir), space=small_space)
+    options = BuildOptions(tmp_path_factory.mktemp("small"), cache=CompileCache(compiled_dir), space=small_space)
     return build(small_plan, (80,), options).bundles[0].path

@@ -25,7 +25,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.kernels.contract import registry, spec
 from pretuned.kernels.contract.config import Config
-from pretuned.runtime.dispatch.pin import KernelPair, Preferred
+from pretuned.runtime.dispatch.pin import KernelPair, Preference
 
 SPEC = spec.Spec(Op.FORWARD, DType.BF16, Config(64, 64, 64, 4, 3))
 CUBIN = b"\x7fELF code"
@@ -119,7 +119,7 @@ def test_a_compiled_entry_of_other_bytes(compiled: tuple[CompileCache, Path, dic
 
 
 KEY = CacheKey("NVIDIA H200", 90, 132, 140, (("rows", 1),), ("forward",), 8, 256, 128, 2, "bf16", 64)
-PAIRS = tuple(KernelPair(op, *[Preferred(((Fusion.NONE, SPEC.config),))] * 2) for op in Op)
+PAIRS = tuple(KernelPair(op, *[Preference(((Fusion.NONE, SPEC.config),))] * 2) for op in Op)
 CONFIGS: dict[str, object] = {
     "another key": ("key", *[("forward", (), ())] * 3),
     "one op three times": (repr(KEY), *[("forward", (), ())] * 3),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pretuned.aot.journal.file import Header, open_journal, read_journal
-from pretuned.aot.journal.timings import Evidence
+from pretuned.aot.journal.timings import Timings
 from pretuned.aot.report.page import page
 from pretuned.aot.report.sheets import sheet
 from pretuned.artifacts.errors import HostError, InputError
@@ -150,7 +150,7 @@ def test_a_bad_record_is_left_out_and_the_rest_is_read(tmp_path: Path, name: str
     contents = read_journal(path)
     assert contents.damaged == 1
     assert len(contents.records) == 1
-    assert Evidence.of(contents).gpus[0].driver == 13000
+    assert Timings.of(contents).gpus[0].driver == 13000
 
 
 @pytest.mark.parametrize("links", [20, 60, 400])
@@ -163,7 +163,7 @@ def test_a_chain_of_records_that_grows_without_end_grows_to_an_end(tmp_path: Pat
         records.append({**MEASURED, "modelled": before, "timings": [few, most], "duel": None})
     contents = read_journal(written(tmp_path / "journal", HEADER, *records))
     assert len(contents.records) == links
-    (cell,) = Evidence.of(contents).cells.values()
+    (cell,) = Timings.of(contents).cells.values()
     assert len(cell.times_ns) == links + 1
     assert all(1 <= ns <= MAX_TIME_NS for ns in cell.times_ns.values())
 

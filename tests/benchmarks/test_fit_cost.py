@@ -12,7 +12,7 @@ import pytest
 
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import fitted
-from pretuned.kernels.cost.constants import CONSTANTS, Constants, Family, Specialized, WeightGrad
+from pretuned.kernels.cost.constants import CONSTANTS, Constants, ConstantsFamily, Specialized, WeightGrad
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -49,8 +49,8 @@ def test_dw_is_fitted_with_the_constants_of_the_others_held(tool: SimpleNamespac
         *(f"weight.{name}" for name in WeightGrad._fields),
         *(f"specialized.{name}" for name in own),
     }
-    for name in (*Constants.__slots__, *Family.__slots__):
-        owner = Constants if name in Constants.__slots__ else Family
+    for name in (*Constants.__slots__, *ConstantsFamily.__slots__):
+        owner = Constants if name in Constants.__slots__ else ConstantsFamily
         held, was = (c if owner is Constants else c.hopper for c in (found, begun))
         if name not in ("hopper", "write_share", "weight", "specialized"):
             assert getattr(held, name) == getattr(was, name), name
@@ -156,7 +156,7 @@ def test_the_block_written_is_the_one_in_force(tool: SimpleNamespace) -> None:
     assert block.startswith(told)
     words = [line.removeprefix("#").strip() for line in block.split("_HOPPER = ")[0].splitlines()[1:]]
     assert " ".join(words) == recorded["command"]
-    names = {"Family": Family, "Specialized": Specialized, "WeightGrad": WeightGrad}
+    names = {"ConstantsFamily": ConstantsFamily, "Specialized": Specialized, "WeightGrad": WeightGrad}
     exec(tool.fit_cost.source(CONSTANTS, 90, "# told"), names)
     assert names["_HOPPER"] == CONSTANTS.hopper
     assert block.split("_HOPPER = ")[1] == tool.fit_cost.source(CONSTANTS, 90, told).split("_HOPPER = ")[1]

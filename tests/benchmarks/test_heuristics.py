@@ -19,7 +19,7 @@ from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import Config
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-JOBS = Path(__file__).parents[1] / "aot" / "workerjobs"
+JOBS = Path(__file__).parents[1] / "support"
 MODELS = ["Qwen/Qwen3-30B-A3B tokens=16..64", "allenai/OLMoE-1B-7B-0924 tokens=16..64", "shape:E=8,H=512,I=256,k=2"]
 RESULTS = BENCHMARKS / "results"
 

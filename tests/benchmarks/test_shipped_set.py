@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from pretuned.aot.journal.file import read_journal
-from pretuned.aot.journal.records import Duel
+from pretuned.aot.journal.records import Rematch
 from pretuned.aot.journal.timings import CellTimes
 from pretuned.artifacts.files.bundle_file import open_bundle
 
@@ -65,7 +65,7 @@ def test_what_is_faster_by_noise_alone_is_not(tool: ModuleType) -> None:
         (),
         0,
     )
-    lost = Duel(b"far", b"m", (1010,), (1000,), 1.01, 0.005)
+    lost = Rematch(b"far", b"m", (1010,), (1000,), 1.01, 0.005)
     for chosen, timed, beyond, fought in (
         (b"m", 1000 / 900, 1000 / 900, 1.0), (b"near", 998 / 900, 998 / 900, 998 / 900), (b"far", 1.0, 1.0, 1.0),
         (b"slow", 1100 / 900, 1100 / 900, 1100 / 900),

@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
-sys.path += [str(HERE), str(HERE.parent / "golden")]
+sys.path += [str(HERE), str(HERE.parent / "support")]
 
 import mutate  # noqa: E402
 import test_processes  # noqa: E402

@@ -28,7 +28,7 @@ OLD, NEW = (codec.encode(golden_bundles.medium(seed=seed)) for seed in (0, 1))
 PUBLISH = """
 import sys
 from pathlib import Path
-from pretuned.artifacts.files.bundle_file import publish
+from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.errors import HostError
 data = Path(sys.argv[2]).read_bytes()
 Path("/dev/null").write_bytes(b"begin")
@@ -40,14 +40,14 @@ except HostError as error:
 """
 LOCK = """
 import sys, time
-from pretuned.artifacts.files.bundle_file import lock
+from pretuned.artifacts.files.lock import lock
 begin = time.perf_counter()
 with lock(sys.argv[1], 60) as held:
     print("held", held, time.perf_counter() - begin < 5)
 """
 HOLD = """
 import sys, time
-from pretuned.artifacts.files.bundle_file import lock
+from pretuned.artifacts.files.lock import lock
 with lock(sys.argv[1], 0):
     print("held", flush=True)
     time.sleep(60)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pretuned.runtime import reload
 from pretuned.runtime.dispatch import snapshot
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "aot" / "workerjobs"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 
 def tune(home: Path, rounds: int, barrier: object, number: int) -> None:

@@ -1,0 +1,326 @@
+"""Builds that are stopped, killed, or refused by the disk: nothing is lost, nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pretuned.aot.bundle.verify import verify
+
+SUPPORT = Path(__file__).parents[2] / "support"
+# fp32 has the fewest candidates, and dW the fewest forms: 7 variants and 6 of passes, about half a second each.
+MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"
+OTHER = "shape:E=16,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=other"
+# pytest itself may run where some are ignored (nohup, a job in the background), and its children with it.
+UNDISTURBED = ("env", "--default-signal=INT,TERM,HUP")
+
+
+class Place:
+    """A user's directory: bundles, compile cache and temporary files of its own."""
+
+    def __init__(self, root: Path, cache: Path | None = None) -> None:
+        self.root, self.out, self.tmp = root, root / "bundles", root / "tmp"
+        self.cache = cache or root / "cache"
+        self.tmp.mkdir()
+        self.bundle = self.out / "pretuned-sm80.msgpack"
+
+    def command(self, model: str = MODEL, *options: str) -> list[str]:
+        return [sys.executable, "-m", "pretuned.aot", "build", "--models", model, "--sm", "80", "--out", str(self.out),
+                "--cache-dir", str(self.cache), "--workers", "2", *options]  # fmt: skip
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "TMPDIR": str(self.tmp)}
+
+    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, capture_output=True, text=True, env=self.environment(), cwd=self.root, check=False, timeout=120
+        )
+
+    def kept(self) -> int:
+        return len(list(self.cache.glob("??/*.bin")))
+
+    def leftovers(self) -> list[Path]:
+        return [*self.tmp.iterdir(), *self.out.glob("*.tmp"), *self.out.glob(".*.tmp"), *self.cache.rglob("*.tmp"),
+                *self.cache.rglob(".*.tmp")]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def full_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compile cache that has all of MODEL and OTHER (the same variants)."""
+    place = Place(tmp_path_factory.mktemp("full"))
+    done = place.run(place.command())
+    assert done.returncode == 0, done.stderr
+    return place.cache
+
+
+@pytest.fixture
+def built(tmp_path: Path, full_cache: Path) -> Place:
+    """A place with an old bundle, and everything compiled for the next."""
+    place = Place(tmp_path, full_cache)
+    done = place.run(place.command())
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(true, seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -9)]
+)
+def test_a_build_that_is_stopped_goes_on_where_it_was(place: Place, number: signal.Signals, code: int) -> None:
+    with subprocess.Popen(
+        [*UNDISTURBED, *place.command()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=place.environment(), start_new_session=True,
+    ) as process:  # fmt: skip
+        until(lambda: place.kept() >= 2, 60, "nothing is compiled")
+        workers = descendants(process.pid)
+        os.killpg(process.pid, number)  # as a terminal does
+        out, err = process.communicate(timeout=60)
+    until(lambda: not any(map(alive, workers)), 60, "workers live on")
+    assert len(workers) >= 2
+    until(lambda: not place.leftovers(), 60, f"left behind: {place.leftovers()}")
+    assert not place.bundle.exists()
+    assert process.returncode == code
+    assert out == ""
+    assert "Traceback" not in err
+    kept = place.kept()
+    assert 2 <= kept < 14, "it was stopped in the middle"
+    if code == 130:
+        assert err.splitlines()[-1] == (
+            f"interrupted: {kept} of 14 variants are compiled and kept; run the same command to go on"
+        )
+    again = place.run(place.command(MODEL, "--json"))
+    assert again.returncode == 0, again.stderr
+    (bundle,) = json.loads(again.stdout)["bundles"]
+    assert (bundle["cached"], bundle["compiled"]) == (kept, 14 - kept)
+    assert verify(str(place.bundle)).choices == bundle["choices"]
+    assert not place.leftovers()
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("restless", 6), ("deaf", 1)])
+def test_a_killed_builds_folder_goes_while_compilers_are_at_work(place: Place, kind: str, rounds: int) -> None:
+    command = [*UNDISTURBED, sys.executable, str(SUPPORT / "restless_build.py"), kind]
+    for _ in range(rounds):
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=place.environment(), start_new_session=True
+        ) as process:
+            until(lambda: sum(one.name.isdigit() for one in place.tmp.rglob("*")) == 2, 60, "no worker is at work")
+            workers = descendants(process.pid)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=60)
+        until(lambda held=workers: not any(map(alive, held)), 60, "workers live on")
+        until(lambda: not place.leftovers(), 60, "something is left behind")
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, workers: int) -> None:
+    with subprocess.Popen(
+        [*UNDISTURBED, *place.command()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=place.environment(), start_new_session=True,
+    ) as process:  # fmt: skip
+        # (A folder of its own: before, Python looks whether it can write there, with a file that it takes away again.)
+        until(lambda: any(one.is_dir() for one in place.tmp.iterdir()), 60, "it does not start")
+        until(lambda: started(process.pid) >= workers, 60, "no worker starts")
+        for _ in range(5):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.02)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (
+        err.lstrip()
+        == f"interrupted: {place.kept()} of 14 variants are compiled and kept; run the same command to go on\n"
+    )
+    until(lambda: not place.leftovers(), 60, f"left behind: {place.leftovers()}")
+
+
+def started(pid: int) -> int:
+    """How many workers of a build there are."""
+    found = 0
+    for child in descendants(pid):
+        with contextlib.suppress(OSError):
+            found += b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("what", ["compile", "measure"])
+def test_a_program_that_is_killed_takes_its_child_along(place: Place, what: str, number: signal.Signals) -> None:
+    """It holds the lock of those that tune: what it started must not measure on beside the next one."""
+    command = [*UNDISTURBED, sys.executable, str(SUPPORT / "ondemand_child.py"), what]
+    environment = {**place.environment(), "HOME": str(place.root), "XDG_CACHE_HOME": str(place.root / "home")}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        compiled = place.root / "home" / "pretuned" / "compiled"
+        until(lambda: any(compiled.glob("??/*.bin")), 60, "nothing is compiled")
+        children = descendants(process.pid)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == -number
+    assert len(children) >= 2
+    until(lambda: not any(map(alive, children)), 60, "its child lives on")
+    until(lambda: not place.leftovers(), 60, f"left behind: {place.leftovers()}")
+
+
+CALLS = ("mkdir", "flock", "write", "fchmod", "fsync", "rename", "unlink")
+
+
+def calls_on_the_output(place: Place, command: list[str]) -> list[tuple[str, int]]:
+    """Every system call of a build that touches its output directory: the name, and the how-manieth of that name."""
+    log = place.root / "calls"
+    done = place.run(["strace", "-f", "-y", "-o", str(log), "-e", f"trace={','.join(CALLS)}", *command])
+    assert done.returncode == 0, done.stderr
+    counts: dict[tuple[str, str], int] = {}
+    found = []
+    for line in log.read_text().splitlines():
+        pid, _, call = line.partition(" ")
+        name, _, arguments = call.strip().partition("(")
+        counts[pid, name] = counts.get((pid, name), 0) + 1  # strace counts each process by itself
+        if re.match(rf'(\d+<|"){re.escape(str(place.out))}', arguments):
+            found.append((name, counts[pid, name]))
+    return found
+
+
+def test_a_build_that_is_killed_at_any_call_while_it_publishes(built: Place) -> None:
+    """The old bundle or the new one, never neither; the next run finishes and tidies."""
+    models = {built.bundle.read_bytes(): OTHER}
+    calls = calls_on_the_output(built, built.command(OTHER))
+    models[built.bundle.read_bytes()] = MODEL
+    assert len(models) == 2
+    assert [name for name, _ in calls if name in ("write", "fsync", "rename")] == ["write", "fsync", "rename", "fsync"]
+    for name, number in calls:
+        before = built.bundle.read_bytes()
+        command = built.command(models[before])
+        inject = f"inject={name}:signal=SIGKILL:when={number}"
+        done = built.run(["strace", "-f", "-o", "/dev/null", "-e", f"trace={name}", "-e", inject, *command])
+        assert done.returncode != 0, f"not killed at {name} {number}"
+        assert built.bundle.read_bytes() in models
+        assert verify(str(built.bundle))
+        finished = built.run(command)
+        assert finished.returncode == 0, finished.stderr
+        assert built.bundle.read_bytes() in set(models) - {before}
+        assert not built.leftovers(), f"killed at {name} {number}"
+
+
+def in_small_disk(place: Place, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script in a mount namespace, with a file system of 64 KiB at the output directory."""
+    setup = f"mount -t tmpfs -o size=32k,mode=755 tmpfs '{place.out}'"
+    return place.run(["unshare", "-rm", "sh", "-ec", f"{setup}\n{script}"])
+
+
+def quoted(command: list[str]) -> str:
+    return " ".join(f"'{word}'" for word in command)
+
+
+def test_a_full_disk(built: Place) -> None:
+    old = built.bundle.read_bytes()
+    assert len(old) > 48 << 10, "the bundle must be larger than the disk"
+    begins = r"printf '\225\250pretuned, old\n'"  # what is no bundle is not written over
+    script = f"""
+{begins} > '{built.bundle}'
+set +e
+{quoted(built.command(OTHER))}
+echo "exit $?"
+ls -A '{built.out}'
+tail -c 4 '{built.bundle}'
+"""
+    done = in_small_disk(built, script)
+    assert done.stdout.split("\n") == ["exit 1", ".pretuned.lock", built.bundle.name, "old", ""], done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    for words in ("error: can't write", str(built.bundle), "No space left on device", "bytes free"):
+        assert words in done.stderr
+    assert not built.leftovers()
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_read_only_directory(built: Place, locked: bool) -> None:
+    """With and without the lock file of an earlier build in it."""
+    script = f"""
+echo old > '{built.bundle}'
+{f"touch '{built.out}/.pretuned.lock'" if locked else ""}
+mount -o remount,ro '{built.out}'
+set +e
+{quoted(built.command(OTHER))}
+echo "exit $?"
+cat '{built.bundle}'
+"""
+    done = in_small_disk(built, script)
+    assert done.stdout.split("\n") == ["exit 1", "old", ""], done.stderr
+    assert done.stderr == (
+        f"error: can't write into '{built.out}': Read-only file system. "
+        "Make it writable, or name another one with --out DIR\n"
+    )
+
+
+def test_a_read_only_compile_cache_costs_one_note(place: Place, full_cache: Path) -> None:
+    """What is there is used, the rest compiled, and nothing kept."""
+    for entry in sorted(full_cache.glob("??/*.bin"))[1:]:
+        (place.cache / entry.parent.name).mkdir(parents=True, exist_ok=True)
+        (place.cache / entry.parent.name / entry.name).write_bytes(entry.read_bytes())
+    script = f"""
+mount --bind '{place.cache}' '{place.cache}'
+mount -o remount,ro,bind '{place.cache}'
+{quoted(place.command(MODEL))}
+"""
+    done = place.run(["unshare", "-rm", "sh", "-ec", script])
+    assert done.returncode == 0, done.stderr
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note:")]
+    assert len(notes) == 1, done.stderr
+    assert "Read-only file system" in notes[0]
+    assert place.kept() == 13
+    assert verify(str(place.bundle))
+
+
+def test_two_builds_in_one_directory_at_once(built: Place) -> None:
+    commands = [built.command(MODEL), built.command(OTHER), built.command(MODEL)]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=built.environment())
+        for command in commands
+    ]
+    for process in running:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert verify(str(built.bundle))
+    assert not built.leftovers()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    before = set(descendants(os.getpid()))
+    yield
+    after = {pid for pid in descendants(os.getpid()) if alive(pid)} - before
+    # the resource tracker of multiprocessing belongs to pytest itself
+    assert not {pid for pid in after if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}

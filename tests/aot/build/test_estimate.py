@@ -1,0 +1,59 @@
+"""What ``aot plan`` expects beside what a build took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pretuned.aot.build.estimate import estimate
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import BuildPlan, plan
+from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.kernels.contract.spec import Spec
+
+# A build of these by ``--no-cache --measure no`` on two cores of a server, at the commit that this test came with.
+MODELS = (
+    "Qwen/Qwen3-30B-A3B tp=1,2,4", "Qwen/Qwen3-Next-80B-A3B-Instruct tp=1,4", "mistralai/Mixtral-8x7B-v0.1 tp=1,2",
+    "deepseek-ai/DeepSeek-V3 ep=8", "zai-org/GLM-4.5-Air tp=1,2 ep=1,4", "openai/gpt-oss-20b layout=nk tokens=1..16384",
+    "allenai/OLMoE-1B-7B-0924 dtype=bf16,fp16", "shape:E=16,H=2048,I=1024,k=2 name=example",
+)  # fmt: skip
+CPU_S = {80: 248, 90: 364}
+SIZE_BYTES = {80: 3_879_914, 90: 6_657_243}
+
+
+@pytest.fixture(scope="module")
+def planned() -> BuildPlan:
+    return plan(load_models(MODELS).shapes)
+
+
+def test_it_is_near_what_a_build_took(planned: BuildPlan) -> None:
+    for one in estimate(planned, (80, 90), None, workers=1):
+        assert one.seconds == pytest.approx(CPU_S[one.sm], rel=0.15)
+        assert one.size_bytes == pytest.approx(SIZE_BYTES[one.sm], rel=0.15)
+
+
+def test_workers_share_the_time(planned: BuildPlan) -> None:
+    one, two = (estimate(planned, (90,), None, workers=workers)[0] for workers in (1, 2))
+    assert 0.5 * one.seconds < two.seconds < 0.53 * one.seconds
+
+
+class Plain(CompileCache):
+    """Has all but specialised code."""
+
+    def has(self, spec: Spec | RowOpSpec, sm: int) -> bool:
+        return isinstance(spec, RowOpSpec) or not spec.config.specialized
+
+
+def test_what_is_compiled_costs_nothing_and_specialised_code_more(planned: BuildPlan, tmp_path: Path) -> None:
+    (every,) = estimate(planned, (90,), None, workers=1)
+    (rest,) = estimate(planned, (90,), Plain(tmp_path), workers=1)
+    assert every.cached == 0
+    assert rest.variants == every.variants
+    left = (rest.variants - (rest.cached or 0)) / every.variants
+    assert 0.1 < left < 0.4
+    assert 1.5 * left < rest.seconds / every.seconds < 3 * left
+    (none,) = estimate(planned, (80,), Plain(tmp_path), workers=1)
+    assert none.cached == none.variants
+    assert none.seconds < 2.0

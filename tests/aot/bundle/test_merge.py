@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from claims import H100, H200, able, chosen, revised, with_twins
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from pretuned.aot.build.build import BuildOptions, build
+from pretuned.aot.bundle.merge import Reason, merge
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import Family, ships_unchosen
+from pretuned.aot.plan.plan import plan
+from pretuned.artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle, Choice, Source
+from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
+from pretuned.artifacts.records.target import Gpu, Target
+from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.words import LAUNCH_ABI
+
+BIG = "shape:E=16,H=512,I=256,k=2 tokens=1..256 name=big"
+
+
+@pytest.fixture(scope="session")
+def built(small_bundle: Path) -> Bundle:
+    """A real bundle of two models, one of them unaligned: an aligned variant and a fallback a family."""
+    return codec.decode(small_bundle.read_bytes(), str(small_bundle))
+
+
+@pytest.fixture(scope="session")
+def base(built: Bundle) -> Bundle:
+    """The same, with two aligned variants a family."""
+    return with_twins(built)
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory, compiled_dir, small_space) -> Bundle:
+    """Another real bundle, of another model, from the same variants."""
+    options = BuildOptions(tmp_path_factory.mktemp("other"), cache=CompileCache(compiled_dir), space=small_space)
+    path = build(plan(load_models([BIG], (Op.FORWARD,)).shapes), (80,), options).bundles[0].path
+    return codec.decode(path.read_bytes(), str(path))
+
+
+@pytest.fixture(scope="session")
+def cell(base: Bundle) -> tuple[Problem, int]:
+    """One that two aligned variants and the fallback can all serve."""
+    problem = next(one for one in base.choices if one.N == 256 and not one.fusion)
+    assert len(able(base, problem)) == 3
+    return problem, 64
+
+
+def merged(*bundles: Bundle):
+    done = merge({f"{i}.msgpack": bundle for i, bundle in enumerate(bundles)})
+    data = codec.encode(done.bundle)
+    assert codec.decode(data, "merged") == done.bundle
+    return done
+
+
+def the_choice(bundle: Bundle, cell: tuple[Problem, int]) -> Choice:
+    problem, bucket = cell
+    return next(one for one in bundle.choices[problem] if one.bucket == bucket)
+
+
+def test_two_models_bundles_become_one(built: Bundle, other: Bundle) -> None:
+    done = merged(built, other)
+    both = done.bundle
+    assert set(both.choices) == set(built.choices) | set(other.choices)
+    assert {model.name for model in both.models} == {"small", "odd", "big"}
+    assert not done.conflicts
+    assert done.taken == (sum(map(len, built.choices.values())), sum(map(len, other.choices.values())))
+    for source in (built, other):
+        for problem, row in source.choices.items():
+            for old, new in zip(row, both.choices[problem], strict=True):
+                assert both.variants[new.variant] == source.variants[old.variant]
+                assert both.cubins[new.variant] == source.cubins[old.variant]
+                assert (new.time_ns, new.source, new.runner_up_ns) == (old.time_ns, old.source, old.runner_up_ns)
+                if old.runner_up is not None:
+                    assert both.variants[new.runner_up] == source.variants[old.runner_up]
+    # the variants are the same cubins: each is there once
+    assert len(both.variants) == len(set(built.variants) | set(other.variants))
+    assert len(both.variants) < len(built.variants) + len(other.variants)
+
+
+def test_models_of_one_name_are_united(base: Bundle) -> None:
+    first, second = list(base.choices)[:2], list(base.choices)[2:]
+    name = base.models[0]
+    parts = [
+        replace(base, choices={p: base.choices[p] for p in part}, models=(replace(name, problems=tuple(part)),))
+        for part in (first, second)
+    ]
+    (model,) = merged(*parts).bundle.models
+    assert set(model.problems) == set(base.choices)
+
+
+def test_measured_beats_modelled_however_slow(base: Bundle, cell) -> None:
+    measured, modelled = chosen(base, {cell: (0, 90_000, H200)}), chosen(base, {cell: (1, 1_000, None)})
+    for order in ((measured, modelled), (modelled, measured)):
+        done = merged(*order)
+        best = the_choice(done.bundle, cell)
+        assert (best.source, best.time_ns) == (Source.MEASURED, 90_000)
+        assert done.bundle.gpus == (H200,)
+        (conflict,) = done.conflicts
+        assert conflict.reason is Reason.MEASURED
+        assert order[conflict.kept] is measured
+
+
+def test_measured_stays_before_a_later_revision_that_nobody_measured(base: Bundle, cell) -> None:
+    measured, later = chosen(base, {cell: (0, 90_000, H200)}), revised(chosen(base, {cell: (1, 1_000, None)}))
+    assert the_choice(merged(measured, later).bundle, cell).source is Source.MEASURED
+
+
+@pytest.mark.parametrize("gpu", [None, H200])
+def test_a_later_revision_beats_an_earlier_one(base: Bundle, cell, gpu) -> None:
+    early, later = chosen(base, {cell: (0, 1_000, gpu)}), revised(chosen(base, {cell: (1, 90_000, gpu)}))
+    for order in ((early, later), (later, early)):
+        done = merged(*order)
+        best = the_choice(done.bundle, cell)
+        assert best.time_ns == 90_000
+        assert done.bundle.variants[best.variant].revision == REVISIONS["rows"].revision + 1
+        assert [one.reason for one in done.conflicts] == [Reason.REVISION]
+        wanted = {(one.name, one.revision + 1) for one in base.kernels}
+        assert {(one.name, one.revision) for one in done.bundle.kernels} == wanted, "nothing of the earlier one is left"
+        assert any("earlier kernel revision" in note for note in done.notes) is (gpu is not None)
+
+
+def test_on_one_gpu_the_lower_time_wins_whatever_the_driver(base: Bundle, cell) -> None:
+    updated = replace(H200, driver=13000, memory_mib=143156)
+    slow, fast = chosen(base, {cell: (0, 2_000, H200)}), chosen(base, {cell: (1, 1_900, updated)})
+    for order in ((slow, fast), (fast, slow)):
+        done = merged(*order)
+        assert the_choice(done.bundle, cell).time_ns == 1_900
+        assert done.bundle.gpus == (updated,)
+        assert [one.reason for one in done.conflicts] == [Reason.TIME]
+
+
+def test_of_two_gpus_the_one_named_first_wins_and_that_is_told(base: Bundle, cell) -> None:
+    problem, _ = cell
+    h100 = chosen(base, {cell: (0, 3_000, H100), (problem, 8): (0, 500, H100)})
+    h200 = chosen(base, {cell: (1, 2_000, H200)})
+    for order, first in (((h100, h200), H100), ((h200, h100), H200)):
+        done = merged(*order)
+        best = the_choice(done.bundle, cell)
+        assert done.bundle.gpus[best.gpu] == first
+        assert [one.reason for one in done.conflicts] == [Reason.GPU]
+        assert any("side by side" in note for note in done.notes)
+        # what only one of them has stays with its own GPU
+        small = the_choice(done.bundle, (problem, 8))
+        assert (small.time_ns, done.bundle.gpus[small.gpu]) == (500, H100)
+
+
+def test_the_later_cost_model_wins(base: Bundle, cell) -> None:
+    old, new = chosen(base, {cell: (0, 1_000, None)}), chosen(base, {cell: (1, 3_000, None)})
+    old = replace(old, producer=replace(old.producer, pretuned="0.9.2"))
+    new = replace(new, producer=replace(new.producer, pretuned="0.10.0"))
+    for order in ((old, new), (new, old)):
+        done = merged(*order)
+        assert the_choice(done.bundle, cell).time_ns == 3_000
+        assert [one.reason for one in done.conflicts] == [Reason.COST_MODEL]
+        assert done.bundle.producer.pretuned == "0.10.0, 0.9.2"
+
+
+def test_buckets_are_united(base: Bundle, cell) -> None:
+    problem, _ = cell
+    one, two = chosen(base, {(problem, 1): (0, 10, None)}), chosen(base, {(problem, 4): (1, 20, None)})
+    done = merged(two, one)
+    assert [choice.bucket for choice in done.bundle.choices[problem]] == [1, 4]
+    assert not done.conflicts
+
+
+def test_what_nothing_uses_is_dropped_but_for_fallbacks(base: Bundle, cell) -> None:
+    one, two = chosen(base, {cell: (0, 10, None)}), chosen(base, {cell: (0, 10, None)}, min_driver=12090)
+    done = merged(one, two)
+    assert done.unused == len(base.variants) - len(done.bundle.variants) > 0
+    best = the_choice(done.bundle, cell).variant
+    assert all(
+        i == best or variant.alignment == 1 or isinstance(variant.op, RowOp)
+        for i, variant in enumerate(done.bundle.variants)
+    )
+    families = {Family.of(variant) for variant in base.variants}
+    assert {Family.of(variant) for variant in done.bundle.variants if ships_unchosen(variant)} == families
+    assert done.bundle.min_driver == 12090
+    assert (done.conflicts, done.agreed) == ((), 1)
+
+
+def test_a_fallback_ships_in_its_latest_revision_alone(base: Bundle, cell) -> None:
+    done = merged(chosen(base, {cell: (0, 10, H200)}), revised(chosen(base, {cell: (1, 10, None)})))
+    fallbacks = [variant for variant in done.bundle.variants if variant.alignment == 1]
+    assert fallbacks
+    assert all(variant.revision == REVISIONS[variant.kernel].revision + 1 for variant in fallbacks)
+    assert {one.revision - REVISIONS[one.name].revision for one in done.bundle.kernels} == {0, 1}
+
+
+def test_configs_past_a_builds_limit_are_kept_and_told(built: Bundle, base: Bundle) -> None:
+    problem = next(one for one in base.choices if one.N == 256 and not one.fusion)
+    template = able(base, problem)[0]
+    variants, cubins, row = list(base.variants), list(base.cubins), []
+    for power in range(20):
+        knobs = dict(base.variants[template].config, group_m=power + 100)
+        variants.append(replace(base.variants[template], config=tuple(sorted(knobs.items()))))
+        cubins.append(base.cubins[template])
+        row.append(Choice(1 << power, len(variants) - 1, Source.MEASURED, 100, gpu=0))
+    many = replace(
+        base, variants=tuple(variants), cubins=tuple(cubins), gpus=(H200,), choices={problem: tuple(row)}, models=()
+    )
+    done = merged(built, many)
+    (over,) = done.too_many
+    assert (over.op, over.configs) == (
+        Op.FORWARD,
+        20 + len({variant.config for variant in built.variants if isinstance(variant.op, Op)}),
+    )
+    assert any(f"{over.configs} configs" in note for note in done.notes)
+    assert len({done.bundle.variants[one.variant].config for one in done.bundle.choices[problem]}) == 20
+
+
+def test_what_can_not_be_merged(base: Bundle, other: Bundle) -> None:
+    with pytest.raises(InputError, match="1 bundle given"):
+        merged(base)
+    with pytest.raises(TargetMismatch, match=r"'1\.msgpack' is for sm_90a, '0\.msgpack' for sm_80"):
+        merged(base, replace(other, target=Target(90, True)))
+    for abi, kind, words in ((LAUNCH_ABI + 1, BundleTooNew, "Upgrade"), (LAUNCH_ABI - 1, BundleTooOld, "again")):
+        odd = replace(other, variants=tuple(replace(one, abi=abi) for one in other.variants))
+        with pytest.raises(kind, match=rf"'1\.msgpack', variant 0: launch ABI {abi}, .* writes {LAUNCH_ABI}.*{words}"):
+            merge({"0.msgpack": base, "1.msgpack": odd})
+    edited = replace(other, kernels=tuple(replace(one, source_sha256=bytes(32)) for one in other.kernels))
+    first = other.kernels[0]
+    with pytest.raises(InputError, match=f"{first.name} of revision {first.revision} has the source 000000000000"):
+        merged(base, edited)
+
+
+GPUS = (None, H200, replace(H200, driver=13000), replace(H200, memory_mib=141000))
+MAKES = st.lists(
+    st.tuples(
+        st.dictionaries(
+            st.tuples(st.integers(0, 5), st.sampled_from([1, 2, 4])),
+            st.tuples(st.integers(0, 1), st.integers(1, 4), st.sampled_from(GPUS)),
+            min_size=1,
+        ),
+        st.integers(0, 1),
+        st.sampled_from(["0.1.0", "0.2.0"]),
+        st.sampled_from(["3.6.0", "3.7.1"]),
+    ),
+    min_size=2,
+    max_size=4,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(makes=MAKES)
+@example(  # equal but for the driver: what broke the tie must be there still after the first merge
+    [
+        ({(0, 1): (0, 1, None), (0, 2): (0, 1, None), (2, 4): (0, 2, GPUS[2])}, 1, "0.1.0", "3.6.0"),
+        ({(0, 1): (0, 1, None), (2, 4): (0, 2, GPUS[1])}, 1, "0.1.0", "3.6.0"),
+    ]
+)
+def test_the_order_of_the_inputs_and_merging_in_steps_change_nothing(base: Bundle, makes) -> None:
+    """With one GPU. In steps, too, as long as they were made by one version: a merged bundle lists several."""
+    problems = [one for one in base.choices if one.fusion is Fusion.NONE or one.N == 256]
+    made = []
+    for choices, revision, version, triton in makes:
+        cells = {(problems[p % len(problems)], bucket): claim for (p, bucket), claim in choices.items()}
+        producer = replace(base.producer, pretuned=version, triton=triton)
+        bundle = chosen(base, cells, producer=producer)
+        made.append(revised(bundle, revision) if revision else bundle)
+    results = {codec.encode(merged(*order).bundle) for order in itertools.permutations(made)}
+    (data,) = results
+    whole = codec.decode(data, "whole")
+    for again in made:
+        if len({one.producer for one in made}) == 1:
+            same = codec.encode(merged(whole, again).bundle) == data
+            assert same, "merging in steps changed something"  # bytes in a report would hide the example
+    for problem, row in whole.choices.items():
+        for choice in row:
+            rivals = [
+                (bundle.gpus[one.gpu] if one.gpu is not None else None, bundle.variants[one.variant].revision,
+                 one.time_ns)
+                for bundle in made for one in bundle.choices.get(problem, ()) if one.bucket == choice.bucket
+            ]  # fmt: skip
+            measured = [rival for rival in rivals if rival[0]]
+            among = measured or rivals
+            latest = max(revision for _, revision, _ in among)
+            assert (choice.source is Source.MEASURED) == bool(measured)
+            assert whole.variants[choice.variant].revision == latest
+            if measured:
+                assert choice.time_ns == min(time for _, revision, time in among if revision == latest)
+
+
+def test_every_gpu_that_is_named_is_used(base: Bundle, cell) -> None:
+    idle = Gpu("NVIDIA H20", 78, 97871, 12080)
+    unused = replace(chosen(base, {cell: (0, 10, H200)}), gpus=(idle, H200))
+    unused = replace(unused, choices={cell[0]: tuple(replace(one, gpu=1) for one in unused.choices[cell[0]])})
+    assert merged(unused, chosen(base, {cell: (1, 20, None)})).bundle.gpus == (H200,)

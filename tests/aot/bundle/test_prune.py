@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pretuned.aot.build.build import BuildOptions, build
+from pretuned.aot.bundle.diff import diff
+from pretuned.aot.bundle.merge import merge
+from pretuned.aot.bundle.prune import prune
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import Family
+from pretuned.aot.plan.plan import plan
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts.records.problem import Op, RowOp
+
+SMALL = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
+BIG = "shape:E=16,H=512,I=256,k=2 tokens=1..256 name=big dtype=fp16"
+OPS = (Op.FORWARD, Op.DX)
+
+
+def planned(*models: str, ops: tuple[Op, ...] = OPS):
+    return plan(load_models(models, ops).shapes)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, compiled_dir, small_space):
+    """Real bundles for sm_80 by the models they are for."""
+
+    def make(*models: str) -> Bundle:
+        options = BuildOptions(tmp_path_factory.mktemp("made"), cache=CompileCache(compiled_dir), space=small_space)
+        path = build(planned(*models), (80,), options).bundles[0].path
+        return codec.decode(path.read_bytes(), str(path))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def both(made) -> Bundle:
+    return made(SMALL, BIG)
+
+
+def test_what_is_left_is_what_the_model_alone_would_have(made, both: Bundle) -> None:
+    done = prune(both, planned(SMALL), "both")
+    assert codec.decode(codec.encode(done.bundle), "pruned") == done.bundle
+    assert not diff(made(SMALL), done.bundle).differ, "every choice of this space is the same with and without BIG"
+    assert not done.missing
+    assert sum(map(len, done.bundle.cubins)) < sum(map(len, both.cubins))
+
+
+def test_the_fallbacks_of_its_ops_stay(both: Bundle) -> None:
+    done = prune(both, planned(SMALL, ops=(Op.FORWARD,)), "both")
+    dtypes = {problem.dtype for problem in done.bundle.choices}
+    ops = (RowOp.ACTIVATION, RowOp.COMBINE, RowOp.GATHER)
+    passes = {one for one in both.variants if one.op in ops and one.dtype in dtypes}
+    passes |= {one for one in both.variants if one.op in (RowOp.SORT_SLOTS, RowOp.CLEAR)}  # of no dtype
+    assert len(passes) == 6 + 2
+    assert {one for one in done.bundle.variants if isinstance(one.op, RowOp)} == passes
+    done = replace(done, bundle=replace(done.bundle, variants=tuple(
+        one for one in done.bundle.variants if one not in passes
+    )))  # fmt: skip
+    fallbacks = {one for one in both.variants if one.alignment == 1 and one.op is Op.FORWARD}
+    needed = {Family.of(problem) for problem in done.bundle.choices}
+    assert {one for one in done.bundle.variants if one.alignment == 1} == {
+        one for one in fallbacks if Family.of(one) in needed
+    }
+    assert {one.op for one in done.bundle.variants} == {Op.FORWARD}
+    assert {Family.of(one) for one in done.bundle.variants if one.alignment == 1} == needed
+
+
+def test_fewer_tokens_keep_fewer_buckets(both: Bundle) -> None:
+    some = planned(SMALL.replace("1..64", "4..16"))
+    done = prune(both, some, "both")
+    assert {p: tuple(one.bucket for one in row) for p, row in done.bundle.choices.items()} == dict(some.buckets)
+    (model,) = done.bundle.models
+    assert set(model.problems) == set(some.problems)
+
+
+def test_what_the_bundle_lacks_is_told(both: Bundle) -> None:
+    done = prune(both, planned(SMALL.replace("1..64", "1..128")), "both")
+    assert set(done.missing.values()) == {(256,)}
+    assert set(done.missing) == set(planned(SMALL).problems)
+    with pytest.raises(InputError, match=r"'both' has a choice for none of the 8 problems .* built for big, small"):
+        prune(both, planned("shape:E=4,H=64,I=64,k=2 name=else"), "both")
+    empty = replace(both, models=())
+    with pytest.raises(InputError, match="built for no model"):
+        prune(empty, planned("shape:E=4,H=64,I=64,k=2 name=else"), "both")
+
+
+@pytest.mark.parametrize(
+    ("model", "ops"), [(SMALL + " tp=2", OPS), (SMALL + " dtype=fp32", OPS), (SMALL, (Op.DW,)),
+                       (SMALL.replace("1..64", "1024..2048"), OPS)],
+)  # fmt: skip
+def test_a_model_that_it_has_otherwise_is_told_as_it_has_it(both: Bundle, model: str, ops: tuple[Op, ...]) -> None:
+    wanted = r"was built for small tp=1 ep=1 bf16 \(forward, dX, M near 2\.\.128\)\. aot build"
+    with pytest.raises(InputError, match=wanted):
+        prune(both, planned(model, ops=ops), "both")
+
+
+def test_pruned_parts_merge_back(both: Bundle) -> None:
+    parts = {name: prune(both, planned(name), "both").bundle for name in (SMALL, BIG)}
+    assert not diff(both, merge(parts).bundle).differ
+
+
+def test_a_choice_for_the_same_product_by_its_other_name_is_kept(made) -> None:
+    """SMALL's first GEMM is square: dX of [E, N, K] is its forward of [E, K, N]."""
+    wanted = planned(SMALL + " layout=kn")
+    done = prune(made(SMALL), wanted, "small")
+    square = {one for one in wanted.problems if one.N == one.K and not one.fusion}
+    assert set(done.bundle.choices) == square != set(wanted.problems)
+    assert set(done.missing) == set(wanted.problems) - square
+    assert codec.decode(codec.encode(done.bundle), "pruned") == done.bundle

@@ -1,0 +1,159 @@
+"""What ships of the whole catalogue, for figures of cubins that were not compiled."""
+
+from __future__ import annotations
+
+import pytest
+from steps import steps
+
+from pretuned.aot.choose.choices import Chosen, choose, choose_among_all
+from pretuned.aot.compile.triton import Compiled
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import CONFIG_LIMIT, GATED_CONFIGS, Family, Pool, families, optional, specs
+from pretuned.aot.plan.plan import BuildPlan, plan, planned_on
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.kernels.contract import registry, words
+from pretuned.kernels.contract.alignment import has_aligned_rows
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.search import space
+
+CUBINS = 160  # of the whole catalogue in bf16, all ops
+CUBIN_BYTES = 40_000  # the mean of the real ones
+
+
+def _compiled(spec: Spec, sm: int) -> Compiled:
+    """Half the registers of a full thread, and the least shared memory that the config can take."""
+    variant = Variant(
+        kernel=spec.kernel, revision=1, abi=words.LAUNCH_ABI, op=spec.op, dtype=spec.dtype, layout=spec.layout,
+        fusion=spec.fusion, alignment=spec.alignment, max_experts=spec.max_experts, config=spec.config.pairs(),
+        entry=spec.kernel, arguments=registry.arguments(spec), tensor_maps=(), threads=32 * spec.config.num_warps,
+        shared_bytes=space.shared_bytes_at_least(spec.op, spec.dtype, spec.config, sm), registers=128, spill_bytes=0,
+        scratch_bytes=0, cubin_bytes=0, cubin_sha256=bytes(32),
+    )  # fmt: skip
+    return Compiled(variant, b"")
+
+
+def _choose(planned: BuildPlan, sm: int) -> Chosen:
+    return choose(planned, [_compiled(spec, sm) for spec in specs(planned.problems, sm, Pool())], sm)
+
+
+@pytest.fixture(scope="module")
+def catalogue() -> BuildPlan:
+    return plan(load_models(["catalogue"]).shapes)
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
+    catalogue = planned_on(catalogue, (sm,))
+    kept: list[Chosen] = []
+    # 6.5 and 7.6 million calls where this was written, some 2.5 s.
+    assert steps(lambda: kept.append(_choose(catalogue, sm))) < 12_000_000
+    (chosen,) = kept
+    variants = [one.variant for one in chosen.variants]
+    for op in Op:
+        assert len({one.config for one in variants if one.op is op}) <= CONFIG_LIMIT
+    assert len(variants) <= CUBINS
+    assert len(variants) * CUBIN_BYTES < 6e6
+    assert sum(one.op is Op.FORWARD for one in variants) * CUBIN_BYTES < 2e6
+    assert max(loss.max_loss for loss in chosen.losses) < 0.05
+    assert {one.family for one in chosen.losses} == {
+        (one.op, one.dtype, one.layout, one.fusion) for one in families(catalogue.problems)
+    }
+    assert [*chosen.choices] == [*catalogue.problems]
+    for problem, choices in chosen.choices.items():
+        assert tuple(one.bucket for one in choices) == catalogue.buckets[problem]
+        for one in choices:
+            assert Family.of(variants[one.variant]) == Family.of(problem)
+            assert has_aligned_rows(problem) == (variants[one.variant].alignment == 16)
+    used = {i for choices in chosen.choices.values() for one in choices for i in (one.variant, one.runner_up)}
+    assert all(i in used for i, one in enumerate(variants) if one.alignment == 16)
+
+
+def test_silu_in_the_epilogue_changes_no_other_choice(catalogue: BuildPlan) -> None:
+    every = planned_on(catalogue, (90,))
+    gated = {one for one in every.problems if optional(one)}
+    assert len(gated) > 20
+    chosen, before = _choose(every, 90), _choose(every.without(gated), 90)
+    assert len(chosen.variants) <= len(before.variants) + 2 * GATED_CONFIGS
+
+    def told(found: Chosen, problem: Problem) -> list[tuple[object, ...]]:
+        return [(one.bucket, found.variants[one.variant].variant.config, one.time_ns) for one in found.choices[problem]]
+
+    for problem in every.problems:
+        if problem not in gated:
+            assert told(chosen, problem) == told(before, problem)
+
+
+def test_forms_that_move_rows_share_the_plain_ones_configs(catalogue: BuildPlan) -> None:
+    """Else three families of an op would need three times the configs."""
+    variants = [one.variant for one in _choose(catalogue, 90).variants if one.variant.op is Op.FORWARD]
+    plain, *moving = (
+        {one.config for one in variants if one.fusion is fusion}
+        for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
+    )
+    assert all(len(configs & plain) > len(configs) / 2 for configs in moving)
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        ["openai/gpt-oss-20b layout=nk,kn"],
+        ["openai/gpt-oss-20b layout=kn"],
+        # Prefill of one and decode of another, whose w is [E, K, N]: neither runs on what serves the other.
+        ["Qwen/Qwen3-30B-A3B tokens=8192..65536", "openai/gpt-oss-20b layout=kn"],
+    ],
+)
+def test_both_layouts_have_good_choices_among_the_same_variants(models: list[str]) -> None:
+    """What [E, K, N] adds is choices: its code is that of [E, N, K]."""
+    planned = plan(load_models(models).shapes)
+    compiled = [_compiled(spec, 90) for spec in specs(planned.problems, 90, Pool())]
+    chosen, every = choose(planned, compiled, 90), choose_among_all(planned, compiled, 90)
+    assert {one.variant.layout for one in chosen.variants} == {Layout.NK}
+    assert [*chosen.choices] == [*planned.problems]
+    for problem, choices in chosen.choices.items():
+        for choice, best in zip(choices, every.choices[problem], strict=True):
+            assert choice.time_ns <= 1.03 * best.time_ns
+
+
+def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
+    """Those for few rows among them: dX's own are for many."""
+
+    def configs(of: str, op: Op) -> set[object]:
+        problems = plan(load_models([f"openai/gpt-oss-20b {of}"]).shapes).problems
+        return {one.config for one in specs(problems, 90, Pool()) if one.op is op and not one.fusion & Fusion.SILU}
+
+    def every(of: str) -> set[Spec]:
+        return {*specs(plan(load_models([f"openai/gpt-oss-20b {of}"]).shapes).problems, 90, Pool())}
+
+    assert every("layout=nk") < every("")  # [E, K, N] beside it takes none away, of forms that move rows neither
+    own = configs("ops=forward layout=nk", Op.FORWARD)
+    assert any(one.streamed for one in own)
+    assert configs("ops=forward layout=kn", Op.DX) == own
+    assert configs("ops=forward,dX", Op.DX) == own | configs("ops=dX layout=nk", Op.DX)
+
+
+def test_all_forms_of_an_op_keep_to_the_limit(catalogue: BuildPlan) -> None:
+    """Silu in the epilogue too: with what the other forms hold, where there is room, else within it."""
+    every = planned_on(catalogue, (90,))
+    assert any(optional(one) for one in every.problems)
+    for limit in (8, 16):
+        compiled = [_compiled(spec, 90) for spec in specs(every.problems, 90, Pool())]
+        held: dict[object, set[object]] = {}
+        for one in choose(every, compiled, 90, configs=limit).variants:
+            if isinstance(one.variant.op, Op):
+                held.setdefault((one.variant.op, one.variant.dtype, one.variant.layout), set()).add(one.variant.config)
+        assert limit - 3 <= max(map(len, held.values())) <= limit
+
+
+def test_an_optional_form_that_no_held_config_serves_still_ships() -> None:
+    """Of gather and silu only a config is left that the others don't hold (the others spilled, say)."""
+    planned = planned_on(plan(load_models(["Qwen/Qwen3-30B-A3B tokens=4096..65536"]).shapes), (90,))
+    compiled = [_compiled(spec, 90) for spec in specs(planned.problems, 90, Pool())]
+    both = Fusion.SILU | Fusion.GATHER
+    of_both = [one for one in compiled if one.variant.fusion == both]
+    assert len({one.variant.config for one in of_both}) > 1
+    for kept in {one.variant.config for one in of_both}:
+        left = [one for one in compiled if one.variant.fusion != both or one.variant.config == kept]
+        for limit in (1, 3, 16):
+            chosen = choose(planned, left, 90, configs=limit)
+            assert all(chosen.choices[one] for one in planned.problems)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from pretuned.aot.compile import triton
+from pretuned.aot.compile.triton import job_key
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, RowOp
+from pretuned.kernels.contract import registry, rowops
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.kernels.contract.spec import Spec
+
+SPEC = Spec(Op.FORWARD, DType.BF16, Config(128, 128, 64, 8, 6, tma=True, specialized=True))
+
+
+@pytest.mark.parametrize("name", ["constants", "boxes", "divisibility"])
+def test_what_the_compiler_is_told_is_in_the_name_of_a_cached_cubin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel's source changes with it, so a cubin of before would be taken for one of now."""
+    before, told = job_key(SPEC, 90), getattr(registry, name)
+
+    def other(*given: Any) -> dict[str, Any]:
+        return {**told(*given), "SLOTS": 7}
+
+    assert job_key(SPEC, 90) == before
+    monkeypatch.setattr(registry, name, other)
+    assert job_key(SPEC, 90) != before
+
+
+@pytest.mark.parametrize("name", ["constants", "divisibility", "arguments"])
+def test_so_is_what_it_is_told_of_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RowOpSpec(RowOp.COMBINE, DType.BF16)
+    before, told = job_key(spec, 90), getattr(rowops, name)
+    monkeypatch.setattr(rowops, name, lambda one: told(one)[::-1] if name == "arguments" else {"BLOCK": 7})
+    assert job_key(spec, 90) != before
+
+
+def test_what_each_pointer_of_a_kernel_points_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that nobody gave a type would be compiled as a pointer to rows, and read anything."""
+    spec = RowOpSpec(RowOp.COMBINE, DType.BF16)
+    monkeypatch.setattr(rowops, "arguments", lambda _op: (("unheard_of", "ptr"),))
+    with pytest.raises(KeyError, match="unheard_of"):
+        job_key(spec, 90)
+    monkeypatch.undo()
+    words = {"index", "experts", "places", "used", "ids", "bounds", "m_sizes", "counts"}
+    for op in RowOp:
+        for name, kind in rowops.arguments(op):
+            wanted = "*i32" if name in words else {"order": "*i64", "named": "*i8"}.get(name, "*bf16")
+            wanted = "*fp32" if name in ("row_weights", "dweights") else wanted
+            found = triton._triton_type(name, kind, RowOpSpec(op, DType.BF16), {})
+            assert found == (wanted if kind == "ptr" else kind), (op, name)
+
+
+DIGEST = """
+import hashlib
+from pretuned.aot.compile.triton import compile_variant
+from pretuned.artifacts.records.problem import DType, Op
+from pretuned.kernels.contract.registry import Spec
+from pretuned.kernels.contract.config import Config
+config = Config(64, 64, 64, 4, 2, tma=True)  # on wgmma
+print(hashlib.sha256(compile_variant(Spec(Op.FORWARD, DType.BF16, config), 90).cubin).hexdigest())
+"""
+
+
+def compiled_with(**environment: str) -> str:
+    """In a process of its own: some variables are read once, when Triton is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", DIGEST], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def clean() -> str:
+    return compiled_with()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("DISABLE_LLVM_OPT", "1"), ("DISABLE_PTXAS_OPT", "1"), ("DISABLE_MMA_V3", "1"), ("PTXAS_OPTIONS", "-O0")],
+)
+def test_what_a_debugger_sets_for_triton_changes_no_code(name: str, value: str, clean: str) -> None:
+    """It is in no job's name: what it made would be every later build's."""
+    assert compiled_with(**{name: value}) == clean

@@ -1,0 +1,426 @@
+"""The tuner on a Dask cluster: a real scheduler and real workers on loopback; the times alone are made up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import faketimer
+import psutil
+import pytest
+
+from pretuned.aot.build.build import BuildOptions, compile_candidates
+from pretuned.aot.choose.bundle import measured_bundle
+from pretuned.aot.choose.candidates import read_candidates
+from pretuned.aot.cli.main import run as command
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.executors import dask_worker
+from pretuned.aot.executors.dask import DaskGpus, dask_gpus, scheduler_address
+from pretuned.aot.journal.file import read_journal
+from pretuned.aot.journal.records import DIED, Measured
+from pretuned.aot.measure.job import WorkerLost
+from pretuned.aot.plan.families import Pool
+from pretuned.aot.plan.plan import BuildPlan
+from pretuned.aot.process import gpus as process_gpus
+from pretuned.aot.tune.tuner import NoGpu, Outcome, TuneObservers, tune_problems
+from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
+from pretuned.artifacts.records.bundle import Source
+
+AOT = Path(__file__).parents[1]
+SUPPORT = AOT.parent / "support"
+
+
+class Cluster:
+    """A scheduler, and workers, in processes of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+        told = folder / "scheduler.json"
+        self.scheduler = self._begin(
+            "scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--no-show", "--scheduler-file", told
+        )
+        self.address = ""
+        while not self.address:
+            assert self.scheduler.poll() is None, (folder / "log").read_text()
+            with contextlib.suppress(OSError, ValueError):
+                self.address = json.loads(told.read_text())["address"]
+            time.sleep(0.05)
+
+    @property
+    def executor(self) -> str:
+        return self.address.replace("tcp:", "dask:")
+
+    def worker(self, *more: str) -> subprocess.Popen[bytes]:
+        return self._begin(
+            "worker", self.address, "--host", "127.0.0.1", "--nthreads", "1", "--no-dashboard", "--resources", "sm90=1",
+            "--local-directory", self.folder, *more,
+        )  # fmt: skip
+
+    def _begin(self, *arguments: object) -> subprocess.Popen[bytes]:
+        with (self.folder / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dask", *map(str, arguments)], stdout=log, stderr=log, cwd=self.folder,
+                env={**os.environ, "PYTHONPATH": str(SUPPORT)},
+            )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    def close(self) -> None:
+        tree = [
+            child for one in self.processes if one.poll() is None for child in psutil.Process(one.pid).children(True)
+        ]
+        for process in reversed(self.processes):
+            process.kill()
+            process.wait()
+        for child in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+@contextlib.contextmanager
+def cluster_in(folder: Path) -> Iterator[Cluster]:
+    cluster = Cluster(folder)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two workers as most people start them, under nannies that start them again."""
+    with cluster_in(tmp_path_factory.mktemp("cluster")) as found:
+        found.worker()
+        found.worker()
+        yield found
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster to break."""
+    with cluster_in(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def candidates(
+    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Pool, small_plan: BuildPlan
+) -> Path:
+    path = tmp_path_factory.mktemp("candidates") / "candidates.msgpack"
+    compile_candidates(
+        small_plan, 90, path, BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=small_space)
+    )
+    return path
+
+
+def all_of(gpus: DaskGpus, count: int) -> list[object]:
+    """As many workers as the test has started."""
+    found: list[object] = []
+    end = time.monotonic() + 30
+    while len(found) < count:
+        assert time.monotonic() < end
+        found += gpus.joined()
+        time.sleep(0.05)
+    return found
+
+
+def tune(
+    cluster: Cluster, plan: BuildPlan, candidates: Path, journal: Path, workers: int,
+    watch: TuneObservers | None = None, **session: object,
+) -> Outcome:  # fmt: skip
+    session = {"greet": faketimer.shipped, "run": faketimer.run, **session}
+    with dask_gpus(cluster.executor, candidates, **session) as gpus:  # type: ignore[arg-type]
+        return tune_problems(
+            plan.buckets, candidates, journal, executors=all_of(gpus, workers), joined=gpus.joined, observers=watch
+        )  # type: ignore[arg-type]
+
+
+def measured_keys(journal: Path) -> list[object]:
+    return [(one.problem, one.bucket) for one in read_journal(journal).records if isinstance(one, Measured)]
+
+
+def test_it_measures_every_cell_once(cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
+    journal = tmp_path / "h200.journal"
+    outcome = tune(cluster, small_plan, candidates, journal, 2)
+    assert (outcome.measured, outcome.left, outcome.failures) == (small_plan.choices, 0, ())
+    keys = measured_keys(journal)
+    assert len(set(keys)) == len(keys) == small_plan.choices
+    bundle = measured_bundle(small_plan, read_candidates(candidates, small_plan), read_journal(journal))
+    assert bundle.gpus == (faketimer.H200,)
+    assert {one.source for row in bundle.choices.values() for one in row} == {Source.MEASURED}
+    again = tune(cluster, small_plan, candidates, journal, 2, run=faketimer.dies)
+    assert (again.known, again.measured) == (small_plan.choices, 0)
+
+
+def test_a_variant_that_ends_its_process_is_told_and_costs_no_dask_worker(
+    cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    before = workers_of(cluster)
+    outcome = tune(cluster, small_plan, candidates, tmp_path / "journal", 2, run=faketimer.dies)
+    with open_bundle(candidates) as bundle:
+        bad = bundle.variant(0).cubin_sha256
+    assert {(one.kind, one.variant) for one in outcome.failures} == {(DIED, bad)}  # by both, where both met it
+    assert (outcome.measured, outcome.left, outcome.unable) == (small_plan.choices, 0, 0)
+    assert workers_of(cluster) == before
+
+
+def test_a_variant_that_kills_workers_again_and_again_is_recorded_and_skipped(
+    cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    before = workers_of(cluster)
+    notes: list[str] = []
+    watch = TuneObservers(on_note=notes.append)
+    outcome = tune(cluster, small_plan, candidates, tmp_path / "journal", 2, watch, run=faketimer.kills_its_machine)
+    with open_bundle(candidates) as bundle:
+        bad = bundle.variant(0).cubin_sha256
+    assert {(one.kind, one.variant) for one in outcome.failures} == {(DIED, bad)}  # by both, where both met it
+    assert (outcome.measured, outcome.left, outcome.unable) == (small_plan.choices, 0, 0)
+    assert sum("is out: the worker has left the cluster, or was killed" in note for note in notes) >= 3
+    assert workers_of(cluster) != before
+
+
+def test_the_commands_measure_on_the_cluster(
+    cluster: Cluster, candidates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fake = functools.partial(dask_gpus, greet=faketimer.greet, run=faketimer.run)
+    monkeypatch.setattr("pretuned.aot.executors.dask.dask_gpus", fake)
+    monkeypatch.chdir(tmp_path)
+    given = ["--models", "shape:E=8,H=256,I=128,k=2 tokens=1..64", "--ops", "forward", "--executor", cluster.executor]
+    assert command(["measure", str(candidates), "-J", "a.journal", *given, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["finished"], told["gpu"]["name"]) == (True, "NVIDIA H200")
+    assert len(measured_keys(tmp_path / "a.journal")) == told["measured"] == told["cells"] > 0
+    assert command(["build", "--candidates", str(candidates), *given, "--json"]) == 0  # with a journal of its own
+    (built,) = json.loads(capsys.readouterr().out)["bundles"]
+    assert (built["source"], built["tuned"]["measured"]) == ("measured", told["cells"])
+
+
+def test_two_workers_on_one_gpu_are_refused(
+    cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"Dask worker tcp\S+ and Dask worker tcp\S+ use the same GPU: give each"):
+        tune(cluster, small_plan, candidates, tmp_path / "journal", 2, greet=faketimer.same_uuid)
+
+
+def test_a_worker_with_another_version_is_left_out(
+    cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.9")
+    notes: list[str] = []
+    watch = TuneObservers(on_note=notes.append)
+    with pytest.raises(NoGpu, match=r"it has pretuned [1-9.0]+, the tuner has 0\.0\.9: install the same"):
+        tune(cluster, small_plan, candidates, tmp_path / "journal", 2, watch)
+    assert sum(note.startswith("left out: Dask worker") for note in notes) == 2
+
+
+@pytest.mark.skipif(process_gpus.gpu_count() > 0, reason="for a machine without a GPU")
+def test_the_command_asks_the_workers_for_their_gpu(
+    cluster: Cluster, candidates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["measure", str(candidates), "--models", "shape:E=8,H=256,I=128,k=2 tokens=1..64", "--ops", "forward",
+                 "-J", str(tmp_path / "journal"), "--executor", cluster.executor]  # fmt: skip
+    assert command(arguments) == 1
+    told = capsys.readouterr().err
+    assert "Dask worker tcp://127.0.0.1:" in told
+    assert "its worker does not start: torch" in told
+    assert "can't use this machine's GPU" in told
+
+
+def workers_of(cluster: Cluster) -> set[int]:
+    """The processes that hold the workers."""
+    nannies = [psutil.Process(one.pid) for one in cluster.processes[1:]]
+    return {child.pid for nanny in nannies for child in nanny.children() if "spawn_main" in " ".join(child.cmdline())}
+
+
+def test_a_worker_killed_in_the_middle_costs_nothing_and_one_that_comes_takes_part(
+    lone: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    first, second = (lone.worker("--no-nanny") for _ in range(2))
+    journal = tmp_path / "h200.journal"
+    notes: list[str] = []
+
+    def shoot(progress: object) -> None:
+        if len(measured_keys(journal)) == 3:
+            first.kill()
+            lone.worker("--no-nanny")
+        if len(measured_keys(journal)) == 12:
+            second.kill()  # and all depends on the one that came
+
+    watch = TuneObservers(on_cell=shoot, on_note=notes.append)
+    outcome = tune(lone, small_plan, candidates, journal, 2, watch, run=faketimer.slow)
+    assert (outcome.measured, outcome.left, outcome.failures) == (small_plan.choices, 0, ())
+    keys = measured_keys(journal)
+    assert len(set(keys)) == len(keys) == small_plan.choices
+    assert sum("is out: the worker has left the cluster, or was killed" in note for note in notes) == 2
+
+
+_TUNE = """
+import sys
+from pathlib import Path
+import faketimer
+from conftest import ODD, SMALL
+from pretuned.aot.executors.dask import dask_gpus
+from pretuned.aot.process.interrupts import tidy_interrupts
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
+from pretuned.aot.tune.tuner import TuneObservers, tune_problems
+from pretuned.artifacts.records.problem import Op
+executor, candidates, journal = sys.argv[1:]
+problems = plan(load_models([SMALL, ODD], (Op.FORWARD,)).shapes).buckets
+watch = TuneObservers(on_cell=lambda p: print("cell", p.done, flush=True))
+try:
+    with tidy_interrupts(), dask_gpus(executor, candidates, greet=faketimer.greet, run=faketimer.slow) as gpus:
+        tune_problems(problems, candidates, Path(journal), executors=gpus.joined(), joined=gpus.joined, observers=watch)
+except KeyboardInterrupt as error:
+    sys.exit(f"{error}")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_or_killed_it_loses_the_job_in_flight_at_most_and_goes_on(
+    lone: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path, number: signal.Signals
+) -> None:
+    worker = lone.worker("--no-nanny")
+    journal = tmp_path / "h200.journal"
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TUNE, lone.executor, str(candidates), str(journal)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(AOT), str(SUPPORT)])},
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "cell 3\n":
+            break
+    process.send_signal(number)
+    _, told = process.communicate(timeout=30)
+    kept = len(read_journal(journal).records)
+    assert 3 <= kept < small_plan.choices
+    if number == signal.SIGINT:
+        assert told == f"interrupted: {kept} of {small_plan.choices} cells are measured and kept in '{journal}'; " \
+                       "run the same command to go on\n"  # fmt: skip
+        running = [" ".join(child.cmdline()) for child in psutil.Process(worker.pid).children(True)]
+        assert not [line for line in running if "spawn_main" in line]  # the process on the GPU has ended
+    outcome = tune(lone, small_plan, candidates, journal, 1)
+    assert (outcome.known, outcome.measured, outcome.left) == (kept, small_plan.choices - kept, 0)
+
+
+def test_a_lost_scheduler_ends_it_and_what_was_measured_is_kept(
+    lone: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    lone.worker("--no-nanny")
+    journal = tmp_path / "h200.journal"
+    shot = threading.Event()
+
+    def shoot(progress: object) -> None:
+        if not shot.is_set():
+            shot.set()
+            lone.scheduler.kill()
+
+    with pytest.raises(HostError, match=r"the Dask scheduler is gone: .*What was measured is kept"):
+        tune(lone, small_plan, candidates, journal, 1, TuneObservers(on_cell=shoot), run=faketimer.slow, connect_s=2)
+    assert read_journal(journal).records
+
+
+def test_a_session_that_ends_while_its_process_is_begun_leaves_none(
+    candidates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = candidates.read_bytes()
+    with open_bundle(candidates) as bundle:
+        session = dask_worker.Session("ends early", importlib.metadata.version("pretuned"), bundle.digest, idle_s=30.0)
+    unpacking, ended = threading.Event(), threading.Event()
+
+    def slow(path: Path) -> BundleFile:
+        unpacking.set()
+        assert ended.wait(30)
+        return open_bundle(path)
+
+    monkeypatch.setattr(dask_worker, "open_bundle", slow)
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(dask_worker.start, session, data)
+        assert unpacking.wait(30)
+        asyncio.run(dask_worker.end(session.id))
+        ended.set()
+        with pytest.raises(WorkerLost):
+            begun.result(60)
+    assert session.id not in dask_worker._held
+
+
+def test_without_a_fitting_worker_it_says_how_to_start_one(lone: Cluster, candidates: Path) -> None:
+    notes: list[str] = []
+    with (
+        pytest.raises(HostError, match=r'no Dask worker offers sm90, there is none at all: .*--resources "sm90=1"'),
+        dask_gpus(lone.executor, candidates, notes.append, wait_s=0.6),
+    ):
+        raise AssertionError
+    assert notes == ["waiting 1 s for a Dask worker that offers sm90"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "more", "code", "message"),
+    [
+        ("measure", ("--executor", "dask://127.0.0.1:1"), 1, "no Dask scheduler answers there within 15 s"),
+        ("measure", ("--executor", "scheduler:8786"), 2, "wanted dask://HOST:PORT"),
+        ("measure", ("--executor", "dask://scheduler"), 2, "wanted dask://HOST:PORT"),
+        ("measure", ("--executor", "dask://scheduler:99999"), 2, "wanted dask://HOST:PORT"),
+        ("measure", ("--executor", "dask://127.0.0.1:1", "--gpus", "0"), 2, "--gpus is of this machine"),
+        ("build", ("--executor", "dask://127.0.0.1:1", "--measure", "no"), 2, "--measure no forbids it"),
+        ("build", ("--executor", "dask://127.0.0.1:1"), 1, "no Dask scheduler answers there within 15 s"),
+    ],
+)
+def test_mistakes_are_told_in_one_message(
+    candidates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    verb: str, more: tuple[str, ...], code: int, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    if message.startswith("no Dask scheduler"):
+        monkeypatch.setattr("pretuned.aot.executors.dask.connected.__wrapped__.__defaults__", (1.0,))
+        message = "no Dask scheduler answers there within 1 s"
+    given = ["--models", "shape:E=8,H=256,I=128,k=2", *more]
+    where = [str(candidates), "-J", "journal"] if verb == "measure" else ["--sm", "90"]
+    assert command([verb, *where, *given]) == code
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.err.count("\n") == 1, told.err
+    assert told.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_dask_says_what_to_install(
+    candidates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    given = ["--models", "shape:E=8,H=256,I=128,k=2", "-J", str(tmp_path / "j"), "--executor", "dask://scheduler:8786"]
+    assert command(["measure", str(candidates), *given]) == 1
+    assert 'pip install "pretuned[dask]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("dask://scheduler:8786", "tcp://scheduler:8786"), ("dask://[::1]:8786/", "tcp://[::1]:8786")],
+)
+def test_addresses(text: str, address: str) -> None:
+    assert scheduler_address(text) == address
+
+
+def test_nothing_of_dask_is_imported_before_it_is_asked_for() -> None:
+    script = (
+        "import sys; from pretuned.aot.cli.main import run; "
+        "import pretuned.aot.executors.dask_worker, pretuned.aot.executors.dask; "
+        "assert run(['measure', '--help']) == 0; assert not {'distributed', 'dask'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,89 @@
+"""The judge of numbers, against the whole reference; on the CPU, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pretuned.aot.measure.calls import Tensors
+from pretuned.aot.measure.inputs import activations, routed_rows, weights
+from pretuned.aot.measure.numerics import NumericsCheck
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.kernels import reference
+
+E = 16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.mark.parametrize("device_type", DEVICES)
+@pytest.mark.parametrize("op", list(Op))
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER, Fusion.SCATTER])
+@pytest.mark.parametrize("M", [1, 100, 1000])
+def test_the_judge_estimates_the_error_and_sees_one_wrong_element(
+    device_type: str, op: Op, layout: Layout, fusion: Fusion, M: int
+) -> None:
+    if op is Op.DW and (fusion or layout is Layout.KN):
+        pytest.skip("dW has one form")
+    device = torch.device(device_type)
+    problem = Problem(op, DType.BF16, E, 384, 512, layout, fusion)
+    w = weights(E, 384, 512, torch.bfloat16, device)
+    w = w if layout is Layout.NK else w.view(E, 512, 384)
+    m_sizes = routed_rows(E, 1, M)
+    top_k = 2 if M % 2 == 0 else 1
+    columns, reduction = (384, 512) if op is Op.FORWARD else (512, 384)
+    index = torch.randperm(M, device=device).to(torch.int32) if fusion else None
+    rows = activations(M // top_k if Fusion.GATHER in fusion else M, reduction, torch.bfloat16, device)
+    if op is Op.DW:
+        x = activations(M, 512, torch.bfloat16, device)
+        result = reference.grad_weight(rows, x, m_sizes.to(device))
+        on = Tensors(problem, M, rows, x, result)
+    else:
+        result = torch.full((M, columns), float("nan"), dtype=torch.bfloat16, device=device)
+        other = Layout.KN if layout is Layout.NK else Layout.NK
+        weighs = op is Op.FORWARD and Fusion.SCATTER in fusion  # as aot/measure/bench.py has it
+        row_weights = torch.exp2(torch.arange(M, device=device) % 3 - 1) if weighs else None
+        reference.rows(
+            rows, w, m_sizes.to(device), result, M=M, layout=layout if op is Op.FORWARD else other, index=index,
+            index_end=M, gather_divisor=top_k if Fusion.GATHER in fusion else 0, scatter=Fusion.SCATTER in fusion,
+            row_weights=row_weights,
+        )  # fmt: skip
+        on = Tensors(problem, M, rows, w, result, index, top_k, row_weights)
+    judge = NumericsCheck(problem, None if op is Op.DW else w, device)
+    wanted = judge.reference(on, m_sizes.tolist())
+    assert 2e-4 < judge.error(on, wanted) < 6e-3  # what rounding to bf16 costs
+    busiest = int(m_sizes.argmax()) if op is Op.DW else M // 2
+    spot = (busiest, 3, 5) if op is Op.DW else (busiest, 5)
+    right = result[spot].clone()
+    result[spot] += 100 * result.float().abs().mean()
+    assert judge.error(on, wanted) == float("inf") or judge.error(on, wanted) > 1e-2
+    result[spot] = float("nan")
+    assert not judge.error(on, wanted) < 1e-2
+    result[spot] = right
+    assert judge.error(on, wanted) < 6e-3
+
+
+def test_rounding_of_an_experts_only_row_is_no_mistake() -> None:
+    """dW of one row is an outer product: one vector can be nearly orthogonal to all of it."""
+    E = 512
+    problem = Problem(Op.DW, DType.BF16, E, 64, 128)
+    m_sizes = torch.ones(E, dtype=torch.int32)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        dy, x = torch.randn(E, 64).bfloat16(), torch.randn(E, 128).bfloat16()
+        on = Tensors(problem, E, dy, x, reference.grad_weight(dy, x, m_sizes))
+        judge = NumericsCheck(problem, None, torch.device("cpu"))
+        assert judge.error(on, judge.reference(on, m_sizes.tolist())) < 6e-3
+
+
+def test_an_expert_without_rows_must_get_zeros() -> None:
+    problem = Problem(Op.DW, DType.BF16, 2, 64, 128)
+    m_sizes = torch.tensor([8, 0], dtype=torch.int32)
+    dy, x = torch.randn(8, 64).bfloat16(), torch.randn(8, 128).bfloat16()
+    on = Tensors(problem, 8, dy, x, reference.grad_weight(dy, x, m_sizes))
+    judge = NumericsCheck(problem, None, torch.device("cpu"))
+    wanted = judge.reference(on, [8, 0])
+    assert judge.error(on, wanted) < 6e-3
+    on.result[1, 5, 7] = 1e-6
+    assert judge.error(on, wanted) == float("inf")

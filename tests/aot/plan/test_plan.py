@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretuned.aot.models.layer import LayerGemm, LayerShard
+from pretuned.aot.plan.plan import buckets_between, plan
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from pretuned.kernels.contract.spec import code_of
+
+QWEN3 = LayerShard(
+    name="Qwen/Qwen3-30B-A3B",
+    E=128,
+    k=8,
+    H=2048,
+    I=768,
+    shared_experts=0,
+    gated=True,
+    dtypes=(DType.BF16,),
+    tp=1,
+    ep=1,
+    tokens=(1, 65536),
+    ops=(Op.FORWARD,),
+)
+
+
+def test_gemms_of_shards() -> None:
+    assert QWEN3.gemms() == (LayerGemm("gate_up", 128, 1536, 2048), LayerGemm("down", 128, 2048, 768))
+    assert replace(QWEN3, tp=4, ep=8).gemms() == (LayerGemm("gate_up", 16, 384, 2048), LayerGemm("down", 16, 2048, 192))
+    assert replace(QWEN3, gated=False).gemms()[0] == LayerGemm("up", 128, 768, 2048)
+
+
+def test_shared_experts_are_on_every_rank() -> None:
+    deepseek = replace(QWEN3, E=256, H=7168, I=2048, shared_experts=1, ep=8, tokens=(8, 8))
+    assert deepseek.gemms()[1] == LayerGemm("down", 33, 7168, 2048)
+    assert deepseek.rows == (9, 9)  # 8 tokens, each to 8 routed and 1 shared expert, over 8 ranks
+
+
+def test_rows() -> None:
+    assert QWEN3.rows == (8, 524288)
+    assert replace(QWEN3, ep=16, tokens=(1, 3)).rows == (1, 2)
+
+
+def test_forward_problems_and_buckets() -> None:
+    made = plan([replace(QWEN3, tokens=(1, 100))])
+    first = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
+    second = Problem(Op.FORWARD, DType.BF16, 128, 2048, 768)
+    gathers, scatters = replace(first, fusion=Fusion.GATHER), replace(second, fusion=Fusion.SCATTER)
+    assert made.problems == (first, gathers, second, scatters)
+    assert set(made.buckets.values()) == {(8, 16, 32, 64, 128, 256, 512, 1024)}
+    assert made.choices == 32
+    (model,) = made.models
+    assert (model.name, model.tp, model.ep, model.top_k) == ("Qwen/Qwen3-30B-A3B", 1, 1, 8)
+    assert model.dtype is DType.BF16
+    assert model.problems == (first, gathers, second, scatters)
+
+
+def test_every_op_and_dtype() -> None:
+    made = plan([replace(QWEN3, ops=tuple(Op), dtypes=(DType.BF16, DType.FP32, DType.TF32))])
+    gated = {one for one in made.problems if Fusion.SILU in one.fusion}
+    assert {one.dtype for one in gated} == {DType.BF16}  # see build/test_gated.py
+    made = made.without(gated)
+    assert len(made.problems) == (4 + 4 + 2) * 3
+    assert {(one.op, one.dtype) for one in made.problems} == {
+        (op, dtype) for op in Op for dtype in (DType.BF16, DType.FP32, DType.TF32)
+    }
+    assert {(one.E, one.N, one.K) for one in made.problems} == {(128, 1536, 2048), (128, 2048, 768)}
+    assert [model.dtype for model in made.models] == [DType.BF16, DType.FP32, DType.TF32]
+    assert all(len(model.problems) == 10 for model in made.models)
+    assert set(made.buckets.values()) == {tuple(1 << power for power in range(3, 20))}  # the same for every op
+
+
+def test_rows_are_moved_where_a_layer_moves_them() -> None:
+    first, second = QWEN3.gemms()
+    made = plan([replace(QWEN3, ops=tuple(Op))]).problems
+    moved = {(one.op, one.N, one.K): one.fusion for one in made if one.fusion and Fusion.SILU not in one.fusion}
+    assert moved == {
+        (Op.FORWARD, first.N, first.K): Fusion.GATHER,  # x, by token
+        (Op.FORWARD, second.N, second.K): Fusion.SCATTER,  # y, to its token
+        (Op.DX, second.N, second.K): Fusion.GATHER,  # dy, by token
+        (Op.DX, first.N, first.K): Fusion.SCATTER,  # dx, to its token
+    }
+    assert all(one.top_k == 0 and one.fusion is code_of(one.op, one.fusion) for one in plan([QWEN3]).problems)
+
+
+def test_layouts() -> None:
+    few = replace(QWEN3, tokens=(1, 64))  # too few for another form, see build/test_gated.py
+    kn = plan([replace(few, ops=tuple(Op), layouts=(Layout.KN,))])
+    nk = plan([replace(few, ops=tuple(Op))])
+    both = plan([replace(few, ops=tuple(Op), layouts=(Layout.NK, Layout.KN))])
+    assert {one.layout for one in kn.problems if one.op is not Op.DW} == {Layout.KN}
+    assert {replace(one, layout=Layout.NK) for one in kn.problems if one.op is not Op.DW} == {
+        one for one in nk.problems if one.op is not Op.DW
+    }
+    # dw [E, K, N] is dW with x and dy exchanged
+    assert {(one.N, one.K, one.layout) for one in kn.problems if one.op is Op.DW} == {
+        (one.K, one.N, Layout.NK) for one in nk.problems if one.op is Op.DW
+    }
+    assert set(both.problems) == {*kn.problems, *nk.problems}
+    assert len(both.models) == 1
+
+
+def test_shared_problems_are_there_once() -> None:
+    twin = replace(QWEN3, name="twin", tokens=(1, 1))
+    made = plan([replace(QWEN3, tokens=(64, 64)), twin])
+    assert len(made.problems) == 4
+    assert set(made.buckets.values()) == {(8, 512)}
+    assert [model.name for model in made.models] == ["Qwen/Qwen3-30B-A3B", "twin"]
+
+
+def test_one_model_in_two_specs_is_one_model() -> None:
+    made = plan([replace(QWEN3, ops=(Op.FORWARD,)), replace(QWEN3, ops=(Op.DX,))])
+    (model,) = made.models
+    assert {problem.op for problem in model.problems} == {Op.FORWARD, Op.DX}
+
+
+def test_order_of_input_does_not_matter() -> None:
+    shapes = [replace(QWEN3, tp=tp, dtypes=dtypes) for tp in (2, 1) for dtypes in ((DType.FP16,), (DType.BF16,))]
+    one, other = plan(shapes), plan(shapes[::-1])
+    assert list(one.buckets.items()) == list(other.buckets.items())
+    assert one.models == other.models
+    assert list(one.problems) == sorted(one.problems, key=lambda problem: problem.sort_key)
+
+
+def test_nothing() -> None:
+    assert plan([]).problems == ()
+    assert plan([]).choices == 0
+
+
+@given(least=st.integers(1, 1 << 30), extra=st.integers(0, 1 << 30), at=st.floats(0, 1))
+def test_every_m_between_has_its_bucket(least: int, extra: int, at: float) -> None:
+    buckets = buckets_between(least, least + extra)
+    assert bucket_of(least + int(extra * at)) in buckets
+    assert buckets[0] == bucket_of(least)
+    assert buckets[-1] == bucket_of(least + extra)
+    assert all(bucket.bit_count() == 1 for bucket in buckets)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tp": 5}, "tp=5 does not divide I=768; tp can be 1, 2, 3, 4"),
+        ({"ep": 3}, "ep=3 does not divide E=128; ep can be 1, 2, 4"),
+        ({"E": 65536, "shared_experts": 1, "tokens": (1, 1)}, "65537 experts on a rank, shared ones included"),
+        ({"E": 1024, "k": 1024, "tokens": (1, 1 << 24)}, "makes 17179869184 rows, wanted at most 1073741824"),
+    ],
+)
+def test_contradictions(change: dict[str, object], message: str) -> None:
+    (problem,) = replace(QWEN3, **change).contradictions()  # type: ignore[arg-type]
+    assert message in problem

@@ -1,0 +1,269 @@
+"""Rows gathered beforehand, against the code that gathers on load, on a real GPU.
+
+PRETUNED_BUNDLES is as for test_training.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
+from pretuned.kernels.contract.spec import code_of
+from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
+from pretuned.runtime.api import moe
+from pretuned.runtime.api.moe import Routing
+from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.ranking import why_not
+from pretuned.runtime.driver.device import local_gpu
+from pretuned.runtime.launch import products as launch_products
+from pretuned.runtime.launch import rowops
+from pretuned.runtime.launch.gather import GatherFirst
+from pretuned.runtime.launch.gemm import LoadedKernel
+from pretuned.runtime.launch.loader import loaded
+from pretuned.runtime.ops import products
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(
+        not os.environ.get("PRETUNED_BUNDLES"), reason="needs PRETUNED_BUNDLES to name bundles for this GPU"
+    ),
+]
+
+TOPK = 2
+SHAPES = [(8, 768, 1024), (5, 136, 400), (64, 72, 1024), (3, 1000, 2048)]  # E, reduction, columns
+FORMS = [(s, w, b) for s in (0, 1) for w in (0, 1) for b in (0, 1)]  # scatter, weights, bias
+NAN = float("nan")
+
+
+def random(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return (scale * torch.randn(*shape, device="cuda", generator=generator)).to(torch.bfloat16)
+
+
+def same_config(kind: Problem, config: object) -> LoadedKernel | None:
+    """The first variant of this code in this config (any, for None) of all bundles for this GPU."""
+    snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
+    for one in snapshot.view(local, installed=True).usable:
+        for i, variant in snapshot.variants(one.bundle, kind):
+            fits = why_not(variant, kind, local, aligned=True) is None and variant.alignment == 16
+            if fits and config in (None, variant.config):
+                return loaded(one.bundle, i, 0, local.gpu.sm_count)
+    return None
+
+
+class Switch:
+    """Has every gather be done beforehand, or none, in one config, so that sums have one order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+
+    def __call__(self, first: bool) -> None:
+        self.patch.setattr(launch_products, "_launchers", (None, {}))
+        moe._plans.clear()
+        self.patch.setattr(launch_products, "_gathered_kernel", lambda *given: self.kernel(*given) if first else None)
+
+    def kernel(self, problem: Problem, call: Rows, _device: int, _checks: bool) -> LoadedKernel | None:
+        code = code_of(problem.op, call.fusion & ~Fusion.GATHER)
+        on_load = launch_products._kernel(problem, call.M, 0, True, None, None)
+        kind = replace(problem, fusion=code)
+        found = None if on_load is None else same_config(kind, on_load.variant.config) or same_config(kind, None)
+        if found is None:
+            pytest.skip(f"the bundles have no {kind} for this GPU")
+        return found
+
+
+@pytest.fixture
+def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Switch]:
+    if rowops.launcher(RowOp.GATHER, DType.BF16, 0, aligned=True) is None:
+        pytest.skip("the bundles have no pass that gathers")
+    yield Switch(monkeypatch)
+    moe._plans.clear()
+    launch_products._launchers = (None, {})
+
+
+def routed(E: int, T: int, kind: str) -> Routing:
+    generator = torch.Generator("cuda").manual_seed(T)
+    ids = torch.randint(0, E, (T, TOPK), device="cuda", generator=generator)
+    if kind == "elsewhere":  # some of them on other ranks
+        ids = torch.randint(-E, E, (T, TOPK), device="cuda", generator=generator)
+    if kind == "one":
+        ids = torch.full_like(ids, E // 2)
+    return sort_routing(torch.where(ids == 1, 2, ids), E)  # an expert without rows
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal where nothing was written (NaN in both); else but for the order of fp32 sums, rounded to bf16."""
+    assert torch.equal(got.isnan(), want.isnan())
+    got, want = got.double().nan_to_num(), want.double().nan_to_num()
+    assert float((got - want).norm()) <= 4e-3 * float(want.norm().clamp(min=1e-30))
+
+
+def run(call: Rows, rows: int, switch: Switch, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """y by the code that gathers, and of rows gathered beforehand; NaN where nothing was stored."""
+    results = []
+    for first in (False, True):
+        switch(first)
+        y = torch.full((rows, call.sizes[1] if call.op is Op.FORWARD else call.sizes[2]), NAN, device="cuda",
+                       dtype=torch.bfloat16)  # fmt: skip
+        one = replace(call, **changes) if changes else call
+        assert isinstance(launch_products.row_launch(one, y), GatherFirst) is first
+        results.append(products.rows(one, y))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["ragged", "one", "elsewhere"])
+@pytest.mark.parametrize(("E", "K", "N"), SHAPES)
+def test_it_is_the_code_that_gathers(switch: Switch, E: int, K: int, N: int, kind: str, form: tuple[int, ...]) -> None:
+    scatter, weighted, biased = form
+    for T in (1, 37, 700):
+        routing = routed(E, T, kind)
+        M = T * TOPK
+        x, w = random(T, K), random(E, N, K, scale=K**-0.5)
+        weights = torch.rand(M, device="cuda") if weighted else None
+        bias = random(E, N) if biased else None
+        for index in (routing.gather_indices, routing.gather_indices.int()):
+            for bounds in (routing.bounds, None):
+                call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, M, index, TOPK, bool(scatter), weights, bias,
+                            bounds=bounds, loose=True)  # fmt: skip
+                near(*run(call, M, switch)[::-1])
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_dx_of_dy_in_token_order(switch: Switch, layout: Layout) -> None:
+    E, N, K, T = 8, 512, 768, 500
+    code = Problem(Op.DX, DType.BF16, E, N, K, layout, Fusion.GATHER)
+    if same_config(code, None) is None:  # such as those of the catalogue, all of w [E, N, K]
+        pytest.skip(f"the bundles have no {code} for this GPU")
+    routing, M = routed(E, T, "elsewhere"), T * TOPK
+    w = random(E, N, K, scale=N**-0.5)
+    if layout is Layout.KN:
+        w = w.transpose(1, 2).contiguous()
+    dy = random(M, N)
+    for index in (routing.gather_indices, routing.gather_indices.int()):
+        call = Rows(Op.DX, dy, w, routing.m_sizes, layout, M, index, 1, bounds=routing.bounds)
+        near(*run(call, M, switch)[::-1])
+
+
+@pytest.mark.parametrize("step", [torch.int64, torch.int32])
+def test_an_index_out_of_range_reads_and_stores_nothing(switch: Switch, step: torch.dtype) -> None:
+    E, N, K, T = 8, 1024, 768, 400
+    routing, M = routed(E, T, "ragged"), T * TOPK
+    index = routing.gather_indices.clone()
+    wrong = torch.randperm(M, device="cuda")[: M // 5]
+    index[wrong] = torch.tensor([-1, -(2**31), M, 2**31 - 1], device="cuda").repeat(M)[: len(wrong)]
+    x, w, weights = random(T, K), random(E, N, K, scale=K**-0.5), torch.rand(M, device="cuda")
+    for scatter, given in ((True, None), (False, weights), (True, weights), (False, None)):
+        call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, M, index.to(step), TOPK, scatter, given, loose=True)
+        on_load, first = run(call, M, switch)
+        if not scatter and given is None:  # these rows may hold anything
+            on_load[wrong] = first[wrong] = 0
+        near(first, on_load)
+    assert not call.may_gather_first(aligned=False)
+    assert not replace(call, loose=False).may_gather_first(aligned=True)
+
+
+def test_an_index_into_no_rows_at_all() -> None:
+    E, N, K, M = 8, 1024, 768, 2048
+    w, m_sizes = random(E, N, K), torch.full((E,), M // E, device="cuda", dtype=torch.int32)
+    y = grouped_gemm(random(0, K), w, m_sizes, TOPK, torch.arange(M, device="cuda"), permute_x=True)
+    torch.cuda.synchronize()  # nothing was read where there is nothing
+    assert y.shape == (M, N)
+
+
+def test_nan_in_rows_of_others_does_not_spread(switch: Switch) -> None:
+    E, N, K, T = 8, 1024, 776, 900
+    ids = (torch.arange(T, device="cuda")[:, None] * E // T).expand(T, TOPK).contiguous()  # ragged ends within tiles
+    w = random(E, N, K, scale=K**-0.5)
+    for bad in range(E):
+        routing = sort_routing(ids, E)
+        x = random(T, K)
+        x[ids[:, 0] == bad] = NAN
+        call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, T * TOPK, routing.gather_indices, TOPK,
+                    bounds=routing.bounds)  # fmt: skip
+        on_load, first = run(call, T * TOPK, switch)
+        near(first, on_load)
+        assert int(first.isnan().any(1).sum()) == int((ids == bad).sum())
+
+
+def test_a_captured_layer_is_replayed_with_other_routing(switch: Switch) -> None:
+    E, H, I, T = 8, 768, 512, 600  # noqa: E741
+    up, down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
+    hidden, weights = random(T, H), torch.rand(T, TOPK, device="cuda")
+    every = [torch.randint(low, E, (T, TOPK), device="cuda") for low in (0, -3, 4)]
+    every.append(torch.full((T, TOPK), -1, device="cuda"))
+    found: list[list[torch.Tensor]] = []
+    for first in (False, True):
+        switch(first)
+        ids = every[0].clone()
+        with torch.no_grad():
+            for _ in range(3):
+                moe_mlp(hidden, up, down, ids, weights, "gelu")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = moe_mlp(hidden, up, down, ids, weights, "gelu")
+            results = []
+            for other in every:
+                ids.copy_(other)
+                graph.replay()
+                results.append(out.clone())
+                assert torch.equal(results[-1], moe_mlp(hidden, up, down, ids, weights, "gelu"))
+        found.append(results)
+    for on_load, beforehand in zip(*found, strict=True):
+        near(beforehand, on_load)
+
+
+def test_a_first_call_in_a_capture_and_a_side_stream(switch: Switch) -> None:
+    E, N, K, T = 8, 1024, 768, 300
+    routing = routed(E, T, "ragged")
+    x, w = random(T, K), random(E, N, K, scale=K**-0.5)
+    call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, T * TOPK, routing.gather_indices, TOPK,
+                bounds=routing.bounds)  # fmt: skip
+    wanted, _ = run(call, T * TOPK, switch)
+    switch(True)
+    y = torch.full_like(wanted, NAN)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        products.rows(call, y)
+    graph.replay()
+    near(y, wanted)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results = [products.rows(call, torch.full_like(wanted, NAN)) for _ in range(4)]  # the scratch comes again
+    torch.cuda.current_stream().wait_stream(side)
+    for one in results:
+        near(one, wanted)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "elsewhere"])
+def test_silu_in_the_epilogue_of_rows_gathered_beforehand(
+    switch: Switch, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    E, H, I, T = 8, 768, 512, 700  # noqa: E741
+    problem = Problem(Op.FORWARD, DType.BF16, E, 2 * I, H)
+    kernels = [same_config(replace(problem, fusion=one), None) for one in (Fusion.SILU | Fusion.GATHER, Fusion.SILU)]
+    if None in kernels:
+        pytest.skip("the bundles lack silu in the epilogue in one of its forms")
+    routing = routed(E, T, kind)
+    used = int(routing.bounds[-1])
+    x, w = random(T, H), random(E, 2 * I, H, scale=H**-0.5)
+    for index in (routing.gather_indices, routing.gather_indices.int()):
+        for bounds in (routing.bounds, None):
+            call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, T * TOPK, index, TOPK, bounds=bounds)
+            results = []
+            for one in kernels:
+                switch(True)
+                monkeypatch.setattr(launch_products, "_gated_kernel", lambda *_, one=one: one)
+                a = products.gated_rows(call)
+                assert a is not None
+                results.append(a[:used])
+            near(results[1], results[0])

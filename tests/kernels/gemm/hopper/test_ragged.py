@@ -1,0 +1,133 @@
+"""Specialised kernels whose tiles are fitted to the rows of each expert."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pretuned.aot.plan.families import Family, Pool
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.kernels.contract import registry
+from pretuned.kernels.contract.config import PINGPONG_COLUMNS, Config, across, dealt, fitted, invalid, of_weight
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.constants import CONSTANTS
+from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.hardware.chips import chip_for
+from pretuned.kernels.search.space import candidates
+
+KERNEL = Path(__file__).parents[4] / "kernels" / "gemm" / "hopper" / "ragged.py"
+BOTH = Config(256, 128, 64, 8, 4, tma=True, specialized=True)
+TURNS = Config(192, 128, 64, 8, 5, tma=True, specialized=True, pingpong=True)
+WHOLE = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+HALVES = (DType.BF16, DType.FP16)
+
+
+@pytest.mark.parametrize("config", [BOTH, TURNS])
+def test_what_is_fitted(config: Config) -> None:
+    assert invalid(config) is None
+    assert fitted(config)
+    assert not dealt(config)
+    assert not across(config)
+    assert not of_weight(config)
+    for other in (replace(config, specialized=False), replace(config, block_k=128), replace(config, block_n=256)):
+        assert not fitted(other)
+    assert not fitted(WHOLE)
+    assert Config.from_pairs(config.pairs()) == config
+
+
+def test_which_kernels_have_such_code() -> None:
+    for config in (BOTH, TURNS):
+        for op in Op:
+            for dtype in DType:
+                for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER, Fusion.SILU):
+                    there = op is not Op.DW and dtype in HALVES and fusion in (Fusion.NONE, Fusion.SCATTER)
+                    assert (registry.no_code(op, dtype, fusion, config) is None) is there, (op, dtype, fusion)
+    assert registry.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(BOTH, narrow=True))
+    assert registry.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(BOTH, streamed=True))
+    for rows in ({"block_m": 256}, {"block_m": 256, "block_n": 64}, {"block_m": 64}):  # 128 rows, or fitted
+        told = registry.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(WHOLE, **rows))
+        assert "a specialized tile has 128 rows" in str(told)
+
+
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("op", Op)
+def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
+    found = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if fitted(one)]
+    assert found == ([BOTH, TURNS] if op is not Op.DW and dtype in HALVES else [])
+    for fusion in (Fusion.GATHER, Fusion.SILU, Fusion.SILU | Fusion.GATHER):
+        if op is Op.FORWARD or (op is Op.DX and Fusion.SILU not in fusion):
+            assert not [one for one in Pool().candidates(Family(op, dtype, Layout.NK, fusion), 90) if fitted(one)]
+    if op is not Op.DW:
+        scattered = Pool().candidates(Family(op, dtype, Layout.NK, Fusion.SCATTER), 90)
+        assert [one for one in scattered if fitted(one)] == found
+
+
+@pytest.mark.parametrize("config", [BOTH, TURNS])
+def test_its_boxes_and_constants(config: Config) -> None:
+    """w by its 128 columns of y at once, or where those are contiguous by 64, as wide as lines in shared memory are."""
+    for op, layout, w in (
+        (Op.FORWARD, Layout.NK, (1, 128, 64)), (Op.FORWARD, Layout.KN, (1, 64, 64)),
+        (Op.DX, Layout.NK, (1, 64, 64)), (Op.DX, Layout.KN, (1, 128, 64)),
+    ):  # fmt: skip
+        spec = Spec(op, DType.BF16, config, layout)
+        assert spec.kernel == "rows_fitted"
+        assert registry.boxes(spec) == {"x": (64, 64), "w": w, "y_map": (1, 1, 64, 64)}
+        constants = registry.constants(spec, 90)
+        assert constants["BLOCK_M"] == config.block_m
+        assert constants["W_KN"] is (w == (1, 64, 64))
+        assert (constants["PINGPONG"], constants["SLOTS"]) == ((True, 1) if config is TURNS else (False, 2))
+        assert registry.arguments(spec) == registry.arguments(replace(spec, config=WHOLE))
+        scattered = replace(spec, fusion=Fusion.SCATTER)
+        assert registry.arguments(scattered) == registry.arguments(replace(scattered, config=WHOLE))
+        more = registry.constants(scattered, 90)
+        assert (constants["INDEXED"], more["INDEXED"]) == (False, True)
+        assert more == constants | {"INDEXED": True, "SLOTS": 1, "y_map": None}, "room for what is looked up"
+
+
+def test_how_large_a_product_can_be() -> None:
+    for config in (BOTH, TURNS):
+        most = 64 * ((1 << 20) - 1)
+        assert registry.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most), config) is None
+        assert "reduction" in str(registry.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most + 1), config))
+    assert registry.most_tiles(256 + 7, 2, 384, BOTH) == 3 * 3  # one of 256 rows, two of what is left
+    assert registry.most_tiles(PINGPONG_COLUMNS + 7, 2, 384, TURNS) == 3 * 3
+
+
+def test_the_estimate_counts_rows_by_16() -> None:
+    """DeepSeek-V3, gate_up, T=8192, 256 rows an expert: measured 7071 us in tiles of 128 x 256 and 6675 in these."""
+    problem, M = Problem(Op.FORWARD, DType.BF16, 256, 4096, 7168), 65536
+
+    def us(config: Config, rows: int, lacking: float = CONSTANTS.hopper.specialized.lacking) -> float:
+        special = CONSTANTS.hopper.specialized._replace(lacking=lacking)
+        told = CONSTANTS._replace(hopper=CONSTANTS.hopper._replace(specialized=special))
+        return estimate_us(problem, rows, Resources(config, 384, 229752, 168, 16), chip_for(90), told)
+
+    assert us(BOTH, M) < 0.99 * us(WHOLE, M)
+    assert us(BOTH, M, lacking=0.0) > 1.05 * us(BOTH, M)  # what is saved of the rows that a tile lacks
+    assert us(BOTH, 64 * M, lacking=0.0) < 1.02 * us(BOTH, 64 * M)  # where nearly all are whole
+
+
+@pytest.mark.parametrize(
+    "rows", [1, 15, 16, 17, 31, 32, 33, 64, 191, 192, 193, 256, 257, 300, 384, 385, 511, 513, 1000, 2049]
+)
+@pytest.mark.parametrize("config", [BOTH, TURNS])
+def test_an_experts_rows_are_shared_out_whole(config: Config, rows: int) -> None:
+    """The kernel's own lines, run in Python: no tile is empty or too high, no row is left or comes twice."""
+    lines = [line.strip() for line in KERNEL.read_text().splitlines()]
+    first, last = lines.index("rows = row_end - row_start"), lines.index("grains = gl.cdiv(row_end - row, GRAIN)")
+    code = "\n".join(line for line in lines[first : last + 1] if "grouped(" not in line)
+    language = SimpleNamespace(cdiv=lambda a, b: -(-a // b), minimum=min)
+    found, covered = -(-rows // config.block_m), 0
+    for row_tile in range(found):
+        held = {"row_start": 1000, "row_end": 1000 + rows, "row_tile": row_tile, "BLOCK_M": config.block_m}
+        exec(code, {"gl": language, "GRAIN": 16}, held)
+        assert held["tiles_m"] == found
+        assert held["row"] == 1000 + covered
+        assert 0 < held["row_end"] - held["row"] <= held["grains"] * 16 <= config.block_m
+        assert held["grains"] == -(-(held["row_end"] - held["row"]) // 16)
+        covered = held["row_end"] - 1000
+    assert covered == rows

@@ -1,0 +1,211 @@
+"""explain: what a call would run and why, also where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from made import H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
+
+from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.records.bundle import Source
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.hardware import arch
+from pretuned.runtime import explain, reload
+from pretuned.runtime.dispatch.decide import Decision, decide
+from pretuned.runtime.dispatch.ranking import Match
+from pretuned.runtime.inspect.explain import examine, made_up_gpu
+
+NUMBERS = {"E": 8, "N": 1024, "K": 768}
+
+
+def test_bundles_of_other_capabilities_are_counted(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, WIDE, 7.5)]}, gpus=[H200])
+    for name, sm in (("b", 80), ("c", 86)):
+        write(tmp_path / f"{name}.msgpack", {OTHER: [modelled(64, WIDE)]}, sm=sm)
+    told = examine(snapshot(tmp_path), PROBLEM, 50, ON_H200, aligned=True)
+    assert "skipped 2 for other capabilities" in str(told)
+    assert [Path(one["path"]).name for one in told.to_dict()["skipped"]] == ["b.msgpack", "c.msgpack"]
+
+
+def test_it_names_what_dispatch_runs(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, WIDE, 7.5, second=NARROW)]}, gpus=[H200])
+    write(tmp_path / "b.msgpack", {OTHER: [modelled(64, WIDE)]}, sm=80)
+    found = snapshot(tmp_path)
+    told = examine(found, PROBLEM, 50, ON_H200, aligned=True)
+    ran = decide(found, PROBLEM, 50, ON_H200)
+    assert isinstance(ran, Decision)
+    assert told.chosen == ran.chosen
+    assert told.reason == ran.reason
+    text = str(told)
+    for wanted in ("128x128x64 w8 s3", "7.5 us", "measured", "a.msgpack", "PRETUNED_BUNDLES", "NVIDIA H200", "8.2 us",
+                   "skipped", "b.msgpack", "sm_80", "cost model"):  # fmt: skip
+        assert wanted in text
+    told_dict = json.loads(json.dumps(told.to_dict()))
+    assert told_dict["runs"] == "bundle"
+    assert told_dict["bucket"] == 64
+    first, second = told_dict["candidates"][:2]
+    assert (first["variant"], first["source"], first["origin"], first["match"]) == (
+        WIDE,
+        "measured",
+        "this_gpu",
+        "exact",
+    )
+    assert (second["variant"], second["time_us"]) == (NARROW, 8.25)
+    assert first["measured_on"] == "NVIDIA H200"
+    assert first["config"]["block_m"] == 128
+    assert len(told_dict["skipped"]) == 1
+
+
+@pytest.mark.parametrize("M", [1, 64, 5000])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_first_is_what_dispatch_takes_on_every_level(M: int, aligned: bool, tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE, second=NARROW)]})
+    found = snapshot(tmp_path)
+    for problem in (PROBLEM, OTHER):
+        told = examine(found, problem, M, ON_H200, aligned=aligned)
+        ran = decide(found, problem, M, ON_H200, aligned=aligned)
+        assert isinstance(ran, Decision)
+        assert told.chosen == ran.chosen
+
+
+def test_past_the_first_every_time_is_for_this_bucket(tmp_path: Path) -> None:
+    """What a bundle says of other buckets is no rank in this one."""
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE, 10, second=NARROW), modelled(65536, NARROW, 9000)]})
+    for M, match in ((64, Match.EXACT), (512, Match.NEAREST_BUCKET)):
+        told = examine(snapshot(tmp_path), PROBLEM, M, ON_H200, aligned=True)
+        first, *rest = told.candidates
+        assert (first.index, first.match, first.bucket) == (WIDE, match, 64)
+        assert len(rest) == 2
+        assert all(one.bucket == M and one.match is not Match.NEAREST_BUCKET for one in rest)
+        assert all(one.time_us < 1000 for one in rest)
+    told = examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True)
+    assert [(one.index, one.match, one.time_us) for one in told.candidates[:2]] == [
+        (WIDE, Match.EXACT, 10.0), (NARROW, Match.EXACT, 11.0)]  # fmt: skip
+
+
+def test_the_columns_are_as_wide_as_what_is_in_them(tmp_path: Path) -> None:
+    """Those of specialised code are long."""
+    long = Config(128, 192, 64, 8, 5, tma=True, persistent=True, specialized=True, pingpong=True)
+    write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, 0, 7.5, second=1)]}, gpus=[H200],
+          specs=(replace(SPECS[0], config=long), SPECS[1]))  # fmt: skip
+    text = str(examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True))
+    rows = [line for line in text.splitlines() if line.endswith(("  bundle", "  a.msgpack"))]
+    assert len(rows) == 3
+    assert len({len(row) - len(row.split()[-1]) for row in rows}) == 1
+
+
+def test_without_a_gpu_a_capability_will_do(clean_places: Path) -> None:
+    write(clean_places / "a.msgpack", {PROBLEM: [measured(64, WIDE, 7.5)]}, gpus=[H200])
+    reload()
+    told = explain(**NUMBERS, M=64, sm=90)
+    assert told.chosen is not None
+    assert told.chosen.source is Source.MEASURED
+    assert "any GPU of capability 9.0" in str(told)
+    assert "measured on NVIDIA H200, of this capability" in told.reason
+    assert explain(PROBLEM, M=64, sm=90).chosen == told.chosen
+
+
+def test_a_miss_says_torch_and_what_to_build(clean_places: Path) -> None:
+    told = explain(**NUMBERS, M=64, sm=90, dtype="fp32")
+    assert told.chosen is None
+    assert "runs: torch" in str(told)
+    assert "aot build --models" in str(told)
+    assert told.to_dict()["runs"] == "torch"
+
+
+def test_tensors_on_the_host(clean_places: Path) -> None:
+    write(clean_places / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    reload()
+    x, w = torch.empty(64, 768, dtype=torch.bfloat16), torch.empty(8, 1024, 768, dtype=torch.bfloat16)
+    told = explain(x, w, torch.zeros(8, dtype=torch.int32), sm=90)
+    assert told.problem == PROBLEM
+    assert told.M == 64
+    assert told.aligned
+    odd = torch.empty(64, 769, dtype=torch.bfloat16)[:, 1:]
+    assert not explain(odd, w, torch.zeros(8, dtype=torch.int32), sm=90).aligned
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({**NUMBERS, "M": 0, "sm": 90}, "M is 0"),
+        ({**NUMBERS, "sm": 90}, "M is None"),
+        ({"E": 8, "N": 8, "M": 4, "sm": 90}, "K is None"),
+        ({**NUMBERS, "M": 4, "sm": 75}, "sm=75 is not supported, wanted one of 80"),
+        ({**NUMBERS, "M": 4, "sm": 90, "dtype": "fp8"}, "bf16, fp16, fp32, tf32"),
+        ({"x": torch.empty(2, 2), "sm": 90}, "wanted x, w and m_sizes"),
+        ({**NUMBERS, "M": 1.5, "sm": 90}, "M is 1.5, wanted the number of rows, an int"),
+        ({**NUMBERS, "M": True, "sm": 90}, "M is True"),
+        ({**NUMBERS, "M": 2**31, "sm": 90}, "M is 2147483648, wanted .* at most 2147483647"),
+        ({**NUMBERS, "E": "4", "M": 4, "sm": 90}, "E is '4', wanted a size of w"),
+        ({**NUMBERS, "N": 2**31, "M": 4, "sm": 90}, "N is 2147483648"),
+        ({**NUMBERS, "K": 768.0, "M": 4, "sm": 90}, "K is 768.0"),
+        ({"x": replace(PROBLEM, E=0), "M": 4, "sm": 90}, "E is 0"),
+        ({"x": replace(PROBLEM, N=2**31), "M": 4, "sm": 90}, "N is 2147483648"),
+        ({"x": PROBLEM, "M": "4", "sm": 90}, "M is '4'"),
+        ({**NUMBERS, "M": 4, "top_k": 0, "sm": 90}, "top_k is 0, wanted the number of experts of a token"),
+        ({**NUMBERS, "M": 4, "top_k": 1.5, "sm": 90}, "top_k is 1.5"),
+        ({**NUMBERS, "M": 4, "sm": 90.0}, "sm=90.0 is not supported"),
+        ({**NUMBERS, "M": 4, "sm": [90]}, r"sm=\[90\] is not supported"),
+        ({**NUMBERS, "M": 4, "sm": 90, "dtype": torch.float64}, "torch.float64.* wanted a dtype of bf16"),
+        ({**NUMBERS, "M": 4, "sm": 90, "dtype": ["bf16"]}, "wanted a dtype of bf16"),
+        ({**NUMBERS, "M": 4, "sm": 90, "w_layout": "x"}, "a w_layout of nk, kn"),
+    ],
+)
+def test_what_is_no_call(how: dict[str, object], words: str, clean_places: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        explain(**how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")]
+)
+def test_a_dtype_may_be_torchs(dtype: torch.dtype, name: str, clean_places: Path) -> None:
+    told = explain(**NUMBERS, M=2**31 - 1, sm=90, dtype=dtype)
+    assert told.problem == explain(**NUMBERS, M=4, sm=90, dtype=name).problem
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_or_a_capability(clean_places: Path) -> None:
+    with pytest.raises(HostError, match=r"no CUDA GPU here.*sm=90 explains for a GPU of 9\.0"):
+        explain(**NUMBERS, M=4)
+
+
+def test_what_the_call_would_raise(clean_places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = write(clean_places / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    reload()
+    assert explain(PROBLEM, M=64, sm=90).raises is None
+    monkeypatch.setenv("PRETUNED_STRICT", "1")
+    reload()
+    assert explain(PROBLEM, M=64, sm=90).raises is None
+    unbuilt = explain(PROBLEM, M=4096, sm=90)
+    assert unbuilt.chosen is not None
+    assert "the call raises: PRETUNED_STRICT" in str(unbuilt)
+    assert unbuilt.to_dict()["raises"] == unbuilt.raises
+    monkeypatch.delenv("PRETUNED_STRICT")
+    monkeypatch.setenv("PRETUNED_BUNDLES", f"{good}:{tmp_path / 'gone.msgpack'}")
+    reload()
+    missing = explain(PROBLEM, M=64, sm=90)
+    assert missing.chosen is not None
+    assert "gone.msgpack" in (missing.raises or "")
+    assert "PRETUNED_BUNDLES names this file" in (missing.raises or "")
+
+
+def test_every_flag_of_a_config_is_explained() -> None:
+    page = Path(__file__).parents[3] / "docs" / "runtime" / "runtime.md"
+    text = page.read_text().split("### What a config says")[1]
+    section = text.split("\n### ")[0]
+    flags = {flag for flag, value in asdict(Config(128, 128, 64, 8, 3)).items() if isinstance(value, bool)}
+    assert {flag for flag in flags if f"`{flag}`" in section} == flags > {"tma"}
+
+
+@pytest.mark.parametrize("sm", arch.supported())
+def test_every_capability_has_a_representative(sm: int) -> None:
+    local = made_up_gpu(sm)
+    assert local.sm == sm
+    assert local.gpu.sm_count > 0
+    assert local.gpu.driver == 0

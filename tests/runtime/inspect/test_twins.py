@@ -1,0 +1,266 @@
+"""A product goes by two names: what was built for one runs the other, from the same code."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made import NARROW, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
+
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import Family, Pool, by_code, serves, specs
+from pretuned.aot.plan.plan import plan
+from pretuned.artifacts.errors import InputError, ProblemNotInBundle
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.bundle import Model, Source
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.kernels.contract.spec import gemm_of
+from pretuned.runtime import explain, preload
+from pretuned.runtime.dispatch.decide import Decision, Miss, decide
+from pretuned.runtime.dispatch.ranking import Match, Origin
+from pretuned.runtime.inspect.explain import examine, made_up_gpu
+from pretuned.runtime.inspect.preload import cells_of, turned
+
+FORMS = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
+BUNDLES = sorted((Path(__file__).parents[3] / "artifacts" / "bundles").glob("*.msgpack"))
+KN_MODELS = {  # E, then N and K of both products: gpt-oss-20b, Llama-4-Scout
+    "gpt-oss": (32, (5760, 2880), (2880, 2880)),
+    "llama-4": (16, (16384, 5120), (5120, 8192)),
+}
+
+
+def twin_of(problem: Problem) -> Problem:
+    twin = problem.transposed
+    assert twin is not None
+    return twin
+
+
+def decision(found: object, problem: Problem, M: int = 64, **how: bool) -> Decision:
+    got = decide(found, problem, M, ON_H200, **how)  # type: ignore[arg-type]
+    assert isinstance(got, Decision), got
+    return got
+
+
+@given(
+    op=st.sampled_from([Op.FORWARD, Op.DX]), layout=st.sampled_from(Layout), fusion=st.sampled_from(FORMS),
+    E=st.integers(1, 600), N=st.integers(1, 9000), K=st.integers(1, 9000), top_k=st.integers(0, 8),
+)  # fmt: skip
+def test_a_twin_is_the_same_product(op: Op, layout: Layout, fusion: Fusion, E: int, N: int, K: int, top_k: int) -> None:
+    problem = Problem(op, DType.BF16, E, N, K, layout, fusion, top_k)
+    twin = twin_of(problem)
+    assert gemm_of(twin) == gemm_of(problem)
+    assert (twin.op, twin.layout) != (problem.op, problem.layout)
+    assert twin.transposed == problem
+
+
+def test_what_has_none() -> None:
+    assert Problem(Op.DW, DType.BF16, 8, 64, 32).transposed is None
+    assert Problem(Op.FORWARD, DType.BF16, 8, 64, 32, fusion=Fusion.SILU | Fusion.GATHER).transposed is None
+
+
+@pytest.mark.parametrize("sm", [80, 90, 120])
+@pytest.mark.parametrize("fusion", FORMS)
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.TF32])
+def test_every_variant_is_one_cubin_with_its_twin(sm: int, fusion: Fusion, dtype: DType) -> None:
+    """As the builder has it: of two specs in a group one is compiled, and relabelled."""
+    problem = Problem(Op.DX, dtype, 8, 256, 512, fusion=fusion)
+    ours = specs([problem], sm, Pool())
+    assert ours
+    for spec in ours:
+        twin = replace(spec, op=Op.FORWARD, layout=Layout.KN)
+        assert by_code([spec, twin], sm) == ((spec, twin),)
+
+
+def test_a_choice_for_the_twin_is_a_choice(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, NARROW, 7)]}, gpus=[ON_H200.gpu])
+    problem = twin_of(PROBLEM)
+    got = decision(snapshot(tmp_path), problem, strict=True)
+    assert got.problem is problem
+    assert (got.chosen.index, got.chosen.origin, got.chosen.match) == (NARROW, Origin.THIS_GPU, Match.EXACT)
+    assert got.reason == (
+        f"measured on this GPU, for this problem and M near 64 (as {PROBLEM}, which is the same product)"
+    )
+    assert "the same product" not in decision(snapshot(tmp_path), PROBLEM).reason
+    assert decision(snapshot(tmp_path), problem, 4096).chosen.match is Match.NEAREST_BUCKET
+    told = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=True)
+    assert told.reason == got.reason
+    assert told.chosen is not None
+    assert told.chosen.index == NARROW
+
+
+def test_the_cost_model_chooses_among_the_twin_s_variants(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    problem = replace(twin_of(PROBLEM), N=4096, K=512)
+    got = decision(snapshot(tmp_path), problem)
+    assert got.chosen.match is Match.COST_MODEL
+    assert "E=8 N=512 K=4096, which is the same product" in got.reason
+    assert decision(snapshot(tmp_path), problem, aligned=False).chosen.variant.alignment == 1
+    with pytest.raises(ProblemNotInBundle, match=r"E=8 N=768 K=1024 \(M near 64\)"):
+        decide(snapshot(tmp_path), problem, 64, ON_H200, strict=True)
+
+
+def test_each_form_has_its_own_code(tmp_path: Path) -> None:
+    """What gathers runs no plain product's code, by either name."""
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, 0)]}, specs=[SPECS[0]])
+    gathers = replace(twin_of(PROBLEM), fusion=Fusion.GATHER)
+    assert isinstance(decide(snapshot(tmp_path), gathers, 64, ON_H200), Miss)
+
+
+def test_what_the_process_itself_has_compiled_runs_what_it_was_compiled_for(tmp_path: Path) -> None:
+    """Else a choice would hang on which of the two was called first."""
+    path = write(tmp_path / "made.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    (tmp_path / "nothing").mkdir()
+    found = snapshot(tmp_path / "nothing")
+    with open_bundle(path) as bundle:
+        found.add(bundle)
+        assert decision(found, PROBLEM).chosen.index == WIDE
+        assert isinstance(decide(found, twin_of(PROBLEM), 64, ON_H200), Miss)
+        other = replace(twin_of(PROBLEM), N=4096)
+        assert isinstance(decide(found, other, 64, ON_H200), Miss)
+
+
+@pytest.mark.parametrize("op", [Op.DW, Op.FORWARD])
+def test_no_twin_is_looked_for_where_there_is_none(op: Op, tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    fusion = Fusion.NONE if op is Op.DW else Fusion.SILU
+    problem = Problem(op, DType.BF16, PROBLEM.E, PROBLEM.N, PROBLEM.K, fusion=fusion)
+    assert isinstance(decide(snapshot(tmp_path), problem, 64, ON_H200), Miss)
+
+
+def test_a_choice_may_name_the_twin_s_code(tmp_path: Path) -> None:
+    """As the builder makes them: a product has one code, whatever it is called."""
+    twin = twin_of(PROBLEM)
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)], twin: [modelled(64, NARROW)]})
+    for problem, index in ((PROBLEM, WIDE), (twin, NARROW)):
+        got = decision(snapshot(tmp_path), problem, strict=True)
+        assert (got.chosen.index, got.chosen.match) == (index, Match.EXACT)
+        assert "the same product" not in got.reason  # it was chosen for this one
+    unknown = decision(snapshot(tmp_path), replace(twin, N=4096))
+    assert "which is the same product" in unknown.reason
+
+
+def test_a_bundle_s_own_choice_comes_before_its_twin_s(tmp_path: Path) -> None:
+    twin = twin_of(PROBLEM)
+    specs = [SPECS[WIDE], replace(SPECS[NARROW], op=twin.op, layout=twin.layout)]
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, 0)], twin: [modelled(64, 1)]}, specs=specs)
+    found = snapshot(tmp_path)
+    for problem, index in ((PROBLEM, 0), (twin, 1)):
+        got = decision(found, problem)
+        assert (got.chosen.index, "the same product" in got.reason) == (index, False)
+        both = examine(found, replace(problem, N=4096), 64, ON_H200, aligned=True).candidates
+        assert {one.index for one in both} == {0, 1}  # the cost model looks at all that is the same code
+
+
+def test_a_kernel_is_named_by_the_caller_for_either(tmp_path: Path) -> None:
+    from pretuned.runtime.dispatch import pin
+
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    found = snapshot(tmp_path)
+    usable, index = pin.find(found, SPECS[NARROW].config, twin_of(PROBLEM), ON_H200, aligned=True)
+    assert (usable.path.name, index) == ("a.msgpack", NARROW)
+
+
+def test_what_is_prepared_for_weights_that_lie_the_other_way(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    weight, kn = replace(PROBLEM, op=Op.DW), replace(PROBLEM, layout=Layout.KN)
+    of_kn = replace(weight, N=PROBLEM.K, K=PROBLEM.N)
+    assert list(turned([PROBLEM, weight], Layout.KN)) == [kn, of_kn]
+    assert list(turned([kn, of_kn], Layout.NK)) == [PROBLEM, weight]
+    assert list(turned([kn, of_kn], Layout.KN)) == [kn, of_kn]
+    assert list(turned([kn, of_kn], None)) == [kn, of_kn]
+    assert list(turned([weight], Layout.KN)) == [weight, of_kn]
+    assert list(turned([PROBLEM, kn, weight], Layout.KN)) == [kn, of_kn]
+    assert list(turned([PROBLEM, kn, weight], Layout.NK)) == [PROBLEM, weight]
+    assert cells_of({replace(kn, op=Op.DX): [64]}, snapshot(tmp_path), ON_H200) == [(replace(kn, op=Op.DX), 64)]
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("planned", Layout)
+def test_a_turned_model_has_the_problems_that_it_is_planned_with(planned: Layout, layout: Layout) -> None:
+    def problems(lying: Layout) -> set[Problem]:
+        loaded = load_models([f"shape:E=8,H=256,I=96,k=2 gated=0 layout={lying.value}"])
+        return set(plan(loaded.shapes).problems)
+
+    assert set(turned(tuple(problems(planned)), layout)) == problems(layout)
+
+
+@pytest.mark.parametrize("given", ["k", 1, ["nk"]])
+def test_a_layout_that_is_none(given: object) -> None:
+    with pytest.raises(InputError, match=r"preload: w_layout is .*, wanted 'nk' .* 'kn'"):
+        preload(w_layout=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", BUNDLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("model", KN_MODELS)
+def test_models_whose_weights_lie_the_other_way_run_from_the_bundles_that_ship(
+    path: Path, model: str, clean_places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRETUNED_BUNDLES", str(path))
+    from pretuned.runtime import reload
+
+    reload()
+    sm = int(path.stem.rpartition("sm")[2])
+    E, *products = KN_MODELS[model]
+    for N, K in products:
+        for op in (Op.FORWARD, Op.DX):
+            for fusion in FORMS:
+                problem = Problem(op, DType.BF16, E, N, K, Layout.KN, fusion)
+                for M in (1, 64, 4096, 65536):
+                    assert explain(problem, M=M, sm=sm).runs == "bundle"
+                    assert explain(problem, M=M, sm=sm, aligned=False).runs == "bundle"
+
+
+@pytest.mark.parametrize("path", BUNDLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("model", KN_MODELS)
+def test_what_ships_was_built_for_the_layout_of_their_checkpoints(model: str, path: Path) -> None:
+    """So PRETUNED_STRICT=1 runs them as transformers holds them; where a GPU was at hand they were measured."""
+    E, *products = KN_MODELS[model]
+    sm = int(path.stem.rpartition("sm")[2])
+    with open_bundle(path) as bundle:
+        for (N, K), op, M in itertools.product(products, (Op.FORWARD, Op.DX), (64, 4096)):
+            problem = Problem(op, DType.BF16, E, N, K, Layout.KN)
+            got = decide(snapshot(path), problem, M, made_up_gpu(sm), strict=True)
+            assert isinstance(got, Decision)
+            assert got.chosen.match is Match.EXACT
+            assert got.chosen.source is (Source.MEASURED if sm == 90 else Source.MODELLED)
+            own = next(one for one in bundle.find(problem) if one.bucket == M)
+            assert own.variant == got.chosen.index
+            assert serves(bundle.variant(own.variant), problem)
+            assert Family.of(bundle.variant(own.variant)) == Family.of(twin_of(problem)) == Family.of(problem)
+
+
+def test_a_model_s_problems_are_turned(tmp_path: Path, clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretuned.runtime.inspect import preload as inspect_preload
+
+    asked: list[Problem] = []
+
+    def record(wanted: dict[Problem, set[int]], *_: object) -> list[object]:
+        asked.extend(wanted)
+        return []
+
+    backward = replace(PROBLEM, op=Op.DX)
+    model = Model("some/moe", 1, 1, 2, DType.BF16, (PROBLEM, backward))
+    choices = {PROBLEM: [modelled(64, 0)], backward: [modelled(64, 1)]}
+    specs = [SPECS[0], replace(SPECS[0], op=Op.DX)]
+    write(clean_places / "a.msgpack", choices, specs=specs, models=[model])
+    monkeypatch.setattr(inspect_preload, "current_device", lambda: 0)
+    monkeypatch.setattr(inspect_preload, "local_gpu", lambda device: ON_H200)
+    monkeypatch.setattr(inspect_preload, "cells_of", record)
+    preload("some/moe", w_layout="kn")
+    assert asked == [replace(one, layout=Layout.KN) for one in model.problems]
+    asked.clear()
+    preload("some/moe")
+    assert asked == list(model.problems)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_of_a_model_with_both_layouts_those_of_one_are_loaded(layout: Layout) -> None:
+    alone = plan(load_models([f"openai/gpt-oss-20b layout={layout.value}"]).shapes).models[0].problems
+    both = plan(load_models(["openai/gpt-oss-20b"]).shapes).models[0].problems
+    assert {*turned(both, layout)} == {*alone}
+    assert {*turned(both, None)} == {*both} > {*alone}

@@ -1,0 +1,431 @@
+"""When rows are gathered beforehand: the rule over bundle files, and the launches on a GPU that is host memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import host_gpu
+import pytest
+import torch
+from host_gpu import ALL, TOPK, Device, E, K, N, T
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made import ELF, H200, ON_A100, ON_H100, ON_H200, Spec, bundle, measured, modelled, snapshot
+
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Choice, Kernel, Model, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.runtime import grouped_gemm, grouped_gemm_dX
+from pretuned.runtime.dispatch import compare, epilogue
+from pretuned.runtime.dispatch import gather as dispatch_gather
+from pretuned.runtime.dispatch.gather import pass_us, verdict
+from pretuned.runtime.inspect import preload
+from pretuned.runtime.inspect.explain import examine
+from pretuned.runtime.launch import gather, products
+from pretuned.runtime.launch.gather import GatherFirst
+
+RESULTS = Path(__file__).parents[3] / "benchmarks/results/passes-h200.json"
+BOTH = Fusion.SILU | Fusion.GATHER
+M = 8192
+ON_LOAD = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
+PLAIN = replace(ON_LOAD, fusion=Fusion.NONE)
+WIDE, HALF = (Config(128, n, 64, 8, 4, tma=True, specialized=True) for n in (256, 128))
+# By index: what gathers, what does not, indexed code in another config and in that one, silu with a gather and without.
+CODE = (
+    Spec(WIDE, fusion=Fusion.GATHER), Spec(WIDE), Spec(HALF, fusion=Fusion.SCATTER), Spec(WIDE, fusion=Fusion.SCATTER),
+    Spec(WIDE, fusion=BOTH), Spec(WIDE, fusion=Fusion.SILU),
+)  # fmt: skip
+PASS_US = 3.7 + 1.6 * ((M + M / 8) * 2048 * 2 + 8 * M) / 4800e3
+device = host_gpu.device
+
+
+def a_pass() -> Variant:
+    spec = RowOpSpec(RowOp.GATHER, DType.BF16, 16)
+    return Variant(
+        "gather", REVISIONS["gather"].revision, 1, RowOp.GATHER, spec.dtype, Layout.NK, Fusion.NONE, 16,
+        spec.max_experts, spec.config.pairs(),
+        "gather", rowops.arguments(RowOp.GATHER), (), 128, 0, 40, 0, 0, len(ELF), hashlib.sha256(ELF).digest(),
+    )  # fmt: skip
+
+
+def book(
+    folder: Path, on_load: Choice, plain: Choice, *, gpus: tuple[Gpu, ...] = (H200,), has_pass: bool = True,
+    silu: tuple[Choice | None, Choice | None] = (None, None), specs: tuple[Spec, ...] = CODE,
+    models: tuple[Model, ...] = (),
+) -> Path:  # fmt: skip
+    """A folder of a bundle of these choices: that gathers, that does not, and the two of silu in the epilogue."""
+    rows = {ON_LOAD: on_load, PLAIN: plain, replace(PLAIN, fusion=BOTH): silu[0],
+            replace(PLAIN, fusion=Fusion.SILU): silu[1]}  # fmt: skip
+    made = bundle({one: [row] for one, row in rows.items() if row is not None}, gpus=gpus, specs=specs, models=models)
+    if has_pass:
+        made = replace(
+            made, variants=(*made.variants, a_pass()), cubins=(*made.cubins, ELF),
+            kernels=(*made.kernels, Kernel("gather", REVISIONS["gather"].revision, hashlib.sha256(b"source").digest())),
+        )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "a.msgpack").unlink(missing_ok=True)
+    publish(folder / "a.msgpack", encode(made))
+    return folder
+
+
+def beforehand(folder: Path, local: LocalGpu = ON_H200, rows: int = M, top_k: int = 8, **how: Any) -> int | None:
+    """The variant of the plain product that runs, or None for the code that gathers."""
+    chosen = verdict(snapshot(folder), ON_LOAD, rows, local, top_k=top_k, **how).chosen
+    return None if chosen is None else chosen.index
+
+
+def test_the_passes_time_is_that_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [one for one in json.loads(RESULTS.read_text())["cells"] if one["pass"] == "gather"]
+    shapes = {"qwen3-30b": (2048, 8), "mixtral-8x7b": (4096, 2), "gpt-oss-20b": (2880, 4)}
+    large = [one for one in cells if one["tokens"] >= 1024]
+    assert {one["model"] for one in large} == set(shapes)
+    for one in large:
+        H, k = shapes[one["model"]]
+        assert pass_us(one["tokens"] * k, H, 2, k, H200) == pytest.approx(one["us"]["ours"], rel=0.1)
+    assert pass_us(M, 2048, 2, 8, H200) == pytest.approx(PASS_US)
+    assert pass_us(M, 2048, 2, 8, replace(H200, name="NVIDIA H300")) is None
+    once = pass_us(8 * M, 7168, 2, 8, H200)
+    monkeypatch.setattr(dispatch_gather, "LEAST_BYTES", 1 << 40)
+    often = pass_us(8 * M, 7168, 2, 8, H200)
+    assert once is not None
+    assert often is not None
+    assert once < 0.9 * often
+
+
+@pytest.mark.parametrize(("saved_us", "runs"), [(PASS_US + 0.1, 1), (PASS_US - 0.1, None), (-1.0, None)])
+def test_measured_the_product_and_the_pass_must_take_less(tmp_path: Path, saved_us: float, runs: int | None) -> None:
+    book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 300.0 - saved_us))
+    assert beforehand(tmp_path) == runs
+    assert beforehand(tmp_path, rows=M - 100) == runs
+    assert beforehand(tmp_path, rows=M * 3 // 2) is None  # no choice for that
+    assert beforehand(tmp_path, checks=True) is None  # an index to be checked costs a launch
+
+
+def test_the_fewer_rows_read_one_row_the_dearer_is_the_pass(tmp_path: Path) -> None:
+    book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 300.0 - PASS_US - 0.1))
+    assert beforehand(tmp_path) == 1
+    assert beforehand(tmp_path, top_k=1) is None
+    assert beforehand(tmp_path, top_k=0) is None  # the pass can't read x
+
+
+@pytest.mark.parametrize(("plain_us", "runs"), [(200.0, 1), ((300 / 1.05) - PASS_US + 0.1, None), (270.0, None)])
+def test_modelled_by_more_than_5_percent(tmp_path: Path, plain_us: float, runs: int | None) -> None:
+    book(tmp_path, modelled(M, 0, 300.0), modelled(M, 1, plain_us), gpus=())
+    assert beforehand(tmp_path) == runs
+    assert beforehand(tmp_path, LocalGpu(90, replace(H200, name="NVIDIA H300"))) is None
+
+
+def test_times_of_two_sources_or_gpus_are_not_compared(tmp_path: Path) -> None:
+    book(tmp_path / "1", measured(M, 0, 300.0), modelled(M, 1, 10.0))
+    book(tmp_path / "2", modelled(M, 0, 300.0), measured(M, 1, 10.0))
+    other = replace(H200, name="NVIDIA H300")
+    book(tmp_path / "3", measured(M, 0, 300.0), measured(M, 1, 10.0, gpu=1), gpus=(H200, other))
+    assert [beforehand(tmp_path / name) for name in "123"] == [None] * 3
+    book(tmp_path / "4", measured(M, 0, 300.0), measured(M, 1, 10.0), gpus=(other,))
+    told = verdict(snapshot(tmp_path / "4"), ON_LOAD, M, LocalGpu(90, other), top_k=8)
+    assert told.chosen is None
+    assert "the memory's rate of this GPU is not known" in told.reason
+    book(tmp_path / "5", measured(M, 0, 300.0), measured(M, 1, 10.0))
+    assert beforehand(tmp_path / "5", ON_H100) == 1  # both of the H200
+    assert beforehand(tmp_path / "5", ON_A100) is None
+    assert beforehand(tmp_path / "5", aligned=False) is None
+
+
+def test_a_bundle_without_the_pass_gathers_on_load(tmp_path: Path) -> None:
+    book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 10.0), has_pass=False)
+    told = verdict(snapshot(tmp_path), ON_LOAD, M, ON_H200, top_k=8)
+    assert told.chosen is None
+    assert "no usable bundle has the pass" in told.reason
+
+
+@pytest.mark.parametrize("beside", [Fusion.BIAS, Fusion.SCATTER, Fusion.WEIGHT, Fusion.SCATTER | Fusion.BIAS])
+def test_beside_a_gather_the_indexed_code_of_the_plain_config_runs(tmp_path: Path, beside: Fusion) -> None:
+    fusion = Fusion.GATHER | beside
+    book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 200.0))
+    assert beforehand(tmp_path, fusion=fusion) == 3
+    book(tmp_path, measured(M, 0, 210.0 + PASS_US - 0.1), measured(M, 1, 200.0))
+    assert beforehand(tmp_path) == 1
+    assert beforehand(tmp_path, fusion=fusion) is None  # 5 % of the product more
+
+
+@pytest.mark.parametrize("beside", [Fusion.BIAS, Fusion.SCATTER | Fusion.WEIGHT])
+def test_where_the_plain_config_has_no_indexed_code_the_runner_up_s_runs(tmp_path: Path, beside: Fusion) -> None:
+    """Of a bundle that was built before there was any where warpgroups take turns."""
+    turns = Spec(Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True))
+    specs = (*CODE, turns)
+    fusion = Fusion.GATHER | beside
+    plain = measured(M, 6, 200.0, second=1)  # takes 220
+    book(tmp_path, measured(M, 0, 300.0), plain, specs=specs)
+    assert beforehand(tmp_path) == 6
+    assert beforehand(tmp_path, fusion=fusion) == 3
+    assert {index for _, index in preload.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {6, 3}
+    told = verdict(snapshot(tmp_path), ON_LOAD, M, ON_H200, top_k=8, fusion=fusion)
+    assert told.time_us == pytest.approx(1.05 * 220 + PASS_US)
+    book(tmp_path, measured(M, 0, 1.05 * 220 + PASS_US - 0.1), plain, specs=specs)
+    assert beforehand(tmp_path) == 6
+    assert beforehand(tmp_path, fusion=fusion) is None
+    book(tmp_path, measured(M, 0, 300.0), measured(M, 6, 200.0), specs=specs)
+    assert "stores by index" in verdict(snapshot(tmp_path), ON_LOAD, M, ON_H200, top_k=8, fusion=fusion).reason
+
+
+@pytest.mark.parametrize(
+    ("us", "variant"),
+    [
+        ((300.0, 280.0, 290.0, 272.0), 5),  # the rows gathered beforehand, then silu
+        ((300.0, 290.0, 290.0, 280.0), 4),  # on load: the pass takes more than the 10 us
+        ((300.0, 270.0, 320.0, 290.0), None),  # either is slower than the product and its two passes
+        ((300.0, 295.0, 304.0, None), 4),
+        ((300.0, 280.0, None, 270.0), 5),
+        ((300.0, 280.0, None, None), None),
+    ],
+)
+def test_silu_is_the_least_of_four(tmp_path: Path, us: tuple[float | None, ...], variant: int | None) -> None:
+    assert 13 < PASS_US < 18
+    on_load, plain, *silu = (
+        None if one is None else measured(M, at, one) for at, one in zip((0, 1, 4, 5), us, strict=True)
+    )
+    assert on_load is not None
+    assert plain is not None
+    book(tmp_path, on_load, plain, silu=(silu[0], silu[1]))
+    asked = replace(PLAIN, fusion=BOTH)
+    least_us = epilogue.least_pass_us(asked, M, H200)
+    found = epilogue.verdict(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
+    options: dict[int | None, float] = {None: min(300.0, (us[1] or 0) + PASS_US) + least_us}
+    options |= {4: us[2]} if us[2] is not None else {}
+    options |= {5: us[3] + PASS_US} if us[3] is not None else {}
+    assert min(options, key=lambda one: options[one]) == variant  # (what the case above says)
+    assert (None if found.chosen is None else found.chosen.index) == variant, found.reason
+    told = examine(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
+    assert told.gathered_first is (variant == 5 or (variant is None and (us[1] or 0) + PASS_US < 300))
+    # rows that can't be gathered beforehand
+    left = epilogue.verdict(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=0).chosen
+    assert left is None or left.index == 4
+
+
+def test_explain_tells_of_the_pass(tmp_path: Path) -> None:
+    book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 200.0))
+    told = examine(snapshot(tmp_path), ON_LOAD, M, ON_H200, aligned=True, top_k=8)
+    assert told.gathered_first
+    assert told.chosen is not None
+    assert told.chosen.index == 1
+    assert "after a pass that gathers the rows of x" in str(told)
+    assert f"200.0 us measured and the pass {PASS_US:.1f} us, gathered on load 300.0 us" in told.reason
+    row = json.loads(json.dumps(told.to_dict()))
+    assert row["gathered_first"] is True
+    assert [one["variant"] for one in row["candidates"]][:2] == [1, 0]
+    book(tmp_path, measured(M, 0, 200.0), measured(M, 1, 199.0))
+    told = examine(snapshot(tmp_path), ON_LOAD, M, ON_H200, aligned=True, top_k=8)
+    assert not told.gathered_first
+    assert told.chosen is not None
+    assert told.chosen.index == 0
+    assert "measured on this GPU, for this problem" in told.reason
+    assert "rows gathered on load are no slower" in told.reason
+    assert not examine(snapshot(tmp_path), PLAIN, M, ON_H200, aligned=True).gathered_first
+
+
+def test_explain_takes_the_top_k_of_a_model_and_says_so(tmp_path: Path) -> None:
+    """The pass reads M / top_k rows of x: what pays with eight experts a token doesn't with one."""
+    gain_us = 0.5 * (PASS_US + dispatch_gather.pass_us(M, ON_LOAD.K, 2, 1, H200))  # type: ignore[operator]
+    times = measured(M, 0, 300.0), measured(M, 1, 300.0 - gain_us)
+    asked = replace(ON_LOAD, fusion=Fusion.GATHER | Fusion.WEIGHT)  # a form that no plan has
+    eight, two = (Model(name, 1, 1, k, DType.BF16, (PLAIN,)) for name, k in (("eight", 8), ("two", 2)))
+
+    def told(*models: Model, problem: Problem = ON_LOAD, top_k: int | None = None) -> tuple[bool, str | None]:
+        book(tmp_path, *times, models=models)
+        found = examine(snapshot(tmp_path), problem, M, ON_H200, aligned=True, top_k=top_k)
+        if found.assumed is not None:
+            assert f"  assumed: {found.assumed}" in str(found)
+        return found.gathered_first, found.to_dict()["assumed"]
+
+    assert told() == (False, "top_k=1, as no bundle has a model with this product")
+    assert told(eight) == (True, "top_k=8, as eight has")
+    assert told(eight, problem=asked)[1] == "top_k=8, as eight has"
+    turned = replace(ON_LOAD, layout=Layout.KN)  # a model has as many whichever way its weights lie
+    assert told(eight, problem=turned)[1] == "top_k=8, as eight has"
+    assert told(eight, two)[1] == "top_k=2, as two has; eight has 8"
+    assert told(eight, top_k=1) == (False, None)
+    assert told(top_k=8) == (True, None)
+    assert told(eight, problem=PLAIN) == (False, None)
+    assert told(eight, problem=replace(ON_LOAD, op=Op.DX))[1] is None
+    assert told(eight, problem=replace(ON_LOAD, top_k=4))[1] is None  # it says so itself
+    book(tmp_path, *times, models=(eight,), silu=(measured(M, 4, 500.0), None))
+    gated = examine(snapshot(tmp_path), replace(PLAIN, fusion=BOTH), M, ON_H200, aligned=True)
+    assert (gated.gathered_first, gated.assumed) == (True, "top_k=8, as eight has")
+
+
+def test_preload_loads_what_may_run_after_a_pass(tmp_path: Path) -> None:
+    def found(problem: Problem) -> set[int]:
+        return {index for _, index in preload.rivals_of([(problem, M)], snapshot(tmp_path), ON_H200)}
+
+    silu, both = (replace(PLAIN, fusion=one) for one in (Fusion.SILU, BOTH))
+    book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 200.0), silu=(measured(M, 4, 300.0), measured(M, 5, 190.0)))
+    assert found(ON_LOAD) == {1, 3}  # with a bias, too
+    assert (found(both), found(silu)) == ({4}, {5})
+    assert found(PLAIN) == set()
+    book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 299.9))  # what the pass takes hangs on the call
+    assert found(ON_LOAD) == {1, 3}
+    book(tmp_path, measured(M, 0, 200.0), measured(M, 1, 200.0))
+    assert found(ON_LOAD) == set()
+    assert {(replace(PLAIN, fusion=one), M) for one in (Fusion.SILU, BOTH, Fusion.GATHER)} <= set(
+        preload.cells_of({PLAIN: [M]}, snapshot(book(tmp_path, measured(M, 0, 3.0), measured(M, 1, 2.0),
+                                                    silu=(measured(M, 4, 3.0), measured(M, 5, 2.0)))), ON_H200)
+    )  # fmt: skip
+
+
+def test_preload_loads_the_very_indexed_code_that_runs(tmp_path: Path) -> None:
+    """A merged bundle may have a config twice, for few experts and for many."""
+    few, many = (Spec(WIDE, fusion=Fusion.SCATTER, max_experts=most) for most in (64, 1024))
+    for at, specs in ((3, (*CODE, many)), (6, (*CODE[:3], few, *CODE[4:], many)), (3, (*CODE, few))):
+        book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 200.0), specs=specs)
+        assert beforehand(tmp_path, fusion=Fusion.GATHER | Fusion.BIAS) == at
+        assert {index for _, index in preload.rivals_of([(ON_LOAD, M)], snapshot(tmp_path), ON_H200)} == {1, at}
+
+
+def test_a_choice_of_another_bucket_is_no_rival(tmp_path: Path) -> None:
+    book(tmp_path, measured(M, 0, 300.0), measured(M // 2, 1, 10.0))
+    found = snapshot(tmp_path)
+    ran = compare.own(found, ON_LOAD, M, ON_H200, True)
+    assert not isinstance(ran, str)
+    assert compare.rival(found, ran, PLAIN, M, ON_H200, True) == "a.msgpack has no choice for it at M near 8192"
+    assert beforehand(tmp_path) is None
+
+
+# On a GPU that is host memory.
+
+
+@pytest.fixture
+def first(device: Device) -> Device:
+    device.first = True
+    return device
+
+
+@pytest.mark.parametrize("there", ["all", "no pass", "plain code alone"])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("fused", [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (0, 1)])
+def test_every_form_and_gradient_is_the_references(
+    first: Device, monkeypatch: pytest.MonkeyPatch, fused: tuple[int, ...], layout: str, there: str
+) -> None:
+    permute_x, permute_y, weights, bias = map(bool, fused)
+    if there != "all":
+        first.there -= {RowOp.GATHER} if there == "no pass" else {one for one in ALL if one[1] is Fusion.SCATTER}
+    tensors = host_gpu.tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
+    form = {"permute_x": permute_x, "permute_y": permute_y, "w_layout": layout}
+    host_gpu.on(monkeypatch, False)
+    wanted = host_gpu.ran(form, tensors, wide=False)
+    host_gpu.on(monkeypatch, True)
+    for wide in (False, True):
+        for got, want in zip(host_gpu.ran(form, tensors, wide), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    if permute_x and there == "all" and (permute_y or weights):
+        assert first.passed
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    index=st.lists(st.integers(-2, T * TOPK + 2), min_size=1, max_size=T * TOPK, unique=True), data=st.data(),
+    wide=st.booleans(), permute_y=st.booleans(), weighted=st.booleans(), zero_tail=st.booleans(), into=st.booleans(),
+)  # fmt: skip
+def test_any_index_gives_what_the_code_that_gathers_gives(
+    device: Device, index: list[int], data: st.DataObject, wide: bool, permute_y: bool, weighted: bool, zero_tail: bool,
+    into: bool,
+) -> None:  # fmt: skip
+    sizes = torch.tensor(data.draw(st.lists(st.integers(0, 6), min_size=E, max_size=E)))
+    flat = torch.tensor(index, dtype=torch.int64 if wide else torch.int32)
+    generator = torch.Generator().manual_seed(len(index))
+    x, w = torch.randn(T, K, generator=generator), torch.randn(E, N, K, generator=generator)
+    weights = torch.rand(T, TOPK, generator=generator) if weighted else None
+    written = torch.zeros(len(index), dtype=torch.bool)
+    written[: int(sizes.sum())] = True
+    written &= (flat >= 0) & (flat < T * TOPK)
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        host_gpu.on(patch, True)
+        patch.setattr(dispatch_gather, "LEAST_BYTES", data.draw(st.sampled_from([0, 1 << 40])))
+        for device.first in (False, True):
+            patch.setattr(products, "_launchers", (None, {}))
+            out = torch.full((T * TOPK if permute_y else len(index), N), 7.0) if into else None
+            results.append(
+                grouped_gemm(x, w, sizes, TOPK, flat, permute_x=True, permute_y=permute_y, topk_weights=weights,
+                             fuse_mul_post=weighted, zero_tail=zero_tail, out=out)
+            )  # fmt: skip
+    if not (permute_y or zero_tail or into):
+        results = [one[written] for one in results]
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_an_index_that_nobody_vouches_for_leaves_the_rows_of_others_alone(
+    first: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_gpu.on(monkeypatch, True)
+    x, w = torch.randn(T, K), torch.randn(E, N, K)
+    index = torch.arange(T * TOPK)
+    sizes = torch.tensor([3, 0, 5, 4])
+    grouped_gemm(x, w, sizes, TOPK, index, permute_x=True)
+    assert first.passed == [RowOp.GATHER]
+    for how in ({"zero_tail": True}, {"out": torch.zeros(T * TOPK, N)}):
+        grouped_gemm(x, w, sizes, TOPK, index, permute_x=True, **how)
+        assert first.passed == [RowOp.GATHER]  # such rows are not to be written there
+    dy = torch.randn(T * TOPK, N)
+    grouped_gemm_dX(dy, w, sizes, TOPK, index, permute_y=True)
+    assert first.passed == [RowOp.GATHER]
+    grouped_gemm_dX(dy, w, sizes, TOPK, index, permute_y=True, topk_weights=torch.rand(T, TOPK), fuse_mul_post=True)
+    assert first.passed == [RowOp.GATHER] * 2  # the indexed code leaves them out itself
+
+
+def test_rows_that_are_not_dense_are_gathered_on_load(first: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    host_gpu.on(monkeypatch, True)
+    wide, w = torch.randn(T, 2 * K), torch.randn(E, N, K)
+    index, sizes = torch.arange(T * TOPK), torch.tensor([3, 0, 5, 6])
+    results = [grouped_gemm(x, w, sizes, TOPK, index, permute_x=True) for x in (wide[:, :K], wide[:, :K].contiguous())]
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    assert first.passed == [RowOp.GATHER]
+    none = grouped_gemm(wide[:0, :K].contiguous(), w, sizes, TOPK, index, permute_x=True, permute_y=False)
+    assert none.shape == (T * TOPK, N)
+    assert first.passed == [RowOp.GATHER]
+
+
+def test_the_scratch_is_of_the_call(first: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is allocated for each launch, [M, K], and no launcher keeps it."""
+    host_gpu.on(monkeypatch, True)
+    made: list[tuple[int, ...]] = []
+    empty = torch.empty_strided
+
+    def spy(size: tuple[int, ...], *rest: Any, **how: Any) -> torch.Tensor:
+        made.append(tuple(size))
+        return empty(size, *rest, **how)
+
+    x, w, index = torch.randn(T, K), torch.randn(E, N, K), torch.arange(T * TOPK)
+    monkeypatch.setattr(torch, "empty_strided", spy)
+    for _ in range(3):
+        with torch.no_grad():
+            grouped_gemm(x, w, torch.tensor([3, 0, 5, 6]), TOPK, index, permute_x=True)
+    assert made.count((T * TOPK, K)) == 3
+    (launch,) = (one for one in products._launchers[1].values() if isinstance(one, GatherFirst))
+    assert not any(isinstance(getattr(launch, name), torch.Tensor) for name in GatherFirst.__slots__)
+
+
+def test_an_index_is_brought_into_range() -> None:
+    for kind in (torch.int32, torch.int64):
+        index = torch.tensor([-5, 0, 13, 14, 2**31 - 1], dtype=kind)
+        found = gather.in_range(index, 7, 2)
+        assert found.dtype is kind
+        assert found.tolist() == [0, 0, 13, 13, 13]
+
+
+def test_an_index_into_no_rows_launches_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    host_gpu.on(monkeypatch, True)
+    x, w, m_sizes = torch.empty(0, host_gpu.K), torch.randn(2, host_gpu.N, host_gpu.K), torch.tensor([2, 2]).int()
+    y = grouped_gemm(x, w, m_sizes, 2, torch.arange(4), permute_x=True, zero_tail=True)
+    assert torch.equal(y, torch.zeros(4, host_gpu.N))
+    assert device.launched == []

@@ -1,0 +1,783 @@
+"""The layer's launches, on a GPU that is host memory: which there are, and that they add up to the reference."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import host_gpu
+import pytest
+import torch
+from host_gpu import ALL, Device
+
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.problem import Fusion, Op, RowOp
+from pretuned.runtime import activate, hooks, moe_mlp, reload
+from pretuned.runtime.api import moe
+from pretuned.runtime.dispatch import snapshot
+from pretuned.runtime.ops.activation import GATED
+from pretuned.runtime.replay import guard as replay_guard
+from pretuned.runtime.replay import layer, layer_grad
+
+T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
+NAMES = ("hidden", "up", "down", "up_bias", "down_bias", "weights")
+ONE = (Op.DX, Fusion.NONE)
+device = host_gpu.device
+
+
+def tensors(gated: bool, layout: str, biased: bool) -> dict[str, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    wide = 2 * I if gated else I
+    up, down = (E, wide, H), (E, H, I)
+    if layout == "kn":
+        up, down = (E, H, wide), (E, I, H)
+    found = random(T, H), random(*up), random(*down), random(E, wide), random(E, H), torch.rand(T, TOPK)
+    every = dict(zip(NAMES, found, strict=True))
+    return {name: one if biased or "bias" not in name else None for name, one in every.items()}
+
+
+def step(
+    given: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor, **how: Any
+) -> dict[str, torch.Tensor]:
+    """The layer's result, and the gradients of ``needs``."""
+    leaves = {
+        name: None if one is None else one.clone().requires_grad_(name in needs) for name, one in given.items()
+    }  # fmt: skip
+    out = moe_mlp(
+        leaves["hidden"], leaves["up"], leaves["down"], ids, leaves["weights"], gate_up_bias=leaves["up_bias"],
+        down_bias=leaves["down_bias"], **how,
+    )  # fmt: skip
+    asked = {name: one for name, one in leaves.items() if name in needs and one is not None}
+    if not asked:
+        return {"out": out.detach()}
+    dout = torch.linspace(-1, 1, out.numel()).view_as(out)
+    return {"out": out.detach(), **dict(zip(asked, torch.autograd.grad(out, list(asked.values()), dout), strict=True))}
+
+
+IDS = torch.randint(-1, E + 1, (T, TOPK), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture
+def both(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The reference's step, then the simulated GPU's: compared, and what the GPU ran is in ``device``."""
+
+    def compare(given: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor, **how: Any) -> None:
+        host_gpu.on(monkeypatch, False)
+        wanted = step(given, needs, ids, **how)
+        host_gpu.on(monkeypatch, True)
+        device.launched.clear()
+        device.passed.clear()
+        got = step(given, needs, ids, **how)
+        assert set(got) == set(wanted)
+        for name, one in wanted.items():
+            torch.testing.assert_close(
+                got[name], one, rtol=1e-5, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+    return compare
+
+
+@pytest.mark.parametrize("there", ["all", "no passes", "no GEMMs"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("swiglu_oai", True), ("relu2", False)])
+def test_the_launches_add_up_to_the_reference(
+    device: Device, both: Any, activation: str, gated: bool, layout: str, biased: bool, there: str
+) -> None:
+    device.there = {"all": {*ALL, *RowOp}, "no passes": set(ALL), "no GEMMs": set(RowOp)}[there]
+    given = tensors(gated, layout, biased)
+    how: dict[str, Any] = {"activation": activation, "gated": gated, "w_layout": layout}
+    both(given, set(NAMES), IDS, **how)
+    both(given, set(), IDS, **how)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_biases_of_any_strides(device: Device, monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
+    given = tensors(True, "nk", True)
+    hidden, up, down, up_bias, down_bias, weights = given.values()
+    assert up_bias is not None
+    assert down_bias is not None
+    cut, spread = torch.cat([up_bias, up_bias], 1)[:, : 2 * I], down_bias[0].expand(E, H)
+    results = []
+    for simulated in (False, True):
+        host_gpu.on(monkeypatch, simulated)
+        leaf = hidden.clone().requires_grad_(grad)  # type: ignore[union-attr]
+        results.append(moe_mlp(leaf, up, down, IDS, weights, gate_up_bias=cut, down_bias=spread).detach())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-4)
+
+
+def test_no_experts_and_a_bias() -> None:
+    weights = torch.rand(T, TOPK, requires_grad=True)
+    out = moe_mlp(
+        torch.randn(T, H), torch.randn(0, 2 * I, H), torch.randn(0, H, I), IDS, weights, down_bias=torch.randn(0, H)
+    )
+    out.sum().backward()
+    assert weights.grad is not None
+    assert not weights.grad.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("there", ["all", "no passes"])
+def test_each_gradient_alone(device: Device, both: Any, name: str, there: str) -> None:
+    device.there = {"all": {*ALL, *RowOp}, "no passes": set(ALL)}[there]
+    both(tensors(True, "nk", True), {name}, IDS)
+
+
+@pytest.mark.parametrize(
+    ("needs", "gemms", "passed"),
+    [
+        (set(), [], []),
+        (
+            {"hidden"},
+            [ONE, ONE],
+            [RowOp.GATHER, RowOp.ACTIVATION_GRAD, RowOp.COMBINE],
+        ),  # LoRA: frozen weights
+        ({"weights"}, [ONE], [RowOp.GATHER, RowOp.ACTIVATION_GRAD]),
+        ({"down"}, [(Op.DW, Fusion.NONE)], [RowOp.GATHER, RowOp.ACTIVATION_GRAD]),
+        ({"up"}, [ONE, (Op.DW, Fusion.NONE)], [RowOp.GATHER, RowOp.ACTIVATION_GRAD, RowOp.GATHER]),
+        ({"down_bias"}, [(Op.DW, Fusion.NONE)], [RowOp.GATHER]),
+    ],
+)
+def test_only_what_needs_a_gradient_is_computed(
+    device: Device, both: Any, needs: set[str], gemms: list[Any], passed: list[RowOp]
+) -> None:
+    both(tensors(True, "nk", True), needs, IDS)
+    assert device.launched == [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.NONE), *gemms]
+    assert device.passed == [RowOp.ACTIVATION, RowOp.COMBINE, *passed]
+
+
+@pytest.mark.parametrize("ids", [torch.full((T, TOPK), -1), torch.full((T, TOPK), 2), torch.empty(0, TOPK).long()])
+def test_nobody_here_everybody_on_one_and_no_tokens(both: Any, ids: torch.Tensor) -> None:
+    given = tensors(True, "nk", True)
+    for name in ("hidden", "weights"):
+        one = given[name]
+        given[name] = None if one is None else one[: len(ids)]
+    both(given, set(NAMES), ids)
+
+
+def test_what_rows_of_no_expert_hold_reaches_nothing(
+    device: Device, both: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poisoned(self: torch.Tensor, *size: Any, **how: Any) -> torch.Tensor:
+        made = self.new_full(size[0] if len(size) == 1 and not isinstance(size[0], int) else size, 0, **how)
+        return made.fill_(float("nan")) if made.dtype.is_floating_point else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda one: torch.full_like(one, float("nan")))
+    both(tensors(True, "nk", True), set(NAMES), IDS)
+
+
+@pytest.mark.parametrize("activation", GATED)
+def test_the_activation_alone(device: Device, monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
+    h = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    host_gpu.on(monkeypatch, False)
+    wanted = activate(h, activation)
+    (first,) = torch.autograd.grad(wanted.square().sum(), h, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), h)
+    host_gpu.on(monkeypatch, True)
+    got = activate(h, activation)
+    torch.testing.assert_close(got, wanted)
+    (dh,) = torch.autograd.grad(got.square().sum(), h)
+    torch.testing.assert_close(dh, first)
+    assert device.passed == [RowOp.ACTIVATION, RowOp.ACTIVATION_GRAD]
+    (again,) = torch.autograd.grad(activate(h, activation).square().sum(), h, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(again.sum(), h)[0], second)
+
+
+def test_a_second_gradient_of_the_layer_is_refused(both: Any) -> None:
+    given = tensors(True, "nk", False)
+    hidden = given["hidden"]
+    assert hidden is not None
+    hidden.requires_grad_()
+    out = moe_mlp(hidden, given["up"], given["down"], IDS, given["weights"])
+    (dx,) = torch.autograd.grad(out.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Plans of float32 too, which the simulated GPU computes in; how many tokens each call by a plan had."""
+    taken: list[int] = []
+    real = layer.LayerPlan.forward
+
+    def forward(
+        self: layer.LayerPlan, x: torch.Tensor, *rest: Any, **how: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        taken.append(len(x))
+        return real(self, x, *rest, **how)
+
+    monkeypatch.setattr(layer, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(layer.LayerPlan, "forward", forward)
+    monkeypatch.setattr(moe, "_plans", {})
+    return taken
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("needs", [set(), set(NAMES)])
+def test_a_call_that_comes_again_is_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], layout: str, biased: bool, needs: set[str]
+) -> None:
+    given = tensors(True, layout, biased)
+    host_gpu.on(monkeypatch, False)
+    wanted = step(given, needs, IDS, w_layout=layout)
+    host_gpu.on(monkeypatch, True)
+    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)  # the same tensors again, as a model has them
+    for _ in range(3):
+        got = step(leaves, needs, IDS, w_layout=layout)
+        for name, one in wanted.items():
+            torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
+    assert planned == [T, T]
+
+
+@pytest.fixture
+def graded(monkeypatch: pytest.MonkeyPatch, planned: list[int]) -> list[layer_grad.GradientPlan]:
+    """The plans that computed a gradient."""
+    taken: list[layer_grad.GradientPlan] = []
+    real = layer_grad.GradientPlan.__call__
+
+    def call(self: layer_grad.GradientPlan, *given: Any) -> layer_grad.Gradients | None:
+        found = real(self, *given)
+        if found is not None:
+            taken.append(self)
+        return found
+
+    monkeypatch.setattr(layer_grad.GradientPlan, "__call__", call)
+    return taken
+
+
+def again(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor | None], needs: set[str], **how: Any
+) -> Callable[[], None]:
+    """A step on the very same tensors each time, as a model has them, held against the reference's."""
+    host_gpu.on(monkeypatch, False)
+    wanted = step(given, needs, IDS, **how)
+    host_gpu.on(monkeypatch, True)
+    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
+
+    def call() -> None:
+        got = step(leaves, needs, IDS, **how)
+        assert set(got) == set(wanted)
+        for name, one in wanted.items():
+            torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
+
+    return call
+
+
+FOUR = ("hidden", "up", "down", "weights")
+SUBSETS = [some for count in range(1, 5) for some in itertools.combinations(FOUR, count)]
+
+
+def test_a_plan_takes_no_bias_that_is_less_aligned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    """Aligned kernels read 16 bytes of it at once."""
+    given = tensors(True, "nk", True)
+    down_bias = given["down_bias"]
+    assert down_bias is not None
+    elsewhere = given | {"down_bias": torch.empty(E * H + 1)[1:].view(E, H).copy_(down_bias)}
+    unaligned, aligned = again(monkeypatch, elsewhere, set()), again(monkeypatch, given, set())
+    for _ in range(2):
+        unaligned()
+    assert planned == []
+    aligned()  # (another call by its biases' addresses alone)
+    assert planned == []
+    aligned()
+    assert planned == [T]
+    unaligned()
+    assert planned == [T]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("needs", SUBSETS, ids="+".join)
+def test_a_gradient_that_comes_again_is_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan],
+    needs: tuple[str, ...], layout: str, gated: bool,
+) -> None:  # fmt: skip
+    how = {} if gated else {"gated": False, "activation": "relu2"}
+    call = again(monkeypatch, tensors(gated, layout, False), set(needs), w_layout=layout, **how)
+    for _ in range(3):
+        call()
+    assert len(graded) == (0 if needs == ("down",) else 2)  # that one reads no more than a
+    if needs == FOUR:
+        asked = len(device.launched)
+        call()
+        assert len(device.launched) == asked  # nothing is looked for again
+
+
+@pytest.mark.parametrize("needs", [FOUR, ("hidden", "weights"), ("hidden",)], ids="+".join)
+def test_a_gradient_beside_biases_is_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], needs: tuple[str, ...]
+) -> None:
+    """As where they are frozen."""
+    call = again(monkeypatch, tensors(True, "nk", True), set(needs))
+    for _ in range(3):
+        call()
+    assert len(graded) == 2
+
+
+def test_a_gradient_of_biases_is_not(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], planned: list[int]
+) -> None:
+    for needs in (set(NAMES), {"hidden", "up_bias"}, {"down_bias", "weights"}):
+        call = again(monkeypatch, tensors(True, "nk", True), needs)
+        call()
+        call()
+    assert planned == [T, T, T]
+    assert graded == []
+
+
+@pytest.mark.parametrize(
+    ("gone", "needs"),
+    [(RowOp.GATHER, {"hidden"}), (RowOp.ACTIVATION_GRAD, {"hidden"}), ((Op.DX, Fusion.NONE), {"weights"}),
+     ((Op.DX, Fusion.NONE), {"hidden"}), ((Op.DW, Fusion.NONE), {"hidden", "up"}),
+     ((Op.DW, Fusion.NONE), {"hidden", "down"})],
+)  # fmt: skip
+def test_without_a_kernel_of_its_own_a_gradient_is_not_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], gone: object,
+    needs: set[str],
+) -> None:  # fmt: skip
+    device.there.remove(gone)
+    call = again(monkeypatch, tensors(True, "nk", False), needs)
+    for _ in range(3):
+        call()
+    assert graded == []
+
+
+def test_kernels_that_a_gradient_does_not_need_are_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan]
+) -> None:
+    """Frozen experts: a bundle of forward and dX is enough, in strict mode too."""
+    device.there.remove((Op.DW, Fusion.NONE))
+    call = again(monkeypatch, tensors(True, "nk", False), {"hidden", "weights"})
+    for _ in range(3):
+        call()
+    assert len(graded) == 2
+    assert Op.DW not in {op for op, _ in device.launched}
+
+
+def test_a_plan_does_not_take_what_hooks_made_of_a_tensor(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    """A kernel would read past its end, or take its bytes for other numbers."""
+    seen: list[tuple[Any, ...]] = []
+    real = layer_grad.GradientPlan.__call__
+
+    def call_of(*given: Any) -> layer_grad.Gradients | None:
+        seen.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(layer_grad.GradientPlan, "__call__", call_of)
+    call = again(monkeypatch, tensors(True, "nk", False), set(FOUR))
+    call()
+    call()
+    ((made, *given),) = seen
+    assert real(made, *given) is not None
+    floats = [i for i, one in enumerate(given) if isinstance(one, torch.Tensor)]
+    assert [tuple(given[i].shape) for i in floats] == [
+        (T, H), (T, H), (E, 2 * I, H), (E, H, I), (T, TOPK), (T * TOPK, 2 * I)
+    ]  # fmt: skip
+    for i in floats:
+        for change in (torch.Tensor.double, torch.Tensor.half, lambda one: one[:-1]):
+            if given[i].shape == (T, TOPK) and change in (torch.Tensor.double, torch.Tensor.half):
+                continue  # routing weights may be of any float
+            assert real(made, *given[:i], change(given[i].detach()), *given[i + 1 :]) is None
+
+
+def test_where_a_compiler_may_help_a_missing_kernel_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan]
+) -> None:
+    device.there.remove((Op.DW, Fusion.NONE))
+    call = again(monkeypatch, tensors(True, "nk", False), {"hidden", "up"})
+    monkeypatch.setattr(hooks, "jit_allowed", lambda: True)
+    call()
+    call()
+    assert graded == []
+    device.there.add((Op.DW, Fusion.NONE))
+    call()
+    assert len(graded) == 1
+
+
+def test_a_gradient_that_is_another_one_goes_the_long_way(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan]
+) -> None:
+    given = tensors(True, "nk", False)
+    leaves = {name: one for name, one in given.items() if one is not None}
+    for one in leaves.values():
+        one.requires_grad_()
+
+    def call() -> torch.Tensor:
+        return moe_mlp(leaves["hidden"], leaves["up"], leaves["down"], IDS, leaves["weights"])
+
+    def grads(out: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, list(leaves.values()), dout)
+
+    host_gpu.on(monkeypatch, True)
+    dout = torch.linspace(-1, 1, T * H).view(T, H)
+    wanted = grads(call(), dout)
+    for one, other in zip(grads(call(), dout), wanted, strict=True):
+        assert torch.equal(one, other)
+    assert len(graded) == 1
+
+    def elsewhere(one: torch.Tensor) -> torch.Tensor:
+        if one.dim() != 3:
+            return one
+        wide = torch.zeros(*one.shape[:2], one.shape[2] + 4)
+        wide[..., : one.shape[2]] = one.detach()
+        return wide[..., : one.shape[2]]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, elsewhere):
+        out = call()
+    odd = torch.cat([torch.zeros(1), dout.flatten()])[1:].view(T, H)  # begins elsewhere
+    across = dout.T.contiguous().T
+    for made, given_dout in ((out, dout), (call(), odd), (call(), across)):
+        for one, other in zip(grads(made, given_dout), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    out = call()
+    reload()  # the bundles may be others
+    for one, other in zip(grads(out, dout), wanted, strict=True):
+        assert torch.equal(one, other)
+    assert len(graded) == 1
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("needs", [set(), set(NAMES)])
+def test_routing_weights_of_any_float_are_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], kind: torch.dtype, needs: set[str]
+) -> None:
+    """Several models of transformers have theirs in bf16."""
+    given = tensors(True, "nk", False)
+    weights = given["weights"]
+    assert weights is not None
+    given["weights"] = weights.detach().to(kind)
+    host_gpu.on(monkeypatch, False)
+    wanted = step(given, needs, IDS)
+    host_gpu.on(monkeypatch, True)
+    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
+    for _ in range(3):
+        got = step(leaves, needs, IDS)
+        for name, one in wanted.items():
+            rounds = name == "weights" and kind is not torch.float64
+            torch.testing.assert_close(got[name], one, rtol=1e-2 if rounds else 1e-5, atol=1e-2 if rounds else 1e-4)
+    assert planned == [T, T]
+
+
+GATED = (Op.FORWARD, Fusion.SILU | Fusion.GATHER)
+UNGATED = [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.NONE)]
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_silu_is_the_first_products_work_where_no_gradient_needs_h(
+    device: Device, both: Callable[..., None], layout: str
+) -> None:
+    device.there |= {GATED}
+    given = tensors(True, layout, False)
+    both(given, set(), IDS, w_layout=layout)
+    assert device.launched == [GATED, (Op.FORWARD, Fusion.NONE)]
+    assert device.passed == [RowOp.COMBINE]
+    both(given, {"hidden"}, IDS, w_layout=layout)
+    assert device.launched[0] == UNGATED[0]  # (the second's launcher is known)
+    assert RowOp.ACTIVATION in device.passed
+    device.there -= {GATED}  # no bundle has it, or it does not pay
+    reload()
+    both(given, set(), IDS, w_layout=layout)
+    assert device.launched == UNGATED
+
+
+@pytest.mark.parametrize(
+    ("how", "biased"),
+    [
+        ({"activation": "gelu"}, False),
+        ({"activation": "swiglu_oai"}, False),
+        ({"interleaved": True}, False),
+        ({"gated": False}, False),
+        ({}, True),
+    ],
+)
+def test_nothing_else_is(device: Device, both: Callable[..., None], how: dict[str, Any], biased: bool) -> None:
+    device.there |= {GATED}
+    both(tensors(how.get("gated", True), "nk", biased), set(), IDS, **how)
+    assert device.launched == UNGATED
+
+
+def test_nor_is_it_where_what_an_expert_reads_is_weighted(device: Device, both: Callable[..., None]) -> None:
+    device.there |= {GATED}
+    both(tensors(True, "nk", False), set(), IDS, weights_on="input")
+    assert device.launched == [(Op.FORWARD, Fusion.GATHER), (Op.FORWARD, Fusion.SCATTER)]
+
+
+def test_a_plan_keeps_h_only_for_a_gradient(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    device.there |= {GATED}
+    host_gpu.on(monkeypatch, False)
+    given = tensors(True, "nk", False)
+    leaves = [given[name] for name in ("hidden", "up", "down")]
+    wanted = moe_mlp(*leaves, IDS, given["weights"])
+    host_gpu.on(monkeypatch, True)
+    for one in leaves:
+        assert one is not None
+        one.requires_grad_()
+    for needs in (False, False, True):
+        passes_run = [RowOp.ACTIVATION, RowOp.COMBINE] if needs else [RowOp.COMBINE]
+        device.passed.clear()
+        with torch.set_grad_enabled(needs):
+            out = moe_mlp(*leaves, IDS, given["weights"])
+        torch.testing.assert_close(out.detach(), wanted, rtol=1e-5, atol=1e-4)
+        assert device.passed == passes_run
+    assert planned == [T, T]
+    dx = torch.autograd.grad(out.sum(), leaves[0])[0]  # h is there
+    host_gpu.on(monkeypatch, False)
+    right = torch.autograd.grad(moe_mlp(*leaves, IDS, given["weights"]).sum(), leaves[0])[0]
+    torch.testing.assert_close(dx, right, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_rows_gathered_beforehand_add_up_to_the_reference(
+    device: Device, both: Callable[..., None], layout: str, biased: bool
+) -> None:
+    device.first = True
+    left = (Op.FORWARD, Fusion.SCATTER if biased else Fusion.NONE)
+    given = tensors(True, layout, biased)
+    both(given, set(NAMES), IDS, w_layout=layout)
+    assert device.launched[:2] == [UNGATED[0], left]  # (the other is asked for first)
+    assert device.passed[:3] == [RowOp.GATHER, RowOp.ACTIVATION, RowOp.COMBINE]
+    both(given, set(), IDS, w_layout=layout)
+    assert device.passed == [RowOp.GATHER, RowOp.ACTIVATION, RowOp.COMBINE]
+    device.there -= {RowOp.GATHER}
+    reload()
+    both(given, set(), IDS, w_layout=layout)
+    assert device.passed == [RowOp.ACTIVATION, RowOp.COMBINE]
+
+
+def test_rows_gathered_beforehand_and_silu_in_the_epilogue(
+    monkeypatch: pytest.MonkeyPatch, device: Device, both: Callable[..., None], planned: list[int]
+) -> None:
+    device.first = True
+    device.there |= {(Op.FORWARD, Fusion.SILU)}
+    given = tensors(True, "nk", False)
+    both(given, set(), IDS)
+    assert device.launched[:2] == [(Op.FORWARD, Fusion.SILU), UNGATED[1]]  # (the plan asks for the other form, too)
+    assert device.passed == [RowOp.GATHER, RowOp.COMBINE]
+    host_gpu.on(monkeypatch, False)
+    leaves = [given[name] for name in ("hidden", "up", "down")]
+    wanted = moe_mlp(*leaves, IDS, given["weights"])
+    host_gpu.on(monkeypatch, True)
+    for one in leaves:
+        assert one is not None
+        one.requires_grad_()
+    for grad in (False, False, True, True):  # by a plan from the second on
+        device.passed.clear()
+        with torch.set_grad_enabled(grad):
+            out = moe_mlp(*leaves, IDS, given["weights"])
+        torch.testing.assert_close(out.detach(), wanted, rtol=1e-5, atol=1e-4)
+        assert device.passed == [RowOp.GATHER, *([RowOp.ACTIVATION] if grad else []), RowOp.COMBINE]
+
+
+def test_no_tokens_and_no_width(device: Device, both: Callable[..., None]) -> None:
+    device.there |= {GATED}
+    given = tensors(True, "nk", False)
+    both(given | {"hidden": torch.rand(0, H), "weights": torch.rand(0, TOPK)}, set(), IDS[:0])
+    assert device.launched == []
+    both(given | {"up": torch.rand(E, 0, H), "down": torch.rand(E, H, 0)}, set(), IDS)
+    assert GATED not in device.launched
+
+
+def test_a_call_that_is_another_one_is_not(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:
+    host_gpu.on(monkeypatch, True)
+    given = tensors(True, "nk", False)
+    hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
+    assert hidden is not None
+    assert weights is not None
+
+    def call(x: torch.Tensor, ids: torch.Tensor, t: torch.Tensor, **how: Any) -> torch.Tensor:
+        return moe_mlp(x, up, down, ids, t, **how)
+
+    wanted = call(hidden, IDS, weights)
+    assert torch.equal(call(hidden, IDS, weights), wanted)
+    assert planned == [T]
+    shifted = torch.empty(T * H + 1)[1:].view(T, H).copy_(hidden)  # not as well aligned
+    sparse = torch.empty(T, 2 * H)[:, :H].copy_(hidden)
+    for x, ids, t in (
+        (shifted, IDS, weights),
+        (sparse, IDS, weights),
+        (hidden.view(3, 3, H), IDS, weights),
+        (hidden, IDS.int(), weights),
+        (hidden, IDS, weights.double()),
+        (hidden, IDS, weights.t().contiguous().t()),
+        (hidden, IDS, torch.nn.Parameter(weights)),  # a gradient is wanted now
+    ):
+        torch.testing.assert_close(call(x, ids, t).view(T, H), wanted)
+    assert planned == [T]
+    assert not torch.equal(call(hidden, IDS, weights, activation="gelu"), wanted)
+    reload()
+    call(hidden, IDS, weights)
+    assert planned == [T]  # the bundles may be others
+
+
+def test_a_reload_while_a_plan_is_made_is_not_of_it(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    host_gpu.on(monkeypatch, True)
+    real, reloads = replay_guard.guard, [snapshot.forget]
+
+    def guard(*tensors: torch.Tensor, **how: Any) -> replay_guard.Guard | None:
+        if reloads:  # another thread's, after the launches were chosen
+            reloads.pop()()
+        return real(*tensors, **how)
+
+    monkeypatch.setattr(replay_guard, "guard", guard)
+    given = tensors(True, "nk", False)
+    for taken in (0, 0, 1):
+        moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"])
+        assert len(planned) == taken
+
+
+def test_a_sum_over_nothing_has_its_bias() -> None:
+    hidden, up, down = torch.rand(T, H), torch.rand(E, 0, H), torch.rand(E, H, 0)
+    weights, bias = torch.rand(T, TOPK, requires_grad=True), torch.rand(E, H, requires_grad=True)
+    out = moe_mlp(hidden, up, down, IDS, weights, down_bias=bias)
+    here = (IDS >= 0) & (IDS < E)
+    wanted = (torch.where(here, weights, 0.0)[..., None] * bias[IDS.long().clamp(0, E - 1)]).sum(1)
+    torch.testing.assert_close(out, wanted)
+    for got, want in zip(
+        torch.autograd.grad(out.sum(), [weights, bias]), torch.autograd.grad(wanted.sum(), [weights, bias]), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_sum_over_nothing_is_zero(both: Any) -> None:
+    given: dict[str, torch.Tensor | None] = dict.fromkeys(NAMES)
+    given |= {"hidden": torch.rand(T, H), "up": torch.rand(E, 0, H), "down": torch.rand(E, H, 0)}
+    given |= {"weights": torch.rand(T, TOPK)}
+    both(given, {"hidden", "weights", "down"}, IDS)
+    leaves = [one for one in (given["hidden"], given["up"], given["down"]) if one is not None]
+    assert not moe_mlp(*leaves, IDS, torch.rand(T, TOPK)).any()
+
+
+@pytest.mark.parametrize(
+    ("down", "says"),
+    [((E, H + 1, I), "wanted H=12 rows"), ((E, H, I + 1), "K=8, x's last dimension"), ((E + 1, H, I), "same number")],
+)
+def test_weights_that_do_not_fit_each_other(down: tuple[int, ...], says: str) -> None:
+    given = tensors(True, "nk", False)
+    with pytest.raises(InputError, match=says):
+        moe_mlp(given["hidden"], given["up"], torch.rand(down), IDS, given["weights"])
+
+
+@pytest.mark.parametrize("there", [set(RowOp), {*ALL, RowOp.ACTIVATION}, set(ALL)])
+def test_without_every_kernel_there_is_no_plan(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], there: set[object]
+) -> None:
+    host_gpu.on(monkeypatch, True)
+    device.there = there
+    given = tensors(True, "nk", False)
+    results = [moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"]) for _ in range(2)]
+    assert torch.equal(*results)
+    assert planned == []
+
+
+def test_what_autocast_casts_and_biases_with_gaps_are_not_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    given = tensors(True, "nk", True)
+    monkeypatch.setattr(layer, "_KINDS", (torch.bfloat16,))
+    host_gpu.on(monkeypatch, False)
+    hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
+    assert hidden is not None
+    low = hidden.bfloat16()
+    seen: list[object] = []
+    real = layer.plan
+    monkeypatch.setattr(layer, "plan", lambda *args: seen.append(real(*args)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = moe_mlp(low, up, down, IDS, weights)
+    assert out.dtype is torch.bfloat16
+    monkeypatch.setattr(layer, "_KINDS", (torch.float32,))
+    host_gpu.on(monkeypatch, True)
+    bias = torch.rand(2 * I, E).t()
+    moe_mlp(hidden, up, down, IDS, weights, gate_up_bias=bias)
+    assert seen == [None, None]
+
+
+def test_a_full_table_of_plans_begins_anew(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:
+    monkeypatch.setattr(moe, "_MOST_PLANS", 2)
+    host_gpu.on(monkeypatch, True)
+    given = tensors(True, "nk", False)
+    hidden, weights = given["hidden"], given["weights"]
+    assert hidden is not None
+    assert weights is not None
+    for count in (1, 2, 7, 7, 1):  # each of a bucket of its own
+        moe_mlp(hidden[:count], given["up"], given["down"], IDS[:count], weights[:count])
+    assert planned == [7]
+    assert len(moe._plans) == 2
+
+
+def many(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden, ids and routing weights of so many tokens."""
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(-1, E + 1, (count, TOPK), generator=generator)
+    return torch.randn(count, H, generator=generator), ids, torch.rand(count, TOPK, generator=generator)
+
+
+def test_a_plan_is_of_a_bucket_whatever_the_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], planned: list[int]
+) -> None:
+    """Prompts and sequences of other lengths all the time."""
+    given = tensors(True, "nk", False)
+    experts = [given["up"].requires_grad_(), given["down"].requires_grad_()]  # type: ignore[union-attr]
+    counts = (24, 23, 30, 17, 45, 24, 12)
+    results: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    for simulated, found in results.items():
+        host_gpu.on(monkeypatch, simulated)
+        for count in counts:
+            hidden, ids, weights = many(count)
+            leaves = [hidden.requires_grad_(), *experts, weights.requires_grad_()]
+            out = moe_mlp(hidden, *experts, ids, weights)
+            found += [out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view_as(out))]
+    for got, want in zip(results[True], results[False], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    assert planned == [23, 30, 17, 24]  # 46 to 90 rows are of one bucket; 135 and 36 are not
+    assert len(graded) == 4
+
+
+def test_what_a_plan_of_a_bucket_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    host_gpu.on(monkeypatch, True)
+    given = tensors(True, "nk", False)
+    hidden, ids, weights = many(24)
+
+    def call(*of: torch.Tensor) -> torch.Tensor:
+        return moe_mlp(of[0], given["up"], given["down"], *of[1:])
+
+    wanted = call(hidden, ids, weights)
+    assert torch.equal(call(hidden.view(24, H), ids, weights), wanted)
+    assert planned == [24]
+    for less in ((hidden[:23], ids, weights), (hidden, ids[:23], weights), (hidden, ids, weights[:23])):
+        with pytest.raises(InputError, match="the tokens of hidden"):
+            call(*less)
+    wide = torch.cat([hidden, hidden], dim=1)[:, :H]
+    turned = weights.T.contiguous().T
+    assert torch.equal(call(wide, ids, weights), wanted)
+    assert torch.equal(call(hidden, ids, turned), wanted)
+    assert call(hidden[:0], ids[:0], weights[:0]).shape == (0, H)
+    assert planned == [24]
+    three = hidden.view(4, 6, H)
+    for _ in range(2):
+        assert torch.equal(call(three, ids, weights), wanted.view(4, 6, H))
+    assert torch.equal(call(hidden, ids, weights), wanted)  # in turns: each has a plan of its own
+    assert planned == [24, 24, 24]
+    again = many(28)
+    assert call(again[0].view(7, 4, H), *again[1:]).shape == (7, 4, H)
+    assert planned == [24, 24, 24, 28]

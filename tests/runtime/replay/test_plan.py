@@ -1,0 +1,240 @@
+"""Calls that come again: a plan computes what the long way does, and lets no other call through."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from host_gpu import TOPK, Device, E, K, N, T, device, on, ran, tensors
+
+from pretuned.artifacts.records.problem import Op, RowOp
+from pretuned.runtime import grouped_gemm, reload
+from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.runtime.replay import guard, plan
+
+__all__ = ["device"]  # a fixture
+
+pytestmark = pytest.mark.skipif(guard._TensorGuards is None, reason="this torch has no guards")
+
+
+@pytest.fixture(autouse=True)
+def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[plan.ExecutionPlan]:
+    """The plans that took a call. The made-up GPU computes in float32."""
+    taken: list[plan.ExecutionPlan] = []
+    forward = plan.ExecutionPlan.forward
+
+    def counted(self: plan.ExecutionPlan, *given: Any) -> torch.Tensor:
+        taken.append(self)
+        return forward(self, *given)
+
+    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(plan.ExecutionPlan, "forward", counted)
+    on(monkeypatch, True)
+    reload()
+    return taken
+
+
+FORMS = [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (0, 1)]
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("fused", FORMS)
+def test_it_computes_what_the_long_way_does(
+    planned: list[plan.ExecutionPlan], fused: tuple[int, ...], layout: str
+) -> None:
+    permute_x, permute_y, weights, bias = map(bool, fused)
+    given = tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
+    form = {"permute_x": permute_x, "permute_y": permute_y, "w_layout": layout}
+    first = ran(form, given, wide=False)
+    assert planned == []
+    for _ in range(3):
+        for got, want in zip(ran(form, given, wide=False), first, strict=True):
+            assert torch.equal(got, want)
+    # An index that nothing reads is no part of a plan.
+    assert len(planned) == (3 if any((permute_x, permute_y, weights)) else 0)
+    for got, want in zip(ran(form, given, wide=True), first, strict=True):  # int64: another call
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_routing_weights_of_any_float(planned: list[plan.ExecutionPlan], kind: torch.dtype) -> None:
+    given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
+    assert given["topk_weights"] is not None
+    given["topk_weights"] = given["topk_weights"].detach().to(kind).requires_grad_()
+    first = ran({"permute_x": True, "permute_y": True}, given, wide=False)
+    for _ in range(2):
+        for got, want in zip(ran({"permute_x": True, "permute_y": True}, given, wide=False), first, strict=True):
+            assert torch.equal(got, want)
+    assert len(planned) == 2
+
+
+def test_rows_that_no_index_names_are_cleared(planned: list[plan.ExecutionPlan], device: Device) -> None:
+    x, w, index = torch.randn(T * TOPK, K), torch.randn(E, N, K), torch.randperm(T * TOPK).int()
+    m_sizes = torch.tensor([3, 0, 4, 1], dtype=torch.int32)
+    for _ in range(3):
+        made = torch.full((T * TOPK, N), float("nan"))  # (memory that the next result may get)
+        del made
+        y = grouped_gemm(x, w, m_sizes, TOPK, index, permute_y=True)
+        assert (y[index[8:].long()] == 0).all()
+        assert y[index[:8].long()].all(1).all()
+    assert len(planned) == 2
+    assert device.cleared == [RowOp.CLEAR] * 6
+
+
+def test_a_zero_tail_is_the_kernels_own(planned: list[plan.ExecutionPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, m_sizes = torch.randn(8, K), torch.randn(E, N, K), torch.tensor([3, 0, 2, 1], dtype=torch.int32)
+    first = grouped_gemm(x.requires_grad_(), w, m_sizes, zero_tail=True).detach()
+    zeroed: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda one: zeroed.append(one.numel()) or one)
+    assert torch.equal(grouped_gemm(x, w, m_sizes, zero_tail=True), first)
+    assert (first[6:] == 0).all()
+    assert len(planned) == 1
+    assert zeroed == []
+
+
+def call(**how: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, K, generator=generator).requires_grad_(how.get("x", True))
+    w = torch.randn(E, N, K, generator=generator).requires_grad_(how.get("w", True))
+    return x, w, torch.tensor([3, 0, 4, 1], dtype=torch.int32)
+
+
+def gradients(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, **how: Any) -> list[torch.Tensor]:
+    y = grouped_gemm(x, w, m_sizes, **how)
+    asked = [one for one in (x, w) if one.requires_grad]
+    return [y, *torch.autograd.grad(y, asked, torch.linspace(-1, 1, y.numel()).view_as(y))]
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("how", [{}, {"zero_tail": True}, {"dX_only": True}, {"dW_only": True}])
+def test_a_plain_backward_is_planned_too(
+    planned: list[plan.ExecutionPlan], device: Device, needs: tuple[bool, bool], how: dict[str, bool]
+) -> None:
+    x, w, m_sizes = call(x=needs[0], w=needs[1])
+    used = {"x": needs[0] and "dW_only" not in how, "w": needs[1] and "dX_only" not in how}
+    if not all(used[name] for name, need in zip("xw", needs, strict=True) if need):
+        x, w = x.requires_grad_(used["x"]), w.requires_grad_(used["w"])
+    if not any(used.values()):
+        return
+    first = gradients(x, w, m_sizes, **how)
+    for _ in range(3):
+        for got, want in zip(gradients(x, w, m_sizes, **how), first, strict=True):
+            assert torch.equal(got, want)
+    assert len(planned) == 3
+    assert (planned[0]._dx is not None, planned[0]._dw is not None) == (used["x"], used["w"])
+    assert {op for op, _ in device.launched} >= {Op.FORWARD}
+
+
+def test_another_call_goes_the_long_way(planned: list[plan.ExecutionPlan]) -> None:
+    x, w, m_sizes = call()
+    wanted = gradients(x, w, m_sizes)
+    gradients(x, w, m_sizes)
+    assert len(planned) == 1
+    odd = torch.cat([torch.zeros(1), x.detach().flatten()])[1:].view_as(x).requires_grad_()  # begins elsewhere
+    wide = torch.cat([x.detach()] * 2, dim=1)[:, :K].requires_grad_()
+    for other in (odd, wide, x.detach()):
+        got = gradients(other, w, m_sizes)
+        assert torch.equal(got[0], wanted[0])
+        assert torch.equal(got[-1], wanted[-1])
+    assert torch.equal(gradients(x, w, m_sizes.long())[0], wanted[0])
+    assert len(planned) == 1
+    with torch.no_grad():
+        y = grouped_gemm(x, w, m_sizes, zero_tail=True)
+    assert not y.requires_grad
+
+
+def test_it_runs_without_a_gradient_too(planned: list[plan.ExecutionPlan]) -> None:
+    x, w, m_sizes = call()
+    with torch.no_grad():
+        y = [grouped_gemm(x, w, m_sizes) for _ in range(3)]
+    assert len(planned) == 2
+    assert all(torch.equal(one, y[0]) and not one.requires_grad for one in y)
+    assert grouped_gemm(x, w, m_sizes).requires_grad
+
+
+def test_a_gradient_of_any_stride_and_a_saved_tensor_that_moved(planned: list[plan.ExecutionPlan]) -> None:
+    x, dense, m_sizes = call()
+    strided = torch.randn(E, N + 1, K)[:, :N].detach().requires_grad_()
+    for w in (dense, strided):
+        dy = torch.randn(8, N)
+        wanted = torch.autograd.grad(grouped_gemm(x, w, m_sizes), [x, w], dy)
+        for _ in range(2):
+            for gradient in (dy, dy.t().contiguous().t()):
+                got = torch.autograd.grad(grouped_gemm(x, w, m_sizes), [x, w], gradient)
+                assert all(map(torch.equal, got, wanted))
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.detach().contiguous().clone()):
+                y = grouped_gemm(x, w, m_sizes)
+            assert all(map(torch.equal, torch.autograd.grad(y, [x, w], dy), wanted))
+        expanded = torch.autograd.grad(grouped_gemm(x, w, m_sizes).sum(), [x, w])
+        assert all(map(torch.equal, expanded, torch.autograd.grad(grouped_gemm(x, w, m_sizes), [x, w],
+                                                                  torch.ones(8, N))))  # fmt: skip
+    assert planned
+
+
+def test_rows_past_the_sum_have_no_gradient(planned: list[plan.ExecutionPlan]) -> None:
+    x, w, _ = call()
+    m_sizes = torch.tensor([3, 0, 2, 1], dtype=torch.int32)
+    for _ in range(3):
+        _, dx, _ = gradients(x, w, m_sizes, zero_tail=True)
+        assert not dx[6:].any()
+        assert dx[:6].all()
+    assert len(planned) == 2
+
+
+def test_torch_func_takes_the_long_way(planned: list[plan.ExecutionPlan]) -> None:
+    x, w, m_sizes = call()
+    gradients(x, w, m_sizes)
+    gradients(x, w, m_sizes)
+    before = len(planned)
+    with pytest.raises(RuntimeError):  # an autograd.Function without setup_context says so
+        torch.func.grad(lambda a: grouped_gemm(a, w, m_sizes).sum())(x)
+    assert len(planned) == before
+
+
+def test_a_plan_keeps_no_tensor(planned: list[plan.ExecutionPlan]) -> None:
+    x, w, m_sizes = call()
+    gradients(x, w, m_sizes)
+    gradients(x, w, m_sizes)
+    held = [weakref.ref(one) for one in (x, w, m_sizes)]
+    assert len(planned) == 1
+    del x, w, m_sizes
+    gc.collect()
+    assert [one() for one in held] == [None] * 3
+
+
+def test_reload_forgets_and_a_full_table_begins_anew(
+    planned: list[plan.ExecutionPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w, m_sizes = call()
+    gradients(x, w, m_sizes)
+    assert len(api_grouped_gemm._plans) == 1
+    reload()
+    assert api_grouped_gemm._plans == {}
+    monkeypatch.setattr(plan, "_MOST_PLANS", 2)
+    for rows in range(1, 6):
+        gradients(x[:rows], w, m_sizes)
+    assert len(api_grouped_gemm._plans) == 1
+    assert planned == []
+
+
+def test_what_cannot_be_used_is_still_named(planned: list[plan.ExecutionPlan]) -> None:
+    given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
+    form = {"permute_x": True, "permute_y": False, "w_layout": "nk"}
+    ran(form, given, wide=False)
+    ran(form, given, wide=False)
+    assert len(planned) == 1
+    x, w, weights = given["x"], given["w"], given["topk_weights"]
+    assert x is not None
+    assert w is not None
+    m_sizes, index = torch.tensor([4, 4, 3, 3]), torch.arange(T * TOPK)
+    for how, words in (
+        ({"topk": 3}, "pass topk=2"), ({"topk_weights": None}, "nothing to multiply with"),
+        ({"gather_indices": index.float()}, "int32 or int64"), ({"is_first_gemm": False}, "sorted already"),
+        ({"fuse_mul_post": False}, "nothing would be multiplied"), ({"out": 3}, "out is a int"),
+    ):  # fmt: skip
+        good = {"topk": TOPK, "gather_indices": index, "topk_weights": weights, "fuse_mul_post": True}
+        with pytest.raises(ValueError, match=words):
+            grouped_gemm(x, w, m_sizes, permute_x=True, **{**good, **how})  # type: ignore[arg-type]

@@ -1,0 +1,192 @@
+"""The routing weights of a layer: passes read them as they are, in float32 or in the layer's own dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pretuned.artifacts.records.problem import Layout
+from pretuned.kernels.contract import rowops
+from pretuned.runtime import sort_routing
+from pretuned.runtime.check import tensors
+from pretuned.runtime.launch import rowops as launch_rowops
+from pretuned.runtime.ops import activation, layer, products, tokens
+from pretuned.runtime.replay import layer as replay_layer
+from pretuned.runtime.replay import layer_grad
+from pretuned.runtime.replay.layer_grad import Sizes, Wanted
+
+T, TOPK, E, H, I = 4, 2, 3, 16, 8  # noqa: E741
+KINDS = [torch.bfloat16, torch.float32, torch.float16]
+HOW = layer.Layer(TOPK, Layout.NK, activation.Activation("silu", True, False))
+
+
+class Noted:
+    """A pass that notes what it is launched with."""
+
+    def __init__(self) -> None:
+        self.numbers: tuple[int, ...] = ()
+        self.pointers: tuple[int, ...] = ()
+
+    def __call__(self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        self.pointers, self.numbers = pointers, numbers
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
+    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, biased: bool
+) -> None:
+    h, da, weights = torch.randn(4, 6).bfloat16(), torch.randn(4, 3).bfloat16(), torch.rand(4).to(kind)
+    noted = Noted()
+    monkeypatch.setattr(launch_rowops, "for_rows", lambda *_, **__: noted)
+    act, needs = activation.Activation("silu", True, False), activation.Needs(True, True, True)
+    index = torch.arange(4)
+    _, _, dweights = activation.gradient(h, da, act, needs, weights=weights, index=index, narrow=not biased)
+    narrow = kind is torch.bfloat16
+    assert dweights is not None
+    assert dweights.dtype is (torch.bfloat16 if narrow and not biased else torch.float32)
+    assert bool(noted.numbers[-1] & rowops.NARROW) == narrow
+    assert bool(noted.numbers[-1] & rowops.NARROW_DWEIGHTS) == (narrow and not biased)
+    assert noted.numbers[-1] & rowops.WEIGHTED
+    assert (noted.pointers[2] == weights.data_ptr()) == (narrow or kind is torch.float32)
+    y, one = torch.randn(4, 3).bfloat16(), torch.zeros(4, dtype=torch.int32)
+    tokens.combine(y, one, 2, weights, one, torch.randn(1, 3).bfloat16() if biased else None)
+    narrow = kind is torch.bfloat16
+    assert noted.numbers[-1] == rowops.WEIGHTED | rowops.NARROW * narrow | rowops.BIASED * biased
+
+
+def test_routing_weights_of_another_kind_are_widened() -> None:
+    x, weights = torch.zeros(1, dtype=torch.bfloat16), torch.rand(3, 2)
+    for kind, read in [(torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.float16, torch.float32)]:
+        assert layer.slot_weights(weights.to(kind), x).dtype is read
+    for strided in (weights.T, torch.rand(3, 4)[:, ::2]):
+        read = layer.slot_weights(strided, x)
+        assert read.tolist() == strided.flatten().tolist()
+        assert read.is_contiguous()
+    assert layer.slot_weights(weights.half(), x.double()).dtype is torch.float64
+
+
+def nothing(*_: object) -> None:
+    """A product that leaves its result as it was."""
+
+
+def routed(kind: torch.dtype) -> tuple[torch.Tensor, layer.Routing]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(-1, E + 1, (T, TOPK), generator=generator)
+    return torch.rand(T, TOPK, generator=generator).to(kind), sort_routing(ids, E)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_tells_the_sum_of_what_dtype_they_are(
+    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, biased: bool
+) -> None:
+    monkeypatch.setattr(products, "stream_of", lambda _device: 0)
+    weights, routing = routed(kind)
+    x = torch.randn(T, H).bfloat16()
+    bias = torch.randn(E, H).bfloat16() if biased else None
+    given = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, bias)
+    noted, ignored, read = Noted(), Noted(), layer.slot_weights(weights, x)
+    made: Any = replay_layer.LayerPlan
+    plan = made(
+        HOW, x, given, Sizes(TOPK, E, H, 2 * I, I), (nothing, nothing), (ignored, noted), None, False, None, None, read,
+        read.dtype is not kind,
+    )  # fmt: skip
+    plan.forward(x, given, routing, weights, keeps_h=False)
+    narrow = rowops.NARROW if kind is torch.bfloat16 else 0
+    assert noted.numbers == (T, H, TOPK, rowops.WEIGHTED | narrow | (rowops.BIASED if biased else 0))
+    _, places, at, experts, at_bias, _ = noted.pointers
+    assert (places, experts) == (routing.places.data_ptr(), routing.experts.data_ptr())
+    assert (at == weights.data_ptr()) is (kind is not torch.float16)
+    assert at_bias == (0 if bias is None else bias.data_ptr())
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planned_gradient_reads_and_writes_them_as_its_kernel_can(
+    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, biased: bool
+) -> None:
+    """``biased``, frozen: the bias' part is added to their gradient in float32."""
+    monkeypatch.setattr(products, "stream_of", lambda _device: 0)
+    weights, routing = routed(kind)
+    dout, x, h = torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16(), torch.randn(T * TOPK, 2 * I).bfloat16()
+    up, down = torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16()
+    bias = torch.randn(E, H).bfloat16() if biased else None
+    noted, summed = Noted(), Noted()
+    made: Any = layer_grad.GradientPlan
+    launches: Any = layer_grad._Launches(Noted(), nothing, noted, nothing, nothing, summed, nothing)  # type: ignore[arg-type]
+    lies = layer_grad._lying(up), layer_grad._lying(down)
+    plan = made(HOW, Sizes(TOPK, E, H, 2 * I, I), Wanted(True, True, True, True), dout, lies, launches)
+    found = plan(dout, x, up, down, bias, weights, h, routing)
+    assert found is not None
+    dweights = found[3]
+    assert dweights.dtype is kind
+    flags, narrow = noted.numbers[-1], kind is torch.bfloat16
+    assert flags & rowops.WEIGHTED
+    assert bool(flags & rowops.NARROW) is narrow
+    assert bool(flags & rowops.NARROW_DWEIGHTS) is (narrow and not biased)
+    assert (noted.pointers[2] == weights.data_ptr()) is (narrow or kind is torch.float32)
+    whole = not biased and (narrow or kind is torch.float32)  # else it is made of what the kernel wrote
+    assert (noted.pointers[7] == dweights.data_ptr()) is whole
+    assert summed.numbers == (T, H, TOPK, 0)
+    assert summed.pointers[1:5] == (routing.places.data_ptr(), 0, 0, 0)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_their_gradient_is_of_their_dtype_where_no_bias_adds_to_it(
+    monkeypatch: pytest.MonkeyPatch, biased: bool
+) -> None:
+    told: list[bool] = []
+    real = activation.gradient
+
+    def gradient(*given: Any, narrow: bool, **named: Any) -> Any:
+        told.append(narrow)
+        return real(*given, narrow=narrow, **named)
+
+    monkeypatch.setattr(activation, "gradient", gradient)
+    weights, routing = routed(torch.bfloat16)
+    bias = torch.randn(E, H).bfloat16() if biased else None
+    given = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, bias)
+    x, h = torch.randn(T, H).bfloat16(), torch.randn(T * TOPK, 2 * I).bfloat16()
+    needs = (True, False, False, False, False, True)
+    layer.gradients(HOW, x.clone(), x, given, weights, h, routing, needs)
+    assert told == [not biased]
+
+
+def test_the_sum_asks_for_a_kernel_that_may_read_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def launcher(*_: object, aligned: bool) -> None:
+        asked.append(aligned)
+
+    weights, routing = routed(torch.float32)
+    monkeypatch.setattr(launch_rowops, "launcher", launcher)
+    monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
+    y, bias = torch.randn(T * TOPK, H), torch.randn(E, H)
+    spare = torch.empty(E * H + 1)[1:].view(E, H).copy_(bias)
+    sums = [
+        tokens.combine(y, routing.places, TOPK, weights.flatten(), routing.experts, one) for one in (bias, spare, None)
+    ]
+    assert asked == [True, False, True]
+    assert torch.equal(sums[0], sums[1])
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_torch_adds_up_in_float32_as_many_tokens_at_a_time_as_memory_allows(
+    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype
+) -> None:
+    T, k, H = 23, 8, 64
+    monkeypatch.setattr(tokens, "_CHUNK_ELEMENTS", 5 * k * H)
+    generator = torch.Generator().manual_seed(2)
+    experts = torch.randint(0, E + 1, (T * k,), generator=generator, dtype=torch.int32)
+    places = torch.where(experts < E, torch.randperm(T * k, generator=generator).int(), -1)
+    y, bias = (torch.randn(rows, H, generator=generator).bfloat16() for rows in (T * k, E))
+    weights = torch.rand(T * k, generator=generator).to(kind)
+    got = tokens.combine(y, places, k, weights, experts, bias)
+    here = places >= 0
+    want = y[places.clamp(min=0).long()].double() + bias[experts.clamp(max=E - 1).long()].double()
+    want = torch.where(here[:, None], want * weights[:, None].double(), 0).view(T, k, H).sum(1)
+    assert got.dtype is torch.bfloat16
+    assert float((got.double() - want).norm() / want.norm()) < 2.2e-3  # one rounding; summed in bf16 it is twice as far
