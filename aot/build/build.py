@@ -16,7 +16,7 @@ from ...artifacts.records.bundle import Bundle, Source
 from ...artifacts.records.problem import Problem
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
-from ...kernels.hardware.arch import limits
+from ...kernels.hardware.arch import arch_of
 from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shipping
 from ..choose.candidates import Candidates, read_candidates
 from ..choose.choices import Chosen, choose_among_all
@@ -284,7 +284,7 @@ def _usable(
     for result, group in zip(results, groups, strict=True):
         code, reason, kind = result.compiled, result.reason, "failed"
         if code is not None:
-            reason, kind = rejection(code.variant, limits(sm)) or "", "pruned"
+            reason, kind = rejection(code.variant, arch_of(sm)) or "", "pruned"
             if not reason:
                 usable |= {spec: code.relabelled(spec) for spec in group}
                 continue

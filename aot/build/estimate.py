@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...artifacts.errors import HostError
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
+from ...kernels.hardware.arch import Feature, arch_of
 from ..compile.cache import CompileCache
 from ..compile.pool import default_workers
 from ..plan.families import Pool, families, to_compile
@@ -66,7 +67,7 @@ def estimate(
         fresh = wanted if fresh is None else fresh
         seconds = sum(map(_cpu_s, fresh)) / (workers or default_workers()) + _PROBLEM_S * len(here.problems)
         seconds += _START_S if fresh and sm == sms[0] else 0.0
-        size = count * _SHIPPED * (_CUBIN_BYTES if sm < 90 else _TMA_CUBIN_BYTES)
+        size = count * _SHIPPED * (_TMA_CUBIN_BYTES if arch_of(sm).has(Feature.TMA) else _CUBIN_BYTES)
         size += passes * _PASS_BYTES + here.choices * _CHOICE_BYTES
         found.append(Estimate(sm, len(here.problems), here.choices, len(wanted), cached, seconds, size))
     return found

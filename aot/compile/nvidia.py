@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from ...artifacts.errors import CompileError
+from ...kernels.hardware.arch import arch_of
 
 OUTPUT_LIMIT_CHARS = 2000
 
@@ -15,10 +16,10 @@ def min_driver(sm: int, ptxas: str) -> int:
     """The least CUDA driver version that loads a cubin, as cuDriverGetVersion counts.
 
     Within a major version any driver loads the code (CUDA compatibility guide, minor version
-    compatibility), but for a capability that the driver must know by name: sm_100 and later.
+    compatibility), but for a capability that the driver must know by name.
     """
     major, minor = (int(part) for part in ptxas.split(".")[:2])
-    return major * 1000 + (minor * 10 if sm >= 100 and major == 12 else 0)
+    return major * 1000 + (minor * 10 if arch_of(sm).named_to_driver and major == 12 else 0)
 
 
 def resources(scratch: Path, cubin: bytes, entry: str) -> tuple[int, int, int]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError
+from ...kernels.hardware.arch import Assembler, arch_of
 
-FIRST_BLACKWELL_SM = 100  # from here on Triton runs the second assembler that it ships
 _TOOL_TIMEOUT_S = 60
 
 
@@ -22,12 +22,13 @@ class Toolchain:
     """The versions that decide a cubin's bytes."""
 
     triton: str
-    ptxas: str  # below sm_100
-    ptxas_blackwell: str
+    ptxas: str
+    ptxas_blackwell: str  # of the second assembler that Triton ships
 
     def ptxas_for(self, sm: int) -> str:
         """The assembler's toolkit version for a capability, such as 12.8."""
-        return self.ptxas_blackwell if sm >= FIRST_BLACKWELL_SM else self.ptxas
+        second = arch_of(sm).assembler is Assembler.PTXAS_BLACKWELL
+        return self.ptxas_blackwell if second else self.ptxas
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from ...kernels.contract.config import Config
 from ...kernels.contract.registry import counts, no_code
 from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from ...kernels.cost.model import Ranker, Resources
-from ...kernels.hardware.arch import limits
+from ...kernels.hardware.arch import arch_of
 from ...kernels.hardware.chips import chip_for
 from ...kernels.search.space import candidates, fallbacks, shared_bytes_at_least
 from ..choose.bundle import assembled, measured_bundle
@@ -97,7 +97,7 @@ def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) ->
     for result, group in zip(results, groups, strict=True):
         code, reason = result.compiled, result.reason
         if code is not None:
-            reason = rejection(code.variant, limits(sm)) or ""
+            reason = rejection(code.variant, arch_of(sm)) or ""
             if not reason:
                 usable |= {spec: code.relabelled(spec) for spec in group}
                 continue
@@ -160,6 +160,6 @@ def _candidates(problem: Problem, sm: int) -> list[Config]:
 def _likely(problem: Problem, config: Config, sm: int) -> Resources:
     threads = 384 if config.specialized else 32 * config.num_warps
     tile = config.block_n * config.block_k if problem.op is Op.DW else config.block_m * config.block_n
-    registers = min(limits(sm).registers_per_thread, _OVERHEAD_REGISTERS + tile // threads)
+    registers = min(arch_of(sm).limits.registers_per_thread, _OVERHEAD_REGISTERS + tile // threads)
     shared = shared_bytes_at_least(problem.op, problem.dtype, config, sm)
     return Resources(config, threads, shared, registers, ALIGNMENT_BYTES)

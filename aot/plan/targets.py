@@ -7,16 +7,10 @@ from collections.abc import Callable
 
 from ...artifacts.errors import HostError, InputError
 from ...artifacts.records.target import Target
-from ...kernels.hardware.arch import supported
+from ...kernels.hardware.arch import REFUSED, arch_of, supported
 from ...kernels.hardware.chips import CHIPS
 
 SUPPORTED = supported()  # what Triton compiles and pretuned builds for
-
-# What looks supported and is not, and why.
-REFUSED = {
-    101: "Triton's compiler aborts on it (an LLVM error)",
-    107: "Triton's compiler aborts on it (an LLVM error)",
-}
 
 _FORM = re.compile(r"(?:sm_?|compute_?)?(?:(?P<dotted>[0-9]{1,2}\.[0-9])|(?P<plain>[0-9]{1,4}))(?P<suffix>a?)", re.I)
 
@@ -44,7 +38,7 @@ def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
                 raise HostError("--sm native: no NVIDIA GPU found here; name the capabilities, e.g. --sm 80,90")
         elif match := _FORM.fullmatch(part):
             sm = int((match["dotted"] or match["plain"]).replace(".", ""))
-            if match["suffix"] and sm in SUPPORTED and sm < 90:
+            if match["suffix"] and sm in SUPPORTED and not arch_of(sm).arch_specific:
                 problems.append(f"'{part}': architecture-specific code begins at sm_90a; did you mean {sm}?")
                 continue
         else:
@@ -75,7 +69,7 @@ def target_of(sm: int) -> Target:
     """
     if sm not in SUPPORTED:
         raise InputError(f"sm_{sm} is not supported. Supported: {', '.join(str(one) for one in SUPPORTED)}")
-    return Target(sm, arch_specific=sm >= 90)
+    return arch_of(sm).target
 
 
 def _suggestion(part: str) -> str:

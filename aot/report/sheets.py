@@ -9,7 +9,7 @@ from ...artifacts.records.bundle import Bundle, Choice, Source, Variant
 from ...artifacts.records.problem import Op, Problem
 from ...artifacts.records.target import Gpu
 from ...kernels.cost.model import Resources, estimate_us
-from ...kernels.hardware.arch import LIMITS
+from ...kernels.hardware.arch import ARCHS
 from ...kernels.hardware.chips import Chip, chip_for, chip_of
 from ..bundle.assemble import config_text
 from ..journal.file import Contents
@@ -150,7 +150,7 @@ class _Reader:
 
     def _model_us(self, problem: Problem, bucket: int, sha: bytes, gpu: Gpu | None) -> float | None:
         variant = self._variants.get(sha)
-        if variant is None or self._sm not in LIMITS:
+        if variant is None or self._sm not in ARCHS:
             return None
         try:
             time_us = estimate_us(problem.canonical, bucket, Resources.of(variant), _chip(gpu, self._sm))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op, Problem
+from ..hardware.arch import Feature, arch_of
 from .config import PINGPONG_COLUMNS, Config, across, fitted, of_weight
 from .spec import MAX_EXPERTS, Spec, gemm_of, w_kn
 
@@ -152,7 +153,7 @@ def clears(fusion: Fusion, config: Config) -> bool:
 
 def _turned(spec: Spec, sm: int) -> bool:
     """Whether code of rows on wgmma takes w from registers, turned round on the way: see ``forward.rows``."""
-    wgmma = sm == 90 and spec.config.block_m >= 64 and spec.config.num_warps >= 4
+    wgmma = arch_of(sm).has(Feature.WGMMA) and spec.config.block_m >= 64 and spec.config.num_warps >= 4
     return wgmma and spec.dtype is DType.TF32 and w_kn(spec) and "w" in spec.tma
 
 

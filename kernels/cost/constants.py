@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..hardware.arch import Generation, arch_of
+
 SIZES = (16, 32, 64, 128, 256)  # the tile sizes that ``rows`` and ``columns`` speak of
 
 
@@ -205,9 +207,12 @@ class Constants(NamedTuple):
 
     def family(self, sm: int) -> ConstantsFamily:
         """The generation of capability ``sm``."""
-        if sm in (90, 100, 103):
-            return self.hopper if sm == 90 else self.blackwell
-        return self.ampere if sm == 80 else self.ampere_small
+        generation = arch_of(sm).generation  # (asked for each estimate: a table of the four would be made each time)
+        if generation is Generation.HOPPER:
+            return self.hopper
+        if generation is Generation.BLACKWELL:
+            return self.blackwell
+        return self.ampere if generation is Generation.AMPERE else self.ampere_small
 
 
 CONSTANTS = Constants()

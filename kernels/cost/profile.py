@@ -12,7 +12,7 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op
 from ..contract.config import Config, across, fitted
 from ..contract.spec import MAX_EXPERTS
-from ..hardware.arch import SmLimits, limits
+from ..hardware.arch import Feature, SmLimits, arch_of
 from ..hardware.chips import Chip
 from .constants import SIZES, Constants, Specialized
 
@@ -79,9 +79,11 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
         rows, columns, depth = config.block_n, config.block_k, config.block_m
         if across(config):
             rows, columns = columns, rows
-    wgmma = chip.sm == 90 and config.tma and rows >= 64 and config.num_warps >= 4 and dtype is not DType.FP32
+    arch = arch_of(chip.sm)
+    wgmma = arch.has(Feature.WGMMA) and dtype is not DType.FP32
+    wgmma = wgmma and config.tma and rows >= 64 and config.num_warps >= 4
     math_ns = 2.0 * rows * columns * depth / _flops_per_ns(resources, rows, columns, wgmma, dtype, chip, c)
-    if chip.sm == 90 and dtype is DType.TF32 and op is not Op.FORWARD:
+    if arch.has(Feature.WGMMA) and dtype is DType.TF32 and op is not Op.FORWARD:
         math_ns /= _tf32_rate(config, op, rows, wgmma, c)
     load_per_ns = family.l2_bytes_per_clock * chip.clock_ghz
     latency_ns, overhead_ns = family.latency_ns, family.pointer_step_ns
@@ -110,7 +112,7 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
     loaded_ns = join(math_ns / alone, load_ns, family.chain_norm)
     return Profile(
         config,
-        occupancy(resources, limits(chip.sm)),
+        occupancy(resources, arch.limits),
         join(math_ns, load_ns, family.step_norm) + issue_ns,
         join(loaded_ns, latency_ns / under_way, family.chain_norm) + overhead_ns,
         loaded_ns + overhead_ns,
@@ -162,7 +164,7 @@ def _flops_per_ns(
             share *= family.wgmma_columns[_size(wide)]
         else:
             share *= family.columns[_size(columns)]
-        if chip.sm in (90, 100, 103) and rows >= 64 and not config.tma:
+        if arch_of(chip.sm).has(Feature.MMA_ASYNC) and rows >= 64 and not config.tma:
             share *= family.pointer_wgmma
     if rows * columns > 128 * resources.threads:
         share *= c.crowded_registers

@@ -1,10 +1,57 @@
-"""The limits of each GPU architecture."""
+"""The one table of GPU architectures: what each can do, what its SMs hold, and whose compiled code it runs.
+
+CodeKind asks the row (``arch_of(sm).has(Feature.WGMMA)``), and compares no capability with a number: a test looks for that.
+``sm``, 10 * major + minor, is what callers hand on. ``chips.py`` is the table of products.
+"""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...artifacts.records.target import Target
+
 KIB = 1024
+
+
+class Vendor(enum.Enum):
+    """Who makes it: whose driver loads the code, and whose tools compile it."""
+
+    NVIDIA = "nvidia"
+
+
+class CodeKind(enum.Enum):
+    """The kind of object that a kernel is compiled to."""
+
+    CUBIN = "cubin"
+
+
+class Feature(enum.Enum):
+    """What an architecture can do and not all of them can."""
+
+    TMA = "tma"  # copies of boxes of a tensor, asked for by one thread through a descriptor
+    WGMMA = "wgmma"  # a warpgroup's products, with operands in shared memory or the left one in registers
+    TCGEN05 = "tcgen05"  # one thread's products, with sums in memory of their own
+    MMA_ASYNC = "mma_async"  # products that go on while the threads that asked for them do other work: the two above
+    FP8 = "fp8"  # products of e4m3 and e5m2
+    FP4 = "fp4"  # products of e2m1 with a scale for each block
+
+
+class Generation(enum.Enum):
+    """Whose kernels perform alike: the cost model's constants and the search's lists are kept by it."""
+
+    AMPERE = "ampere"  # with an HBM GPU's SMs: 8.0
+    AMPERE_SMALL = "ampere_small"  # mma.sync on smaller SMs or memories: the other 8.x, and 12.x
+    HOPPER = "hopper"
+    BLACKWELL = "blackwell"  # with a data centre's SMs: 10.x
+
+
+class Assembler(enum.Enum):
+    """Which of the two assemblers that Triton ships makes the code, by its name."""
+
+    PTXAS = "ptxas"
+    PTXAS_BLACKWELL = "ptxas-blackwell"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +63,6 @@ class SmLimits:
     of each resident block for itself.
     """
 
-    sm: int
     shared_per_sm_bytes: int
     shared_per_block_bytes: int
     threads_per_sm: int
@@ -28,29 +74,91 @@ class SmLimits:
     shared_reserved_bytes: int = KIB
 
 
-LIMITS: dict[int, SmLimits] = {
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """One architecture, as its vendor's compiler names it: ``sm_90a``."""
+
+    sm: int  # 10 * major + minor: what the driver says of a GPU
+    generation: Generation
+    limits: SmLimits
+    features: frozenset[Feature]
+    arch_specific: bool  # compiled for this one architecture, with all it has; else later minor revisions run it too
+    assembler: Assembler = Assembler.PTXAS
+    named_to_driver: bool = False  # no driver loads the code that is older, in minor version, than what assembled it
+    vendor: Vendor = Vendor.NVIDIA
+    code: CodeKind = CodeKind.CUBIN
+    warp: int = 32  # threads that run together
+
+    @property
+    def target(self) -> Target:
+        """What code that is built for this architecture says that it is for."""
+        return Target(self.sm, self.arch_specific)
+
+    @property
+    def name(self) -> str:
+        """``sm_89``, or ``sm_90a`` where code is for this one alone."""
+        return str(self.target)
+
+    def has(self, feature: Feature) -> bool:
+        """Whether it can do this."""
+        return feature in self.features
+
+    def runs_on(self, sm: int) -> bool:
+        """Whether a GPU of capability ``sm`` can load code that is built for this architecture."""
+        return self.target.runs_on(sm)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# What the architectures of one design have in common.
+_HOPPER = frozenset({Feature.TMA, Feature.WGMMA, Feature.MMA_ASYNC, Feature.FP8})
+_BLACKWELL = frozenset({Feature.TMA, Feature.TCGEN05, Feature.MMA_ASYNC, Feature.FP8, Feature.FP4})
+_RTX_BLACKWELL = frozenset({Feature.TMA, Feature.FP8, Feature.FP4})
+_SMALL_SM = SmLimits(100 * KIB, 99 * KIB, 1536, 24, fp32_lanes=128)  # of Ada, and of RTX Blackwell
+_LARGE_SM = SmLimits(228 * KIB, 227 * KIB, 2048, 32, fp32_lanes=128)  # of Hopper, and of Blackwell
+
+
+def _ampere(sm: int, generation: Generation, limits: SmLimits, *features: Feature) -> Arch:
+    return Arch(sm, generation, limits, frozenset(features), arch_specific=False)
+
+
+def _blackwell(sm: int, generation: Generation, limits: SmLimits, features: frozenset[Feature]) -> Arch:
+    return Arch(sm, generation, limits, features, arch_specific=True,
+                assembler=Assembler.PTXAS_BLACKWELL, named_to_driver=True)  # fmt: skip
+
+
+ARCHS: Mapping[int, Arch] = {
     row.sm: row
     for row in (
-        SmLimits(80, 164 * KIB, 163 * KIB, 2048, 32, fp32_lanes=64),
-        SmLimits(86, 100 * KIB, 99 * KIB, 1536, 16, fp32_lanes=128),
-        SmLimits(87, 164 * KIB, 163 * KIB, 1536, 16, fp32_lanes=128),
-        SmLimits(89, 100 * KIB, 99 * KIB, 1536, 24, fp32_lanes=128),
-        SmLimits(90, 228 * KIB, 227 * KIB, 2048, 32, fp32_lanes=128),
-        SmLimits(100, 228 * KIB, 227 * KIB, 2048, 32, fp32_lanes=128),
-        SmLimits(103, 228 * KIB, 227 * KIB, 2048, 32, fp32_lanes=128),
-        SmLimits(120, 100 * KIB, 99 * KIB, 1536, 24, fp32_lanes=128),
-        SmLimits(121, 100 * KIB, 99 * KIB, 1536, 24, fp32_lanes=128),
+        _ampere(80, Generation.AMPERE, SmLimits(164 * KIB, 163 * KIB, 2048, 32, fp32_lanes=64)),
+        _ampere(86, Generation.AMPERE_SMALL, SmLimits(100 * KIB, 99 * KIB, 1536, 16, fp32_lanes=128)),
+        _ampere(87, Generation.AMPERE_SMALL, SmLimits(164 * KIB, 163 * KIB, 1536, 16, fp32_lanes=128)),
+        _ampere(89, Generation.AMPERE_SMALL, _SMALL_SM, Feature.FP8),
+        Arch(90, Generation.HOPPER, _LARGE_SM, _HOPPER, arch_specific=True),
+        _blackwell(100, Generation.BLACKWELL, _LARGE_SM, _BLACKWELL),
+        _blackwell(103, Generation.BLACKWELL, _LARGE_SM, _BLACKWELL),
+        _blackwell(120, Generation.AMPERE_SMALL, _SMALL_SM, _RTX_BLACKWELL),
+        _blackwell(121, Generation.AMPERE_SMALL, _SMALL_SM, _RTX_BLACKWELL),
     )
 }
+
+# What looks supported and is not, and why.
+REFUSED: Mapping[int, str] = {
+    101: "Triton's compiler aborts on it (an LLVM error)",
+    107: "Triton's compiler aborts on it (an LLVM error)",
+}
+
+_TORCH_GROUPED_MAJORS = (9, 10)
 
 
 def supported() -> tuple[int, ...]:
     """The capabilities that kernels are built for, as 10 * major + minor, ascending."""
-    return tuple(sorted(LIMITS))
+    return tuple(sorted(ARCHS))
 
 
-def limits(sm: int) -> SmLimits:
-    """The limits of capability ``sm`` (10 * major + minor).
+def arch_of(sm: int) -> Arch:
+    """The architecture of capability ``sm`` (10 * major + minor).
 
     Raises
     ------
@@ -58,6 +166,16 @@ def limits(sm: int) -> SmLimits:
         if ``sm`` is not in the table; the message lists those that are.
     """
     try:
-        return LIMITS[sm]
+        return ARCHS[sm]
     except KeyError:
         raise LookupError(f"capability sm_{sm} is not known; supported: {', '.join(map(str, supported()))}") from None
+
+
+def limits(sm: int) -> SmLimits:
+    """What an SM of capability ``sm`` holds; raises as ``arch_of``."""
+    return arch_of(sm).limits
+
+
+def torch_groups(sm: int) -> bool:
+    """Whether torch has a grouped GEMM of its own for capability ``sm``, of this table or not: by its major number."""
+    return sm // 10 in _TORCH_GROUPED_MAJORS

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ...artifacts.records.target import Gpu
-from .arch import LIMITS, limits
+from .arch import arch_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Chip:
     @property
     def clock_ghz(self) -> float:
         """The boost clock that the published fp32 rate was computed with."""
-        return self.fp32_tflops * 1e3 / (self.sm_count * 2 * LIMITS[self.sm].fp32_lanes)
+        return self.fp32_tflops * 1e3 / (self.sm_count * 2 * arch_of(self.sm).limits.fp32_lanes)
 
     def with_sm_count(self, sm_count: int) -> Chip:
         """This chip with the number of SMs that the driver reports: rates scale, the memory stays.
@@ -119,7 +119,7 @@ def chip_for(sm: int) -> Chip:
     LookupError
         if ``sm`` is not in the table; the message lists those that are.
     """
-    limits(sm)
+    arch_of(sm)
     return _BY_SM[sm]
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op
 from ..contract.config import Config, invalid
-from ..hardware.arch import limits
+from ..hardware.arch import Feature, Generation, arch_of
 from . import shortlists as lists
 from .shortlists import Row
 
@@ -28,7 +28,7 @@ def shared_bytes_at_least(op: Op, dtype: DType, config: Config, sm: int) -> int:
     rows, columns, depth = config.block_m, config.block_n, config.block_k
     if op is Op.DW:
         rows, columns, depth = config.block_n, config.block_k, config.block_m
-    wgmma = sm == 90 and config.tma and rows >= 64
+    wgmma = arch_of(sm).has(Feature.WGMMA) and config.tma and rows >= 64
     buffers = config.num_stages if wgmma else max(1, config.num_stages - 1)
     return buffers * (rows + columns) * depth * dtype.itemsize
 
@@ -52,14 +52,15 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
     LookupError
         if capability ``sm`` is not supported.
     """
-    shared_limit = limits(sm).shared_per_block_bytes
-    tma = sm >= 90
+    arch = arch_of(sm)
+    shared_limit = arch.limits.shared_per_block_bytes
+    tma, hopper = arch.has(Feature.TMA), arch.generation is Generation.HOPPER
     if dtype is DType.FP32:
         rows = lists.FP32_DW if op is Op.DW else lists.FP32
         pool = _configs(rows, tma=False, persistent=True)
     else:
         double = _halved if dtype is DType.TF32 else (lambda rows, op: rows)
-        if op is Op.DW and sm == 90:
+        if op is Op.DW and hopper:
             pool = _configs(double(lists.HOPPER_DW, op), tma=True, persistent=True)
             pool += _configs(double(lists.HOPPER_DW_UNGROUPED, op), tma=True, persistent=True, group_m=1)
             pool += _configs(double(lists.HOPPER_DW_POINTER, op), tma=False, persistent=True)
@@ -68,13 +69,13 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
             pool = _configs(rows, tma=tma, persistent=True)
             pool += _configs(rows[:4], tma=tma, persistent=True, group_m=1)
             pool += _configs(double(lists.DW_POINTER[6:7], op), tma=False, persistent=True)
-        elif op is Op.DX and sm == 90:
+        elif op is Op.DX and hopper:
             pool = _configs(double(lists.HOPPER_DX_PERSISTENT, op), tma=True, persistent=True)
             pool += _configs(double(lists.HOPPER_DX_TILE, op), tma=True, persistent=False)
             pool += _configs(double(lists.HOPPER_DX_POINTER, op), tma=False, persistent=False)
             for group_m in (16, 1):
                 pool += _configs(double(lists.HOPPER_DX_PERSISTENT[:1], op), tma=True, persistent=True, group_m=group_m)
-        elif sm == 90:
+        elif hopper:
             pool = _configs(double(lists.HOPPER_PERSISTENT, op), tma=True, persistent=True)
             pool += _configs(double(lists.HOPPER_PERSISTENT[:1], op), tma=True, persistent=True, group_m=32)
             pool += _configs(double(lists.HOPPER_TILE, op), tma=True, persistent=False)
@@ -92,13 +93,13 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
             pool = _configs(double(lists.POINTER_PERSISTENT, op), tma=False, persistent=True)
             pool += _configs(double(lists.POINTER_DECODE, op), tma=False, persistent=False)
             pool += _configs(double(lists.POINTER_PERSISTENT[4:5], op), tma=False, persistent=True, group_m=1)
-    if sm == 90 and dtype is DType.TF32:
+    if hopper and dtype is DType.TF32:
         rows = {Op.FORWARD: lists.HOPPER_TF32, Op.DX: lists.HOPPER_TF32_DX, Op.DW: lists.HOPPER_TF32_DW}[op]
         pool = _configs(rows, tma=True, persistent=True) + pool
         if op is Op.DW:
             first = _configs(lists.HOPPER_TF32_DW_SPECIALIZED, tma=True, persistent=True)
             pool = [replace(config, specialized=True) for config in first] + pool
-    if sm == 90 and dtype in (DType.BF16, DType.FP16):
+    if hopper and dtype in (DType.BF16, DType.FP16):
         rows = lists.HOPPER_DW_SPECIALIZED if op is Op.DW else lists.HOPPER_SPECIALIZED
         first = _configs(rows, tma=True, persistent=True)
         first += _configs(rows[:1], tma=True, persistent=True, group_m=1 if op is Op.DW else 32)
@@ -127,7 +128,7 @@ def fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
     LookupError
         if capability ``sm`` is not supported.
     """
-    limits(sm)
+    arch_of(sm)
     rows: tuple[Row, ...]
     if dtype is DType.FP32:
         rows = ((32, 32, 32, 4, 2),) if op is Op.DW else ((16, 32, 32, 4, 2), (64, 64, 16, 8, 2))

@@ -175,7 +175,7 @@ def modelled(
     most: int | None = None,
 ) -> list[Candidate]:  # fmt: skip
     """What the cost model says of every variant that fits, whatever it was chosen for; the best ``most`` of them."""
-    if local.sm not in arch.LIMITS:
+    if local.sm not in arch.ARCHS:
         return []
     _, fitting, ranker = _ranked(snapshot, problem, local, view, aligned)
     found = []
@@ -212,11 +212,9 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
         return f"it needs {variant.alignment}-byte alignment"
     if variant.max_experts < problem.E:
         return f"it takes {variant.max_experts} experts at most"
-    limits = arch.LIMITS.get(local.sm)
-    if limits is not None and variant.shared_bytes > limits.shared_per_block_bytes:
-        return (
-            f"it needs {variant.shared_bytes} bytes of shared memory, sm_{local.sm} has {limits.shared_per_block_bytes}"
-        )
+    known = arch.ARCHS.get(local.sm)
+    if known is not None and variant.shared_bytes > (most := known.limits.shared_per_block_bytes):
+        return f"it needs {variant.shared_bytes} bytes of shared memory, sm_{local.sm} has {most}"
     return None
 
 

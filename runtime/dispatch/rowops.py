@@ -45,6 +45,6 @@ def _rank(usable: Usable, index: int, variant: Variant, local: LocalGpu) -> tupl
 
 def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
     first, last = words.READS_ABI
-    limits = arch.LIMITS.get(local.sm)
-    fits = limits is None or variant.shared_bytes <= limits.shared_per_block_bytes
+    known = arch.ARCHS.get(local.sm)
+    fits = known is None or variant.shared_bytes <= known.limits.shared_per_block_bytes
     return first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)

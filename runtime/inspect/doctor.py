@@ -163,7 +163,7 @@ def _fix(found: tuple[Found, ...], local: LocalGpu) -> str:
     errors = [dispatch_snapshot.unusable(one.bundle, local) if one.bundle is not None else one.error for one in found]
     if any(isinstance(error, DriverTooOld) for error in errors):
         return "Update the driver, or rebuild with a Triton whose ptxas is older"
-    if local.sm not in arch.LIMITS:
+    if local.sm not in arch.ARCHS:
         return f"No kernels are built for sm_{local.sm} (only {', '.join(map(str, arch.supported()))})"
     command = f"aot build --models models.txt --sm {local.sm}"
     if any(not isinstance(error, TargetMismatch) for error in errors if error is not None):

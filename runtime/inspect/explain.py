@@ -304,7 +304,7 @@ def made_up_gpu(sm: int) -> LocalGpu:
     InputError
         for a capability that there are no kernels for.
     """
-    if not isinstance(sm, int) or sm not in arch.LIMITS:
+    if not isinstance(sm, int) or sm not in arch.ARCHS:
         raise InputError(f"sm={sm!r} is not supported, wanted one of {', '.join(map(str, arch.supported()))}")
     chip = chips.chip_for(sm)
     return LocalGpu(sm, Gpu("", chip.sm_count, chip.memory_gib << 10, 0))

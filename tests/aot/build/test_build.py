@@ -34,7 +34,7 @@ from pretuned.kernels.contract.config import Config, fitted
 from pretuned.kernels.contract.revisions import source_sha256
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import LAUNCH_ABI
-from pretuned.kernels.hardware.arch import limits
+from pretuned.kernels.hardware.arch import arch_of
 
 Make = Callable[..., BuildOptions]
 
@@ -192,7 +192,7 @@ def test_nothing_is_written_where_an_op_has_no_variant_left(
 
 def test_the_reasons_to_reject_a_variant(bundles: dict[int, Bundle]) -> None:
     def altered(variant: Variant, **figures: int) -> str | None:
-        return rejection(dataclasses.replace(variant, **figures), limits(80))
+        return rejection(dataclasses.replace(variant, **figures), arch_of(80))
 
     aligned = next(one for one in bundles[80].variants if one.alignment == 16)
     fallback = next(one for one in bundles[80].variants if one.alignment == 1)

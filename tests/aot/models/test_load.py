@@ -56,7 +56,7 @@ def test_a_file_of_models(tmp_path: Path) -> None:
 
 
 def test_the_models_of_the_tests_on_a_gpu_have_every_dtype_and_layout() -> None:
-    problems = plan(load_models([str(ROOT / "tests" / "gpu-models.txt")]).shapes).problems
+    problems = plan(load_models([str(ROOT / "tests" / "gpu" / "gpu-models.txt")]).shapes).problems
     assert {(one.dtype, one.layout) for one in problems} == {(dtype, layout) for dtype in DType for layout in Layout}
 
 

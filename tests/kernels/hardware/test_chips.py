@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.kernels.hardware.arch import LIMITS, limits, supported
+from pretuned.kernels.hardware.arch import ARCHS, arch_of, limits, supported
 from pretuned.kernels.hardware.chips import CHIPS, chip_for, chip_named
 
 KNOWN = (80, 86, 87, 89, 90, 100, 103, 120, 121)
@@ -11,11 +11,12 @@ KNOWN = (80, 86, 87, 89, 90, 100, 103, 120, 121)
 def test_every_capability_has_limits_and_a_representative() -> None:
     assert supported() == KNOWN
     for sm in KNOWN:
-        assert limits(sm).sm == sm
+        assert arch_of(sm).sm == sm
+        assert limits(sm) is arch_of(sm).limits
         assert chip_for(sm).sm == sm
 
 
-@pytest.mark.parametrize("lookup", [limits, chip_for])
+@pytest.mark.parametrize("lookup", [arch_of, limits, chip_for])
 def test_an_unknown_capability_is_an_error_that_lists_the_known(lookup: object) -> None:
     with pytest.raises(LookupError, match=r"sm_75 is not known; supported: 80, 86, .*121"):
         lookup(75)  # type: ignore[operator]
@@ -67,7 +68,7 @@ def test_figures_hang_together(chip: object) -> None:
     from pretuned.kernels.hardware.chips import Chip
 
     assert isinstance(chip, Chip)
-    assert chip.sm in LIMITS
+    assert chip.sm in ARCHS
     assert chip.source
     # A wrong SM count, or a sparse figure taken for a dense one, breaks one of these.
     assert 1.2 < chip.clock_ghz < 2.7

@@ -22,7 +22,7 @@ from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.cost.model import Resources, estimate_us
 from pretuned.kernels.gemm.hopper.tf32 import LEFT, RIGHT, STEP
-from pretuned.kernels.hardware.arch import limits
+from pretuned.kernels.hardware.arch import arch_of
 from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search.space import candidates
 
@@ -100,7 +100,7 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config) -> No
     assert products == 2 * 4 * 8 * config.block_m // 8  # two warpgroups, 64 x 64 of a warp
     assert words >= 2 * 2 * 64 * config.block_m // 32  # no wider load has both: they lie in different lines
     assert set(re.findall(r"elementBitWidth = (\d+)", ttgir)) == {"32"}
-    assert rejection(variant, limits(90)) is None
+    assert rejection(variant, arch_of(90)) is None
     assert {one.argument: one.element for one in variant.tensor_maps} == {"dy": 11, "x": 11, "dw": 7}
 
 
