@@ -1,6 +1,6 @@
 """The one table of GPU architectures: what each can do, what its SMs hold, and whose compiled code it runs.
 
-CodeKind asks the row (``arch_of(sm).has(Feature.WGMMA)``), and compares no capability with a number: a test looks for that.
+Code asks the row (``arch_of(sm).has(Feature.WGMMA)``), and compares no capability with a number: a test looks for that.
 ``sm``, 10 * major + minor, is what callers hand on. ``chips.py`` is the table of products.
 """
 
