@@ -90,7 +90,7 @@ def plan(shapes: Iterable[LayerShard]) -> BuildPlan:
 
 
 def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
-    """What one shard computes in one dtype; ``abi.code_of`` says which forms of a call share a problem.
+    """What one shard computes in one dtype; ``spec.code_of`` says which forms of a call share a problem.
 
     dW of w [E, K, N] is dW of w [E, N, K] with x and dy, N and K exchanged, and is planned as that.
     """

@@ -146,13 +146,13 @@ def constants(spec: Spec, sm: int) -> dict[str, int | str | bool | None]:
 def clears(fusion: Fusion, config: Config) -> bool:
     """Whether code of rows can set the rows of y to zero that an index sends no row to.
 
-    Of one tile a program by more programs (``forward.rows``), specialised by a warp in each (``unnamed.py``).
+    Of one tile a program by more programs (``portable.rows``), specialised by a warp in each (``unnamed.py``).
     """
     return fusion == Fusion.SCATTER and (config.specialized or not config.persistent)
 
 
 def _turned(spec: Spec, sm: int) -> bool:
-    """Whether code of rows on wgmma takes w from registers, turned round on the way: see ``forward.rows``."""
+    """Whether code of rows on wgmma takes w from registers, turned round on the way: see ``portable.rows``."""
     wgmma = arch_of(sm).has(Feature.WGMMA) and spec.config.block_m >= 64 and spec.config.num_warps >= 4
     return wgmma and spec.dtype is DType.TF32 and w_kn(spec) and "w" in spec.tma
 

@@ -114,7 +114,7 @@ class Block(NamedTuple):
 
 
 class RowOpSpec(NamedTuple):
-    """One variant of a pass before it is compiled, as ``abi.Spec`` is one of a GEMM."""
+    """One variant of a pass before it is compiled, as ``spec.Spec`` is one of a GEMM."""
 
     op: RowOp
     dtype: DType
@@ -180,7 +180,7 @@ def arguments(op: RowOp) -> tuple[tuple[str, str], ...]:
 
 
 def divisibility(spec: RowOpSpec) -> dict[str, int]:
-    """As ``abi.divisibility``; of SORT_SLOTS ``experts`` is always new memory."""
+    """As ``registry.divisibility``; of SORT_SLOTS ``experts`` is always new memory."""
     if spec.op is RowOp.SORT_SLOTS:
         return {"experts": 16}
     if spec.alignment == 1:

@@ -2,7 +2,7 @@
 
 The first call of a kind checks its tensors, chooses a variant and loads it; the launcher is then kept
 under a key of everything that decided that. Later calls of the kind read the key, allocate y and launch.
-A call on the very operands of an earlier one (``recent.py``) does not even need the key.
+A call on the very operands of an earlier one (``guard.py``) does not even need the key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which variant runs: a problem, its rows and a GPU in, one decision out.
 
 The same bundles and the same GPU give the same decision in every process; the ranking is in
-``candidates.py``. Nothing here synchronises with the GPU or tunes; nothing is compiled but after ``allow_jit``.
+``ranking.py``. Nothing here synchronises with the GPU or tunes; nothing is compiled but after ``allow_jit``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether silu(gate) * up is computed in the first product's epilogue, where a layer keeps no h for a gradient.
 
 The code for it (``Fusion.SILU``) stores half of the columns and saves the pass over h, and has no small tiles. Rows
-are gathered as it loads, or beforehand by a pass, as they are for the plain product (``gathered.py``): the quicker of
+are gathered as it loads, or beforehand by a pass, as they are for the plain product (``gather.py``): the quicker of
 either is compared. So it runs only where one bundle says of both, for this very problem and bucket, that it takes less
 time:
 

@@ -37,7 +37,7 @@ from .snapshot import Rejected, Snapshot
 # tokens a few us are all that it takes, and the file says up to 2.3 us more). The multiple is of the time in which the
 # memory, at its published rate, moves the bytes once.
 _FIXED_US, _TRAFFIC_TIMES = 3.7, 1.6
-_BY_TOKEN_FIXED_US, _BY_TOKEN_TRAFFIC_TIMES = 6.5, 1.34  # where each row of x is read once (rowgather.py)
+_BY_TOKEN_FIXED_US, _BY_TOKEN_TRAFFIC_TIMES = 6.5, 1.34  # where each row of x is read once (launch/gather.py)
 _INDEX_BYTES = 8
 CHECK_US = 4.0  # bringing an index that nobody vouches for into range: one launch
 MARGIN = 1.05  # of modelled times

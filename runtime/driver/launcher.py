@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 from . import cuda
 from .block import LAUNCH, MAPPED_LAUNCH, Blocks
 
-# As arguments.Block, with its two addresses as the driver's function takes them.
+# As block.Block, with its two addresses as the driver's function takes them.
 _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
 Start: TypeAlias = Callable[[bytes, int, int, int], None]  # (prepared, result, m_sizes, stream)
 
@@ -39,7 +39,7 @@ class Launcher:
 
     ``prepare(first, second, stride_a, stride_b, M[, index, row_weights, bias, index_end])`` packs all that
     hangs on the operands; ``start(prepared, result, m_sizes, stream)`` launches it. Calling it does both.
-    Operands are device addresses, strides are in elements, M > 0. ``launch.py`` makes them.
+    Operands are device addresses, strides are in elements, M > 0. ``launch/gemm.py`` makes them.
     ``repeater`` makes functions that do one whole call over and over, see ``Repeater``. ``zeroes`` says that the rows
     of the result that nothing is stored to become zero.
 

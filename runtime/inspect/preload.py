@@ -174,7 +174,7 @@ def preload(
 def rivals_of(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
     """Every variant that could run in place of a cell's own choice, or of a layer's, where times say that it is faster.
 
-    What a pass takes hangs on the call (``gathered.py``, ``epilogue.py``), so here it takes nothing: none is missed.
+    What a pass takes hangs on the call (``gather.py``, ``epilogue.py``), so here it takes nothing: none is missed.
     """
     met: dict[Problem, set[int]] = {}
     for problem, bucket in cells:
@@ -206,7 +206,7 @@ def _could_run(
             for choice in (snapshot.find(bundle, plain) if own else ())
             if choice.bucket in own and choice.time_ns < own[choice.bucket].time_ns
         ]
-        indexed: dict[object, int] = {}  # the first of a config that can run, as gathered.py takes it
+        indexed: dict[object, int] = {}  # the first of a config that can run, as gather.py takes it
         for index, variant in snapshot.variants(bundle, replace(plain, fusion=Fusion.SCATTER)):
             if why_not(variant, problem, local, aligned=True) is None:
                 indexed.setdefault((variant.config, variant.alignment), index)

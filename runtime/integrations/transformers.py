@@ -37,7 +37,8 @@ def experts_forward(
     computed in the dtype of its weight, to which what it multiplies and its bias are cast.
 
     One ``moe_mlp`` where what the module does between its products is transformers' own code for an activation that
-    ``activate`` has (``recognised.py``); else, and where torch.compile traces it, two grouped GEMMs around the module's
+    ``activate`` has (``transformers_gates.py``); else, and where torch.compile traces it, two grouped GEMMs around the
+    module's
     own code. Inside torch.func's transforms torch computes it, with a copy of its expert's weights for every slot.
 
     Raises

@@ -1,7 +1,8 @@
 """What the experts of a model of transformers do between their two products, where that is transformers' own code.
 
 Code is recognised by what it is: a function of transformers (or torch) itself whose instructions are those of a copy
-(``copies.py``), an act_fn of exactly one of the classes here with nothing hung on it, and names that still mean what
+(``transformers_copies.py``), an act_fn of exactly one of the classes here with nothing hung on it, and names that
+still mean what
 they meant. All of that that can change is looked at in every call, in 2 to 4 us. Of what is not recognised nothing is
 held: its own code runs.
 """

@@ -71,7 +71,7 @@ class Fused(NamedTuple):
 
     ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
     the rows of y that belong to no expert to zero; of y [index_end, N] scattered to, those that no row goes to, by code
-    that can (``kernels.abi.clears``) alone: of one tile a program if they are ``few``, specialised if it can ``beside``
+    that can (``registry.clears``) alone: of one tile a program if they are ``few``, specialised if it can ``beside``
     the product.
     """
 
@@ -150,7 +150,7 @@ def row_launcher(
         index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
     ) -> bytes:  # fmt: skip
         active = E if E < M else M
-        tiles = ((M - active) // block_m + active) * tiles_n  # kernels.abi.most_tiles, inlined
+        tiles = ((M - active) // block_m + active) * tiles_n  # registry.most_tiles, inlined
         if clearers:
             tiles += -(-index_end // CLEARER_ROWS)
         if tiles > most_tiles:

@@ -100,7 +100,7 @@ class MoeLayer(torch.autograd.Function):
         down_bias: torch.Tensor | None, weights: torch.Tensor, routing: Routing, layer: Layer,
         plan: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The layer; what a gradient needs is saved. ``plan`` is a ``layerplans.Plan``."""
+        """The layer; what a gradient needs is saved. ``plan`` is a ``replay.layer.LayerPlan``."""
         given = Weights(gate_up, down, gate_up_bias, down_bias)
         if plan is None:
             out, h = forward(layer, x, given, routing, weights, keeps_h=True)

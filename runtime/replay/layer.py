@@ -1,7 +1,7 @@
 """Layers that come again: what was checked and chosen the first time, in readiness. As ``plans``, for ``moe_mlp``.
 
 A plan belongs to the weights of one layer and to a bucket of rows, for which all its launches were chosen. It takes a
-call, of any number of tokens in there, only if its tensors pass one guard (``recent.py``) and hidden begins as well
+call, of any number of tokens in there, only if its tensors pass one guard (``guard.py``) and hidden begins as well
 aligned as the first; any other goes the long way, which checks everything.
 """
 

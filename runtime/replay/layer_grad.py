@@ -1,4 +1,4 @@
-"""The gradient of a layer that comes again: its launches in readiness. As ``layerplans``, for ``layer.gradients``.
+"""The gradient of a layer that comes again: its launches in readiness. As ``layer``, for ``layer.gradients``.
 
 Those of biases it does not compute. A gradient whose tensors do not lie as the first ones did goes the long way.
 """

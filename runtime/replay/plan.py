@@ -1,6 +1,6 @@
 """Calls with a gradient or a fused part that come again: what was checked and chosen the first time, in readiness.
 
-A plan belongs to one w, one form and one shape. It takes a call only if its tensors pass one guard (``recent.py``)
+A plan belongs to one w, one form and one shape. It takes a call only if its tensors pass one guard (``guard.py``)
 and x begins as well aligned as the first; any other call goes the long way, which checks everything.
 """
 
