@@ -43,7 +43,7 @@ _LOOP = re.compile(
     rf"^(?P<name>\$L\w+):.*\n(?P<body>{_INSIDE}.*{_SAID}\n{_INSIDE}\s*@!?%\w+ bra(?:\.uni)?\s+(?P=name);\n)",
     re.MULTILINE,
 )
-_PRODUCT = re.compile(r"(wgmma\.mma_async\.[\w.]*?m64)n256(k\d+[\w.]*\s*)\{([^{}]*)\}")
+_PRODUCT = re.compile(r"(wgmma\.mma_async\.[\w.]*?m64)n(\d+)(k\d+[\w.]*\s*)\{([^{}]*)\}")
 
 
 def streamed(ptx: str) -> str:
@@ -114,14 +114,14 @@ def _shorter(ptx: str, columns: int) -> str:
         raise ValueError(f"wgmma has no product of {columns} columns")
 
     def shorter(product: re.Match[str]) -> str:
-        sums = product[3].split(",")
-        if len(sums) * 2 != _WRITTEN_COLUMNS:
-            raise ValueError(f"a product of {_WRITTEN_COLUMNS} columns has {len(sums)} registers of sums in the PTX")
-        return f"{product[1]}n{columns}{product[2]}{{{','.join(sums[: columns // 2])}}}"
+        written, sums = int(product[2]), product[4].split(",")
+        if written < columns or len(sums) * 2 != written:
+            raise ValueError(f"a product of {written} columns, {columns} wanted, has {len(sums)} registers of sums")
+        return f"{product[1]}n{columns}{product[3]}{{{','.join(sums[: columns // 2])}}}"
 
     text, count = _PRODUCT.subn(shorter, ptx)
     if not count or ptx.count("wgmma.mma_async") != count:
-        raise ValueError(f"{count} products of {_WRITTEN_COLUMNS} columns of {ptx.count('wgmma.mma_async')} in the PTX")
+        raise ValueError(f"{count} products of {ptx.count('wgmma.mma_async')} in the PTX are of columns of sums")
     return text
 
 
