@@ -1,9 +1,9 @@
 """Codes of a quantised w to bf16, in registers, as the left operand of wgmma wants them.
 
-w is prepared (``kernels/contract/codes.py``): a block of 64 rows and 64 of K lies together, as int32 [64, 4, 2] for codes
-of 4 bits: a row, the thread c of the four that hold a row of the operand, and a word. A word has eight codes, four in
-each half: those of K = 16 s + 8 h + 2 c in the low half and of the next K in the high half, (s, h) = 2 words x 4 codes.
-So one instruction or two make two neighbours of bf16 of a word.
+w is prepared (``kernels/codes.py``): a block of 64 rows and 64 of K lies together, as int32 [64, 4, W], W = 2 words
+for codes of 4 bits and 4 for those of 8: a row, the thread c of the four that hold a row of the operand, and a word. A
+code's K is 16 s + 8 h + 2 c + p; those of p = 0 are in the low half of a word and those of p = 1 in the high one, in the
+order of (s, h). So one instruction or two make two neighbours of bf16.
 """
 
 from __future__ import annotations
@@ -11,84 +11,154 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# What an e2m1 code becomes has its sign at bit 15 and the rest at bits 8 to 6, which is its value x 2^-126.
-_E2M1 = "0x81C081C0"
+_HALVES = "0x{0:04X}{0:04X}"
+
+
+def _both(half: int) -> str:
+    return _HALVES.format(half)
 
 
 def _e2m1_text() -> str:
-    """PTX: $0 ... $7 of the words $8 and $9."""
+    """PTX: $0 ... $7 of the words $8 and $9: sign at bit 15, the rest at bits 8 to 6, which is the value x 2^-126."""
     lines = [".reg .b32 t;"]
     for word in range(2):
         w, out = f"${8 + word}", [f"${4 * word + i}" for i in range(4)]
         lines += [
-            f"and.b32 {out[0]}, {w}, {_E2M1};",
-            f"shl.b32 t, {w}, 3; and.b32 {out[1]}, t, {_E2M1};",
-            f"shl.b32 t, {w}, 6; and.b32 {out[2]}, t, {_E2M1};",
-            f"shl.b32 t, {w}, 1; and.b32 {out[3]}, t, 0x80008000;",
-            f"shr.u32 t, {w}, 5; lop3.b32 {out[3]}, t, 0x01000100, {out[3]}, 0xEA;",
-            f"shr.u32 t, {w}, 4; lop3.b32 {out[3]}, t, 0x00C000C0, {out[3]}, 0xEA;",
+            f"and.b32 {out[0]}, {w}, {_both(0x81C0)};",
+            f"shl.b32 t, {w}, 3; and.b32 {out[1]}, t, {_both(0x81C0)};",
+            f"shl.b32 t, {w}, 6; and.b32 {out[2]}, t, {_both(0x81C0)};",
+            f"shl.b32 t, {w}, 1; and.b32 {out[3]}, t, {_both(0x8000)};",
+            f"shr.u32 t, {w}, 5; lop3.b32 {out[3]}, t, {_both(0x0100)}, {out[3]}, 0xEA;",
+            f"shr.u32 t, {w}, 4; lop3.b32 {out[3]}, t, {_both(0x00C0)}, {out[3]}, 0xEA;",
         ]
     return "\n".join(("{", *lines, "}"))
 
 
 def _int4_text() -> str:
     """PTX: the same of integers from 0 to 15, less 8: 128 + code is 0x4300 | code in bf16."""
-    lines = [".reg .b32 t, o;", "mov.b32 o, 0x43084308;"]
+    lines = [".reg .b32 t, o;", f"mov.b32 o, {_both(0x4308)};"]
     for word in range(2):
         w = f"${8 + word}"
         for i in range(4):
             source, shift = (w, "") if i == 0 else ("t", f"shr.u32 t, {w}, {4 * i}; ")
-            out = f"${4 * word + i}"
-            lines += [f"{shift}lop3.b32 t, {source}, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 {out}, t, o;"]
+            lines += [
+                f"{shift}lop3.b32 t, {source}, {_both(0x000F)}, {_both(0x4300)}, 0xEA;",
+                f"sub.rn.bf16x2 ${4 * word + i}, t, o;",
+            ]
     return "\n".join(("{", *lines, "}"))
 
 
-_E2M1_TEXT: gl.constexpr = gl.constexpr(_e2m1_text())
-_INT4_TEXT: gl.constexpr = gl.constexpr(_int4_text())
-WORDS: gl.constexpr = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [8, 0, 0]], lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[64, 4, 2],
-    )
-)  # fmt: skip
+def _e4m3_text() -> str:
+    """PTX: $0 ... $7 of the words $8 ... $11: sign at bit 15, the rest at bits 10 to 4, which is the value x 2^-120.
+
+    A half has its first code where it is wanted, and of the second the sign at bit 14, the next three bits at 13 to 11
+    and the last four at 3 to 0.
+    """
+    lines = [".reg .b32 t;"]
+    for word in range(4):
+        at = 4 * (word & 1) + (word >> 1)
+        w, first, second = f"${8 + word}", f"${at}", f"${at + 2}"
+        lines += [
+            f"and.b32 {first}, {w}, {_both(0x87F0)};",
+            f"shl.b32 t, {w}, 1; and.b32 {second}, t, {_both(0x8000)};",
+            f"shr.u32 t, {w}, 3; lop3.b32 {second}, t, {_both(0x0700)}, {second}, 0xEA;",
+            f"shl.b32 t, {w}, 4; lop3.b32 {second}, t, {_both(0x00F0)}, {second}, 0xEA;",
+        ]
+    return "\n".join(("{", *lines, "}"))
+
+
+_TEXTS = {"e2m1": _e2m1_text(), "int4": _int4_text(), "e4m3": _e4m3_text()}
+_E2M1: gl.constexpr = gl.constexpr(_TEXTS["e2m1"])
+_INT4: gl.constexpr = gl.constexpr(_TEXTS["int4"])
+_E4M3: gl.constexpr = gl.constexpr(_TEXTS["e4m3"])
+
+
+def _layout(words: int) -> gl.DistributedLinearLayout:
+    inner = [[0, 0, 1 << bit] for bit in range(words.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*inner, [8, 0, 0]], lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[64, 4, words],
+    )  # fmt: skip
+
+
+def _scale_layout(groups: int) -> gl.DistributedLinearLayout:
+    inner = [[0, 1 << bit] for bit in range(groups.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*inner, [8, 0]], lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, groups],
+    )  # fmt: skip
+
+
+_WORDS_4: gl.constexpr = gl.constexpr(_layout(2))
+_WORDS_8: gl.constexpr = gl.constexpr(_layout(4))
+_GROUPS_1: gl.constexpr = gl.constexpr(_scale_layout(1))
+_GROUPS_2: gl.constexpr = gl.constexpr(_scale_layout(2))
+_GROUPS_4: gl.constexpr = gl.constexpr(_scale_layout(4))
+_FLAT_2: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_FLAT_3: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
 @gluon.jit
-def _unpack(words, FORMAT: gl.constexpr):
-    """int32 [64, 4, 2] -> bf16 [64, 2, 2, 2, 4, 2]: row, s (two bits), h, c, and which of two neighbours."""
-    TEXT: gl.constexpr = _E2M1_TEXT if FORMAT == "mxfp4" else _INT4_TEXT
-    o = gl.inline_asm_elementwise(
-        TEXT, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True, pack=2,
-    )  # fmt: skip
-    low = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3]))
-    high = gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7]))
-    return gl.join(low, high).permute((0, 5, 4, 3, 1, 2))
-
-
-@gluon.jit
-def _scales(held, GROUPS: gl.constexpr, FORMAT: gl.constexpr):
-    """The scales of a block, bf16 [64, GROUPS]."""
-    bits: gl.constexpr = [[0, 1], [8, 0]] if GROUPS == 2 else [[8, 0]]
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=bits, lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]],
-        block_bases=[], shape=[64, GROUPS],
-    )  # fmt: skip
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if FORMAT == "mxfp4":
-        # 2^(s - 127) x 2^126, see _E2M1: no s is above 128 (kernels/contract/codes.py)
-        s = held._reinterpret(gl.uint8, [64, GROUPS], flat).load(layout)
-        return ((s.to(gl.uint16) + 126) << 7).to(gl.bfloat16, bitcast=True)
+def _unpack(codes, CODES: gl.constexpr):
+    """A block in shared memory -> bf16 [64, 2, 2, 2, 4, 2]: row, s (two bits), h, c, p."""
+    if CODES == "e4m3":  # each result has two registers, of the words' upper bit, and in each a pair, of the lower one
+        words = codes._reinterpret(gl.int32, [64, 4, 4], _FLAT_3).load(_WORDS_8)
+        o = gl.inline_asm_elementwise(
+            _E4M3, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+        v = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])).reshape([64, 4, 2, 2, 2, 2])
+        return v.permute((0, 2, 5, 4, 1, 3))
     else:
-        return held._reinterpret(gl.bfloat16, [64, GROUPS], flat).load(layout)
+        words = codes._reinterpret(gl.int32, [64, 4, 2], _FLAT_3).load(_WORDS_4)
+        o = gl.inline_asm_elementwise(
+            _E2M1 if CODES == "e2m1" else _INT4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
+            dtype=(
+                gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+            ), is_pure=True, pack=2,
+        )  # fmt: skip
+        low = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3]))
+        high = gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7]))
+        return gl.join(low, high).permute((0, 5, 4, 3, 1, 2))
 
 
 @gluon.jit
-def operand(codes, scales, GROUPS: gl.constexpr, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
-    """A block of w, bf16 [64, 64], of its codes and scales in shared memory."""
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    v = _unpack(codes._reinterpret(gl.int32, [64, 4, 2], flat).load(WORDS), FORMAT)
-    s = _scales(scales, GROUPS, FORMAT)
-    by = gl.convert_layout(s.reshape([64, GROUPS, 1, 1, 1, 1]), v.type.layout)
-    return gl.convert_layout((v * by).reshape([64, 64]), OPERAND, assert_trivial=True)
+def _power(exponent: gl.constexpr):
+    """2^exponent, bf16."""
+    return gl.to_tensor((127 + exponent) << 7).to(gl.uint16).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
+def _scales(held, GROUPS: gl.constexpr, SCALES: gl.constexpr):
+    """The scales of a block's rows, bf16 [64, GROUPS], times what the codes were made too small by."""
+    layout: gl.constexpr = _GROUPS_1 if GROUPS == 1 else _GROUPS_2 if GROUPS == 2 else _GROUPS_4
+    if SCALES == "e8m0":  # 2^(s - 127) x 2^126, of e2m1: no s is above 128 (kernels/codes.py)
+        s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
+        return ((s.to(gl.uint16) + 126) << 7).to(gl.bfloat16, bitcast=True)
+    elif SCALES == "e4m3":  # x 2^6, and 2^120 more at the codes: none is negative
+        s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
+        return (s.to(gl.uint16) << 4).to(gl.bfloat16, bitcast=True) * _power(126)
+    else:
+        return held._reinterpret(gl.bfloat16, [64, GROUPS], _FLAT_2).load(layout)
+
+
+@gluon.jit
+def operand(codes, scales, GROUPS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, OPERAND: gl.constexpr):
+    """A block of w, bf16 [64, 64], of its codes and scales in shared memory.
+
+    SCALES: "e8m0", "e4m3" (the result is x 2^-6... see ``OUTER_SHIFT``), "bf16", "block" (one bf16 for all) or "none".
+    """
+    v = _unpack(codes, CODES)
+    if SCALES == "none":
+        v = v * _power(120)
+    elif SCALES == "block":
+        one = scales._reinterpret(gl.bfloat16, [1, 8], _FLAT_2)
+        first = one.slice(0, 1, dim=1).load(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
+        v = v * gl.convert_layout(first.reshape([1, 1, 1, 1, 1, 1]), v.type.layout)
+    else:
+        if SCALES == "e4m3":
+            v = v * _power(120)
+        s = _scales(scales, GROUPS, SCALES)
+        by = s.reshape([64, 2 if GROUPS > 1 else 1, 2 if GROUPS > 2 else 1, 1, 1, 1])
+        v = v * gl.convert_layout(by, v.type.layout)
+    return gl.convert_layout(v.reshape([64, 64]), OPERAND, assert_trivial=True)

@@ -39,7 +39,7 @@ GRAIN: gl.constexpr = gl.constexpr(16)
 def _load_codes(
     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
     BLOCK_M: gl.constexpr, WARPGROUPS: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, SCALE_BYTES: gl.constexpr, SPLIT: gl.constexpr, PER: gl.constexpr,
+    EXPERTS: gl.constexpr, WORDS: gl.constexpr, SCALE_BYTES: gl.constexpr, SPLIT: gl.constexpr, PER: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: see ``rows._load_rows``."""
     AHEAD: gl.constexpr = 4 if KB == 1 else 1
@@ -47,7 +47,7 @@ def _load_codes(
     BOX: gl.constexpr = min(BLOCK_M, 64)
     BOXES: gl.constexpr = BLOCK_M // BOX
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
-    codes_bytes: gl.constexpr = KB * WIDE * (2048 + SCALE_BYTES)
+    codes_bytes: gl.constexpr = KB * WIDE * (64 * 16 * WORDS + SCALE_BYTES)
     box_bytes: gl.constexpr = KB * BOX * 64 * 2
     blocks_n = N // 64
     blocks_k = K // 64
@@ -86,8 +86,8 @@ def _load_codes(
             for h in gl.static_range(WIDE):
                 block = first + h * blocks_k + step * KB
                 at = (stage * WIDE + h) * KB
-                codes = a.index(at)._reinterpret(gl.int32, [2 * KB, 256], a.layout)
-                tma.async_copy_global_to_shared(w, [block * 2, 0], bar, codes)
+                codes = a.index(at)._reinterpret(gl.int32, [WORDS * KB, 256], a.layout)
+                tma.async_copy_global_to_shared(w, [block * WORDS, 0], bar, codes)
                 scales = s.index(at)._reinterpret(gl.uint8, [KB, SCALE_BYTES], s.layout)
                 tma.async_copy_global_to_shared(w_scale, [block, 0], bar, scales)
             for j in gl.static_range(KB):
@@ -97,6 +97,17 @@ def _load_codes(
             stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, 1)
+
+
+@gluon.jit
+def _scaled(part, outer, expert, col, N, SCALES: gl.constexpr):
+    """The part by the scales that are an expert's, or one of each of its rows, which are y's columns."""
+    if SCALES == "e4m3":
+        part = part * (64.0 * gl.load(outer[0] + expert))
+    elif SCALES == "none":
+        n = col + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
+        part = part * gl.load(outer[0] + expert * outer[1] + n, mask=n < N, other=0.0)[:, None]
+    return part
 
 
 @gluon.jit
@@ -121,14 +132,14 @@ def _biased(part, moved, expert, col, N):
 @gluon.jit
 def _block(
     a, s, stage, unit: gl.constexpr, half, WARPGROUPS: gl.constexpr, KB: gl.constexpr, SPLIT: gl.constexpr,
-    PER: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, OPERAND: gl.constexpr,
+    PER: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """What a warpgroup multiplies in its turn ``unit`` of a stage: PER blocks of columns of one K, then of the next."""
     if SPLIT:
         at = stage * KB + 2 * unit + half
     else:
         at = ((stage * WARPGROUPS + half) * PER + unit % PER) * KB + unit // PER
-    return operand(a.index(at), s.index(at), GROUPS, FORMAT, OPERAND)
+    return operand(a.index(at), s.index(at), GROUPS, CODES, SCALES, OPERAND)
 
 
 @gluon.jit
@@ -140,9 +151,9 @@ def _x_tile(b, stage, j, half, BLOCK_M: gl.constexpr, KB: gl.constexpr, SPLIT: g
 
 @gluon.jit
 def _multiply_codes(
-    half, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, noted, N, stride_y_m,
+    half, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N, stride_y_m,
     BLOCK_M: gl.constexpr, WARPGROUPS: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    FORMAT: gl.constexpr, INDEXED: gl.constexpr, FIT: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, PER: gl.constexpr,
+    CODES: gl.constexpr, SCALES: gl.constexpr, INDEXED: gl.constexpr, FIT: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, PER: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its 64 columns of every tile, or in SPLIT code every other block of K of the same 64.
 
@@ -170,13 +181,13 @@ def _multiply_codes(
         grains = gl.cdiv(row_end - row, GRAIN)
         if AHEAD:
             mbarrier.wait(full.index(stage), phase)
-            now = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, FORMAT, OPERAND)
+            now = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, CODES, SCALES, OPERAND)
         for step in range(steps):
             if FIT:
                 fit(grains, BLOCK_M // GRAIN)
             if not AHEAD:
                 mbarrier.wait(full.index(stage), phase)
-                now = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, FORMAT, OPERAND)
+                now = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, CODES, SCALES, OPERAND)
             last = stage
             for unit in gl.static_range(UNITS):
                 x_tile = _x_tile(b, last, unit // PER, half, BLOCK_M, KB, SPLIT, WRITTEN)
@@ -187,12 +198,12 @@ def _multiply_codes(
                 following = now
                 if unit + 1 < UNITS:
                     following = _block(
-                        a, s, last, unit + 1, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, FORMAT, OPERAND
+                        a, s, last, unit + 1, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, CODES, SCALES, OPERAND
                     )  # fmt: skip
                 elif AHEAD:
                     stage, phase = advance(stage, phase, STAGES)
                     mbarrier.wait(full.index(stage), phase, pred=step + 1 < steps)
-                    following = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, FORMAT, OPERAND)
+                    following = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, CODES, SCALES, OPERAND)
                 if unit % PER == 0:
                     acc, now = warpgroup_mma_wait(num_outstanding=0, deps=(acc, now))
                 else:
@@ -226,7 +237,7 @@ def _multiply_codes(
                 for i in gl.static_range(BOXES):
                     mine = row + BOX * i
                     if (mine < row_end) & (first < N):
-                        part = parts[i]
+                        part = _scaled(parts[i], outer, expert, first, N, SCALES)
                         if INDEXED:
                             target = noted[0].index(half).slice(BOX * i, BOX).load(gl.SliceLayout(1, LINES))
                             scale = noted[1].index(half).slice(BOX * i, BOX).load(gl.SliceLayout(0, part.type.layout))
@@ -253,10 +264,10 @@ def _tables(ROWS: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 @gluon.jit
 def rows_wna16(
-    x, w, w_scale, y, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_y_m, m_sizes_step, index_step,
+    x, w, w_scale, w_outer, y, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_y_m, stride_outer_e, m_sizes_step, index_step,
     index_end, x_divisor, flags,
     BLOCK_M: gl.constexpr, WARPGROUPS: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, GROUPS: gl.constexpr, SCALE_BYTES: gl.constexpr,
+    EXPERTS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, SCALE_BYTES: gl.constexpr,
     INDEXED: gl.constexpr, FIT: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, PER: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -267,11 +278,12 @@ def rows_wna16(
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     flat8: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=2)
     lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    WORDS: gl.constexpr = 4 if CODES == "e4m3" else 2
     BOX: gl.constexpr = min(BLOCK_M, 64)
     BOXES: gl.constexpr = BLOCK_M // BOX
     SPARE: gl.constexpr = 1 if BLOCK_M == 192 else 0  # boxes: a product as it is written has 256 rows
     BLOCKS: gl.constexpr = (1 if SPLIT else WARPGROUPS * PER) * STAGES * KB
-    a = gl.allocate_shared_memory(gl.int32, [BLOCKS, 2, 256], flat)
+    a = gl.allocate_shared_memory(gl.int32, [BLOCKS, WORDS, 256], flat)
     s = gl.allocate_shared_memory(gl.uint8, [BLOCKS, 1, SCALE_BYTES], flat8)
     b = gl.allocate_shared_memory(x.dtype, [STAGES * KB * BOXES + SPARE, BOX, 64], lines)
     buffers = gl.allocate_shared_memory(x.dtype, [WARPGROUPS, BOX, 64], lines)
@@ -280,6 +292,7 @@ def rows_wna16(
     summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(summed.index(i), count=1)
+    outer = (w_outer, stride_outer_e)
     moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
     noted = _tables(BLOCK_M, WARPGROUPS) if INDEXED else ()
     gl.barrier()
@@ -287,18 +300,18 @@ def rows_wna16(
         gl.warp_specialize(
             [
                 (_multiply_codes, (
-                    0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, FORMAT, INDEXED, FIT, SPLIT,
+                    0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
+                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
                     AHEAD, PER,
                 )),
                 (_multiply_codes, (
-                    1, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, FORMAT, INDEXED, FIT, SPLIT,
+                    1, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
+                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
                     AHEAD, PER,
                 )),
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, SCALE_BYTES,
+                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, SCALE_BYTES,
                     SPLIT, PER,
                 )),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
@@ -310,18 +323,18 @@ def rows_wna16(
         gl.warp_specialize(
             [
                 (_multiply_codes, (
-                    0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, FORMAT, INDEXED, FIT, SPLIT,
+                    0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
+                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
                     AHEAD, PER,
                 )),
                 (_multiply_codes, (
-                    1, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, FORMAT, INDEXED, FIT, SPLIT,
+                    1, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
+                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
                     AHEAD, PER,
                 )),
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, SCALE_BYTES,
+                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, SCALE_BYTES,
                     SPLIT, PER,
                 )),
             ],
@@ -332,13 +345,13 @@ def rows_wna16(
         gl.warp_specialize(
             [
                 (_multiply_codes, (
-                    0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, FORMAT, INDEXED, FIT, SPLIT,
+                    0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
+                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
                     AHEAD, PER,
                 )),
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, SCALE_BYTES,
+                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, SCALE_BYTES,
                     SPLIT, PER,
                 )),
             ],
