@@ -169,6 +169,11 @@ class ExpertWeights:
         return torch.Size((E, N, last * 8 // self.precision.w.bits))
 
     @property
+    def requires_grad(self) -> bool:
+        """It is frozen."""
+        return False
+
+    @property
     def device(self) -> torch.device:
         """Where all of its tensors are."""
         return self.codes.device
