@@ -42,6 +42,7 @@ def catalogue() -> BuildPlan:
     return plan(load_models(["catalogue"]).shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
     catalogue = planned_on(catalogue, (sm,))
@@ -69,6 +70,7 @@ def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
     assert all(i in used for i, one in enumerate(variants) if one.alignment == 16)
 
 
+@pytest.mark.slow
 def test_silu_in_the_epilogue_changes_no_other_choice(catalogue: BuildPlan) -> None:
     every = planned_on(catalogue, (90,))
     gated = {one for one in every.problems if optional(one)}
@@ -132,6 +134,7 @@ def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
     assert configs("ops=forward,dX", Op.DX) == own | configs("ops=dX layout=nk", Op.DX)
 
 
+@pytest.mark.slow
 def test_all_forms_of_an_op_keep_to_the_limit(catalogue: BuildPlan) -> None:
     """Silu in the epilogue too: with what the other forms hold, where there is room, else within it."""
     every = planned_on(catalogue, (90,))
