@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class ExpertWeights:
     global_scale
         [E] float32 of nvfp4, else None.
     order
-        Which order the codes are in (``prepare``): 0 is the checkpoint's own.
+        Which order codes and scales are in (``prepare``): 0 is the checkpoint's own.
     """
 
     format: str
@@ -51,6 +51,7 @@ class ExpertWeights:
     zero: torch.Tensor | None = None
     global_scale: torch.Tensor | None = None
     order: int = 0
+    _derived: torch.Tensor | None = field(default=None, init=False)
 
     @classmethod
     def fp8_block(cls, codes: torch.Tensor, scale: torch.Tensor, *, quantize_x: bool = True) -> ExpertWeights:
@@ -191,23 +192,38 @@ class ExpertWeights:
         return w
 
     def prepare(self) -> ExpertWeights:
-        """Put the codes into the order that kernels read: in place, expert by expert, once. Returns itself.
+        """Put codes and scales into the order that kernels read: in place, expert by expert, once. Returns itself.
 
-        ``order`` tells; ``restore`` undoes it. A format that kernels read in the checkpoint's order is left as it is.
+        ``order`` tells; ``restore`` undoes it. Weights that no kernel reads in another order are left as they are: of
+        N or K that are no multiples of 64 (of 128 where a scale is of so many), or a mxfp4 scale above 2.
         """
         order = ORDERS.get(self.format)
         if order is not None and self.order != order.number:
             self.restore()
-            self._reorder(order, undo=False)
-            self.order = order.number
+            if order.fits(self._quantised):
+                self._reorder(order, undo=False)
+                self.order = order.number
         return self
 
     def restore(self) -> ExpertWeights:
-        """Put the codes back into the checkpoint's order, bit for bit. Returns itself."""
+        """Put codes and scales back into the checkpoint's order, bit for bit. Returns itself."""
         if self.order:
             self._reorder(_order_of(self), undo=True)
-            self.order = 0
+            self.order, self._derived = 0, None
         return self
+
+    @property
+    def kernel_scale(self) -> torch.Tensor | None:
+        """The scales in blocks that kernels read of prepared weights; None where they read none.
+
+        ``scale`` itself, or made of it when it is first asked for, where kernels read another type.
+        """
+        order = _order_of(self)
+        if order.moves(self.scale):
+            return self.scale
+        if self._derived is None and order.derived is not None:
+            self._derived = order.derived(self.scale)
+        return self._derived
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ExpertWeights:
         """The same on another device; itself if it is there."""
@@ -246,15 +262,21 @@ class ExpertWeights:
 
     def _values(self, expert: int) -> torch.Tensor:
         """w[expert] in float32."""
-        codes = self.codes[expert]
+        codes, scale = self.codes[expert], self.scale[expert]
         if self.order:
-            codes = _order_of(self).reorder(codes, True)
+            order = _order_of(self)
+            codes = order.codes(codes, True)
+            scale = order.scale(scale, True) if order.scale is not None and order.moves(scale) else scale
         zero, outer = (None if one is None else one[expert] for one in (self.zero, self.global_scale))
-        return values(self.format, Quantised(codes, self.scale[expert], zero, outer))
+        return values(self.format, Quantised(codes, scale, zero, outer))
+
+    @property
+    def _quantised(self) -> Quantised:
+        return Quantised(self.codes, self.scale, self.zero, self.global_scale)
 
     def _reorder(self, order: CodeOrder, *, undo: bool) -> None:
         with torch.inference_mode():  # (tensors that were made there can be changed nowhere else)
-            reorder(self.codes, order, undo=undo)
+            reorder(self._quantised, order, undo=undo)
 
 
 def _order_of(weights: ExpertWeights) -> CodeOrder:

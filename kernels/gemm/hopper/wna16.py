@@ -39,7 +39,7 @@ GRAIN: gl.constexpr = gl.constexpr(16)
 def _load_codes(
     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
     BLOCK_M: gl.constexpr, WARPGROUPS: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, WORDS: gl.constexpr, SCALE_BYTES: gl.constexpr, SPLIT: gl.constexpr, PER: gl.constexpr,
+    EXPERTS: gl.constexpr, WORDS: gl.constexpr, BLOCKS_PER_SCALE: gl.constexpr, SCALE_BYTES: gl.constexpr, SPLIT: gl.constexpr, PER: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: see ``rows._load_rows``."""
     AHEAD: gl.constexpr = 4 if KB == 1 else 1
@@ -47,7 +47,7 @@ def _load_codes(
     BOX: gl.constexpr = min(BLOCK_M, 64)
     BOXES: gl.constexpr = BLOCK_M // BOX
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
-    codes_bytes: gl.constexpr = KB * WIDE * (64 * 16 * WORDS + SCALE_BYTES)
+    codes_bytes: gl.constexpr = WIDE * (KB * 1024 * WORDS + KB // BLOCKS_PER_SCALE * SCALE_BYTES)
     box_bytes: gl.constexpr = KB * BOX * 64 * 2
     blocks_n = N // 64
     blocks_k = K // 64
@@ -88,8 +88,10 @@ def _load_codes(
                 at = (stage * WIDE + h) * KB
                 codes = a.index(at)._reinterpret(gl.int32, [WORDS * KB, 256], a.layout)
                 tma.async_copy_global_to_shared(w, [block * WORDS, 0], bar, codes)
-                scales = s.index(at)._reinterpret(gl.uint8, [KB, SCALE_BYTES], s.layout)
-                tma.async_copy_global_to_shared(w_scale, [block, 0], bar, scales)
+                if SCALE_BYTES:
+                    scales = s.index(at // BLOCKS_PER_SCALE)
+                    scales = scales._reinterpret(gl.uint8, [KB // BLOCKS_PER_SCALE, SCALE_BYTES], s.layout)
+                    tma.async_copy_global_to_shared(w_scale, [block // BLOCKS_PER_SCALE, 0], bar, scales)
             for j in gl.static_range(KB):
                 for i in gl.static_range(BOXES):
                     box = b.index((stage * KB + j) * BOXES + i)
@@ -132,14 +134,14 @@ def _biased(part, moved, expert, col, N):
 @gluon.jit
 def _block(
     a, s, stage, unit: gl.constexpr, half, WARPGROUPS: gl.constexpr, KB: gl.constexpr, SPLIT: gl.constexpr,
-    PER: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, OPERAND: gl.constexpr,
+    PER: gl.constexpr, BLOCKS_PER_SCALE: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """What a warpgroup multiplies in its turn ``unit`` of a stage: PER blocks of columns of one K, then of the next."""
     if SPLIT:
-        at = stage * KB + 2 * unit + half
+        tile, k = stage, 2 * unit + half
     else:
-        at = ((stage * WARPGROUPS + half) * PER + unit % PER) * KB + unit // PER
-    return operand(a.index(at), s.index(at), GROUPS, CODES, SCALES, OPERAND)
+        tile, k = (stage * WARPGROUPS + half) * PER + unit % PER, unit // PER
+    return operand(a.index(tile * KB + k), s.index((tile * KB + k) // BLOCKS_PER_SCALE), GROUPS, CODES, SCALES, OPERAND)
 
 
 @gluon.jit
@@ -152,8 +154,8 @@ def _x_tile(b, stage, j, half, BLOCK_M: gl.constexpr, KB: gl.constexpr, SPLIT: g
 @gluon.jit
 def _multiply_codes(
     half, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N, stride_y_m,
-    BLOCK_M: gl.constexpr, WARPGROUPS: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    CODES: gl.constexpr, SCALES: gl.constexpr, INDEXED: gl.constexpr, FIT: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, PER: gl.constexpr,
+    BLOCK_M: gl.constexpr, WARPGROUPS: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, BLOCKS_PER_SCALE: gl.constexpr,
+    GROUPS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, INDEXED: gl.constexpr, FIT: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, PER: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its 64 columns of every tile, or in SPLIT code every other block of K of the same 64.
 
@@ -181,13 +183,13 @@ def _multiply_codes(
         grains = gl.cdiv(row_end - row, GRAIN)
         if AHEAD:
             mbarrier.wait(full.index(stage), phase)
-            now = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, CODES, SCALES, OPERAND)
+            now = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND)
         for step in range(steps):
             if FIT:
                 fit(grains, BLOCK_M // GRAIN)
             if not AHEAD:
                 mbarrier.wait(full.index(stage), phase)
-                now = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, CODES, SCALES, OPERAND)
+                now = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND)
             last = stage
             for unit in gl.static_range(UNITS):
                 x_tile = _x_tile(b, last, unit // PER, half, BLOCK_M, KB, SPLIT, WRITTEN)
@@ -198,12 +200,12 @@ def _multiply_codes(
                 following = now
                 if unit + 1 < UNITS:
                     following = _block(
-                        a, s, last, unit + 1, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, CODES, SCALES, OPERAND
+                        a, s, last, unit + 1, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND
                     )  # fmt: skip
                 elif AHEAD:
                     stage, phase = advance(stage, phase, STAGES)
                     mbarrier.wait(full.index(stage), phase, pred=step + 1 < steps)
-                    following = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, GROUPS, CODES, SCALES, OPERAND)
+                    following = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND)
                 if unit % PER == 0:
                     acc, now = warpgroup_mma_wait(num_outstanding=0, deps=(acc, now))
                 else:
@@ -267,13 +269,14 @@ def rows_wna16(
     x, w, w_scale, w_outer, y, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_y_m, stride_outer_e, m_sizes_step, index_step,
     index_end, x_divisor, flags,
     BLOCK_M: gl.constexpr, WARPGROUPS: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, SCALE_BYTES: gl.constexpr,
+    EXPERTS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, BLOCKS_PER_SCALE: gl.constexpr, GROUPS: gl.constexpr, SCALE_BYTES: gl.constexpr,
     INDEXED: gl.constexpr, FIT: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, PER: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]), w = codes x scales.
 
-    w is int32 [E * N / 64 * K / 64 * 2, 256] and w_scale uint8 [E * N / 64 * K / 64, SCALE_BYTES], both prepared.
+    w and w_scale are prepared, and seen as rows of blocks: int32 [E * N / 64 * K / 64 * WORDS, 256] and uint8 [the
+    blocks / BLOCKS_PER_SCALE, SCALE_BYTES]. w_outer are scales that a sum is multiplied by: ``_scaled``.
     """
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     flat8: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=2)
@@ -284,7 +287,7 @@ def rows_wna16(
     SPARE: gl.constexpr = 1 if BLOCK_M == 192 else 0  # boxes: a product as it is written has 256 rows
     BLOCKS: gl.constexpr = (1 if SPLIT else WARPGROUPS * PER) * STAGES * KB
     a = gl.allocate_shared_memory(gl.int32, [BLOCKS, WORDS, 256], flat)
-    s = gl.allocate_shared_memory(gl.uint8, [BLOCKS, 1, SCALE_BYTES], flat8)
+    s = gl.allocate_shared_memory(gl.uint8, [BLOCKS // BLOCKS_PER_SCALE, 1, max(SCALE_BYTES, 16)], flat8)
     b = gl.allocate_shared_memory(x.dtype, [STAGES * KB * BOXES + SPARE, BOX, 64], lines)
     buffers = gl.allocate_shared_memory(x.dtype, [WARPGROUPS, BOX, 64], lines)
     full, empty, queue, filled, free = barriers(STAGES, 1, WARPGROUPS, WARPGROUPS)
@@ -301,17 +304,17 @@ def rows_wna16(
             [
                 (_multiply_codes, (
                     0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
+                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
                     AHEAD, PER,
                 )),
                 (_multiply_codes, (
                     1, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
+                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
                     AHEAD, PER,
                 )),
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, SCALE_BYTES,
+                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, BLOCKS_PER_SCALE, SCALE_BYTES,
                     SPLIT, PER,
                 )),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
@@ -324,17 +327,17 @@ def rows_wna16(
             [
                 (_multiply_codes, (
                     0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
+                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
                     AHEAD, PER,
                 )),
                 (_multiply_codes, (
                     1, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
+                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
                     AHEAD, PER,
                 )),
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, SCALE_BYTES,
+                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, BLOCKS_PER_SCALE, SCALE_BYTES,
                     SPLIT, PER,
                 )),
             ],
@@ -346,12 +349,12 @@ def rows_wna16(
             [
                 (_multiply_codes, (
                     0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
+                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
                     AHEAD, PER,
                 )),
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, SCALE_BYTES,
+                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, BLOCKS_PER_SCALE, SCALE_BYTES,
                     SPLIT, PER,
                 )),
             ],
