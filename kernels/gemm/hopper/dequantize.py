@@ -135,7 +135,7 @@ def _scales(held, GROUPS: gl.constexpr, SCALES: gl.constexpr):
     if SCALES == "e8m0":  # 2^(s - 127) x 2^126, of e2m1: no s is above 128 (kernels/codes.py)
         s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
         return ((s.to(gl.uint16) + 126) << 7).to(gl.bfloat16, bitcast=True)
-    elif SCALES == "e4m3":  # x 2^6, and 2^120 more at the codes: none is negative
+    elif SCALES == "e4m3":  # x 2^6, and the codes x 2^-6, for neither's factor fits: no scale is negative
         s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
         return (s.to(gl.uint16) << 4).to(gl.bfloat16, bitcast=True) * _power(126)
     else:
@@ -146,7 +146,7 @@ def _scales(held, GROUPS: gl.constexpr, SCALES: gl.constexpr):
 def operand(codes, scales, GROUPS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, OPERAND: gl.constexpr):
     """A block of w, bf16 [64, 64], of its codes and scales in shared memory.
 
-    SCALES: "e8m0", "e4m3" (the result is x 2^-6... see ``OUTER_SHIFT``), "bf16", "block" (one bf16 for all) or "none".
+    SCALES: "e8m0", "e4m3" or "bf16" of each row and group, "block" (one bf16 for all) or "none".
     """
     v = _unpack(codes, CODES)
     if SCALES == "none":

@@ -39,7 +39,7 @@ GRAIN: gl.constexpr = gl.constexpr(16)
 def _load_codes(
     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
     BLOCK_M: gl.constexpr, WARPGROUPS: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, WORDS: gl.constexpr, BLOCKS_PER_SCALE: gl.constexpr, SCALE_BYTES: gl.constexpr, SPLIT: gl.constexpr, PER: gl.constexpr,
+    EXPERTS: gl.constexpr, WORDS: gl.constexpr, BLOCKS_PER_SCALE: gl.constexpr, SCALE_BYTES: gl.constexpr, SCALES: gl.constexpr, SPLIT: gl.constexpr, PER: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: see ``rows._load_rows``."""
     AHEAD: gl.constexpr = 4 if KB == 1 else 1
@@ -89,7 +89,7 @@ def _load_codes(
                 codes = a.index(at)._reinterpret(gl.int32, [WORDS * KB, 256], a.layout)
                 tma.async_copy_global_to_shared(w, [block * WORDS, 0], bar, codes)
                 if SCALE_BYTES:
-                    scales = s.index(at // BLOCKS_PER_SCALE)
+                    scales = s.index((stage * WIDE + h) * scale_places(KB, BLOCKS_PER_SCALE, SCALES))
                     scales = scales._reinterpret(gl.uint8, [KB // BLOCKS_PER_SCALE, SCALE_BYTES], s.layout)
                     tma.async_copy_global_to_shared(w_scale, [block // BLOCKS_PER_SCALE, 0], bar, scales)
             for j in gl.static_range(KB):
@@ -105,7 +105,7 @@ def _load_codes(
 def _scaled(part, outer, expert, col, N, SCALES: gl.constexpr):
     """The part by the scales that are an expert's, or one of each of its rows, which are y's columns."""
     if SCALES == "e4m3":
-        part = part * (64.0 * gl.load(outer[0] + expert))
+        part = part * gl.load(outer[0] + expert)
     elif SCALES == "none":
         n = col + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
         part = part * gl.load(outer[0] + expert * outer[1] + n, mask=n < N, other=0.0)[:, None]
@@ -131,6 +131,12 @@ def _biased(part, moved, expert, col, N):
     return part
 
 
+@gluon.constexpr_function
+def scale_places(KB, BLOCKS_PER_SCALE, SCALES):
+    """Places for the scales of a tile's part of a stage: TMA writes to multiples of 128 bytes, a block has 16 or more."""
+    return max(KB // BLOCKS_PER_SCALE, 8 if SCALES == "block" else 1)
+
+
 @gluon.jit
 def _block(
     a, s, stage, unit: gl.constexpr, half, WARPGROUPS: gl.constexpr, KB: gl.constexpr, SPLIT: gl.constexpr,
@@ -141,7 +147,7 @@ def _block(
         tile, k = stage, 2 * unit + half
     else:
         tile, k = (stage * WARPGROUPS + half) * PER + unit % PER, unit // PER
-    return operand(a.index(tile * KB + k), s.index((tile * KB + k) // BLOCKS_PER_SCALE), GROUPS, CODES, SCALES, OPERAND)
+    return operand(a.index(tile * KB + k), s.index(tile * scale_places(KB, BLOCKS_PER_SCALE, SCALES) + k // BLOCKS_PER_SCALE), GROUPS, CODES, SCALES, OPERAND)
 
 
 @gluon.jit
@@ -287,7 +293,8 @@ def rows_wna16(
     SPARE: gl.constexpr = 1 if BLOCK_M == 192 else 0  # boxes: a product as it is written has 256 rows
     BLOCKS: gl.constexpr = (1 if SPLIT else WARPGROUPS * PER) * STAGES * KB
     a = gl.allocate_shared_memory(gl.int32, [BLOCKS, WORDS, 256], flat)
-    s = gl.allocate_shared_memory(gl.uint8, [BLOCKS // BLOCKS_PER_SCALE, 1, max(SCALE_BYTES, 16)], flat8)
+    PLACES: gl.constexpr = BLOCKS // KB * scale_places(KB, BLOCKS_PER_SCALE, SCALES)
+    s = gl.allocate_shared_memory(gl.uint8, [PLACES, 1, max(SCALE_BYTES, 16)], flat8)
     b = gl.allocate_shared_memory(x.dtype, [STAGES * KB * BOXES + SPARE, BOX, 64], lines)
     buffers = gl.allocate_shared_memory(x.dtype, [WARPGROUPS, BOX, 64], lines)
     full, empty, queue, filled, free = barriers(STAGES, 1, WARPGROUPS, WARPGROUPS)
@@ -315,7 +322,7 @@ def rows_wna16(
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
                     m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, BLOCKS_PER_SCALE, SCALE_BYTES,
-                    SPLIT, PER,
+                    SCALES, SPLIT, PER,
                 )),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
@@ -338,7 +345,7 @@ def rows_wna16(
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
                     m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, BLOCKS_PER_SCALE, SCALE_BYTES,
-                    SPLIT, PER,
+                    SCALES, SPLIT, PER,
                 )),
             ],
             [4, 1],
@@ -355,7 +362,7 @@ def rows_wna16(
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
                     m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, BLOCKS_PER_SCALE, SCALE_BYTES,
-                    SPLIT, PER,
+                    SCALES, SPLIT, PER,
                 )),
             ],
             [1],
