@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_char, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from dataclasses import replace
 
 import pytest
 from cudaconfig import LaunchConfig
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Cache, Config, Loads, Schedule
 from pretuned.kernels.contract.registry import arguments
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime.driver.block import (
@@ -35,12 +36,11 @@ ROW_MAPS = {"x": X_MAP, "w": W_MAP, "y_map": RAGGED}
 WEIGHT_MAPS = {"dy": RAGGED, "x": RAGGED, "dw": ("null",) * 3 + ("one",) * 3}
 BIG = 1 << 40  # what must not be cut to 32 bits
 NUMBERS = {"M": 3, "index_end": 4, "N": 5, "K": 6, "E": 7, "m_sizes_step": 2, "index_step": 1, "x_divisor": 8}
-KINDS = [{}, {"tma": True}, {"tma": True, "specialized": True}]
+POINTERS_ALONE = Config(128, 128, 64, 8, 3)
+TMA = replace(POINTERS_ALONE, loads=Loads.TMA)
+SPECIALIZED = replace(TMA, schedule=Schedule.COOPERATIVE)
+CONFIGS = [POINTERS_ALONE, TMA, SPECIALIZED]
 POINTERS = {"counter": BIG + 8, "m_sizes": BIG + 4, "index": BIG + 5, "row_weights": BIG + 6, "bias": BIG + 7}
-
-
-def spec(op: Op, kind: dict[str, bool]) -> Spec:
-    return Spec(op, DType.BF16, Config(128, 128, 64, 8, 3, **kind))
 
 
 def packed(block: Block) -> Block:
@@ -54,9 +54,9 @@ def packed(block: Block) -> Block:
     return block
 
 
-def read(op: Op, kind: dict[str, bool]) -> list[tuple[str, int | bytes]]:
+def read(op: Op, config: Config) -> list[tuple[str, int | bytes]]:
     """(name, value) of every argument; a descriptor is its 128 bytes, then the sizes and strides that follow it."""
-    one = spec(op, kind)
+    one = Spec(op, DType.BF16, config)
     maps, offsets = (ROW_MAPS, ROWS) if op is Op.FORWARD else (WEIGHT_MAPS, WEIGHT)
     kinds: list[tuple[str, type[ctypes._SimpleCData[int]] | int]] = []
     for name, passed in arguments(one):
@@ -76,27 +76,27 @@ def read(op: Op, kind: dict[str, bool]) -> list[tuple[str, int | bytes]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_read_every_argument_where_the_kernel_has_it(kind: dict[str, bool]) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_rows_read_every_argument_where_the_kernel_has_it(config: Config) -> None:
     named = NUMBERS | POINTERS | {
         "x": BIG + 1, "w": BIG + 2, "y": BIG + 3, "stride_x_m": BIG + 11, "stride_y_m": BIG + 12,
         "stride_w_e": BIG + 13, "stride_w_row": BIG + 14, "flags": 9, "one": 1, "null": 0,
     }  # fmt: skip
-    wanted = named | dict(zip(("x", "w", "y_map"), MAPS, strict=True)) if "tma" in kind else named
-    assert read(Op.FORWARD, kind) == [(name, wanted[name]) for name, _ in read(Op.FORWARD, kind)]
+    wanted = named | dict(zip(("x", "w", "y_map"), MAPS, strict=True)) if config.loads is Loads.TMA else named
+    assert read(Op.FORWARD, config) == [(name, wanted[name]) for name, _ in read(Op.FORWARD, config)]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, {"tma": True, "specialized": True, "streamed": True}])
-def test_weights_read_every_argument_where_the_kernel_has_it(kind: dict[str, bool]) -> None:
-    assert ("dy_at" in dict(arguments(spec(Op.DW, kind)))) == kind.get("streamed", False)
+@pytest.mark.parametrize("config", [*CONFIGS, replace(SPECIALIZED, cache=Cache.EVICT_FIRST)], ids=str)
+def test_weights_read_every_argument_where_the_kernel_has_it(config: Config) -> None:
+    assert ("dy_at" in dict(arguments(Spec(Op.DW, DType.BF16, config)))) is (config.cache is Cache.EVICT_FIRST)
     named = NUMBERS | POINTERS | {
         "dy": BIG + 1, "x": BIG + 2, "dw": BIG + 3, "dy_at": BIG + 1, "x_at": BIG + 2,
         "stride_dy_m": BIG + 11, "stride_x_m": BIG + 12,
         "stride_dw_e": BIG + 13, "stride_dw_row": BIG + 14, "flags": 9, "one": 1, "null": 0,
     }  # fmt: skip
-    given = MAPS if "specialized" in kind else MAPS[:2]
-    wanted = named | dict(zip(("dy", "x", "dw"), given, strict=False)) if "tma" in kind else named
-    assert read(Op.DW, kind) == [(name, wanted[name]) for name, _ in read(Op.DW, kind)]
+    given = MAPS if config.schedule.warp_specialized else MAPS[:2]
+    wanted = named | dict(zip(("dy", "x", "dw"), given, strict=False)) if config.loads is Loads.TMA else named
+    assert read(Op.DW, config) == [(name, wanted[name]) for name, _ in read(Op.DW, config)]
 
 
 def test_the_launch_configuration_is_the_drivers() -> None:
