@@ -50,6 +50,7 @@ def some() -> BuildPlan:
     return plan(load_models(ids[::4]).shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
     catalogue = planned_on(catalogue, (sm,))
@@ -77,6 +78,7 @@ def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
     assert all(i in used for i, one in enumerate(variants) if one.alignment == 16)
 
 
+@pytest.mark.slow
 def test_silu_in_the_epilogue_changes_no_other_choice(some: BuildPlan) -> None:
     every = planned_on(some, (90,))
     gated = {one for one in every.problems if optional(one)}
@@ -140,6 +142,7 @@ def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
     assert configs("ops=forward,dX", Op.DX) == own | configs("ops=dX layout=nk", Op.DX)
 
 
+@pytest.mark.slow
 def test_all_forms_of_an_op_keep_to_the_limit(some: BuildPlan) -> None:
     """Silu in the epilogue too: with what the other forms hold, where there is room, else within it."""
     every = planned_on(some, (90,))

@@ -20,6 +20,8 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Source, Variant
 from pretuned.artifacts.records.target import Gpu
 
+pytestmark = pytest.mark.slow
+
 # fp32 dW has the fewest candidates: 7 variants.
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..8 name=mine"
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)

@@ -73,6 +73,7 @@ def test_models(aot):
     assert (nothing.code, nothing.out) == (2, "")
 
 
+@pytest.mark.slow
 def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     ended = aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90")
     assert ended.code == 0
@@ -92,6 +93,7 @@ def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     assert not list(here.iterdir())
 
 
+@pytest.mark.slow
 def test_the_whole_way_in_processes(aot_process, here):
     """plan, build, build again, inspect, verify: as pasted from the README."""
     (here / "models.txt").write_text(f"# mine\n{MODEL}\n")
@@ -155,6 +157,7 @@ def test_doctor(aot_process):
     assert "compile cache" in aot_process("doctor").out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["pretuned.aot", "doctor"], ["pretuned.runtime"]])
 def test_doctor_without_numpy_warns_of_nothing(words: list[str], here):
     """torch warns where there is none, as after ``pip install pretuned[aot]`` alone; nothing here needs it."""

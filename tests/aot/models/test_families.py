@@ -27,7 +27,10 @@ INTERFACE = sorted(
     for path in FOLDER.glob("*/modeling_*.py")
     if "\n@use_experts_implementation" in path.read_text(encoding="utf-8")
 )
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
 
 E, K, WIDTH = 24, 2, 840  # like no default, so that no two sizes are taken for each other
 # What a class needs beside: fields that its defaults lack, and whose experts are of a size that others decide.

@@ -45,6 +45,8 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.contract.alignment import has_aligned_rows
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
 Gpus = Callable[..., contextlib.AbstractContextManager[list[LocalExecutor]]]
 
