@@ -190,6 +190,7 @@ def test_tables_of_disjoint_cells_merge(tool: SimpleNamespace) -> None:
         assert merged[name] == pytest.approx(row, abs=2e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", Op)
 def test_how_few_variants_are_enough_is_as_recorded(tool: SimpleNamespace, op: Op) -> None:
     recorded = json.loads((RESULTS / "select-h200-bf16.json").read_text())["select"][op.value]

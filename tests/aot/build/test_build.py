@@ -36,6 +36,8 @@ from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import LAUNCH_ABI
 from pretuned.kernels.hardware.arch import arch_of
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., BuildOptions]
 
 

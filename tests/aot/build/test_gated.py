@@ -48,6 +48,8 @@ from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search import space
 
+pytestmark = pytest.mark.slow
+
 BOTH = Fusion.SILU | Fusion.GATHER
 QWEN3 = LayerShard(
     "Qwen/Qwen3-30B-A3B", E=128, k=8, H=2048, I=768, shared_experts=0, gated=True, dtypes=(DType.BF16,), tp=1, ep=1,

@@ -249,6 +249,7 @@ MAKES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(makes=MAKES)
 @example(  # equal but for the driver: what broke the tie must be there still after the first merge

@@ -65,13 +65,15 @@ def test_models(aot):
     assert oss["layouts"] == ["nk", "kn"]
     assert " nk,kn " in aot("models", "gpt-oss").out
     assert "Qwen/Qwen3-30B-A3B " in aot("models", "qwen3").out
-    (known,) = [line.split() for line in aot("models", "deepseek-r1").out.split("\n") if "R1" in line]
-    assert known == ["deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3"], "a name that was found is shown"
+    (known,) = [line.split() for line in aot("models", "deepseek-r1").out.split("\n") if "DeepSeek-R1 " in line]
+    assert known == ["deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3", "fp8_block"], "a found name is shown"
+    assert " bf16,fp8_block,int4_g128 " in aot("models", "qwen3-30b-a3b").out, "formats of all its repositories"
     assert "also" not in aot("models", "jamba").out, "it has no other name"
     nothing = aot("models", "no-such-model")
     assert (nothing.code, nothing.out) == (2, "")
 
 
+@pytest.mark.slow
 def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     ended = aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90")
     assert ended.code == 0
@@ -91,6 +93,7 @@ def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     assert not list(here.iterdir())
 
 
+@pytest.mark.slow
 def test_the_whole_way_in_processes(aot_process, here):
     """plan, build, build again, inspect, verify: as pasted from the README."""
     (here / "models.txt").write_text(f"# mine\n{MODEL}\n")
@@ -154,6 +157,7 @@ def test_doctor(aot_process):
     assert "compile cache" in aot_process("doctor").out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["pretuned.aot", "doctor"], ["pretuned.runtime"]])
 def test_doctor_without_numpy_warns_of_nothing(words: list[str], here):
     """torch warns where there is none, as after ``pip install pretuned[aot]`` alone; nothing here needs it."""

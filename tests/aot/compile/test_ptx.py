@@ -57,6 +57,7 @@ def test_every_store_of_dw_gets_the_hint_and_no_load() -> None:
         written(written(STORE))
 
 
+@pytest.mark.slow
 def test_streamed_dw_asks_for_rows_and_marks_its_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
@@ -79,6 +80,7 @@ def test_streamed_dw_asks_for_rows_and_marks_its_stores(monkeypatch: pytest.Monk
     assert [name for name, _ in compiled.variant.arguments][5:7] == ["dy_at", "x_at"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "fusion"), [(Layout.NK, Fusion.NONE), (Layout.KN, Fusion.GATHER)])
 def test_a_streamed_variant_is_the_same_code_but_for_the_hints(layout: Layout, fusion: Fusion) -> None:
     plain, hinted = (
@@ -187,6 +189,7 @@ FITTED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", FITTED, ids=str)
 @pytest.mark.parametrize(
     ("op", "fusion"), [(Op.FORWARD, Fusion.NONE), (Op.DX, Fusion.NONE), (Op.FORWARD, Fusion.SCATTER)]
@@ -218,6 +221,7 @@ def test_a_fitted_variant_has_products_of_every_size(
     assert "C75" not in subprocess.run(call, capture_output=True, text=True, check=True).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [

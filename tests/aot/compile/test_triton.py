@@ -80,6 +80,7 @@ def clean() -> str:
     return compiled_with()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [("DISABLE_LLVM_OPT", "1"), ("DISABLE_PTXAS_OPT", "1"), ("DISABLE_MMA_V3", "1"), ("PTXAS_OPTIONS", "-O0")],

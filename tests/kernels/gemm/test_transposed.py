@@ -40,6 +40,7 @@ def test_where_weights_come_from_registers(spec: Spec, sm: int, turned: bool) ->
     assert constants(spec, sm)["TURNED"] is turned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER, Fusion.SCATTER])
 def test_two_such_tiles_fit_an_sm(fusion: Fusion) -> None:
     variant = compile_variant(replace(DX, fusion=fusion), 90).variant

@@ -86,6 +86,7 @@ def test_a_lane_holds_what_the_instruction_wants(left: bool) -> None:
         assert whole == set(itertools.product(range(STEP.value), mine))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", SHIPPED)
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     """All products are mma.sync of both warpgroups, in lines of 32-bit numbers, and what TMA stores is not rounded."""
