@@ -58,7 +58,6 @@ MANY_MODULES = ("aot.cli",)  # a file a verb
 MANY_PARAMETERS = {
     "grouped_gemm", "traced", "explain",  # the documented parameters of grouped_gemm
     "build",  # the options of aot build
-    "__call__",  # a launcher's words, as long as they go by position (runtime/launch/gather.py)
     "rows",  # kernels/reference.py: every fused form in one equation
 }  # fmt: skip
 STDLIB = frozenset(__import__("sys").stdlib_module_names)
