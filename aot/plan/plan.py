@@ -96,7 +96,10 @@ def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
     """
     for op in shape.ops:
         for layout in shape.layouts:
-            for gemm, moves in zip(shape.gemms(), _MOVES.get(op, (Fusion.NONE, Fusion.NONE)), strict=True):
+            moving = _MOVES.get(op, (Fusion.NONE, Fusion.NONE))
+            padded = shape.padded_gemm()
+            gemms = [*zip(shape.gemms(), moving, strict=True), *([(padded, moving[0])] if padded else [])]
+            for gemm, moves in gemms:
                 if op is Op.DW and layout is Layout.KN:
                     yield Problem(op, dtype, gemm.E, gemm.K, gemm.N)
                     continue

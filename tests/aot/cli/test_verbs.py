@@ -65,8 +65,9 @@ def test_models(aot):
     assert oss["layouts"] == ["nk", "kn"]
     assert " nk,kn " in aot("models", "gpt-oss").out
     assert "Qwen/Qwen3-30B-A3B " in aot("models", "qwen3").out
-    (known,) = [line.split() for line in aot("models", "deepseek-r1").out.split("\n") if "R1" in line]
-    assert known == ["deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3"], "a name that was found is shown"
+    (known,) = [line.split() for line in aot("models", "deepseek-r1").out.split("\n") if "DeepSeek-R1 " in line]
+    assert known == ["deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3", "fp8_block"], "a found name is shown"
+    assert " bf16,fp8_block,int4_g128 " in aot("models", "qwen3-30b-a3b").out, "formats of all its repositories"
     assert "also" not in aot("models", "jamba").out, "it has no other name"
     nothing = aot("models", "no-such-model")
     assert (nothing.code, nothing.out) == (2, "")
