@@ -30,12 +30,13 @@ from .toolchain import toolchain
 # Same code for everyone: no line info (it embeds paths and triples the size), fused multiply-add stated
 # because its default changes between Triton versions.
 OPTIONS = ("enable_fp_fusion=True", "line_info=off")
-_ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF32: "fp32"}
+_ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF32: "fp32"}  # of x and y; else bf16
 # CUtensorMapDataType (cuda.h); 11 rounds fp32 to tf32 on load, where the tensor core would cut it off.
 _MAP_ELEMENT = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
 _WORDS = ("m_sizes", "index", "counter", "experts", "places", "used", "ids", "bounds", "counts")
 _POINTS_AT = dict.fromkeys(_WORDS, "*i32") | {
     "row_weights": "*fp32",
+    "w_outer": "*fp32",
     "dweights": "*fp32",
     "order": "*i64",
     "named": "*i8",
@@ -50,9 +51,11 @@ _CHANGE_CODE = (
     "LLVM_EXTRACT_DI_LOCAL_VARIABLES", "LLVM_PASS_PLUGIN_PATH", "USE_IR_LOC", "DISABLE_MMA_V3", "DISABLE_MMA_V5",
     "TRITON_PREFER_TMEM_16x256_LAYOUT", "TRITON_SWAP_MIR",
 )  # fmt: skip
+# Blocks of codes and of scales are bytes to the hardware: (Triton's type, CUtensorMapDataType, bits of an element).
+_BLOCKS = {"w": ("i32", 2, 32), "w_scale": ("u8", 0, 8)}
 # How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.
 _SHARED = (
-    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank={rank}, transposed=False, "
+    "NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={bits}, rank={rank}, transposed=False, "
     "fp4_padded=False, cga_layout=[])"
 )
 
@@ -88,6 +91,8 @@ def kernels_of(compiled: Iterable[Compiled]) -> tuple[Kernel, ...]:
 
 def _map_element(name: str, dtype: DType) -> int:
     """The type that TMA takes the elements for: results are not rounded again."""
+    if dtype.quantised:
+        return _BLOCKS[name][1] if name in _BLOCKS else _MAP_ELEMENT[DType.BF16]
     return _MAP_ELEMENT[DType.FP32 if dtype is DType.TF32 and name == "dw" else dtype]
 
 
@@ -198,13 +203,16 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
 
 
 def _triton_type(name: str, kind: str, spec: Spec | RowOpSpec, boxes: dict[str, tuple[int, ...]]) -> str:
-    element = _ELEMENT[spec.dtype]
+    element = _ELEMENT.get(spec.dtype, "bf16")
     if kind == "ptr":
         return f"*{element}" if name in _ELEMENTS else _POINTS_AT[name]
     if kind.startswith("desc"):
         box = boxes[name]
         specialized = isinstance(spec, Spec) and spec.config.schedule.warp_specialized
-        layout = f",{_SHARED.format(rank=len(box), bits=8 * spec.dtype.itemsize)}" if specialized else ""
+        bits, swizzle = 8 * spec.dtype.itemsize, 128
+        if spec.dtype.quantised and name in _BLOCKS:
+            (element, _, bits), swizzle = _BLOCKS[name], 0
+        layout = f",{_SHARED.format(rank=len(box), bits=bits, swizzle=swizzle)}" if specialized else ""
         return f"tensordesc<{element}[{','.join(map(str, box))}]{layout}>"
     return kind
 

@@ -10,6 +10,7 @@ from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_between
 from ...kernels.contract.alignment import has_aligned_rows
+from ...kernels.contract.mixed_input import prepares
 from ...kernels.contract.spec import MAX_EXPERTS, code_of
 from ..models.layer import LayerGemm, LayerShard
 from .families import Family, Pool, optional
@@ -94,6 +95,9 @@ def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
 
     dW of w [E, K, N] is dW of w [E, N, K] with x and dy, N and K exchanged, and is planned as that.
     """
+    if dtype.quantised:
+        yield from _quantised(shape, dtype)
+        return
     for op in shape.ops:
         for layout in shape.layouts:
             moving = _MOVES.get(op, (Fusion.NONE, Fusion.NONE))
@@ -107,6 +111,15 @@ def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
                     yield Problem(op, dtype, gemm.E, gemm.N, gemm.K, layout, fusion)
             if op is Op.FORWARD and shape.gated:
                 yield from _gated(shape.gemms()[0], dtype, layout)
+
+
+def _quantised(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
+    """The forward of prepared weights; rows are gathered beforehand, so as if nothing gathered them."""
+    if Op.FORWARD in shape.ops:
+        for gemm in shape.gemms():
+            if prepares(dtype, gemm.N, gemm.K):
+                for fusion in (Fusion.NONE, Fusion.SCATTER):
+                    yield Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K, Layout.NK, fusion)
 
 
 def _gated(gemm: LayerGemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
@@ -133,6 +146,6 @@ def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) 
     idle = {
         one
         for one in plan.problems
-        if optional(one) and not any(space.candidates(Family.of(one), sm) for sm in sms)
+        if (optional(one) or one.dtype.quantised) and not any(space.candidates(Family.of(one), sm) for sm in sms)
     }  # fmt: skip
     return plan.without(idle) if idle else plan

@@ -11,19 +11,41 @@ from dataclasses import dataclass, replace
 
 
 class DType(enum.Enum):
-    """Element type of the operands and the result; ``TF32`` is fp32 in memory, multiplied in tf32."""
+    """What a problem says of its operands: a name of ``PRECISIONS``.
+
+    Of the first four all operands are of one type; ``TF32`` is fp32 in memory, multiplied in tf32. Of the others w is
+    quantised, and x and y are bf16: of these there are only the formats that a kernel multiplies.
+    """
 
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
     TF32 = "tf32"
+    MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
+    INT4_G32 = "int4_g32"
+    INT4_G64 = "int4_g64"
+    INT4_G128 = "int4_g128"
+    FP8_BLOCK_A16 = "fp8_block_a16"
+    FP8_CHANNEL_A16 = "fp8_channel_a16"
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element in memory."""
-        return 2 if self in (DType.BF16, DType.FP16) else 4
+        """Bytes of one element of x, and of y."""
+        return 4 if self in (DType.FP32, DType.TF32) else 2
+
+    @property
+    def precision(self) -> Precision:
+        """What each operand is made of."""
+        return PRECISIONS[self.value]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether w has scales."""
+        return self not in PLAIN_DTYPES
 
 
+PLAIN_DTYPES = frozenset((DType.BF16, DType.FP16, DType.FP32, DType.TF32))
 _SCALE_BITS = {"fp32": 32, "bf16": 16, "e8m0": 8, "e4m3": 8}
 
 

@@ -22,6 +22,7 @@ class Schedule(enum.IntEnum):
     PERSISTENT = 1  # as many programs as fit the GPU, each over many tiles
     COOPERATIVE = 2  # warp-specialised: one warp loads, two warpgroups share each tile
     PINGPONG = 3  # warp-specialised: one warp loads, two warpgroups take whole tiles in turns
+    MIXED_INPUT = 4  # as cooperative, of codes of w that become x's type in registers; tiles of 64 columns share out K
 
     @property
     def warp_specialized(self) -> bool:
@@ -96,6 +97,8 @@ class Config:
             "tma": self.loads is Loads.TMA,
         }
         numbers = {name: getattr(self, name) for name in NUMBERS}
+        if self.schedule is Schedule.MIXED_INPUT:  # (others' pairs are from before it)
+            flags |= {"mixed_input": True, "fitted": self.rows is TileRows.FITTED}
         return tuple(sorted((name, int(value)) for name, value in (numbers | flags).items()))
 
     @classmethod
@@ -118,7 +121,9 @@ class Config:
             schedule=schedule,
             cache=Cache(flags["streamed"]),
             edge=Edge(flags["narrow"]),
-            rows=TileRows((schedule, given["block_m"], given["block_n"], given["block_k"]) in _FITTED),
+            rows=TileRows(
+                flags["fitted"] or (schedule, given["block_m"], given["block_n"], given["block_k"]) in _FITTED
+            ),
         )
         problem = out_of_range(config)
         if problem:
@@ -130,10 +135,12 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Config))
 NUMBERS = FIELDS[: FIELDS.index("loads")]
 PINGPONG_COLUMNS = 192  # of a tile: its sums fill a warpgroup's registers
 SIZES = (16, 32, 64, 128, 256)  # of a tile's sides, and that of a pingpong tile above
+DEPTHS = (512, 1024)  # of a reduction's step, more than a tile's side: codes take little room
 WARPS = (1, 2, 4, 8, 16)
 _MOST_STAGES = 15
 _FLAGS = {
     "tma": False, "persistent": True, "specialized": False, "streamed": False, "narrow": False, "pingpong": False,
+    "mixed_input": False, "fitted": False,
 }  # fmt: skip
 _WIRE = (*NUMBERS, *_FLAGS)
 # Of format 1's pairs: tiles of these sizes are fitted to their rows, and were told from others by that alone.
@@ -146,6 +153,10 @@ def _schedule(flags: Mapping[str, bool]) -> Schedule:
         raise ValueError("a specialized config is persistent, this is not")
     if flags["pingpong"] and not flags["specialized"]:
         raise ValueError("a pingpong config is specialized, this is not")
+    if (flags["mixed_input"] and not flags["specialized"]) or (flags["fitted"] and not flags["mixed_input"]):
+        raise ValueError("a mixed_input config is specialized, and a fitted one of format 1 mixed_input; this is not")
+    if flags["mixed_input"] and not flags["pingpong"]:
+        return Schedule.MIXED_INPUT
     if flags["specialized"]:
         return Schedule.PINGPONG if flags["pingpong"] else Schedule.COOPERATIVE
     return Schedule.PERSISTENT if flags["persistent"] else Schedule.TILE
@@ -155,6 +166,8 @@ def out_of_range(config: Config) -> str | None:
     """Which number no config of any kernel can have, or None."""
     for name in ("block_m", "block_n", "block_k"):
         value = getattr(config, name)
+        if name == "block_k" and value in DEPTHS:
+            continue
         if value not in SIZES and value != PINGPONG_COLUMNS:
             return f"{name} is {value}, wanted a power of two from {SIZES[0]} to {SIZES[-1]}, or {PINGPONG_COLUMNS}"
     if config.num_warps not in WARPS:

@@ -26,6 +26,11 @@ _WEIGHT = _NUMBERS | {
 } | dict.fromkeys(
     ("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row"), ("i64",)
 )  # fmt: skip
+_CODES = _NUMBERS | {
+    "x": ("desc2",), "w": ("desc2",), "w_scale": ("desc2",), "w_outer": ("ptr",), "y": ("ptr",), "stride_y_m": ("i64",),
+    "stride_outer_e": ("i64",),
+}  # fmt: skip
+_ELEMENTS_OF_CODES = {"x": (9,), "w": (2,), "w_scale": (0,)}
 _ELEMENTS = {DType.BF16: (9,), DType.FP16: (6,), DType.FP32: (7,), DType.TF32: (7, 11)}  # CUtensorMapDataType
 _WARP = 32
 
@@ -45,7 +50,7 @@ def unlaunchable(variant: Variant) -> str | None:
     refused = refusal(spec)
     if refused:
         return refused
-    words = _WEIGHT if variant.op is Op.DW else _ROWS
+    words = _CODES if variant.dtype.quantised else _WEIGHT if variant.op is Op.DW else _ROWS
     given = dict(variant.arguments)
     for name, kind in variant.arguments:
         if kind not in words.get(name, ()):
@@ -59,7 +64,10 @@ def unlaunchable(variant: Variant) -> str | None:
     if variant.tensor_maps and config.loads is not Loads.TMA:
         return "it has tensor maps, and a config without TMA"
     for one in variant.tensor_maps:
-        elements = _ELEMENTS[variant.dtype]
+        if variant.dtype.quantised:
+            elements: tuple[int, ...] = _ELEMENTS_OF_CODES.get(one.argument, ())
+        else:
+            elements = _ELEMENTS[variant.dtype]
         if one.element not in (elements[:1] if one.argument == "dw" else elements):  # results are not rounded to tf32
             return f"the tensor map of {one.argument} has elements of the type {one.element}, not {variant.dtype.value}"
     return _wrong_threads(variant)

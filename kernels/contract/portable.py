@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...artifacts.records.precision import DType
+from ...artifacts.records.precision import PLAIN_DTYPES, DType
 from ...artifacts.records.problem import Fusion, Op
 from ..hardware.arch import Arch, Feature
 from .config import Cache, Loads, Schedule
@@ -88,7 +88,7 @@ ROWS = KernelEntry(
     sha256="719bb5be4ed8421cfe610c3b980b181ac488923cc665814b63c639a40b2451dd",
     launched_since=2,
     ops=frozenset((Op.FORWARD, Op.DX)),
-    dtypes=frozenset(DType),
+    dtypes=PLAIN_DTYPES,
     fusions=PLAIN | {Fusion.GATHER},
     needs=frozenset(),
     tiles=_tiles((Cache.DEFAULT, Cache.EVICT_FIRST), zeroes=True),
@@ -109,7 +109,7 @@ WEIGHT = KernelEntry(
     sha256="0e308bea1a0319c7c2ca0c549775ed46302972f10e9cf0eed5dae47bf10fecc2",
     launched_since=1,
     ops=frozenset((Op.DW,)),
-    dtypes=frozenset(DType),
+    dtypes=PLAIN_DTYPES,
     fusions=frozenset((Fusion.NONE,)),
     needs=frozenset(),
     tiles=_tiles((Cache.DEFAULT,), zeroes=False),

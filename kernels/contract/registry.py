@@ -13,11 +13,12 @@ from ..hardware.arch import arch_of
 from .config import Config, Schedule, TileRows, out_of_range
 from .entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
 from .hopper import ROWS_FITTED, ROWS_SPECIALIZED, WEIGHT_SPECIALIZED
+from .mixed_input import ROWS_WNA16
 from .portable import ROWS, WEIGHT
 from .rowops import ROW_OPS, RowOpSpec
 from .spec import Spec, gemm_of
 
-KERNELS: tuple[KernelEntry, ...] = (ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED)
+KERNELS: tuple[KernelEntry, ...] = (ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16)
 ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
 
 _BY_FORM: Mapping[tuple[Op, Schedule, TileRows], KernelEntry] = {

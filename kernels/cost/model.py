@@ -17,8 +17,10 @@ from ...artifacts.records.problem import Fusion, Op, Problem
 from ..contract.config import Cache, Config, Edge, Schedule, TileRows
 from ..contract.registry import dealt, transposed
 from ..contract.spec import result_columns
+from ..hardware.arch import arch_of
 from ..hardware.chips import Chip
 from .constants import CONSTANTS, Constants, Specialized
+from .mixed_input import mixed_input_us
 from .profile import Profile, Resources, join, occupancy, profile
 from .routing import ExpectedRows, expected_rows
 
@@ -250,19 +252,30 @@ def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, cons
         if M is below 1.
     """
     _check_rows(M)
+    if problem.dtype.quantised:
+        return _mixed_us(problem, M, resources, chip)
     return _time_us(profile(resources, problem.op, problem.dtype, chip, constants), _work(problem, M), chip, constants)
+
+
+def _mixed_us(problem: Problem, M: int, resources: Resources, chip: Chip) -> float:
+    if not occupancy(resources, arch_of(chip.sm).limits):
+        return math.inf
+    return mixed_input_us(problem, M, resources.config, chip)
 
 
 class Ranker:
     """The candidates of one op and dtype on one chip, prepared once: ranking a shape is then cheap."""
 
-    __slots__ = ("_chip", "_constants", "_dtype", "_op", "_profiles")
+    __slots__ = ("_candidates", "_chip", "_constants", "_dtype", "_op", "_profiles")
 
     def __init__(
         self, candidates: Sequence[Resources], op: Op, dtype: DType, chip: Chip, constants: Constants = CONSTANTS
     ) -> None:
         self._op, self._dtype, self._chip, self._constants = op, dtype, chip, constants
-        self._profiles = [profile(resources, op, dtype, chip, constants) for resources in candidates]
+        self._candidates = candidates
+        self._profiles = (
+            [] if dtype.quantised else [profile(resources, op, dtype, chip, constants) for resources in candidates]
+        )
 
     def rank(self, problem: Problem, M: int) -> list[tuple[float, int]]:
         """(estimate in us, index of the candidate), best first; equal estimates in the configs' order.
@@ -276,6 +289,9 @@ class Ranker:
         if problem.op is not self._op or problem.dtype is not self._dtype:
             wanted = f"{self._op.value} {self._dtype.value}"
             raise ValueError(f"the ranker is for {wanted}, got {problem}; make one for that op and dtype")
+        if problem.dtype.quantised:
+            mixed = [(_mixed_us(problem, M, one, self._chip), i) for i, one in enumerate(self._candidates)]
+            return sorted(mixed, key=lambda time: (time[0], self._candidates[time[1]].config, time[1]))
         work, chip, constants = _work(problem, M), self._chip, self._constants
         times = [(_time_us(profile, work, chip, constants), i) for i, profile in enumerate(self._profiles)]
         return sorted(times, key=lambda time: (time[0], self._profiles[time[1]].config, time[1]))

@@ -152,13 +152,52 @@ TF32_DW_COOPERATIVE: tuple[Row, ...] = (
 )
 
 
+# Codes of w and bf16 x: what was within 2 % of the fastest somewhere on an H100 (benchmarks/results/quantised-h100.json).
+# A tile of 64 columns shares out K between its warpgroups. Those of 8 bits take twice the room.
+MIXED_4_BITS: tuple[Row, ...] = (
+    (16, 64, 1024, 8, 3),
+    (16, 128, 512, 8, 4),
+    (32, 128, 512, 8, 3),
+)
+MIXED_8_BITS: tuple[Row, ...] = (
+    (16, 64, 512, 8, 3),
+    (16, 128, 256, 8, 4),
+    (32, 128, 256, 8, 4),
+)
+MIXED_4_BITS_FITTED: tuple[Row, ...] = (
+    (64, 256, 128, 8, 5),
+    (128, 128, 128, 8, 4),
+    (128, 256, 128, 8, 3),
+    (256, 128, 64, 8, 5),
+    (256, 128, 128, 8, 2),
+)
+MIXED_8_BITS_FITTED: tuple[Row, ...] = (
+    (64, 256, 128, 8, 3),
+    (64, 128, 128, 8, 4),
+    (128, 128, 128, 8, 3),
+    (128, 256, 64, 8, 5),
+    (256, 128, 64, 8, 4),
+)
+
+
 def candidates(op: Op, dtype: DType) -> list[Config]:
     """The pool of an op and dtype."""
+    if dtype.quantised:
+        return _mixed_input(op, dtype)
     if dtype is DType.FP32:
         return fp32(op)
     if dtype is DType.TF32:
         return _tf32(op) + _portable(op, dtype)
     return _specialized(op) + _portable(op, dtype)
+
+
+def _mixed_input(op: Op, dtype: DType) -> list[Config]:
+    if op is not Op.FORWARD:
+        return []
+    four = dtype.precision.w.bits == 4
+    mixed, tma = Schedule.MIXED_INPUT, Loads.TMA
+    pool = configs(MIXED_4_BITS if four else MIXED_8_BITS, mixed, tma)
+    return pool + configs(MIXED_4_BITS_FITTED if four else MIXED_8_BITS_FITTED, mixed, tma, fitted=True)
 
 
 def _portable(op: Op, dtype: DType) -> list[Config]:

@@ -26,6 +26,8 @@ def shared_bytes_at_least(op: Op, dtype: DType, config: Config, sm: int) -> int:
     which still read the last one.
     """
     rows, columns, depth = config.block_m, config.block_n, config.block_k
+    if dtype.quantised:  # every stage is being read or loaded
+        return config.num_stages * depth * (rows * dtype.itemsize + columns * dtype.precision.w.bits // 8)
     if op is Op.DW:
         rows, columns, depth = config.block_n, config.block_k, config.block_m
     wgmma = arch_of(sm).has(Feature.WGMMA) and config.loads is Loads.TMA and rows >= 64
@@ -36,6 +38,8 @@ def shared_bytes_at_least(op: Op, dtype: DType, config: Config, sm: int) -> int:
 def _pool(op: Op, dtype: DType, sm: int) -> list[Config]:
     """What the capability's generation lists."""
     arch = arch_of(sm)
+    if dtype.quantised and not arch.has(Feature.WGMMA):
+        return []
     if arch.generation is Generation.HOPPER:
         return hopper.candidates(op, dtype)
     if arch.has(Feature.TMA):
@@ -68,6 +72,8 @@ def fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         if capability ``sm`` is not supported.
     """
     arch_of(sm)
+    if dtype.quantised:  # of other N and K the weights are not prepared
+        return ()
     rows: Rows
     if dtype is DType.FP32:
         rows = ((32, 32, 32, 4, 2),) if op is Op.DW else ((16, 32, 32, 4, 2), (64, 64, 16, 8, 2))

@@ -11,6 +11,7 @@ from . import cuda
 MAP_BYTES = 128
 MAP_ALIGNMENT_BYTES = 64
 _CACHED = 256
+_ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # of a CUtensorMapDataType (cuda.h)
 
 
 class TensorMaps:
@@ -20,12 +21,12 @@ class TensorMaps:
     def of(cls, variant: Variant, argument: str, device: int) -> TensorMaps | None:
         """None where the argument is a plain pointer."""
         plans = [plan for plan in variant.tensor_maps if plan.argument == argument]
-        return cls(plans[0], variant.dtype.itemsize, device) if plans else None
+        return cls(plans[0], device) if plans else None
 
-    def __init__(self, plan: TensorMap, itemsize: int, device: int) -> None:
+    def __init__(self, plan: TensorMap, device: int) -> None:
         rank = len(plan.box)
         self._plan, self._device = plan, device
-        self._itemsize = itemsize
+        self._itemsize = _ELEMENT_BYTES[plan.element]
         self._box = struct.pack(f"={rank}I", *reversed(plan.box))
         self._ones = struct.pack(f"={rank}I", *[1] * rank)
         self.known: dict[tuple[int, int, int], bytes] = {}

@@ -38,7 +38,7 @@ _WEIGHT: Words = (
     ("dy", "ptr"), ("x", "ptr"), ("dy_at", "ptr"), ("x_at", "ptr"), ("stride_dy_m", "i64"), ("stride_x_m", "i64"),
     ("M", "i32"),
 )  # fmt: skip
-_LATE: Words = (("m_sizes", "ptr"), ("counter", "ptr"))  # beside the result
+LATE: Words = (("m_sizes", "ptr"), ("counter", "ptr"))  # beside the result
 _NO_INDEX = {"index": 0, "row_weights": 0, "bias": 0, "index_end": 0}
 
 
@@ -104,6 +104,13 @@ def _refuse(variant: Variant, columns: int, reduction: int, config: Config) -> N
         raise InputError(f"{variant.entry}: {wrong}")
 
 
+def without_clearing(fused: Fused, variant: Variant, config: Config) -> Fused:
+    """What is asked, less ``zero_tail`` where code that an index tells where to store can't do it, or is not to."""
+    asked = fused.beside if config.schedule.warp_specialized else fused.few
+    can = asked and clears(variant.fusion, config)
+    return fused._replace(zero_tail=False) if fused.fusion & _INDEXED and not can else fused
+
+
 def row_launcher(
     kernel: LoadedKernel,
     *,
@@ -131,20 +138,17 @@ def row_launcher(
     config, variant = kernel.config, kernel.variant
     _refuse(variant, columns, reduction, config)
     specialized, one_tile = config.schedule.warp_specialized, config.schedule is Schedule.TILE
-    asked = fused.beside if specialized else fused.few
-    can = asked and clears(variant.fusion, config)
-    if fused.fusion & _INDEXED and not can:
-        fused = fused._replace(zero_tail=False)
+    fused = without_clearing(fused, variant, config)
     w_sizes = ("K", "N") if w_kn else ("N", "K")
     maps = {"x": ("M", "K", "stride_x_m", "one"), "w": ("E", *w_sizes, "stride_w_e", "stride_w_row", "one")}
     fixed = {"N": columns, "K": reduction, "stride_w_e": stride_w_e, "stride_w_row": stride_w_row}
-    late = (("y", "ptr"), *_LATE, *([("y_map", "desc4")] if "y_map" in dict(variant.arguments) else []))
-    layout = _layout(kernel, _ROWS, late, fixed | _always(E, m_sizes_step, fused), maps | {"y_map": _UNREAD[4]})
+    late = (("y", "ptr"), *LATE, *([("y_map", "desc4")] if "y_map" in dict(variant.arguments) else []))
+    layout = _layout(kernel, _ROWS, late, fixed | always(E, m_sizes_step, fused), maps | {"y_map": _UNREAD[4]})
     start, repeater = starter(
         kernel.function,
         f"{variant.entry}, {config}",
         layout,
-        _counter_of(kernel),
+        counter_of(kernel),
         _map_of_rows(kernel, result_columns(columns, variant.fusion), layout.offsets["stride_y_m"]),
     )
     packed, tail = layout.pack, layout.tail
@@ -206,13 +210,13 @@ def weight_launcher(
     maps = {"dy": _UNREAD[4], "x": _UNREAD[4], "dw": _UNREAD[3]}
     fixed = {"N": N, "K": K, "stride_dw_e": stride_dw_e, "stride_dw_row": stride_dw_row} | _NO_INDEX
     kind = dict(variant.arguments)["dw"]  # beside a descriptor its address is given all the same
-    late = (("dw", kind), *_LATE) if kind == "ptr" else (("dw_at", "ptr"), *_LATE, ("dw", kind))
-    layout = _layout(kernel, _WEIGHT, late, fixed | _always(E, m_sizes_step, PLAIN), maps)
+    late = (("dw", kind), *LATE) if kind == "ptr" else (("dw_at", "ptr"), *LATE, ("dw", kind))
+    layout = _layout(kernel, _WEIGHT, late, fixed | always(E, m_sizes_step, PLAIN), maps)
     start, repeater = starter(
         kernel.function,
         f"{variant.entry}, {config}",
         layout,
-        _counter_of(kernel),
+        counter_of(kernel),
         _map_of_weight(kernel, (E, N, K), (stride_dw_e, stride_dw_row)),
     )
     packed, tail = layout.pack, layout.tail
@@ -269,7 +273,7 @@ def _map_of_weight(
     return map_of
 
 
-def _counter_of(kernel: LoadedKernel) -> Callable[[int], int] | None:
+def counter_of(kernel: LoadedKernel) -> Callable[[int], int] | None:
     """Who gives the launches of a kernel that hands out its tiles the word to count them in."""
     counts = any(name == "counter" for name, _ in kernel.variant.arguments)
     return counters(kernel.function.device).take if counts else None
@@ -285,7 +289,7 @@ def _layout(
     )  # fmt: skip
 
 
-def _always(E: int, m_sizes_step: int, fused: Fused) -> dict[str, int]:
+def always(E: int, m_sizes_step: int, fused: Fused) -> dict[str, int]:
     """The words that a launcher fixes, of every op."""
     flags = (fused.fusion & FLAGS).value | (ZERO_TAIL if fused.zero_tail else 0)
     return {"E": E, "m_sizes_step": m_sizes_step, "index_step": fused.index_step, "x_divisor": fused.x_divisor,

@@ -19,13 +19,15 @@ from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.pin import Pin
-from ..driver.device import local_gpu, platform_supported, tell_unsupported
+from ..driver.device import capturing, local_gpu, platform_supported, tell_unsupported
 from ..driver.launcher import Launcher
+from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
 from . import loader, rowops
 from .gather import GatherFirst, Launch
 from .gemm import Fused, LoadedKernel, row_launcher, weight_launcher
 from .loader import prepare
+from .mixed_input import mixed_input_launcher
 
 if TYPE_CHECKING:
     from ..check.operands import Rows
@@ -48,6 +50,8 @@ _launchers: tuple[object, dict[tuple[object, ...], Launch | None]] = (None, {}) 
 
 def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
     """The launcher of a bundle's kernel for this product and all like it; None where there is none."""
+    if isinstance(call.w, ExpertWeights):
+        return _mixed_launch(call, call.w, y)
     x, w, m_sizes, index, fusion = call.x, call.w, call.m_sizes, call.index, call.fusion
     if not isinstance(w, torch.Tensor):  # no kernel reads codes
         return None
@@ -77,6 +81,44 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
         return ready or _of_rows(kernel, problem, call, fused)
 
     return _launcher(key, build)
+
+
+def _mixed_launch(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Launch | None:
+    """The same of quantised weights, which are prepared here if they were not; in a graph capture they stay as they are.
+
+    Rows are gathered beforehand: no code of these formats does.
+    """
+    x, m_sizes, index, dtype = call.x, call.m_sizes, call.index, w.kernel_dtype
+    if dtype is None or call.op is not Op.FORWARD or x.dtype is not torch.bfloat16:
+        return None
+    (E, N, K), device = w.shape, x.get_device()
+    fusion, size = call.fusion & ~Fusion.GATHER, x.element_size()
+    lengths = (row_stride(x, K) * size, row_stride(y, N) * size, N * size, K * size)
+    if not is_aligned(ALIGNMENT_BYTES, x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), *lengths):
+        return None
+    first = bool(call.gather_divisor)
+    if first and not call.may_gather_first(True):
+        return None
+    index_step = 2 if call.uses_index and index is not None and index.dtype is torch.int64 else 1
+    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
+    zeroes = call.zero_tail and (few or beside)
+    fixed = (dtype.value, E, N, K, call.gather_divisor, fusion.value, index_step, m_sizes.dtype, zeroes, few, beside)
+    key = ("mixed", *fixed, bucket_of(call.M), device, w.outer_step, first)
+
+    def build() -> Launch | None:
+        problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK, code_of(Op.FORWARD, fusion))
+        kernel = _kernel(problem, call.M, device, True, None, None)
+        if kernel is None:
+            return None
+        fused = Fused(call.fusion, index_step, call.gather_divisor or 1, zeroes, few, beside)
+        return _after_gather(kernel, problem, call, fused) if first else _of_rows(kernel, problem, call, fused)
+
+    launch = _launcher(key, build)
+    if launch is not None and not w.order:
+        if capturing():
+            return None
+        w.prepare()
+    return launch if w.order else None
 
 
 def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
@@ -152,6 +194,11 @@ def weight_launch(
 
 def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Launcher:
     """The launcher of a kernel for a product of rows."""
+    if isinstance(call.w, ExpertWeights):
+        return mixed_input_launcher(
+            kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=_step(call.m_sizes),
+            stride_outer_e=call.w.outer_step, fused=fused,
+        )  # fmt: skip
     gemm, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.dense)
     return row_launcher(
         kernel, columns=gemm.columns, reduction=gemm.reduction, E=problem.E, w_kn=gemm.w_kn, stride_w_e=stride_w_e,

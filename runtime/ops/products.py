@@ -158,9 +158,15 @@ def _launch(launch: Launch, call: Rows, y: torch.Tensor, index_end: int) -> None
         words |= {"index_in_range": address_of(checked), "used": rowops.used(call.bounds)[0],
                   "slots": x.shape[0] * call.gather_divisor}  # fmt: skip
     launch(
-        y.data_ptr(), call.m_sizes.data_ptr(), stream_of(x.get_device()), x=x.data_ptr(), w=call.dense.data_ptr(),
+        y.data_ptr(), call.m_sizes.data_ptr(), stream_of(x.get_device()), x=x.data_ptr(), **_w_words(call.w),
         stride_x_m=row_stride(x, x.shape[1]), stride_y_m=row_stride(y, y.shape[1]), M=call.M, **words,
     )  # fmt: skip
+
+
+def _w_words(w: torch.Tensor | ExpertWeights) -> dict[str, int]:
+    if isinstance(w, ExpertWeights):
+        return {"w": w.codes.data_ptr(), "w_scale": address_of(w.kernel_scale), "w_outer": address_of(w.outer_scale)}
+    return {"w": w.data_ptr()}
 
 
 def zero_rest(call: Rows, y: torch.Tensor, index_end: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS, Precision
+from ...artifacts.records.precision import PRECISIONS, DType, Precision
 from . import checkpoints
 from .codes import Quantised, quantise, values
 from .order import ORDERS, CodeOrder, reorder
@@ -19,6 +19,8 @@ _SCALE_DTYPES = {"fp32": (torch.float32,), "e8m0": (torch.uint8,), "e4m3": (torc
                  "bf16": (torch.bfloat16, torch.float16, torch.float32)}  # fmt: skip
 _GROUPS = (32, 64, 128)  # of int4
 _E8M0_NAN = 255
+_KERNEL_DTYPES = {one.value: one for one in DType if one.quantised}
+_KERNEL_DTYPES |= {"fp8_block": DType.FP8_BLOCK_A16, "fp8_channel": DType.FP8_CHANNEL_A16}
 
 
 @dataclass(eq=False, repr=False)
@@ -203,6 +205,7 @@ class ExpertWeights:
             if order.fits(self._quantised):
                 self._reorder(order, undo=False)
                 self.order = order.number
+                _ = self.kernel_scale  # made now: not in a graph capture
         return self
 
     def restore(self) -> ExpertWeights:
@@ -224,6 +227,24 @@ class ExpertWeights:
         if self._derived is None and order.derived is not None:
             self._derived = order.derived(self.scale)
         return self._derived
+
+    @property
+    def kernel_dtype(self) -> DType | None:
+        """What a bundle calls products with these weights; None where no kernel is for the format.
+
+        Products that quantise x, too, have no kernel yet, so those that leave it as it is run for them.
+        """
+        return _KERNEL_DTYPES.get(self.format if self.zero is None else "")
+
+    @property
+    def outer_scale(self) -> torch.Tensor | None:
+        """The scales that kernels multiply sums by: an expert's [E], or one of each of y's columns [E, N]; else None."""
+        return self.scale if self.scale.dim() == 2 else self.global_scale
+
+    @property
+    def outer_step(self) -> int:
+        """From the scales of one expert in ``outer_scale`` to the next's."""
+        return self.scale.shape[1] if self.scale.dim() == 2 else 1
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ExpertWeights:
         """The same on another device; itself if it is there."""

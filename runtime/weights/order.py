@@ -142,7 +142,9 @@ def _of_blocks(scale: torch.Tensor) -> torch.Tensor:
     """A scale of 128 x 128 of e4m3 as bf16, for each block of 64 x 64, eight times (16 bytes, the least that TMA has)."""
     E, rows, width = scale.shape
     near = (scale.double() * 2.0**_E4M3_SHIFT).to(torch.bfloat16)
-    return near.repeat_interleave(2, 1).repeat_interleave(2, 2)[..., None].expand(E, 2 * rows, 2 * width, 8).contiguous()
+    return (
+        near.repeat_interleave(2, 1).repeat_interleave(2, 2)[..., None].expand(E, 2 * rows, 2 * width, 8).contiguous()
+    )
 
 
 def _whole(one: Quantised, multiple: int) -> bool:
@@ -156,7 +158,11 @@ def _fits_e8m0(one: Quantised) -> bool:
 
 
 def _fits_blocks(one: Quantised) -> bool:
-    return _whole(one, 128) and one.codes.shape[-2] % 128 == 0 and float(one.scale.abs().max()) < 2.0 ** (127 - _E4M3_SHIFT)
+    return (
+        _whole(one, 128)
+        and one.codes.shape[-2] % 128 == 0
+        and float(one.scale.abs().max()) < 2.0 ** (127 - _E4M3_SHIFT)
+    )
 
 
 def _order(format: str) -> CodeOrder:

@@ -109,17 +109,16 @@ def _unpack(codes, CODES: gl.constexpr):
         )  # fmt: skip
         v = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])).reshape([64, 4, 2, 2, 2, 2])
         return v.permute((0, 2, 5, 4, 1, 3))
-    else:
-        words = codes._reinterpret(gl.int32, [64, 4, 2], _FLAT_3).load(_WORDS_4)
-        o = gl.inline_asm_elementwise(
-            _E2M1 if CODES == "e2m1" else _INT4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
-            dtype=(
-                gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-            ), is_pure=True, pack=2,
-        )  # fmt: skip
-        low = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3]))
-        high = gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7]))
-        return gl.join(low, high).permute((0, 5, 4, 3, 1, 2))
+    words = codes._reinterpret(gl.int32, [64, 4, 2], _FLAT_3).load(_WORDS_4)
+    o = gl.inline_asm_elementwise(
+        _E2M1 if CODES == "e2m1" else _INT4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
+        dtype=(
+            gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+        ), is_pure=True, pack=2,
+    )  # fmt: skip
+    low = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3]))
+    high = gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7]))
+    return gl.join(low, high).permute((0, 5, 4, 3, 1, 2))
 
 
 @gluon.jit
@@ -135,11 +134,10 @@ def _scales(held, GROUPS: gl.constexpr, SCALES: gl.constexpr):
     if SCALES == "e8m0":  # 2^(s - 127) x 2^126, of e2m1: no s is above 128 (kernels/codes.py)
         s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
         return ((s.to(gl.uint16) + 126) << 7).to(gl.bfloat16, bitcast=True)
-    elif SCALES == "e4m3":  # x 2^6, and the codes x 2^-6, for neither's factor fits: no scale is negative
+    if SCALES == "e4m3":  # x 2^6, and the codes x 2^-6, for neither's factor fits: no scale is negative
         s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
         return (s.to(gl.uint16) << 4).to(gl.bfloat16, bitcast=True) * _power(126)
-    else:
-        return held._reinterpret(gl.bfloat16, [64, GROUPS], _FLAT_2).load(layout)
+    return held._reinterpret(gl.bfloat16, [64, GROUPS], _FLAT_2).load(layout)
 
 
 @gluon.jit

@@ -147,7 +147,14 @@ def _block(
         tile, k = stage, 2 * unit + half
     else:
         tile, k = (stage * WARPGROUPS + half) * PER + unit % PER, unit // PER
-    return operand(a.index(tile * KB + k), s.index(tile * scale_places(KB, BLOCKS_PER_SCALE, SCALES) + k // BLOCKS_PER_SCALE), GROUPS, CODES, SCALES, OPERAND)
+    return operand(
+        a.index(tile * KB + k),
+        s.index(tile * scale_places(KB, BLOCKS_PER_SCALE, SCALES) + k // BLOCKS_PER_SCALE),
+        GROUPS,
+        CODES,
+        SCALES,
+        OPERAND,
+    )
 
 
 @gluon.jit
@@ -189,13 +196,17 @@ def _multiply_codes(
         grains = gl.cdiv(row_end - row, GRAIN)
         if AHEAD:
             mbarrier.wait(full.index(stage), phase)
-            now = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND)
+            now = _block(
+                a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND
+            )
         for step in range(steps):
             if FIT:
                 fit(grains, BLOCK_M // GRAIN)
             if not AHEAD:
                 mbarrier.wait(full.index(stage), phase)
-                now = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND)
+                now = _block(
+                    a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND
+                )
             last = stage
             for unit in gl.static_range(UNITS):
                 x_tile = _x_tile(b, last, unit // PER, half, BLOCK_M, KB, SPLIT, WRITTEN)
@@ -211,7 +222,22 @@ def _multiply_codes(
                 elif AHEAD:
                     stage, phase = advance(stage, phase, STAGES)
                     mbarrier.wait(full.index(stage), phase, pred=step + 1 < steps)
-                    following = _block(a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND)
+                    following = _block(
+                        a,
+                        s,
+                        stage,
+                        0,
+                        half,
+                        WARPGROUPS,
+                        KB,
+                        SPLIT,
+                        PER,
+                        BLOCKS_PER_SCALE,
+                        GROUPS,
+                        CODES,
+                        SCALES,
+                        OPERAND,
+                    )
                 if unit % PER == 0:
                     acc, now = warpgroup_mma_wait(num_outstanding=0, deps=(acc, now))
                 else:
@@ -298,7 +324,9 @@ def rows_wna16(
     b = gl.allocate_shared_memory(x.dtype, [STAGES * KB * BOXES + SPARE, BOX, 64], lines)
     buffers = gl.allocate_shared_memory(x.dtype, [WARPGROUPS, BOX, 64], lines)
     full, empty, queue, filled, free = barriers(STAGES, 1, WARPGROUPS, WARPGROUPS)
-    sums = gl.allocate_shared_memory(gl.float32, [64, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])) if SPLIT else ()
+    sums = (
+        gl.allocate_shared_memory(gl.float32, [64, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])) if SPLIT else ()
+    )
     summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(summed.index(i), count=1)
