@@ -22,7 +22,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "artifacts": ("limits errors", "names", "records", "format", "code", "files"),
     "kernels": ("hardware", "contract", "search cost reference", "gemm.portable", "gemm.hopper rowops"),
     "runtime": (
-        "locks", "settings driver", "hooks", "dispatch", "check", "launch", "ops", "replay inspect", "api",
+        "locks", "settings driver weights", "hooks", "dispatch", "check", "launch", "ops", "replay inspect", "api",
         "integrations",
     ),
     "aot": (
@@ -47,8 +47,8 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
 }
 TRITON = ("kernels.gemm", "kernels.rowops", "aot.compile")  # who may import Triton
 VENDOR_FREE = (
-    "runtime.dispatch", "runtime.check", "runtime.ops", "runtime.replay", "runtime.api", "aot.choose", "aot.tune",
-    "aot.journal",
+    "runtime.weights", "runtime.dispatch", "runtime.check", "runtime.ops", "runtime.replay", "runtime.api",
+    "aot.choose", "aot.tune", "aot.journal",
 )  # fmt: skip
 # (torch says cuda of every vendor's GPU; cubin_sha256 and ptxas are names of the bundle format's fields.)
 VENDOR = re.compile(r"libcuda|\bptx\b|sm_\d+|nvidia", re.IGNORECASE)
@@ -58,7 +58,6 @@ MANY_MODULES = ("aot.cli",)  # a file a verb
 MANY_PARAMETERS = {
     "grouped_gemm", "traced", "explain",  # the documented parameters of grouped_gemm
     "build",  # the options of aot build
-    "__call__",  # a launcher's words, as long as they go by position (runtime/launch/gather.py)
     "rows",  # kernels/reference.py: every fused form in one equation
 }  # fmt: skip
 STDLIB = frozenset(__import__("sys").stdlib_module_names)

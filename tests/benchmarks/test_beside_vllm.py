@@ -184,7 +184,6 @@ def test_without_vllm_it_says_what_to_fetch(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lacks", ["get_default_config", "triton_kernels"])
 def test_a_wheel_that_lacks_something_is_told_of(tmp_path, lacks):
     unpacked(tmp_path, FILE.replace(f"def {lacks}", "def another_name"))

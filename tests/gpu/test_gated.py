@@ -121,8 +121,8 @@ def test_the_product_is_near_the_reference_and_stays_in_its_rows(
         assert launch is not None
         stream = torch.cuda.current_stream().cuda_stream
         launch(
-            x.data_ptr(), w.data_ptr(), a.data_ptr(), routing.m_sizes.data_ptr(), H, a.stride(0), M, stream,
-            index.data_ptr(), 0, 0, M,
+            a.data_ptr(), routing.m_sizes.data_ptr(), stream, x=x.data_ptr(), w=w.data_ptr(), stride_x_m=H,
+            stride_y_m=a.stride(0), M=M, index=index.data_ptr(), index_end=M,
         )  # fmt: skip
         want = torch.empty(M, I, device="cuda", dtype=torch.float64)
         reference.rows(

@@ -34,7 +34,6 @@ def test_the_package_alone_imports_nothing() -> None:
     assert not any(modules_after("import pretuned.runtime").values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grouped_gemm", "explain", "preload", "reload", "fingerprint", "Explanation"])
 def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
     alone = modules_after("import torch")

@@ -20,8 +20,6 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Source, Variant
 from pretuned.artifacts.records.target import Gpu
 
-pytestmark = pytest.mark.slow
-
 # fp32 dW has the fewest candidates: 7 variants.
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..8 name=mine"
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
@@ -29,7 +27,10 @@ H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 13000)
 cli = importlib.import_module("pretuned.aot.cli.build")  # (the package has the command by this name)
 Aot = Callable[..., Any]
 
-pytestmark = pytest.mark.skipif(process_gpus.gpu_count() > 0, reason="for a machine without a GPU")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(process_gpus.gpu_count() > 0, reason="for a machine without a GPU"),
+]
 
 
 @pytest.fixture(scope="module")

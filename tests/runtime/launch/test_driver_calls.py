@@ -25,8 +25,6 @@ from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.registry import most_tiles, weight_tiles
 from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
 
-pytestmark = pytest.mark.slow
-
 BUNDLE = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 MAP = struct.Struct("=Q5Q4Q5I4i")  # as libcuda.c has it
 
