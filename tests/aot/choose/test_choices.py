@@ -15,6 +15,8 @@ from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry, words
 from pretuned.kernels.contract.alignment import has_aligned_rows
+from pretuned.kernels.contract.config import Cache
+from pretuned.kernels.contract.registry import entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.search import space
 
@@ -25,9 +27,9 @@ CUBIN_BYTES = 40_000  # the mean of the real ones
 def _compiled(spec: Spec, sm: int) -> Compiled:
     """Half the registers of a full thread, and the least shared memory that the config can take."""
     variant = Variant(
-        kernel=spec.kernel, revision=1, abi=words.LAUNCH_ABI, op=spec.op, dtype=spec.dtype, layout=spec.layout,
+        kernel=entry_of(spec).name, revision=1, abi=words.LAUNCH_ABI, op=spec.op, dtype=spec.dtype, layout=spec.layout,
         fusion=spec.fusion, alignment=spec.alignment, max_experts=spec.max_experts, config=spec.config.pairs(),
-        entry=spec.kernel, arguments=registry.arguments(spec), tensor_maps=(), threads=32 * spec.config.num_warps,
+        entry=entry_of(spec).name, arguments=registry.arguments(spec), tensor_maps=(), threads=registry.threads(spec),
         shared_bytes=space.shared_bytes_at_least(spec.op, spec.dtype, spec.config, sm), registers=128, spill_bytes=0,
         scratch_bytes=0, cubin_bytes=0, cubin_sha256=bytes(32),
     )  # fmt: skip
@@ -137,7 +139,7 @@ def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
 
     assert every("layout=nk") < every("")  # [E, K, N] beside it takes none away, of forms that move rows neither
     own = configs("ops=forward layout=nk", Op.FORWARD)
-    assert any(one.streamed for one in own)
+    assert any(one.cache is Cache.EVICT_FIRST for one in own)
     assert configs("ops=forward layout=kn", Op.DX) == own
     assert configs("ops=forward,dX", Op.DX) == own | configs("ops=dX layout=nk", Op.DX)
 

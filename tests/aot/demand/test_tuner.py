@@ -34,13 +34,13 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads
 from pretuned.runtime import grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.pin import KernelPair, Preference
 
 ASK = Path(__file__).parents[2] / "support" / "askconfigs.py"
-OTHER = Config(128, 128, 64, 8, 3, tma=True)
+OTHER = Config(128, 128, 64, 8, 3, loads=Loads.TMA)
 DECIDED = str(CONFIG)
 
 
@@ -134,8 +134,8 @@ def test_a_later_kernel_revision_tunes_again(home: Path, tmp_path: Path, monkeyp
     import dataclasses
 
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
-    for name, one in api.REVISIONS.items():
-        monkeypatch.setitem(api.REVISIONS, name, dataclasses.replace(one, revision=one.revision + 1))
+    for name, one in api.ENTRIES.items():
+        monkeypatch.setitem(api.ENTRIES, name, dataclasses.replace(one, revision=one.revision + 1))
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
     assert len((tmp_path / "log").read_text().splitlines()) == 2
 

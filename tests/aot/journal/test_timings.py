@@ -22,17 +22,17 @@ from pretuned.artifacts.records.bundle import Choice, Source, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads
 from pretuned.kernels.hardware.chips import chip_of
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
 PROBLEM = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
 # The model's order at M = 64: decode tiles first.
 CONFIGS = (
-    Config(16, 64, 128, 4, 4, tma=True),
-    Config(16, 128, 128, 4, 3, tma=True),
-    Config(64, 128, 64, 4, 3, tma=True),
-    Config(128, 256, 64, 8, 3, tma=True),
+    Config(16, 64, 128, 4, 4, loads=Loads.TMA),
+    Config(16, 128, 128, 4, 3, loads=Loads.TMA),
+    Config(64, 128, 64, 4, 3, loads=Loads.TMA),
+    Config(128, 256, 64, 8, 3, loads=Loads.TMA),
 )
 
 

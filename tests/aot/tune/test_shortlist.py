@@ -7,15 +7,15 @@ from dataclasses import replace
 from pretuned.aot.tune.shortlist import SHARE, Winners, contenders
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads
 
 PROBLEM = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
 # The model's order at M = 64: decode tiles first.
 CONFIGS = (
-    Config(16, 64, 128, 4, 4, tma=True),
-    Config(16, 128, 128, 4, 3, tma=True),
-    Config(64, 128, 64, 4, 3, tma=True),
-    Config(128, 256, 64, 8, 3, tma=True),
+    Config(16, 64, 128, 4, 4, loads=Loads.TMA),
+    Config(16, 128, 128, 4, 3, loads=Loads.TMA),
+    Config(64, 128, 64, 4, 3, loads=Loads.TMA),
+    Config(128, 256, 64, 8, 3, loads=Loads.TMA),
 )
 NAMES = [config.pairs() for config in CONFIGS]
 MANY = [Config(16, 16, 16, 4, 1, group_m=i).pairs() for i in range(1, 33)]
