@@ -9,9 +9,9 @@ from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Layout, Op, Problem
 from ..artifacts.records.target import LocalGpu
 from ..runtime.dispatch import snapshot as dispatch_snapshot
-from ..runtime.dispatch.decide import Miss, settle
-from ..runtime.dispatch.ranking import Match
-from ..runtime.driver.device import local_gpu, platform_name, platform_supported
+from ..runtime.dispatch.decide import Decision, settle
+from ..runtime.dispatch.ranking import Match, Origin
+from ..runtime.driver.device import platform_name, platform_supported
 from ..runtime.inspect.preload import Preloaded, preload
 from ..runtime.ops.activation import Activation
 
@@ -37,39 +37,37 @@ class ServedLayer(NamedTuple):
             Problem(Op.FORWARD, self.dtype, self.E, self.H, self.I, Layout.NK),
         )
 
-    def build_line(self, sm: int) -> str:
-        """The command that builds a bundle for it."""
+    @property
+    def build_line(self) -> str:
+        """The command that builds a bundle for it and, on a machine with the GPU, measures."""
         options = "" if self.act.gated else " gated=0"
         options += "" if self.dtype is DType.BF16 else f" dtype={self.dtype.value}"
-        return f'aot build --models "shape:E={self.E},H={self.H},I={self.I},k={self.top_k}{options}" --sm {sm}'
+        return f'aot build --models "shape:E={self.E},H={self.H},I={self.I},k={self.top_k}{options} ops=forward"'
 
     def __str__(self) -> str:
         return f"E={self.E} H={self.H} I={self.I} k={self.top_k} {self.dtype.value} {self.act.name}"
 
 
-def lacks(layer: ServedLayer, device: int, *, any_variant: bool = False) -> str | None:
-    """Why the bundles are none for this layer on ``cuda:device``; None where they are.
+def lacks(layer: ServedLayer, local: LocalGpu, *, any_variant: bool = False) -> str | None:
+    """Why the bundles are none for this layer on a GPU; None where they are.
 
-    Each product is to have a choice that was made for it, of any bucket. With ``any_variant`` one that runs is enough.
+    Each product is to have a choice that was made for it and measured on a GPU of this capability. With ``any_variant``
+    it is enough that something runs.
     """
     if not platform_supported():
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
-    local = local_gpu(device)
     for problem in layer.problems:
         for bucket in _BUCKETS:
-            why = _lacks(problem, bucket, local, any_variant)
-            if why is not None:
-                return f"{why}. Build a bundle with: {layer.build_line(local.sm)}"
+            found = settle(dispatch_snapshot.snapshot(), problem, bucket, local, aligned=True, strict=False)
+            known = isinstance(found, Decision) and (any_variant or _is_measured(found))
+            if not known:
+                what = "has code" if any_variant else "was measured"
+                return f"no bundle {what} for {problem} on {local}. Build one here with: {layer.build_line}"
     return None
 
 
-def _lacks(problem: Problem, bucket: int, local: LocalGpu, any_variant: bool) -> str | None:
-    found = settle(dispatch_snapshot.snapshot(), problem, bucket, local, aligned=True, strict=False)
-    if isinstance(found, Miss):
-        return f"no bundle can run {problem} on {local}"
-    if found.chosen.match is Match.COST_MODEL and not any_variant:
-        return f"no bundle was built for {problem} on {local}"
-    return None
+def _is_measured(found: Decision) -> bool:
+    return found.chosen.match is not Match.COST_MODEL and found.chosen.origin <= Origin.THIS_CAPABILITY
 
 
 @functools.cache

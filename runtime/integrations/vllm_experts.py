@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 
 from ..runtime.api.moe import moe_mlp
 from ..runtime.check.tensors import DTYPES
+from ..runtime.driver.device import current_device, local_gpu
 from ..runtime.ops.activation import OAI_ALPHA, OAI_LIMIT, Activation
 from .served_layer import ServedLayer, lacks, load
 
@@ -110,7 +111,7 @@ def refusal(moe: Any, backend: str, *, everywhere: bool) -> str | None:
     if not supported:
         return str(reason)
     if current_platform.is_cuda():
-        return lacks(layer_of(moe), torch.accelerator.current_device_index(), any_variant=everywhere)
+        return lacks(layer_of(moe), local_gpu(current_device()), any_variant=everywhere)
     where = current_platform.device_name
     return None if everywhere else f"pretuned has no kernels for the {where} (PRETUNED_VLLM=1 runs its reference there)"
 
@@ -131,7 +132,7 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         self._act = _ACTIVATIONS[moe_config.activation.value]
         self._map: tuple[torch.Tensor, torch.Tensor] | None = None
         if current_platform.is_cuda():
-            loaded = load(layer_of(moe_config), torch.accelerator.current_device_index())
+            loaded = load(layer_of(moe_config), current_device())
             _log.info_once("pretuned: %d kernels loaded in %.1f ms", loaded.count, loaded.seconds * 1e3)
 
     @staticmethod

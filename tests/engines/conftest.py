@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
+
+import pytest
+from vllm_engine import Told, generate, lines, run
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_vllm*.py"]
 
@@ -14,3 +18,21 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
 )
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where each of the models lies."""
+    from tiny_models import MODELS, save
+
+    folder = tmp_path_factory.mktemp("models")
+    return {name: save(name, folder / name) for name in MODELS}
+
+
+@pytest.fixture(scope="session")
+def without(models: dict[str, Path]) -> dict[str, Told]:
+    """What the models say with vLLM's own experts: with the plug-in switched off."""
+    with lines() as told:
+        said = {name: run(path, "0", generate) for name, path in models.items()}
+    assert not told
+    return said

@@ -35,7 +35,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Llama-4": (
         "llama4_text",
-        {"intermediate_size_mlp": 128, "num_local_experts": 8, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
+        {
+            "intermediate_size_mlp": 128, "num_local_experts": 8, "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+        },
     ),
 }  # fmt: skip
 

@@ -57,7 +57,9 @@ def _register_classes() -> None:
     from vllm import ModelRegistry
 
     for name, module in VLLM_CLASSES.items():
-        ModelRegistry.register_model(name, getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name))
+        ModelRegistry.register_model(
+            name, getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+        )
 
 
 def run(path: Path, switch: str | None, ask: Callable[[Any], T], **settings: Any) -> T:
@@ -94,3 +96,22 @@ def generate(llm: Any) -> Told:
         [list(one.token_ids) for one in said],
         [[row[token].logprob for row, token in zip(one.logprobs, one.token_ids, strict=True)] for one in said],
     )
+
+
+def count(worker: Any) -> None:
+    """In a worker: count its layers' calls."""
+    from pretuned.integrations.vllm_experts import PretunedExperts
+
+    apply = PretunedExperts.apply
+    worker.seen = []
+
+    def counted(self: Any, output: Any, **given: Any) -> None:
+        worker.seen.append((tuple(given["w1"].shape), given["expert_map"] is not None))
+        apply(self, output, **given)
+
+    PretunedExperts.apply = counted
+
+
+def seen(worker: Any) -> list[Any]:
+    """In a worker: of each call counted, the shape of w13 and whether there was an expert map."""
+    return worker.seen
