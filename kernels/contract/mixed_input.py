@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op
 from ..hardware.arch import Arch, Feature
+from .codes import BLOCK, CODES, WORD_ROW
 from .config import Loads, Schedule, TileRows
 from .entry import Box, Constants, KernelEntry, Limits, Tiles
 from .portable import PLAIN
 from .spec import MAX_EXPERTS, Spec
 
-BLOCK = 64  # rows of w, and of K, that lie together: runtime/weights/order.py
 _MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits
-_WARPGROUPS = 2
-WORD_ROW = 256  # words that the descriptor of w has in a row
 
 
-class Codes(NamedTuple):
-    """How a format's blocks lie, as the kernel is told."""
-
-    codes: str
-    scales: str
-    groups: int  # of a row of a block, that have a scale each
-    blocks_per_scale: int = 1  # of K
-    outer: bool = False  # sums are multiplied by scales of an expert or of y's columns
-
-    @property
-    def words(self) -> int:
-        """Of 4 codes x 8 bits, or 8 x 4, that a thread has of a row of a block."""
-        return 4 if self.codes == "e4m3" else 2
-
-    @property
-    def scale_bytes(self) -> int:
-        """Of a block, 0 where it has none."""
-        if self.scales in ("none", "block"):
-            return 16 if self.scales == "block" else 0  # TMA moves 16 at least
-        return BLOCK * self.groups * (2 if self.scales == "bf16" else 1)
-
-
-CODES: Mapping[DType, Codes] = {
-    DType.MXFP4: Codes("e2m1", "e8m0", 2),
-    DType.NVFP4: Codes("e2m1", "e4m3", 4, outer=True),
-    DType.INT4_G32: Codes("int4", "bf16", 2),
-    DType.INT4_G64: Codes("int4", "bf16", 1),
-    DType.INT4_G128: Codes("int4", "bf16", 1, blocks_per_scale=2),
-    DType.FP8_BLOCK_A16: Codes("e4m3", "block", 1),
-    DType.FP8_CHANNEL_A16: Codes("e4m3", "none", 1, outer=True),
-}
+DTYPES = frozenset(map(DType, CODES))
 
 
 def prepares(dtype: DType, N: int, K: int) -> bool:
@@ -62,11 +27,11 @@ def prepares(dtype: DType, N: int, K: int) -> bool:
 def _tiles(rows: TileRows, m: tuple[int, ...], n: tuple[int, ...], k: tuple[int, ...]) -> tuple[Tiles, ...]:
     deep = tuple(size for size in k if size >= 2 * BLOCK)
     limits = Limits(MAX_EXPERTS, _MOST_STEPS)
-    wide = frozenset(CODES) - {DType.INT4_G128}
+    wide = DTYPES - {DType.INT4_G128}
 
     def of(k: tuple[int, ...], dtypes: frozenset[DType]) -> Tiles:
         return Tiles(
-            Schedule.MIXED_INPUT, Loads.TMA, limits, m=m, n=n, k=k, warps=(4 * _WARPGROUPS,), stages=(2, 12), rows=rows,
+            Schedule.MIXED_INPUT, Loads.TMA, limits, m=m, n=n, k=k, warps=(8,), stages=(2, 12), rows=rows,
             dtypes=dtypes, zeroes=True,
         )  # fmt: skip
 
@@ -74,12 +39,12 @@ def _tiles(rows: TileRows, m: tuple[int, ...], n: tuple[int, ...], k: tuple[int,
 
 
 def _scaled(spec: Spec) -> tuple[str, ...]:
-    codes = CODES[spec.dtype]
+    codes = CODES[spec.dtype.value]
     return (("w_scale",) if codes.scale_bytes else ()) + (("w_outer",) if codes.outer else ())
 
 
 def _descriptors(spec: Spec) -> tuple[str, ...]:
-    return ("x", "w", "w_scale") if CODES[spec.dtype].scale_bytes else ("x", "w")
+    return ("x", "w", "w_scale") if CODES[spec.dtype.value].scale_bytes else ("x", "w")
 
 
 def _absent(spec: Spec) -> tuple[str, ...]:
@@ -87,7 +52,7 @@ def _absent(spec: Spec) -> tuple[str, ...]:
 
 
 def _boxes(spec: Spec) -> dict[str, Box]:
-    c, codes = spec.config, CODES[spec.dtype]
+    c, codes = spec.config, CODES[spec.dtype.value]
     blocks = c.block_k // BLOCK
     return {
         "x": (min(c.block_m, BLOCK), BLOCK),
@@ -97,25 +62,17 @@ def _boxes(spec: Spec) -> dict[str, Box]:
 
 
 def _constants(spec: Spec, _arch: Arch) -> Constants:
-    c, codes = spec.config, CODES[spec.dtype]
-    fitted = c.rows is TileRows.FITTED
+    c = spec.config
     return {
         "BLOCK_M": c.block_m,
-        "WARPGROUPS": _WARPGROUPS,
-        "KB": c.block_k // BLOCK,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
         "STAGES": c.num_stages,
         "GROUP_M": c.group_m,
         "EXPERTS": MAX_EXPERTS,
-        "CODES": codes.codes,
-        "SCALES": codes.scales,
-        "BLOCKS_PER_SCALE": codes.blocks_per_scale,
-        "GROUPS": codes.groups,
-        "SCALE_BYTES": codes.scale_bytes,
+        "FORMAT": spec.dtype.value,
         "INDEXED": bool(spec.fusion),
-        "FIT": fitted,
-        "SPLIT": c.block_n == BLOCK,
-        "AHEAD": fitted and c.block_k == BLOCK,
-        "PER": max(1, c.block_n // (_WARPGROUPS * BLOCK)),
+        "FITTED": c.rows is TileRows.FITTED,
         "REGISTERS": 216,
     }
 
@@ -124,10 +81,10 @@ ROWS_WNA16 = KernelEntry(
     name="rows_wna16",
     revision=1,
     home="gemm.hopper.wna16",
-    sha256="",
+    sha256="55eaa7edd77bd3c2d0f39285f03f4bce3dd845be3e573ab7e07dde7fd64b227d",
     launched_since=1,
     ops=frozenset((Op.FORWARD,)),
-    dtypes=frozenset(CODES),
+    dtypes=DTYPES,
     fusions=PLAIN,
     needs=frozenset((Feature.WGMMA,)),
     tiles=(

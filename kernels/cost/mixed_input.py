@@ -11,8 +11,8 @@ import math
 from typing import NamedTuple
 
 from ...artifacts.records.problem import Problem
+from ..contract.codes import BLOCK
 from ..contract.config import Config, TileRows
-from ..contract.mixed_input import BLOCK
 from ..hardware.chips import Chip
 from .profile import join
 from .routing import expected_rows

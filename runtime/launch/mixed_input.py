@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...artifacts.errors import InputError
-from ...kernels.contract.mixed_input import BLOCK, CODES, WORD_ROW
+from ...kernels.contract.codes import BLOCK, CODES, WORD_ROW
 from ...kernels.contract.registry import too_large
 from ...kernels.contract.words import RAGGED_SIZES
 from ..driver.block import BlockLayout, Words
@@ -38,7 +38,7 @@ def mixed_input_launcher(
     if wrong:
         raise InputError(f"{variant.entry}: {wrong}")
     fused = without_clearing(fused, variant, config)
-    codes = CODES[variant.dtype]
+    codes = CODES[variant.dtype.value]
     layout = BlockLayout(
         variant.arguments,
         given=_WORDS,

@@ -84,7 +84,7 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
 
 
 def _mixed_launch(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Launch | None:
-    """The same of quantised weights, which are prepared here if they were not; in a graph capture they stay as they are.
+    """The same of quantised weights, which are prepared here if they were not; in a graph capture none are.
 
     Rows are gathered beforehand: no code of these formats does.
     """

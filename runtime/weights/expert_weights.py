@@ -197,7 +197,8 @@ class ExpertWeights:
         """Put codes and scales into the order that kernels read: in place, expert by expert, once. Returns itself.
 
         ``order`` tells; ``restore`` undoes it. Weights that no kernel reads in another order are left as they are: of
-        N or K that are no multiples of 64 (of 128 where a scale is of so many), or a mxfp4 scale above 2.
+        N or K that are no multiples of 64 (of 128 where a scale is of so many), or a mxfp4 scale above 2. No call
+        may use them meanwhile.
         """
         order = ORDERS.get(self.format)
         if order is not None and self.order != order.number:
@@ -238,7 +239,7 @@ class ExpertWeights:
 
     @property
     def outer_scale(self) -> torch.Tensor | None:
-        """The scales that kernels multiply sums by: an expert's [E], or one of each of y's columns [E, N]; else None."""
+        """The scales that kernels multiply sums by: of experts [E], or of y's columns [E, N]; else None."""
         return self.scale if self.scale.dim() == 2 else self.global_scale
 
     @property

@@ -1,13 +1,13 @@
 """The order in which kernels read codes and scales, where it is not the checkpoint's own.
 
-Order 1 is that of the warp-specialised kernels for 9.0 (``kernels/gemm/hopper/wna16.py``): blocks of 64 rows and 64 of K,
-in each the 16 bytes (8 of codes of 4 bits) that one thread of a tensor core's operand turns into bf16, one after the
-other. Written R = 64 rows, c the thread of four that share a row, and K = 16 s + 8 h + 2 c + p in a block, a block is
+Order 1 is that of the warp-specialised kernel for 9.0 (kernels/gemm/hopper/wna16.py): blocks of 64 rows and 64 of K, in
+each the 16 bytes (8 of codes of 4 bits) that one thread of a tensor core's operand turns into bf16, one after another.
+ Written R = 64 rows, c the thread of four that share a row, and K = 16 s + 8 h + 2 c + p in it, a block is
 
     int32 [R, c, W]     W = 2 words of codes of 4 bits, s = 2 word + (0 or 1); W = 4 of 8 bits, s = word
 
 with the codes of p = 0 in the low half of a word and those of p = 1 in the high one. Where in its half each code's bits
-lie says ``_PLACES``, so that most become bf16 by one instruction. Scales lie by the same blocks: [R, groups of 64 of K].
+lie says ``_PLACES``: most become bf16 by an instruction or two. Scales lie by the same blocks: [R, groups of 64 of K].
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _in_bf16(move: Callable[[torch.Tensor, bool], torch.Tensor]) -> Callable[[to
 
 
 def _of_blocks(scale: torch.Tensor) -> torch.Tensor:
-    """A scale of 128 x 128 of e4m3 as bf16, for each block of 64 x 64, eight times (16 bytes, the least that TMA has)."""
+    """A scale of 128 x 128 of e4m3 as bf16, for each block of 64 x 64, eight times: TMA moves 16 bytes at least."""
     E, rows, width = scale.shape
     near = (scale.double() * 2.0**_E4M3_SHIFT).to(torch.bfloat16)
     return (

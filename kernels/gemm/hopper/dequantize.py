@@ -1,9 +1,9 @@
 """Codes of a quantised w to bf16, in registers, as the left operand of wgmma wants them.
 
-w is prepared (``kernels/codes.py``): a block of 64 rows and 64 of K lies together, as int32 [64, 4, W], W = 2 words
-for codes of 4 bits and 4 for those of 8: a row, the thread c of the four that hold a row of the operand, and a word. A
-code's K is 16 s + 8 h + 2 c + p; those of p = 0 are in the low half of a word and those of p = 1 in the high one, in the
-order of (s, h). So one instruction or two make two neighbours of bf16.
+w is prepared (runtime/weights/order.py): a block of 64 rows and 64 of K lies together, as int32 [64, 4, W]: a row, the
+thread c of the four that hold a row of the operand, and W words, 2 of codes of 4 bits and 4 of those of 8. A code's K is
+16 s + 8 h + 2 c + p; those of p = 0 are in the low half of a word and those of p = 1 in the high one, in the order of
+(s, h). So one instruction or two make two neighbours of bf16.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_HALVES = "0x{0:04X}{0:04X}"
+from ...contract.codes import CODES
 
 
 def _both(half: int) -> str:
-    return _HALVES.format(half)
+    return f"0x{half:04X}{half:04X}"
 
 
 def _e2m1_text() -> str:
@@ -52,7 +52,7 @@ def _e4m3_text() -> str:
     """PTX: $0 ... $7 of the words $8 ... $11: sign at bit 15, the rest at bits 10 to 4, which is the value x 2^-120.
 
     A half has its first code where it is wanted, and of the second the sign at bit 14, the next three bits at 13 to 11
-    and the last four at 3 to 0.
+    and the last four at 3 to 0. Each result has two registers, of the words' upper bit.
     """
     lines = [".reg .b32 t;"]
     for word in range(4):
@@ -67,10 +67,9 @@ def _e4m3_text() -> str:
     return "\n".join(("{", *lines, "}"))
 
 
-_TEXTS = {"e2m1": _e2m1_text(), "int4": _int4_text(), "e4m3": _e4m3_text()}
-_E2M1: gl.constexpr = gl.constexpr(_TEXTS["e2m1"])
-_INT4: gl.constexpr = gl.constexpr(_TEXTS["int4"])
-_E4M3: gl.constexpr = gl.constexpr(_TEXTS["e4m3"])
+_E2M1: gl.constexpr = gl.constexpr(_e2m1_text())
+_INT4: gl.constexpr = gl.constexpr(_int4_text())
+_E4M3: gl.constexpr = gl.constexpr(_e4m3_text())
 
 
 def _layout(words: int) -> gl.DistributedLinearLayout:
@@ -98,10 +97,25 @@ _FLAT_2: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _FLAT_3: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
+@gluon.constexpr_function
+def codes_of(FORMAT):  # type: ignore[no-untyped-def]
+    return CODES[FORMAT].codes
+
+
+@gluon.constexpr_function
+def scales_of(FORMAT):  # type: ignore[no-untyped-def]
+    return CODES[FORMAT].scales
+
+
+@gluon.constexpr_function
+def groups_of(FORMAT):  # type: ignore[no-untyped-def]
+    return CODES[FORMAT].groups
+
+
 @gluon.jit
-def _unpack(codes, CODES: gl.constexpr):
+def _unpack(codes, FORMAT: gl.constexpr):
     """A block in shared memory -> bf16 [64, 2, 2, 2, 4, 2]: row, s (two bits), h, c, p."""
-    if CODES == "e4m3":  # each result has two registers, of the words' upper bit, and in each a pair, of the lower one
+    if codes_of(FORMAT) == "e4m3":
         words = codes._reinterpret(gl.int32, [64, 4, 4], _FLAT_3).load(_WORDS_8)
         o = gl.inline_asm_elementwise(
             _E4M3, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words],
@@ -111,7 +125,7 @@ def _unpack(codes, CODES: gl.constexpr):
         return v.permute((0, 2, 5, 4, 1, 3))
     words = codes._reinterpret(gl.int32, [64, 4, 2], _FLAT_3).load(_WORDS_4)
     o = gl.inline_asm_elementwise(
-        _E2M1 if CODES == "e2m1" else _INT4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
+        _E2M1 if codes_of(FORMAT) == "e2m1" else _INT4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
         dtype=(
             gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
         ), is_pure=True, pack=2,
@@ -122,41 +136,39 @@ def _unpack(codes, CODES: gl.constexpr):
 
 
 @gluon.jit
-def _power(exponent: gl.constexpr):
-    """2^exponent, bf16."""
-    return gl.to_tensor((127 + exponent) << 7).to(gl.uint16).to(gl.bfloat16, bitcast=True)
+def _power(EXPONENT: gl.constexpr):
+    """2^EXPONENT, bf16."""
+    return gl.to_tensor((127 + EXPONENT) << 7).to(gl.uint16).to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
-def _scales(held, GROUPS: gl.constexpr, SCALES: gl.constexpr):
-    """The scales of a block's rows, bf16 [64, GROUPS], times what the codes were made too small by."""
+def _scales(held, FORMAT: gl.constexpr):
+    """The scales of a block's rows, bf16 [64, groups], times what the codes were made too small by."""
+    GROUPS: gl.constexpr = groups_of(FORMAT)
     layout: gl.constexpr = _GROUPS_1 if GROUPS == 1 else _GROUPS_2 if GROUPS == 2 else _GROUPS_4
-    if SCALES == "e8m0":  # 2^(s - 127) x 2^126, of e2m1: no s is above 128 (kernels/codes.py)
+    if scales_of(FORMAT) == "e8m0":  # 2^(s - 127) x 2^126, of e2m1: no s is above 128 (runtime/weights/order.py)
         s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
         return ((s.to(gl.uint16) + 126) << 7).to(gl.bfloat16, bitcast=True)
-    if SCALES == "e4m3":  # x 2^6, and the codes x 2^-6, for neither's factor fits: no scale is negative
+    if scales_of(FORMAT) == "e4m3":  # x 2^6, and the codes x 2^-6, for neither's factor fits: no scale is negative
         s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
         return (s.to(gl.uint16) << 4).to(gl.bfloat16, bitcast=True) * _power(126)
     return held._reinterpret(gl.bfloat16, [64, GROUPS], _FLAT_2).load(layout)
 
 
 @gluon.jit
-def operand(codes, scales, GROUPS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, OPERAND: gl.constexpr):
-    """A block of w, bf16 [64, 64], of its codes and scales in shared memory.
-
-    SCALES: "e8m0", "e4m3" or "bf16" of each row and group, "block" (one bf16 for all) or "none".
-    """
-    v = _unpack(codes, CODES)
-    if SCALES == "none":
+def operand(codes, scales, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
+    """A block of w, bf16 [64, 64], of its codes and scales in shared memory."""
+    GROUPS: gl.constexpr = groups_of(FORMAT)
+    v = _unpack(codes, FORMAT)
+    if scales_of(FORMAT) == "none":
         v = v * _power(120)
-    elif SCALES == "block":
+    elif scales_of(FORMAT) == "block":
         one = scales._reinterpret(gl.bfloat16, [1, 8], _FLAT_2)
         first = one.slice(0, 1, dim=1).load(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
         v = v * gl.convert_layout(first.reshape([1, 1, 1, 1, 1, 1]), v.type.layout)
     else:
-        if SCALES == "e4m3":
+        if scales_of(FORMAT) == "e4m3":
             v = v * _power(120)
-        s = _scales(scales, GROUPS, SCALES)
-        by = s.reshape([64, 2 if GROUPS > 1 else 1, 2 if GROUPS > 2 else 1, 1, 1, 1])
+        by = _scales(scales, FORMAT).reshape([64, 2 if GROUPS > 1 else 1, 2 if GROUPS > 2 else 1, 1, 1, 1])
         v = v * gl.convert_layout(by, v.type.layout)
     return gl.convert_layout(v.reshape([64, 64]), OPERAND, assert_trivial=True)

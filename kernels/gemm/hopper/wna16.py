@@ -1,8 +1,11 @@
-"""The grouped GEMM by rows for sm_90 with a w of codes (4 bits) and an x of bf16, warp-specialised.
+"""The grouped GEMM by rows for sm_90 with w of codes and x of bf16, warp-specialised: "mixed input" in CUTLASS's words.
 
-A tile is 64 columns of y for each warpgroup by BLOCK_M rows: w's codes become bf16 in registers and are wgmma's left
-operand, rows of x its right one, so a tile lies across and is turned back when it is stored. One warp loads codes,
-scales and x through TMA. A stage has KB blocks of 64 of K of each.
+w's codes become bf16 in registers (dequantize.py) and are wgmma's left operand, rows of x its right one, so a tile lies
+across, BLOCK_N columns of w by BLOCK_M rows of x, and is turned back when it is stored. One warp loads codes, scales
+and x through TMA, BLOCK_K of the reduction a stage; w lies in blocks of 64 x 64. Of a tile each of two warpgroups has
+half of the columns; of a tile of 64 columns, for few rows, each has every other block of K, and the sums are added.
+Tiles are handed out as programs become free. The arguments are those of ``portable.rows``, ``counter``, an int32
+that is zero before and after, and w's scales.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .consumer import ask, lines_of, look_up, note, parts_of
+from ...contract.codes import CODES
+from .consumer import ask, lines_of, look_up, note, parts_of, tables
 from .dequantize import operand
 from .pipeline import (
     BIAS_FLAG,
@@ -32,27 +36,61 @@ from .pipeline import (
 )
 from .zero_rows import clear_unnamed
 
-GRAIN: gl.constexpr = gl.constexpr(16)
+GRAIN: gl.constexpr = gl.constexpr(16)  # rows, that the height of a fitted tile is a multiple of
+BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
+
+
+@gluon.constexpr_function
+def words_of(FORMAT):  # type: ignore[no-untyped-def]
+    """Of a row of a block, for each of four threads."""
+    return CODES[FORMAT].words
+
+
+@gluon.constexpr_function
+def scale_bytes_of(FORMAT):  # type: ignore[no-untyped-def]
+    return CODES[FORMAT].scale_bytes
+
+
+@gluon.constexpr_function
+def blocks_per_scale(FORMAT):  # type: ignore[no-untyped-def]
+    return CODES[FORMAT].blocks_per_scale
+
+
+@gluon.constexpr_function
+def places_of(FORMAT, BLOCKS):  # type: ignore[no-untyped-def]
+    """Of scales in shared memory, for so many blocks of K."""
+    return CODES[FORMAT].places(BLOCKS)
+
+
+@gluon.constexpr_function
+def outer_of(FORMAT):  # type: ignore[no-untyped-def]
+    """Whether sums are multiplied by a scale: "expert", "column" or "none"."""
+    return "none" if not CODES[FORMAT].outer else "column" if CODES[FORMAT].scales == "none" else "expert"
 
 
 @gluon.jit
 def _load_codes(
     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
-    BLOCK_M: gl.constexpr, WARPGROUPS: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, WORDS: gl.constexpr, BLOCKS_PER_SCALE: gl.constexpr, SCALE_BYTES: gl.constexpr, SCALES: gl.constexpr, SPLIT: gl.constexpr, PER: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, FITTED: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: see ``rows._load_rows``."""
-    AHEAD: gl.constexpr = 4 if KB == 1 else 1
-    WIDE: gl.constexpr = 1 if SPLIT else WARPGROUPS * PER  # blocks of 64 columns in a tile
+    """The loading warp: see ``rows._load_rows``. A stage has blocks of a tile's columns, and boxes of its rows."""
+    WIDE: gl.constexpr = BLOCK_N // BLOCK  # blocks of columns of a tile
+    DEEP: gl.constexpr = BLOCK_K // BLOCK  # blocks of K of a stage
+    AHEAD: gl.constexpr = 4 if DEEP == 1 else 1  # steps
     BOX: gl.constexpr = min(BLOCK_M, 64)
     BOXES: gl.constexpr = BLOCK_M // BOX
+    WORDS: gl.constexpr = words_of(FORMAT)
+    SCALE_BYTES: gl.constexpr = scale_bytes_of(FORMAT)
+    SCALES: gl.constexpr = DEEP // blocks_per_scale(FORMAT)
+    PLACES: gl.constexpr = places_of(FORMAT, DEEP)
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
-    codes_bytes: gl.constexpr = WIDE * (KB * 1024 * WORDS + KB // BLOCKS_PER_SCALE * SCALE_BYTES)
-    box_bytes: gl.constexpr = KB * BOX * 64 * 2
-    blocks_n = N // 64
-    blocks_k = K // 64
+    w_bytes: gl.constexpr = WIDE * (DEEP * 1024 * WORDS + SCALES * SCALE_BYTES)
+    box_bytes: gl.constexpr = BOX * BLOCK_K * 2
+    blocks_n = N // BLOCK
+    blocks_k = K // BLOCK
     tiles_n = gl.cdiv(blocks_n, WIDE)
-    steps = gl.cdiv(blocks_k, KB)
+    steps = gl.cdiv(blocks_k, DEEP)
     count, end = expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
     tile_end = gl.associative_scan((count // BLOCK_M + (count % BLOCK_M != 0).to(gl.int32)) * tiles_n, 0, add)
     total = gl.max(tile_end, 0)
@@ -82,39 +120,28 @@ def _load_codes(
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
             for i in gl.static_range(1, BOXES + 1):
-                mbarrier.expect(bar, codes_bytes + i * box_bytes, pred=boxes == i)
-            for h in gl.static_range(WIDE):
-                block = first + h * blocks_k + step * KB
-                at = (stage * WIDE + h) * KB
-                codes = a.index(at)._reinterpret(gl.int32, [WORDS * KB, 256], a.layout)
+                mbarrier.expect(bar, w_bytes + i * box_bytes, pred=boxes == i)
+            for n in gl.static_range(WIDE):
+                block = first + n * blocks_k + step * DEEP
+                at = stage * WIDE + n
+                codes = a.index(at * DEEP)._reinterpret(gl.int32, [WORDS * DEEP, 256], a.layout)
                 tma.async_copy_global_to_shared(w, [block * WORDS, 0], bar, codes)
                 if SCALE_BYTES:
-                    scales = s.index((stage * WIDE + h) * scale_places(KB, BLOCKS_PER_SCALE, SCALES))
-                    scales = scales._reinterpret(gl.uint8, [KB // BLOCKS_PER_SCALE, SCALE_BYTES], s.layout)
-                    tma.async_copy_global_to_shared(w_scale, [block // BLOCKS_PER_SCALE, 0], bar, scales)
-            for j in gl.static_range(KB):
+                    scales = s.index(at * PLACES)._reinterpret(gl.uint8, [SCALES, SCALE_BYTES], s.layout)
+                    tma.async_copy_global_to_shared(w_scale, [block // blocks_per_scale(FORMAT), 0], bar, scales)
+            for k in gl.static_range(DEEP):
                 for i in gl.static_range(BOXES):
-                    box = b.index((stage * KB + j) * BOXES + i)
-                    tma.async_copy_global_to_shared(x, [row + i * BOX, (step * KB + j) * 64], bar, box, pred=i < boxes)
+                    box = b.index((stage * DEEP + k) * BOXES + i)
+                    at_k = (step * DEEP + k) * BLOCK
+                    tma.async_copy_global_to_shared(x, [row + i * BOX, at_k], bar, box, pred=i < boxes)
             stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, 1)
 
 
 @gluon.jit
-def _scaled(part, outer, expert, col, N, SCALES: gl.constexpr):
-    """The part by the scales that are an expert's, or one of each of its rows, which are y's columns."""
-    if SCALES == "e4m3":
-        part = part * gl.load(outer[0] + expert)
-    elif SCALES == "none":
-        n = col + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
-        part = part * gl.load(outer[0] + expert * outer[1] + n, mask=n < N, other=0.0)[:, None]
-    return part
-
-
-@gluon.jit
-def fit(grains, MOST: gl.constexpr):
-    """``ragged._fit``."""
+def _fit(grains, MOST: gl.constexpr):
+    """``ragged._fit``: the compiler is handed the loop once for each number of rows (aot/compile/ptx.py)."""
     gl.inline_asm_elementwise(
         f"mov.b32 $0, $1; // products of $1 times {GRAIN} rows, {MOST} times at most",
         "=r,r", [grains], dtype=gl.int32, is_pure=False, pack=1,
@@ -122,8 +149,19 @@ def fit(grains, MOST: gl.constexpr):
 
 
 @gluon.jit
+def _scaled(part, outer, expert, col, N, FORMAT: gl.constexpr):
+    """The part by its expert's scale, or by those of its rows, which are y's columns from ``col`` on."""
+    if outer_of(FORMAT) == "expert":
+        part = part * gl.load(outer[0] + expert)
+    elif outer_of(FORMAT) == "column":
+        n = col + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
+        part = part * gl.load(outer[0] + expert * outer[1] + n, mask=n < N, other=0.0)[:, None]
+    return part
+
+
+@gluon.jit
 def _biased(part, moved, expert, col, N):
-    """The part, whose rows are y's columns from ``col`` on, and the bias of those."""
+    """The part, whose rows are y's columns from ``col`` on, and their bias."""
     if (moved[6] & BIAS_FLAG) != 0:
         n = col + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
         added = gl.load(moved[2] + expert.to(gl.int64) * N + n, mask=n < N, other=0.0)
@@ -131,56 +169,50 @@ def _biased(part, moved, expert, col, N):
     return part
 
 
-@gluon.constexpr_function
-def scale_places(KB, BLOCKS_PER_SCALE, SCALES):
-    """Places for the scales of a tile's part of a stage: TMA writes to multiples of 128 bytes, a block has 16 or more."""
-    return max(KB // BLOCKS_PER_SCALE, 8 if SCALES == "block" else 1)
-
-
 @gluon.jit
 def _block(
-    a, s, stage, unit: gl.constexpr, half, WARPGROUPS: gl.constexpr, KB: gl.constexpr, SPLIT: gl.constexpr,
-    PER: gl.constexpr, BLOCKS_PER_SCALE: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, OPERAND: gl.constexpr,
+    a, s, stage, half, UNIT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, FORMAT: gl.constexpr,
+    OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """What a warpgroup multiplies in its turn ``unit`` of a stage: PER blocks of columns of one K, then of the next."""
-    if SPLIT:
-        tile, k = stage, 2 * unit + half
+    """What a warpgroup multiplies as its UNIT-th of a stage: blocks of its columns of one K, then of the next."""
+    DEEP: gl.constexpr = BLOCK_K // BLOCK
+    MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))
+    if BLOCK_N == BLOCK:
+        tile, k = stage, 2 * UNIT + half
     else:
-        tile, k = (stage * WARPGROUPS + half) * PER + unit % PER, unit // PER
-    return operand(
-        a.index(tile * KB + k),
-        s.index(tile * scale_places(KB, BLOCKS_PER_SCALE, SCALES) + k // BLOCKS_PER_SCALE),
-        GROUPS,
-        CODES,
-        SCALES,
-        OPERAND,
-    )
+        tile, k = (stage * 2 + half) * MINE + UNIT % MINE, UNIT // MINE
+    at = tile * places_of(FORMAT, DEEP) + k // blocks_per_scale(FORMAT)
+    return operand(a.index(tile * DEEP + k), s.index(at), FORMAT, OPERAND)
 
 
 @gluon.jit
-def _x_tile(b, stage, j, half, BLOCK_M: gl.constexpr, KB: gl.constexpr, SPLIT: gl.constexpr, WRITTEN: gl.constexpr):
+def _x_tile(b, stage, k, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
+    """The rows of x, [64, BLOCK_M], of the k-th block of K of a stage."""
     BOXES: gl.constexpr = BLOCK_M // min(BLOCK_M, 64)
-    at = stage * KB + (2 * j + half if SPLIT else j)
-    return b.index(at * BOXES)._reinterpret(b.dtype, [WRITTEN, 64], b.layout).permute((1, 0))
+    at = (stage * (BLOCK_K // BLOCK) + k) * BOXES
+    return b.index(at)._reinterpret(b.dtype, [BLOCK_M, BLOCK], b.layout).permute((1, 0))
 
 
 @gluon.jit
 def _multiply_codes(
     half, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N, stride_y_m,
-    BLOCK_M: gl.constexpr, WARPGROUPS: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, BLOCKS_PER_SCALE: gl.constexpr,
-    GROUPS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, INDEXED: gl.constexpr, FIT: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, PER: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, FORMAT: gl.constexpr,
+    INDEXED: gl.constexpr, FITTED: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: its 64 columns of every tile, or in SPLIT code every other block of K of the same 64.
+    """One warpgroup: its columns of every tile, or its blocks of K, and the way out.
 
-    The next block's codes become bf16 while this one's product is under way, which is over before the next begins: sums
-    that are in flight across a step's end would be kept out of registers.
+    The next block's codes become bf16 while this one's product is under way, which is over before the next begins: with
+    sums that are in flight across a step's end ptxas waits for each instruction. AHEAD code does so across stages, too,
+    which keeps each stage for longer: it pays where a stage is short.
     """
+    AHEAD: gl.constexpr = FITTED and BLOCK_K == BLOCK
+    SPLIT: gl.constexpr = BLOCK_N == BLOCK
+    MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))  # blocks of columns
+    UNITS: gl.constexpr = BLOCK_K // (2 * BLOCK) if SPLIT else BLOCK_K // BLOCK * MINE  # products of a stage
     BOX: gl.constexpr = min(BLOCK_M, 64)
     BOXES: gl.constexpr = BLOCK_M // BOX
-    WRITTEN: gl.constexpr = BLOCK_M if BLOCK_M != 192 else 256
-    UNITS: gl.constexpr = KB // 2 if SPLIT else KB * PER  # products of a stage
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WRITTEN, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     stage, phase, slot, turn = begin()
     sum_phase = gl.to_tensor(0)
@@ -191,54 +223,34 @@ def _multiply_codes(
         expert = word >> 20
         if INDEXED:
             found = look_up(moved, ask(moved, row, row_end, BLOCK_M), row, row_end)
-        acc = gl.zeros([64, WRITTEN], gl.float32, mma)
-        more = gl.zeros([64, WRITTEN], gl.float32, mma) if PER == 2 else gl.to_tensor(0)
+        acc = gl.zeros([64, BLOCK_M], gl.float32, mma)
+        more = gl.zeros([64, BLOCK_M], gl.float32, mma) if MINE == 2 else gl.to_tensor(0)
         grains = gl.cdiv(row_end - row, GRAIN)
         if AHEAD:
             mbarrier.wait(full.index(stage), phase)
-            now = _block(
-                a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND
-            )
+            now = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, OPERAND)
         for step in range(steps):
-            if FIT:
-                fit(grains, BLOCK_M // GRAIN)
+            if FITTED:
+                _fit(grains, BLOCK_M // GRAIN)
             if not AHEAD:
                 mbarrier.wait(full.index(stage), phase)
-                now = _block(
-                    a, s, stage, 0, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND
-                )
+                now = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, OPERAND)
             last = stage
             for unit in gl.static_range(UNITS):
-                x_tile = _x_tile(b, last, unit // PER, half, BLOCK_M, KB, SPLIT, WRITTEN)
-                if unit % PER == 0:
+                k = 2 * unit + half if SPLIT else unit // MINE
+                x_tile = _x_tile(b, last, k, BLOCK_M, BLOCK_K)
+                if unit % MINE == 0:
                     acc = warpgroup_mma(now, x_tile, acc, is_async=True)
                 else:
                     more = warpgroup_mma(now, x_tile, more, is_async=True)
                 following = now
                 if unit + 1 < UNITS:
-                    following = _block(
-                        a, s, last, unit + 1, half, WARPGROUPS, KB, SPLIT, PER, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, OPERAND
-                    )  # fmt: skip
+                    following = _block(a, s, last, half, unit + 1, BLOCK_N, BLOCK_K, FORMAT, OPERAND)
                 elif AHEAD:
                     stage, phase = advance(stage, phase, STAGES)
                     mbarrier.wait(full.index(stage), phase, pred=step + 1 < steps)
-                    following = _block(
-                        a,
-                        s,
-                        stage,
-                        0,
-                        half,
-                        WARPGROUPS,
-                        KB,
-                        SPLIT,
-                        PER,
-                        BLOCKS_PER_SCALE,
-                        GROUPS,
-                        CODES,
-                        SCALES,
-                        OPERAND,
-                    )
-                if unit % PER == 0:
+                    following = _block(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, OPERAND)
+                if unit % MINE == 0:
                     acc, now = warpgroup_mma_wait(num_outstanding=0, deps=(acc, now))
                 else:
                     more, now = warpgroup_mma_wait(num_outstanding=0, deps=(more, now))
@@ -264,14 +276,14 @@ def _multiply_codes(
         if mine_too:
             if INDEXED:
                 note(noted, half, found)
-            for p in gl.static_range(PER):
-                first = (col if SPLIT else (col * WARPGROUPS + half) * PER + p) * 64
-                tile = acc if p == 0 else more
-                parts = parts_of(tile) if WRITTEN > 64 else (tile,)
+            for j in gl.static_range(MINE):
+                first = (col if SPLIT else (col * 2 + half) * MINE + j) * BLOCK
+                tile = acc if j == 0 else more
+                parts = parts_of(tile) if BLOCK_M > 64 else (tile,)
                 for i in gl.static_range(BOXES):
                     mine = row + BOX * i
                     if (mine < row_end) & (first < N):
-                        part = _scaled(parts[i], outer, expert, first, N, SCALES)
+                        part = _scaled(parts[i], outer, expert, first, N, FORMAT)
                         if INDEXED:
                             target = noted[0].index(half).slice(BOX * i, BOX).load(gl.SliceLayout(1, LINES))
                             scale = noted[1].index(half).slice(BOX * i, BOX).load(gl.SliceLayout(0, part.type.layout))
@@ -287,114 +299,77 @@ def _multiply_codes(
 
 
 @gluon.jit
-def _tables(ROWS: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """``consumer.tables`` of so many warpgroups."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return (
-        gl.allocate_shared_memory(gl.int32, [WARPGROUPS, ROWS], layout),
-        gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS], layout),
-    )
-
-
-@gluon.jit
 def rows_wna16(
-    x, w, w_scale, w_outer, y, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_y_m, stride_outer_e, m_sizes_step, index_step,
-    index_end, x_divisor, flags,
-    BLOCK_M: gl.constexpr, WARPGROUPS: gl.constexpr, KB: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, BLOCKS_PER_SCALE: gl.constexpr, GROUPS: gl.constexpr, SCALE_BYTES: gl.constexpr,
-    INDEXED: gl.constexpr, FIT: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, PER: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    x, w, w_scale, w_outer, y, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_y_m, stride_outer_e,
+    m_sizes_step, index_step, index_end, x_divisor, flags,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, INDEXED: gl.constexpr, FITTED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]), w = codes x scales.
 
-    w and w_scale are prepared, and seen as rows of blocks: int32 [E * N / 64 * K / 64 * WORDS, 256] and uint8 [the
-    blocks / BLOCKS_PER_SCALE, SCALE_BYTES]. w_outer are scales that a sum is multiplied by: ``_scaled``.
+    ``portable.rows`` of rows that nothing gathers. w and w_scale are prepared, and seen as rows of blocks: int32
+    [E * N / 64 * K / 64 * words, 256], and bytes [blocks / blocks per scale, bytes of a block]. w_outer are scales of
+    experts, or of y's columns with ``stride_outer_e`` from one expert's to the next's.
     """
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    flat8: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=2)
+    flat_bytes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=2)
     lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    WORDS: gl.constexpr = 4 if CODES == "e4m3" else 2
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    WIDE: gl.constexpr = BLOCK_N // BLOCK
+    DEEP: gl.constexpr = BLOCK_K // BLOCK
     BOX: gl.constexpr = min(BLOCK_M, 64)
-    BOXES: gl.constexpr = BLOCK_M // BOX
-    SPARE: gl.constexpr = 1 if BLOCK_M == 192 else 0  # boxes: a product as it is written has 256 rows
-    BLOCKS: gl.constexpr = (1 if SPLIT else WARPGROUPS * PER) * STAGES * KB
-    a = gl.allocate_shared_memory(gl.int32, [BLOCKS, WORDS, 256], flat)
-    PLACES: gl.constexpr = BLOCKS // KB * scale_places(KB, BLOCKS_PER_SCALE, SCALES)
-    s = gl.allocate_shared_memory(gl.uint8, [PLACES, 1, max(SCALE_BYTES, 16)], flat8)
-    b = gl.allocate_shared_memory(x.dtype, [STAGES * KB * BOXES + SPARE, BOX, 64], lines)
-    buffers = gl.allocate_shared_memory(x.dtype, [WARPGROUPS, BOX, 64], lines)
-    full, empty, queue, filled, free = barriers(STAGES, 1, WARPGROUPS, WARPGROUPS)
-    sums = (
-        gl.allocate_shared_memory(gl.float32, [64, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])) if SPLIT else ()
-    )
+    PLACES: gl.constexpr = STAGES * WIDE * places_of(FORMAT, DEEP)
+    a = gl.allocate_shared_memory(gl.int32, [STAGES * WIDE * DEEP, words_of(FORMAT), 256], flat)
+    s = gl.allocate_shared_memory(gl.uint8, [PLACES, 1, max(scale_bytes_of(FORMAT), 16)], flat_bytes)
+    b = gl.allocate_shared_memory(x.dtype, [STAGES * DEEP * (BLOCK_M // BOX), BOX, BLOCK], lines)
+    buffers = gl.allocate_shared_memory(x.dtype, [2, BOX, 64], lines)
+    full, empty, queue, filled, free = barriers(STAGES, 1, 2, 2)
+    sums = gl.allocate_shared_memory(gl.float32, [64, BLOCK_M], plain) if BLOCK_N == BLOCK else ()
     summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(summed.index(i), count=1)
     outer = (w_outer, stride_outer_e)
     moved = (index, row_weights, bias, index_step, index_end, x_divisor, flags)
-    noted = _tables(BLOCK_M, WARPGROUPS) if INDEXED else ()
+    noted = tables(BLOCK_M) if INDEXED else ()
     gl.barrier()
-    if WARPGROUPS == 2 and INDEXED:
+    if INDEXED:
         gl.warp_specialize(
             [
                 (_multiply_codes, (
                     0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
-                    AHEAD, PER,
+                    stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED,
                 )),
                 (_multiply_codes, (
                     1, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
-                    AHEAD, PER,
+                    stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED,
                 )),
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, BLOCKS_PER_SCALE, SCALE_BYTES,
-                    SCALES, SPLIT, PER,
+                    m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT, FITTED,
                 )),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
             [4, 1, 1],
             [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
         )  # fmt: skip
-    elif WARPGROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_multiply_codes, (
-                    0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
-                    AHEAD, PER,
-                )),
-                (_multiply_codes, (
-                    1, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
-                    AHEAD, PER,
-                )),
-                (_load_codes, (
-                    x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, BLOCKS_PER_SCALE, SCALE_BYTES,
-                    SCALES, SPLIT, PER,
-                )),
-            ],
-            [4, 1],
-            [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_multiply_codes, (
                     0, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
-                    stride_y_m, BLOCK_M, WARPGROUPS, KB, STAGES, BLOCKS_PER_SCALE, GROUPS, CODES, SCALES, INDEXED, FIT, SPLIT,
-                    AHEAD, PER,
+                    stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED,
+                )),
+                (_multiply_codes, (
+                    1, a, s, b, full, empty, queue, filled, free, buffers, sums, summed, y, moved, outer, noted, N,
+                    stride_y_m, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORMAT, INDEXED, FITTED,
                 )),
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, WARPGROUPS, KB, STAGES, GROUP_M, EXPERTS, WORDS, BLOCKS_PER_SCALE, SCALE_BYTES,
-                    SCALES, SPLIT, PER,
+                    m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT, FITTED,
                 )),
             ],
-            [1],
-            [24],
+            [4, 1],
+            [REGISTERS, 504 - 2 * REGISTERS],
         )  # fmt: skip
     if ((flags & ZERO_TAIL_FLAG) != 0) & ((flags & SCATTER_FLAG) == 0 if INDEXED else True):
         zero_tail(y, m_sizes, m_sizes_step, M, E, N, stride_y_m, EXPERTS)
