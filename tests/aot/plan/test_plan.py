@@ -160,8 +160,8 @@ def test_unaligned_shards_are_told() -> None:
         return [*unaligned(load_models(specs).shapes)]
 
     assert told("shape:E=8,H=1024,I=1000,k=2 tp=1,8 dtype=bf16,fp16 name=mine") == [
-        "mine tp=8 ep=1 dtype=bf16,fp16: rows of gate_up (N=250, K=1024) and down (N=1024, K=125) are no multiples of 8 "
-        "elements (16 bytes): only fallback kernels, which are slower, run them; tp=1,5 would have none"
+        "mine tp=8 ep=1 dtype=bf16,fp16: rows of gate_up (N=250, K=1024) and down (N=1024, K=125) are no multiples of "
+        "8 elements (16 bytes): only fallback kernels, which are slower, run them; tp=1,5 would have none"
     ]
     assert told("shape:E=8,H=1024,I=1000,k=2 tp=2,125 dtype=fp32", "shape:E=8,H=100,I=64,k=2 gated=0") == [
         "E8-H100-I64-k2 tp=1 ep=1 dtype=bf16: rows of up (N=64, K=100) and down (N=100, K=64) are no multiples of 8 "
