@@ -26,12 +26,13 @@ from ...kernels.contract.spec import result_columns
 from ...kernels.contract.words import FLAGS
 from ...runtime.driver.device import local_gpu
 from ...runtime.launch import gemm
+from ...runtime.weights.expert_weights import ExpertWeights
 from ..journal.records import AGAIN, FAULT, LONG_NS, ROUTINGS, WRONG, Failure, Measured, Rematch, Timing
 from ..journal.timings import LEAST_BAND, plain_of
 from ..process.gpus import busy, gpu_uuid
 from .calls import TORCH, Tensors, caller, torch_caller
 from .clock import Clock
-from .inputs import MAX_ERROR, measured_routings, top_k_of, weights
+from .inputs import MAX_ERROR, measured_routings, quantised_weights, top_k_of, weights
 from .job import MeasureJob, MeasureResult, Setup, WorkerInfo
 from .numerics import GatedNumericsCheck, NumericsCheck
 
@@ -91,7 +92,7 @@ class Bench:
         self.local = local_gpu(setup.device)
         self.clock = Clock(self.device)
         self._kernels: dict[int, gemm.LoadedKernel] = {}
-        self._weights: tuple[object, torch.Tensor] | None = None
+        self._weights: tuple[object, torch.Tensor | ExpertWeights] | None = None
         self._judges: dict[object, Judges] = {}
         self._pools: dict[str, torch.Tensor] = {}
         self._current: int | None = None
@@ -306,15 +307,28 @@ class Bench:
             row_weights = torch.exp2(torch.arange(M, device=self.device) % 3 - 1)  # powers of two: nothing is rounded
         return Tensors(problem, M, rows, w, result, index, top_k, row_weights)
 
-    def _weight(self, problem: Problem) -> torch.Tensor:
+    def _weight(self, problem: Problem) -> torch.Tensor | ExpertWeights:
         """w as the problem has it: made once for all ops, forms and buckets that share it."""
         key = (problem.E, problem.N, problem.K, problem.dtype)
         if self._weights is None or self._weights[0] != key:
             self._weights = None
             self._judges.clear()
-            self._weights = key, weights(problem.E, problem.N, problem.K, TORCH[problem.dtype], self.device)
+            sizes = problem.E, problem.N, problem.K
+            quantised = problem.dtype.quantised
+            self._weights = (
+                key,
+                (
+                    quantised_weights(*sizes, problem.dtype, self.device)
+                    if quantised
+                    else weights(*sizes, TORCH[problem.dtype], self.device)
+                ),
+            )
         w = self._weights[1]
-        return w if problem.layout is Layout.NK else w.view(problem.E, problem.K, problem.N)
+        return (
+            w
+            if isinstance(w, ExpertWeights) or problem.layout is Layout.NK
+            else w.view(problem.E, problem.K, problem.N)
+        )
 
     def _judge(self, problem: Problem, on: Tensors) -> Judges:
         gated = Fusion.SILU in problem.fusion
@@ -322,7 +336,7 @@ class Bench:
         if key not in self._judges:
             weights = None if problem.op is Op.DW else on.weights
             self._judges[key] = (
-                GatedNumericsCheck(problem, on.weights) if gated else NumericsCheck(problem, weights, self.device)
+                GatedNumericsCheck(problem, on.dense) if gated else NumericsCheck(problem, weights, self.device)
             )
         return self._judges[key]
 

@@ -10,9 +10,14 @@ import torch
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op, Problem
 from ...kernels.contract.spec import gemm_of
+from ...runtime.check.tensors import address_of
 from ...runtime.launch import gemm as launch_gemm
+from ...runtime.launch.mixed_input import mixed_input_launcher
+from ...runtime.weights.expert_weights import ExpertWeights
 
-TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32}
+TORCH = {one: torch.bfloat16 for one in DType if one.quantised} | {
+    DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32,
+}  # of x and y  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +25,26 @@ class Tensors:
     """What a problem of M rows runs on, all contiguous.
 
     ``rows`` is x of the forward, [M, K] (or [T, K] where it is gathered), else dy, [M, N]. ``weights`` is w as
-    ``problem.layout`` says, or x [M, K] for dW. ``result`` is y, dx or dw. ``index`` int32 [M] says which
-    rows are moved; x's row is ``index // top_k``. With silu ``result`` is [M, N/2]. ``row_weights`` float32 [M], by
-    index, are multiplied with.
+    ``problem.layout`` says, or quantised and prepared, or x [M, K] for dW. ``result`` is y, dx or dw. ``index``, int32
+    [M], says which rows are moved; x's row is ``index // top_k``. With silu ``result`` is [M, N/2]. ``row_weights``,
+    float32 [M] by index, are multiplied with.
     """
 
     problem: Problem
     M: int
     rows: torch.Tensor
-    weights: torch.Tensor
+    weights: torch.Tensor | ExpertWeights
     result: torch.Tensor
     index: torch.Tensor | None = None
     top_k: int = 1
     row_weights: torch.Tensor | None = None
+
+    @property
+    def dense(self) -> torch.Tensor:
+        """``weights`` that are a tensor."""
+        if not isinstance(self.weights, torch.Tensor):
+            raise AssertionError(f"{self.problem} has quantised weights")
+        return self.weights
 
 
 def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor) -> Callable[[], None]:
@@ -46,20 +58,27 @@ def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor)
             fusion, weights = fusion | Fusion.WEIGHT, on.row_weights.data_ptr()
         fused = launch_gemm.Fused(fusion, 1, on.top_k if Fusion.GATHER in fusion else 1)
         words = {"index": on.index.data_ptr(), "row_weights": weights, "index_end": on.M}
-    if problem.op is Op.DW:
+    w = on.weights
+    if isinstance(w, ExpertWeights):
+        launch = mixed_input_launcher(
+            kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=1, stride_outer_e=w.outer_step, fused=fused
+        )
+        words |= {"x": on.rows.data_ptr(), "stride_x_m": on.rows.stride(0), "stride_y_m": on.result.stride(0)}
+        words |= {"w": w.codes.data_ptr(), "w_scale": address_of(w.kernel_scale), "w_outer": address_of(w.outer_scale)}
+    elif problem.op is Op.DW:
         launch = launch_gemm.weight_launcher(
             kernel, N=problem.N, K=problem.K, E=problem.E, stride_dw_e=on.result.stride(0),
             stride_dw_row=on.result.stride(1), m_sizes_step=1,
         )  # fmt: skip
-        words |= {"dy": on.rows.data_ptr(), "x": on.weights.data_ptr(), "stride_dy_m": on.rows.stride(0),
-                  "stride_x_m": on.weights.stride(0)}  # fmt: skip
+        words |= {"dy": on.rows.data_ptr(), "x": w.data_ptr(), "stride_dy_m": on.rows.stride(0),
+                  "stride_x_m": w.stride(0)}  # fmt: skip
     else:
         gemm = gemm_of(problem)
         launch = launch_gemm.row_launcher(
             kernel, columns=gemm.columns, reduction=gemm.reduction, E=problem.E, w_kn=gemm.w_kn,
-            stride_w_e=on.weights.stride(0), stride_w_row=on.weights.stride(1), m_sizes_step=1, fused=fused,
+            stride_w_e=w.stride(0), stride_w_row=w.stride(1), m_sizes_step=1, fused=fused,
         )  # fmt: skip
-        words |= {"x": on.rows.data_ptr(), "w": on.weights.data_ptr(), "stride_x_m": on.rows.stride(0),
+        words |= {"x": on.rows.data_ptr(), "w": w.data_ptr(), "stride_x_m": on.rows.stride(0),
                   "stride_y_m": on.result.stride(0)}  # fmt: skip
     addresses = on.result.data_ptr(), m_sizes.data_ptr()
 
@@ -71,10 +90,13 @@ def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor)
 
 def torch_caller(on: Tensors, m_sizes: torch.Tensor) -> Callable[[], object]:
     """torch's grouped_mm on the same tensors; for plain problems whose w is [E, N, K]."""
+    w = on.weights
+    if isinstance(w, ExpertWeights):
+        raise AssertionError(f"torch has no call for {on.problem}")
     ends = m_sizes.cumsum(0).to(torch.int32)
     left, right = {
-        Op.FORWARD: (on.rows, on.weights.transpose(-1, -2)),
-        Op.DX: (on.rows, on.weights),
-        Op.DW: (on.rows.t(), on.weights),
+        Op.FORWARD: (on.rows, w.transpose(-1, -2)),
+        Op.DX: (on.rows, w),
+        Op.DW: (on.rows.t(), w),
     }[on.problem.op]
     return lambda: torch._grouped_mm(left, right, offs=ends)

@@ -14,11 +14,15 @@ element is finite is looked at, too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
 from ...artifacts.records.problem import Fusion, Op, Problem
 from ...kernels.contract.spec import gemm_of
+from ...runtime.weights.dequantised import Dequantised
+from ...runtime.weights.expert_weights import ExpertWeights
 from .calls import Tensors
 
 MAX_ROW_ERROR = 0.1  # of one row, over the root mean square of all: a row that is wrong is off by about 1
@@ -32,13 +36,18 @@ _CHUNK_ELEMENTS = 1 << 26
 class NumericsCheck:
     """The reference of one weight: ``judge.error(...)`` of any result of a problem that uses it."""
 
-    def __init__(self, problem: Problem, weights: torch.Tensor | None, device: torch.device) -> None:
+    def __init__(
+        self, problem: Problem, weights: Sequence[torch.Tensor] | torch.Tensor | ExpertWeights | None,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         g = torch.Generator(device).manual_seed(3)
         columns = problem.K if problem.op is Op.DW else gemm_of(problem).columns
         self._signs = torch.randint(0, 2, (columns, _VECTORS), generator=g, device=device).float() * 2 - 1
         self._w_kn = problem.op is not Op.DW and gemm_of(problem).w_kn
         self._projected = torch.empty(0, device=device)  # [E, reduction, vectors]
         if weights is not None:
+            if isinstance(weights, ExpertWeights):
+                weights = Dequantised(weights, torch.float32, transposed=False)
             parts = [(w if self._w_kn else w.T).float() @ self._signs for w in weights]
             self._projected = torch.stack(parts)
 
@@ -59,7 +68,7 @@ class NumericsCheck:
         return torch.cat(parts)
 
     def _weight_reference(self, on: Tensors, counts: list[int]) -> torch.Tensor:
-        dy, x, start, parts = on.rows, on.weights, 0, []
+        dy, x, start, parts = on.rows, on.dense, 0, []
         for count in counts:
             total = torch.zeros(dy.shape[1], _VECTORS, device=dy.device)
             for here in _chunks(count, dy.shape[1] + x.shape[1], start):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...artifacts.errors import InputError
 from ...artifacts.names import PART
-from ...artifacts.records.precision import DType
+from ...artifacts.records.precision import DType, dtype_of
 from ...artifacts.records.problem import Op
 from .catalogue import DEFAULT, catalogue, find, nearest_ids
 from .hf_config import SHARED, read_model
@@ -74,7 +74,7 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
         notes.extend(f"{line.where}: {remark}" for remark in found.remarks)
         for shard in shards:
             for name in shard.weights:
-                if name not in PLAIN:
+                if name not in PLAIN and dtype_of(name) not in shard.dtypes:
                     without_code.setdefault(name, {})[shard.name] = None
             facts = (shard.E, shard.k, shard.H, shard.I, shard.gated, shard.shared_experts)
             told, first = layers.setdefault(shard.name, (facts, line.where))
@@ -92,7 +92,10 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
         head = [] if len(problems) == 1 else [f"{len(problems)} mistakes in what to build for:"]
         raise InputError("\n".join(head + problems))
     for name, models in without_code.items():
-        notes.append(f"no kernels for {name} yet: bf16 (or the dtype= given) is built instead for {', '.join(models)}")
+        built = f"bf16 (or the dtype= given) is built instead for {', '.join(models)}"
+        there = dtype_of(name) is not None
+        notes.append(f"{built}, published as {name}: weights={name} builds that" if there
+                     else f"no kernels for {name} yet: {built}")  # fmt: skip
     return LoadedModels(tuple(seen), tuple(notes))
 
 
@@ -240,7 +243,7 @@ def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator
                 I=layer.I,
                 shared_experts=fused,
                 gated=layer.gated if options.gated is None else options.gated,
-                dtypes=options.dtype or tuple(DType(one) for one in weights if one in PLAIN) or (DType.BF16,),
+                dtypes=options.dtype or _dtypes(weights, asked=bool(options.weights)),
                 tp=tp,
                 ep=ep,
                 tokens=options.tokens,
@@ -255,6 +258,12 @@ def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator
     if problems:
         raise InputError("\n".join(dict.fromkeys(f"{found.name}: {problem}" for problem in problems)))
     yield from shards
+
+
+def _dtypes(weights: tuple[str, ...], *, asked: bool) -> tuple[DType, ...]:
+    """What is built for weights of these formats: products with quantised ones where somebody asked for them."""
+    every = (dtype_of(one) for one in weights if asked or one in PLAIN)
+    return tuple(dict.fromkeys(one for one in every if one is not None)) or (DType.BF16,)
 
 
 def _name(model: str, part: str) -> str:

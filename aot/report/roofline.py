@@ -34,16 +34,16 @@ def roofline(problem: Problem, M: int, chip: Chip) -> Roofline:
 
     compute = 2 M N K / rate. memory = bytes / bandwidth, everything read or written once, s bytes an element:
 
-    - forward, dX: (A N K + M N + M K) s, A the expected active experts of the routing in kernels/cost/routing.py; with
-    silu
-      in the epilogue M N / 2 are written
+    - forward, dX: A W + (M N + M K) s, W the bytes of a matrix of w with its scales and A the expected active experts
+      of the routing in kernels/cost/routing.py; with silu in the epilogue M N / 2 are written
     - dW: (E N K + M N + M K) s, as dw of every expert is written
 
     Rates and bandwidth are the published ones of ``chip``: dense, at boost clock.
     """
     E, N, K, size = problem.E, problem.N, problem.K, problem.dtype.itemsize
     experts = float(E) if problem.op is Op.DW else expected_rows(E, M).active
-    moved_bytes = (experts * N * K + M * (result_columns(N, problem.fusion) + K)) * size
+    rows_bytes = M * (result_columns(N, problem.fusion) + K) * size
+    moved_bytes = experts * problem.dtype.precision.w_bytes(N, K) + rows_bytes
     rates = {DType.FP32: chip.fp32_tflops, DType.TF32: chip.tf32_tflops}
     tflops = rates.get(problem.dtype, chip.bf16_tflops)
     return Roofline(moved_bytes / chip.bandwidth_gbs * 1e-3, 2.0 * M * N * K / tflops * 1e-6)

@@ -111,9 +111,11 @@ class TuningSpace:
 
 def fits(problem: Problem, M: int, memory_mib: int) -> bool:
     """Whether a cell's tensors fit a GPU's memory: w, dw, M rows of both widths, and what a clean measurement needs."""
-    matrices = problem.E * problem.N * problem.K * (2 if problem.op is Op.DW else 1)
-    rows = M * (problem.N + problem.K)
-    wanted = (matrices + rows) * problem.dtype.itemsize + M * 16 + 2 * FLUSH_BYTES + _RESERVE_BYTES
+    matrices_bytes = (
+        problem.E * problem.dtype.precision.w_bytes(problem.N, problem.K) * (2 if problem.op is Op.DW else 1)
+    )
+    rows_bytes = M * (problem.N + problem.K) * problem.dtype.itemsize
+    wanted = matrices_bytes + rows_bytes + M * 16 + 2 * FLUSH_BYTES + _RESERVE_BYTES
     return wanted <= memory_mib * (1 << 20) * 9 // 10
 
 

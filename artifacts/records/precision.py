@@ -46,6 +46,7 @@ class DType(enum.Enum):
 
 
 PLAIN_DTYPES = frozenset((DType.BF16, DType.FP16, DType.FP32, DType.TF32))
+_DTYPES = {one.value: one for one in DType}
 _SCALE_BITS = {"fp32": 32, "bf16": 16, "e8m0": 8, "e4m3": 8}
 
 
@@ -110,6 +111,15 @@ class Precision:
 
 _BF16, _FP16, _FP32 = Elements("bf16", 16), Elements("fp16", 16), Elements("fp32", 32)
 _E4M3, _E2M1, _INT4 = Elements("e4m3", 8), Elements("e2m1", 4), Elements("int4", 4)
+
+
+def dtype_of(format: str) -> DType | None:
+    """What problems with weights of a format are of, by its name in ``PRECISIONS``; None where no kernel is for it.
+
+    Where x would be quantised, too, no kernel does so yet, and those that leave it as it is run.
+    """
+    name = format if format in _DTYPES else f"{format}_a16"
+    return _DTYPES.get(name)
 
 
 def _scaled(elements: Elements, name: str, rows: int, columns: int, **more: int | Scale) -> Elements:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS, DType, Precision
+from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtype_of
 from . import checkpoints
 from .codes import Quantised, quantise, values
 from .order import ORDERS, CodeOrder, reorder
@@ -19,8 +19,6 @@ _SCALE_DTYPES = {"fp32": (torch.float32,), "e8m0": (torch.uint8,), "e4m3": (torc
                  "bf16": (torch.bfloat16, torch.float16, torch.float32)}  # fmt: skip
 _GROUPS = (32, 64, 128)  # of int4
 _E8M0_NAN = 255
-_KERNEL_DTYPES = {one.value: one for one in DType if one.quantised}
-_KERNEL_DTYPES |= {"fp8_block": DType.FP8_BLOCK_A16, "fp8_channel": DType.FP8_CHANNEL_A16}
 
 
 @dataclass(eq=False, repr=False)
@@ -231,11 +229,8 @@ class ExpertWeights:
 
     @property
     def kernel_dtype(self) -> DType | None:
-        """What a bundle calls products with these weights; None where no kernel is for the format.
-
-        Products that quantise x, too, have no kernel yet, so those that leave it as it is run for them.
-        """
-        return _KERNEL_DTYPES.get(self.format if self.zero is None else "")
+        """What a bundle's problems with these weights are of: ``precision.dtype_of``."""
+        return dtype_of(self.format)
 
     @property
     def outer_scale(self) -> torch.Tensor | None:

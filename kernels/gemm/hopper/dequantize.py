@@ -1,9 +1,9 @@
 """Codes of a quantised w to bf16, in registers, as the left operand of wgmma wants them.
 
 w is prepared (runtime/weights/order.py): a block of 64 rows and 64 of K lies together, as int32 [64, 4, W]: a row, the
-thread c of the four that hold a row of the operand, and W words, 2 of codes of 4 bits and 4 of those of 8. A code's K is
-16 s + 8 h + 2 c + p; those of p = 0 are in the low half of a word and those of p = 1 in the high one, in the order of
-(s, h). So one instruction or two make two neighbours of bf16.
+thread c of the four that hold a row of the operand, and W words, 2 of codes of 4 bits and 4 of those of 8. With
+K = 16 s + 8 h + 2 c + p, codes of p = 0 are in the low half of a word and those of p = 1 in the high one, in the order
+of (s, h). So one instruction or two make two neighbours of bf16.
 """
 
 from __future__ import annotations
