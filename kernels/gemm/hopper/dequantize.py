@@ -115,24 +115,27 @@ def groups_of(FORMAT):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _unpack(codes, FORMAT: gl.constexpr):
     """A block in shared memory -> bf16 [64, 2, 2, 2, 4, 2]: row, s (two bits), h, c, p."""
-    if codes_of(FORMAT) == "e4m3":
+    CODES: gl.constexpr = codes_of(FORMAT)
+    if CODES == "e4m3":
         words = codes._reinterpret(gl.int32, [64, 4, 4], _FLAT_3).load(_WORDS_8)
         o = gl.inline_asm_elementwise(
             _E4M3, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words],
             dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
-        v = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])).reshape([64, 4, 2, 2, 2, 2])
-        return v.permute((0, 2, 5, 4, 1, 3))
-    words = codes._reinterpret(gl.int32, [64, 4, 2], _FLAT_3).load(_WORDS_4)
-    o = gl.inline_asm_elementwise(
-        _E2M1 if codes_of(FORMAT) == "e2m1" else _INT4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
-        dtype=(
-            gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-        ), is_pure=True, pack=2,
-    )  # fmt: skip
-    low = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3]))
-    high = gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7]))
-    return gl.join(low, high).permute((0, 5, 4, 3, 1, 2))
+        both = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])).reshape([64, 4, 2, 2, 2, 2])
+        v = both.permute((0, 2, 5, 4, 1, 3))
+    else:
+        words = codes._reinterpret(gl.int32, [64, 4, 2], _FLAT_3).load(_WORDS_4)
+        o = gl.inline_asm_elementwise(
+            _E2M1 if CODES == "e2m1" else _INT4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
+            dtype=(
+                gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+            ), is_pure=True, pack=2,
+        )  # fmt: skip
+        low = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3]))
+        high = gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7]))
+        v = gl.join(low, high).permute((0, 5, 4, 3, 1, 2))
+    return v
 
 
 @gluon.jit
@@ -145,29 +148,33 @@ def _power(EXPONENT: gl.constexpr):
 def _scales(held, FORMAT: gl.constexpr):
     """The scales of a block's rows, bf16 [64, groups], times what the codes were made too small by."""
     GROUPS: gl.constexpr = groups_of(FORMAT)
+    SCALES: gl.constexpr = scales_of(FORMAT)
     layout: gl.constexpr = _GROUPS_1 if GROUPS == 1 else _GROUPS_2 if GROUPS == 2 else _GROUPS_4
-    if scales_of(FORMAT) == "e8m0":  # 2^(s - 127) x 2^126, of e2m1: no s is above 128 (runtime/weights/order.py)
+    if SCALES == "e8m0":  # 2^(s - 127) x 2^126, of e2m1: no s is above 128 (runtime/weights/order.py)
         s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
-        return ((s.to(gl.uint16) + 126) << 7).to(gl.bfloat16, bitcast=True)
-    if scales_of(FORMAT) == "e4m3":  # x 2^6, and the codes x 2^-6, for neither's factor fits: no scale is negative
+        found = ((s.to(gl.uint16) + 126) << 7).to(gl.bfloat16, bitcast=True)
+    elif SCALES == "e4m3":  # x 2^6, and the codes x 2^-6, for neither's factor fits: no scale is negative
         s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
-        return (s.to(gl.uint16) << 4).to(gl.bfloat16, bitcast=True) * _power(126)
-    return held._reinterpret(gl.bfloat16, [64, GROUPS], _FLAT_2).load(layout)
+        found = (s.to(gl.uint16) << 4).to(gl.bfloat16, bitcast=True) * _power(126)
+    else:
+        found = held._reinterpret(gl.bfloat16, [64, GROUPS], _FLAT_2).load(layout)
+    return found
 
 
 @gluon.jit
 def operand(codes, scales, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
     """A block of w, bf16 [64, 64], of its codes and scales in shared memory."""
     GROUPS: gl.constexpr = groups_of(FORMAT)
+    SCALES: gl.constexpr = scales_of(FORMAT)
     v = _unpack(codes, FORMAT)
-    if scales_of(FORMAT) == "none":
+    if SCALES == "none":
         v = v * _power(120)
-    elif scales_of(FORMAT) == "block":
+    elif SCALES == "block":
         one = scales._reinterpret(gl.bfloat16, [1, 8], _FLAT_2)
         first = one.slice(0, 1, dim=1).load(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
         v = v * gl.convert_layout(first.reshape([1, 1, 1, 1, 1, 1]), v.type.layout)
     else:
-        if scales_of(FORMAT) == "e4m3":
+        if SCALES == "e4m3":
             v = v * _power(120)
         by = _scales(scales, FORMAT).reshape([64, 2 if GROUPS > 1 else 1, 2 if GROUPS > 2 else 1, 1, 1, 1])
         v = v * gl.convert_layout(by, v.type.layout)

@@ -151,9 +151,10 @@ def _fit(grains, MOST: gl.constexpr):
 @gluon.jit
 def _scaled(part, outer, expert, col, N, FORMAT: gl.constexpr):
     """The part by its expert's scale, or by those of its rows, which are y's columns from ``col`` on."""
-    if outer_of(FORMAT) == "expert":
+    OUTER: gl.constexpr = outer_of(FORMAT)
+    if OUTER == "expert":
         part = part * gl.load(outer[0] + expert)
-    elif outer_of(FORMAT) == "column":
+    elif OUTER == "column":
         n = col + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
         part = part * gl.load(outer[0] + expert * outer[1] + n, mask=n < N, other=0.0)[:, None]
     return part
