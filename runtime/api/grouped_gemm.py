@@ -271,13 +271,13 @@ def _known(
         end = y_at + (M * stride_y_m if M > 1 else N) * size
         if (w_at < end and y_at < w_at + w_bytes) or (x_at < end and y_at < x_at + M * stride_x_m * size):
             tensors.check_apart(out, x=x, w=w)
-    prepared = launcher.prepare(x_at, w_at, stride_x_m, stride_y_m, M)
-    launcher.start(prepared, y.data_ptr(), m_sizes.data_ptr(), current_stream(device))
+    packed = launcher.pack(x=x_at, w=w_at, stride_x_m=stride_x_m, stride_y_m=stride_y_m, M=M)
+    launcher.start(packed, y.data_ptr(), m_sizes.data_ptr(), current_stream(device))
     same = guard.guard(x, w, m_sizes) if out is None else guard.guard(x, w, m_sizes, out)
     if same is not None:
         shape = ((M, N), (N, 1), dtype) if out is None else None
         still = _condition(device, grad, dtype)
-        guard.remember(table, operands, M, launcher.repeater(prepared, same, still, empty, shape, current_stream))
+        guard.remember(table, operands, M, launcher.repeater(packed, same, still, empty, shape, current_stream))
     return y
 
 
@@ -325,8 +325,8 @@ def _first(
             torch_fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=rows_aligned(product, y))
             return y
         launch(
-            call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), counts.data_ptr(),
-            tensors.row_stride(call.x, call.K), stride_y_m, call.M, current_stream(device),
+            y.data_ptr(), counts.data_ptr(), current_stream(device), x=call.x.data_ptr(), w=call.w.data_ptr(),
+            stride_x_m=tensors.row_stride(call.x, call.K), stride_y_m=stride_y_m, M=call.M,
         )  # fmt: skip
         lasting = key is not None and call.x is x and counts is m_sizes and not y.requires_grad
         if key is not None and lasting and len(known_calls) < _MOST_CALLS:

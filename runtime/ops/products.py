@@ -128,8 +128,10 @@ def weight(
         dw = x.new_empty((E, N, K))
         launch = weight_launch(dy, x, dw, m_sizes, pin, strict)
         if launch is not None:
-            launch(dy.data_ptr(), x.data_ptr(), dw.data_ptr(), m_sizes.data_ptr(), row_stride(dy, N), row_stride(x, K),
-                   M, stream_of(x.get_device()))  # fmt: skip
+            launch(
+                dw.data_ptr(), m_sizes.data_ptr(), stream_of(x.get_device()), dy=dy.data_ptr(), x=x.data_ptr(),
+                stride_dy_m=row_stride(dy, N), stride_x_m=row_stride(x, K), M=M,
+            )  # fmt: skip
             return dw
         return torch_fallback.weight(dy, x, m_sizes, sm=local_gpu(x.get_device()).sm)
 
@@ -141,22 +143,23 @@ def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
         return False
     if call.zero_tail and not launch.zeroes:
         zero_rest(call, y, index_end)
-    moved: tuple[int, ...] = ()
-    if call.fusion:
-        index = address_of(call.index) if call.uses_index else 0
-        moved = (index, address_of(call.row_weights), address_of(call.bias), index_end)
-    _launch(launch, call, y, moved)
+    _launch(launch, call, y, index_end)
     return True
 
 
-def _launch(launch: Launch, call: Rows, y: torch.Tensor, moved: tuple[int, ...]) -> None:
+def _launch(launch: Launch, call: Rows, y: torch.Tensor, index_end: int) -> None:
     x, checked = call.x, None
+    words: dict[str, int] = {}
+    if call.fusion:
+        words = {"index": address_of(call.index) if call.uses_index else 0, "index_end": index_end,
+                 "row_weights": address_of(call.row_weights), "bias": address_of(call.bias)}  # fmt: skip
     if isinstance(launch, GatherFirst):
         checked = index_in_range(call)
-        moved += (address_of(checked), rowops.used(call.bounds)[0], x.shape[0] * call.gather_divisor)
+        words |= {"index_in_range": address_of(checked), "used": rowops.used(call.bounds)[0],
+                  "slots": x.shape[0] * call.gather_divisor}  # fmt: skip
     launch(
-        x.data_ptr(), call.dense.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
-        row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), call.M, stream_of(x.get_device()), *moved,
+        y.data_ptr(), call.m_sizes.data_ptr(), stream_of(x.get_device()), x=x.data_ptr(), w=call.dense.data_ptr(),
+        stride_x_m=row_stride(x, x.shape[1]), stride_y_m=row_stride(y, y.shape[1]), M=call.M, **words,
     )  # fmt: skip
 
 
@@ -192,5 +195,5 @@ def gated_rows(call: Rows) -> torch.Tensor | None:
         if launch is None:
             return None
         a = x.new_empty((call.M, I))
-        _launch(launch, call, a, (address_of(call.index), 0, 0, call.index_end(0)))
+        _launch(launch, call, a, call.index_end(0))
     return a
