@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pretuned.aot.models.layer import LayerGemm, LayerShard
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.plan import buckets_between, plan, unaligned
+from pretuned.aot.plan.families import pass_specs
+from pretuned.aot.plan.plan import buckets_between, plan, planned_on, unaligned
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from pretuned.kernels.contract.spec import code_of
@@ -176,3 +177,67 @@ def test_zero_experts_have_a_first_gemm_of_their_own_on_one_rank() -> None:
     plain = {(one.E, one.N) for one in plan([whole]).problems if one.fusion is Fusion.NONE}
     assert plain == {(512, 4096), (512, 6144), (768, 4096)}
     assert {one.E for one in plan([split]).problems} == {64}
+
+
+QUANTISED = [one for one in DType if one.quantised]
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_of_quantised_weights_the_forward_alone_is_built(dtype: DType) -> None:
+    shape = replace(QWEN3, dtypes=(dtype,), ops=tuple(Op), tokens=(1, 64))
+    made = plan([shape])
+    assert made.problems == tuple(
+        Problem(Op.FORWARD, dtype, 128, N, K, Layout.NK, fusion)
+        for N, K in ((1536, 2048), (2048, 768))
+        for fusion in (Fusion.NONE, Fusion.SCATTER)
+    )
+    assert set(made.buckets.values()) == {(8, 16, 32, 64, 128, 256, 512)}
+    (model,) = made.models
+    assert (model.dtype, model.problems) == (dtype, made.problems)
+    assert plan([replace(shape, ops=(Op.DX, Op.DW))]).problems == ()
+    both = plan([replace(shape, layouts=(Layout.NK, Layout.KN))])
+    assert {one.layout for one in both.problems} == {Layout.NK}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "H", "I", "sizes"),
+    [
+        (DType.MXFP4, 2880, 2880, {(5760, 2880), (2880, 2880)}),  # gpt-oss
+        (DType.MXFP4, 2880, 720, set()),  # a fourth of it: 1440 and 720 are no multiples of 64
+        (DType.NVFP4, 512, 96, {(192, 512)}),  # 96 columns are no whole blocks of K
+        (DType.INT4_G64, 512, 192, {(384, 512), (512, 192)}),
+        (DType.INT4_G128, 512, 192, {(384, 512)}),  # 192 are no whole groups of 128
+        (DType.FP8_BLOCK_A16, 512, 192, {(384, 512)}),
+        (DType.FP8_BLOCK_A16, 512, 96, set()),
+        (DType.FP8_CHANNEL_A16, 512, 96, {(192, 512)}),
+    ],
+)
+def test_sizes_that_are_no_whole_blocks_have_no_problems(
+    dtype: DType,
+    H: int,
+    I: int,  # noqa: E741
+    sizes: set[tuple[int, int]],
+) -> None:
+    made = plan([replace(QWEN3, dtypes=(dtype,), H=H, I=I)])
+    assert {(one.N, one.K) for one in made.problems} == sizes
+    assert {one.fusion for one in made.problems} == ({Fusion.NONE, Fusion.SCATTER} if sizes else set())
+
+
+def test_where_there_is_no_such_code_nothing_is_planned_for_it() -> None:
+    made = plan([replace(QWEN3, dtypes=(DType.MXFP4, DType.BF16), tokens=(1, 8))])
+    assert {one.dtype for one in planned_on(made, [90]).problems} == {DType.MXFP4, DType.BF16}
+    for sms in ([80], [100, 120]):
+        assert {one.dtype for one in planned_on(made, sms).problems} == {DType.BF16}
+    assert DType.MXFP4 in {one.dtype for one in planned_on(made, [80, 90]).problems}
+
+
+def test_a_spec_s_weights_are_what_is_planned() -> None:
+    loaded = load_models(["shape:E=8,H=512,I=256,k=2 weights=mxfp4,fp8_block,bf16 ops=forward"])
+    made = plan(loaded.shapes)
+    assert {one.dtype for one in made.problems} == {DType.MXFP4, DType.FP8_BLOCK_A16, DType.BF16}
+    assert loaded.notes == ()
+
+
+def test_the_passes_of_quantised_weights_are_those_of_bf16() -> None:
+    quantised, plain = (plan([replace(QWEN3, dtypes=(one,))]).problems for one in (DType.MXFP4, DType.BF16))
+    assert pass_specs(quantised) == pass_specs(plain) == pass_specs((*quantised, *plain))

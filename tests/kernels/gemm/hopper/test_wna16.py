@@ -1,0 +1,63 @@
+"""The kernel for codes of w, compiled: which products are in its code, and what it takes of an SM."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pretuned.aot.compile import triton
+from pretuned.aot.compile.triton import compile_variant
+from pretuned.aot.plan.families import rejection
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.kernels.contract import registry
+from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
+from pretuned.kernels.contract.launchable import unlaunchable
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.hardware.arch import arch_of
+from pretuned.kernels.search.space import candidates, shared_bytes_at_least
+
+MOST_SPILLED_BYTES = 64
+# Tiles that share out K, and such whose rows are fitted: their loop is there once for each number of rows.
+FEW = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
+FITTED = replace(FEW, block_m=64, block_n=256, block_k=128, num_stages=5, rows=TileRows.FITTED)
+BYTES = replace(FITTED, block_n=128, num_stages=4)
+SPECS = [
+    Spec(Op.FORWARD, DType.NVFP4, FEW),
+    Spec(Op.FORWARD, DType.MXFP4, FITTED, fusion=Fusion.SCATTER),
+    Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, BYTES),
+]
+
+
+def test_these_are_among_what_is_built() -> None:
+    assert all(one.config in candidates(Op.FORWARD, one.dtype, 90) for one in SPECS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.dtype.value)
+def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, spec: Spec) -> None:
+    kept: list[Any] = []
+    original = triton._triton_compile
+    monkeypatch.setattr(triton, "_triton_compile", lambda *given: kept.append(original(*given)) or kept[0])
+    variant, config = compile_variant(spec, 90).variant, spec.config
+    ptx = kept[0].asm["ptx"]
+    widths = Counter(map(int, re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", ptx)))
+    assert widths.total() == ptx.count("wgmma.mma_async")
+    mine = max(1, config.block_n // 128)  # blocks of columns of a warpgroup
+    blocks = config.block_k // 64 if config.block_n > 64 else config.block_k // 128  # of K, of a step
+    each = 2 * 4 * blocks * mine  # both warpgroups, 16 of K an instruction
+    if config.rows is TileRows.FITTED:
+        assert widths == dict.fromkeys(range(16, config.block_m + 1, 16), each)
+    else:
+        assert widths == {config.block_m: each}
+    assert variant.spill_bytes <= MOST_SPILLED_BYTES
+    assert rejection(variant, arch_of(90)) is None
+    assert unlaunchable(variant) is None
+    assert variant.shared_bytes >= shared_bytes_at_least(Op.FORWARD, spec.dtype, config, 90)
+    maps = {one.argument: (one.element, one.box, one.swizzle) for one in variant.tensor_maps}
+    told = {"x": (9, 3), "w": (2, 0), "w_scale": (0, 0)}
+    assert maps == {name: (told[name][0], box, told[name][1]) for name, box in registry.boxes(spec).items()}
