@@ -152,7 +152,7 @@ def _schedule(flags: Mapping[str, bool]) -> Schedule:
 
 
 def out_of_range(config: Config) -> str | None:
-    """Which number no config of any kernel can have, or None."""
+    """What no config of any kernel can have, or None."""
     for name in ("block_m", "block_n", "block_k"):
         value = getattr(config, name)
         if value not in SIZES and value != PINGPONG_COLUMNS:
@@ -163,4 +163,6 @@ def out_of_range(config: Config) -> str | None:
         return f"num_stages is {config.num_stages}, wanted 1 to {_MOST_STAGES}"
     if not 1 <= config.group_m <= 1024:
         return f"group_m is {config.group_m}, wanted 1 to 1024"
+    if config.rows is TileRows.FIXED and (config.schedule, config.block_m, config.block_n, config.block_k) in _FITTED:
+        return f"rows is FIXED, wanted FITTED: format 1 has no other {config}"
     return None

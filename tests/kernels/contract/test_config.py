@@ -9,6 +9,8 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
+from pretuned.kernels.contract.registry import refusal
+from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.arch import supported
 from pretuned.kernels.search.space import candidates, fallbacks
 
@@ -52,6 +54,13 @@ def test_the_wire_has_the_flags_of_format_1() -> None:
     ):
         assert {name: value for name, value in config.pairs() if name in plain} == plain | flags
         assert Config.from_pairs(config.pairs()) == config
+
+
+def test_tiles_of_the_sizes_of_fitted_ones_are_fitted() -> None:
+    """Their pairs say no more than the sizes."""
+    for op in Op:
+        assert "rows is FIXED, wanted FITTED" in str(refusal(Spec(op, DType.BF16, replace(FITS, rows=TileRows.FIXED))))
+    assert refusal(Spec(Op.FORWARD, DType.BF16, FITS)) is None
 
 
 @pytest.mark.parametrize("flag", ["narrow", "pingpong", "streamed", "specialized", "persistent", "tma"])
