@@ -14,13 +14,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("artifacts", "kernels", "runtime", "aot")
-# The modules of a room that have no test file of their name, and the files below tests/ that test them.
+# The modules of a room that have no test file of their name, and the files below tests/ that test them ("": none yet).
 COVERED: dict[tuple[str, str], str] = {
     ("artifacts", "errors limits"): "artifacts/format/test_codec.py",
     ("artifacts.code", "cubin"): "attacks/test_launchable.py",
     ("artifacts.files", "trust"): "attacks/test_places.py",
     ("artifacts.format", "checks schema wire"): "artifacts/format/test_codec.py",
-    ("artifacts.records", "bundle precision problem target"): "artifacts/format/test_codec.py",
+    ("artifacts.records", "bundle problem target"): "artifacts/format/test_codec.py",
     ("kernels.contract", "alignment"): "aot/choose/test_choices.py",
     ("kernels.contract", "launchable"): "attacks/test_launchable.py",
     ("kernels.contract", "entry hopper portable"): "kernels/contract/test_registry.py",
@@ -49,7 +49,9 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.ops", "activation"): "runtime/ops/test_layer.py",
     ("runtime.ops", "gradients"): "runtime/ops/test_autograd.py",
     ("runtime.ops", "products"): "runtime/ops/test_torch_fallback.py",
+    ("runtime.ops", "quantised"): "",
     ("runtime.replay", "layer layer_grad"): "runtime/ops/test_layer.py",
+    ("runtime.weights", "checkpoints dequantised packings"): "",
     ("aot", "__main__"): "aot/test_main.py",
     ("aot.build", "summary"): "aot/build/test_build.py",
     ("aot.bundle", "assemble inspect verify"): "aot/build/test_build.py attacks/test_odd_bundles.py",
@@ -114,6 +116,10 @@ def imported(root: Path, file: str) -> set[str]:
         helpers |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
         helpers |= set(re.findall(r'"(\w+)\.py"', text))
         waiting += [tests / "support" / f"{name}.py" for name in helpers]
+    for layer in LAYERS:  # a public name, by the table of its layer's front
+        front = root / layer / "__init__.py"
+        for name, home in re.findall(r'"(\w+)": "([\w.]+)"', front.read_text() if front.exists() else ""):
+            found |= {f"{layer}.{home}"} if f"{layer}.{name}" in found else set()
     found = {"runtime." + name if name.split(".")[0] == "integrations" else name for name in found}
     return found | {
         room
@@ -191,6 +197,8 @@ def make(root: Path, files: Mapping[str, str]) -> None:
         ({"tests/test_x.py": 'P = "program.py"', "tests/support/program.py": "import pretuned.aot.tune"}, "aot.tune"),
         ({"tests/aot/cli/test_x.py": "", "tests/aot/conftest.py": "import pretuned.artifacts"}, "artifacts"),
         ({"tests/test_x.py": "import pretuned.integrations.x"}, "runtime.integrations.x"),
+        ({"tests/test_x.py": "from pretuned.runtime import f", "runtime/__init__.py": '{"f": "api.g"}'},
+         "runtime runtime.api.g runtime.f"),
         ({"tests/test_x.py": "import pretuned.aot.compile.triton"},
          "aot.compile.triton kernels.gemm.hopper kernels.gemm.portable kernels.rowops"),
     ],
