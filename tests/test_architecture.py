@@ -43,6 +43,8 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
     "kernels.rowops": frozenset({"triton"}),
     "runtime": frozenset({"torch"}),
     "runtime.dispatch": frozenset(),  # what is chosen needs no torch
+    "runtime.integrations.vllm": frozenset({"vllm"}),
+    "runtime.integrations.vllm_experts": frozenset({"torch", "vllm"}),
     "aot": None,
 }
 TRITON = ("kernels.gemm", "kernels.rowops", "aot.compile")  # who may import Triton

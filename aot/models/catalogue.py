@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from ...artifacts.names import PART
 from ...artifacts.records.problem import Layout
 from .layer import ExpertLayer
 from .quant_config import UNQUANTISED
@@ -18,8 +19,8 @@ COLUMNS = ("id", "E", "k", "H", "I", "shared_width", "zero_experts", "gated", "l
 NUMBERS = COLUMNS[1:8]
 
 
+_LONGEST = 200  # of a word that is compared with the names
 DEFAULT = "default"  # a source: sizes that nobody published
-PART = "+"  # between a model's id and the kind of experts, where it has several
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,7 @@ def find(word: str) -> NameMatch | None:
 
 def nearest_ids(word: str, most: int = 3) -> list[str]:
     """Up to ``most`` known ids that look like ``word``, best first; else those that contain it."""
+    word = word[:_LONGEST]
     by_form: dict[str, str] = {}
     for id_ in _ids():
         by_form[id_.lower()] = id_

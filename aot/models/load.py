@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import InputError
+from ...artifacts.names import PART
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op
-from .catalogue import DEFAULT, PART, catalogue, find, nearest_ids
+from .catalogue import DEFAULT, catalogue, find, nearest_ids
 from .hf_config import SHARED, read_model
 from .layer import ExpertLayer, LayerShard
 from .quant_config import PLAIN

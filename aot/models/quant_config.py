@@ -44,7 +44,7 @@ _LEAVES = ("experts.0.gate_proj", "experts.0.down_proj", "experts.0.w1", "expert
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertWeights:
+class CheckpointFormat:
     """The format of the routed experts in a checkpoint, and remarks for the user."""
 
     format: str
@@ -53,7 +53,7 @@ class ExpertWeights:
 
 def expert_weights(
     config: Mapping[str, object], where: str, layers: int = 1, beside: Mapping[str, object] | None = None
-) -> ExpertWeights | None:
+) -> CheckpointFormat | None:
     """What ``config``, the object of a config.json, says of the experts; None where it says nothing.
 
     ``layers`` is how many the model has: a config may leave out the experts of some. ``beside`` is the object of
@@ -75,7 +75,7 @@ def expert_weights(
     method = fields.word("quant_method") or ("modelopt" if "quant_algo" in found else "")
     reader = _READERS.get(method.lower())
     remarks: tuple[str, ...] = ()
-    if config.get("expert_dtype") == "fp4":  # DeepSeek-V4: the experts apart from the rest
+    if "fp4" in (config.get("expert_dtype"), found.get("expert_dtype")):  # DeepSeek-V4: the experts apart from the rest
         name = "mxfp4"
         remarks = ("its own code multiplies mxfp4 by fp8 activations, scaled by 128 of K; here x is bf16",)
     else:
@@ -87,7 +87,7 @@ def expert_weights(
     elif left_out:
         some = ", ".join(map(str, left_out[:8])) + (", ..." if len(left_out) > 8 else "")
         remarks = (*remarks, f"the experts of layers {some} are left out of {name}: they are bf16")
-    return ExpertWeights(name, tuple(f"{where}: {one}" for one in remarks))
+    return CheckpointFormat(name, tuple(f"{where}: {one}" for one in remarks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def read(
     if part not in (None, "gate_up", "down"):
         raise bad("part", repr(part), "'gate_up', 'down' or None")
     named = _matrices(tensors, part)
-    reader = _reader(_quantization(config), next(iter(named[0])))
+    reader = _reader(_quantization(config), next(iter(named[0].values())).name.rpartition(".")[0])
     found = _stacked(reader, named)
     format = reader.format
     if format.startswith("fp8"):
@@ -135,7 +135,7 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise bad("quantization_config", f"a {type(config).__name__}", "that of a config.json, a dict")
     for name in ("quantization_config", "compression_config"):
         if isinstance(config.get(name), Mapping):
-            return config[name]  # type: ignore[no-any-return]
+            return {"expert_dtype": config.get("expert_dtype"), **config[name]}  # (DeepSeek-V4 has it outside)
     if isinstance(config.get("quantization"), Mapping):  # hf_quant_config.json
         return {"quant_method": "modelopt", **config["quantization"]}
     return config

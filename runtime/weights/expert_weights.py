@@ -194,6 +194,7 @@ class ExpertWeights:
         """Put the codes into the order that kernels read: in place, expert by expert, once. Returns itself.
 
         ``order`` tells; ``restore`` undoes it. A format that kernels read in the checkpoint's order is left as it is.
+        No call may use them meanwhile.
         """
         order = ORDERS.get(self.format)
         if order is not None and self.order != order.number:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -74,6 +75,25 @@ def test_models(aot):
 
 
 @pytest.mark.slow
+def test_plan_shows_the_formats_of_the_weights_and_what_is_built(aot, here):
+    done = aot("plan", "--models", "openai/gpt-oss-20b tp=1,8 ops=forward weights=mxfp4,bf16", "--sm", "90", "--json")
+    assert json.loads(done.out)["weights"] == [
+        {"model": "openai/gpt-oss-20b", "tp": tp, "ep": 1, "weights": ["mxfp4", "bf16"], "built_in": ["bf16"]}
+        for tp in (1, 8)
+    ]
+    (note,) = json.loads(done.out)["notes"]
+    assert note == "no kernels for mxfp4 yet: bf16 (or the dtype= given) is built instead for openai/gpt-oss-20b"
+    text = aot("plan", "--models", "openai/gpt-oss-20b ops=forward", "--sm", "90").out
+    assert re.search(r"^openai/gpt-oss-20b +mxfp4 +bf16$", text, re.M)
+
+
+def test_plan_tells_of_shards_that_only_fallbacks_run(aot, here):
+    done = aot("plan", "--models", "shape:E=8,H=1024,I=1000,k=2 tp=8 ops=forward", "--sm", "90", "--json")
+    (note,) = json.loads(done.out)["notes"]
+    assert "gate_up (N=250, K=1024) and down (N=1024, K=125)" in note
+    assert "tp=1,5 would have none" in note
+
+
 def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     ended = aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90")
     assert ended.code == 0

@@ -20,7 +20,7 @@ from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Layout
 
-transformers = pytest.importorskip("transformers", minversion="5.8")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 FOLDER = Path(transformers.__file__).parent / "models"
 INTERFACE = sorted(
     path.parent.name

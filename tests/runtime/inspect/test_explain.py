@@ -216,3 +216,13 @@ def test_every_capability_has_a_representative(sm: int) -> None:
     assert local.sm == sm
     assert local.gpu.sm_count > 0
     assert local.gpu.driver == 0
+
+
+def test_a_dtype_that_no_bundle_has_ends_in_the_line_that_builds_it() -> None:
+    told = explain(E=128, N=1536, K=2048, M=64, dtype="fp16", sm=90)
+    line = 'aot build --models "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward" --sm 90'
+    assert told.runs == "torch"
+    assert str(told).endswith(f"\n  build it with: {line}")
+    assert told.to_dict()["build"] == line
+    assert line not in told.reason
+    assert explain(E=128, N=1536, K=2048, M=64, sm=90).build is None
