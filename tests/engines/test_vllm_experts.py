@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from made import ON_H200
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -132,6 +134,27 @@ def test_what_stays_with_vllm_and_why() -> None:
         assert (act.value in refusal.__globals__["_ACTIVATIONS"]) == (
             act.name not in ("RELU2", "SITU", "SWIGLUSTEP")
         ), act
+
+
+def test_on_a_gpu_the_bundles_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(What follows, loading and launching, is tested on a GPU.)"""
+    from pretuned.integrations import vllm_experts
+
+    monkeypatch.setattr(vllm_experts, "current_platform", SimpleNamespace(is_cuda=lambda: True, device_name="cuda"))
+    monkeypatch.setattr(vllm_experts, "current_device", lambda: 0)
+    monkeypatch.setattr(vllm_experts, "local_gpu", lambda device: ON_H200)
+    qwen3 = {"num_experts": 128, "num_local_experts": 128, "num_logical_experts": 128, "experts_per_token": 8,
+             "hidden_dim": 2048, "intermediate_size": 768}  # fmt: skip
+
+    def why(everywhere: bool, **changes: Any) -> str | None:
+        return vllm_experts.refusal(config(**(qwen3 | changes)), "TRITON", everywhere=everywhere)
+
+    assert why(False) is None
+    told = why(False, intermediate_size=400)
+    assert told is not None
+    assert told.startswith("no bundle was measured for forward bf16 E=128 N=800 K=2048 on NVIDIA H200")
+    assert told.endswith('aot build --models "shape:E=128,H=2048,I=400,k=8 ops=forward"')
+    assert why(True, intermediate_size=400) is None
 
 
 def test_experts_of_other_ranks_and_ids_that_stand_for_none() -> None:
