@@ -12,7 +12,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Choice
 from ...artifacts.records.problem import Fusion, Op, Problem
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.config import FIELDS, NUMBERS, Config
+from ...kernels.contract.config import FIELDS, RANGES, Config
 from .ranking import why_not
 from .snapshot import Rejected, Snapshot, Usable
 
@@ -137,7 +137,7 @@ def _distance(one: Config, other: Config) -> float:
     """How many doublings lie between two configs; a knob that is no number counts as one where it differs."""
     apart = (
         abs(math.log2(getattr(one, name) / getattr(other, name)))
-        if name in NUMBERS
+        if name in RANGES
         else float(getattr(one, name) != getattr(other, name))
         for name in FIELDS
     )
