@@ -138,8 +138,8 @@ def unaligned(shapes: Iterable[LayerShard]) -> Iterator[str]:
         degrees = [tp for tp in range(1, shape.tp) if shape.I % tp == 0 and (shape.I // tp) % whole == 0]
         better = f"tp={','.join(map(str, degrees))}" if degrees and shape.H % whole == 0 else "padded weights"
         yield (
-            f"{shape}: {' and '.join(found)} have rows that are no multiples of {whole} elements (16 bytes): "
-            f"only fallback kernels, which are slower, run there; {better} would have none"
+            f"{shape}: rows of {' and '.join(found)} are no multiples of {whole} elements (16 bytes): "
+            f"only fallback kernels, which are slower, run them; {better} would have none"
         )
 
 

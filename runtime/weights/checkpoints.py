@@ -25,6 +25,11 @@ _SUFFIX = (
 _NAME = re.compile(rf"(?P<layer>(?:.*\.)?experts\.)(?:(?P<expert>\d+)\.)?(?P<projection>{'|'.join(_PART)})"
                    rf"(?:[._](?P<suffix>{_SUFFIX}))?")  # fmt: skip
 _SHORT = re.compile(rf"(?:(?P<projection>{'|'.join(_PART)})[._])?(?P<suffix>{_SUFFIX})")
+# Other names of a method whose tensors are the same.
+_ALIASES = {
+    "fbgemm_fp8": "fp8", "deepseek_v4_fp8": "fp8", "gpt_oss_mxfp4": "mxfp4", "gptq_marlin": "gptq", "awq_marlin": "awq",
+    "auto_round": "auto-round", "intel/auto-round": "auto-round", "modelopt_fp4": "modelopt",
+}  # fmt: skip
 _IGNORED = ("bias", "input_scale", "input_global_scale")  # scales of x are made in the call
 
 
@@ -142,7 +147,10 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _reader(config: Mapping[str, Any], module: str) -> _Reader:
-    method = config.get("quant_method")
+    method = config.get("quant_method") or ("modelopt" if "quant_algo" in config else None)
+    if config.get("expert_dtype") == "fp4":
+        return _Reader("mxfp4", packings.deepseek_fp4)
+    method = _ALIASES.get(str(method), method)
     if method == "auto-round":
         method = "awq" if "awq" in str(config.get("packing_format")) else "gptq"
     if method in ("gptq", "awq") and config.get("bits", config.get("w_bit")) != 4:
@@ -162,19 +170,17 @@ def _reader(config: Mapping[str, Any], module: str) -> _Reader:
         return _compressed(config, module)
     if method == "modelopt":
         algo = config.get("quant_algo")
-        if algo == "NVFP4":
+        if algo in ("NVFP4", "W4A16_NVFP4"):
             return _Reader("nvfp4", packings.modelopt_nvfp4)
         if algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
             return _Reader("fp8_channel", packings.fp8_rows, quantizes_x=True)
-        raise bad("the config", f"modelopt's {algo}", "NVFP4, FP8 or FP8_PER_CHANNEL_PER_TOKEN")
+        raise bad("the config", f"modelopt's {algo}", "NVFP4, W4A16_NVFP4, FP8 or FP8_PER_CHANNEL_PER_TOKEN")
     known = "fp8, mxfp4, compressed-tensors, gptq, awq, auto-round or modelopt"
     raise bad("the config's quant_method", repr(method), known)
 
 
 def _fp8(config: Mapping[str, Any]) -> _Reader:
     block = config.get("weight_block_size")
-    if config.get("expert_dtype") == "fp4":
-        return _Reader("mxfp4", packings.deepseek_fp4)
     if block is None:
         return _Reader("fp8_channel", packings.fp8_rows, quantizes_x=True)
     if list(block) != [packings.BLOCK, packings.BLOCK]:

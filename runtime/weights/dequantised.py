@@ -26,5 +26,5 @@ class Dequantised(Sequence[torch.Tensor]):
     def __getitem__(self, expert: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
         if isinstance(expert, slice):
             return [self[one] for one in range(len(self))[expert]]
-        w = self._weights.dequantize(self._dtype, expert)
+        w = self._weights.dequantize(self._dtype, range(len(self))[expert])
         return w.T if self._transposed else w

@@ -156,20 +156,19 @@ def test_contradictions(change: dict[str, object], message: str) -> None:
 
 
 def test_unaligned_shards_are_told() -> None:
-    shapes = load_models(["shape:E=8,H=1024,I=1000,k=2 tp=1,8 dtype=bf16,fp16 name=mine"]).shapes
-    assert [*unaligned(shapes)] == [
-        "mine tp=8 ep=1 dtype=bf16,fp16: gate_up (N=250, K=1024) and down (N=1024, K=125) have rows that are no "
-        "multiples of 8 elements (16 bytes): only fallback kernels, which are slower, run there; tp=1,5 would have none"
+    def told(*specs: str) -> list[str]:
+        return [*unaligned(load_models(specs).shapes)]
+
+    assert told("shape:E=8,H=1024,I=1000,k=2 tp=1,8 dtype=bf16,fp16 name=mine") == [
+        "mine tp=8 ep=1 dtype=bf16,fp16: rows of gate_up (N=250, K=1024) and down (N=1024, K=125) are no multiples of "
+        "8 elements (16 bytes): only fallback kernels, which are slower, run them; tp=1,5 would have none"
     ]
-    fp32 = load_models(["shape:E=8,H=1024,I=1000,k=2 tp=2,125 dtype=fp32", "shape:E=8,H=100,I=64,k=2 gated=0"]).shapes
-    assert [*unaligned(fp32)] == [
-        "E8-H100-I64-k2 tp=1 ep=1 dtype=bf16: up (N=64, K=100) and down (N=100, K=64) have rows that are no "
-        "multiples of 8 elements (16 bytes): only fallback kernels, which are slower, run there; padded weights would "
-        "have none"
+    assert told("shape:E=8,H=1024,I=1000,k=2 tp=2,125 dtype=fp32", "shape:E=8,H=100,I=64,k=2 gated=0") == [
+        "E8-H100-I64-k2 tp=1 ep=1 dtype=bf16: rows of up (N=64, K=100) and down (N=100, K=64) are no multiples of 8 "
+        "elements (16 bytes): only fallback kernels, which are slower, run them; padded weights would have none"
     ]
-    half = load_models(["shape:E=8,H=1024,I=1440,k=2 tp=8"]).shapes  # N = 360 of both gate and up, K = 180 of down
-    (note,) = unaligned(half)
-    assert note.startswith("E8-H1024-I1440-k2 tp=8 ep=1 dtype=bf16: down (N=1024, K=180) have rows")
+    (note,) = told("shape:E=8,H=1024,I=1440,k=2 tp=8")  # N = 360 of gate and up together, K = 180 of down
+    assert note.startswith("E8-H1024-I1440-k2 tp=8 ep=1 dtype=bf16: rows of down (N=1024, K=180) are no multiples")
 
 
 def test_zero_experts_have_a_first_gemm_of_their_own_on_one_rank() -> None:

@@ -257,6 +257,23 @@ def test_out_takes_the_result() -> None:
         grouped_gemm(x, w, m_sizes, out=inside)
 
 
+def test_scales_at_both_ends() -> None:
+    torch.manual_seed(8)
+    codes = torch.randint(0, 256, (2, 3, 32), dtype=torch.uint8)
+    scale = torch.tensor([[[0, 1], [120, 130], [2, 0]], [[251, 250], [127, 251], [249, 248]]], dtype=torch.uint8)
+    w, x = ExpertWeights.mxfp4(codes, scale), torch.randn(4, 64).bfloat16()
+    x = torch.cat([x[:2] * 2.0**100, x[2:] * 2.0**-20])  # so that y is in float32's range
+    y = grouped_gemm(x, w, torch.tensor([2, 2]))
+    factor = torch.ldexp(torch.ones(2, 3, 2, dtype=torch.float64), scale.int() - 127).repeat_interleave(32, 2)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    exact = table[torch.stack((codes & 15, codes >> 4), -1).flatten(2).int()] * factor
+    want = torch.stack([x[m].double() @ exact[m // 2].T for m in range(4)])
+    assert ((y.double() - want) / want).abs().max() < 2e-2  # each element for itself: they are of many sizes
+    least = ExpertWeights.nvfp4(torch.full((1, 2, 8), 0x11, dtype=torch.uint8), torch.full((1, 2, 1), 2.0**-9).to(
+        torch.float8_e4m3fn), torch.tensor([2.0**-30]))  # fmt: skip
+    assert grouped_gemm(torch.ones(1, 16), least, torch.tensor([1])).tolist() == [[16 * 2.0**-40] * 2]
+
+
 def test_prepared_weights_give_the_same() -> None:
     w, x, m_sizes = made("mxfp4", 32, 64), torch.randn(5, 64).bfloat16(), torch.tensor([1, 1, 1, 1, 1])
     y = grouped_gemm(x, w, m_sizes)
@@ -332,6 +349,21 @@ def test_on_a_gpu_torch_does_it_and_says_so_once(
     assert off(dx, given.grad) < 5e-3
     (warned,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert warned.startswith(f"pretuned: no bundle has code for {format} weights: torch dequantises them")
+
+
+def test_a_layer_on_a_gpu(gpu: None) -> None:
+    torch.manual_seed(7)
+    up, down, act = made("mxfp4", 64, 96, 1), made("mxfp4", 96, 32, 2), ("swiglu_oai",)
+    hidden, weights = torch.randn(T, 96).bfloat16().requires_grad_(), torch.rand(T, TOPK)
+    ids, how = torch.randint(-1, E, (T, TOPK)), {"interleaved": True, "gate_up_bias": torch.randn(E, 64).bfloat16()}
+    found = moe_mlp(hidden, up, down, ids, weights, *act, **how)
+    (dx,) = torch.autograd.grad(found.float().sum(), hidden)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "on_gpu", lambda _tensor: False)
+        want = moe_mlp(hidden, up, down, ids, weights, *act, **how)
+        (want_dx,) = torch.autograd.grad(want.float().sum(), hidden)
+    assert off(found.detach(), want.detach()) < 8e-3  # (torch's product is rounded before the bias is added)
+    assert off(dx, want_dx) < 8e-3
 
 
 def test_strict_refuses_and_a_capture_can_not_be_done(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

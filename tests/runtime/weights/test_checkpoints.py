@@ -258,6 +258,7 @@ DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
         (compressed("float-quantized", CHANNEL), True, "fp8_channel_a16"),
         (compressed("float-quantized", CHANNEL | {"strategy": "tensor"}, DYNAMIC), False, "fp8_channel"),
         ({"quant_method": "fp8", "activation_scheme": "static"}, False, "fp8_channel"),
+        ({"quant_method": "fbgemm_fp8"}, True, "fp8_channel"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, False, "fp8_channel"),
     ],
 )
@@ -289,7 +290,7 @@ def _fp8(**change: Any) -> dict[str, torch.Tensor]:
         (_fp8(), BLOCKS, None, "the tensors is of both products, wanted part='gate_up' or part='down'"),
         (_fp8(), BLOCKS, "up", "part is 'up', wanted 'gate_up', 'down' or None"),
         (_fp8(), {"quant_method": "bitsandbytes"}, "down", "quant_method is 'bitsandbytes', wanted fp8, mxfp4,"),
-        (_fp8(), {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "down", "modelopt's MXFP8, wanted NVFP4, FP8"),
+        (_fp8(), {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "down", "modelopt's MXFP8, wanted NVFP4, W4A16_NVFP4"),
         (_fp8(), None, "down", "quantization_config is a NoneType"),
         (_fp8(), BLOCKS | {"weight_block_size": [64, 64]}, "down", r"weight_block_size is \[64, 64\], wanted \[128, 128\]"),
         (_fp8(), {"quant_method": "gptq", "bits": 8}, "down", "gptq of 8 bits, wanted 4 bits"),

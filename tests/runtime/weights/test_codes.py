@@ -129,6 +129,57 @@ def test_e2m1_is_the_nearest_and_of_two_the_even_one(value: float) -> None:
     assert code >> 3 == int(math.copysign(1, value) < 0)
 
 
+E4M3 = [math.ldexp(byte & 7, -9) if not byte >> 3 else math.ldexp(8 + (byte & 7), (byte >> 3) - 10)
+        for byte in range(127)]  # fmt: skip
+
+
+def test_the_table_of_e4m3_is_torchs() -> None:
+    assert torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist() == E4M3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(FORMATS), st.integers(1, 140), st.integers(1, 90), st.data())
+def test_every_value_is_what_its_tables_say(format: str, N: int, half: int, data: st.DataObject) -> None:
+    K, elements = 2 * half, PRECISIONS[format].w
+    scale = elements.scale
+    assert scale is not None
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
+
+    def drawn(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, most, shape, generator=generator, dtype=torch.uint8)
+
+    groups = -(-K // scale.columns) if scale.columns else 1
+    shape = (-(-N // scale.rows), groups) if scale.columns else (N,)
+    given, outer = drawn(127, *shape), 1.0
+    factor: list[float]
+    if scale.name == "e8m0":
+        stored, factor = given + 64, [math.ldexp(1.0, int(one) + 64 - 127) for one in given.flatten()]
+    elif scale.name == "e4m3":
+        stored, factor = given.view(torch.float8_e4m3fn), [E4M3[int(one)] for one in given.flatten()]
+        outer = 0.375
+    else:
+        stored = (given.float() / 64).to(torch.bfloat16 if scale.name == "bf16" else torch.float32)
+        factor = stored.flatten().tolist()
+    zero = drawn(17, *shape) if scale.zero_bits else None
+    codes = drawn(127, N, K).view(torch.float8_e4m3fn) if elements.bits == 8 else drawn(255, N, half)
+    found = codes_values(format, codes, stored, zero, outer if scale.outer else None)
+    for n, k in ((0, 0), (N - 1, K - 1), *[(int(n), int(k)) for n, k in zip(drawn(N, 9), drawn(K, 9), strict=True)]):
+        at = (n // max(scale.rows, 1)) * groups + (k // scale.columns if scale.columns else 0)
+        if elements.bits == 8:
+            value = E4M3[int(codes.view(torch.uint8)[n, k])]
+        else:
+            nibble = int(codes[n, k // 2]) >> 4 * (k % 2) & 15
+            value = (
+                E2M1[nibble] if elements.name == "e2m1" else nibble - (8 if zero is None else int(zero.flatten()[at]))
+            )
+        assert float(found[n, k]) == pytest.approx(value * factor[at] * outer, rel=1e-6, abs=0)
+
+
+def codes_values(format: str, code: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, outer: float | None
+                 ) -> torch.Tensor:  # fmt: skip
+    return codes.values(format, Quantised(code, scale, zero, None if outer is None else torch.tensor(outer)))
+
+
 def test_rows_for_fp8_have_448_where_their_largest_is() -> None:
     torch.manual_seed(2)
     x = torch.randn(5, 300).to(torch.bfloat16)
