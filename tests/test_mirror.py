@@ -39,7 +39,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.api", "gradients"): "runtime/api/test_differentiation.py",
     ("runtime.check", "call operands tensors"): "runtime/check/test_form.py runtime/api/test_grouped_gemm.py",
     ("runtime.dispatch", "compare gather"): "runtime/launch/test_gather.py",
-    ("runtime.dispatch", "hints ranking"): "runtime/dispatch/test_decide.py",
+    ("runtime.dispatch", "ranking"): "runtime/dispatch/test_decide.py",
     ("runtime.dispatch", "places"): "runtime/dispatch/test_snapshot.py",
     ("runtime.dispatch", "rowops"): "runtime/launch/test_rowops.py",
     ("runtime.driver", "counters"): "runtime/test_fork.py",
