@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .files.publish import publish
     from .format.codec import decode, encode
     from .records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, TensorMap, Variant
-    from .records.precision import DType
+    from .records.precision import PRECISIONS, DType, Elements, Precision, Scale
     from .records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
     from .records.target import Gpu, Target
 
@@ -40,6 +40,7 @@ _PUBLIC = {  # name -> module
     "BundleUntrusted": "errors",
     "Choice": "records.bundle",
     "DType": "records.precision",
+    "Elements": "records.precision",
     "Fusion": "records.problem",
     "Gpu": "records.target",
     "HostError": "errors",
@@ -47,10 +48,13 @@ _PUBLIC = {  # name -> module
     "Layout": "records.problem",
     "Model": "records.bundle",
     "Op": "records.problem",
+    "PRECISIONS": "records.precision",
+    "Precision": "records.precision",
     "PretunedError": "errors",
     "Problem": "records.problem",
     "Producer": "records.bundle",
     "RowOp": "records.problem",
+    "Scale": "records.precision",
     "Source": "records.bundle",
     "Target": "records.target",
     "TensorMap": "records.bundle",
@@ -66,6 +70,7 @@ _PUBLIC = {  # name -> module
 }
 
 __all__ = [
+    "PRECISIONS",
     "Bundle",
     "BundleCorrupt",
     "BundleError",
@@ -76,6 +81,7 @@ __all__ = [
     "BundleUntrusted",
     "Choice",
     "DType",
+    "Elements",
     "Fusion",
     "Gpu",
     "HostError",
@@ -83,10 +89,12 @@ __all__ = [
     "Layout",
     "Model",
     "Op",
+    "Precision",
     "PretunedError",
     "Problem",
     "Producer",
     "RowOp",
+    "Scale",
     "Source",
     "Target",
     "TensorMap",

@@ -23,6 +23,7 @@ from ..launch.products import row_launch, rows_aligned, tf32_allowed
 from ..ops import torch_fallback
 from ..replay import guard
 from ..replay import plan as replay_plan
+from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ _written = torch.autograd.graph.increment_version  # a launch that autograd does
 
 def grouped_gemm(
     x: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
     topk: int = 1,
     gather_indices: torch.Tensor | None = None,
@@ -90,6 +91,7 @@ def grouped_gemm(
     w
         [E, N, K] in x's dtype, or [E, K, N] with ``w_layout="kn"``; also flattened, [E*N, K] or
         [E*K, N]. Its last dimension must be contiguous, the others may have any stride; never copied.
+        Or ``ExpertWeights`` of E matrices [N, K], quantised: they are frozen, and get no gradient.
     m_sizes
         [E] int32 or int64, contiguous: the rows of each expert, zero for none. Never read on the host:
         a count below zero counts as zero, and nothing is read or written past row M.
@@ -154,6 +156,8 @@ def grouped_gemm(
         )  # fmt: skip
     if _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias)
+    # (Quantised weights have no one address: they are unusable here, and go the long way.)
+    dense: torch.Tensor = w  # type: ignore[assignment]
     more = (
         permute_x or permute_y or fuse_mul_post or autotune or gather_indices is not None or bias is not None
         or topk_weights is not None or kernel_config_fwd is not None
@@ -165,13 +169,13 @@ def grouped_gemm(
     if not more and not zero_tail and snapshot is not None:
         try:
             if out is None:
-                again = snapshot.recent.get((x.data_ptr(), w.data_ptr(), w_layout))
+                again = snapshot.recent.get((x.data_ptr(), dense.data_ptr(), w_layout))
             else:
-                again = snapshot.recent.get((x.data_ptr(), w.data_ptr(), w_layout, out.data_ptr()))
+                again = snapshot.recent.get((x.data_ptr(), dense.data_ptr(), w_layout, out.data_ptr()))
         except _UNUSABLE:
             again = None
         if again is not None:
-            y = again(x, w, m_sizes) if out is None else again(x, w, m_sizes, out)
+            y = again(x, dense, m_sizes) if out is None else again(x, dense, m_sizes, out)
             if y is not None:
                 if out is not None:
                     _written(out)
@@ -184,7 +188,7 @@ def grouped_gemm(
         ):  # fmt: skip
             try:
                 operands = (
-                    w.data_ptr(), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout,
+                    dense.data_ptr(), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout,
                     zero_tail, is_first_gemm, topk_weights is None, bias is None, gather_indices is None,
                 )  # fmt: skip
                 if snapshot is None and tensors.on_gpu(x):
@@ -194,7 +198,7 @@ def grouped_gemm(
             if snapshot is not None:
                 plan = snapshot.plans.get(operands)
                 if plan is not None:
-                    y = plan(x, w, m_sizes, topk_weights, bias, gather_indices)
+                    y = plan(x, dense, m_sizes, topk_weights, bias, gather_indices)
                     if y is not None:
                         return y
                 keep = functools.partial(replay_plan.remember, snapshot.plans, operands)
@@ -208,7 +212,7 @@ def grouped_gemm(
             x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
             fuse_mul_post=fuse_mul_post, bias=bias, out=out, keep=keep,
         )  # fmt: skip
-    y = _known(x, w, m_sizes, w_layout, out, zero_tail)
+    y = _known(x, dense, m_sizes, w_layout, out, zero_tail)
     if out is not None:
         _written(out)
     return y

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from ...artifacts.errors import BundleCorrupt, InputError
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import Fusion, Op
-from ...kernels.contract.config import Config, across
+from ...kernels.contract.config import Config, Schedule
 from ...kernels.contract.launchable import unlaunchable
-from ...kernels.contract.registry import MOST_STEPS, clears, too_large, weight_tiles
+from ...kernels.contract.registry import clears, limits_of, too_large, transposed, weight_tiles
 from ...kernels.contract.spec import result_columns
 from ...kernels.contract.words import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL, ragged_strides
 from ..driver import cuda
@@ -130,7 +130,8 @@ def row_launcher(
     """
     config, variant = kernel.config, kernel.variant
     _refuse(variant, columns, reduction, config)
-    asked = fused.beside if config.specialized else fused.few
+    specialized, one_tile = config.schedule.warp_specialized, config.schedule is Schedule.TILE
+    asked = fused.beside if specialized else fused.few
     can = asked and clears(variant.fusion, config)
     if fused.fusion & _INDEXED and not can:
         fused = fused._replace(zero_tail=False)
@@ -148,9 +149,9 @@ def row_launcher(
     )
     packed, tail = layout.pack, layout.tail
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
-    clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion and not config.specialized
-    most_tiles = _MOST_TILES if config.persistent else _MOST_PROGRAMS
-    most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_PROGRAMS
+    clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion and not specialized
+    most_tiles = _MOST_PROGRAMS if one_tile else _MOST_TILES
+    most = _MOST_PROGRAMS if one_tile else kernel.sm_count * kernel.function.per_sm
     sizes, strides = (E, reduction, columns) if w_kn else (E, columns, reduction), (stride_w_e, stride_w_row)
     x_maps, w_maps = (TensorMaps.of(variant, name, kernel.function.device) for name in ("x", "w"))
 
@@ -201,7 +202,7 @@ def weight_launcher(
         where dw's tiles pass 2^31, or it has more columns than the kernel can do.
     """
     config, variant, device = kernel.config, kernel.variant, kernel.function.device
-    _refuse(variant, N if across(config) else K, 0, config)
+    _refuse(variant, N if transposed(Op.DW, config) else K, 0, config)
     maps = {"dy": _UNREAD[4], "x": _UNREAD[4], "dw": _UNREAD[3]}
     fixed = {"N": N, "K": K, "stride_dw_e": stride_dw_e, "stride_dw_row": stride_dw_row} | _NO_INDEX
     kind = dict(variant.arguments)["dw"]  # beside a descriptor its address is given all the same
@@ -218,10 +219,11 @@ def weight_launcher(
     tiles = weight_tiles(N, K, E, config)
     if tiles > _MOST_TILES:
         raise InputError(f"E={E}, N={N}, K={K} make {tiles} tiles of {config}, the most is 2^31 - 1")
-    programs = min(tiles, kernel.sm_count * kernel.function.per_sm) if config.persistent else tiles
+    programs = tiles if config.schedule is Schedule.TILE else min(tiles, kernel.sm_count * kernel.function.per_sm)
     dy_maps, x_maps = (TensorMaps.of(variant, name, device) for name in ("dy", "x"))
     dy_sizes, x_sizes = (*RAGGED_SIZES, N), (*RAGGED_SIZES, K)
-    most_rows = min(_MOST_ROWS, config.block_m * MOST_STEPS) if config.specialized else _MOST_ROWS
+    most_steps = limits_of(Op.DW, config).steps
+    most_rows = _MOST_ROWS if most_steps is None else min(_MOST_ROWS, config.block_m * most_steps)
 
     def pack(*, dy: int, x: int, stride_dy_m: int, stride_x_m: int, M: int) -> bytes:
         dy_word: int | bytes = dy

@@ -20,7 +20,9 @@ from ..driver.device import current_stream, local_gpu, on
 from ..launch import gather, rowops
 from ..launch.gather import GatherFirst, Launch
 from ..launch.products import gated_launch, row_launch, rows_aligned, weight_launch
-from . import torch_fallback, zero_rows
+from ..weights.dequantised import Dequantised
+from ..weights.expert_weights import ExpertWeights
+from . import quantised, torch_fallback, zero_rows
 
 if TYPE_CHECKING:
     from ..dispatch.pin import Pin
@@ -42,8 +44,9 @@ def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
         torch_fallback.tell_reference(call.x.device.type)
         if call.zero_tail:
             y.zero_()
+        x, w, layout = _by_torch(call)
         reference.rows(
-            call.x, call.w, call.m_sizes, y, M=call.M, layout=call.as_forward(), index=call.index, index_end=end,
+            x, w, call.m_sizes, y, M=call.M, layout=layout, index=call.index, index_end=end,
             gather_divisor=call.gather_divisor, scatter=call.scatter, row_weights=call.row_weights, bias=call.bias,
         )  # fmt: skip
         return y
@@ -79,17 +82,32 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int) -> None:
         call = dataclasses.replace(call, x=gathered, gather_divisor=0, pin=None)
         if not spares_rows and _launch_rows(call, y, end):
             return
-    if not call.fusion and not spares_rows:
-        sm = local_gpu(call.x.get_device()).sm
+    plain, sm = not call.fusion and not spares_rows, local_gpu(call.x.get_device()).sm
+    if isinstance(call.w, ExpertWeights):
+        quantised.no_kernel(call.w.format)
+        x, w, layout = _by_torch(call)
+        product = y if plain and x.dtype is y.dtype else x.new_empty((call.M, y.shape[1]))
+        torch_fallback.on_cuda(x, w, call.m_sizes, product, layout, sm=sm, aligned=False)
+        if product is y:
+            return
+    elif plain:
         aligned = rows_aligned(call, y)
         torch_fallback.on_cuda(call.x, call.w, call.m_sizes, y, call.as_forward(), sm=sm, aligned=aligned)
         return
-    product = call.x.new_empty((call.M, y.shape[1]))
-    _on_cuda(Rows(call.op, call.x, call.w, call.m_sizes, call.layout, call.M), product, 0)
+    else:
+        product = call.x.new_empty((call.M, y.shape[1]))
+        _on_cuda(Rows(call.op, call.x, call.w, call.m_sizes, call.layout, call.M), product, 0)
     torch_fallback.store(
         product, y, call.m_sizes, index=call.index, index_end=end, scatter=call.scatter, row_weights=call.row_weights,
         bias=call.bias, gathered=spares_rows,
     )  # fmt: skip
+
+
+def _by_torch(call: Rows) -> tuple[torch.Tensor, torch.Tensor | Dequantised, Layout]:
+    """x, w and w's layout of the product as a forward, for torch."""
+    if isinstance(call.w, ExpertWeights):
+        return *quantised.operands(call, call.w), Layout.NK
+    return call.x, call.w, call.as_forward()
 
 
 def weight(
@@ -143,7 +161,7 @@ def _launch(launch: Launch, call: Rows, y: torch.Tensor, index_end: int) -> None
         words |= {"index_in_range": address_of(checked), "used": rowops.used(call.bounds)[0],
                   "slots": x.shape[0] * call.gather_divisor}  # fmt: skip
     launch(
-        y.data_ptr(), call.m_sizes.data_ptr(), stream_of(x.get_device()), x=x.data_ptr(), w=call.w.data_ptr(),
+        y.data_ptr(), call.m_sizes.data_ptr(), stream_of(x.get_device()), x=x.data_ptr(), w=call.dense.data_ptr(),
         stride_x_m=row_stride(x, x.shape[1]), stride_y_m=row_stride(y, y.shape[1]), M=call.M, **words,
     )  # fmt: skip
 

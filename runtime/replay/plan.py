@@ -70,7 +70,7 @@ class ExecutionPlan:
         self._gathers = (x.shape[0], rows.gather_divisor) if isinstance(launch, GatherFirst) else None
         # dX and dW of a plain call are launched from here too, once a backward asked for them.
         self._plain = call.form.plain and not self._tensors
-        self._saved = x.stride(), call.w.stride(), call.w.data_ptr() & ALIGNMENT_BYTES - 1
+        self._saved = x.stride(), call.dense.stride(), call.dense.data_ptr() & ALIGNMENT_BYTES - 1
         self._dx: Launch | None = None
         self._dw: Launcher | None = None
 
@@ -188,7 +188,7 @@ def plan(
     if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not (call.M and call.N and call.K):
         return None
     launch = launch_products.row_launch(forward_rows(call, x), y)
-    same = guard.guard(x, call.w, call.m_sizes, *[t for t in (weights, bias, index) if t is not None])
+    same = guard.guard(x, call.dense, call.m_sizes, *[t for t in (weights, bias, index) if t is not None])
     return None if launch is None or same is None else ExecutionPlan(call, x, launch, same)
 
 

@@ -13,6 +13,7 @@ from pretuned.artifacts.records.bundle import Choice
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
+from pretuned.kernels.contract.registry import entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import explain, moe_mlp, reload, sort_routing
 from pretuned.runtime.check.operands import Rows
@@ -274,5 +275,5 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so(monkeypatch: pytest.Monk
 def test_the_specs_name_says_what_it_is() -> None:
     for kernel in kernels():
         spec = Spec(Op.FORWARD, DType.BF16, kernel.config, fusion=kernel.variant.fusion)
-        assert (spec.kernel, kernel.variant.kernel) == ("rows_specialized",) * 2
+        assert (entry_of(spec).name, kernel.variant.kernel) == ("rows_specialized",) * 2
         assert dict(kernel.variant.arguments)["y_map"] == "desc4"

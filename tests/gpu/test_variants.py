@@ -15,7 +15,7 @@ from pretuned.artifacts.files.bundle_file import BundleFile
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels import reference
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.runtime.check.tensors import DTYPES
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver.device import current_stream, local_gpu
@@ -61,7 +61,7 @@ def variants(
 
 
 def specialized(op: Op, fusion: Fusion) -> list[LoadedKernel]:
-    return variants(op, fusion, lambda config: config.specialized)
+    return variants(op, fusion, lambda config: config.schedule.warp_specialized)
 
 
 def fallen(E: int, M: int, fall: str) -> torch.Tensor:
@@ -115,7 +115,9 @@ def test_dw(E: int, N: int, K: int, fall: str, dtypes: tuple[DType, ...]) -> Non
     """
     for M in (1, 300, 5000, 300 * E):
         m_sizes = fallen(E, M, fall).cuda()
-        for kernel in variants(Op.DW, Fusion.NONE, lambda config: config.specialized or dtypes is not HALVES, dtypes):
+        for kernel in variants(
+            Op.DW, Fusion.NONE, lambda config: config.schedule.warp_specialized or dtypes is not HALVES, dtypes
+        ):
             dtype = dtype_of(kernel)
             dy, x = (torch.randn(M + 9, n, device="cuda").to(dtype) for n in (N, K))
             dy[M:] = x[M:] = NAN
@@ -200,7 +202,7 @@ def test_programs_that_find_their_tile(op: Op, E: int, asked: str, dtype: torch.
             m_sizes[E // 2] = -7
             m_sizes[-1] = 2**40 + 3 if dtype is torch.int64 else 2**31 - 1
         m_sizes = m_sizes.cuda()
-        for kernel in variants(op, Fusion.NONE, lambda config: not config.persistent):
+        for kernel in variants(op, Fusion.NONE, lambda config: config.schedule is Schedule.TILE):
             kind = dtype_of(kernel)
             kn = (kernel.variant.layout is Layout.KN) == (op is Op.FORWARD)
             x = torch.randn(M, K, device="cuda").to(kind)
@@ -281,7 +283,9 @@ def test_rows_that_no_index_names_are_cleared(op: Op, E: int, N: int, K: int, we
         index = torch.randperm(rows)[:M].to(torch.int64 if wide else torch.int32)
         index[torch.randperm(M)[:3]] = torch.tensor([-1, rows, 2**31 - 1], dtype=index.dtype)[: min(3, M)]
         index = index.cuda()
-        for kernel in variants(op, Fusion.SCATTER, lambda config: config.specialized or not config.persistent):
+        for kernel in variants(
+            op, Fusion.SCATTER, lambda config: config.schedule.warp_specialized or config.schedule is Schedule.TILE
+        ):
             dtype = dtype_of(kernel)
             x = torch.randn(M, K, device="cuda").to(dtype)
             kn = (kernel.variant.layout is Layout.KN) == (op is Op.FORWARD)

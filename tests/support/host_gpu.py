@@ -17,7 +17,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.registry import clears
 from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
 from pretuned.kernels.contract.spec import code_of
@@ -45,7 +45,7 @@ def counts_at(address: int, E: int, step: int) -> list[int]:
 
 
 INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT
-SPECIALIZED = Config(128, 128, 64, 8, 6, tma=True, specialized=True)
+SPECIALIZED = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 
 
 class FakeLauncher:
@@ -69,7 +69,9 @@ def fake_rows(
     m_sizes_step: int, fused: Any,
 ) -> FakeLauncher:  # fmt: skip
     can = clears(kernel.variant.fusion, kernel.config)
-    if fused.fusion & INDEXED and not (can and (fused.beside if kernel.config.specialized else fused.few)):
+    if fused.fusion & INDEXED and not (
+        can and (fused.beside if kernel.config.schedule.warp_specialized else fused.few)
+    ):
         fused = fused._replace(zero_tail=False)
 
     def run(
@@ -290,7 +292,7 @@ class Device:
         self.launched.append((problem.op, problem.fusion))
         return SimpleNamespace(
             variant=SimpleNamespace(fusion=problem.fusion),
-            config=SPECIALIZED if self.specialized else Config(16, 64, 64, 4, 2, persistent=not self.clears),
+            config=SPECIALIZED if self.specialized else Config(16, 64, 64, 4, 2, schedule=Schedule(not self.clears)),
         )
 
 

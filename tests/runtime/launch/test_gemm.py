@@ -10,9 +10,8 @@ from cudaconfig import read_launches, words_of
 from pretuned.artifacts.records.bundle import TensorMap, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.registry import arguments, boxes
-from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.registry import arguments, boxes, entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
 from pretuned.runtime.driver import cuda
@@ -20,14 +19,15 @@ from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
 from pretuned.runtime.launch import gemm
 
 E, N, K, M = 4, 192, 64, 300
-CONFIG = Config(128, 128, 64, 8, 6, tma=True, specialized=True)
+CONFIG = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 
 
 def record(fusion: Fusion) -> Variant:
     spec = Spec(Op.FORWARD, DType.BF16, CONFIG, fusion=fusion)
+    entry = entry_of(spec)
     return Variant(
-        spec.kernel, REVISIONS[spec.kernel].revision, 1, spec.op, spec.dtype, spec.layout, fusion, 16, 512,
-        CONFIG.pairs(), spec.kernel,
+        entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, fusion, 16, 512,
+        CONFIG.pairs(), entry.name,
         arguments(spec), tuple(TensorMap(name, 9, box, 3) for name, box in boxes(spec).items()), 384, 220_000, 168,
         0, 0, 4, hashlib.sha256(b"code").digest(),
     )  # fmt: skip

@@ -15,8 +15,8 @@ from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.config import Config, across
-from pretuned.kernels.contract.registry import clears
+from pretuned.kernels.contract.config import Config, Schedule
+from pretuned.kernels.contract.registry import clears, transposed
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.ranking import modelled
 from pretuned.runtime.driver import cuda
@@ -42,7 +42,7 @@ def in_turns(op: Op) -> LoadedKernel:
         variant = next(
             one for one in bundle.variants()
             if one.op is op and not one.fusion and dict(one.config).get("pingpong")
-            and not across(Config.from_pairs(one.config))
+            and not transposed(op, Config.from_pairs(one.config))
         )  # fmt: skip
     return LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
 
@@ -230,5 +230,6 @@ def test_more_columns_are_left_to_other_variants(op: Op) -> None:
         problem = Problem(op, DType.BF16, 1, *((columns, 8) if op is Op.FORWARD else (8, columns)))
         view = found.view(h200, installed=True)
         ranked = modelled(found, problem, 128, h200, view, aligned=True)
-        assert any(one.config.pingpong and not across(one.config) for one in ranked) is turns
+        along = [one.config for one in ranked if not transposed(op, one.config)]
+        assert any(one.schedule is Schedule.PINGPONG for one in along) is turns
         assert ranked

@@ -22,7 +22,7 @@ from pretuned.artifacts.records.problem import Fusion, Layout, RowOp
 from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.launchable import unlaunchable
-from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.rowops import Block, RowOpSpec
 from pretuned.runtime.dispatch import rowops as dispatch_rowops
 from pretuned.runtime.driver import cuda
@@ -36,7 +36,7 @@ from pretuned.runtime.launch.gemm import LoadedKernel
 def record(op: RowOp, cubin: bytes = ELF, *, alignment: int = 16, revision: int = 0, **fields: Any) -> Variant:
     spec = RowOpSpec(op, DType.BF16, alignment)
     one = Variant(
-        op.value, revision or REVISIONS[op.value].revision, 1, op, spec.dtype, Layout.NK, Fusion.NONE, alignment,
+        op.value, revision or ENTRIES[op.value].revision, 1, op, spec.dtype, Layout.NK, Fusion.NONE, alignment,
         spec.max_experts,
         spec.config.pairs(), op.value, rowops.arguments(op), (), 256, 0, 40, 0, 0, len(cubin),
         hashlib.sha256(cubin).digest(),
