@@ -146,11 +146,11 @@ def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str
 
 def _distance(one: Config, other: Config) -> float:
     """How many doublings lie between two configs; a knob that is no number counts as one where it differs."""
-    from ...kernels.contract.config import FIELDS, NUMBERS
+    from ...kernels.contract.config import FIELDS, RANGES
 
     apart = (
         abs(math.log2(getattr(one, name) / getattr(other, name)))
-        if name in NUMBERS
+        if name in RANGES
         else float(getattr(one, name) != getattr(other, name))
         for name in FIELDS
     )
