@@ -8,6 +8,7 @@ from pathlib import Path
 from ...artifacts.records.target import Gpu, Target
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
+from ..choose.held_against import HeldAgainst
 from ..tune.outcome import Outcome
 
 
@@ -25,6 +26,7 @@ class Built:
     """One bundle. ``variants`` ship, of those ``compiled`` now or ``cached``.
 
     ``measured`` of the ``choices`` were measured, on ``gpus``; ``tuned`` is what this build did for it.
+    ``held_against`` tells what it runs faster than what ran before.
 
     ``worst_loss`` is the most that shipping so few variants costs a problem, by the cost model
     (0.02 is 2 %). ``seconds`` runs from the build's begin to the bundle's publication.
@@ -47,6 +49,7 @@ class Built:
     unchanged: bool
     seconds: float
     tuned: Outcome | None = None
+    held_against: HeldAgainst | None = None
 
     @property
     def source(self) -> str:
@@ -89,6 +92,7 @@ class Built:
             "unchanged": self.unchanged,
             "seconds": round(self.seconds, 3),
             "tuned": self.tuned and self.tuned.to_dict(),
+            "held_against": self.held_against and self.held_against.to_dict(),
         }
 
 

@@ -103,10 +103,13 @@ def _decide(
     view = snapshot.view(local, installed=False)
     view.demand_named_files()
     found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1) if view.usable else []
-    if not _settles(found, Origin.MODELLED, local):
-        view = snapshot.nearer_view(local)
+    if not _settles(found, Origin.THIS_GPU, local):
+        named, view = found, snapshot.nearer_view(local)
         found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
-        if not _settles(found, Origin.THIS_GPU, local):
+        measured_here = bool(found) and found[0].origin is Origin.THIS_GPU
+        if _settles(named, Origin.MODELLED, local) and not measured_here:
+            found = named
+        elif not _settles(found, Origin.THIS_GPU, local):
             view = snapshot.view(local, installed=True)
             found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
             if not found or found[0].origin >= Origin.COMPATIBLE:

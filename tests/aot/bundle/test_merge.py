@@ -9,7 +9,8 @@ from claims import H100, H200, able, chosen, revised, with_twins
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pretuned.aot.build.build import BuildOptions, build
+from pretuned.aot.build.build import build
+from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.bundle.merge import Reason, merge
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.models.load import load_models

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 import faketimer
 import pytest
 
-from pretuned.aot.build.build import BuildOptions, build, build_measured, compile_candidates
+from pretuned.aot.build.build import build, build_measured, compile_candidates
+from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.choose.bundle import Ships, measured_bundle, shipping
 from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.choose.choices import Chosen, choose_among_all
@@ -36,7 +37,7 @@ from pretuned.aot.tune.outcome import CellsDone
 from pretuned.aot.tune.remeasure import Remeasure, looks
 from pretuned.aot.tune.shortlist import ConfigPairs
 from pretuned.aot.tune.space import TuningSpace, fits
-from pretuned.aot.tune.tuner import NoGpu, TuneObservers, tune_problems
+from pretuned.aot.tune.tuner import Entrants, NoGpu, TuneObservers, tune_problems
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
@@ -125,7 +126,9 @@ def test_it_is_measured_beside_the_models_first(
     """Of each cell the variant that the model puts last: without it two others are measured."""
     monkeypatch.setattr(TuningSpace, "elsewhere", lambda self, problem, bucket: [last(self, problem, bucket)])
     with gpus(candidates) as here, open_bundle(candidates) as bundle:
-        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, like=candidates)
+        tune_problems(
+            small_plan.buckets, candidates, tmp_path / "journal", executors=here, entrants=Entrants(like=candidates)
+        )
         ground = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
         for one in read_journal(tmp_path / "journal").records:
             assert isinstance(one, Measured)
@@ -415,7 +418,9 @@ def near_the_best(ground: TuningSpace, problem: Problem, bucket: int) -> set[byt
 def test_a_bundle_of_another_capability_is_refused(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     other = SHIPPED / "catalogue-sm80.msgpack"
     with gpus(candidates) as here, pytest.raises(InputError, match=r"it is for sm_80, the candidates are for sm_90a"):
-        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, like=other)
+        tune_problems(
+            small_plan.buckets, candidates, tmp_path / "journal", executors=here, entrants=Entrants(like=other)
+        )
     assert not (tmp_path / "journal").exists()
 
 
