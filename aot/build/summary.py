@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from ..choose.held_against import HeldAgainst
 from ..tune.outcome import Outcome
+
+_REASON_CHARS = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,22 @@ class Built:
         """Variants that the compiler refused, or died of."""
         return sum(one.kind == "failed" for one in self.dropped)
 
+    @property
+    def lost(self) -> str:
+        """What is lost by the variants that don't compile, and why, in a sentence; empty where all do."""
+        failed = [one for one in self.dropped if one.kind == "failed"]
+        if not failed:
+            return ""
+        kernels = ", ".join(dict.fromkeys(one.spec.kernel for one in failed))
+        said = Counter(one.reason.removeprefix(f"{one.spec} for sm_{self.target.sm}: ") for one in failed)
+        (reason, _), *others = said.most_common()
+        reason = reason if len(reason) <= _REASON_CHARS else f"{reason[:_REASON_CHARS]}..."
+        more = f", and {len(others)} other reasons" if len(others) > 1 else ", and another reason" if others else ""
+        instead = "; what bundles here have of them took part instead" if self.held_against else ""
+        every = self.compiled + self.cached + len(failed)
+        text = f"{len(failed)} of {every} variants do not compile with this Triton, of the kernels {kernels}"
+        return f"{text} ({reason}{more}){instead}"
+
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
         return {
@@ -86,6 +105,7 @@ class Built:
             "cached": self.cached,
             "pruned": self.pruned,
             "failed": self.failed,
+            "lost": self.lost,
             "dropped": [{"variant": str(one.spec), "kind": one.kind, "reason": one.reason} for one in self.dropped],
             "worst_loss": round(self.worst_loss, 6),
             "size_bytes": self.size_bytes,

@@ -175,7 +175,7 @@ def _show(report: BuildReport, out: Path, verbose: bool) -> None:
             for dropped in one.dropped:
                 echo(f"{one.target}: {dropped.kind}: {dropped.spec}: {dropped.reason}")
         elif one.failed:
-            echo(f"{one.target}: {one.failed} variants failed to compile; -v tells why")
+            echo(f"{one.target}: {one.lost}; -v lists them")
     first, folder = quoted(report.bundles[0].path), quoted(out.resolve())
     echo("")
     for one in report.bundles:

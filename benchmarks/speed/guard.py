@@ -1,8 +1,7 @@
 """Is anything slower than it was? A fixed sample of 60 cells of all ops and forms, in two minutes; exits with 1 if so.
 
-    python benchmarks/run.py guard --record benchmarks/results/guard-h200.json     # at the commit to compare with
-    python benchmarks/run.py guard --against benchmarks/results/guard-h200.json    # later: before kernels, the tuner
-                                                                                   # or the ranking change for good
+    python benchmarks/run.py guard --record h200.json     # at the commit to compare with
+    python benchmarks/run.py guard --against h200.json    # after a change of kernels, the tuner or the ranking
 
 Each cell is what the runtime decides on here, judged and timed as the tuner does (aot/measure/bench.py), in turns with
 torch's grouped_mm where torch has a call for it. Needs no Triton: nothing is compiled.
