@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,6 @@ from ..tune.tuner import Entrants, tune_problems
 _JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/inside/cost-model.md); two more for those that don't compile
 _JIT_ROWS = 1 << 20
 _CELL_CONFIGS = 8  # of one problem and bucket: what the tuner takes its contenders from
-_MOST_CELL_CONFIGS = 64
 _SHARE = 0.5  # of those are measured: the shortlist is short
 _OVERHEAD_REGISTERS = 64  # beside a thread's share of the tile
 
@@ -100,10 +100,12 @@ def _candidates_beside(
     compiled: tuple[Compiled, ...] = ()
     failure: CompileError | HostError | None = None
     lacking = dict(cells)
-    for first in range(0, _MOST_CELL_CONFIGS, _CELL_CONFIGS):
-        specs = _specs_of(lacking, sm, first)
+    tried: set[Spec] = set()
+    for first in itertools.count(0, _CELL_CONFIGS):
+        specs = [spec for spec in _specs_of(lacking, sm, first) if spec not in tried]
         if not specs:
             break
+        tried.update(specs)
         try:
             compiled += compile_specs(specs, sm, cache)
         except HostError as error:

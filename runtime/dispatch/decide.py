@@ -123,10 +123,15 @@ def _decide(
 
 
 def _settles(found: list[Candidate], least: Origin, local: LocalGpu) -> bool:
-    """Whether no other bundle is asked: this one was chosen for this very bucket and capability, and is no worse."""
+    """Whether no other bundle is asked: this one was chosen for this very bucket and capability, and is no worse.
+
+    What was held against others and not measured repeats what one of them says.
+    """
     if not found or found[0].match is not Match.EXACT:
         return False
-    return found[0].origin <= least and found[0].usable.bundle.target.sm == local.sm
+    best = found[0]
+    repeats = best.origin is not Origin.THIS_GPU and best.usable.bundle.producer.held_against
+    return best.origin <= least and best.usable.bundle.target.sm == local.sm and not repeats
 
 
 def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:

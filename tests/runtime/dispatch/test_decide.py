@@ -560,3 +560,46 @@ def test_an_unheard_of_capability_misses_in_words(tmp_path: Path) -> None:
     got = decide(snapshot(tmp_path), PROBLEM, 64, LocalGpu(75, Gpu("NVIDIA T4", 40, 15360, 12080)))
     assert isinstance(got, Miss)
     assert re.search(r"sm_?75|--sm 75", got.reason)
+
+
+def held(path: Path, choices: Any, **how: Any) -> None:
+    """A bundle that says that it was held against another."""
+    made_up = bundle(choices, tag="held", **how)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish(path, encode(replace(made_up, producer=made_up.producer.with_held_against(["ab" * 32]))))
+
+
+def test_what_was_held_against_others_has_a_say_in_its_own_cells_alone(tmp_path: Path) -> None:
+    held(tmp_path / "1/held.msgpack", {PROBLEM: [measured(64, NARROW, 9), modelled(256, NARROW)]}, gpus=[H200])
+    write(tmp_path / "2/ships.msgpack", {PROBLEM: [modelled(32, WIDE), modelled(128, WIDE), modelled(4096, WIDE)]})
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    assert came_from(found, 64) == ("held", Origin.THIS_GPU, Match.EXACT, NARROW)
+    assert came_from(found, 256)[0] == "held"
+    for M in (8, 32, 128, 512, 1024):
+        assert came_from(found, M)[0] == "ships"
+    told = examine(found, PROBLEM, 128, ON_H200, aligned=True)
+    assert told.candidates[0].usable.path.stem == "ships"
+    assert decision(found, 64, problem=OTHER).chosen.usable.path.stem == "ships"  # by the cost model
+
+
+def test_what_was_held_against_others_runs_where_nothing_else_can(tmp_path: Path) -> None:
+    held(tmp_path / "held.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, gpus=[H200])
+    found = snapshot(tmp_path)
+    assert came_from(found, 64)[1:3] == (Origin.THIS_GPU, Match.EXACT)
+    assert came_from(found, 4096)[:3] == ("held", Origin.MODELLED, Match.COST_MODEL)
+    assert decision(found, 64, problem=OTHER).chosen.match is Match.COST_MODEL
+
+
+def test_what_it_names_and_did_not_measure_gives_way_to_who_did(tmp_path: Path) -> None:
+    held(tmp_path / "named/held.msgpack", {PROBLEM: [modelled(64, WIDE)]}, gpus=[H200])
+    write(tmp_path / "installed/h100.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H100])
+    found = snapshot(tmp_path / "named", installed=[tmp_path / "installed"])
+    assert came_from(found)[:2] == ("h100", Origin.THIS_CAPABILITY)
+
+
+def test_a_modelled_bundle_never_takes_the_place_of_what_was_measured_here(tmp_path: Path) -> None:
+    write(tmp_path / "named/modelled.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    write(tmp_path / "installed/h200.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, gpus=[H200])
+    found = snapshot(tmp_path / "named", installed=[tmp_path / "installed"])
+    assert came_from(found) == ("h200", Origin.THIS_GPU, Match.EXACT, NARROW)
+    assert came_from(found, local=ON_H100)[0] == "modelled"
