@@ -16,11 +16,12 @@ from .files.lock import lock
 from .files.publish import publish
 from .format.codec import decode, encode
 from .records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, TensorMap, Variant
-from .records.precision import DType
+from .records.precision import PRECISIONS, DType, Elements, Precision, Scale
 from .records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from .records.target import Gpu, Target
 
 __all__ = [
+    "PRECISIONS",
     "Bundle",
     "BundleCorrupt",
     "BundleError",
@@ -31,6 +32,7 @@ __all__ = [
     "BundleUntrusted",
     "Choice",
     "DType",
+    "Elements",
     "Fusion",
     "Gpu",
     "HostError",
@@ -38,10 +40,12 @@ __all__ = [
     "Layout",
     "Model",
     "Op",
+    "Precision",
     "PretunedError",
     "Problem",
     "Producer",
     "RowOp",
+    "Scale",
     "Source",
     "Target",
     "TensorMap",

@@ -9,6 +9,7 @@ import re
 
 from .limits import MAX_NAME_CHARS
 
+PART = "+"  # in a model's name, between it and the kind of experts, where it has several: "org/model+vision"
 _IDENTIFIER = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]*", re.ASCII)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+@,:=()-]*(?:/[A-Za-z0-9][A-Za-z0-9 ._+@,:=()-]*)*", re.ASCII)
 _TEXT = re.compile(r"[ -~]*", re.ASCII)

@@ -6,6 +6,8 @@ is differentiable, but reads ``m_sizes`` on the host (a synchronisation on a GPU
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -107,7 +109,7 @@ def expert_of_rows(m_sizes: torch.Tensor, M: int) -> torch.Tensor:
 
 def rows(
     x: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | Sequence[torch.Tensor],
     m_sizes: torch.Tensor,
     y: torch.Tensor,
     *,
@@ -126,9 +128,14 @@ def rows(
     from(m) = index[m] // gather_divisor, or m where that is 0; to(m) = index[m] with ``scatter``, else m; weight(m) =
     row_weights[index[m]]. Rows whose index is not in [0, index_end) take no part; other rows of y are untouched. With
     ``silu`` y has N/2 columns: silu(gate) * up of all this, gate and up its left and right half, rounded once.
+
+    w may be E matrices [N, K] that are made as they are asked for (``Layout.NK``), once and for experts with rows.
     """
-    w = _columns_last(w, layout)
+    if isinstance(w, torch.Tensor):
+        w = _columns_last(w, layout)
     for g, (first, end) in enumerate(expert_bounds(m_sizes, M)):
+        if end <= first:
+            continue
         row = torch.arange(first, end, device=x.device)
         flat = row if index is None else index[first:end].long()
         if index is not None:

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from .inspect.explain import Explanation, explain, fingerprint
     from .inspect.preload import Preloaded, preload
     from .ops.activation import activate
+    from .weights.expert_weights import ExpertWeights
 
 # name -> module; no name is a module's own, or importing that module would hide it.
 _PUBLIC = {
+    "ExpertWeights": "weights.expert_weights",
     "Explanation": "inspect.explain",
     "Preloaded": "inspect.preload",
     "activate": "ops.activation",
@@ -40,6 +42,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "ExpertWeights",
     "Explanation",
     "Preloaded",
     "activate",

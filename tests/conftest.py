@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 sys.path.append(str(ROOT / "tests" / "support"))  # spawned workers get this path too
+with contextlib.suppress(ImportError):  # tests/gpu needs no hypothesis
+    from hypothesis import settings
+
+    settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
+    settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

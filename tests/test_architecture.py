@@ -2,7 +2,8 @@
 
 A room is a folder of a layer. ``ORDER`` lists each layer's rooms from the bottom up: a room may use those before it and
 the layers below. Names in one string are neighbours, which do not use each other. docs/inside/architecture.md draws
-the same. Every rule here is a function of a tree, so that the tests below can hold a made-up tree against it, too.
+the same. Every rule here is a function of a tree or of that page, so that the tests below can hold a made-up one
+against it, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "artifacts": ("limits errors", "names", "records", "format", "code", "files"),
     "kernels": ("hardware", "contract", "search cost reference", "gemm.portable", "gemm.hopper rowops"),
     "runtime": (
-        "locks", "settings driver", "hooks", "dispatch", "check", "launch", "ops", "replay inspect", "api",
+        "locks", "settings driver weights", "hooks", "dispatch", "check", "launch", "ops", "replay inspect", "api",
         "integrations",
     ),
     "aot": (
@@ -42,12 +43,14 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
     "kernels.rowops": frozenset({"triton"}),
     "runtime": frozenset({"torch"}),
     "runtime.dispatch": frozenset(),  # what is chosen needs no torch
+    "runtime.integrations.vllm": frozenset({"vllm"}),
+    "runtime.integrations.vllm_experts": frozenset({"torch", "vllm"}),
     "aot": None,
 }
 TRITON = ("kernels.gemm", "kernels.rowops", "aot.compile")  # who may import Triton
 VENDOR_FREE = (
-    "runtime.dispatch", "runtime.check", "runtime.ops", "runtime.replay", "runtime.api", "aot.choose", "aot.tune",
-    "aot.journal",
+    "runtime.weights", "runtime.dispatch", "runtime.check", "runtime.ops", "runtime.replay", "runtime.api",
+    "aot.choose", "aot.tune", "aot.journal",
 )  # fmt: skip
 # (torch says cuda of every vendor's GPU; cubin_sha256 and ptxas are names of the bundle format's fields.)
 VENDOR = re.compile(r"libcuda|\bptx\b|sm_\d+|nvidia", re.IGNORECASE)
@@ -57,7 +60,6 @@ MANY_MODULES = ("aot.cli",)  # a file a verb
 MANY_PARAMETERS = {
     "grouped_gemm", "traced", "explain",  # the documented parameters of grouped_gemm
     "build",  # the options of aot build
-    "__call__",  # a launcher's words, as long as they go by position (runtime/launch/gather.py)
     "rows",  # kernels/reference.py: every fused form in one equation
 }  # fmt: skip
 STDLIB = frozenset(__import__("sys").stdlib_module_names)
@@ -277,3 +279,63 @@ def test_a_tree_that_breaks_a_rule_is_told(
     told = list(rule(read(tmp_path)))
     assert any(complaint in one for one in told), told
     assert {other.__name__ for other in RULES if list(other(read(tmp_path)))} == {rule.__name__}
+
+
+PAGE = "docs/inside/architecture.md"
+
+
+def drawn(page: str) -> dict[str, tuple[frozenset[str], ...]]:
+    """The floors of each layer that a page draws, from the bottom up.
+
+    A drawing is indented. Its first line names layers, and each name begins a column; a line below it is a floor.
+    """
+    found: dict[str, list[frozenset[str]]] = {}
+    columns: list[tuple[str, int]] = []
+    for line in page.splitlines():
+        if not line.startswith("    ") or not line.strip():
+            columns = []
+            continue
+        words = [(match[0], match.start()) for match in re.finditer(r"\S+", line)]
+        if not columns and {word for word, _ in words} <= set(LAYERS):
+            columns = words
+            continue
+        for i, (layer, start) in enumerate(columns):
+            end = columns[i + 1][1] if i + 1 < len(columns) else len(line)
+            floor = frozenset(word.replace("/", ".") for word, at in words if start <= at < end)
+            if floor:
+                found.setdefault(layer, []).append(floor)
+    return {layer: tuple(reversed(floors)) for layer, floors in found.items()}
+
+
+def drawn_otherwise(page: str) -> Iterator[str]:
+    """Rule 9: the page draws the floors that ``ORDER`` has."""
+    there = drawn(page)
+    for layer, floors in ORDER.items():
+        wanted = tuple(frozenset(floor.split()) for floor in floors)
+        got = there.get(layer, ())
+        for i in range(max(len(wanted), len(got))):
+            here, said = (" ".join(sorted(floors[i])) if i < len(floors) else "none" for floors in (got, wanted))
+            if here != said:
+                yield f"{PAGE}: floor {i + 1} of {layer} is {here}, ORDER in tests/test_architecture.py says {said}"
+
+
+def test_the_page_draws_the_same_floors() -> None:
+    assert list(drawn_otherwise((ROOT / PAGE).read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "floors", "complaint"),
+    [
+        ("artifacts", ORDER["artifacts"][:-1], "floor 6 of artifacts is none, "),
+        ("kernels", ("contract", "hardware", *ORDER["kernels"][2:]), "floor 1 of kernels is contract, "),
+        ("runtime", (*ORDER["runtime"], "shop"), "is shop, ORDER in tests/test_architecture.py says none"),
+        ("aot", ("process", *ORDER["aot"][1:]), "is process, ORDER in tests/test_architecture.py says models process"),
+        ("aot", (), "floor 7 of aot is none, "),
+    ],
+)  # fmt: skip
+def test_a_page_that_draws_other_floors_is_told(layer: str, floors: tuple[str, ...], complaint: str) -> None:
+    lines = [f"    {name}" + "".join(f"\n      {floor}" for floor in reversed(floors if name == layer else ORDER[name]))
+             for name in LAYERS]  # fmt: skip
+    told = list(drawn_otherwise("\n\n".join(lines)))
+    assert any(complaint in one for one in told), told
+    assert all(f" of {layer} is " in one for one in told), told

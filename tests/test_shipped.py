@@ -9,6 +9,8 @@ import pytest
 from pretuned.aot.bundle.verify import sound
 from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import Measured
+from pretuned.aot.models.catalogue import catalogue
+from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import CONFIG_LIMIT
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Source
@@ -48,6 +50,16 @@ def test_every_one_is_sound_and_of_these_kernels(path: Path) -> None:
     assert {problem.op for problem in bundle.choices} == set(Op)
 
 
+@pytest.mark.parametrize("path", BUNDLES, ids=lambda path: path.stem)
+def test_every_one_is_of_the_models_that_are_listed(path: Path) -> None:
+    """And ``explain`` may name a model of theirs to the builder."""
+    listed = load_models([str(RESULTS.parent / "shipped.txt")])
+    with open_bundle(path) as bundle:
+        built = {(one.name, one.tp, one.ep, one.top_k, one.dtype) for one in bundle.models()}
+    assert built == {(one.name, one.tp, one.ep, one.k, dtype) for one in listed.shapes for dtype in one.dtypes}
+    assert {name for name, *_ in built} <= set(catalogue())
+
+
 @pytest.mark.parametrize(("name", "journal", "gpu"), MEASURED)
 def test_those_for_sm_90_were_measured(name: str, journal: str, gpu: str) -> None:
     assert read_journal(RESULTS / journal).header.gpu.name == gpu
@@ -67,7 +79,7 @@ def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, 
     for kernel in contents.header.kernels:
         assert kernel.source_sha256.hex() == source_sha256(kernel.name), (
             f"{kernel.name} changed since it was judged on {gpu}. On one: aot measure candidates.msgpack --models "
-            f"'catalogue tp=1 dtype=bf16' --journal {journal.removesuffix('.xz')} (docs/use/build.md, What ships)"
+            f"benchmarks/shipped.txt --journal {journal.removesuffix('.xz')} (docs/use/build.md, What ships)"
         )
     judged = {timing.variant for one in contents.records if isinstance(one, Measured) for timing in one.timings}
     with open_bundle(FOLDER / f"{name}.msgpack") as bundle:

@@ -89,4 +89,4 @@ def _cpu_s(spec: Spec | RowOpSpec) -> float:
     """What compiling it takes."""
     if isinstance(spec, RowOpSpec):
         return _PASS_S
-    return _SPECIALIZED_S if spec.config.specialized else _VARIANT_S
+    return _SPECIALIZED_S if spec.config.schedule.warp_specialized else _VARIANT_S

@@ -30,8 +30,9 @@ def models(text: str | None, as_json: bool) -> None:
         print_json([
             {"id": one.id, "E": one.layer.E, "k": one.layer.k, "H": one.layer.H, "I": one.layer.I,
              "shared_width": one.layer.shared_width, "gated": one.layer.gated,
-             "layouts": [layout.value for layout in one.layer.layouts], "quantised": one.layer.quantised,
-             "aliases": list(one.aliases), "note": one.layer.note}
+             "zero_experts": one.layer.zero_experts, "layouts": [layout.value for layout in one.layer.layouts],
+             "weights": one.weights, "source": one.source, "aliases": dict(one.aliases),
+             "note": one.layer.note}
             for one in found
         ])  # fmt: skip
         return
@@ -43,7 +44,8 @@ def models(text: str | None, as_json: bool) -> None:
         gated = "gated" if layer.gated else "plain"
         layouts = ",".join(one.value for one in layer.layouts)
         rows.append((one.id, layer.E, layer.k, layer.H, layer.I, layer.shared_width or "-", gated, layouts,
-                     layer.quantised or "-", layer.note))  # fmt: skip
-    echo(table(("model", "E", "k", "H", "I", "shared", "experts", "w", "published in", "note"), rows, "<>>>>>"))
-    if aliases := [(alias, one.id) for one in found for alias in one.aliases]:
-        echo(f"\n{table(('also known', 'of the shape of'), aliases)}")
+                     ",".join(one.formats) or "?", one.source, layer.note))  # fmt: skip
+    head = ("model", "E", "k", "H", "I", "shared", "experts", "w", "published in", "source", "note")
+    echo(table(head, rows, "<>>>>>"))
+    if aliases := [(alias, one.id, format_ or "?") for one in found for alias, format_ in one.aliases.items()]:
+        echo(f"\n{table(('also known', 'of the shape of', 'published in'), aliases)}")

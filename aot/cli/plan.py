@@ -8,10 +8,12 @@ import click
 
 from ...artifacts.records.problem import Problem
 from ..build.estimate import estimate
+from ..models.layer import LayerShard
+from ..models.load import load_models
 from ..plan.families import fused
 from ..plan.plan import BuildPlan
 from .echo import echo, tell
-from .options import as_json, cache_of, load, print_json, what_to_build
+from .options import as_json, cache_of, load, print_json, wanted_ops, what_to_build
 from .table import duration, size, table
 
 
@@ -29,10 +31,11 @@ def plan(
       aot plan --models "Qwen/Qwen3-30B-A3B tp=1,2,4 ep=1,8" --sm 90 --json
     """
     planned, sms, notes = load(models, sm, ops)
+    shards = load_models(models, only=wanted_ops(ops)).shapes
     estimates = estimate(planned, sms, cache_of(cache_dir, no_cache))
     if as_json:
-        print_json({"problems": _problems(planned), "capabilities": [one.to_dict() for one in estimates],
-                    "notes": list(notes)})  # fmt: skip
+        print_json({"problems": _problems(planned), "weights": [_formats(shard) for shard in shards],
+                    "capabilities": [one.to_dict() for one in estimates], "notes": list(notes)})  # fmt: skip
         return
     tell(notes)
     users = _users(planned)
@@ -52,6 +55,9 @@ def plan(
     ]
     echo(table(("op", "dtype", "w", "fused", "E", "N", "K", "buckets of M", "for"), rows, "<<<<>>>>"))
     echo()
+    formats = dict.fromkeys((one.name, ",".join(one.weights), ",".join(d.value for d in one.dtypes)) for one in shards)
+    echo(table(("model", "weights", "built in"), list(formats)))
+    echo()
     capabilities = [
         (f"sm_{one.sm}", one.problems, one.choices, one.variants, "?" if one.cached is None else one.cached,
          duration(one.seconds), size(one.size_bytes)) for one in estimates
@@ -67,6 +73,11 @@ def _users(planned: BuildPlan) -> dict[Problem, list[str]]:
         for problem in model.problems:
             users[problem].append(f"{model.name} tp={model.tp} ep={model.ep}")
     return users
+
+
+def _formats(shard: LayerShard) -> dict[str, object]:
+    return {"model": shard.name, "tp": shard.tp, "ep": shard.ep, "weights": list(shard.weights),
+            "built_in": [dtype.value for dtype in shard.dtypes]}  # fmt: skip
 
 
 def _problems(planned: BuildPlan) -> list[dict[str, object]]:

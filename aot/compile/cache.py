@@ -10,6 +10,7 @@ import msgpack
 from ...artifacts.files.blob import read_checked, write_checked
 from ...artifacts.format.schema import pack_variant, read_variant
 from ...artifacts.limits import MAX_CUBIN_BYTES
+from ...kernels.contract.registry import entry_of
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from .triton import Compiled, arguments_of, job_key
@@ -85,6 +86,6 @@ def _unpack(payload: bytes, spec: Spec | RowOpSpec) -> Compiled | None:
         return None
     have = (variant.kernel, variant.op, variant.dtype, variant.layout, variant.fusion, variant.alignment,
             variant.max_experts, variant.config, variant.arguments)  # fmt: skip
-    want = (spec.kernel, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
+    want = (entry_of(spec).name, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
             spec.config.pairs(), arguments_of(spec))  # fmt: skip
     return Compiled(variant, cubin) if have == want else None

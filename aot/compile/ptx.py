@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...kernels.contract.config import PINGPONG_COLUMNS, Config, fitted
+from ...kernels.contract.config import PINGPONG_COLUMNS, Cache, Config, TileRows
 
 Rewrite = Callable[[str], str]
 
@@ -127,9 +127,9 @@ def _shorter(ptx: str, columns: int) -> str:
 
 def rewrites(config: Config) -> tuple[Rewrite, ...]:
     """What the code of a config needs."""
-    if fitted(config):
+    if config.rows is TileRows.FITTED:
         return (fit,)
-    hints = (written if config.specialized else streamed,) * config.streamed
+    hints = (written if config.schedule.warp_specialized else streamed,) * (config.cache is Cache.EVICT_FIRST)
     return hints + (cut,) * (PINGPONG_COLUMNS in (config.block_n, config.block_k))
 
 

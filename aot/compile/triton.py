@@ -19,7 +19,8 @@ from ...artifacts.errors import CompileError
 from ...artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
 from ...artifacts.records.precision import DType
 from ...kernels.contract import registry, rowops, words
-from ...kernels.contract.revisions import REVISIONS, source_sha256
+from ...kernels.contract.registry import ENTRIES, entry_of, refusal
+from ...kernels.contract.revisions import source_sha256
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from .nvidia import OUTPUT_LIMIT_CHARS, min_driver, resources
@@ -82,7 +83,7 @@ def driver_for(sm: int, producer: Producer) -> int:
 def kernels_of(compiled: Iterable[Compiled]) -> tuple[Kernel, ...]:
     """The kernels of some variants, as they are in this version."""
     names = sorted({one.variant.kernel for one in compiled})
-    return tuple(Kernel(name, REVISIONS[name].revision, bytes.fromhex(source_sha256(name))) for name in names)
+    return tuple(Kernel(name, ENTRIES[name].revision, bytes.fromhex(source_sha256(name))) for name in names)
 
 
 def _map_element(name: str, dtype: DType) -> int:
@@ -97,9 +98,9 @@ def arguments_of(spec: Spec | RowOpSpec) -> tuple[tuple[str, str], ...]:
 
 def job_key(spec: Spec | RowOpSpec, sm: int) -> str:
     """What decides a cubin's bytes, as one digest: the name of a compile-cache entry."""
-    tools = toolchain()
-    parts = [repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(spec.kernel),
-             str(REVISIONS[spec.kernel].revision), str(words.LAUNCH_ABI), *OPTIONS]  # fmt: skip
+    tools, entry = toolchain(), entry_of(spec)
+    parts = [repr(spec), str(sm), tools.triton, tools.ptxas_for(sm), source_sha256(entry.name),
+             str(entry.revision), str(words.LAUNCH_ABI), *OPTIONS]  # fmt: skip
     if isinstance(spec, Spec):
         parts += [repr(registry.constants(spec, sm)), repr(registry.boxes(spec)), repr(registry.divisibility(spec))]
         parts += [source_of_rewrites_sha256()] if rewrites(spec.config) else []
@@ -118,9 +119,10 @@ def compile_variant(spec: Spec | RowOpSpec, sm: int) -> Compiled:
         with the compiler's reason, or where there is no code of that form. A few configs make LLVM abort the process:
         run it in a worker.
     """
-    lacking = isinstance(spec, Spec) and registry.no_code(spec.op, spec.dtype, spec.fusion, spec.config)
-    if lacking:
-        raise CompileError(f"{spec} for sm_{sm}: {lacking}")
+    refused = isinstance(spec, Spec) and refusal(spec, sm)
+    if refused:
+        raise CompileError(f"{spec} for sm_{sm}: {refused}")
+    entry = entry_of(spec)
     with tempfile.TemporaryDirectory(prefix="pretuned-") as scratch:
         with _captured(Path(scratch) / "output") as output:
             try:
@@ -130,13 +132,13 @@ def compile_variant(spec: Spec | RowOpSpec, sm: int) -> Compiled:
             except Exception as error:  # whatever Triton, MLIR or ptxas raises is the reason
                 raise CompileError(f"{spec} for sm_{sm}: {_reason(error, output)}") from None
         cubin = bytes(kernel.asm["cubin"])
-        registers, stack_bytes, local_bytes = resources(Path(scratch), cubin, spec.kernel)
+        registers, stack_bytes, local_bytes = resources(Path(scratch), cubin, entry.name)
     threads = re.search(r"^\.reqntid (\d+)", kernel.asm["ptx"], re.MULTILINE)
     maps = kernel.metadata.tensordesc_meta or ()
     names = [name for name, kind in arguments_of(spec) if kind.startswith("desc")]
     variant = Variant(
-        kernel=spec.kernel,
-        revision=REVISIONS[spec.kernel].revision,
+        kernel=entry.name,
+        revision=entry.revision,
         abi=words.LAUNCH_ABI,
         op=spec.op,
         dtype=spec.dtype,
@@ -171,8 +173,8 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    home = import_module(f"...kernels.{REVISIONS[spec.kernel].home}", __package__)
-    function = getattr(home, spec.kernel)
+    entry = entry_of(spec)
+    function = getattr(import_module(f"...kernels.{entry.home}", __package__), entry.name)
     names = list(function.arg_names)
     constants: dict[str, int | str | bool | None]
     if isinstance(spec, RowOpSpec):
@@ -182,7 +184,7 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
         boxes, constants, divisible = registry.boxes(spec), registry.constants(spec, sm), registry.divisibility(spec)
         # (A specialised kernel's options speak of one warpgroup, and its stages are its own.)
         config = spec.config
-        warps, stages = (4, 1) if config.specialized else (config.num_warps, config.num_stages)
+        warps, stages = (4, 1) if config.schedule.warp_specialized else (config.num_warps, config.num_stages)
     kinds = {name: _triton_type(name, kind, spec, boxes) for name, kind in arguments_of(spec)}
     source = (GluonASTSource if function.is_gluon() else ASTSource)(
         function,
@@ -201,7 +203,7 @@ def _triton_type(name: str, kind: str, spec: Spec | RowOpSpec, boxes: dict[str, 
         return f"*{element}" if name in _ELEMENTS else _POINTS_AT[name]
     if kind.startswith("desc"):
         box = boxes[name]
-        specialized = isinstance(spec, Spec) and spec.config.specialized
+        specialized = isinstance(spec, Spec) and spec.config.schedule.warp_specialized
         layout = f",{_SHARED.format(rank=len(box), bits=8 * spec.dtype.itemsize)}" if specialized else ""
         return f"tensordesc<{element}[{','.join(map(str, box))}]{layout}>"
     return kind

@@ -14,7 +14,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, bucket_of
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.revisions import REVISIONS
+from ...kernels.contract.registry import ENTRIES
 from ...runtime.dispatch.pin import KernelPair
 from ...runtime.driver.device import current_device, local_gpu
 from ..models.layer import ExpertLayer
@@ -112,7 +112,7 @@ def key_for(
     gpu = local.gpu
     key = CacheKey(
         gpu.name, local.sm, gpu.sm_count, round(gpu.memory_mib / 1024),
-        tuple(sorted((name, one.revision) for name, one in REVISIONS.items())), tuple(op.value for op in Op),
+        tuple(sorted((name, one.revision) for name, one in ENTRIES.items())), tuple(op.value for op in Op),
         num_experts, hidden_dim, intermediate_dim, top_k, known.value, bucket_of(seq_len * top_k),
     )  # fmt: skip
     layer = ExpertLayer(num_experts, top_k, hidden_dim, intermediate_dim)

@@ -22,7 +22,7 @@ from ...artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_
 from ...artifacts.records.bundle import Bundle, Model, Variant
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu
-from ...kernels.contract.revisions import REVISIONS
+from ...kernels.contract.registry import ENTRIES
 from ...kernels.contract.words import LAUNCH_ABI, READS_ABI
 from ..bundle.assemble import BundleChoice, Provenance, VariantTable, assemble, is_fallback
 from ..bundle.merge import merge
@@ -168,7 +168,7 @@ def _current(claim: BundleChoice, codes: VariantTable) -> BundleChoice:
 
 def is_current(variant: Variant) -> bool:
     """Whether a variant is of this version's kernel, or a later one's."""
-    known = REVISIONS.get(variant.kernel)
+    known = ENTRIES.get(variant.kernel)
     return known is None or variant.revision >= known.revision
 
 

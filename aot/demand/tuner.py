@@ -15,7 +15,6 @@ from typing import Protocol
 from ...artifacts.errors import BundleError, HostError, LockBusy, PretunedError
 from ...artifacts.files.bundle_file import open_bytes
 from ...artifacts.files.lock import lock
-from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
 from ...artifacts.names import printable
 from ...artifacts.records.bundle import Bundle, Choice, Model
@@ -37,7 +36,6 @@ from ..models.layer import LayerShard
 from ..plan.families import optional
 from ..plan.plan import BuildPlan, plan
 from ..process import child
-from ..process.scratch import scratch_folder
 from . import cache as demand_cache
 from . import overlay, worker
 from .cache import CacheKey, Configs
@@ -184,26 +182,7 @@ def measure_in_child(planned: BuildPlan, sm: int, device: int) -> Bundle:
     from ..compile.cache import default_dir
 
     cache = default_dir()
-    try:
-        with scratch_folder() as scratch:
-            made = [str(path) for path in _made_here(scratch, sm)]
-            return _measured(planned, sm, device, cache, made)
-    except OSError as error:
-        if isinstance(error, PretunedError):
-            raise
-        raise HostError(f"tuning needs a temporary directory: {error}; TMPDIR names another one") from error
-
-
-def _made_here(scratch: Path, sm: int) -> Iterator[Path]:
-    """What this process tuned and has in no place where another finds it, in files."""
-    for number, found in enumerate(dispatch_snapshot.snapshot().found(installed=False)):
-        if found.place.kind is Kind.PROCESS and found.bundle is not None and found.bundle.target.sm == sm:
-            path = scratch / f"made-{number}.msgpack"
-            publish(path, codec.encode(found.bundle.load()))
-            yield path
-
-
-def _measured(planned: BuildPlan, sm: int, device: int, cache: Path | None, made: Sequence[str]) -> Bundle:
+    made = _made_here(sm)
     arguments = {
         "cells": [(worker.plain(problem), list(buckets)) for problem, buckets in planned.buckets.items()],
         "models": [
@@ -211,10 +190,23 @@ def _measured(planned: BuildPlan, sm: int, device: int, cache: Path | None, made
             for one in planned.models
         ],
         "sm": sm, "device": device, "budget_s": BUDGET_S, "cache": None if cache is None else str(cache),
-        "made": made,
+        "made": list(made),
     }  # fmt: skip
-    found = child.call("demand.worker:measure_cells", arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning")
+    found = child.call(
+        "demand.worker:measure_cells", arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning", files=made
+    )  # fmt: skip
     return codec.decode(found, "tuned now")
+
+
+def _made_here(sm: int) -> dict[str, bytes]:
+    """What this process tuned and has in no place where another finds it, as files."""
+    found = dispatch_snapshot.snapshot().found(installed=False)
+    bundles = [one.bundle for one in found if one.place.kind is Kind.PROCESS and one.bundle is not None]
+    return {
+        f"made-{number}.msgpack": codec.encode(bundle.load())
+        for number, bundle in enumerate(bundles)
+        if bundle.target.sm == sm
+    }
 
 
 def measured_here(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> bool:

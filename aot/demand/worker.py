@@ -17,7 +17,7 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem, buckets_between
 from ...kernels.contract.alignment import ALIGNMENT_BYTES
 from ...kernels.contract.config import Config
-from ...kernels.contract.registry import counts, no_code
+from ...kernels.contract.registry import limits_of, refusal, threads
 from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.arch import arch_of
@@ -58,7 +58,8 @@ def measure_cells(
     device: int, budget_s: float, cache: str | None, made: Sequence[str], answer: Path,
 ) -> None:  # fmt: skip
     """For ``child.call``: compile candidates for these cells, measure them beside all that the runtime finds, and
-    write the bundle of what was found. ``made`` are files of bundles that the caller made and has in no other place.
+    write the bundle of what was found. ``made`` names files beside ``answer``: bundles that the caller made and has in
+    no other place.
 
     A problem that nothing can run is left out.
 
@@ -74,8 +75,8 @@ def measure_cells(
     )  # fmt: skip
     path, journal = answer.with_suffix(".candidates"), answer.with_suffix(".journal")
     found = Incumbents.found()
-    for file in made:
-        found.snapshot.add(open_bundle(file))
+    for name in made:
+        found.snapshot.add(open_bundle(answer.with_name(name)))
     planned = BuildPlan(wanted, records)
     candidates = _candidates_beside(wanted, found.codes(planned.problems, sm), sm, _cache(cache))
     able = [one.variant for one in candidates.every]
@@ -184,7 +185,7 @@ def _specs(problem: Problem, aligned: Iterable[Config], sm: int) -> list[Spec]:
         Spec(problem.op, problem.dtype, config, problem.layout, problem.fusion, alignment, most)
         for configs, alignment, most in ((aligned, ALIGNMENT_BYTES, experts), (rest, 1, MAX_EXPERTS_FALLBACK))
         for config in configs
-        if counts(config, most)
+        if most <= limits_of(problem.op, config).experts
     ]
 
 
@@ -210,12 +211,12 @@ def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]
 def _candidates(problem: Problem, sm: int) -> list[Config]:
     """Those that have code of the problem's form."""
     every = candidates(problem.op, problem.dtype, sm)
-    return [config for config in every if not no_code(problem.op, problem.dtype, problem.fusion, config)]
+    return [one for one in every if not refusal(Spec(problem.op, problem.dtype, one, fusion=problem.fusion), sm)]
 
 
 def _likely(problem: Problem, config: Config, sm: int) -> Resources:
-    threads = 384 if config.specialized else 32 * config.num_warps
+    width = threads(Spec(problem.op, problem.dtype, config))
     tile = config.block_n * config.block_k if problem.op is Op.DW else config.block_m * config.block_n
-    registers = min(arch_of(sm).limits.registers_per_thread, _OVERHEAD_REGISTERS + tile // threads)
+    registers = min(arch_of(sm).limits.registers_per_thread, _OVERHEAD_REGISTERS + tile // width)
     shared = shared_bytes_at_least(problem.op, problem.dtype, config, sm)
-    return Resources(config, threads, shared, registers, ALIGNMENT_BYTES)
+    return Resources(config, width, shared, registers, ALIGNMENT_BYTES)

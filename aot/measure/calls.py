@@ -38,31 +38,33 @@ class Tensors:
 def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor) -> Callable[[], None]:
     """A function that launches ``kernel`` on the current stream; ``m_sizes`` is int32 [E]."""
     problem = on.problem
-    moved: tuple[int, ...] = ()
+    words: dict[str, int] = {}
     fused = launch_gemm.PLAIN
     if on.index is not None:
         fusion, weights = problem.fusion, 0
         if on.row_weights is not None:
             fusion, weights = fusion | Fusion.WEIGHT, on.row_weights.data_ptr()
         fused = launch_gemm.Fused(fusion, 1, on.top_k if Fusion.GATHER in fusion else 1)
-        moved = (on.index.data_ptr(), weights, 0, on.M)
+        words = {"index": on.index.data_ptr(), "row_weights": weights, "index_end": on.M}
     if problem.op is Op.DW:
-        start = launch_gemm.weight_launcher(
+        launch = launch_gemm.weight_launcher(
             kernel, N=problem.N, K=problem.K, E=problem.E, stride_dw_e=on.result.stride(0),
             stride_dw_row=on.result.stride(1), m_sizes_step=1,
         )  # fmt: skip
-        strides = on.rows.stride(0), on.weights.stride(0)
+        words |= {"dy": on.rows.data_ptr(), "x": on.weights.data_ptr(), "stride_dy_m": on.rows.stride(0),
+                  "stride_x_m": on.weights.stride(0)}  # fmt: skip
     else:
         gemm = gemm_of(problem)
-        start = launch_gemm.row_launcher(
+        launch = launch_gemm.row_launcher(
             kernel, columns=gemm.columns, reduction=gemm.reduction, E=problem.E, w_kn=gemm.w_kn,
             stride_w_e=on.weights.stride(0), stride_w_row=on.weights.stride(1), m_sizes_step=1, fused=fused,
         )  # fmt: skip
-        strides = on.rows.stride(0), on.result.stride(0)
-    addresses = on.rows.data_ptr(), on.weights.data_ptr(), on.result.data_ptr(), m_sizes.data_ptr()
+        words |= {"x": on.rows.data_ptr(), "w": on.weights.data_ptr(), "stride_x_m": on.rows.stride(0),
+                  "stride_y_m": on.result.stride(0)}  # fmt: skip
+    addresses = on.result.data_ptr(), m_sizes.data_ptr()
 
     def call() -> None:
-        start(*addresses, *strides, on.M, torch.cuda.current_stream().cuda_stream, *moved)
+        launch(*addresses, torch.cuda.current_stream().cuda_stream, M=on.M, **words)
 
     return call
 

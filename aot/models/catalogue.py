@@ -6,27 +6,42 @@ import difflib
 import functools
 import importlib.resources
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from ...artifacts.names import PART
 from ...artifacts.records.problem import Layout
 from .layer import ExpertLayer
+from .quant_config import UNQUANTISED
 
-COLUMNS = ("id", "E", "k", "H", "I", "shared_width", "gated", "layouts", "quantised", "source", "aliases", "note")
+COLUMNS = ("id", "E", "k", "H", "I", "shared_width", "zero_experts", "gated", "layouts", "weights", "source", "aliases",
+           "note")  # fmt: skip
+NUMBERS = COLUMNS[1:8]
+
+
+_LONGEST = 200  # of a word that is compared with the names
+DEFAULT = "default"  # a source: sizes that nobody published
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
     """One line of the catalogue.
 
-    ``source`` is ``config`` (the published config.json) or ``class`` (the defaults of the model's
-    configuration class in transformers); ``aliases`` are repositories of the same shape.
+    ``source`` is ``config`` (the published config.json), ``class`` (the defaults of the model's configuration class in
+    transformers) or ``default`` (the same where they are of no checkpoint in particular). ``aliases`` are repositories
+    of the same shape, each with the format of its experts, ``weights`` is that of the entry's own; empty: not known.
     """
 
     id: str
     layer: ExpertLayer
+    weights: str
     source: str
-    aliases: tuple[str, ...]
+    aliases: Mapping[str, str]
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats that this model is known to be published in, the entry's own first."""
+        return tuple(dict.fromkeys(filter(None, (self.weights, *self.aliases.values()))))
 
 
 @functools.cache
@@ -60,18 +75,32 @@ def parse_table(text: str) -> dict[str, CatalogueEntry]:
             raise ValueError(f"catalogue.tsv:{number}: {len(fields)} fields, wanted {len(COLUMNS)}")
         row = {name: "" if field == "-" else field for name, field in zip(COLUMNS, fields, strict=True)}
         try:
-            E, k, H, width, shared_width, gated = (int(row[name]) for name in COLUMNS[1:7])
+            E, k, H, width, shared_width, zero_experts, gated = (int(row[name]) for name in NUMBERS)
             layouts = tuple(Layout(one) for one in row["layouts"].split(","))
         except ValueError as error:
             raise ValueError(f"catalogue.tsv:{number}: {error}") from None
-        layer = ExpertLayer(E, k, H, width, shared_width, bool(gated), row["quantised"], row["note"], layouts)
+        part = row["id"].partition(PART)[2]
+        layer = ExpertLayer(
+            E,
+            k,
+            H,
+            width,
+            shared_width,
+            bool(gated),
+            row["weights"] or UNQUANTISED,
+            row["note"],
+            layouts,
+            zero_experts,
+            part,
+        )
         problems = layer.contradictions()
         if row["id"] in entries:
             problems.append(f"{row['id']} is there twice")
         if problems:
             raise ValueError(f"catalogue.tsv:{number}: {'; '.join(problems)}")
-        aliases = tuple(filter(None, row["aliases"].split(",")))
-        entries[row["id"]] = CatalogueEntry(row["id"], layer, row["source"], aliases)
+        pairs = (one.partition("=") for one in row["aliases"].split(",") if one)
+        aliases = MappingProxyType({name: format_ or row["weights"] for name, _, format_ in pairs})
+        entries[row["id"]] = CatalogueEntry(row["id"], layer, row["weights"], row["source"], aliases)
     return entries
 
 
@@ -81,6 +110,13 @@ class NameMatch:
 
     id: str
     entry: CatalogueEntry
+
+    @property
+    def layers(self) -> tuple[ExpertLayer, ...]:
+        """The entry's, in the format of ``id``, and those of the model's other kinds of experts."""
+        others = (one.layer for id_, one in catalogue().items() if id_.startswith(self.entry.id + PART))
+        weights = self.entry.aliases.get(self.id) or self.entry.layer.weights
+        return replace(self.entry.layer, weights=weights), *others
 
 
 def find(word: str) -> NameMatch | None:
@@ -98,18 +134,25 @@ def find(word: str) -> NameMatch | None:
 
 def nearest_ids(word: str, most: int = 3) -> list[str]:
     """Up to ``most`` known ids that look like ``word``, best first; else those that contain it."""
+    word = word[:_LONGEST]
     by_form: dict[str, str] = {}
     for id_ in _ids():
         by_form[id_.lower()] = id_
         if "/" not in word:
             by_form[id_.lower().rpartition("/")[2]] = id_
-    forms = difflib.get_close_matches(word.lower(), by_form, n=most, cutoff=0.7)
+    scores = {form: _likeness(word.lower(), form) for form in by_form}
+    forms = sorted((form for form in by_form if scores[form]), key=lambda form: scores[form], reverse=True)[:most]
     if not forms and len(word) >= 3:
         forms = [form for form in by_form if word.lower() in form][:most]
-    if not forms:  # the beginning of a name, misspelt
-        begun = {form[:end]: form for form in reversed(by_form) for end in (len(word), len(word) + 1)}
-        forms = [begun[one] for one in difflib.get_close_matches(word.lower(), begun, n=most, cutoff=0.8)]
     return list(dict.fromkeys(by_form[form] for form in forms))
+
+
+def _likeness(word: str, form: str) -> float:
+    """How much a misspelt word is like a name or its beginning, 0 to 1; 0 where it is like neither."""
+    whole, *begun = (
+        difflib.SequenceMatcher(None, word, one).ratio() for one in (form, form[: len(word)], form[: len(word) + 1])
+    )
+    return max(whole if whole >= 0.7 else 0.0, max(begun) - 0.01 if max(begun) >= 0.8 else 0.0)
 
 
 def _ids() -> dict[str, CatalogueEntry]:

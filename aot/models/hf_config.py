@@ -3,93 +3,50 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...artifacts.errors import InputError
 from ...artifacts.names import printable
-from ...artifacts.records.problem import Layout
+from .families import (
+    DENSE_WIDTH,
+    DENSE_WIDTH_APART,
+    EXPERTS,
+    FFN,
+    HIDDEN,
+    LATENT,
+    NESTED,
+    PER_TOKEN,
+    SHARED_COUNTS,
+    SHARED_WIDTHS,
+    SWITCH,
+    WIDTHS,
+    ConfigFamily,
+    family_of,
+)
 from .layer import ExpertLayer
+from .quant_config import UNQUANTISED, expert_weights
 
 MAX_CONFIG_BYTES = 8 << 20
-
-# The same meaning under every name that a family gives it; "a.b" is b in the object a.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
-PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_k",
-    "moe_topk",
-    "moe_top_k",
-    "top_k_experts",
-    "ffn_config.moe_top_k",
-)
-HIDDEN = ("hidden_size", "d_model")
-LATENT = ("moe_latent_size", "moe_hidden_size")  # where set, the routed experts' width in place of the hidden one
-WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size")
-SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
-SHARED_WIDTHS = (
-    "shared_expert_intermediate_size",
-    "shared_intermediate_size",
-    "moe_shared_expert_intermediate_size",
-    "share_expert_dim",
-)
-
-# Where a multimodal model keeps its language model.
-NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigFamily:
-    """How the model types that begin with ``prefix`` differ from the rest."""
-
-    prefix: str
-    widths: tuple[str, ...] = ("moe_intermediate_size",)
-    gated: bool = True
-    one_shared: bool = False  # one shared expert of width I, which no field names
-    layouts: tuple[Layout, ...] = (Layout.NK,)
-
-
-_DENSE_NAME = ("intermediate_size",)  # elsewhere the dense layers' width; in these families the experts'
-_KN_TOO = (Layout.NK, Layout.KN)  # their checkpoints, and transformers, have w as [E, K, N]
-
-FAMILIES = (
-    *(
-        ConfigFamily(prefix, _DENSE_NAME)
-        for prefix in (
-            "mixtral",
-            "phimoe",
-            "granitemoe",
-            "minimax",
-            "olmoe",
-            "flex_olmo",
-            "jamba",
-        )
-    ),
-    ConfigFamily("gpt_oss", _DENSE_NAME, layouts=_KN_TOO),
-    ConfigFamily("llama4", _DENSE_NAME, one_shared=True, layouts=_KN_TOO),
-    ConfigFamily("hunyuan", ("moe_intermediate_size", "intermediate_size")),
-    ConfigFamily("dbrx", ("ffn_config.ffn_hidden_size",)),
-    ConfigFamily("longcat", ("expert_ffn_hidden_size", "moe_intermediate_size")),
-    ConfigFamily("nemotron_h", gated=False),
-    *(ConfigFamily(prefix) for prefix in ("qwen", "deepseek", "glm", "kimi", "dots", "mimo", "ernie4_5", "gemma")),
-)
+QUANTISATION = "hf_quant_config.json"  # where modelopt writes what it did
+SHARED = "the shared expert works at"  # begins the note on one that can't be fused
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigModel:
-    """What a config.json says: a name (from the path), the layer, and remarks for the user."""
+    """What a config.json says: a name (from the path), a layer for each kind of experts, and remarks for the user."""
 
     name: str
-    layer: ExpertLayer
+    layers: tuple[ExpertLayer, ...]
     remarks: tuple[str, ...]
 
 
 def read_model(path: Path) -> ConfigModel:
-    """The expert layer of a config.json, or of a directory that holds one.
+    """The expert layers of a config.json, or of a directory that holds one.
 
     Raises
     ------
@@ -107,57 +64,174 @@ def read_model(path: Path) -> ConfigModel:
         raise InputError(f"{path}: can't be read: {error.strerror}") from None
     if not regular:
         raise InputError(f"{file}: no regular file, wanted a config.json")
-    layer, remarks = layer_of(_load(file), str(file))
-    return ConfigModel(_name(file.absolute()), layer, remarks)
+    beside = file.with_name(QUANTISATION)
+    quantised = _load(beside) if file.name == "config.json" and beside.is_file() else None
+    layers, remarks = layers_of(_load(file), str(file), quantised)
+    return ConfigModel(_name(file.absolute()), layers, remarks)
 
 
-def layer_of(config: Mapping[str, object], where: str) -> tuple[ExpertLayer, tuple[str, ...]]:
-    """The expert layer that ``config`` describes, and remarks for the user; ``where`` begins each error.
+def layers_of(
+    config: Mapping[str, object], where: str, beside: Mapping[str, object] | None = None
+) -> tuple[tuple[ExpertLayer, ...], tuple[str, ...]]:
+    """The expert layers that ``config`` describes, and remarks for the user; ``where`` begins each error.
+
+    ``beside`` is the object of an hf_quant_config.json that lies beside the config.json.
+
+    The language model's experts come first. Others have a ``part``: those of its attention, of other modalities, of a
+    second model inside, and those whose number differs between layers.
 
     Raises
     ------
     InputError
         if a field is missing, contradictory, or of the wrong type.
     """
-    fields = _Fields(_language_model(config), where)
-    model_type = printable(str(fields.values.get("model_type") or config.get("model_type") or ""))[:80]
-    family = next((family for family in FAMILIES if model_type.startswith(family.prefix)), None)
+    main = _language_model(config)
     remarks: list[str] = []
+    weights = _weights(main, config, where, remarks, beside)
+    layers = [replace(one, weights=weights) for one in _layers_in(main, config, where, remarks)]
+    for part, inner in _others(config, main):
+        try:
+            own = _weights(inner, inner, where, remarks)
+            found = [replace(one, weights=own) for one in _layers_in(inner, inner, where, remarks)]
+            layers += [replace(one, part=_joined(part, one.part)) for one in found]
+        except InputError as error:
+            told = str(error).removeprefix(f"{where}: ")
+            remarks.append(f"{where}: the experts of {part}_config are left out: {told}")
+    published = (one.get(name) for one in (main, config) for name in ("dtype", "torch_dtype"))
+    if next(filter(None, published), None) == "float16":
+        remarks.append(f"{where}: the checkpoint is fp16 and the default is bf16; dtype=fp16 builds for it")
+    return tuple(layers), tuple(dict.fromkeys(remarks))
 
+
+def _weights(
+    values: Mapping[str, object],
+    config: Mapping[str, object],
+    where: str,
+    remarks: list[str],
+    beside: Mapping[str, object] | None = None,
+) -> str:
+    """The format of the experts, as the whole config or the object of theirs says it."""
+    layers = values.get("num_hidden_layers")
+    count = layers if isinstance(layers, int) else 1
+    found = expert_weights(config, where, count, beside) or expert_weights(values, where, count)
+    remarks += found.remarks if found else ()
+    return found.format if found else UNQUANTISED
+
+
+def _layers_in(
+    values: Mapping[str, object], config: Mapping[str, object], where: str, remarks: list[str]
+) -> Iterator[ExpertLayer]:
+    """Every kind of experts in one object."""
+    model_type = printable(str(values.get("model_type") or config.get("model_type") or ""))[:80]
+    family = family_of(model_type)
+    if family is not None and family.refused:
+        raise InputError(f"{where}: model_type '{model_type}': {family.refused}")
+    known = family or ConfigFamily("", WIDTHS)
+    for part, changed in _variants(values):
+        for at, kind in enumerate(known.kinds):
+            fields = _Fields({**changed, **_of_kind(changed, at, len(known.kinds))}, where)
+            layer = _layer(fields, family, model_type, remarks)
+            if at:  # shared experts are the language model's
+                layer = replace(layer, shared_width=0)
+            yield replace(layer, part=_joined(kind, part))
+            if known.attention:
+                width = math.prod(fields.one_of((name,)) or 0 for name in known.attention)
+                attention = ExpertLayer(layer.E, layer.k, layer.H, width, gated=False, part="attention")
+                yield _sound(replace(attention, note="queries in, outputs out: no activation between"), where)
+
+
+def _layer(fields: _Fields, family: ConfigFamily | None, model_type: str, remarks: list[str]) -> ExpertLayer:
+    where = fields.where
     E = fields.one_of(EXPERTS)
-    if E is None or E <= 1:
+    if E is None or E <= 1 or fields.get(SWITCH) is False:
         raise InputError(_dense(fields, E, model_type))
     k = fields.one_of(PER_TOKEN, largest=True)
     H = fields.one_of(LATENT)
     latent = H is not None
-    H = H if latent else fields.one_of(HIDDEN)
+    H = H if latent else fields.first_of(HIDDEN)
     width = fields.first_of(family.widths if family else WIDTHS)
     if width is None and family is None:
-        width = fields.one_of(_DENSE_NAME)
-        remarks.append(f"{where}: unknown model_type '{model_type}': the expert width is taken from intermediate_size")
+        width = fields.one_of(DENSE_WIDTH)
+        if width is not None and fields.get(DENSE_WIDTH_APART) is None:
+            remarks.append(
+                f"{where}: unknown model_type '{model_type}': the expert width is taken from intermediate_size"
+            )
     if k is None or H is None or width is None:
         names: list[tuple[str, ...]] = [PER_TOKEN] * (k is None) + [HIDDEN] * (H is None)
-        names += [family.widths if family else (*WIDTHS, *_DENSE_NAME)] * (width is None)
+        names += [family.widths if family else (*WIDTHS, *DENSE_WIDTH)] * (width is None)
         lacking = ", and ".join(" or ".join(one) for one in names)
         raise InputError(f"{where}: model_type '{model_type}' with {E} experts lacks {lacking}")
 
+    known = family or ConfigFamily("")
     shared_width = fields.one_of(SHARED_WIDTHS)
     if shared_width is None:
-        count = 1 if family and family.one_shared else fields.one_of(SHARED_COUNTS, largest=True)
+        count = 1 if known.one_shared else fields.one_of(SHARED_COUNTS, largest=True)
         shared_width = (count or 0) * width
-    note = ""
+    notes = [known.note] * bool(known.note)
     if latent and shared_width:
-        shared_width, note = 0, f"the shared expert works at the full hidden width, the routed ones at {H}"
+        shared_width = 0
+        notes.append(f"{SHARED} the full hidden width, the routed ones at {H}")
+    zero = (fields.one_of((known.zero_experts,)) or 0) if known.zero_experts else 0
+    if zero > 0:
+        notes.append(f"{zero} more experts without weights")
+    layer = ExpertLayer(E, k, H, width, max(shared_width, 0), known.gated, note="; ".join(notes), layouts=known.layouts)
+    return _sound(replace(layer, zero_experts=max(zero, 0)), where)
 
-    quantised = _quantised(config, where) or _quantised(fields.values, where)
-    gated, layouts = (family.gated, family.layouts) if family else (True, (Layout.NK,))
-    layer = ExpertLayer(E, k, H, width, max(shared_width, 0), gated, quantised, note, layouts)
+
+def _sound(layer: ExpertLayer, where: str) -> ExpertLayer:
     if problems := layer.contradictions():
         raise InputError(f"{where}: {'; '.join(problems)}")
-    published = (one.get(name) for one in (fields.values, config) for name in ("dtype", "torch_dtype"))
-    if next(filter(None, published), None) == "float16":
-        remarks.append(f"{where}: the checkpoint is fp16 and the default is bf16; dtype=fp16 builds for it")
-    return layer, tuple(remarks)
+    return layer
+
+
+def _variants(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """The object as each kind of its layers sees it: once, or once for each number of experts that a layer has."""
+    found: dict[str, Mapping[str, object]] = {}
+    by_layer = values.get("per_layer_config")  # the layers that differ from the rest
+    if isinstance(by_layer, dict):
+        for changes in by_layer.values():
+            sizes = (
+                {name: changes.get(name) for name in EXPERTS if name in changes} if isinstance(changes, dict) else {}
+            )
+            for count in sizes.values():
+                found.setdefault(f"E{count}"[:12], {**values, **changes})
+    pyramid = values.get("pyramid_num_routed")
+    if isinstance(pyramid, list):
+        most = values.get("capacity_factor", 2)
+        for count in pyramid:
+            if isinstance(count, int) and isinstance(most, int) and count > 1:
+                sizes = {"num_local_experts": count, "num_experts_per_tok": min(most, count)}
+                found.setdefault(f"E{count}", {**values, **sizes})
+    if not isinstance(pyramid, list):
+        yield "", values
+    yield from found.items()
+
+
+def _of_kind(values: Mapping[str, object], at: int, kinds: int) -> Mapping[str, object]:
+    """The fields that have a value for each kind of experts, each with this kind's."""
+    if kinds == 1:
+        return {}
+    return {name: one[at] for name, one in values.items() if isinstance(one, list) and len(one) == kinds}
+
+
+def _others(config: Mapping[str, object], main: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Objects beside the language model's that have experts, by the name of what they are of."""
+    for key, value in config.items():
+        part = key.removesuffix("_config")
+        if part == key or key == FFN or not isinstance(value, dict):
+            continue
+        inner = _language_model(value)
+        if inner is not main and _has_experts(inner):
+            yield re.sub(r"[^A-Za-z0-9._-]", "-", part)[:24] or "other", inner
+
+
+def _has_experts(values: Mapping[str, object]) -> bool:
+    fields = _Fields(values, "")
+    return isinstance(values.get("pyramid_num_routed"), list) or any(fields.get(name) is not None for name in EXPERTS)
+
+
+def _joined(*parts: str) -> str:
+    return "-".join(filter(None, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,31 +284,24 @@ def _language_model(config: Mapping[str, object]) -> Mapping[str, object]:
         inner = config.get(key)
         if isinstance(inner, dict):
             found = _language_model(inner)
-            if any(_Fields(found, "").get(name) is not None for name in EXPERTS):
+            if _has_experts(found):
                 return found
     return config
 
 
 def _dense(fields: _Fields, E: int | None, model_type: str) -> str:
-    found = [name for name in (*HIDDEN, *_DENSE_NAME) if fields.get(name) is not None]
+    found = [name for name in (*HIDDEN, *DENSE_WIDTH) if fields.get(name) is not None]
     kind = f" (model_type '{model_type}')" if model_type else ""
     if E is not None:
         names = ", ".join(name for name in EXPERTS if fields.get(name) is not None)
+        if E > 1:
+            return f"{fields.where}: no experts: {names} is {E}, and {SWITCH} is false{kind}"
         return f"{fields.where}: no experts: {names} is {E}{kind}; pretuned builds for mixture-of-experts models"
     listed = ", ".join(found) or "none of the fields of a language model"
     return (
         f"{fields.where}: no experts: found {listed} but none of {', '.join(EXPERTS)}{kind}; "
         "pretuned builds for mixture-of-experts models, and this one looks dense"
     )
-
-
-def _quantised(config: Mapping[str, object], where: str) -> str:
-    quantisation = config.get("quantization_config")
-    if quantisation is None:
-        return ""
-    if not isinstance(quantisation, dict):
-        raise InputError(f"{where}: quantization_config is {_short(quantisation)}, wanted an object")
-    return printable(str(quantisation.get("quant_method") or "quantised"))[:32]
 
 
 def _load(file: Path) -> Mapping[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...artifacts.limits import MAX_EXPERTS
 from ...artifacts.records.precision import DType
@@ -20,8 +20,10 @@ class ExpertLayer:
 
     ``E`` experts of width ``I``, ``k`` of them a token, between hidden states of width ``H``.
     ``shared_width`` is the width of all shared experts together, in elements (0: none). ``gated``:
-    GEMM 1 makes gate and up. ``quantised`` is how the published weights are (``fp8``, ``mxfp4``, ...), or empty.
-    ``layouts``: how programs hold the weights; [E, K, N] too where the checkpoint has them so.
+    GEMM 1 makes gate and up. ``weights`` is the format of the published ones (``bf16``, ``fp8_block``, ``mxfp4``, ...).
+    ``layouts``: how programs hold the weights; [E, K, N] too where the checkpoint has them so. ``zero_experts`` more
+    experts hand the token on as it is; transformers' GEMM 1 has rows for them all the same. ``part``: which of a
+    model's kinds of experts these are (``vision``, ``talker``, ``attention``, ...), or empty.
     """
 
     E: int
@@ -30,9 +32,11 @@ class ExpertLayer:
     I: int  # noqa: E741, the field's letter
     shared_width: int = 0
     gated: bool = True
-    quantised: str = ""
+    weights: str = "bf16"
     note: str = ""
     layouts: tuple[Layout, ...] = (Layout.NK,)
+    zero_experts: int = 0
+    part: str = ""
 
     def contradictions(self) -> list[str]:
         """What can't be true of a layer; empty where it is sound."""
@@ -69,6 +73,7 @@ class LayerShard:
     ``ep`` GPUs split the experts. ``shared_experts`` shared experts of width I are fused into the
     routed ones: every rank holds them all, and each token goes to all of them. ``tokens`` is the
     (least, most) number of tokens of one step, counted over all ep ranks. ``layouts``: how the weights lie.
+    ``zero_experts`` are the layer's. ``weights``: the formats that are wanted; ``dtypes``, what is built.
     """
 
     name: str
@@ -85,6 +90,8 @@ class LayerShard:
     ops: tuple[Op, ...]
     note: str = ""
     layouts: tuple[Layout, ...] = (Layout.NK,)
+    zero_experts: int = 0
+    weights: tuple[str, ...] = ("bf16",)
 
     @property
     def experts_per_rank(self) -> int:
@@ -113,6 +120,11 @@ class LayerShard:
         if not self.gated:
             first = LayerGemm("up", self.experts_per_rank, self.width, self.H)
         return first, LayerGemm("down", self.experts_per_rank, self.H, self.width)
+
+    def padded_gemm(self) -> LayerGemm | None:
+        """GEMM 1 over weights that have rows for the zero experts too, as transformers holds them on one rank."""
+        first = self.gemms()[0]
+        return replace(first, E=first.E + self.zero_experts) if self.zero_experts and self.ep == 1 else None
 
     def contradictions(self) -> list[str]:
         """Why this shard can't be; empty where it can."""

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import InputError
+from ...artifacts.names import PART
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op
-from .catalogue import catalogue, find, nearest_ids
-from .hf_config import read_model
+from .catalogue import DEFAULT, catalogue, find, nearest_ids
+from .hf_config import SHARED, read_model
 from .layer import ExpertLayer, LayerShard
-from .spec import SHAPE, SpecOptions, parse_options, parse_shape, words
+from .quant_config import PLAIN
+from .spec import MAX_NAME, SHAPE, SpecOptions, parse_options, parse_shape, words
 
 MAX_FILE_BYTES = 4 << 20
 CATALOGUE = "catalogue"  # the spec that means all of it
+_GIVE = "give its config.json"
 _SHAPE = f"{SHAPE}E=128,H=2048,I=768,k=8"  # an example
 
 
@@ -43,7 +46,7 @@ class _Found:
     """What a spec's first word means."""
 
     name: str
-    layer: ExpertLayer
+    layers: tuple[ExpertLayer, ...]
     remarks: tuple[str, ...]
 
 
@@ -60,7 +63,7 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
     notes: list[str] = []
     seen: dict[LayerShard, str] = {}
     layers: dict[str, tuple[tuple[object, ...], str]] = {}
-    quantised: dict[str, str] = {}
+    without_code: dict[str, dict[str, None]] = {}
     for line in itertools.chain.from_iterable(_each_of_catalogue(one, problems) for one in _lines(values, problems)):
         try:
             found, options = _resolve(line)
@@ -69,9 +72,10 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
             problems.extend(f"{line.where}: {problem}" for problem in str(error).split("\n"))
             continue
         notes.extend(f"{line.where}: {remark}" for remark in found.remarks)
-        if found.layer.quantised:
-            quantised[shards[0].name] = found.layer.quantised
         for shard in shards:
+            for name in shard.weights:
+                if name not in PLAIN:
+                    without_code.setdefault(name, {})[shard.name] = None
             facts = (shard.E, shard.k, shard.H, shard.I, shard.gated, shard.shared_experts)
             told, first = layers.setdefault(shard.name, (facts, line.where))
             if told != facts:
@@ -87,11 +91,8 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
     if problems:
         head = [] if len(problems) == 1 else [f"{len(problems)} mistakes in what to build for:"]
         raise InputError("\n".join(head + problems))
-    if quantised:
-        listed = ", ".join(f"{name} ({how})" for name, how in quantised.items())
-        notes.append(
-            f"kernels for quantised weights are not there yet: bf16 (or the dtype= given) is built for {listed}"
-        )
+    for name, models in without_code.items():
+        notes.append(f"no kernels for {name} yet: bf16 (or the dtype= given) is built instead for {', '.join(models)}")
     return LoadedModels(tuple(seen), tuple(notes))
 
 
@@ -139,8 +140,9 @@ def _each_of_catalogue(line: _Line, problems: list[str]) -> Iterator[_Line]:
     if re.search(r"(^|\s)name=", options):
         problems.append(f"{line.where}: name= can't be given for {CATALOGUE}, whose models have names of their own")
         return
-    for model in catalogue():
-        yield _Line(line.where, f"{model} {options}", line.base)
+    for model, entry in catalogue().items():
+        if PART not in model and entry.source != DEFAULT:  # a part comes with its model
+            yield _Line(line.where, f"{model} {options}", line.base)
 
 
 def _is_file_of_specs(value: str, path: Path) -> bool:
@@ -170,10 +172,12 @@ def _find(word: str, base: Path) -> _Found:
     """A catalogue id goes before a path of the same name; ``./`` makes it a path."""
     if word.startswith(SHAPE):
         layer = parse_shape(word)
-        return _Found(f"E{layer.E}-H{layer.H}-I{layer.I}-k{layer.k}", layer, ())
+        return _Found(f"E{layer.E}-H{layer.H}-I{layer.I}-k{layer.k}", (layer,), ())
     if match := find(word):
-        remarks = () if "/" in word else (f"'{word}' is taken as {match.id}",)
-        return _Found(match.id, match.entry.layer, remarks)
+        remarks = [] if "/" in word else [f"'{word}' is taken as {match.id}"]
+        if match.entry.source == DEFAULT:
+            remarks.append(f"the sizes of {match.id} are its class's defaults, maybe not the checkpoint's: {_GIVE}")
+        return _Found(match.id, match.layers, tuple(remarks))
     path = base / _expanded(word)
     if _exists(path) and path.is_file() and path.suffix != ".json":
         raise InputError(
@@ -182,7 +186,7 @@ def _find(word: str, base: Path) -> _Found:
         )
     if word.startswith((".", "/", "~")) or word.endswith(".json") or _exists(path):
         config = read_model(path)
-        return _Found(config.name, config.layer, config.remarks)
+        return _Found(config.name, config.layers, config.remarks)
     if word.lower().startswith("shape"):
         raise InputError(f"'{word}': a shape is written {_SHAPE}")
     near = " or ".join(f"'{one}'" for one in nearest_ids(word))
@@ -211,44 +215,59 @@ def _exists(path: Path) -> bool:
 
 
 def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator[LayerShard]:
-    """tp x ep. Raises InputError with every contradiction, a line each."""
-    layer = found.layer
+    """Kinds of experts x tp x ep. Raises InputError with every contradiction, a line each."""
     problems: list[str] = []
     shards: list[LayerShard] = []
-    fused = _fused(layer, problems) if options.shared else 0
     ops = tuple(op for op in options.ops or Op if op in only)
     if not ops:
         given, wanted = (",".join(op.value for op in some) for some in (options.ops or Op, only))
         problems.append(f"ops={given}: --ops {wanted} leaves nothing of it")
-    for tp, ep in itertools.product(options.tp, options.ep):
-        shard = LayerShard(
-            name=options.name or found.name,
-            E=layer.E,
-            k=layer.k,
-            H=layer.H,
-            I=layer.I,
-            shared_experts=fused,
-            gated=layer.gated if options.gated is None else options.gated,
-            dtypes=options.dtype or (DType.BF16,),
-            tp=tp,
-            ep=ep,
-            tokens=options.tokens,
-            ops=ops,
-            note=layer.note,
-            layouts=options.layout or layer.layouts,
+    plain = [one for one in options.weights or () if one in PLAIN]
+    if options.dtype and plain and {one.value for one in options.dtype} != set(plain):
+        dtypes = ",".join(one.value for one in options.dtype)
+        problems.append(
+            f"weights={','.join(plain)} and dtype={dtypes} disagree: plain weights are of the products' dtype"
         )
-        problems.extend(shard.contradictions())
-        shards.append(shard)
+    for layer in found.layers:
+        fused = _fused(layer, problems) if options.shared else 0
+        weights = options.weights or (layer.weights,)
+        for tp, ep in itertools.product(options.tp, options.ep):
+            shard = LayerShard(
+                name=_name(options.name or found.name, layer.part),
+                E=layer.E,
+                k=layer.k,
+                H=layer.H,
+                I=layer.I,
+                shared_experts=fused,
+                gated=layer.gated if options.gated is None else options.gated,
+                dtypes=options.dtype or tuple(DType(one) for one in weights if one in PLAIN) or (DType.BF16,),
+                tp=tp,
+                ep=ep,
+                tokens=options.tokens,
+                ops=ops,
+                note=layer.note,
+                layouts=options.layout or layer.layouts,
+                zero_experts=layer.zero_experts,
+                weights=weights,
+            )
+            problems.extend(shard.contradictions())
+            shards.append(shard)
     if problems:
         raise InputError("\n".join(dict.fromkeys(f"{found.name}: {problem}" for problem in problems)))
     yield from shards
 
 
+def _name(model: str, part: str) -> str:
+    """Of one kind of experts, where the model has several."""
+    return f"{model[: MAX_NAME - len(part) - 1]}{PART}{part}" if part else model
+
+
 def _fused(layer: ExpertLayer, problems: list[str]) -> int:
     """How many experts of width I the shared experts make."""
     if not layer.shared_width:
-        reason = layer.note or "the model has no shared experts, or the spec does not tell; add them to E and k"
-        problems.append(f"shared=fuse: {reason}")
+        if not layer.part:  # the other kinds have none of their own
+            reason = "the model has no shared experts, or the spec does not tell; add them to E and k"
+            problems.append(f"shared=fuse: {layer.note if SHARED in layer.note else reason}")
     elif layer.shared_width % layer.I:
         problems.append(
             f"shared=fuse: the shared experts are {layer.shared_width} wide, no multiple of I={layer.I}: "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import DType
+from ...artifacts.records.precision import PRECISIONS, DType
 from ...artifacts.records.problem import Layout, Op
 from .layer import MAX_TOKENS, ExpertLayer
 
@@ -19,6 +19,7 @@ T = TypeVar("T")
 SHAPE = "shape:"
 SHAPE_KEYS = ("E", "H", "I", "k")
 MAX_DEGREE = 4096  # of tp and ep
+MAX_NAME = 96
 
 _WORD = re.compile(r"""\s*(?:(?P<comment>\#.*)|(?P<word>(?:[^\s"']|"[^"]*"|'[^']*')+))""")
 _QUOTED = re.compile(r""""([^"]*)"|'([^']*)'""")
@@ -34,6 +35,7 @@ class SpecOptions:
     dtype: tuple[DType, ...] | None = None
     ops: tuple[Op, ...] | None = None
     layout: tuple[Layout, ...] | None = None
+    weights: tuple[str, ...] | None = None
     tokens: tuple[int, int] = (1, 65_536)
     gated: bool | None = None
     shared: bool = False
@@ -76,6 +78,7 @@ def parse_options(given: Sequence[str]) -> tuple[SpecOptions, list[str]]:
         "dtype": lambda key, text: _listed(key, text, {one.value: one for one in DType}),
         "ops": lambda key, text: _listed(key, text, {one.value: one for one in Op}),
         "layout": lambda key, text: _listed(key, text, {one.value: one for one in Layout}),
+        "weights": lambda key, text: _listed(key, text, {name: name for name in PRECISIONS}),
         "tokens": _tokens,
         "gated": lambda key, text: _choice(key, text, {"1": True, "0": False}),
         "shared": lambda key, text: _choice(key, text, {"fuse": True, "no": False}),
@@ -154,8 +157,12 @@ def _listed(key: str, text: str, known: dict[str, T]) -> tuple[T, ...]:
     for part in text.split(","):
         if part.lower() not in forms:
             note = nearest(part, known)
-            if re.search(r"fp8|fp4|int8|int4|e4m3|e5m2", part.lower()):
-                note = "; fp8 and mxfp4 are not there yet, use bf16"
+            if begun := [name for name in known if part and name.startswith(part.lower())]:
+                note = f"; did you mean {' or '.join(begun)}?"
+            elif key == "dtype" and re.search(r"fp8|fp4|int8|int4|e4m3|e5m2", part.lower()):
+                note = (
+                    "; it is the products' element type. The format of the weights is weights=, e.g. weights=fp8_block"
+                )
             raise InputError(f"{key}={text}: unknown {key} '{part}'{note}")
     return tuple(dict.fromkeys(forms[part.lower()] for part in text.split(",")))
 
@@ -177,6 +184,8 @@ def _choice(key: str, text: str, known: dict[str, bool]) -> bool:
 
 
 def _name(key: str, text: str) -> str:
-    if not _NAME.fullmatch(text) or len(text) > 96:
-        raise InputError(f"{key}={text[:100]}: wanted up to 96 letters, digits and . _ + - with at most one / between")
+    if not _NAME.fullmatch(text) or len(text) > MAX_NAME:
+        raise InputError(
+            f"{key}={text[:100]}: wanted up to {MAX_NAME} letters, digits and . _ + - with at most one / between"
+        )
     return text

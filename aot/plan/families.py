@@ -80,7 +80,9 @@ class Pool:
         every = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
         if not family.fusion:
             return every
-        every = tuple(one for one in every if not registry.no_code(family.gemm, family.dtype, family.fusion, one))
+        every = tuple(
+            one for one in every if not registry.refusal(Spec(family.gemm, family.dtype, one, fusion=family.fusion), sm)
+        )
         if optional(family):
             gated: dict[tuple[int, int], Config] = {}
             for config in every:
@@ -89,8 +91,8 @@ class Pool:
             return tuple(itertools.islice(gated.values(), GATED_CONFIGS))
         firsts: dict[tuple[object, ...], Config] = {}
         for config in every:
-            kind = config.block_m, config.block_n, config.block_k, config.specialized, config.streamed, config.pingpong
-            firsts.setdefault(kind, config)
+            schedule = config.schedule if config.schedule.warp_specialized else None
+            firsts.setdefault((config.block_m, config.block_n, config.block_k, schedule, config.cache), config)
         return tuple(firsts.values())
 
 
@@ -135,7 +137,7 @@ def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
             (rest, 1, MAX_EXPERTS_FALLBACK),
         ):
             for config in configs:
-                counted = experts if registry.counts(config, experts) else MAX_EXPERTS
+                counted = min(experts, registry.limits_of(family.gemm, config).experts)
                 if counted >= fewest:
                     form = (family.gemm, family.dtype, config, family.layout, family.fusion)
                     found.append(Spec(*form, alignment, counted))
@@ -161,7 +163,7 @@ def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
             registry.constants(spec, sm),
             registry.divisibility(spec),
         )
-        groups.setdefault((spec.kernel, spec.dtype, spec.config, repr(made_of)), []).append(spec)
+        groups.setdefault((registry.entry_of(spec).name, spec.dtype, spec.config, repr(made_of)), []).append(spec)
     return tuple(map(tuple, groups.values()))
 
 

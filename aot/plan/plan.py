@@ -9,7 +9,7 @@ from types import MappingProxyType
 from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_between
-from ...kernels.contract.alignment import has_aligned_rows
+from ...kernels.contract.alignment import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.contract.spec import MAX_EXPERTS, code_of
 from ..models.layer import LayerGemm, LayerShard
 from .families import Family, Pool, optional
@@ -96,7 +96,10 @@ def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
     """
     for op in shape.ops:
         for layout in shape.layouts:
-            for gemm, moves in zip(shape.gemms(), _MOVES.get(op, (Fusion.NONE, Fusion.NONE)), strict=True):
+            moving = _MOVES.get(op, (Fusion.NONE, Fusion.NONE))
+            padded = shape.padded_gemm()
+            gemms = [*zip(shape.gemms(), moving, strict=True), *([(padded, moving[0])] if padded else [])]
+            for gemm, moves in gemms:
                 if op is Op.DW and layout is Layout.KN:
                     yield Problem(op, dtype, gemm.E, gemm.K, gemm.N)
                     continue
@@ -116,6 +119,28 @@ def _gated(gemm: LayerGemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
     if able and has_aligned_rows(problem) and has_aligned_rows(replace(problem, N=gemm.N // 2)):
         yield problem
         yield replace(problem, fusion=Fusion.SILU | Fusion.GATHER)
+
+
+def unaligned(shapes: Iterable[LayerShard]) -> Iterator[str]:
+    """What to tell of shards whose weights have rows that are no multiples of 16 bytes: a line each.
+
+    Only the fallback kernels, which assume nothing of a row, run there.
+    """
+    for shape in shapes:
+        found: dict[str, None] = {}
+        for dtype in shape.dtypes:
+            for gemm in shape.gemms():
+                if not has_aligned_rows(Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K)):
+                    found[f"{gemm.role} (N={gemm.N}, K={gemm.K})"] = None
+        if not found:
+            continue
+        whole = ALIGNMENT_BYTES // min(dtype.itemsize for dtype in shape.dtypes)
+        degrees = [tp for tp in range(1, shape.tp) if shape.I % tp == 0 and (shape.I // tp) % whole == 0]
+        better = f"tp={','.join(map(str, degrees))}" if degrees and shape.H % whole == 0 else "padded weights"
+        yield (
+            f"{shape}: rows of {' and '.join(found)} are no multiples of {whole} elements (16 bytes): "
+            f"only fallback kernels, which are slower, run them; {better} would have none"
+        )
 
 
 def gated_buckets(problem: Problem, buckets: Iterable[int]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ def main() -> None:
         for cell in load(path):
             best = {False: math.inf, True: math.inf}
             for resources, us in zip(cell.variants, cell.times_us, strict=True):
-                kind = resources.config.specialized
+                kind = resources.config.schedule.warp_specialized
                 best[kind] = min(best[kind], us)
             if math.isfinite(best[False] + best[True]):
                 gains[cell.problem.op.value, cell.tokens].append(math.log(best[False] / best[True]))

@@ -32,14 +32,14 @@ from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.limits import MAX_DIM
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Layout, Op, Problem
-from pretuned.kernels.contract.config import Config, fitted
+from pretuned.kernels.contract.config import Cache, Config, Schedule, TileRows
 
 OVER = 1.02
 ROWS = (8, 128, 4096)  # ranges of rows in all, up to
 KINDS: dict[str, Callable[[Config], bool]] = {
-    "fitted": fitted,
-    "pingpong": lambda config: config.pingpong and not fitted(config),
-    "streamed": lambda config: config.streamed,
+    "fitted": lambda config: config.rows is TileRows.FITTED,
+    "pingpong": lambda config: config.schedule is Schedule.PINGPONG and config.rows is TileRows.FIXED,
+    "streamed": lambda config: config.cache is Cache.EVICT_FIRST,
 }
 
 

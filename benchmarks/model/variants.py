@@ -68,30 +68,30 @@ def launcher(
     x, w, dy, m_sizes = inputs.x, inputs.w, inputs.dy, inputs.m_sizes
     E, N, K = w.shape
     M = x.shape[0]
-    fused, extra = launch_gemm.PLAIN, ()
+    fused, words = launch_gemm.PLAIN, {}
     if how is not None:
         fused = launch_gemm.Fused(how.fusion, 1, how.top_k)
-        extra = (how.index.data_ptr(), how.row_weights.data_ptr(), 0, len(how.index))
+        words = {"index": how.index.data_ptr(), "row_weights": how.row_weights.data_ptr(), "index_end": len(how.index)}
     if op is Op.DW:
-        start = launch_gemm.weight_launcher(
-            kernel, N=N, K=K, E=E, stride_dw_e=result.stride(0), stride_dw_row=result.stride(1), m_sizes_step=1,
-            fused=fused,
-        )  # fmt: skip
-        operands, strides = (dy, x, result), (dy.stride(0), x.stride(0))
+        launch = launch_gemm.weight_launcher(
+            kernel, N=N, K=K, E=E, stride_dw_e=result.stride(0), stride_dw_row=result.stride(1), m_sizes_step=1
+        )
+        words = {"dy": dy.data_ptr(), "x": x.data_ptr(), "stride_dy_m": dy.stride(0), "stride_x_m": x.stride(0)}
     else:
         gemm = spec.gemm_of(Problem(op, kernel.variant.dtype, E, N, K))
-        start = launch_gemm.row_launcher(
+        launch = launch_gemm.row_launcher(
             kernel, columns=gemm.columns, reduction=gemm.reduction, E=E, w_kn=gemm.w_kn, stride_w_e=w.stride(0),
             stride_w_row=w.stride(1), m_sizes_step=1, fused=fused,
         )  # fmt: skip
         rows = x if op is Op.FORWARD else dy
         if how is not None and how.fusion is Fusion.GATHER:
             rows = how.tokens
-        operands, strides = (rows, w, result), (rows.stride(0), result.stride(0))
-    addresses = [tensor.data_ptr() for tensor in operands]
+        words |= {"x": rows.data_ptr(), "w": w.data_ptr(), "stride_x_m": rows.stride(0),
+                  "stride_y_m": result.stride(0)}  # fmt: skip
+    addresses = result.data_ptr(), m_sizes.data_ptr()
 
     def call() -> None:
-        start(*addresses, m_sizes.data_ptr(), *strides, M, torch.cuda.current_stream().cuda_stream, *extra)
+        launch(*addresses, torch.cuda.current_stream().cuda_stream, M=M, **words)
 
     return call
 

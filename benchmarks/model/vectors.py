@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from benchmarks.model.sweeps import Cell
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config, across, dealt, fitted
+from pretuned.kernels.contract.config import Cache, Config, Edge, Schedule, TileRows
+from pretuned.kernels.contract.registry import dealt, transposed
 from pretuned.kernels.cost.constants import Constants
 from pretuned.kernels.cost.model import _GRAIN, Resources, _short, _Work, _work
 from pretuned.kernels.cost.profile import Profile, profile
@@ -26,22 +27,22 @@ Floats = npt.NDArray[np.float64]
 # What the equations read of a variant and a problem, for each pair of them.
 _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "block_m": lambda config, work: config.block_m,
-    "block_n": lambda config, work: config.block_k if across(config) else config.block_n,
-    "block_k": lambda config, work: config.block_n if across(config) else config.block_k,
+    "block_n": lambda config, work: config.block_k if transposed(work.op, config) else config.block_n,
+    "block_k": lambda config, work: config.block_n if transposed(work.op, config) else config.block_k,
     "width": lambda config, work: config.block_k,
     "group_m": lambda config, work: config.group_m,
-    "persistent": lambda config, work: config.persistent,
-    "specialized": lambda config, work: config.specialized,
-    "streamed": lambda config, work: config.streamed,
-    "narrow": lambda config, work: config.narrow,
-    "pingpong": lambda config, work: config.pingpong,
-    "dealt": lambda config, work: dealt(config),
+    "persistent": lambda config, work: config.schedule is not Schedule.TILE,
+    "specialized": lambda config, work: config.schedule.warp_specialized,
+    "streamed": lambda config, work: config.cache is Cache.EVICT_FIRST,
+    "narrow": lambda config, work: config.edge is Edge.HALF,
+    "pingpong": lambda config, work: config.schedule is Schedule.PINGPONG,
+    "dealt": lambda config, work: dealt(work.op, config),
     "short": lambda config, work: _short(config, work),
-    "fitted": lambda config, work: fitted(config),
+    "fitted": lambda config, work: config.rows is TileRows.FITTED,
     "E": lambda config, work: work.E,
     "M": lambda config, work: work.M,
-    "N": lambda config, work: work.columns if across(config) else work.N,
-    "columns": lambda config, work: work.N if across(config) else work.columns,
+    "N": lambda config, work: work.columns if transposed(work.op, config) else work.N,
+    "columns": lambda config, work: work.N if transposed(work.op, config) else work.columns,
     "reduction": lambda config, work: work.reduction,
     "active": lambda config, work: work.rows.active,
     "busiest": lambda config, work: work.rows.busiest,
@@ -50,7 +51,9 @@ _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "grains": lambda config, work: work.rows.tiles[_GRAIN],
     "matrix_bytes": lambda config, work: work.matrix_bytes,
     "left_row_bytes": lambda config, work: work.left_row_bytes,
-    "right_row_bytes": lambda config, work: work.N * work.itemsize if across(config) else work.right_row_bytes,
+    "right_row_bytes": lambda config, work: (
+        work.N * work.itemsize if transposed(work.op, config) else work.right_row_bytes
+    ),
     "read_bytes": lambda config, work: work.read_bytes,
     "written_bytes": lambda config, work: work.written_bytes,
     "itemsize": lambda config, work: work.itemsize,

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Op, RowOp
-from .config import Config, fitted
-from .registry import counts, no_code
-from .revisions import LAUNCHED_SINCE
+from ...artifacts.records.problem import Op, RowOp
+from .config import Config, Loads
+from .registry import ENTRIES, refusal, required
 from .rowops import Block
 from .rowops import arguments as arguments_of_pass
-from .spec import MAX_EXPERTS
+from .spec import Spec
 
 _NUMBERS = dict.fromkeys(
     ("M", "N", "K", "E", "m_sizes_step", "index_step", "index_end", "x_divisor", "flags"), ("i32",)
@@ -27,16 +26,14 @@ _WEIGHT = _NUMBERS | {
 } | dict.fromkeys(
     ("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row"), ("i64",)
 )  # fmt: skip
-_NEEDED = {Op.DW: ("dy", "x", "dw", "m_sizes")}
-_NEEDED_OF_ROWS = ("x", "w", "y", "m_sizes")
 _ELEMENTS = {DType.BF16: (9,), DType.FP16: (6,), DType.FP32: (7,), DType.TF32: (7, 11)}  # CUtensorMapDataType
 _WARP = 32
 
 
 def unlaunchable(variant: Variant) -> str | None:
     """Why no launcher can run this variant, or None. Its launch ABI is one that this version reads."""
-    since = LAUNCHED_SINCE.get(variant.kernel, 1)
-    if variant.revision < since:
+    entry = ENTRIES.get(variant.kernel)
+    if entry is not None and variant.revision < (since := entry.launched_since):
         return f"its kernel {variant.kernel} is of revision {variant.revision}, this version launches {since} and later"
     if isinstance(variant.op, RowOp):
         return _unlaunchable_pass(variant, variant.op)
@@ -44,32 +41,27 @@ def unlaunchable(variant: Variant) -> str | None:
         config = Config.from_pairs(variant.config)
     except ValueError as error:
         return str(error)
-    lacking_code = no_code(variant.op, variant.dtype, variant.fusion, config)
-    if lacking_code:
-        return lacking_code
+    spec = Spec(variant.op, variant.dtype, config, variant.layout, variant.fusion, max_experts=variant.max_experts)
+    refused = refusal(spec)
+    if refused:
+        return refused
     words = _WEIGHT if variant.op is Op.DW else _ROWS
     given = dict(variant.arguments)
     for name, kind in variant.arguments:
         if kind not in words.get(name, ()):
             wanted = " or ".join(words.get(name, ())) or "none of that name"
             return f"argument {name} is of the kind {kind}, launch ABI 1 has {wanted} for {variant.op.value}"
-    lacking = [name for name in _NEEDED.get(variant.op, _NEEDED_OF_ROWS) if name not in given]
-    if config.specialized and "counter" not in given:
-        lacking.append("counter")
-    if (Fusion.SILU in variant.fusion or (fitted(config) and not variant.fusion)) and "y_map" not in given:
-        lacking.append("y_map")  # there is no other code that stores half of the columns, or plain tiles of any height
+    lacking = [name for name in required(spec) if name not in given]
     if lacking:
         return f"its arguments lack {', '.join(lacking)}"
     if variant.op is Op.DW and given["dy"] != given["x"]:
         return f"dy is of the kind {given['dy']} and x of {given['x']}, wanted the same"
-    if variant.tensor_maps and not config.tma:
+    if variant.tensor_maps and config.loads is not Loads.TMA:
         return "it has tensor maps, and a config without TMA"
     for one in variant.tensor_maps:
         elements = _ELEMENTS[variant.dtype]
         if one.element not in (elements[:1] if one.argument == "dw" else elements):  # results are not rounded to tf32
             return f"the tensor map of {one.argument} has elements of the type {one.element}, not {variant.dtype.value}"
-    if not counts(config, variant.max_experts):
-        return f"a kernel of {config} counts {MAX_EXPERTS} experts at most, it says {variant.max_experts}"
     return _wrong_threads(variant)
 
 

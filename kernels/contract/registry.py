@@ -1,221 +1,151 @@
-"""What each kernel is compiled for: its arguments, descriptors, constants, limits, and what it has no code for."""
+"""``KERNELS``: every GEMM kernel declares itself once. What is asked of a variant is answered from its entry.
+
+A new kernel is an entry, its tiles in a generation's search list, and its source.
+"""
 
 from __future__ import annotations
 
-from ...artifacts.records.precision import DType
+import functools
+from collections.abc import Mapping
+
 from ...artifacts.records.problem import Fusion, Op, Problem
-from ..hardware.arch import Feature, arch_of
-from .config import PINGPONG_COLUMNS, Config, across, fitted, of_weight
-from .spec import MAX_EXPERTS, Spec, gemm_of, w_kn
+from ..hardware.arch import arch_of
+from .config import Config, Schedule, TileRows, out_of_range
+from .entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
+from .hopper import ROWS_FITTED, ROWS_SPECIALIZED, WEIGHT_SPECIALIZED
+from .portable import ROWS, WEIGHT
+from .rowops import ROW_OPS, RowOpSpec
+from .spec import Spec, gemm_of
 
-SPECIALIZED_SHARED_BYTES = 227 * 1024  # of sm_90
-SPECIALIZED_ROWS = 128  # of a tile, 64 for each warpgroup; where it is fitted to its rows, its columns
-MOST_STEPS = (1 << 20) - 1  # of a specialised kernel's reduction
+KERNELS: tuple[KernelEntry, ...] = (ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED)
+ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
 
-
-def no_code(op: Op, dtype: DType, fusion: Fusion, config: Config) -> str | None:
-    """Why no kernel of this op, dtype and form can have the config, or None."""
-    odd = [name for one, name in ((Fusion.GATHER, "gather"), (Fusion.SILU, "silu")) if one in fusion]
-    if Fusion.SILU in fusion and not config.specialized:
-        return (
-            f"{config} is no config of {dtype.value} {op.value} silu: specialized code alone has silu in its epilogue"
-        )
-    if config.pingpong and (odd or dtype.itemsize != 2 or of_weight(config) != (op is Op.DW)):
-        form = " ".join((dtype.value, op.value, *odd))
-        return (
-            f"{config} is no config of {form}: pingpong has 16-bit types, no gather or silu, and tiles of its own in dW"
-        )
-    if fitted(config) and (op is Op.DW or odd or config.narrow):
-        form = " ".join((op.value, *odd, *(["narrow"] if config.narrow else [])))
-        return f"{config} is no config of {form}: tiles fitted to their rows are of products of rows that none gathers"
-    tf32 = dtype is DType.TF32 and op is Op.DW and config.block_k == 256 and not config.narrow
-    if config.specialized and dtype.itemsize != 2 and not tf32:
-        return (
-            f"{config} is no config of {dtype.value} {op.value}: specialized has 16-bit types, and tf32 of dW in whole "
-            "tiles of 128 x 256"
-        )
-    if config.streamed and (op is Op.DW) != config.specialized:
-        return f"{config} is no config of {op.value}: streamed is specialized in dW, and not in products of rows"
-    rows = config.block_n if op is Op.DW else config.block_m
-    if config.specialized and not config.pingpong and rows != SPECIALIZED_ROWS and not fitted(config):
-        return f"{config} is no config of {op.value}: a specialized tile has {SPECIALIZED_ROWS} rows"
-    return None
+_BY_FORM: Mapping[tuple[Op, Schedule, TileRows], KernelEntry] = {
+    (op, *how): one for one in KERNELS for op in one.ops for how in one.schedules()
+}
+_NOTHING = Limits(experts=0)
 
 
-def too_large(op: Op, columns: int, reduction: int, config: Config) -> str | None:
-    """Why a specialised kernel's warpgroups can't be told of tiles of such a product, or None.
+def kernel_of(op: Op, config: Config) -> KernelEntry | None:
+    """The kernel that computes an op by a config's schedule, or None where no kernel does."""
+    return _BY_FORM.get((op, config.schedule, config.rows))
 
-    The loading warp passes on a tile's steps in 20 bits, and, where warpgroups take turns, its column in 20 bits too
-    (kernels/gemm/hopper/consumer.py, kernels/gemm/hopper/pingpong.py). How many steps dW has its rows say, which only
-    the call knows.
+
+def entry_of(spec: Spec | RowOpSpec) -> Entry:
+    """The kernel that a variant is compiled from.
+
+    Raises
+    ------
+    LookupError
+        where there is none: ``refusal`` says so first.
     """
-    most = MOST_STEPS * config.block_k
-    if config.specialized and op is not Op.DW and reduction > most:
-        return f"the longest reduction of {config} is {most}, this is {reduction}"
-    most = (1 << 20) * (PINGPONG_COLUMNS if op is Op.DW else config.block_n)
-    if config.pingpong and columns > most:
-        return f"the most columns of {config} are {most}, these are {columns}"
-    return None
+    return ENTRIES[spec.op.value if isinstance(spec, RowOpSpec) else _entry(spec).name]
 
 
-def beyond(problem: Problem, config: Config) -> str | None:
-    """Why a problem is too large for a kernel of this config, or None: see ``too_large``."""
-    if not config.specialized or max(problem.N, problem.K) <= 16 * MOST_STEPS:  # no step is shorter
-        return None
-    if problem.op is Op.DW:
-        return too_large(Op.DW, problem.N if across(config) else problem.K, 0, config)
-    gemm = gemm_of(problem)
-    return too_large(problem.op, gemm.columns, gemm.reduction, config)
+def _entry(spec: Spec) -> KernelEntry:
+    found = kernel_of(spec.op, spec.config)
+    if found is None:
+        raise LookupError(f"no kernel of {spec.op.value} has such a schedule: {spec.config}")
+    return found
 
 
-def counts(config: Config, max_experts: int) -> bool:
-    """Whether a kernel of this config can count the rows of so many experts.
+@functools.lru_cache(maxsize=4096)
+def refusal(spec: Spec, sm: int | None = None) -> str | None:
+    """Why no kernel can be compiled, or launched, for this on a capability, or None: the one statement of validity.
 
-    A specialised one keeps a table, and a program that has one tile asks for it once (kernels/gemm/portable/lookup.py).
+    ``sm`` is None of compiled code, which says itself where it runs. What fits a GPU is read from the compiled cubin.
     """
-    return (config.persistent and not config.specialized) or max_experts <= MAX_EXPERTS
+    wrong, entry = out_of_range(spec.config), kernel_of(spec.op, spec.config)
+    if wrong or entry is None:
+        return wrong or f"no kernel of {spec.op.value} has such a schedule: {spec.config}"
+    return entry.refusal(spec, None if sm is None else arch_of(sm))
 
 
-def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
-    """(name, kind) of every argument in the kernel's order; kinds: ptr, i32, i64, desc2, desc3, desc4."""
-    ranks = {"w": 3, "x": 4 if spec.op is Op.DW else 2, "dy": 4, "dw": 3, "y_map": 4}
-    if spec.op is Op.DW:
-        pointers: tuple[str, ...] = ("dy", "x", "dw", "m_sizes")
-        strides = ("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row")
-    else:
-        pointers = ("x", "w", "y", "m_sizes", "index", "row_weights", "bias")
-        strides = ("stride_x_m", "stride_w_e", "stride_w_row", "stride_y_m")
-    if spec.config.specialized:
-        pointers += ("counter",)
-    if _asks(spec):
-        pointers += ("dy_at", "x_at")
-    if "y_map" in spec.tma:
-        pointers = (*pointers[:3], "y_map", *pointers[3:])
-    return (
-        *((name, f"desc{ranks[name]}" if name in spec.tma else "ptr") for name in pointers),
-        *((name, "i32") for name in ("M", "N", "K", "E")),
-        *((name, "i64") for name in strides),
-        ("m_sizes_step", "i32"),
-        *((name, "i32") for name in ("index_step", "index_end", "x_divisor", "flags") if spec.op is not Op.DW),
-    )
+@functools.lru_cache(maxsize=4096)
+def tiles_of(op: Op, config: Config) -> Tiles | None:
+    """What the kernel of an op declares of such tiles, or None where it has none."""
+    entry = kernel_of(op, config)
+    return None if entry is None else entry.tiles_of(config)
 
 
-def _asks(spec: Spec) -> bool:
-    """Whether the code asks L2 for rows by their addresses."""
-    return spec.op is Op.DW and spec.config.specialized and spec.config.streamed
+def limits_of(op: Op, config: Config) -> Limits:
+    """The most that a kernel of this config can do: nothing where there is none."""
+    tiles = tiles_of(op, config)
+    return _NOTHING if tiles is None else tiles.limits
 
 
-def boxes(spec: Spec) -> dict[str, tuple[int, ...]]:
-    """The block of each descriptor argument, outermost dimension first."""
-    c = spec.config
-    half = 64 if c.specialized else 0  # rows of the product, one box for each warpgroup
-    if spec.op is Op.DW:
-        dy = (1, 1, c.block_m, half or c.block_n)
-        x = (1, 1, c.block_m, 64 if c.pingpong else c.block_k // 2 if c.narrow else c.block_k)
-        blocks: dict[str, tuple[int, ...]] = {"dy": dy, "x": x, "dw": (1, 64, 64)}
-    else:
-        columns = 64 if c.pingpong else c.block_n // 2 if c.specialized else c.block_n  # a tile may be half as wide
-        if fitted(c):  # all columns of a tile at once, or where they are contiguous as many as a line has
-            columns = 64 if w_kn(spec) else c.block_n
-        w = (1, c.block_k, columns) if w_kn(spec) else (1, columns, c.block_k)
-        blocks = {"x": (half or c.block_m, c.block_k), "w": w, "y_map": (1, 1, 64, 64)}
-    return {name: blocks[name] for name in spec.tma}
+def dealt(op: Op, config: Config) -> bool:
+    """Whether warp-specialised code deals most tiles out in turn, and not as programs become free."""
+    tiles = tiles_of(op, config)
+    return tiles is not None and tiles.dealt
 
 
-def constants(spec: Spec, sm: int) -> dict[str, int | str | bool | None]:
-    """The kernel's compile-time arguments for a capability."""
-    c = spec.config
-    if c.specialized:
-        return _specialized(spec)
-    loads = {"TMA": bool(spec.tma)} if spec.op is Op.DW else {
-        "X_TMA": "x" in spec.tma, "W_TMA": "w" in spec.tma, "W_KN": w_kn(spec),
-        "INDEXED": bool(spec.fusion), "TURNED": _turned(spec, sm), "CLEARS": clears(spec.fusion, c),
-    }  # fmt: skip
-    return loads | {
-        "BLOCK_M": c.block_m,
-        "BLOCK_N": c.block_n,
-        "BLOCK_K": c.block_k,
-        "GROUP_M": c.group_m,
-        "EXPERTS": min(spec.max_experts, MAX_EXPERTS),
-        "SCAN": spec.max_experts > MAX_EXPERTS,
-        "PERSISTENT": c.persistent,
-        "PRECISION": "ieee" if spec.dtype is DType.FP32 else "tf32",
-    }
+def transposed(op: Op, config: Config) -> bool:
+    """Whether dw is computed turned round: its rows are the tile's columns."""
+    tiles = tiles_of(op, config)
+    return tiles is not None and tiles.transposed
 
 
 def clears(fusion: Fusion, config: Config) -> bool:
     """Whether code of rows can set the rows of y to zero that an index sends no row to.
 
-    Of one tile a program by more programs (``portable.rows``), specialised by a warp in each (``unnamed.py``).
+    Of one tile a program by more programs (kernels/gemm/portable/rows.py), specialised by a warp in each
+    (kernels/gemm/hopper/zero_rows.py).
     """
-    return fusion == Fusion.SCATTER and (config.specialized or not config.persistent)
+    tiles = tiles_of(Op.FORWARD, config)
+    return fusion == Fusion.SCATTER and tiles is not None and tiles.zeroes
 
 
-def _turned(spec: Spec, sm: int) -> bool:
-    """Whether code of rows on wgmma takes w from registers, turned round on the way: see ``portable.rows``."""
-    wgmma = arch_of(sm).has(Feature.WGMMA) and spec.config.block_m >= 64 and spec.config.num_warps >= 4
-    return wgmma and spec.dtype is DType.TF32 and w_kn(spec) and "w" in spec.tma
+def too_large(op: Op, columns: int, reduction: int, config: Config) -> str | None:
+    """Why a kernel can't be told of tiles of such a product, or None; of dW ``columns`` are its kernel's."""
+    limits, width = limits_of(op, config), config.block_n
+    if op is Op.DW:
+        # How many steps it has its rows say, which only the call knows.
+        width, reduction = config.block_n if transposed(op, config) else config.block_k, 0
+    if limits.steps is not None and reduction > limits.steps * config.block_k:
+        return f"the longest reduction of {config} is {limits.steps * config.block_k}, this is {reduction}"
+    if limits.column_tiles is not None and columns > limits.column_tiles * width:
+        return f"the most columns of {config} are {limits.column_tiles * width}, these are {columns}"
+    return None
 
 
-def _specialized(spec: Spec) -> dict[str, int | str | bool | None]:
-    c = spec.config
-    if spec.op is Op.DW:
-        depth, columns = c.block_m, max(c.block_n, c.block_k) if c.pingpong else c.block_k
-        sizes: dict[str, int | str | bool | None] = {
-            "BLOCK_M": depth, "BLOCK_K": columns, "NARROW": c.narrow, "ACROSS": across(c), "STREAMED": c.streamed,
-        }  # fmt: skip
-        sizes |= {} if _asks(spec) else {"dy_at": None, "x_at": None}
-    elif fitted(c):
-        depth, columns = c.block_k, c.block_m
-        sizes = {"BLOCK_M": c.block_m, "BLOCK_K": depth, "W_KN": w_kn(spec), "INDEXED": bool(spec.fusion)}
-        sizes |= {} if "y_map" in spec.tma else {"y_map": None}
-    else:
-        gated = Fusion.SILU in spec.fusion
-        sizes = {"BLOCK_N": c.block_n, "BLOCK_K": c.block_k, "W_KN": w_kn(spec),
-                 "INDEXED": bool(spec.fusion) and not gated, "GATHER": Fusion.GATHER in spec.fusion,
-                 "GATED": gated}  # fmt: skip
-        sizes |= {} if "y_map" in spec.tma else {"y_map": None}
-        depth, columns = c.block_k, c.block_n
-    # Results pass through shared memory, 64 x 64 of each warpgroup at a time, where there is room in turns.
-    operands = c.num_stages * (SPECIALIZED_ROWS + columns) * depth
-    operands += 64 * depth if columns == PINGPONG_COLUMNS and not (fitted(c) and spec.fusion) else 0  # see turns.py
-    room = SPECIALIZED_SHARED_BYTES - 512 - operands * spec.dtype.itemsize - _noted_bytes(spec)
-    return sizes | {
-        "STAGES": c.num_stages,
-        "SLOTS": 2 if 4 * 64 * 64 * spec.dtype.itemsize <= room and _even_parts(spec) else 1,
-        "GROUP_M": c.group_m,
-        "EXPERTS": MAX_EXPERTS,
-        "PINGPONG": c.pingpong,
-        "REGISTERS": _registers(spec),
-    }
+def beyond(problem: Problem, config: Config) -> str | None:
+    """Why a problem is too large for a kernel of this config, or None: see ``too_large``."""
+    if problem.op is Op.DW:
+        return too_large(Op.DW, problem.N if transposed(Op.DW, config) else problem.K, 0, config)
+    gemm = gemm_of(problem)
+    return too_large(problem.op, gemm.columns, gemm.reduction, config)
 
 
-def _noted_bytes(spec: Spec) -> int:
-    """Of what both warpgroups have looked up of their rows: kernels/gemm/hopper/consumer.py, ``tables``."""
-    rows = 256 if fitted(spec.config) else 128 if spec.config.pingpong else 64
-    return 2 * rows * 8 if spec.fusion and Fusion.SILU not in spec.fusion else 0
+def required(spec: Spec) -> tuple[str, ...]:
+    """The arguments without which no launcher can run such code."""
+    return _entry(spec).required(spec)
 
 
-def _registers(spec: Spec) -> int:
-    """Of a multiplying thread; the loading warps have what is left of 168 for each of 12 warps."""
-    if spec.config.pingpong:
-        return 224  # 192 of them hold sums
-    return 208 if Fusion.GATHER in spec.fusion else 216  # a loading thread has the addresses of its rows
+def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
+    """(name, kind) of every argument in the kernel's order; kinds: ptr, i32, i64, desc2, desc3, desc4."""
+    entry = _entry(spec)
+    descriptors, absent = entry.descriptors(spec), entry.absent(spec)
+    pointers = [name for name in entry.pointers if name not in absent]
+    return (
+        *((name, f"desc{entry.ranks[name]}" if name in descriptors else "ptr") for name in pointers),
+        *((name, "i32") for name in ("M", "N", "K", "E")),
+        *((name, "i64") for name in entry.strides),
+        *((name, "i32") for name in entry.steps),
+    )
 
 
-def _even_parts(spec: Spec) -> bool:
-    """Whether every tile leaves in an even number of 64 columns: two buffers in turns need it, the first comes first.
+def boxes(spec: Spec) -> dict[str, Box]:
+    """The block of each descriptor argument, outermost dimension first."""
+    entry = _entry(spec)
+    blocks = entry.boxes(spec)
+    return {name: blocks[name] for name in entry.descriptors(spec)}
 
-    TMA reads a buffer while the next tile is on its way. Half a tile of 128 columns, as an edge or as silu of both
-    halves, is one part, so the next tile's first would meet it in the same buffer.
-    """
-    if fitted(spec.config):
-        return True  # any number: its kernel keeps track of the buffers
-    if PINGPONG_COLUMNS in (spec.config.block_n, spec.config.block_k):
-        return False  # three parts
-    if spec.op is Op.DW:
-        return not spec.config.narrow or spec.config.block_k >= 256
-    return "y_map" not in spec.tma or spec.config.block_n >= 256
+
+def constants(spec: Spec, sm: int) -> Constants:
+    """The kernel's compile-time arguments for a capability."""
+    entry = _entry(spec)
+    return entry.constants(spec, arch_of(sm)) | dict.fromkeys(entry.absent(spec))
 
 
 def divisibility(spec: Spec) -> dict[str, int]:
@@ -230,6 +160,11 @@ def divisibility(spec: Spec) -> dict[str, int]:
         elif name in ("N", "K") or kind == "i64":
             given[name] = elements
     return given
+
+
+def threads(spec: Spec) -> int:
+    """Of a program."""
+    return _entry(spec).threads(spec.config)
 
 
 def weight_tiles(N: int, K: int, E: int, config: Config) -> int:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
+from .entry import Entry
 
 # Of ``flags``: the activation, then how it is done. kernels/rowops/activation.py has the same values.
 KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")
@@ -82,6 +83,19 @@ MOST_EXPERTS = 65536  # what a variant's record says: any number
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
+_ACTIVATION = "rowops.activation", "c8b191fe1223c717d809b2b9a16944b84891b4709c184014ef6a8129686ada0d"
+_GATHER_COMBINE = "rowops.gather_combine", "2d2d8851bc4f1ad48045863d8c0bae3d6ac7b60bc90184762954bd415b20ee7a"
+_SORT = "rowops.sort", "045fe45dc82ef106e078d6057bb809ad873e03c0d5626ab7d9c797525a2fb29e"
+_CLEAR = "rowops.zero_rows", "3594864ecf9116758b1d7caabf263b2ead22471711e153264cf77cbacacccf51"
+ROW_OPS = (
+    Entry("activation", 2, *_ACTIVATION, launched_since=2),
+    Entry("activation_grad", 3, *_ACTIVATION, launched_since=3),
+    Entry("clear", 1, *_CLEAR, launched_since=1),
+    Entry("combine", 2, *_GATHER_COMBINE, launched_since=2),
+    Entry("gather", 2, *_GATHER_COMBINE, launched_since=2),
+    Entry("sort_slots", 2, *_SORT, launched_since=2),
+)
+
 
 class Block(NamedTuple):
     """The config of a pass: a program does ``block`` columns (slots, entries) at a time with ``num_warps`` warps."""
@@ -119,11 +133,6 @@ class RowOpSpec(NamedTuple):
     op: RowOp
     dtype: DType
     alignment: int = 16
-
-    @property
-    def kernel(self) -> str:
-        """The name of the kernel's function."""
-        return self.op.value
 
     @property
     def config(self) -> Block:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
-from .config import Config, fitted
+from .config import Config
 
 MAX_EXPERTS = 512  # whose rows a kernel keeps in registers: every shape up to here is served by one cubin
 MAX_EXPERTS_FALLBACK = 65536  # beyond, the counts are scanned for every tile, MAX_EXPERTS of them at a time
@@ -23,25 +23,6 @@ class Spec:
     fusion: Fusion = Fusion.NONE
     alignment: int = 16
     max_experts: int = MAX_EXPERTS
-
-    @property
-    def kernel(self) -> str:
-        """The name of the kernel's function."""
-        if fitted(self.config):
-            return "rows_fitted"
-        name = "weight" if self.op is Op.DW else "rows"
-        return f"{name}_specialized" if self.config.specialized else name
-
-    @property
-    def tma(self) -> tuple[str, ...]:
-        """What goes through TMA, in the arguments' order: rows that an index picks can't."""
-        if not self.config.tma:
-            return ()
-        stores = self.config.specialized and (not self.fusion or bool(self.fusion & (Fusion.GATHER | Fusion.SILU)))
-        if self.op is Op.DW:
-            return ("dy", "x", "dw") if stores else ("dy", "x")
-        operands = ("w",) if Fusion.GATHER in self.fusion else ("x", "w")
-        return (*operands, "y_map") if stores else operands
 
     def __str__(self) -> str:
         text = f"{self.op.value} {self.dtype.value} {self.config}"

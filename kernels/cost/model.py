@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op, Problem
-from ..contract.config import Config, across, dealt, fitted
+from ..contract.config import Cache, Config, Edge, Schedule, TileRows
+from ..contract.registry import dealt, transposed
 from ..contract.spec import result_columns
 from ..hardware.chips import Chip
 from .constants import CONSTANTS, Constants, Specialized
@@ -96,7 +97,7 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     slots = float(chip.sm_count * profile.occupancy)
     per_slot = tiles / slots
     empty = 0.0
-    if not config.persistent:  # the grid is for the most tiles that M rows can make
+    if config.schedule is Schedule.TILE:  # the grid is for the most tiles that M rows can make
         first = min(work.E, work.M)
         empty = ((work.M - first) // config.block_m + first) * column_tiles - tiles
     total_bytes = work.read_bytes + work.written_bytes * family.memory_share / family.write_share
@@ -109,13 +110,13 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     if slab_bytes > l2_bytes:  # each column of tiles reads the group's rows again
         total_bytes += (column_tiles - 1.0) * work.M * work.left_row_bytes * (1.0 - l2_bytes / slab_bytes)
     share, saved = 1.0, 0.0  # of a tile's time; of a last wave's
-    if config.specialized:
+    if config.schedule.warp_specialized:
         special = family.specialized
-        if fitted(config):
+        if config.rows is TileRows.FITTED:
             share = _wasteful(column_tiles * config.block_n, work, special)
             empty_rows = 1.0 - rows.tiles[_GRAIN] * _GRAIN / (row_tiles * config.block_m)
             share *= 1.0 - special.lacking * empty_rows
-        elif config.pingpong:
+        elif config.schedule is Schedule.PINGPONG:
             share = _wasteful(column_tiles * config.block_n, work, special)
         else:
             share = _share(config, row_tiles, work, special)
@@ -138,11 +139,11 @@ def _rows_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
         memory_ns += profile.tail * (sharp_ns - last / per_slot * memory_ns) if full else sharp_ns
     if per_slot > 1.0:  # the slots begin their second tiles together, with nothing under way
         memory_ns += family.lockstep * profile.tile_ns * min(1.0, per_slot - 1.0) / per_slot
-    if dealt(config):
+    if config.schedule is Schedule.PINGPONG and dealt(work.op, config):
         memory_ns *= family.specialized.dealt_memory
     if _short(config, work):
         memory_ns *= family.short_reads
-    if config.streamed:
+    if config.cache is Cache.EVICT_FIRST:
         memory_ns += _streamed_ns(work, chip, c)
     spread = 0.5 * column_tiles * math.sqrt(rows.active) / slots
     waves = _mean_waves(per_slot, spread, saved)
@@ -185,7 +186,7 @@ def _wasteful(tiled_columns: int, work: _Work, special: Specialized) -> float:
 def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float:
     """dW, without the start."""
     config, family, rows = profile.config, c.family(chip.sm), work.rows
-    if across(config):  # dw turned round, as its kernel sees it
+    if transposed(Op.DW, config):  # dw turned round, as its kernel sees it
         config = replace(config, block_n=config.block_k, block_k=config.block_n)
         work = work._replace(N=work.columns, columns=work.N, right_row_bytes=float(work.N * work.itemsize))
     tiles_n, tiles_k = -(-work.N // config.block_n), -(-work.columns // config.block_k)
@@ -206,16 +207,16 @@ def _weight_ns(profile: Profile, work: _Work, chip: Chip, c: Constants) -> float
     width_bytes = profile.config.block_k * work.itemsize  # of a tile's row of dw
     written_bytes = work.written_bytes * (1.0 + family.weight.row_bytes / width_bytes)
     memory_ns = (read_bytes / family.memory_share + written_bytes / family.write_share) / chip.bandwidth_gbs
-    if config.narrow:  # the last tile may have half the columns, and half a tile's work
+    if config.edge is Edge.HALF:  # the last tile may have half the columns, and half a tile's work
         steps *= -(-work.columns // (config.block_k // 2)) / (2.0 * tiles_k)
-    elif config.pingpong:
+    elif config.schedule is Schedule.PINGPONG:
         steps *= _wasteful(tiles_k * config.block_k, work, family.specialized)
     rate_ns = steps * profile.step_ns / chip.sm_count * _waves(per_sm) / per_sm
     waves, used = _waves(per_slot), rows.active / work.E  # tiles of experts without rows have no steps
     chain_ns = waves * used * _steps_ns(profile, steps / tiles / used) + (waves - 1.0) * profile.tile_ns
     chain_ns = max(chain_ns, _steps_ns(profile, rows.busiest / config.block_m + 1.0))
     ordered = work.E <= _FEW_EXPERTS and tiles <= _FEW_TILES * slots
-    asked = _together(work, ordered, c) if config.streamed else 1.0
+    asked = _together(work, ordered, c) if config.cache is Cache.EVICT_FIRST else 1.0
     return asked * join(memory_ns, max(rate_ns, chain_ns), profile.norm)
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op
-from ..contract.config import Config, across, fitted
+from ..contract.config import Config, Loads, Schedule, TileRows
+from ..contract.registry import transposed
 from ..contract.spec import MAX_EXPERTS
 from ..hardware.arch import Feature, SmLimits, arch_of
 from ..hardware.chips import Chip
@@ -77,28 +78,28 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
     rows, columns, depth = config.block_m, config.block_n, config.block_k
     if op is Op.DW:
         rows, columns, depth = config.block_n, config.block_k, config.block_m
-        if across(config):
+        if transposed(op, config):
             rows, columns = columns, rows
     arch = arch_of(chip.sm)
     wgmma = arch.has(Feature.WGMMA) and dtype is not DType.FP32
-    wgmma = wgmma and config.tma and rows >= 64 and config.num_warps >= 4
+    wgmma = wgmma and config.loads is Loads.TMA and rows >= 64 and config.num_warps >= 4
     math_ns = 2.0 * rows * columns * depth / _flops_per_ns(resources, rows, columns, wgmma, dtype, chip, c)
     if arch.has(Feature.WGMMA) and dtype is DType.TF32 and op is not Op.FORWARD:
         math_ns /= _tf32_rate(config, op, rows, wgmma, c)
     load_per_ns = family.l2_bytes_per_clock * chip.clock_ghz
     latency_ns, overhead_ns = family.latency_ns, family.pointer_step_ns
-    if config.tma:
+    if config.loads is Loads.TMA:
         latency_ns, overhead_ns = family.tma_latency_ns, family.tma_step_ns
     store_per_ns, issue_ns, exposed, norm = load_per_ns, overhead_ns / 2, family.persistent_exposed, family.norm
     if op is Op.DW:
         load_per_ns, store_per_ns = load_per_ns * weight.load_share, weight.store_bytes_per_clock * chip.clock_ghz
         overhead_ns += weight.step_ns * config.num_warps / 4
         issue_ns, exposed, norm = weight.issue_ns * config.num_warps / 4, weight.exposed, weight.norm
-    if config.specialized:
+    if config.schedule.warp_specialized:
         special = family.specialized
         math_ns /= _special_rate(special, config, op)
         exposed = special.weight_exposed if op is Op.DW else special.exposed
-        exposed = special.turns_exposed if config.pingpong else exposed
+        exposed = special.turns_exposed if config.schedule is Schedule.PINGPONG else exposed
         norm = norm if op is Op.DW else special.norm
     under_way = max(0.5, config.num_stages - 1 - (family.held_stages if wgmma else 0.0))
     if resources.alignment < 16:
@@ -107,7 +108,9 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
     alone = family.one_cta[config.num_warps]
     scanned = resources.max_experts / resources.threads  # experts of one thread
     search_ns = c.search_ns + 0.25 * c.scan_ns * scanned
-    start_ns = c.start_ns + c.scan_ns * scanned + (family.specialized.start_ns if config.specialized else 0.0)
+    start_ns = (
+        c.start_ns + c.scan_ns * scanned + (family.specialized.start_ns if config.schedule.warp_specialized else 0.0)
+    )
     tile_ns = search_ns + latency_ns + math_ns / alone + c.store_ns + rows * columns * dtype.itemsize / store_per_ns
     loaded_ns = join(math_ns / alone, load_ns, family.chain_norm)
     return Profile(
@@ -117,12 +120,12 @@ def profile(resources: Resources, op: Op, dtype: DType, chip: Chip, c: Constants
         join(loaded_ns, latency_ns / under_way, family.chain_norm) + overhead_ns,
         loaded_ns + overhead_ns,
         start_ns + tile_ns,
-        tile_ns * exposed if config.persistent else start_ns + tile_ns,
+        start_ns + tile_ns if config.schedule is Schedule.TILE else tile_ns * exposed,
         latency_ns,
         under_way,
         under_way * columns * depth * dtype.itemsize,
         under_way * depth * dtype.itemsize,
-        family.tail_static if config.persistent and not config.specialized else family.tail_dynamic,
+        family.tail_static if config.schedule is Schedule.PERSISTENT else family.tail_dynamic,
         norm,
     )
 
@@ -131,13 +134,14 @@ def _tf32_rate(config: Config, op: Op, rows: int, wgmma: bool, c: Constants) -> 
     """What is left of the rate where w, or both operands, lie the wrong way for wgmma."""
     if op is Op.DX:
         return min(1.0, rows / c.held_tf32_rows) if wgmma else 1.0
-    if config.specialized:
+    if config.schedule.warp_specialized:
         return c.fragments_tf32
-    return c.crossed_tf32 if config.tma and not wgmma else c.turned_tf32
+    return c.crossed_tf32 if config.loads is Loads.TMA and not wgmma else c.turned_tf32
 
 
 def _special_rate(special: Specialized, config: Config, op: Op) -> float:
-    if config.pingpong and not fitted(config):  # (fitted to their rows they go as fast in turns as by both)
+    # Tiles that are fitted to their rows go as fast in turns as by both.
+    if config.schedule is Schedule.PINGPONG and config.rows is TileRows.FIXED:
         return special.turns_weight_rate if op is Op.DW else special.turns_rate
     return special.weight_rate if op is Op.DW else special.rate
 
@@ -157,14 +161,15 @@ def _flops_per_ns(
         share = math.sqrt(c.fma_rows[_size(rows)] * c.fma_rows[_size(columns)])
     else:
         peak, sustained = (chip.tf32_tflops if dtype is DType.TF32 else chip.bf16_tflops), family.sustained
-        share = family.rows[_size(columns if fitted(config) else rows)]  # those are turned round
+        share = family.rows[_size(columns if config.rows is TileRows.FITTED else rows)]  # those are turned round
         if wgmma:  # the columns of one instruction: warpgroups are laid along the rows first, 64 of them each
             across = max(1, config.num_warps // 4 // (rows // 64))
-            wide = 256 if config.pingpong or fitted(config) else max(16, columns // across)
+            whole = config.schedule is Schedule.PINGPONG or config.rows is TileRows.FITTED
+            wide = 256 if whole else max(16, columns // across)
             share *= family.wgmma_columns[_size(wide)]
         else:
             share *= family.columns[_size(columns)]
-        if arch_of(chip.sm).has(Feature.MMA_ASYNC) and rows >= 64 and not config.tma:
+        if arch_of(chip.sm).has(Feature.MMA_ASYNC) and rows >= 64 and config.loads is Loads.POINTER:
             share *= family.pointer_wgmma
     if rows * columns > 128 * resources.threads:
         share *= c.crowded_registers

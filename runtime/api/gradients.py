@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,12 +16,13 @@ from ..check.form import form_of
 from ..driver.device import without_autocast
 from ..ops import gradients
 from ..ops.gradients import GradY
+from ..weights.expert_weights import ExpertWeights
 from .call import jit_state
 
 
 def grouped_gemm_dX(
     dy: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
     topk: int = 1,
     gather_indices: torch.Tensor | None = None,
@@ -39,7 +41,7 @@ def grouped_gemm_dX(
     dy
         [M, N], or [T*topk, N] in token order with ``permute_y``: the gradient of y.
     w, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post, w_layout
-        as ``grouped_gemm`` was given them.
+        as ``grouped_gemm`` was given them. dy is never quantised.
 
     Returns
     -------
@@ -55,25 +57,29 @@ def grouped_gemm_dX(
     form = form_of(w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y,
                    kernel_config_bwd_dX=kernel_config_bwd_dX)  # fmt: skip
     _check_mode("grouped_gemm_dX", dy, w, topk_weights)
-    tensors.tensors(dy=dy, w=w, m_sizes=m_sizes)
+    tensors.tensors(dy=dy)
+    plain = tensors.outline(w, dy, w_layout)
+    tensors.tensors(w=plain, m_sizes=m_sizes)
     tensors.tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights)
-    dy, w, m_sizes, gather_indices, topk_weights = _in_memory(
-        dy=dy, w=w, m_sizes=m_sizes, gather_indices=gather_indices, topk_weights=topk_weights
+    dy, plain, m_sizes, gather_indices, topk_weights = _in_memory(
+        dy=dy, w=plain, m_sizes=m_sizes, gather_indices=gather_indices, topk_weights=topk_weights
     )
     tensors.check_sizes(m_sizes)
-    w3 = tensors.three_dimensional(w, m_sizes.shape[0], form.layout)
+    w3 = tensors.three_dimensional(plain, m_sizes.shape[0], form.layout)
     N, K = (w3.shape[1], w3.shape[2]) if form.layout is Layout.NK else (w3.shape[2], w3.shape[1])
-    _check_dy(dy, N, w.dtype, "w")
+    _check_dy(dy, N, plain.dtype, "w")
     sorted_rows = dy.shape[0] if gather_indices is None else gather_indices.numel()
     if permute_y:
         tokens = dy.shape[0] // topk
     else:
         tokens = topk_weights.shape[0] if topk_weights is not None else -(-sorted_rows // topk)
-    empty = tensors.check(dy.new_empty((0, K)), w, m_sizes, w_layout)
+    empty = tensors.check(dy.new_empty((0, K)), plain, m_sizes, w_layout)
     x_rows = tokens if permute_x else sorted_rows
     call = fit(empty, x_rows, form, gather_indices, topk_weights, fuse_mul_post,
                known_y_rows=dy.shape[0] if permute_y else None)  # fmt: skip
     _check_rows(dy, call)
+    if isinstance(w, ExpertWeights):
+        call = dataclasses.replace(call, w=w)
     with torch.no_grad(), without_autocast(dy.device.type):
         return gradients.grad_x(call, GradY.of(call, dy, gathers=False))
 

@@ -25,6 +25,7 @@ from ..launch.products import row_launch, rows_aligned, tf32_allowed
 from ..ops import torch_fallback
 from ..replay import guard
 from ..replay import plan as replay_plan
+from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
 
 _Key: TypeAlias = "tuple[object, ...]"
@@ -48,7 +49,7 @@ _written = torch.autograd.graph.increment_version  # a launch that autograd does
 
 def grouped_gemm(
     x: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
     topk: int = 1,
     gather_indices: torch.Tensor | None = None,
@@ -93,6 +94,7 @@ def grouped_gemm(
     w
         [E, N, K] in x's dtype, or [E, K, N] with ``w_layout="kn"``; also flattened, [E*N, K] or
         [E*K, N]. Its last dimension must be contiguous, the others may have any stride; never copied.
+        Or ``ExpertWeights`` of E matrices [N, K], quantised: they are frozen, and get no gradient.
     m_sizes
         [E] int32 or int64, contiguous: the rows of each expert, zero for none. Never read on the host:
         a count below zero counts as zero, and nothing is read or written past row M.
@@ -157,6 +159,8 @@ def grouped_gemm(
         )  # fmt: skip
     if _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias)
+    # (Quantised weights have no one address: they are unusable here, and go the long way.)
+    dense: torch.Tensor = w  # type: ignore[assignment]
     more = (
         permute_x or permute_y or fuse_mul_post or autotune or gather_indices is not None or bias is not None
         or topk_weights is not None or kernel_config_fwd is not None
@@ -164,13 +168,13 @@ def grouped_gemm(
     if not more and not zero_tail:
         try:
             if out is None:
-                again = _recent.get((x.data_ptr(), w.data_ptr(), w_layout))
+                again = _recent.get((x.data_ptr(), dense.data_ptr(), w_layout))
             else:
-                again = _recent.get((x.data_ptr(), w.data_ptr(), w_layout, out.data_ptr()))
+                again = _recent.get((x.data_ptr(), dense.data_ptr(), w_layout, out.data_ptr()))
         except _UNUSABLE:
             again = None
         if again is not None:
-            y = again(x, w, m_sizes) if out is None else again(x, w, m_sizes, out)
+            y = again(x, dense, m_sizes) if out is None else again(x, dense, m_sizes, out)
             if y is not None:
                 if out is not None:
                     _written(out)
@@ -184,7 +188,7 @@ def grouped_gemm(
             table = _plans
             try:
                 operands = (
-                    w.data_ptr(), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout,
+                    dense.data_ptr(), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout,
                     zero_tail, is_first_gemm, topk_weights is None, bias is None, gather_indices is None,
                 )  # fmt: skip
                 plan = table.get(operands)
@@ -193,7 +197,7 @@ def grouped_gemm(
             else:
                 keep = functools.partial(replay_plan.remember, table, operands)
             if plan is not None:
-                y = plan(x, w, m_sizes, topk_weights, bias, gather_indices)
+                y = plan(x, dense, m_sizes, topk_weights, bias, gather_indices)
                 if y is not None:
                     return y
         form = form_of(
@@ -206,7 +210,7 @@ def grouped_gemm(
             x, w, m_sizes, form, gather_indices=gather_indices, topk_weights=topk_weights,
             fuse_mul_post=fuse_mul_post, bias=bias, out=out, keep=keep,
         )  # fmt: skip
-    y = _known(x, w, m_sizes, w_layout, out, zero_tail)
+    y = _known(x, dense, m_sizes, w_layout, out, zero_tail)
     if out is not None:
         _written(out)
     return y
@@ -267,13 +271,13 @@ def _known(
         end = y_at + (M * stride_y_m if M > 1 else N) * size
         if (w_at < end and y_at < w_at + w_bytes) or (x_at < end and y_at < x_at + M * stride_x_m * size):
             tensors.check_apart(out, x=x, w=w)
-    prepared = launcher.prepare(x_at, w_at, stride_x_m, stride_y_m, M)
-    launcher.start(prepared, y.data_ptr(), m_sizes.data_ptr(), current_stream(device))
+    packed = launcher.pack(x=x_at, w=w_at, stride_x_m=stride_x_m, stride_y_m=stride_y_m, M=M)
+    launcher.start(packed, y.data_ptr(), m_sizes.data_ptr(), current_stream(device))
     same = guard.guard(x, w, m_sizes) if out is None else guard.guard(x, w, m_sizes, out)
     if same is not None:
         shape = ((M, N), (N, 1), dtype) if out is None else None
         still = _condition(device, grad, dtype)
-        guard.remember(table, operands, M, launcher.repeater(prepared, same, still, empty, shape, current_stream))
+        guard.remember(table, operands, M, launcher.repeater(packed, same, still, empty, shape, current_stream))
     return y
 
 
@@ -321,8 +325,8 @@ def _first(
             torch_fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=rows_aligned(product, y))
             return y
         launch(
-            call.x.data_ptr(), call.w.data_ptr(), y.data_ptr(), counts.data_ptr(),
-            tensors.row_stride(call.x, call.K), stride_y_m, call.M, current_stream(device),
+            y.data_ptr(), counts.data_ptr(), current_stream(device), x=call.x.data_ptr(), w=call.w.data_ptr(),
+            stride_x_m=tensors.row_stride(call.x, call.K), stride_y_m=stride_y_m, M=call.M,
         )  # fmt: skip
         lasting = key is not None and call.x is x and counts is m_sizes and not y.requires_grad
         if key is not None and lasting and len(known_calls) < _MOST_CALLS:

@@ -17,8 +17,9 @@ from ..driver.device import without_autocast
 from ..ops import layer
 from ..ops import routing as ops_routing
 from ..ops.activation import Activation, activate, check_activation
-from ..ops.layer import Layer, MoeLayer, Routing, Weights
+from ..ops.layer import FrozenWeights, Layer, MoeLayer, Routing, Weights, weights_of
 from ..replay import layer as replay_layer
+from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
 from .grouped_gemm import grouped_gemm
 
@@ -73,8 +74,8 @@ def _sorted(topk_ids: torch.Tensor, E: int) -> Routing:
 
 def moe_mlp(
     hidden: torch.Tensor,
-    gate_up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
+    gate_up_weight: torch.Tensor | ExpertWeights,
+    down_weight: torch.Tensor | ExpertWeights,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     activation: str = "silu",
@@ -94,7 +95,7 @@ def moe_mlp(
         [T, H] (or [..., H], flattened) bfloat16, float16 or float32; float64 on the CPU.
     gate_up_weight, down_weight
         [E, 2*I, H] and [E, H, I] in hidden's dtype; [E, I, H] for the first with ``gated=False``. With
-        ``w_layout="kn"`` they are [E, H, 2*I] and [E, I, H].
+        ``w_layout="kn"`` they are [E, H, 2*I] and [E, I, H]. Or ``ExpertWeights`` of the first shapes: frozen.
     topk_ids
         [T, k] integer: the experts of each token. An id outside [0, E) takes no part.
     topk_weights
@@ -134,11 +135,14 @@ def moe_mlp(
         if tensors.duals._current_level >= 0:
             tensors.no_tangents("moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias)
         plan = None
+        # (Quantised weights have no one address: there is no plan of them.)
+        gate_up: torch.Tensor = gate_up_weight  # type: ignore[assignment]
+        down: torch.Tensor = down_weight  # type: ignore[assignment]
         try:
             T, k = topk_ids.shape
             if type(T) is int:  # (else it is traced, and what looks at it fixes it)
                 key = (
-                    gate_up_weight.data_ptr(), down_weight.data_ptr(), k, bucket_of(T * k), activation, gated,
+                    gate_up.data_ptr(), down.data_ptr(), k, bucket_of(T * k), activation, gated,
                     interleaved, gate_up_bias is None, down_bias is None, weights_on, w_layout, hidden.dim(),
                     hidden.requires_grad,
                 )  # fmt: skip
@@ -146,7 +150,7 @@ def moe_mlp(
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
             key = None
         if plan is not None:
-            given = Weights(gate_up_weight, down_weight, gate_up_bias, down_bias)
+            given = Weights(gate_up, down, gate_up_bias, down_bias)
             out = _again(plan, hidden, given, topk_ids, topk_weights)
             if out is not None:
                 return out
@@ -166,7 +170,7 @@ def moe_mlp(
             f"moe_mlp: topk_ids is {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}, "
             f"wanted both [T, k] with T={x.shape[0]}, the tokens of hidden, and k of at least 1"
         )
-    if gate_up_weight.dim() != 3 or down_weight.dim() != 3 or gate_up_weight.shape[0] != down_weight.shape[0]:
+    if len(gate_up_weight.shape) != 3 or len(down_weight.shape) != 3 or gate_up_weight.shape[0] != down_weight.shape[0]:
         raise InputError(
             f"moe_mlp: gate_up_weight is {list(gate_up_weight.shape)} and down_weight {list(down_weight.shape)}, "
             "wanted three dimensions with the same number of experts first"
@@ -180,9 +184,11 @@ def moe_mlp(
             x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout
         )  # fmt: skip
     else:
-        given = Weights(gate_up_weight, down_weight, gate_up_bias, down_bias)
-        out, routing = _fused(x, given, topk_ids, topk_weights, how, w_layout)
-        made = None if key is None else replay_layer.plan(how, hidden, given, topk_ids, topk_weights, routing)
+        weights = weights_of(gate_up_weight, down_weight, gate_up_bias, down_bias)
+        out, routing = _fused(x, weights, topk_ids, topk_weights, how, w_layout)
+        made = None
+        if key is not None and isinstance(weights, Weights):
+            made = replay_layer.plan(how, hidden, weights, topk_ids, topk_weights, routing)
         if made is not None:
             if len(_plans) >= _MOST_PLANS:
                 _plans.clear()
@@ -190,8 +196,15 @@ def moe_mlp(
     return out.to(hidden.dtype).view(hidden.shape)
 
 
-def _check_tensors(given: dict[str, torch.Tensor], **biases: torch.Tensor | None) -> None:
+def _check_tensors(every: dict[str, torch.Tensor | ExpertWeights], **biases: torch.Tensor | None) -> None:
     """Raise InputError, by the caller's names, for tensors that are of no use by their types, dtypes and devices."""
+    quantised: dict[str, ExpertWeights] = {}
+    given: dict[str, torch.Tensor] = {}
+    for name, one in every.items():
+        if name.endswith("_weight") and isinstance(one, ExpertWeights):
+            quantised[name] = one
+        else:
+            given[name] = one  # type: ignore[assignment]
     tensors.tensors("moe_mlp", **given)
     tensors.tensors_or_none("moe_mlp", **biases)
     hidden, ids = given["hidden"], given["topk_ids"]
@@ -200,11 +213,12 @@ def _check_tensors(given: dict[str, torch.Tensor], **biases: torch.Tensor | None
     tensors.check_dtype("hidden", hidden, "moe_mlp")
     _check_ids(ids, "moe_mlp")
     cast = check_call.casts(hidden.device.type)
-    for name, one in (*given.items(), *biases.items()):
-        if one is None:
-            continue
-        if one.device != hidden.device:
-            tensors.bad(name, f"on {one.device}", f"hidden's device, {hidden.device}", "moe_mlp")
+    there = {name: one for name, one in (*given.items(), *biases.items()) if one is not None}
+    devices = {name: one.device for name, one in there.items()} | {name: w.device for name, w in quantised.items()}
+    for name, device in devices.items():
+        if device != hidden.device:
+            tensors.bad(name, f"on {device}", f"hidden's device, {hidden.device}", "moe_mlp")
+    for name, one in there.items():
         if one is not ids and not one.dtype.is_floating_point:
             tensors.bad(name, f"{one.dtype}", "a floating-point type", "moe_mlp")
         if not (cast or name in ("topk_ids", "topk_weights") or one.dtype is hidden.dtype):
@@ -231,12 +245,17 @@ def _again(
 
 
 def _fused(
-    x: torch.Tensor, given: Weights, ids: torch.Tensor, weights: torch.Tensor, how: Layer, w_layout: str
+    x: torch.Tensor,
+    given: Weights | FrozenWeights,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    how: Layer,
+    w_layout: str,
 ) -> tuple[torch.Tensor, Routing]:
     """The layer as one function, with its own gradient."""
     x, gate_up, gate_up_bias = check_call.autocast(x, given.gate_up, given.gate_up_bias)
     _, down, down_bias = check_call.autocast(x, given.down, given.down_bias)
-    given = Weights(gate_up, down, gate_up_bias, down_bias)
+    given = weights_of(gate_up, down, gate_up_bias, down_bias)
     routing = _sorted(ids, gate_up.shape[0])
     x = _checked(x, given, weights, how, routing, w_layout)
     with without_autocast(x.device.type):
@@ -247,17 +266,17 @@ def _fused(
 
 
 def _checked(
-    x: torch.Tensor, given: Weights, weights: torch.Tensor, how: Layer, routing: Routing, w_layout: str
+    x: torch.Tensor, given: Weights | FrozenWeights, weights: torch.Tensor, how: Layer, routing: Routing, w_layout: str
 ) -> torch.Tensor:
     """x with rows that can be used; InputError for what the GEMMs can't take."""
     gate_up, down, gate_up_bias, down_bias = given
     index, m_sizes, *_ = routing
     with _product("gate_up"):
-        first = tensors.check(x, gate_up, m_sizes, w_layout)
+        first = tensors.check(x, tensors.outline(gate_up, x, w_layout), m_sizes, w_layout)
     form = form_of(w_layout=w_layout, topk=how.top_k, permute_x=True, permute_y=True)
     I = first.N // 2 if how.act.gated else first.N  # noqa: E741
     with _product("down"):
-        second = tensors.check(x.new_empty((0, I)), down, m_sizes, w_layout)
+        second = tensors.check(x.new_empty((0, I)), tensors.outline(down, x, w_layout), m_sizes, w_layout)
     for one, bias, name in ((first, gate_up_bias, "gate_up"), (second, down_bias, "down")):
         with _product(name):
             check_fusions(
@@ -282,9 +301,9 @@ def _product(name: str) -> Iterator[None]:
 
 
 def _composed(
-    x: torch.Tensor, gate_up_weight: torch.Tensor, down_weight: torch.Tensor, topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor, how: Layer, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
-    weights_on: str, w_layout: str,
+    x: torch.Tensor, gate_up_weight: torch.Tensor | ExpertWeights, down_weight: torch.Tensor | ExpertWeights,
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, how: Layer, gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None, weights_on: str, w_layout: str,
 ) -> torch.Tensor:  # fmt: skip
     """The layer out of calls that torch can trace."""
     T, k = topk_ids.shape

@@ -16,21 +16,31 @@ from ..check.form import Form, form_of
 from ..driver.device import without_autocast
 from ..ops import gradients
 from ..ops.autograd import backward, wanted
+from ..weights.expert_weights import ExpertWeights
 
-_CALL = (
-    "Tensor w, Tensor m_sizes, Tensor? gather_indices, Tensor? topk_weights, Tensor? bias, int topk, "
+_REST = (
+    "Tensor m_sizes, Tensor? gather_indices, Tensor? topk_weights, Tensor? bias, int topk, "
     "bool permute_x, bool permute_y, bool fuse_mul_post, str w_layout"
 )
+
+_CALL = f"Tensor w, {_REST}"
+# Quantised weights by their parts, in the order of ``ExpertWeights``' fields.
+_QUANTISED = f"str format, Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, int order, {_REST}"
+_PARTS = 6
 
 _library: Any = torch.library.Library("pretuned", "DEF")  # type: ignore[no-untyped-call]
 _library.define(f"grouped_gemm(Tensor x, {_CALL}, bool zero_tail, bool dX_only, bool dW_only) -> Tensor")
 _library.define(
     f"grouped_gemm_backward(Tensor dy, Tensor x, {_CALL}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+_library.define(f"grouped_gemm_quantised(Tensor x, {_QUANTISED}, bool zero_tail, bool dX_only, bool dW_only) -> Tensor")
+_library.define(
+    f"grouped_gemm_quantised_backward(Tensor dy, Tensor x, {_QUANTISED}, bool[] needs) -> (Tensor, Tensor, Tensor)"
+)
 
 
 def traced(
-    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, *, gather_indices: torch.Tensor | None,
+    x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, *, gather_indices: torch.Tensor | None,
     topk_weights: torch.Tensor | None, bias: torch.Tensor | None, topk: int, permute_x: bool, permute_y: bool,
     fuse_mul_post: bool, w_layout: str, zero_tail: bool, dX_only: bool, dW_only: bool, untraceable: bool,
 ) -> torch.Tensor:  # fmt: skip
@@ -42,15 +52,21 @@ def traced(
         raise InputError("grouped_gemm: inside a forward-mode level (torch.func.jvp, jacfwd, forward_ad) it can't be "
                          "traced: there is no forward-mode derivative here, use a backward")  # fmt: skip
     x, w, bias = autocast(x, w, bias)
-    y: torch.Tensor = torch.ops.pretuned.grouped_gemm(
-        x, w, m_sizes, gather_indices, topk_weights, bias, topk, permute_x, permute_y, fuse_mul_post, w_layout,
-        zero_tail, dX_only, dW_only,
+    rest = (
+        m_sizes, gather_indices, topk_weights, bias, topk, permute_x, permute_y, fuse_mul_post, w_layout, zero_tail,
+        dX_only, dW_only,
     )  # fmt: skip
+    y: torch.Tensor
+    if isinstance(w, ExpertWeights):
+        parts = w.format, w.codes, w.scale, w.zero, w.global_scale, w.order
+        y = torch.ops.pretuned.grouped_gemm_quantised(x, *parts, *rest)
+    else:
+        y = torch.ops.pretuned.grouped_gemm(x, w, *rest)
     return y
 
 
 def _call(
-    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, index: torch.Tensor | None,
+    x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, index: torch.Tensor | None,
     weights: torch.Tensor | None, bias: torch.Tensor | None, topk: int, permute_x: bool, permute_y: bool,
     fuse: bool, w_layout: str, zero_tail: bool = False,
 ) -> tuple[Call, torch.Tensor]:  # fmt: skip
@@ -71,8 +87,16 @@ def _forward_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return x.new_empty((call.y_rows, call.N))
 
 
+def _quantised(x: torch.Tensor, *parts: Any) -> torch.Tensor:
+    return _forward(x, ExpertWeights(*parts[:_PARTS]), *parts[_PARTS:])
+
+
+def _quantised_fake(x: torch.Tensor, *parts: Any) -> torch.Tensor:
+    return _forward_fake(x, ExpertWeights(*parts[:_PARTS]), *parts[_PARTS:])
+
+
 def _backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, *rest: Any
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     *parameters, needs = rest
     call, rows = _call(x, w, m_sizes, *parameters)
@@ -80,6 +104,16 @@ def _backward(
         dx, dw, dweights, dbias = backward(call, dy, rows, tuple(needs))
     dw = None if dw is None else dw.view(w.shape)
     return tuple(dy.new_empty(0) if one is None else one for one in (dx, dw, dweights, dbias))
+
+
+def _quantised_backward(dy: torch.Tensor, x: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, ...]:
+    dx, _, dweights, dbias = _backward(dy, x, ExpertWeights(*parts[:_PARTS]), *parts[_PARTS:])
+    return dx, dweights, dbias
+
+
+def _quantised_backward_fake(dy: torch.Tensor, x: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, ...]:
+    dx, _, dweights, dbias = _backward_fake(dy, x, dy, *parts[_PARTS:])
+    return dx, dweights, dbias
 
 
 def _backward_fake(
@@ -107,13 +141,42 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return dx, dw, None, None, dweights, dbias, *[None] * 8
 
 
+def _quantised_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, *parts = inputs
+    form, *tensors_of, order = parts[:_PARTS]
+    m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only = parts[_PARTS:]
+    ctx.save_for_backward(x, *tensors_of, m_sizes, index, weights, bias)
+    ctx.format, ctx.order = form, order
+    ctx.parameters, ctx.form = parameters, Form(only_dx=dX_only, only_dw=dW_only)
+
+
+def _quantised_gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    asked = ctx.needs_input_grad
+    x, codes, scale, zero, outer, *rest = ctx.saved_tensors
+    weights_at = 1 + _PARTS + 2  # x, w's parts, m_sizes, gather_indices
+    needs = wanted((asked[0], False, False, asked[weights_at], asked[weights_at + 1]), ctx.form)
+    found = torch.ops.pretuned.grouped_gemm_quantised_backward(
+        dy, x, ctx.format, codes, scale, zero, outer, ctx.order, *rest, *ctx.parameters, list(needs)
+    )
+    dx, dweights, dbias = (one if need else None for one, need in zip(found, (needs[0], *needs[2:]), strict=True))
+    return dx, *[None] * (_PARTS + 2), dweights, dbias, *[None] * 8
+
+
 def _no_second(_ctx: Any, *_: Any) -> None:
     raise RuntimeError("pretuned: a gradient of grouped_gemm has no gradient itself: it can't be differentiated again")
 
 
 torch.library.impl(_library, "grouped_gemm", "CompositeExplicitAutograd")(_forward)
 torch.library.impl(_library, "grouped_gemm_backward", "CompositeExplicitAutograd")(_backward)
+torch.library.impl(_library, "grouped_gemm_quantised", "CompositeExplicitAutograd")(_quantised)
+torch.library.impl(_library, "grouped_gemm_quantised_backward", "CompositeExplicitAutograd")(_quantised_backward)
 torch.library.register_fake("pretuned::grouped_gemm", _forward_fake, lib=_library)
 torch.library.register_fake("pretuned::grouped_gemm_backward", _backward_fake, lib=_library)
 torch.library.register_autograd("pretuned::grouped_gemm_backward", _no_second, lib=_library)
 torch.library.register_autograd("pretuned::grouped_gemm", _gradients, setup_context=_setup, lib=_library)
+torch.library.register_fake("pretuned::grouped_gemm_quantised", _quantised_fake, lib=_library)
+torch.library.register_fake("pretuned::grouped_gemm_quantised_backward", _quantised_backward_fake, lib=_library)
+torch.library.register_autograd("pretuned::grouped_gemm_quantised_backward", _no_second, lib=_library)
+torch.library.register_autograd(
+    "pretuned::grouped_gemm_quantised", _quantised_gradients, setup_context=_quantised_setup, lib=_library
+)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ...artifacts.records.problem import Layout
+from ..weights.expert_weights import ExpertWeights
 from . import tensors
 from .form import Form, Fusions, check_fusions, token_rows
+
+_W = TypeVar("_W", torch.Tensor, ExpertWeights, "torch.Tensor | ExpertWeights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,7 @@ class Call:
     """A checked call: ``M`` sorted rows, and the rows of x and y; w is 3-D."""
 
     form: Form
-    w: torch.Tensor
+    w: torch.Tensor | ExpertWeights
     m_sizes: torch.Tensor
     fusions: Fusions
     M: int
@@ -28,6 +32,13 @@ class Call:
     def x_divisor(self) -> int:
         """What gathers x: ``Rows.gather_divisor``."""
         return self.form.topk if self.form.permute_x else 0
+
+    @property
+    def dense(self) -> torch.Tensor:
+        """w of a call whose w is a tensor."""
+        if not isinstance(self.w, torch.Tensor):
+            raise AssertionError(f"{self.w} is no tensor")
+        return self.w
 
     @property
     def N(self) -> int:
@@ -51,20 +62,20 @@ def flat(weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, form: Form, gather_indices: torch.Tensor | None,
-    topk_weights: torch.Tensor | None, fuse_mul_post: bool, bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, form: Form,
+    gather_indices: torch.Tensor | None, topk_weights: torch.Tensor | None, fuse_mul_post: bool,
+    bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
 ) -> tuple[Call, torch.Tensor]:  # fmt: skip
     """The call, and x with usable rows; InputError for what can't be."""
-    rows = tensors.check(x, w, m_sizes, form.layout.value)
+    rows = tensors.check(x, tensors.outline(w, x, form.layout.value), m_sizes, form.layout.value)
     call = fit(rows, rows.M, form, gather_indices, topk_weights, fuse_mul_post, bias,
                known_y_rows=None if out is None or not form.permute_y else out.shape[0])  # fmt: skip
     if out is not None:
         tensors.check_out(
             out, dataclasses.replace(rows, M=call.y_rows), gather_indices=gather_indices, topk_weights=topk_weights,
-            bias=bias,
+            bias=bias, **(w.tensors() if isinstance(w, ExpertWeights) else {}),
         )  # fmt: skip
-    return call, rows.x
+    return dataclasses.replace(call, w=w) if isinstance(w, ExpertWeights) else call, rows.x
 
 
 def fit(
@@ -83,17 +94,15 @@ def fit(
     return Call(form, rows.w, rows.m_sizes, fusions, M, x_rows, y_rows)
 
 
-def autocast(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """In a torch.autocast region, x, w and bias in its dtype if any of them is float32."""
+def autocast(x: torch.Tensor, w: _W, bias: torch.Tensor | None) -> tuple[torch.Tensor, _W, torch.Tensor | None]:
+    """In a torch.autocast region, x, w and bias in its dtype if any of them is float32; quantised weights stay."""
     kind = x.device.type
     if not casts(kind):
         return x, w, bias
-    if torch.float32 not in (x.dtype, w.dtype) and (bias is None or bias.dtype is not torch.float32):
+    if all(one.dtype is not torch.float32 for one in (x, w, bias) if isinstance(one, torch.Tensor)):
         return x, w, bias
     dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+    return x.to(dtype), w.to(dtype) if isinstance(w, torch.Tensor) else w, None if bias is None else bias.to(dtype)
 
 
 def casts(kind: str) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from ...artifacts.records.problem import Fusion, Layout, Op
 from ..dispatch.pin import Pin
+from ..weights.expert_weights import ExpertWeights
 from .tensors import row_stride
 
 _FUSIONS = tuple(map(Fusion, range(16)))  # by value: enum arithmetic costs more than the rest of a launch
@@ -27,7 +28,7 @@ class Rows:
 
     op: Op
     x: torch.Tensor
-    w: torch.Tensor
+    w: torch.Tensor | ExpertWeights
     m_sizes: torch.Tensor
     layout: Layout
     M: int
@@ -46,6 +47,13 @@ class Rows:
         """E, and N and K of w."""
         E, first, second = self.w.shape
         return (E, first, second) if self.layout is Layout.NK else (E, second, first)
+
+    @property
+    def dense(self) -> torch.Tensor:
+        """w of a product whose w is a tensor."""
+        if not isinstance(self.w, torch.Tensor):
+            raise AssertionError(f"{self.w} is no tensor")
+        return self.w
 
     @property
     def fusion(self) -> Fusion:

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Layout
+from ..weights.expert_weights import ExpertWeights
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
@@ -67,6 +68,16 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
     if not rows_usable(x):
         x = x.contiguous()
     return RowGemm(x, w, m_sizes, layout, M, N, K, E)
+
+
+def outline(w: torch.Tensor | ExpertWeights, x: torch.Tensor, w_layout: str) -> torch.Tensor:
+    """w; for quantised weights a tensor of their shape in x's dtype, without their values: what checks look at."""
+    if not isinstance(w, ExpertWeights):
+        return w
+    tensors(x=x)
+    if w_layout != "nk":
+        bad("w_layout", repr(w_layout), "'nk', as ExpertWeights are E matrices [N, K]")
+    return torch.empty((1, 1, w.shape[2]), dtype=x.dtype, device=w.device).expand(w.shape)
 
 
 def tensors(call: str = "grouped_gemm", /, **given: object) -> None:

@@ -118,7 +118,7 @@ def _decide(
             if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
                 raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
     if not found:
-        return Miss(problem, bucket, aligned, miss_text(problem, bucket, local, view))
+        return Miss(problem, bucket, aligned, _miss_text(problem, bucket, local, view))
     return Decision(problem, bucket, aligned, found[0], reason(found[0], problem, bucket, local))
 
 
@@ -186,15 +186,20 @@ def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
     return f"{what}, for this problem at M near {candidate.bucket}, the nearest to {bucket} that there is"
 
 
-def miss_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
-    """Why no bundle can run it, and what to do."""
+def miss_reason(problem: Problem, local: LocalGpu, view: View) -> str:
+    """Why no bundle can run it."""
     if not local.sm:
         return f"no bundle runs on {local}: it is of no CUDA capability"
-    line = build_line(problem, bucket, local.sm)
     if not view.usable:
         skipped = f" ({len(view.skipped)} found and skipped, see python -m pretuned.runtime)" if view.skipped else ""
-        return f"no usable bundle for {local}{skipped}. Build one with: {line}"
-    return f"no variant in {len(view.usable)} bundle(s) can run {problem} on {local}. Build one with: {line}"
+        return f"no usable bundle for {local}{skipped}"
+    return f"no variant in {len(view.usable)} bundle(s) can run {problem} on {local}"
+
+
+def _miss_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
+    """The same, and what to do."""
+    why = miss_reason(problem, local, view)
+    return f"{why}. Build one with: {build_line(problem, bucket, local.sm, view)}" if local.sm else why
 
 
 def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
@@ -202,7 +207,7 @@ def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> 
     have = f"The nearest there are: {'; '.join(near)}" if near else "No usable bundle has a problem of this kind"
     return (
         f"PRETUNED_STRICT: no choice for {problem} at M near {bucket} on {local}. {have}. "
-        f"Build it with: {build_line(problem, bucket, local.sm)}"
+        f"Build it with: {build_line(problem, bucket, local.sm, view)}"
     )
 
 
@@ -226,5 +231,5 @@ def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
     else:
         _log.info(
             "pretuned: no measured choice for %s at M near %d on %s; using %s of %s, %s; build one with: %s",
-            *what, build_line(known.problem, known.bucket, local.sm),
+            *what, build_line(known.problem, known.bucket, local.sm, snapshot.view(local, installed=True)),
         )  # fmt: skip

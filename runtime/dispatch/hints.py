@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 
 from ...artifacts.errors import BundleError
+from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import LocalGpu
@@ -20,23 +22,57 @@ _MOST_TOKENS = 1 << 24  # that a spec may say
 _FIRST_GEMM = {(Op.FORWARD, Fusion.GATHER), (Op.DX, Fusion.SCATTER)}
 
 
-def build_line(problem: Problem, bucket: int, sm: int) -> str:
+def build_line(problem: Problem, bucket: int, sm: int, view: View | None = None) -> str:
     """The command that builds this very problem, up to ``bucket`` rows and more, for capability ``sm``.
 
-    The problem is written as a GEMM of a layer without a gate: the second, H = N and I = K, or the first, H = K
-    and I = N; with silu in its epilogue the first of one with a gate, I = N/2. (top_k decides nothing about a product,
-    so it is 1, or what makes so many rows of the tokens that a spec may have.)
+    It names the model that the problem is of, if a bundle of ``view`` was built for one of these sizes, in whatever
+    dtype. Else the problem is written as a GEMM of a layer without a gate: the second, H = N and I = K, or the first,
+    H = K and I = N; with silu in its epilogue the first of one with a gate, I = N/2. (top_k decides nothing about a
+    product, so it is 1, or what makes so many rows of the tokens that a spec may have.)
     """
+    spec = None if view is None else _model_spec(problem, bucket, view)
+    if spec is not None:
+        return f'aot build --models "{spec}" --sm {sm}'
     gated = Fusion.SILU in problem.fusion
     first = gated or (problem.op, problem.fusion) in _FIRST_GEMM
     H, width = (problem.K, result_columns(problem.N, problem.fusion)) if first else (problem.N, problem.K)
     options = " gated=0" if first and not gated else ""
-    options += "" if problem.dtype is DType.BF16 else f" dtype={problem.dtype.value}"
-    options += "" if problem.layout is Layout.NK else f" layout={problem.layout.value}"
-    options += f" ops={problem.op.value}"
+    options += _options(problem)
     k = min(-(-bucket // _MOST_TOKENS), problem.E)
     options += "" if bucket <= _DEFAULT_TOKENS else f" tokens=1..{min(-(-bucket // k), _MOST_TOKENS)}"
     return f'aot build --models "shape:E={problem.E},H={H},I={width},k={k}{options}" --sm {sm}'
+
+
+def _options(problem: Problem) -> str:
+    options = "" if problem.dtype is DType.BF16 else f" dtype={problem.dtype.value}"
+    options += "" if problem.layout is Layout.NK else f" layout={problem.layout.value}"
+    return f"{options} ops={problem.op.value}"
+
+
+def _model_spec(problem: Problem, bucket: int, view: View) -> str | None:
+    """The spec of the least sharded model that has this product in any dtype and layout; None if no bundle has one.
+
+    A name with a / is of a model that was found by it; others are of sizes that somebody gave.
+    """
+    if problem.op is Op.DW and problem.layout is Layout.KN:  # planned as another product
+        return None
+    found: list[Model] = []
+    least: dict[str, int] = {}  # experts of a token, where no shared one is fused into them
+    for usable in view.usable:
+        with contextlib.suppress(BundleError):
+            for model in usable.bundle.models():
+                least[model.name] = min(model.top_k, least.get(model.name, model.top_k))
+                wanted = replace(problem, dtype=model.dtype, layout=Layout.NK, top_k=0)
+                if "/" in model.name and wanted in (replace(one, layout=Layout.NK, top_k=0) for one in model.problems):
+                    found.append(model)
+    if not found:
+        return None
+    model = min(found, key=lambda one: one.tp * one.ep)
+    options = "".join(f" {key}={degree}" for key, degree in (("tp", model.tp), ("ep", model.ep)) if degree > 1)
+    options += " shared=fuse" if model.top_k > least[model.name] else ""
+    tokens = -(-bucket * model.ep // model.top_k)
+    limit = "" if tokens <= _DEFAULT_TOKENS else f" tokens=1..{tokens}"
+    return f"{model.name}{options}{_options(problem)}{limit}" if tokens <= _MOST_TOKENS else None
 
 
 def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:

@@ -12,7 +12,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Choice
 from ...artifacts.records.problem import Fusion, Op, Problem
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.config import Config
+from ...kernels.contract.config import FIELDS, NUMBERS, Config
 from .ranking import why_not
 from .snapshot import Rejected, Snapshot, Usable
 
@@ -134,7 +134,11 @@ def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str
 
 
 def _distance(one: Config, other: Config) -> float:
-    """How many doublings lie between two configs; a flag that differs counts as one."""
-    numbers = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
-    apart = math.fsum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in numbers)
-    return apart + (one.tma != other.tma) + (one.persistent != other.persistent)
+    """How many doublings lie between two configs; a knob that is no number counts as one where it differs."""
+    apart = (
+        abs(math.log2(getattr(one, name) / getattr(other, name)))
+        if name in NUMBERS
+        else float(getattr(one, name) != getattr(other, name))
+        for name in FIELDS
+    )
+    return math.fsum(apart)

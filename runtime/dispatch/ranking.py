@@ -30,6 +30,7 @@ from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu, LocalGpu
 from ...kernels.contract import registry, words
 from ...kernels.contract.config import Config
+from ...kernels.contract.spec import Spec
 from ...kernels.hardware import arch, chips
 from .places import Kind
 from .snapshot import Snapshot, Usable, View
@@ -210,9 +211,10 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
     config = _known(variant.config)
     if config is None:
         return "its config is not one that this version knows"
-    lacking = registry.no_code(problem.op, problem.dtype, variant.fusion, config) or registry.beyond(problem, config)
-    if lacking:
-        return lacking
+    spec = Spec(problem.op, problem.dtype, config, fusion=variant.fusion)
+    refused = registry.refusal(spec) or registry.beyond(problem, config)
+    if refused:
+        return refused
     if variant.alignment > 1 and not aligned:
         return f"it needs {variant.alignment}-byte alignment"
     if variant.max_experts < problem.E:

@@ -1,83 +1,87 @@
-"""The argument block of a launch: one piece of memory that a launch fills with a single ``struct.pack_into``.
+"""The block of a launch: one piece of memory with all that the driver reads of it, where its kernel's words say.
 
-What stays the same from call to call on the same operands is packed once, into ``PREPARED`` bytes; a launch
-copies those and adds its stream, its result and its m_sizes. A block is taken by one launch at a time.
+First the words that a call gives, then CUlaunchConfig, the words that a launch adds, the words that stay as they are,
+and an address for each parameter. What a call gives is packed once, into bytes; a launch copies those and adds its
+stream and its own words. A block is taken by one launch at a time.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from ctypes import addressof, c_char
+from typing import TypeAlias
 
 from .descriptors import MAP_ALIGNMENT_BYTES, MAP_BYTES
 
-# Two maps; operands; row strides; [expert and row stride of w or dw, one]; index, row_weights, bias; M, index_end;
-# [N K E m_sizes_step index_step x_divisor flags, null]; grid; [the rest of CUlaunchConfig up to its stream].
-PREPARED = struct.Struct(f"={MAP_BYTES}s{MAP_BYTES}sQQqq24sQQQii40sI28s")
-STRIDE_B = struct.Struct("=280xq")  # the result's row stride, of PREPARED bytes of a row-grouped product
-STRIDES = struct.Struct("=qqq")
-SIZES = struct.Struct("=iiiiiii4xQ")
-_TAIL = struct.Struct("=6I4x")
-# The rest of CUlaunchConfig: the stream, no attributes; then the result, m_sizes and the counter.
-LAUNCH = struct.Struct(f"={PREPARED.size}sQ16xQQQ")
-# The same for a kernel that stores through a map of its result.
-_RESULT_MAP = 512
-MAPPED_LAUNCH = struct.Struct(f"{LAUNCH.format}{_RESULT_MAP - LAUNCH.size}x{MAP_BYTES}s")
-
-_OFFSETS = {
-    "stride_a": 272, "stride_b": 280, "stride_e": 288, "stride_row": 296, "one": 304,
-    "index": 312, "row_weights": 320, "bias": 328, "M": 336, "index_end": 340,
-    "N": 344, "K": 348, "E": 352, "m_sizes_step": 356, "index_step": 360, "x_divisor": 364, "flags": 368, "null": 376,
-    "m_sizes": 448, "counter": 456,
-}  # fmt: skip
-_FIRST, _SECOND, _CONFIG, _RESULT = 256, 264, 384, 440
-ROWS = _OFFSETS | {
-    "x": _FIRST, "w": _SECOND, "y": _RESULT, "stride_x_m": 272, "stride_y_m": 280, "stride_w_e": 288,
-    "stride_w_row": 296,
-}  # fmt: skip
-WEIGHT = _OFFSETS | {
-    "dy": _FIRST, "x": _SECOND, "dw": _RESULT, "dy_at": _FIRST, "x_at": _SECOND,
-    "stride_dy_m": 272, "stride_x_m": 280, "stride_dw_e": 288,
-    "stride_dw_row": 296,
-}  # fmt: skip
+Words: TypeAlias = "tuple[tuple[str, str], ...]"  # (name, kind): ptr, i32, i64, desc2, desc3, desc4
 
 # (memory to pack into, the offset in it, addresses of the launch configuration and of the pointers, what pins it all)
-Block = tuple[bytearray, int, int, int, c_char]
+Block: TypeAlias = "tuple[bytearray, int, int, int, c_char]"
+
+_WORD_BYTES = 8  # of any word but a descriptor
+_CODES = {"ptr": "Q", "i64": "q", "i32": "i4x"}
+_PROGRAMS = "I28s"  # CUlaunchConfig up to its stream
+_STREAM = "Q16x"  # and the rest of it: no attributes
+_TAIL = struct.Struct("=6I4x")
 
 
-def config_tail(threads: int, shared_bytes: int) -> bytes:
-    """CUlaunchConfig between its first number, the programs, and its stream."""
-    return _TAIL.pack(1, 1, threads, 1, 1, shared_bytes)
+class BlockLayout:
+    """Where each word of one kernel lies in the block of a launch, and what packs them.
 
+    ``words`` are the kernel's arguments in its order. A call gives the values of ``given``, a launch those of ``late``,
+    and ``fixed`` is the same in every launch; a word that the kernel does not have takes up room and is not read. Of a
+    word that both name, the kernel's kind counts: of a descriptor a value is its bytes, and ``maps`` names the sizes
+    and strides that follow it.
 
-class Blocks:
-    """Makes blocks for one variant. ``offsets`` says where each named value lies; ``maps`` are the descriptors, the
-    two operands' and the result's, each with the names of the sizes and strides that follow it."""
+    ``pack(*given, programs, tail)`` makes the bytes of a call. ``launch`` packs those, the stream and ``late`` into a
+    block; ``whole`` packs ``given``, programs, tail, the stream and ``late``.
+    """
+
+    __slots__ = ("_base", "_config", "_fixed", "_places", "_size", "launch", "offsets", "pack", "tail", "whole")
 
     def __init__(
-        self,
-        arguments: tuple[tuple[str, str], ...],
-        offsets: Mapping[str, int],
-        maps: Mapping[str, tuple[str, ...]],
-    ) -> None:
-        places: list[int] = []
-        map_at = dict(zip(maps, (0, MAP_BYTES, _RESULT_MAP), strict=True))
-        for name, kind in arguments:
-            if kind.startswith("desc"):
-                places.append(map_at[name])
-                places += [offsets[part] for part in maps[name]]
-            else:
-                places.append(offsets[name])
-        self._places = [*places, offsets["null"], offsets["null"]]
+        self, words: Words, *, given: Words, late: Words = (), fixed: Mapping[str, int] | None = None,
+        maps: Mapping[str, tuple[str, ...]] | None = None, threads: int, shared_bytes: int,
+    ) -> None:  # fmt: skip
+        kinds, maps = dict(words), maps or {}
+        self.offsets: dict[str, int] = {}
+        call, self._config = self._place(((name, kinds.get(name, kind)) for name, kind in given), 0)
+        self.tail = _TAIL.pack(1, 1, threads, 1, 1, shared_bytes)
+        packed = struct.Struct(f"={call}{_PROGRAMS}")
+        stream = struct.calcsize(f"={_STREAM}")
+        added, end = self._place(((name, kinds.get(name, kind)) for name, kind in late), packed.size + stream)
+        self.pack: Callable[..., bytes] = packed.pack
+        self.launch = struct.Struct(f"={packed.size}s{_STREAM}{added}")
+        self.whole = struct.Struct(f"={call}{_PROGRAMS}{_STREAM}{added}")
+        constants = {"null": 0, "one": 1, **(fixed or {})}
+        rest, self._base = self._place(((name, kinds.get(name, "i64")) for name in constants), end)
+        self._fixed = struct.pack(f"={rest}", *constants.values())
+        parts = ((name, *(maps[name] if kind.startswith("desc") else ())) for name, kind in words)
+        places = [self.offsets[part] for every in parts for part in every]
+        self._places = [*places, *[self.offsets["null"]] * 2]  # two scratch pointers that every kernel takes: none
+        self._size = self._base + _WORD_BYTES * len(self._places)
 
     def new(self) -> Block:
         """A block of its own memory."""
         places = self._places
-        memory = bytearray(MAPPED_LAUNCH.size + 8 * len(places) + MAP_ALIGNMENT_BYTES)
+        memory = bytearray(self._size + MAP_ALIGNMENT_BYTES)
         pin = c_char.from_buffer(memory)
         offset = -addressof(pin) % MAP_ALIGNMENT_BYTES
         base = addressof(pin) + offset
+        fixed = offset + self._base - len(self._fixed)
+        memory[fixed : fixed + len(self._fixed)] = self._fixed
         # (No array of ctypes: to make its type costs more than all the rest here.)
-        struct.pack_into(f"={len(places)}Q", memory, offset + MAPPED_LAUNCH.size, *(base + place for place in places))
-        return memory, offset, base + _CONFIG, base + MAPPED_LAUNCH.size, pin
+        struct.pack_into(f"={len(places)}Q", memory, offset + self._base, *(base + place for place in places))
+        return memory, offset, base + self._config, base + self._base, pin
+
+    def _place(self, words: Iterable[tuple[str, str]], at: int) -> tuple[str, int]:
+        """The format of these words from ``at`` on, and where they end; each one's place is kept."""
+        codes = []
+        for name, kind in words:
+            is_map = kind.startswith("desc")
+            before = -at % (MAP_ALIGNMENT_BYTES if is_map else _WORD_BYTES)
+            self.offsets[name] = at + before
+            codes.append(f"{before}x{MAP_BYTES}s" if is_map else f"{before}x{_CODES[kind]}")
+            at += before + (MAP_BYTES if is_map else _WORD_BYTES)
+        return "".join(codes), at

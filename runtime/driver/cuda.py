@@ -108,6 +108,18 @@ def check(code: int, call: str) -> None:
         raise CudaError(f"{call}: CUDA error {code}, {(text.value or b'unknown').decode()}")
 
 
+def recover(code: int, what: str, device: int, call: Callable[..., int], *arguments: object) -> None:
+    """What to do where ``call(*arguments)`` returned ``code`` and not success.
+
+    A thread, of autograd's say, that has not touched CUDA yet has no context: it gets the device's, and the call is
+    made once more. Any other code is a CudaError, which begins with ``what``.
+    """
+    if code == INVALID_CONTEXT:
+        make_current(device)
+        code = call(*arguments)
+    check(code, what)
+
+
 @cache
 def driver_version() -> int:
     """The CUDA version that the driver supports, as 12080 for 12.8. Needs no GPU and no context."""

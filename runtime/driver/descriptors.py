@@ -7,11 +7,9 @@ from ctypes import addressof, c_char
 
 from ...artifacts.records.bundle import TensorMap, Variant
 from . import cuda
-from .device import current_device
 
 MAP_BYTES = 128
 MAP_ALIGNMENT_BYTES = 64
-NO_MAP = bytes(MAP_BYTES)
 _CACHED = 256
 
 
@@ -19,14 +17,14 @@ class TensorMaps:
     """The descriptors of one argument, by (address, rows, row stride)."""
 
     @classmethod
-    def of(cls, variant: Variant, argument: str) -> TensorMaps | None:
+    def of(cls, variant: Variant, argument: str, device: int) -> TensorMaps | None:
         """None where the argument is a plain pointer."""
         plans = [plan for plan in variant.tensor_maps if plan.argument == argument]
-        return cls(plans[0], variant.dtype.itemsize) if plans else None
+        return cls(plans[0], variant.dtype.itemsize, device) if plans else None
 
-    def __init__(self, plan: TensorMap, itemsize: int) -> None:
+    def __init__(self, plan: TensorMap, itemsize: int, device: int) -> None:
         rank = len(plan.box)
-        self._plan = plan
+        self._plan, self._device = plan, device
         self._itemsize = itemsize
         self._box = struct.pack(f"={rank}I", *reversed(plan.box))
         self._ones = struct.pack(f"={rank}I", *[1] * rank)
@@ -35,8 +33,7 @@ class TensorMaps:
     def encode(self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
         """The descriptor, 128 bytes, kept under ``key``, which begins with the address.
 
-        ``sizes`` and ``strides`` are in elements, outermost dimension first; the last dimension's stride is 1. torch's
-        current device is the tensor's.
+        ``sizes`` and ``strides`` are in elements, outermost dimension first; the last dimension's stride is 1.
 
         Raises
         ------
@@ -55,10 +52,9 @@ class TensorMaps:
         )  # fmt: skip
         encode = cuda.library().cuTensorMapEncodeTiled
         code = encode(*arguments)
-        if code == cuda.INVALID_CONTEXT:  # a thread, of autograd's say, that has not touched CUDA yet
-            cuda.make_current(current_device())
-            code = encode(*arguments)
-        cuda.check(code, f"cuTensorMapEncodeTiled({plan.argument}, sizes {sizes}, strides {strides})")
+        if code:
+            what = f"cuTensorMapEncodeTiled({plan.argument}, sizes {sizes}, strides {strides})"
+            cuda.recover(code, what, self._device, encode, *arguments)
         encoded = bytes(memory[at : at + MAP_BYTES])
         if len(self.known) >= _CACHED:
             self.known = {}

@@ -1,4 +1,4 @@
-"""Launchers: bytes that are ready are copied into a block of arguments and given to the driver.
+"""The one place that fills a block of arguments and calls the driver: for products and for row operations.
 
 The hot path is what ``Launcher.repeater`` makes. Blocks are taken from a list and put back, so that threads
 (ctypes gives up the GIL in the call), signal handlers and finalizers never share one.
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from ctypes import c_char
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from . import cuda
-from .block import LAUNCH, MAPPED_LAUNCH, Blocks
+from .block import BlockLayout
 
 # As block.Block, with its two addresses as the driver's function takes them.
 _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
-Start: TypeAlias = Callable[[bytes, int, int, int], None]  # (prepared, result, m_sizes, stream)
+Start: TypeAlias = Callable[[bytes, int, int, int], None]  # (packed, result, m_sizes, stream)
 
 
 class Repeater(Protocol):
-    """Makes a function (x, w, m_sizes) that allocates a result, launches ``prepared`` into it and returns it.
+    """Makes a function (x, w, m_sizes) that allocates a result, launches ``packed`` into it and returns it.
 
     It returns None, and does nothing, where ``same`` does not let the tensors through or ``still`` is false.
     ``empty`` allocates with (size, strides, dtype), as ``shape`` has them; without a shape the function
@@ -28,7 +28,7 @@ class Repeater(Protocol):
     """
 
     def __call__(
-        self, prepared: bytes, same: Callable[..., bool], still: Callable[[], bool] | None,
+        self, packed: bytes, same: Callable[..., bool], still: Callable[[], bool] | None,
         empty: Callable[..., Any], shape: tuple[Any, Any, Any] | None, stream_of: Callable[[int], int],
     ) -> Callable[..., Any]: ...  # fmt: skip
 
@@ -37,9 +37,10 @@ class Repeater(Protocol):
 class Launcher:
     """Launches one kernel for one kind of call. It does not synchronise, and any thread may call it.
 
-    ``prepare(first, second, stride_a, stride_b, M[, index, row_weights, bias, index_end])`` packs all that
-    hangs on the operands; ``start(prepared, result, m_sizes, stream)`` launches it. Calling it does both.
-    Operands are device addresses, strides are in elements, M > 0. ``launch/gemm.py`` makes them.
+    ``pack`` takes the kernel's words that change from call to call, by their names (kernels/contract/words.py), and
+    makes bytes of them; ``start(packed, result, m_sizes, stream)`` launches those. Calling it does both.
+    Operands are device addresses, strides are in elements, M > 0. ``launch/gemm.py`` makes launchers and says which
+    words theirs take.
     ``repeater`` makes functions that do one whole call over and over, see ``Repeater``. ``zeroes`` says that the rows
     of the result that nothing is stored to become zero.
 
@@ -51,68 +52,97 @@ class Launcher:
         where the driver refuses the launch.
     """
 
-    prepare: Callable[..., bytes]
+    pack: Callable[..., bytes]
     start: Start
     repeater: Repeater
     zeroes: bool = False
 
-    def __call__(
-        self, first: int, second: int, result: int, m_sizes: int, stride_a: int, stride_b: int, M: int, stream: int,
-        *rows: int,
-    ) -> None:  # fmt: skip
-        self.start(self.prepare(first, second, stride_a, stride_b, M, *rows), result, m_sizes, stream)
+    def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
+        self.start(self.pack(**words), result, m_sizes, stream)
 
 
-def starter(
-    function: cuda.Function, what: str, blocks: Blocks, counter_of: Callable[[int], int] | None = None,
-    map_of: Callable[[int, bytes], bytes] | None = None,
-) -> tuple[Start, Repeater]:  # fmt: skip
-    """What makes the driver call; the second does all of a call around it too, without one more call in Python.
+class _Driver(NamedTuple):
+    """A kernel's blocks, its handle as the driver's function takes it, and what to do where that refuses a launch."""
 
-    ``what`` names the kernel in an error; ``counter_of`` gives a kernel that counts its tiles the word for a
-    launch on a stream, and ``map_of(result, prepared)`` one that stores through TMA the result's descriptor.
-    """
-    driver_launch, argument = cuda.launch_kernel(), cuda.argument
-    handle, device = argument(function.handle), function.device
-    pack, pack_mapped = LAUNCH.pack_into, MAPPED_LAUNCH.pack_into
+    take: Callable[[], _Block]
+    new: Callable[[], _Block]
+    give: Callable[[_Block], None]
+    handle: object
+    refused: Callable[[int, object, object], None]
+
+
+def _driver(function: cuda.Function, what: str, layout: BlockLayout) -> _Driver:
+    driver_launch, argument, device = cuda.launch_kernel(), cuda.argument, function.device
+    handle = argument(function.handle)
 
     def new() -> _Block:
-        memory, offset, config, pointers, pin = blocks.new()
+        memory, offset, config, pointers, pin = layout.new()
         return memory, offset, argument(config), argument(pointers), pin
 
-    free = [new()]
-    take, give = free.pop, free.append
+    def refused(code: int, config: object, pointers: object) -> None:
+        cuda.recover(code, f"cuLaunchKernelEx({what})", device, driver_launch, config, handle, pointers, None)
 
-    def start(prepared: bytes, result: int, m_sizes: int, stream: int) -> None:
+    free = [new()]
+    return _Driver(free.pop, new, free.append, handle, refused)
+
+
+def whole_launch(function: cuda.Function, what: str, layout: BlockLayout) -> Callable[[tuple[int | bytes, ...]], None]:
+    """What packs all values of ``layout.whole`` and launches them. ``what`` names the kernel in an error."""
+    take, new, give, handle, refused = _driver(function, what, layout)
+    driver_launch, pack = cuda.launch_kernel(), layout.whole.pack_into
+
+    def launch(values: tuple[int | bytes, ...]) -> None:
         try:
             block = take()
         except IndexError:  # each is in use by another thread
             block = new()
         memory, offset, config, pointers, _ = block
-        word = 0 if counter_of is None else counter_of(stream)
-        if map_of is None:
-            pack(memory, offset, prepared, stream, result, m_sizes, word)
-        else:
-            pack_mapped(memory, offset, prepared, stream, result, m_sizes, word, map_of(result, prepared))
+        pack(memory, offset, *values)
         code = driver_launch(config, handle, pointers, None)
         if code:
-            recover(code, config, pointers)
+            refused(code, config, pointers)
         give(block)
 
-    def recover(code: int, config: object, pointers: object) -> None:
-        if code == cuda.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
-            cuda.make_current(device)
-            code = driver_launch(config, handle, pointers, None)
-        cuda.check(code, f"cuLaunchKernelEx({what})")
+    return launch
+
+
+def starter(
+    function: cuda.Function, what: str, layout: BlockLayout, counter_of: Callable[[int], int] | None = None,
+    map_of: Callable[[int, bytes], bytes] | None = None,
+) -> tuple[Start, Repeater]:  # fmt: skip
+    """What launches packed bytes; the second does all of a call around it too, without one more call in Python.
+
+    ``layout`` has the result, m_sizes and the counter's word as those that a launch adds, and with ``map_of`` the
+    result's descriptor. ``what`` names the kernel in an error; ``counter_of`` gives a kernel that counts its tiles the
+    word for a launch on a stream, and ``map_of(result, packed)`` one that stores through TMA the descriptor.
+    """
+    take, new, give, handle, refused = _driver(function, what, layout)
+    driver_launch, device, pack = cuda.launch_kernel(), function.device, layout.launch.pack_into
+
+    def start(packed: bytes, result: int, m_sizes: int, stream: int) -> None:
+        try:
+            block = take()
+        except IndexError:
+            block = new()
+        memory, offset, config, pointers, _ = block
+        word = 0 if counter_of is None else counter_of(stream)
+        if map_of is None:
+            pack(memory, offset, packed, stream, result, m_sizes, word)
+        else:
+            pack(memory, offset, packed, stream, result, m_sizes, word, map_of(result, packed))
+        code = driver_launch(config, handle, pointers, None)
+        if code:
+            refused(code, config, pointers)
+        give(block)
 
     def repeater(
-        prepared: bytes, same: Callable[..., bool], still: Callable[[], bool] | None,
+        packed: bytes, same: Callable[..., bool], still: Callable[[], bool] | None,
         empty: Callable[..., Any], shape: tuple[Any, Any, Any] | None, stream_of: Callable[[int], int],
     ) -> Callable[..., Any]:  # fmt: skip
         def into(x: Any, w: Any, m_sizes: Any, out: Any) -> Any:
             if not same(x, w, m_sizes, out) or (still is not None and not still()):
                 return None
-            start(prepared, out.data_ptr(), m_sizes.data_ptr(), stream_of(device))
+            start(packed, out.data_ptr(), m_sizes.data_ptr(), stream_of(device))
             return out
 
         if shape is None:
@@ -123,7 +153,7 @@ def starter(
             if not same(x, w, m_sizes) or (still is not None and not still()):
                 return None
             y = empty(size, strides, dtype)
-            start(prepared, y.data_ptr(), m_sizes.data_ptr(), stream_of(device))
+            start(packed, y.data_ptr(), m_sizes.data_ptr(), stream_of(device))
             return y
 
         def again(x: Any, w: Any, m_sizes: Any) -> Any:
@@ -135,10 +165,10 @@ def starter(
             except IndexError:
                 block = new()
             memory, offset, config, pointers, _ = block
-            pack(memory, offset, prepared, stream_of(device), y.data_ptr(), m_sizes.data_ptr(), 0)
+            pack(memory, offset, packed, stream_of(device), y.data_ptr(), m_sizes.data_ptr(), 0)
             code = driver_launch(config, handle, pointers, None)
             if code:
-                recover(code, config, pointers)
+                refused(code, config, pointers)
             give(block)
             return y
 

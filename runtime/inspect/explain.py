@@ -18,7 +18,8 @@ from ...kernels.hardware import arch, chips
 from .. import settings
 from ..dispatch import compiled, epilogue, gather
 from ..dispatch import snapshot as bundles
-from ..dispatch.decide import Decision, miss_text, reason, settle
+from ..dispatch.decide import Decision, miss_reason, reason, settle
+from ..dispatch.hints import build_line
 from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled
 from ..dispatch.snapshot import Rejected, Skipped, Snapshot
 from ..driver.device import current_device, local_gpu
@@ -40,7 +41,8 @@ class Explanation:
     it, or else what the cost model expects. With ``gathered_first`` a pass gathers the rows of x beforehand, and the
     first is for the product that is left: its time is without the pass, whose time ``reason`` has. ``raises`` is the
     error that the call ends with instead, if any: of strict mode, or of a file that PRETUNED_BUNDLES names. ``assumed``
-    says, of rows that are gathered, which top_k was taken where none was given.
+    says, of rows that are gathered, which top_k was taken where none was given. Where no bundle can run it ``build`` is
+    the command that makes one that can, and the last line of ``str()``.
     """
 
     problem: Problem
@@ -54,6 +56,7 @@ class Explanation:
     raises: str | None = None
     gathered_first: bool = False
     assumed: str | None = None
+    build: str | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -80,6 +83,7 @@ class Explanation:
             "gathered_first": self.gathered_first,
             "assumed": self.assumed,
             "reason": self.reason,
+            "build": self.build,
             "candidates": [_row(candidate) for candidate in self.candidates],
             "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
         }  # fmt: skip
@@ -109,12 +113,13 @@ class Explanation:
                 f"{_basis(one):{basis}}  {one.usable.path.name}"
             )
         mismatched = [one for one in self.skipped if isinstance(one.error, TargetMismatch)]
-        ordinary = [one for one in mismatched if not one.place.names(one.path) and best is not None]
+        ordinary = [one for one in mismatched if not one.place.names(one.path)]
         if len(ordinary) == 1:  # one is worth its name
             ordinary = []
         lines += [f"  skipped {one.path}: {one.reason}" for one in self.skipped if one not in ordinary]
         if ordinary:
             lines.append(f"  skipped {len(ordinary)} for other capabilities")
+        lines += [f"  build it with: {self.build}"] if self.build is not None else []
         return "\n".join(map(printable, lines))
 
 
@@ -224,7 +229,8 @@ def examine(
             if decided is not None:  # some bundles are asked only if others have nothing: what runs may not rank first
                 at = decided.usable.bundle, decided.index
                 found = [decided, *(one for one in found if (one.usable.bundle, one.index) != at)]
-            why = reason(found[0], problem, bucket, local) if found else miss_text(problem, bucket, local, view)
+            why = reason(found[0], problem, bucket, local) if found else miss_reason(problem, local, view)
+            build = None if found or not local.sm else build_line(problem, bucket, local.sm, view)
             compiles = not found and compiled.would_compile(problem, local)
             ruled_rows = _gathered_first(snapshot, problem, M, local, aligned, top_k)
             before = None if ruled_rows is None else ruled_rows.chosen
@@ -232,8 +238,9 @@ def examine(
                 why = f"{why}; {ruled_rows.reason}" if before is None else ruled_rows.reason
             found = found if before is None else [before, *found]
             return Explanation(
-                problem, M, aligned, local, why, tuple(found), view.skipped, compiles, raises, before is not None
-            )
+                problem, M, aligned, local, why, tuple(found), view.skipped, compiles, raises, before is not None,
+                build=build,
+            )  # fmt: skip
 
 
 def _assumed(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tuple[int, str | None]:

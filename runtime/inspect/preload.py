@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar
 
 from ...artifacts.errors import BundleError, InputError, ProblemNotInBundle
 from ...artifacts.files.bundle_file import BundleFile
+from ...artifacts.names import PART
 from ...artifacts.records.bundle import Model
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, buckets_between
 from ...artifacts.records.target import LocalGpu
@@ -272,7 +273,7 @@ def _whole(read: Callable[[], tuple[_T, ...]], errors: list[BundleError]) -> tup
 
 
 def records_of(names: Sequence[str], view: View) -> list[Model]:
-    """The models of these names, in every sharding and dtype that the bundles have.
+    """The models of these names, with all their kinds of experts, in every sharding and dtype that the bundles have.
 
     Raises
     ------
@@ -294,7 +295,7 @@ def records_of(names: Sequence[str], view: View) -> list[Model]:
                 f"preload: no usable bundle was built for model {name!r} ({len(known)} models are known){hint}. "
                 f"Build it with: aot build --models {name}"
             )
-    return [model for model in records if model.name in names]
+    return [model for model in records if model.name in names or model.name.partition(PART)[0] in names]
 
 
 def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Problem]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,8 +17,19 @@ from .gemm import LoadedKernel
 from .loader import load_first
 
 
+class _Packed(NamedTuple):
+    """A call of ``GatherFirst``: memory for the rows, what the pass reads, and the product's packed words."""
+
+    scratch: torch.Tensor
+    x: int
+    index_at: int
+    used: int
+    slots: int
+    product: bytes
+
+
 class GatherFirst:
-    """Launches the pass and then the product of its rows: called as a ``Launcher`` is, with three numbers more.
+    """Launches the pass and then the product of its rows: used as a ``Launcher`` is, with three words more.
 
     The address ``index_in_range`` is read by the pass, and unlike ``index`` has no entry that x has no row for; 0 says
     that index is such. At the address ``used`` stands how many rows belong to an expert, the others are not gathered; 0
@@ -25,7 +37,18 @@ class GatherFirst:
     The scratch is torch's, of its current stream, which ``stream`` has to be: in a graph capture, of the graph's pool.
     """
 
-    __slots__ = ("_columns", "_divisor", "_dtype", "_empty", "_gather", "_indexed", "_product", "_step", "zeroes")
+    __slots__ = (
+        "_columns",
+        "_divisor",
+        "_dtype",
+        "_empty",
+        "_gather",
+        "_indexed",
+        "_picks",
+        "_product",
+        "_step",
+        "zeroes",
+    )
 
     def __init__(
         self, gather: Gather, product: Launcher, like: torch.Tensor, columns: int, divisor: int,
@@ -34,29 +57,45 @@ class GatherFirst:
         self._gather, self._product = gather, product
         self._empty, self._dtype, self._columns = allocator(like.device), like.dtype, columns
         self._divisor, self._step = divisor, index_step
-        self._indexed = fusion & ~Fusion.SILU
+        self._indexed = bool(fusion & ~Fusion.SILU)
+        self._picks = bool(fusion & (Fusion.SCATTER | Fusion.WEIGHT))
         self.zeroes = product.zeroes
 
-    def __call__(
-        self, first: int, second: int, result: int, m_sizes: int, stride_a: int, stride_b: int, M: int, stream: int,
-        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, index_in_range: int = 0, used: int = 0,
-        slots: int = 0,
-    ) -> None:  # fmt: skip
+    def pack(
+        self, *, x: int, M: int, index: int, slots: int, index_in_range: int = 0, used: int = 0, index_end: int = 0,
+        **words: int,
+    ) -> _Packed:  # fmt: skip
+        """The call, with memory for its rows; nothing is launched yet."""
         K = self._columns
         scratch = self._empty((M, K), (K, 1), self._dtype)
-        at = scratch.data_ptr()
+        words |= {"x": scratch.data_ptr(), "M": M, "stride_x_m": K, "index": index if self._picks else 0,
+                  "index_end": index_end if self._indexed else 0}  # fmt: skip
+        return _Packed(scratch, x, index_in_range or index, used, slots, self._product.pack(**words))
+
+    def start(self, packed: _Packed, result: int, m_sizes: int, stream: int) -> None:
+        """Launch both."""
+        scratch = packed.scratch
         gather(
-            self._gather, self._empty, first, index_in_range or index, used, at,
-            M=M, columns=K, itemsize=self._dtype.itemsize, slots=slots, top_k=self._divisor, index_step=self._step,
+            self._gather, self._empty, packed.x, packed.index_at, packed.used, scratch.data_ptr(), M=scratch.shape[0],
+            columns=self._columns, itemsize=self._dtype.itemsize, slots=packed.slots, top_k=self._divisor,
+            index_step=self._step,
         )  # fmt: skip
-        moved: tuple[int, ...] = ()
-        if self._indexed:
-            picks = self._indexed & (Fusion.SCATTER | Fusion.WEIGHT)
-            moved = (index if picks else 0, row_weights, bias, index_end)
-        self._product(at, second, result, m_sizes, K, stride_b, M, stream, *moved)
+        self._product.start(packed.product, result, m_sizes, stream)
+
+    def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
+        self.start(self.pack(**words), result, m_sizes, stream)
 
 
-Launch: TypeAlias = "Launcher | GatherFirst"
+class Launch(Protocol):
+    """What launches a product: a ``Launcher``, or a ``GatherFirst``, which is used alike."""
+
+    @property
+    def pack(self) -> Callable[..., Any]: ...
+    @property
+    def start(self) -> Callable[[Any, int, int, int], None]: ...
+    @property
+    def zeroes(self) -> bool: ...
+    def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None: ...
 
 
 def in_range(index: torch.Tensor, rows: int, divisor: int) -> torch.Tensor:

@@ -5,21 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ...artifacts.errors import BundleCorrupt, InputError
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import Fusion, Op
-from ...kernels.contract.config import Config, across
+from ...kernels.contract.config import Config, Schedule
 from ...kernels.contract.launchable import unlaunchable
-from ...kernels.contract.registry import MOST_STEPS, clears, too_large, weight_tiles
+from ...kernels.contract.registry import clears, limits_of, too_large, transposed, weight_tiles
 from ...kernels.contract.spec import result_columns
 from ...kernels.contract.words import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL, ragged_strides
-from ..driver import block, cuda
-from ..driver.block import PREPARED, SIZES, STRIDE_B, STRIDES, Blocks
+from ..driver import cuda
+from ..driver.block import BlockLayout, Words
 from ..driver.counters import counters
-from ..driver.descriptors import NO_MAP, TensorMaps
+from ..driver.descriptors import TensorMaps
 from ..driver.launcher import Launcher, starter
 
 _MOST_TILES = 2**31 - 1
@@ -28,6 +29,17 @@ _MOST_PROGRAMS = 2**26
 _INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT  # what reads the index
 # The sizes and strides that follow a descriptor of a rank, where no kernel reads them.
 _UNREAD = {rank: ("null",) * rank + ("one",) * rank for rank in (3, 4)}
+# The words of a call in the order in which ``pack`` has them, and those that a launch adds.
+_ROWS: Words = (
+    ("x", "ptr"), ("w", "ptr"), ("stride_x_m", "i64"), ("stride_y_m", "i64"), ("index", "ptr"), ("row_weights", "ptr"),
+    ("bias", "ptr"), ("M", "i32"), ("index_end", "i32"),
+)  # fmt: skip
+_WEIGHT: Words = (
+    ("dy", "ptr"), ("x", "ptr"), ("dy_at", "ptr"), ("x_at", "ptr"), ("stride_dy_m", "i64"), ("stride_x_m", "i64"),
+    ("M", "i32"),
+)  # fmt: skip
+_LATE: Words = (("m_sizes", "ptr"), ("counter", "ptr"))  # beside the result
+_NO_INDEX = {"index": 0, "row_weights": 0, "bias": 0, "index_end": 0}
 
 
 class LoadedKernel(NamedTuple):
@@ -104,12 +116,12 @@ def row_launcher(
     m_sizes_step: int,
     fused: Fused = PLAIN,
 ) -> Launcher:
-    """A launcher (x, w, y, m_sizes, stride_x_m, stride_y_m, M, stream) of y[g] = x[g] @ w[g].T.
+    """A launcher of y[g] = x[g] @ w[g].T.
 
-    In the kernel's words: ``columns`` of the product (of code with SILU y has half as many), ``reduction``, and
-    ``w_kn`` where w's columns are the contiguous ones. A fused call takes four more: the addresses of index,
-    row_weights and bias (0 for none), and index_end. Where the code can't do ``fused.zero_tail`` it is left to the
-    caller: ``Launcher.zeroes`` tells.
+    ``pack`` takes x, w, stride_x_m, stride_y_m and M, a fused call also the addresses of index, row_weights and bias (0
+    for none), and index_end. In the kernel's words: ``columns`` of the product (of code with SILU y has half as many),
+    ``reduction``, and ``w_kn`` where w's columns are the contiguous ones. Where the code can't do ``fused.zero_tail``
+    it is left to the caller: ``Launcher.zeroes`` tells.
 
     Raises
     ------
@@ -118,35 +130,33 @@ def row_launcher(
     """
     config, variant = kernel.config, kernel.variant
     _refuse(variant, columns, reduction, config)
-    asked = fused.beside if config.specialized else fused.few
+    specialized, one_tile = config.schedule.warp_specialized, config.schedule is Schedule.TILE
+    asked = fused.beside if specialized else fused.few
     can = asked and clears(variant.fusion, config)
     if fused.fusion & _INDEXED and not can:
         fused = fused._replace(zero_tail=False)
-    maps = {
-        "x": ("M", "K", "stride_x_m", "one"),
-        "w": ("E", *(("K", "N") if w_kn else ("N", "K")), "stride_w_e", "stride_w_row", "one"),
-        "y_map": _UNREAD[4],
-    }
+    w_sizes = ("K", "N") if w_kn else ("N", "K")
+    maps = {"x": ("M", "K", "stride_x_m", "one"), "w": ("E", *w_sizes, "stride_w_e", "stride_w_row", "one")}
+    fixed = {"N": columns, "K": reduction, "stride_w_e": stride_w_e, "stride_w_row": stride_w_row}
+    late = (("y", "ptr"), *_LATE, *([("y_map", "desc4")] if "y_map" in dict(variant.arguments) else []))
+    layout = _layout(kernel, _ROWS, late, fixed | _always(E, m_sizes_step, fused), maps | {"y_map": _UNREAD[4]})
     start, repeater = starter(
         kernel.function,
         f"{variant.entry}, {config}",
-        Blocks(variant.arguments, block.ROWS, maps),
+        layout,
         _counter_of(kernel),
-        _map_of_rows(variant, result_columns(columns, variant.fusion)),
+        _map_of_rows(kernel, result_columns(columns, variant.fusion), layout.offsets["stride_y_m"]),
     )
-    strides, sizes, tail = _constants(
-        kernel, columns, reduction, E, m_sizes_step, fused, stride_w_e, stride_w_row
-    )  # fmt: skip
-    pack = PREPARED.pack
+    packed, tail = layout.pack, layout.tail
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
-    clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion and not config.specialized
-    most_tiles = _MOST_TILES if config.persistent else _MOST_PROGRAMS
-    most = kernel.sm_count * kernel.function.per_sm if config.persistent else _MOST_PROGRAMS
-    w_sizes = (E, reduction, columns) if w_kn else (E, columns, reduction)
-    x_maps, w_maps = TensorMaps.of(variant, "x"), TensorMaps.of(variant, "w")
+    clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion and not specialized
+    most_tiles = _MOST_PROGRAMS if one_tile else _MOST_TILES
+    most = _MOST_PROGRAMS if one_tile else kernel.sm_count * kernel.function.per_sm
+    sizes, strides = (E, reduction, columns) if w_kn else (E, columns, reduction), (stride_w_e, stride_w_row)
+    x_maps, w_maps = (TensorMaps.of(variant, name, kernel.function.device) for name in ("x", "w"))
 
-    def prepare(
-        x: int, w: int, stride_x_m: int, stride_y_m: int, M: int,
+    def pack(
+        *, x: int, w: int, stride_x_m: int, stride_y_m: int, M: int,
         index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
     ) -> bytes:  # fmt: skip
         active = E if E < M else M
@@ -158,19 +168,20 @@ def row_launcher(
             raise InputError(f"{made} of {config}, the most is {most_tiles}: split the batch")
         if M > _MOST_ROWS:
             raise InputError(f"M={M}, the most rows of {config} is 2^30: split the batch")
-        x_map = w_map = NO_MAP
+        x_word: int | bytes = x
+        w_word: int | bytes = w
         if x_maps is not None:
             key = (x, M, stride_x_m)
-            x_map = x_maps.known.get(key) or x_maps.encode(key, (M, reduction), (stride_x_m,))
+            x_word = x_maps.known.get(key) or x_maps.encode(key, (M, reduction), (stride_x_m,))
         if w_maps is not None:
             key = (w, 0, 0)
-            w_map = w_maps.known.get(key) or w_maps.encode(key, w_sizes, (stride_w_e, stride_w_row))
-        return pack(
-            x_map, w_map, x, w, stride_x_m, stride_y_m, strides, index, row_weights, bias, M, index_end, sizes,
+            w_word = w_maps.known.get(key) or w_maps.encode(key, sizes, strides)
+        return packed(
+            x_word, w_word, stride_x_m, stride_y_m, index, row_weights, bias, M, index_end,
             tiles if tiles < most else most, tail,
         )  # fmt: skip
 
-    return Launcher(prepare, start, repeater, zeroes=fused.zero_tail)
+    return Launcher(pack, start, repeater, zeroes=fused.zero_tail)
 
 
 def weight_launcher(
@@ -182,65 +193,61 @@ def weight_launcher(
     stride_dw_e: int,
     stride_dw_row: int,
     m_sizes_step: int,
-    fused: Fused = PLAIN,
 ) -> Launcher:
-    """A launcher (dy, x, dw, m_sizes, stride_dy_m, stride_x_m, M, stream) of dw[g] = dy[g].T @ x[g].
-
-    As ``row_launcher``; of the four that a fused call adds, only index and index_end count.
+    """A launcher of dw[g] = dy[g].T @ x[g], whose ``pack`` takes dy, x, stride_dy_m, stride_x_m and M.
 
     Raises
     ------
     InputError
         where dw's tiles pass 2^31, or it has more columns than the kernel can do.
     """
-    config, variant = kernel.config, kernel.variant
-    _refuse(variant, N if across(config) else K, 0, config)
+    config, variant, device = kernel.config, kernel.variant, kernel.function.device
+    _refuse(variant, N if transposed(Op.DW, config) else K, 0, config)
     maps = {"dy": _UNREAD[4], "x": _UNREAD[4], "dw": _UNREAD[3]}
+    fixed = {"N": N, "K": K, "stride_dw_e": stride_dw_e, "stride_dw_row": stride_dw_row} | _NO_INDEX
+    kind = dict(variant.arguments)["dw"]  # beside a descriptor its address is given all the same
+    late = (("dw", kind), *_LATE) if kind == "ptr" else (("dw_at", "ptr"), *_LATE, ("dw", kind))
+    layout = _layout(kernel, _WEIGHT, late, fixed | _always(E, m_sizes_step, PLAIN), maps)
     start, repeater = starter(
         kernel.function,
         f"{variant.entry}, {config}",
-        Blocks(variant.arguments, block.WEIGHT, maps),
+        layout,
         _counter_of(kernel),
-        _map_of_weight(variant, (E, N, K), (stride_dw_e, stride_dw_row)),
+        _map_of_weight(kernel, (E, N, K), (stride_dw_e, stride_dw_row)),
     )
-    strides, sizes, tail = _constants(kernel, N, K, E, m_sizes_step, fused, stride_dw_e, stride_dw_row)
-    pack = PREPARED.pack
+    packed, tail = layout.pack, layout.tail
     tiles = weight_tiles(N, K, E, config)
     if tiles > _MOST_TILES:
         raise InputError(f"E={E}, N={N}, K={K} make {tiles} tiles of {config}, the most is 2^31 - 1")
-    programs = min(tiles, kernel.sm_count * kernel.function.per_sm) if config.persistent else tiles
-    dy_maps, x_maps = TensorMaps.of(variant, "dy"), TensorMaps.of(variant, "x")
+    programs = tiles if config.schedule is Schedule.TILE else min(tiles, kernel.sm_count * kernel.function.per_sm)
+    dy_maps, x_maps = (TensorMaps.of(variant, name, device) for name in ("dy", "x"))
     dy_sizes, x_sizes = (*RAGGED_SIZES, N), (*RAGGED_SIZES, K)
-    most_rows = min(_MOST_ROWS, config.block_m * MOST_STEPS) if config.specialized else _MOST_ROWS
+    most_steps = limits_of(Op.DW, config).steps
+    most_rows = _MOST_ROWS if most_steps is None else min(_MOST_ROWS, config.block_m * most_steps)
 
-    def prepare(
-        dy: int, x: int, stride_dy_m: int, stride_x_m: int, M: int,
-        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
-    ) -> bytes:  # fmt: skip
-        dy_map = x_map = NO_MAP
+    def pack(*, dy: int, x: int, stride_dy_m: int, stride_x_m: int, M: int) -> bytes:
+        dy_word: int | bytes = dy
+        x_word: int | bytes = x
         if dy_maps is not None and x_maps is not None:
             if most_rows < M:
                 raise InputError(f"M={M}, the most rows of dW by {config} is {most_rows}: split the batch")
             dy_key, x_key = (dy, 0, stride_dy_m), (x, 0, stride_x_m)
-            dy_map = dy_maps.known.get(dy_key) or dy_maps.encode(dy_key, dy_sizes, ragged_strides(stride_dy_m))
-            x_map = x_maps.known.get(x_key) or x_maps.encode(x_key, x_sizes, ragged_strides(stride_x_m))
-        return pack(
-            dy_map, x_map, dy, x, stride_dy_m, stride_x_m, strides, index, row_weights, bias, M, index_end, sizes,
-            programs, tail,
-        )  # fmt: skip
+            dy_word = dy_maps.known.get(dy_key) or dy_maps.encode(dy_key, dy_sizes, ragged_strides(stride_dy_m))
+            x_word = x_maps.known.get(x_key) or x_maps.encode(x_key, x_sizes, ragged_strides(stride_x_m))
+        return packed(dy_word, x_word, dy, x, stride_dy_m, stride_x_m, M, programs, tail)
 
-    return Launcher(prepare, start, repeater)
+    return Launcher(pack, start, repeater)
 
 
-def _map_of_rows(variant: Variant, columns: int) -> Callable[[int, bytes], bytes] | None:
-    """Who describes y, ragged rows, to a kernel that stores through TMA."""
-    maps = TensorMaps.of(variant, "y_map")
+def _map_of_rows(kernel: LoadedKernel, columns: int, stride_at: int) -> Callable[[int, bytes], bytes] | None:
+    """Who describes y, ragged rows, to a kernel that stores through TMA; packed words have y's row stride there."""
+    maps = TensorMaps.of(kernel.variant, "y_map", kernel.function.device)
     if maps is None:
         return None
-    sizes = *RAGGED_SIZES, columns
+    sizes, stride = (*RAGGED_SIZES, columns), struct.Struct(f"={stride_at}xq")
 
-    def map_of(y: int, prepared: bytes) -> bytes:
-        (stride_y_m,) = STRIDE_B.unpack_from(prepared)
+    def map_of(y: int, packed: bytes) -> bytes:
+        (stride_y_m,) = stride.unpack_from(packed)
         key = (y, 0, stride_y_m)
         return maps.known.get(key) or maps.encode(key, sizes, ragged_strides(stride_y_m))
 
@@ -248,14 +255,14 @@ def _map_of_rows(variant: Variant, columns: int) -> Callable[[int, bytes], bytes
 
 
 def _map_of_weight(
-    variant: Variant, sizes: tuple[int, int, int], strides: tuple[int, int]
+    kernel: LoadedKernel, sizes: tuple[int, int, int], strides: tuple[int, int]
 ) -> Callable[[int, bytes], bytes] | None:
     """The same of dw."""
-    maps = TensorMaps.of(variant, "dw")
+    maps = TensorMaps.of(kernel.variant, "dw", kernel.function.device)
     if maps is None:
         return None
 
-    def map_of(dw: int, _prepared: bytes) -> bytes:
+    def map_of(dw: int, _packed: bytes) -> bytes:
         key = (dw, 0, 0)
         return maps.known.get(key) or maps.encode(key, sizes, strides)
 
@@ -268,11 +275,18 @@ def _counter_of(kernel: LoadedKernel) -> Callable[[int], int] | None:
     return counters(kernel.function.device).take if counts else None
 
 
-def _constants(
-    kernel: LoadedKernel, N: int, K: int, E: int, m_sizes_step: int, fused: Fused, stride_e: int, stride_row: int
-) -> tuple[bytes, bytes, bytes]:
-    """What a launcher fixes, packed."""
+def _layout(
+    kernel: LoadedKernel, given: Words, late: Words, fixed: Mapping[str, int], maps: Mapping[str, tuple[str, ...]]
+) -> BlockLayout:
+    function = kernel.function
+    return BlockLayout(
+        kernel.variant.arguments, given=given, late=late, fixed=fixed, maps=maps, threads=function.threads,
+        shared_bytes=function.shared_bytes,
+    )  # fmt: skip
+
+
+def _always(E: int, m_sizes_step: int, fused: Fused) -> dict[str, int]:
+    """The words that a launcher fixes, of every op."""
     flags = (fused.fusion & FLAGS).value | (ZERO_TAIL if fused.zero_tail else 0)
-    sizes = SIZES.pack(N, K, E, m_sizes_step, fused.index_step, fused.x_divisor, flags, 0)
-    tail = block.config_tail(kernel.function.threads, kernel.function.shared_bytes)
-    return STRIDES.pack(stride_e, stride_row, 1), sizes, tail
+    return {"E": E, "m_sizes_step": m_sizes_step, "index_step": fused.index_step, "x_divisor": fused.x_divisor,
+            "flags": flags}  # fmt: skip

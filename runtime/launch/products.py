@@ -49,6 +49,8 @@ _launchers: tuple[object, dict[tuple[object, ...], Launch | None]] = (None, {}) 
 def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
     """The launcher of a bundle's kernel for this product and all like it; None where there is none."""
     x, w, m_sizes, index, fusion = call.x, call.w, call.m_sizes, call.index, call.fusion
+    if not isinstance(w, torch.Tensor):  # no kernel reads codes
+        return None
     E, N, K = call.sizes
     index_step = 2 if call.uses_index and index is not None and index.dtype is torch.int64 else 1
     strides = _weight_strides(w)
@@ -93,6 +95,8 @@ def gated_launch(call: Rows, a: torch.Tensor) -> Launch | None:
     None where no bundle has one that pays (``epilogue.py``), and for a call with anything beside a gather.
     """
     x, w, m_sizes, index = call.x, call.w, call.m_sizes, call.index
+    if not isinstance(w, torch.Tensor):
+        return None
     E, N, K = call.sizes
     if call.op is not Op.FORWARD or call.fusion is not Fusion.GATHER or call.zero_tail or N % 2 or index is None:
         return None
@@ -148,7 +152,7 @@ def weight_launch(
 
 def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Launcher:
     """The launcher of a kernel for a product of rows."""
-    gemm, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.w)
+    gemm, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.dense)
     return row_launcher(
         kernel, columns=gemm.columns, reduction=gemm.reduction, E=problem.E, w_kn=gemm.w_kn, stride_w_e=stride_w_e,
         stride_w_row=stride_w_row, m_sizes_step=_step(call.m_sizes), fused=fused,
@@ -242,6 +246,8 @@ def tf32_allowed(dtype: torch.dtype) -> bool:
 def rows_aligned(call: Rows, y: torch.Tensor) -> bool:
     """Whether all that this product reads and stores is aligned, and w's rows and experts don't overlap."""
     x, w, size = call.x, call.w, call.x.element_size()
+    if not isinstance(w, torch.Tensor):
+        return False
     stride_w_e, stride_w_row = _weight_strides(w)
     lengths = (x.shape[1], y.shape[1], row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), stride_w_e, stride_w_row)
     apart_in_memory = stride_w_row >= w.shape[2] and stride_w_e >= w.shape[1] * w.shape[2]

@@ -6,8 +6,6 @@ No choice names them: the best that is there runs. Where no bundle has one, the 
 from __future__ import annotations
 
 import logging
-import struct
-from ctypes import addressof, c_char
 
 import torch
 
@@ -21,14 +19,13 @@ from ..check.tensors import DTYPES
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Snapshot, Usable
-from ..driver import cuda
+from ..driver.block import BlockLayout
 from ..driver.device import current_stream, local_gpu, platform_supported
+from ..driver.launcher import whole_launch
 from .gemm import LoadedKernel
 from .loader import load_first
 
 _MOST_PROGRAMS = 2**31 - 1
-_WORD_BYTES = 8
-_CONFIG = "7I4xQ16x"  # CUlaunchConfig: grid, block, shared bytes; the stream; no attributes
 
 _log = logging.getLogger(__name__)
 # The launchers of one snapshot.
@@ -38,34 +35,16 @@ _launchers: tuple[object, dict[tuple[RowOp, DType, bool, int], RowOpLauncher | N
 class RowOpLauncher:
     """Launches one loaded pass. It does not synchronise, and any thread may call it."""
 
-    __slots__ = (
-        "_fixed",
-        "_free",
-        "_handle",
-        "_kernel",
-        "_launch",
-        "_op",
-        "_pack",
-        "_pointers",
-        "_rows",
-        "_size",
-        "block",
-        "most_experts",
-    )
+    __slots__ = ("_device", "_launch", "_op", "_rows", "_tail", "block", "most_experts")
 
     def __init__(self, kernel: LoadedKernel, op: RowOp) -> None:
         variant, function = kernel.variant, kernel.function
-        kinds = [kind for _, kind in variant.arguments]
-        packed = struct.Struct("=" + "".join("Q" if kind == "ptr" else "i4x" for kind in kinds) + _CONFIG)
-        self._pack, self._size = packed.pack_into, packed.size
-        self._pointers = len(kinds)
-        self.most_experts = variant.max_experts
-        block = Block.from_pairs(variant.config)
-        self._kernel, self._op, self.block = kernel, op, block.block
-        self._rows = rows_at_once(op)
-        self._fixed = (1, 1, function.threads, 1, 1, function.shared_bytes)
-        self._launch, self._handle = cuda.launch_kernel(), cuda.argument(function.handle)
-        self._free = [self._new()]
+        layout = BlockLayout(
+            variant.arguments, given=variant.arguments, threads=function.threads, shared_bytes=function.shared_bytes
+        )
+        self._launch, self._tail = whole_launch(function, variant.entry, layout), layout.tail
+        self._op, self._device, self._rows = op, function.device, rows_at_once(op)
+        self.block, self.most_experts = Block.from_pairs(variant.config).block, variant.max_experts
 
     def __call__(self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
         """Launch over ``rows`` rows, on torch's current stream; ``pointers`` and ``numbers`` are the arguments.
@@ -80,31 +59,7 @@ class RowOpLauncher:
         grid = programs(self._op, rows, columns, self.block, self._rows)
         if grid > _MOST_PROGRAMS:
             raise InputError(f"{rows} rows of {columns} columns make {grid} programs, the most is 2^31 - 1: split them")
-        function = self._kernel.function
-        try:
-            block = self._free.pop()
-        except IndexError:  # each is in use by another thread
-            block = self._new()
-        memory, config, arguments, _ = block
-        self._pack(memory, 0, *pointers, *numbers, grid, *self._fixed, current_stream(function.device))
-        code = self._launch(config, self._handle, arguments, None)
-        if code == cuda.INVALID_CONTEXT:  # a thread that has not touched CUDA yet
-            cuda.make_current(function.device)
-            code = self._launch(config, self._handle, arguments, None)
-        self._free.append(block)
-        cuda.check(code, f"cuLaunchKernelEx({self._kernel.variant.entry})")
-
-    def _new(self) -> tuple[bytearray, object, object, c_char]:
-        """Memory for the arguments, the launch configuration and the pointers to the arguments."""
-        count = self._pointers
-        memory = bytearray(self._size + _WORD_BYTES * (count + 3))
-        pin = c_char.from_buffer(memory)
-        base = addressof(pin)
-        null = base + self._size  # the two scratch pointers that every kernel takes: none
-        places = [*(base + _WORD_BYTES * i for i in range(count)), null, null]
-        struct.pack_into(f"={len(places)}Q", memory, self._size + _WORD_BYTES, *places)
-        config = base + _WORD_BYTES * count
-        return memory, cuda.argument(config), cuda.argument(null + _WORD_BYTES), pin
+        self._launch((*pointers, *numbers, grid, self._tail, current_stream(self._device)))
 
 
 def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLauncher | None:

@@ -11,6 +11,7 @@ from ..check.call import Call
 from ..check.form import Form, Fusions
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
+from ..weights.expert_weights import ExpertWeights
 from . import gradients
 
 # x, w, m_sizes, topk_weights, bias, gather_indices, form, (M, x_rows, y_rows), the plan of a call that comes again
@@ -23,7 +24,7 @@ class GroupedGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, weights: torch.Tensor | None,
+        ctx: Any, x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, weights: torch.Tensor | None,
         bias: torch.Tensor | None, index: torch.Tensor | None, form: Form, sizes: tuple[int, int, int],
         plan: Any = None,
     ) -> torch.Tensor:  # fmt: skip
@@ -31,7 +32,9 @@ class GroupedGemm(torch.autograd.Function):
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         keeps_x = needs_w or needs_weights
         keeps_w = needs_x or needs_weights
-        ctx.save_for_backward(x if keeps_x else None, w if keeps_w else None, m_sizes, weights, bias, index)
+        ctx.frozen = w if keeps_w and isinstance(w, ExpertWeights) else None
+        kept = w if keeps_w and isinstance(w, torch.Tensor) else None
+        ctx.save_for_backward(x if keeps_x else None, kept, m_sizes, weights, bias, index)
         ctx.form, ctx.sizes, ctx.w_shape, ctx.plan = form, sizes, w.shape, plan
         if plan is not None:
             y: torch.Tensor = plan.forward(x, w, m_sizes, weights, bias, index)
@@ -49,6 +52,7 @@ class GroupedGemm(torch.autograd.Function):
             if planned is not None:
                 return (*planned, None, None, None, *_REST)
         dy = in_memory("dy", dy)
+        w = ctx.frozen if w is None else w
         # Nothing reads the values of a w that was not kept, only its shape.
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(ctx.w_shape) if w is None else w
         call = Call(ctx.form, w, m_sizes, Fusions(index, weights, bias), *ctx.sizes)

@@ -27,6 +27,7 @@ from ..check.call import flat
 from ..check.operands import Rows
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
+from ..weights.expert_weights import ExpertWeights
 from . import activation, tokens
 from .activation import Activation, Needs
 from .products import gated_rows, rows, weight
@@ -68,8 +69,33 @@ class Weights(NamedTuple):
     down_bias: torch.Tensor | None
 
 
+class FrozenWeights(NamedTuple):
+    """The same where gate_up or down, or both, are quantised."""
+
+    gate_up: torch.Tensor | ExpertWeights
+    down: torch.Tensor | ExpertWeights
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+def weights_of(
+    gate_up: torch.Tensor | ExpertWeights, down: torch.Tensor | ExpertWeights, gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> Weights | FrozenWeights:  # fmt: skip
+    """A layer's weights as one."""
+    if isinstance(gate_up, ExpertWeights) or isinstance(down, ExpertWeights):
+        return FrozenWeights(gate_up, down, gate_up_bias, down_bias)
+    return Weights(gate_up, down, gate_up_bias, down_bias)
+
+
 def forward(
-    layer: Layer, x: torch.Tensor, given: Weights, routing: Routing, weights: torch.Tensor, *, keeps_h: bool
+    layer: Layer,
+    x: torch.Tensor,
+    given: Weights | FrozenWeights,
+    routing: Routing,
+    weights: torch.Tensor,
+    *,
+    keeps_h: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out [T, H] and h [T*k, 2*I] of x [T, H] and the routing weights [T, k].
 
@@ -96,21 +122,24 @@ class MoeLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None,
-        down_bias: torch.Tensor | None, weights: torch.Tensor, routing: Routing, layer: Layer,
-        plan: Any = None,
+        ctx: Any, x: torch.Tensor, gate_up: torch.Tensor | ExpertWeights, down: torch.Tensor | ExpertWeights,
+        gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, weights: torch.Tensor, routing: Routing,
+        layer: Layer, plan: Any = None,
     ) -> torch.Tensor:  # fmt: skip
         """The layer; what a gradient needs is saved. ``plan`` is a ``replay.layer.LayerPlan``."""
-        given = Weights(gate_up, down, gate_up_bias, down_bias)
+        given = weights_of(gate_up, down, gate_up_bias, down_bias)
         if plan is None:
             out, h = forward(layer, x, given, routing, weights, keeps_h=True)
         else:
             out, h = plan.forward(x, given, routing, weights, keeps_h=True)
         needs_x, needs_up, needs_down, needs_up_bias, _, needs_weights = ctx.needs_input_grad[:6]
         inner = needs_x or needs_up or needs_up_bias  # dh is needed
+        products = gate_up if needs_x else None, down if inner or needs_weights else None
+        ctx.frozen = [one if isinstance(one, ExpertWeights) else None for one in products]
+        tensors = [one if isinstance(one, torch.Tensor) else None for one in products]
         ctx.save_for_backward(
-            x if needs_up else None, gate_up if needs_x else None, down if inner or needs_weights else None, down_bias,
-            weights, h if inner or needs_down or needs_weights else None, *routing,
+            x if needs_up else None, *tensors, down_bias, weights,
+            h if inner or needs_down or needs_weights else None, *routing,
         )  # fmt: skip
         ctx.layer, ctx.plan = layer, plan
         return out
@@ -128,16 +157,17 @@ class MoeLayer(torch.autograd.Function):
                 dx, dup, ddown, dweights = planned
                 return dx, dup, ddown, None, None, dweights, None, None, None
         dout = in_memory("dout", dout, "moe_mlp")
+        gate_up, down = (ctx.frozen[i] if one is None else one for i, one in enumerate((gate_up, down)))
         with without_autocast(dout.device.type):
             found = gradients(
-                ctx.layer, dout, x, Weights(gate_up, down, None, down_bias), weights, h, Routing(*routing),
+                ctx.layer, dout, x, weights_of(gate_up, down, None, down_bias), weights, h, Routing(*routing),
                 ctx.needs_input_grad[:6],
             )  # fmt: skip
         return (*found, None, None, None)
 
 
 def gradients(
-    layer: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights, weights: torch.Tensor,
+    layer: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights, weights: torch.Tensor,
     h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The gradients of x, gate_up, down, gate_up_bias, down_bias and weights: those that ``needs`` asks for."""
@@ -185,12 +215,12 @@ def slot_weights(weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat(weights, like)
 
 
-def columns(w: torch.Tensor, layout: Layout) -> int:
+def columns(w: torch.Tensor | ExpertWeights, layout: Layout) -> int:
     """The columns of a product with w."""
     return w.shape[1 if layout is Layout.NK else 2]
 
 
-def _times(dy: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _times(dy: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, layout: Layout) -> torch.Tensor:
     """dy @ w row by row, in the sorted order; rows of no expert hold anything."""
     M, K = dy.shape[0], w.shape[2 if layout is Layout.NK else 1]
     return rows(Rows(Op.DX, dy, w, m_sizes, layout, M), dy.new_empty((M, K)))

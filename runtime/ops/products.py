@@ -20,7 +20,9 @@ from ..driver.device import current_stream, local_gpu, on
 from ..launch import gather, rowops
 from ..launch.gather import GatherFirst, Launch
 from ..launch.products import gated_launch, row_launch, rows_aligned, weight_launch
-from . import torch_fallback, zero_rows
+from ..weights.dequantised import Dequantised
+from ..weights.expert_weights import ExpertWeights
+from . import quantised, torch_fallback, zero_rows
 
 stream_of = current_stream
 
@@ -39,8 +41,9 @@ def rows(call: Rows, y: torch.Tensor) -> torch.Tensor:
         torch_fallback.tell_reference(call.x.device.type)
         if call.zero_tail:
             y.zero_()
+        x, w, layout = _by_torch(call)
         reference.rows(
-            call.x, call.w, call.m_sizes, y, M=call.M, layout=call.as_forward(), index=call.index, index_end=end,
+            x, w, call.m_sizes, y, M=call.M, layout=layout, index=call.index, index_end=end,
             gather_divisor=call.gather_divisor, scatter=call.scatter, row_weights=call.row_weights, bias=call.bias,
         )  # fmt: skip
         return y
@@ -76,17 +79,32 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int) -> None:
         call = dataclasses.replace(call, x=gathered, gather_divisor=0, pin=None)
         if not spares_rows and _launch_rows(call, y, end):
             return
-    if not call.fusion and not spares_rows:
-        sm = local_gpu(call.x.get_device()).sm
+    plain, sm = not call.fusion and not spares_rows, local_gpu(call.x.get_device()).sm
+    if isinstance(call.w, ExpertWeights):
+        quantised.no_kernel(call.w.format)
+        x, w, layout = _by_torch(call)
+        product = y if plain and x.dtype is y.dtype else x.new_empty((call.M, y.shape[1]))
+        torch_fallback.on_cuda(x, w, call.m_sizes, product, layout, sm=sm, aligned=False)
+        if product is y:
+            return
+    elif plain:
         aligned = rows_aligned(call, y)
         torch_fallback.on_cuda(call.x, call.w, call.m_sizes, y, call.as_forward(), sm=sm, aligned=aligned)
         return
-    product = call.x.new_empty((call.M, y.shape[1]))
-    _on_cuda(Rows(call.op, call.x, call.w, call.m_sizes, call.layout, call.M), product, 0)
+    else:
+        product = call.x.new_empty((call.M, y.shape[1]))
+        _on_cuda(Rows(call.op, call.x, call.w, call.m_sizes, call.layout, call.M), product, 0)
     torch_fallback.store(
         product, y, call.m_sizes, index=call.index, index_end=end, scatter=call.scatter, row_weights=call.row_weights,
         bias=call.bias, gathered=spares_rows,
     )  # fmt: skip
+
+
+def _by_torch(call: Rows) -> tuple[torch.Tensor, torch.Tensor | Dequantised, Layout]:
+    """x, w and w's layout of the product as a forward, for torch."""
+    if isinstance(call.w, ExpertWeights):
+        return *quantised.operands(call, call.w), Layout.NK
+    return call.x, call.w, call.as_forward()
 
 
 def weight(
@@ -110,8 +128,10 @@ def weight(
         dw = x.new_empty((E, N, K))
         launch = weight_launch(dy, x, dw, m_sizes, pin, strict)
         if launch is not None:
-            launch(dy.data_ptr(), x.data_ptr(), dw.data_ptr(), m_sizes.data_ptr(), row_stride(dy, N), row_stride(x, K),
-                   M, stream_of(x.get_device()))  # fmt: skip
+            launch(
+                dw.data_ptr(), m_sizes.data_ptr(), stream_of(x.get_device()), dy=dy.data_ptr(), x=x.data_ptr(),
+                stride_dy_m=row_stride(dy, N), stride_x_m=row_stride(x, K), M=M,
+            )  # fmt: skip
             return dw
         return torch_fallback.weight(dy, x, m_sizes, sm=local_gpu(x.get_device()).sm)
 
@@ -123,22 +143,23 @@ def _launch_rows(call: Rows, y: torch.Tensor, index_end: int) -> bool:
         return False
     if call.zero_tail and not launch.zeroes:
         zero_rest(call, y, index_end)
-    moved: tuple[int, ...] = ()
-    if call.fusion:
-        index = address_of(call.index) if call.uses_index else 0
-        moved = (index, address_of(call.row_weights), address_of(call.bias), index_end)
-    _launch(launch, call, y, moved)
+    _launch(launch, call, y, index_end)
     return True
 
 
-def _launch(launch: Launch, call: Rows, y: torch.Tensor, moved: tuple[int, ...]) -> None:
+def _launch(launch: Launch, call: Rows, y: torch.Tensor, index_end: int) -> None:
     x, checked = call.x, None
+    words: dict[str, int] = {}
+    if call.fusion:
+        words = {"index": address_of(call.index) if call.uses_index else 0, "index_end": index_end,
+                 "row_weights": address_of(call.row_weights), "bias": address_of(call.bias)}  # fmt: skip
     if isinstance(launch, GatherFirst):
         checked = index_in_range(call)
-        moved += (address_of(checked), rowops.used(call.bounds)[0], x.shape[0] * call.gather_divisor)
+        words |= {"index_in_range": address_of(checked), "used": rowops.used(call.bounds)[0],
+                  "slots": x.shape[0] * call.gather_divisor}  # fmt: skip
     launch(
-        x.data_ptr(), call.w.data_ptr(), y.data_ptr(), call.m_sizes.data_ptr(),
-        row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), call.M, stream_of(x.get_device()), *moved,
+        y.data_ptr(), call.m_sizes.data_ptr(), stream_of(x.get_device()), x=x.data_ptr(), w=call.dense.data_ptr(),
+        stride_x_m=row_stride(x, x.shape[1]), stride_y_m=row_stride(y, y.shape[1]), M=call.M, **words,
     )  # fmt: skip
 
 
@@ -174,5 +195,5 @@ def gated_rows(call: Rows) -> torch.Tensor | None:
         if launch is None:
             return None
         a = x.new_empty((call.M, I))
-        _launch(launch, call, a, (address_of(call.index), 0, 0, call.index_end(0)))
+        _launch(launch, call, a, call.index_end(0))
     return a

@@ -12,6 +12,7 @@ from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.records.problem import Layout
 from ...kernels import reference
 from ...kernels.hardware.arch import torch_groups
+from ..weights.dequantised import Dequantised
 
 _MOST_GROUPS = 1024  # torch's own limit
 
@@ -34,8 +35,9 @@ def grouped_mm(dtype: torch.dtype, sm: int, E: int) -> Callable[..., torch.Tenso
 
 
 def on_cuda(
-    x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, y: torch.Tensor, layout: Layout, *, sm: int, aligned: bool
-) -> None:
+    x: torch.Tensor, w: torch.Tensor | Dequantised, m_sizes: torch.Tensor, y: torch.Tensor, layout: Layout, *, sm: int,
+    aligned: bool,
+) -> None:  # fmt: skip
     """Fills y [M, N] through torch, rows past the sum of m_sizes untouched.
 
     Without a synchronisation where torch has a kernel for it (bf16 on 9.x and 10.x); elsewhere a loop
@@ -46,8 +48,8 @@ def on_cuda(
     ProblemNotInBundle
         in a graph capture, where the loop can't read m_sizes.
     """
-    grouped = grouped_mm(x.dtype, sm, w.shape[0])
-    if grouped is not None and aligned:
+    grouped = grouped_mm(x.dtype, sm, len(w))
+    if grouped is not None and aligned and isinstance(w, torch.Tensor):
         M, K = x.shape
         x = x.as_strided((M, K), (x.stride(0) if M > 1 else K, 1))  # torch minds the stride of a single row
         ends = m_sizes.clamp(0, M).cumsum(0, dtype=torch.int64).clamp_(max=M)
@@ -58,7 +60,7 @@ def on_cuda(
         return
     if torch.cuda.is_current_stream_capturing():
         raise ProblemNotInBundle(
-            f"no bundle has a kernel for x {tuple(x.shape)} {x.dtype}, w {tuple(w.shape)}, and torch's loop over the "
+            f"no bundle has a kernel for x {tuple(x.shape)} {x.dtype}, {len(w)} experts, and torch's loop over the "
             "experts has to read m_sizes on the host, which a CUDA graph capture forbids. Build a bundle with "
             "`aot build` (pretuned.runtime.explain(x, w, m_sizes) prints the line), or capture without this call"
         )
@@ -80,7 +82,8 @@ def store(
         expert = reference.expert_of_rows(m_sizes, M).clamp_(max=bias.shape[0] - 1)
         product = product + bias[expert]
     if row_weights is not None and index is not None:
-        product = (product * row_weights[reference.rows_of(index, index_end)][:, None]).to(y.dtype)
+        product = product * row_weights[reference.rows_of(index, index_end)][:, None]
+    product = product.to(y.dtype)
     used = index if scatter or row_weights is not None or gathered else None
     part = reference.taking_part(m_sizes, used, index_end, M)
     if scatter and index is not None:

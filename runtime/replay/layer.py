@@ -29,6 +29,7 @@ from .layer_grad import Sizes
 _KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a call of it does
 
 
+_NOTHING: dict[str, int] = {}
 _LOOSE = (0, 3, 4)  # of a guard's tensors: hidden, the ids and the routing weights, a row a token
 _MOST_ROWS = 1 << 29  # so that all of its bucket fit int32
 
@@ -112,21 +113,24 @@ class LayerPlan:
         at_index, at_sizes, stream = index.data_ptr(), m_sizes.data_ptr(), self._stream(self._device)
         h, a = None, empty((M, I), (I, 1), dtype)
         if self._gated is not None and not keeps_h:
-            self._gated(
-                x.data_ptr(), gate_up.data_ptr(), a.data_ptr(), at_sizes, self._stride_x, I, M, stream,
-                at_index, 0, 0, M, *((0, rowops.used(bounds)[0], M) if self._gathers[1] else ()),
-            )  # fmt: skip
+            gated = self._gated
+            gated.start(gated.pack(
+                x=x.data_ptr(), w=gate_up.data_ptr(), stride_x_m=self._stride_x, stride_y_m=I, M=M, index=at_index,
+                index_end=M, **({"used": rowops.used(bounds)[0], "slots": M} if self._gathers[1] else _NOTHING),
+            ), a.data_ptr(), at_sizes, stream)  # fmt: skip
         else:
             h = empty((M, wide), (wide, 1), dtype)
             used, flag = rowops.used(bounds)
-            self._first(
-                x.data_ptr(), gate_up.data_ptr(), h.data_ptr(), at_sizes, self._stride_x, wide, M, stream,
-                at_index, 0, 0 if gate_up_bias is None else gate_up_bias.data_ptr(), M,
-                *((0, used, M) if self._gathers[0] else ()),
-            )  # fmt: skip
+            first = self._first
+            first.start(first.pack(  # (no name for it: it may hold as much memory as h)
+                x=x.data_ptr(), w=gate_up.data_ptr(), stride_x_m=self._stride_x, stride_y_m=wide, M=M, index=at_index,
+                bias=0 if gate_up_bias is None else gate_up_bias.data_ptr(), index_end=M,
+                **({"used": used, "slots": M} if self._gathers[0] else _NOTHING),
+            ), h.data_ptr(), at_sizes, stream)  # fmt: skip
             self._activation(M, I, (h.data_ptr(), a.data_ptr(), used), (M, I, self._act | flag))
         y = empty((M, H), (H, 1), dtype)
-        self._second(a.data_ptr(), down.data_ptr(), y.data_ptr(), at_sizes, I, H, M, stream)
+        packed = self._second.pack(x=a.data_ptr(), w=down.data_ptr(), stride_x_m=I, stride_y_m=H, M=M)
+        self._second.start(packed, y.data_ptr(), at_sizes, stream)
         out = empty((T, H), (H, 1), dtype)
         if self._widens:
             weights = weights.to(torch.float32)

@@ -101,7 +101,8 @@ class GradientPlan:
         dx = dup = ddown = None
         dy = self._sorted(dout, at_index, used)
         da = empty((M, I), (I, 1), dtype)
-        launches.through(dy.data_ptr(), down.data_ptr(), da.data_ptr(), at_sizes, H, I, M, stream)
+        packed = launches.through.pack(x=dy.data_ptr(), w=down.data_ptr(), stride_x_m=H, stride_y_m=I, M=M)
+        launches.through.start(packed, da.data_ptr(), at_sizes, stream)
         dh = empty((M, wide), (wide, 1), dtype) if wanted.inner else None
         a = empty((M, I), (I, 1), dtype) if wanted.down else None
         dweights = empty((M,), (1,), kind) if wanted.weights else None
@@ -119,7 +120,8 @@ class GradientPlan:
         del a, dy  # half of what the gradient takes beside its results
         if dh is not None and gate_up is not None and launches.each is not None and launches.combine is not None:
             each = empty((M, H), (H, 1), dtype)
-            launches.each(dh.data_ptr(), gate_up.data_ptr(), each.data_ptr(), at_sizes, wide, H, M, stream)
+            packed = launches.each.pack(x=dh.data_ptr(), w=gate_up.data_ptr(), stride_x_m=wide, stride_y_m=H, M=M)
+            launches.each.start(packed, each.data_ptr(), at_sizes, stream)
             dx = empty((T, H), (H, 1), dtype)
             launches.combine(
                 T, H, (each.data_ptr(), places.data_ptr(), 0, 0, 0, dx.data_ptr()), (T, H, k, 0)
@@ -171,7 +173,8 @@ class GradientPlan:
         if self._swapped:
             left, right, N, K = right, left, K, N
         dw = self._empty((E, N, K), (N * K, K, 1), self._dtype)
-        launch(left.data_ptr(), right.data_ptr(), dw.data_ptr(), at_sizes, N, K, left.shape[0], stream)
+        packed = launch.pack(dy=left.data_ptr(), x=right.data_ptr(), stride_dy_m=N, stride_x_m=K, M=left.shape[0])
+        launch.start(packed, dw.data_ptr(), at_sizes, stream)
         return dw
 
 

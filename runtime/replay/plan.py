@@ -68,7 +68,7 @@ class ExecutionPlan:
         self._gathers = (x.shape[0], rows.gather_divisor) if isinstance(launch, GatherFirst) else None
         # dX and dW of a plain call are launched from here too, once a backward asked for them.
         self._plain = call.form.plain and not self._tensors
-        self._saved = x.stride(), call.w.stride(), call.w.data_ptr() & ALIGNMENT_BYTES - 1
+        self._saved = x.stride(), call.dense.stride(), call.dense.data_ptr() & ALIGNMENT_BYTES - 1
         self._dx: Launch | None = None
         self._dw: Launcher | None = None
 
@@ -101,22 +101,24 @@ class ExecutionPlan:
             clear(y, index, m_sizes, self._strides[2], self._moved[1])
         elif self._zero_first:
             y.zero_()
-        moved: tuple[int, ...] = ()
-        if self._moved is not None:
+        launch, (stride_x_m, stride_y_m, M) = self._launch, self._strides
+        if self._moved is None:
+            packed = launch.pack(x=x.data_ptr(), w=w.data_ptr(), stride_x_m=stride_x_m, stride_y_m=stride_y_m, M=M)
+        else:
             uses_index, index_end = self._moved
             if self._widens and weights is not None:
                 weights = weights.to(torch.float32)  # (kept until it is launched)
-            moved = (
-                index.data_ptr() if uses_index and index is not None else 0,
-                0 if weights is None else weights.data_ptr(), 0 if bias is None else bias.data_ptr(), index_end,
-            )  # fmt: skip
+            more: dict[str, int] = {}
             if self._gathers is not None and index is not None:
                 checked = in_range(index, *self._gathers)  # (kept until it is launched)
-                moved += (checked.data_ptr(), 0, self._gathers[0] * self._gathers[1])
-        self._launch(
-            x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), *self._strides, self._stream(self._device),
-            *moved,
-        )  # fmt: skip
+                more = {"index_in_range": checked.data_ptr(), "slots": self._gathers[0] * self._gathers[1]}
+            packed = launch.pack(
+                x=x.data_ptr(), w=w.data_ptr(), stride_x_m=stride_x_m, stride_y_m=stride_y_m, M=M,
+                index=index.data_ptr() if uses_index and index is not None else 0,
+                row_weights=0 if weights is None else weights.data_ptr(), bias=0 if bias is None else bias.data_ptr(),
+                index_end=index_end, **more,
+            )  # fmt: skip
+        launch.start(packed, y.data_ptr(), m_sizes.data_ptr(), self._stream(self._device))
         return y
 
     def backward(
@@ -150,8 +152,10 @@ class ExecutionPlan:
                     self._plain = False
                     return None
             stride_first, stride_second = (stride_x, N) if swapped else (N, stride_x)
-            launch(first.data_ptr(), second.data_ptr(), dw.data_ptr(), m_sizes.data_ptr(), stride_first, stride_second,
-                   M, stream)  # fmt: skip
+            packed = launch.pack(
+                dy=first.data_ptr(), x=second.data_ptr(), stride_dy_m=stride_first, stride_x_m=stride_second, M=M
+            )
+            launch.start(packed, dw.data_ptr(), m_sizes.data_ptr(), stream)
         if w is not None and needs[0]:
             dx = self._empty((M, K), (K, 1), self._dtype)
             launch_dx = self._dx
@@ -161,7 +165,8 @@ class ExecutionPlan:
                 if launch_dx is None:
                     self._plain = False
                     return None
-            launch_dx(at, w.data_ptr(), dx.data_ptr(), m_sizes.data_ptr(), N, K, M, stream)
+            packed = launch_dx.pack(x=at, w=w.data_ptr(), stride_x_m=N, stride_y_m=K, M=M)
+            launch_dx.start(packed, dx.data_ptr(), m_sizes.data_ptr(), stream)
         return dx, dw
 
 
@@ -181,7 +186,7 @@ def plan(
     if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not (call.M and call.N and call.K):
         return None
     launch = launch_products.row_launch(forward_rows(call, x), y)
-    same = guard.guard(x, call.w, call.m_sizes, *[t for t in (weights, bias, index) if t is not None])
+    same = guard.guard(x, call.dense, call.m_sizes, *[t for t in (weights, bias, index) if t is not None])
     return None if launch is None or same is None else ExecutionPlan(call, x, launch, same)
 
 

@@ -15,15 +15,15 @@ from pretuned.aot.plan.families import Pool
 from pretuned.aot.plan.plan import BuildPlan, plan
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads
 
 SMALL = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
 ODD = "shape:E=8,H=250,I=125,k=2 tokens=1..64 name=odd"  # no row is a multiple of 16 bytes
 
 
 def _aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
-    tma = sm >= 90
-    return (Config(16, 32, 64, 4, 2, tma=tma), Config(64, 64, 32, 4, 2, tma=tma))
+    loads = Loads.TMA if sm >= 90 else Loads.POINTER
+    return (Config(16, 32, 64, 4, 2, loads=loads), Config(64, 64, 32, 4, 2, loads=loads))
 
 
 def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:

@@ -31,7 +31,7 @@ SPEC = spec.Spec(Op.FORWARD, DType.BF16, Config(64, 64, 64, 4, 3))
 CUBIN = b"\x7fELF code"
 COMPILED = Compiled(
     Variant(
-        SPEC.kernel, 1, 1, SPEC.op, SPEC.dtype, SPEC.layout, SPEC.fusion, SPEC.alignment, SPEC.max_experts,
+        "rows", 1, 1, SPEC.op, SPEC.dtype, SPEC.layout, SPEC.fusion, SPEC.alignment, SPEC.max_experts,
         SPEC.config.pairs(), "rows", registry.arguments(SPEC), (), 128, 49152, 128, 0, 0, len(CUBIN),
         hashlib.sha256(CUBIN).digest(),
     ),

@@ -21,23 +21,22 @@ from pretuned.artifacts.records.bundle import Bundle, Kernel, TensorMap, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.artifacts.records.target import Target
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.contract.launchable import unlaunchable
-from pretuned.kernels.contract.registry import arguments, boxes
-from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.registry import arguments, boxes, entry_of, threads
 from pretuned.kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from pretuned.kernels.contract.words import parameter_bytes
 from pretuned.runtime.launch.loader import loaded
 
 SHIPPED = sorted((Path(__file__).parents[2] / "artifacts" / "bundles").glob("*.msgpack"))
-POINTERS, TMA = Config(64, 64, 64, 4, 3), Config(64, 64, 64, 4, 3, tma=True)
-SPECIALIZED = Config(128, 128, 64, 8, 3, tma=True, persistent=True, specialized=True)
-FRAGMENTS = Config(32, 128, 256, 8, 3, tma=True, persistent=True, specialized=True)
-TURNS = Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)
-WEIGHT_TURNS = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)
-ACROSS = Config(32, 192, 128, 8, 10, tma=True, specialized=True, pingpong=True)
-FITTED = Config(256, 128, 64, 8, 4, tma=True, specialized=True)
-FITTED_TURNS = Config(192, 128, 64, 8, 5, tma=True, specialized=True, pingpong=True)
+POINTERS, TMA = Config(64, 64, 64, 4, 3), Config(64, 64, 64, 4, 3, loads=Loads.TMA)
+SPECIALIZED = Config(128, 128, 64, 8, 3, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+FRAGMENTS = Config(32, 128, 256, 8, 3, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+TURNS = Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)
+WEIGHT_TURNS = Config(32, 128, 192, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG)
+ACROSS = Config(32, 192, 128, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG)
+FITTED = Config(256, 128, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE, rows=TileRows.FITTED)
+FITTED_TURNS = Config(192, 128, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG, rows=TileRows.FITTED)
 ELEMENTS = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
 CUBIN = b"\x7fELF code"
 
@@ -48,10 +47,11 @@ def record(spec: Spec) -> Variant:
     maps = tuple(
         TensorMap(name, ELEMENTS[stored if name == "dw" else spec.dtype], box, 3) for name, box in boxes(spec).items()
     )
+    entry = entry_of(spec)
     return Variant(
-        spec.kernel, REVISIONS[spec.kernel].revision, 1, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment,
-        spec.max_experts, spec.config.pairs(), spec.kernel, arguments(spec), maps,
-        384 if spec.config.specialized else 128, 49152, 128, 0, 0, len(CUBIN), hashlib.sha256(CUBIN).digest(),
+        entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment,
+        spec.max_experts, spec.config.pairs(), entry.name, arguments(spec), maps,
+        threads(spec), 49152, 128, 0, 0, len(CUBIN), hashlib.sha256(CUBIN).digest(),
     )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ BROKEN = {
     "specialized with one stage": configured(COUNTED, num_stages=1),
     "specialized of fp32": record(Spec(Op.DW, DType.FP32, FRAGMENTS)),
     "specialized rows of tf32": record(Spec(Op.DX, DType.TF32, SPECIALIZED)),
-    "tf32 in halves of tiles": record(Spec(Op.DW, DType.TF32, replace(FRAGMENTS, narrow=True))),
+    "tf32 in halves of tiles": record(Spec(Op.DW, DType.TF32, replace(FRAGMENTS, edge=Edge.HALF))),
     "tf32 in tiles of 128 columns": record(Spec(Op.DW, DType.TF32, replace(FRAGMENTS, block_k=128))),
     "specialized dW of 64 rows": record(spec(Op.DW, replace(FRAGMENTS, block_n=64))),
     "specialized rows, 64 of them": configured(COUNTED, block_m=64),
@@ -230,7 +230,7 @@ def test_only_the_runtime_leaves_a_later_toolkits_code_to_the_driver() -> None:
 def test_what_the_builder_records_passes(op: Op, dtype: DType, layout: Layout, fusion: Fusion) -> None:
     specialized = [SPECIALIZED] if dtype.itemsize == 2 else [FRAGMENTS] * ((op, dtype) == (Op.DW, DType.TF32))
     for config in (POINTERS, TMA, *specialized):
-        experts = MAX_EXPERTS if config.specialized else MAX_EXPERTS_FALLBACK
+        experts = MAX_EXPERTS if config.schedule.warp_specialized else MAX_EXPERTS_FALLBACK
         one = record(Spec(op, dtype, config, layout, Fusion.NONE if op is Op.DW else fusion, max_experts=experts))
         assert unlaunchable(one) is None
         with opened(one) as file:

@@ -22,17 +22,17 @@ from pretuned.artifacts.files.bundle_file import open_bundle, open_bytes
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Producer
 from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect.explain import examine
 
 INT, LONG = 2**31 - 1, 2**53 - 1
 CONFIGS: list[tuple[tuple[str, int], ...]] = [
     (), (("block_m", INT),), Config(16, 16, 16, 1, 1, 1).pairs(), Config(256, 256, 256, 16, 8, 1024).pairs(),
-    Config(128, 128, 64, 8, 3, tma=True, specialized=True).pairs(),
-    Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True).pairs(),
-    Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True).pairs(),
-    Config(32, 192, 128, 8, 10, tma=True, specialized=True, pingpong=True).pairs(),
+    Config(128, 128, 64, 8, 3, loads=Loads.TMA, schedule=Schedule.COOPERATIVE).pairs(),
+    Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG).pairs(),
+    Config(32, 128, 192, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG).pairs(),
+    Config(32, 192, 128, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG).pairs(),
 ]  # fmt: skip
 PRODUCERS = [Producer("", "", "", ()), Producer("9" * 200, "a,b,,", "1" * 199 + ",", ("x" * 200,) * 64)]
 

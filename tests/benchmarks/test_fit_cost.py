@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import fitted
+from pretuned.kernels.contract.config import Edge, Schedule, TileRows
 from pretuned.kernels.cost.constants import CONSTANTS, Constants, ConstantsFamily, Specialized, WeightGrad
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -79,8 +79,13 @@ def test_the_fit_sees_the_model_itself(tool: SimpleNamespace, told: dict[str, fl
 def test_the_fit_sees_narrow_configs(tool: SimpleNamespace, K: int, less: bool) -> None:
     """Beside the same configs without it."""
     cell = next(cell for cell in _cells(tool, Op.DW) if cell.tokens == 8192 and cell.model == "gpt-oss-20b")
-    wide = [one for one in cell.variants if one.config.specialized and not (one.config.narrow or one.config.pingpong)]
-    narrow = [replace(one, config=replace(one.config, narrow=True)) for one in wide]
+    wide = [
+        one
+        for one in cell.variants
+        if one.config.schedule.warp_specialized
+        and not (one.config.edge is Edge.HALF or one.config.schedule is Schedule.PINGPONG)
+    ]
+    narrow = [replace(one, config=replace(one.config, edge=Edge.HALF)) for one in wide]
     several = replace(
         cell, problem=replace(cell.problem, K=K), variants=(*wide, *narrow), times_us=(1.0,) * (2 * len(wide))
     )
@@ -94,8 +99,8 @@ def test_the_fit_sees_narrow_configs(tool: SimpleNamespace, K: int, less: bool) 
 def test_the_fit_sees_tiles_that_are_dealt_out(tool: SimpleNamespace) -> None:
     """Beside those of the same size that aren't, and of 192 columns."""
     cell = next(one for one in _cells(tool, Op.FORWARD) if one.tokens == 1024 and one.model == "qwen3-next")
-    taken = [one for one in cell.variants if one.config.specialized and one.config.block_n == 128]
-    several = [replace(one, config=replace(one.config, pingpong=True)) for one in taken] + taken
+    taken = [one for one in cell.variants if one.config.schedule.warp_specialized and one.config.block_n == 128]
+    several = [replace(one, config=replace(one.config, schedule=Schedule.PINGPONG)) for one in taken] + taken
     cell = replace(cell, variants=tuple(several), times_us=(1.0,) * len(several))
     (part,) = tool.vectors.parts([cell])
     ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(cell)}
@@ -108,10 +113,13 @@ def test_the_fit_sees_tiles_that_are_fitted(tool: SimpleNamespace) -> None:
     """By both warpgroups and in turns; of few rows and many."""
     for tokens in (1024, 8192):
         cell = next(one for one in _cells(tool, Op.FORWARD) if one.tokens == tokens and one.model == "qwen3-next")
-        taken = [one for one in cell.variants if one.config.specialized][:1]
-        shapes = ({"block_m": 256, "block_n": 128}, {"block_m": 192, "block_n": 128, "pingpong": True})
-        several = [replace(one, config=replace(one.config, **shape)) for one in taken for shape in shapes] + taken
-        assert [fitted(one.config) for one in several] == [True, True, False]
+        taken = [one for one in cell.variants if one.config.schedule.warp_specialized][:1]
+        fitted = [
+            replace(one.config, block_m=rows, block_n=128, schedule=schedule, rows=TileRows.FITTED)
+            for one in taken
+            for rows, schedule in ((256, Schedule.COOPERATIVE), (192, Schedule.PINGPONG))
+        ]
+        several = [replace(taken[0], config=config) for config in fitted] + taken
         cell = replace(cell, variants=tuple(several), times_us=(1.0,) * len(several))
         (part,) = tool.vectors.parts([cell])
         ranked = {i: us for us, i in tool.sweeps.Rankings(CONSTANTS).of(cell)}
@@ -122,7 +130,7 @@ def test_the_fit_sees_tiles_that_are_fitted(tool: SimpleNamespace) -> None:
 def test_the_fit_sees_tiles_that_lie_across(tool: SimpleNamespace, N: int, K: int) -> None:
     """Beside the same configs that don't; of dw turned round they take as long, but for what a row of a tile writes."""
     cell = next(cell for cell in _cells(tool, Op.DW) if cell.tokens == 8192 and cell.model == "olmoe")
-    along = [one for one in cell.variants if one.config.pingpong and one.config.block_k == 192]
+    along = [one for one in cell.variants if one.config.schedule is Schedule.PINGPONG and one.config.block_k == 192]
     lying = [replace(one, config=replace(one.config, block_n=192, block_k=128)) for one in along]
 
     def estimates(N: int, K: int) -> list[float]:
@@ -182,6 +190,7 @@ def test_tables_of_disjoint_cells_merge(tool: SimpleNamespace) -> None:
         assert merged[name] == pytest.approx(row, abs=2e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", Op)
 def test_how_few_variants_are_enough_is_as_recorded(tool: SimpleNamespace, op: Op) -> None:
     recorded = json.loads((RESULTS / "select-h200-bf16.json").read_text())["select"][op.value]

@@ -16,7 +16,7 @@ from pretuned.aot.plan.families import Family
 from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 JOBS = Path(__file__).parents[1] / "support"
@@ -71,7 +71,7 @@ def test_a_journal_will_do(tool: ModuleType, tmp_path: Path, monkeypatch: pytest
     import fakemeasure
 
     planned = plan(load_models(MODELS).shapes)
-    slow, quick = Config(64, 128, 64, 4, 4, tma=True), Config(128, 128, 64, 8, 3, tma=True)
+    slow, quick = Config(64, 128, 64, 4, 4, loads=Loads.TMA), Config(128, 128, 64, 8, 3, loads=Loads.TMA)
     both = [fakemeasure.bundle(planned, config=config, modelled=True) for config in (slow, quick)]
     candidates = dataclasses.replace(
         both[0],

@@ -15,6 +15,8 @@ from pretuned.aot.journal.records import Rematch
 from pretuned.aot.journal.timings import CellTimes
 from pretuned.artifacts.files.bundle_file import open_bundle
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 JOURNAL = ROOT / "benchmarks" / "results" / "catalogue-h200.journal.xz"

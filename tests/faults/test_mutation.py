@@ -17,6 +17,8 @@ from pretuned.artifacts.records.target import Gpu
 sys.path.append(str(Path(__file__).parent))
 import mutate
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = {path.stem: path.read_bytes() for path in sorted((Path(__file__).parents[1] / "golden").glob("*.msgpack"))}
 
 

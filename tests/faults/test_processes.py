@@ -7,11 +7,14 @@ import threading
 from pathlib import Path
 
 import golden_bundles
+import pytest
 
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
+
+pytestmark = pytest.mark.slow
 
 BUNDLE = golden_bundles.medium()
 

@@ -24,6 +24,8 @@ from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
 
+pytestmark = pytest.mark.slow
+
 OLD, NEW = (codec.encode(golden_bundles.medium(seed=seed)) for seed in (0, 1))
 PUBLISH = """
 import sys

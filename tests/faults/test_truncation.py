@@ -49,6 +49,7 @@ def test_bytes_appended(tmp_path, name, more):
             read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["format1-small", "format1-edges"])
 def test_every_flipped_bit(tmp_path, name):
     data = bytearray(GOLDEN[name].read_bytes())

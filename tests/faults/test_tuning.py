@@ -8,8 +8,12 @@ import sys
 import traceback
 from pathlib import Path
 
+import pytest
+
 from pretuned.runtime import reload
 from pretuned.runtime.dispatch import snapshot
+
+pytestmark = pytest.mark.slow
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 

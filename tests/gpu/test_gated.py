@@ -13,6 +13,7 @@ from pretuned.artifacts.records.bundle import Choice
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
+from pretuned.kernels.contract.registry import entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import explain, moe_mlp, sort_routing
 from pretuned.runtime.api import moe
@@ -121,8 +122,8 @@ def test_the_product_is_near_the_reference_and_stays_in_its_rows(
         assert launch is not None
         stream = torch.cuda.current_stream().cuda_stream
         launch(
-            x.data_ptr(), w.data_ptr(), a.data_ptr(), routing.m_sizes.data_ptr(), H, a.stride(0), M, stream,
-            index.data_ptr(), 0, 0, M,
+            a.data_ptr(), routing.m_sizes.data_ptr(), stream, x=x.data_ptr(), w=w.data_ptr(), stride_x_m=H,
+            stride_y_m=a.stride(0), M=M, index=index.data_ptr(), index_end=M,
         )  # fmt: skip
         want = torch.empty(M, I, device="cuda", dtype=torch.float64)
         reference.rows(
@@ -277,5 +278,5 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so(monkeypatch: pytest.Monk
 def test_the_specs_name_says_what_it_is() -> None:
     for kernel in kernels():
         spec = Spec(Op.FORWARD, DType.BF16, kernel.config, fusion=kernel.variant.fusion)
-        assert (spec.kernel, kernel.variant.kernel) == ("rows_specialized",) * 2
+        assert (entry_of(spec).name, kernel.variant.kernel) == ("rows_specialized",) * 2
         assert dict(kernel.variant.arguments)["y_map"] == "desc4"

@@ -15,10 +15,11 @@ from pretuned.artifacts.files.bundle_file import BundleFile
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels import reference
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.runtime.check.tensors import DTYPES
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver.device import current_stream, local_gpu
+from pretuned.runtime.driver.launcher import Launcher
 from pretuned.runtime.launch.gemm import PLAIN, Fused, LoadedKernel, row_launcher, weight_launcher
 from pretuned.runtime.launch.loader import loaded
 
@@ -60,7 +61,7 @@ def variants(
 
 
 def specialized(op: Op, fusion: Fusion) -> list[LoadedKernel]:
-    return variants(op, fusion, lambda config: config.specialized)
+    return variants(op, fusion, lambda config: config.schedule.warp_specialized)
 
 
 def fallen(E: int, M: int, fall: str) -> torch.Tensor:
@@ -85,6 +86,14 @@ def dtype_of(kernel: LoadedKernel) -> torch.dtype:
     return next(key for key, value in DTYPES.items() if value is kernel.variant.dtype)
 
 
+def run(
+    launch: Launcher, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, m_sizes: torch.Tensor, **more: int
+) -> None:  # fmt: skip
+    """Launch it on these; M is x's rows where ``more`` does not say."""
+    words = {"M": x.shape[0], "stride_x_m": x.stride(0), "stride_y_m": y.stride(0), **more}
+    launch(y.data_ptr(), m_sizes.data_ptr(), current_stream(0), x=x.data_ptr(), w=w.data_ptr(), **words)
+
+
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
     """Within rounding of float32 sums; NaN, which nothing was stored over, in the same places."""
     assert torch.equal(got.isnan(), want.isnan())
@@ -106,14 +115,19 @@ def test_dw(E: int, N: int, K: int, fall: str, dtypes: tuple[DType, ...]) -> Non
     """
     for M in (1, 300, 5000, 300 * E):
         m_sizes = fallen(E, M, fall).cuda()
-        for kernel in variants(Op.DW, Fusion.NONE, lambda config: config.specialized or dtypes is not HALVES, dtypes):
+        for kernel in variants(
+            Op.DW, Fusion.NONE, lambda config: config.schedule.warp_specialized or dtypes is not HALVES, dtypes
+        ):
             dtype = dtype_of(kernel)
             dy, x = (torch.randn(M + 9, n, device="cuda").to(dtype) for n in (N, K))
             dy[M:] = x[M:] = NAN
             dw = torch.full((E, N, K), NAN, device="cuda", dtype=dtype)
             launch = weight_launcher(kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=1)
             for _ in range(2):  # the counter is as it was
-                launch(dy.data_ptr(), x.data_ptr(), dw.data_ptr(), m_sizes.data_ptr(), N, K, M + 9, current_stream(0))
+                launch(
+                    dw.data_ptr(), m_sizes.data_ptr(), current_stream(0), dy=dy.data_ptr(), x=x.data_ptr(),
+                    stride_dy_m=N, stride_x_m=K, M=M + 9,
+                )  # fmt: skip
             want = torch.zeros(E, N, K, device="cuda")
             end = 0
             for e, count in enumerate(m_sizes.tolist()):
@@ -142,7 +156,7 @@ def test_plain_rows(op: Op, E: int, N: int, K: int, fall: str) -> None:
                 m_sizes_step=1,
             )  # fmt: skip
             for _ in range(2):  # the counter is as it was
-                launch(x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0))
+                run(launch, x, w, y, m_sizes)
             layout = Layout.KN if kn else Layout.NK
             reference.rows(x.float(), w.float(), m_sizes, want, M=M, layout=layout)
             near(y, want)
@@ -166,7 +180,7 @@ def test_tf32(op: Op, E: int, N: int, K: int, fall: str) -> None:
                 kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
                 m_sizes_step=1,
             )  # fmt: skip
-            launch(x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0))
+            run(launch, x, w, y, m_sizes)
             reference.rows(x, w, m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK)
             near(y, want)
 
@@ -188,7 +202,7 @@ def test_programs_that_find_their_tile(op: Op, E: int, asked: str, dtype: torch.
             m_sizes[E // 2] = -7
             m_sizes[-1] = 2**40 + 3 if dtype is torch.int64 else 2**31 - 1
         m_sizes = m_sizes.cuda()
-        for kernel in variants(op, Fusion.NONE, lambda config: not config.persistent):
+        for kernel in variants(op, Fusion.NONE, lambda config: config.schedule is Schedule.TILE):
             kind = dtype_of(kernel)
             kn = (kernel.variant.layout is Layout.KN) == (op is Op.FORWARD)
             x = torch.randn(M, K, device="cuda").to(kind)
@@ -198,7 +212,7 @@ def test_programs_that_find_their_tile(op: Op, E: int, asked: str, dtype: torch.
                 kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
                 m_sizes_step=1 + (dtype is torch.int64),
             )  # fmt: skip
-            launch(x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0))
+            run(launch, x, w, y, m_sizes)
             reference.rows(x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK)
             near(y, want)
 
@@ -242,12 +256,10 @@ def test_code_that_moves_rows(op: Op, E: int, N: int, K: int, wrong: int, code: 
                 kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
                 m_sizes_step=1, fused=Fused(fusion, step, top_k) if fusion else PLAIN,
             )  # fmt: skip
-            extra = (used, row_weights, bias)
+            given = {"index": used, "row_weights": row_weights, "bias": bias}
+            extra = {name: 0 if one is None else one.data_ptr() for name, one in given.items()}
             for _ in range(2):
-                launch(
-                    x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K + wide, N + wide, M,
-                    current_stream(0), *(0 if one is None else one.data_ptr() for one in extra), end,
-                )  # fmt: skip
+                run(launch, x, w, y, m_sizes, M=M, index_end=end, **extra)
             reference.rows(
                 x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK,
                 index=used, index_end=end, gather_divisor=divisor,
@@ -271,7 +283,9 @@ def test_rows_that_no_index_names_are_cleared(op: Op, E: int, N: int, K: int, we
         index = torch.randperm(rows)[:M].to(torch.int64 if wide else torch.int32)
         index[torch.randperm(M)[:3]] = torch.tensor([-1, rows, 2**31 - 1], dtype=index.dtype)[: min(3, M)]
         index = index.cuda()
-        for kernel in variants(op, Fusion.SCATTER, lambda config: config.specialized or not config.persistent):
+        for kernel in variants(
+            op, Fusion.SCATTER, lambda config: config.schedule.warp_specialized or config.schedule is Schedule.TILE
+        ):
             dtype = dtype_of(kernel)
             x = torch.randn(M, K, device="cuda").to(dtype)
             kn = (kernel.variant.layout is Layout.KN) == (op is Op.FORWARD)
@@ -283,9 +297,9 @@ def test_rows_that_no_index_names_are_cleared(op: Op, E: int, N: int, K: int, we
                 kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=N if kn else K,
                 m_sizes_step=1, fused=Fused(fusion, 1 + wide, 1, zero_tail=True),
             )  # fmt: skip
-            launch(
-                x.data_ptr(), w.data_ptr(), y.data_ptr(), m_sizes.data_ptr(), K, N, M, current_stream(0),
-                index.data_ptr(), 0 if row_weights is None else row_weights.data_ptr(), 0, rows,
+            run(
+                launch, x, w, y, m_sizes, index=index.data_ptr(), index_end=rows,
+                row_weights=0 if row_weights is None else row_weights.data_ptr(),
             )  # fmt: skip
             reference.rows(
                 x.float(), w.float(), m_sizes, want, M=M, layout=Layout.KN if kn else Layout.NK, index=index,

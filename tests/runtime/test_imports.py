@@ -34,7 +34,17 @@ def test_the_package_alone_imports_nothing() -> None:
     assert not any(modules_after("import pretuned.runtime").values())
 
 
-@pytest.mark.parametrize("name", ["grouped_gemm", "explain", "preload", "reload", "fingerprint", "Explanation"])
+# Each is a process of its own: one in the quick run.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grouped_gemm",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("explain", "preload", "reload", "fingerprint", "Explanation")
+        ),
+    ],
+)
 def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
     alone = modules_after("import torch")
     found = modules_after(f"from pretuned.runtime import {name}", PRETUNED_STRICT="maybe")

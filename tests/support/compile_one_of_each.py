@@ -12,19 +12,19 @@ import triton
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 
-TMA = Config(64, 128, 64, 4, 3, tma=True)
+TMA = Config(64, 128, 64, 4, 3, loads=Loads.TMA)
 POINTERS = Config(64, 128, 32, 4, 3)
-ONE_TILE = Config(16, 64, 128, 4, 3, persistent=False)  # its programs find their tile in PTX
+ONE_TILE = Config(16, 64, 128, 4, 3, schedule=Schedule.TILE)  # its programs find their tile in PTX
 SPECS = [
     *(Spec(op, DType.BF16, TMA, fusion=fusion) for op in (Op.FORWARD, Op.DX) for fusion in
       (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)),
-    Spec(Op.DW, DType.BF16, Config(32, 128, 128, 4, 4, tma=True)),
-    Spec(Op.FORWARD, DType.BF16, replace(ONE_TILE, tma=True)),
-    Spec(Op.DX, DType.TF32, Config(128, 128, 32, 4, 3, tma=True)),  # w through registers
+    Spec(Op.DW, DType.BF16, Config(32, 128, 128, 4, 4, loads=Loads.TMA)),
+    Spec(Op.FORWARD, DType.BF16, replace(ONE_TILE, loads=Loads.TMA)),
+    Spec(Op.DX, DType.TF32, Config(128, 128, 32, 4, 3, loads=Loads.TMA)),  # w through registers
 ]  # fmt: skip
 OLDER = [
     *(Spec(op, DType.BF16, POINTERS) for op in Op), Spec(Op.FORWARD, DType.BF16, ONE_TILE),

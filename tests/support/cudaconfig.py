@@ -1,9 +1,17 @@
-"""CUlaunchConfig as the driver reads it: what the runtime packs by hand is held against it."""
+"""A launch as the driver reads it: what the runtime packs by hand is held against CUDA's own structs."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_uint, c_void_p
+from collections.abc import Callable
+from ctypes import c_char, c_int32, c_int64, c_uint, c_uint64, c_void_p
+from typing import NamedTuple
+
+import pytest
+
+from pretuned.runtime.driver import cuda
+
+_KINDS = {"ptr": c_uint64, "i32": c_int32, "i64": c_int64}
 
 
 class LaunchConfig(ctypes.Structure):
@@ -14,3 +22,44 @@ class LaunchConfig(ctypes.Structure):
         ("block_x", c_uint), ("block_y", c_uint), ("block_z", c_uint),
         ("shared_bytes", c_uint), ("stream", c_void_p), ("attributes", c_void_p), ("attribute_count", c_uint),
     ]  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """What cuLaunchKernelEx was given; ``pointers`` is the address of the addresses of the parameters."""
+
+    config: int
+    handle: int
+    pointers: int
+
+    def values(self, kinds: list[str | int]) -> list[int | bytes]:
+        """The parameters, of these kinds: of a number its bytes."""
+        places = (c_void_p * len(kinds)).from_address(self.pointers)
+        return [
+            bytes((c_char * kind).from_address(place or 0)) if isinstance(kind, int)
+            else _KINDS[kind].from_address(place or 0).value
+            for kind, place in zip(kinds, places, strict=True)
+        ]  # fmt: skip
+
+
+def read_launches(patch: pytest.MonkeyPatch, read: Callable[[Launch], int | None]) -> None:
+    """Have ``read`` be the driver: it sees each launch as it is made, and may return CUDA's error code."""
+    patch.setattr(cuda, "launch_kernel", lambda: lambda config, handle, pointers, _: read(
+        Launch(config, handle, pointers)) or 0)  # fmt: skip
+    patch.setattr(cuda, "argument", lambda address: address)
+
+
+def parameters(arguments: tuple[tuple[str, str], ...]) -> tuple[list[str], list[str | int]]:
+    """The name and the kind of each parameter of a kernel: a descriptor is 128 bytes, then its sizes and strides."""
+    names: list[str] = []
+    kinds: list[str | int] = []
+    for name, kind in arguments:
+        rank = int(kind[4:]) if kind.startswith("desc") else 0
+        names += [name, *(f"{name} size {i}" for i in range(rank)), *(f"{name} stride {i}" for i in range(rank))]
+        kinds += [128, *["i32"] * rank, *["i64"] * rank] if rank else [kind]
+    return [*names, "scratch", "scratch 2"], [*kinds, "ptr", "ptr"]
+
+
+def words_of(arguments: tuple[tuple[str, str], ...], launch: Launch) -> dict[str, int | bytes]:
+    """Every word of a kernel by name, see ``parameters``."""
+    names, kinds = parameters(arguments)
+    return dict(zip(names, launch.values(kinds), strict=True))

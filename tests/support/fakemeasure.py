@@ -13,14 +13,14 @@ from pretuned.aot.plan.plan import BuildPlan
 from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
 from pretuned.artifacts.records.problem import Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.config import Config, Loads
+from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.words import LAUNCH_ABI
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 12080)
 H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 12080)
 ON_H200 = LocalGpu(90, H200)
-CONFIG = Config(64, 128, 64, 4, 4, tma=True)
+CONFIG = Config(64, 128, 64, 4, 4, loads=Loads.TMA)
 
 
 def bundle(
@@ -39,7 +39,7 @@ def bundle(
             if alignment == 16:
                 number[family] = len(variants)
             variants.append(Variant(
-                kernel, REVISIONS[kernel].revision if revision is None else revision, LAUNCH_ABI, family.op,
+                kernel, ENTRIES[kernel].revision if revision is None else revision, LAUNCH_ABI, family.op,
                 family.dtype, family.layout, family.fusion, alignment, 4096, config.pairs(), kernel,
                 (("x", "ptr"), ("M", "i32")), (), 128, 4096, 100, 0, 0, len(cubin), hashlib.sha256(cubin).digest(),
             ))  # fmt: skip

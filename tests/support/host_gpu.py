@@ -17,7 +17,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.registry import clears
 from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
 from pretuned.kernels.contract.spec import code_of
@@ -43,19 +43,37 @@ def counts_at(address: int, E: int, step: int) -> list[int]:
 
 
 INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT
-SPECIALIZED = Config(128, 128, 64, 8, 6, tma=True, specialized=True)
+SPECIALIZED = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+
+
+class FakeLauncher:
+    """A launcher of the host: ``run(result, m_sizes, **words)`` computes the result."""
+
+    def __init__(self, run: Callable[..., None], zeroes: bool = False) -> None:
+        self.run, self.zeroes = run, zeroes
+
+    def pack(self, **words: int) -> dict[str, int]:
+        return words
+
+    def start(self, packed: dict[str, int], result: int, m_sizes: int, stream: int) -> None:
+        self.run(result, m_sizes, **packed)
+
+    def __call__(self, result: int, m_sizes: int, stream: int, **words: int) -> None:
+        self.run(result, m_sizes, **words)
 
 
 def fake_rows(
     kernel: Any, *, columns: int, reduction: int, E: int, w_kn: bool, stride_w_e: int, stride_w_row: int,
     m_sizes_step: int, fused: Any,
-) -> Callable[..., None]:  # fmt: skip
+) -> FakeLauncher:  # fmt: skip
     can = clears(kernel.variant.fusion, kernel.config)
-    if fused.fusion & INDEXED and not (can and (fused.beside if kernel.config.specialized else fused.few)):
+    if fused.fusion & INDEXED and not (
+        can and (fused.beside if kernel.config.schedule.warp_specialized else fused.few)
+    ):
         fused = fused._replace(zero_tail=False)
 
-    def launch(
-        x: int, w: int, y: int, m_sizes: int, stride_x: int, stride_y: int, M: int, stream: int,
+    def run(
+        y: int, m_sizes: int, *, x: int, w: int, stride_x_m: int, stride_y_m: int, M: int,
         index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
     ) -> None:  # fmt: skip
         flags, row, named = fused.fusion, 0, set()
@@ -74,7 +92,7 @@ def fake_rows(
                         continue
                 source = flat // fused.x_divisor if Fusion.GATHER in flags else m
                 target = flat if Fusion.SCATTER in flags else m
-                value = at(x + 4 * source * stride_x, reduction) @ matrix
+                value = at(x + 4 * source * stride_x_m, reduction) @ matrix
                 if Fusion.BIAS in flags:
                     value = value + at(bias + 4 * g * columns, columns)
                 if Fusion.WEIGHT in flags:
@@ -83,31 +101,30 @@ def fake_rows(
                     gate, up = np.split(value, 2)
                     value = gate / (1 + np.exp(-gate)) * up
                 named.add(target)
-                at(y + 4 * target * stride_y, len(value))[:] = value
+                at(y + 4 * target * stride_y_m, len(value))[:] = value
             row += count
         if fused.zero_tail:
             rest = set(range(index_end)) - named if Fusion.SCATTER in flags else range(row, M)
             for m in rest:
-                at(y + 4 * m * stride_y, columns)[:] = 0
+                at(y + 4 * m * stride_y_m, columns)[:] = 0
 
-    launch.zeroes = fused.zero_tail  # type: ignore[attr-defined]
-    return launch
+    return FakeLauncher(run, fused.zero_tail)
 
 
 def fake_weight(
     kernel: object, *, N: int, K: int, E: int, stride_dw_e: int, stride_dw_row: int, m_sizes_step: int
-) -> Callable[..., None]:
-    def launch(dy: int, x: int, dw: int, m_sizes: int, stride_dy: int, stride_x: int, M: int, stream: int) -> None:
+) -> FakeLauncher:
+    def run(dw: int, m_sizes: int, *, dy: int, x: int, stride_dy_m: int, stride_x_m: int, M: int) -> None:
         row = 0
         for g, count in enumerate(counts_at(m_sizes, E, m_sizes_step)):
             total = np.zeros((N, K), np.float32)
             for m in range(row, min(row + count, M)):
-                total += np.outer(at(dy + 4 * m * stride_dy, N), at(x + 4 * m * stride_x, K))
+                total += np.outer(at(dy + 4 * m * stride_dy_m, N), at(x + 4 * m * stride_x_m, K))
             for n in range(N):
                 at(dw + 4 * (g * stride_dw_e + n * stride_dw_row), K)[:] = total[n]
             row += count
 
-    return launch
+    return FakeLauncher(run)
 
 
 def rows_at(address: int, rows: int, columns: int) -> torch.Tensor:
@@ -273,7 +290,7 @@ class Device:
         self.launched.append((problem.op, problem.fusion))
         return SimpleNamespace(
             variant=SimpleNamespace(fusion=problem.fusion),
-            config=SPECIALIZED if self.specialized else Config(16, 64, 64, 4, 2, persistent=not self.clears),
+            config=SPECIALIZED if self.specialized else Config(16, 64, 64, 4, 2, schedule=Schedule(not self.clears)),
         )
 
 

@@ -16,7 +16,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry, words
 from pretuned.kernels.contract import spec as contract_spec
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.gemm.portable import lookup, weight
 from pretuned.kernels.gemm.portable import rows as portable_rows
 from pretuned.kernels.gemm.portable.tiles import expert_rows, locate
@@ -84,7 +84,7 @@ def run_find(case: dict[str, Any]) -> dict[str, Any]:
     """Every tile is found by one program, and by no other of the grid."""
     E, M, block_m, tiles_n = len(case["m_sizes"]), case["M"], case["block"][0], -(-case["N"] // case["block"][1])
     counts = torch.tensor(case["m_sizes"], dtype=torch.int64 if case["wide"] else torch.int32).view(torch.int32)
-    tiles = registry.most_tiles(M, E, case["N"], Config(*case["block"], 4, 2, persistent=False))
+    tiles = registry.most_tiles(M, E, case["N"], Config(*case["block"], 4, 2, schedule=Schedule.TILE))
     out = torch.full((tiles, 4), -9, dtype=torch.int32)
     tell[(tiles,)](out, counts, 2 if case["wide"] else 1, M, E, tiles_n, BLOCK_M=block_m, GROUP_M=case["group_m"])
     starts, ends = rows_of_experts(case)
@@ -130,7 +130,7 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
     row_weights = torch.tensor(rng.random(limit), dtype=torch.float32)
     y = torch.full((limit + 2, gemm.columns + 3), GUARD, dtype=dtype)  # a row stride of its own, and guards
 
-    config = Config(*case["block"], 4, 2, case["group_m"], case["tma"], case["persistent"])
+    config = Config(*case["block"], 4, 2, case["group_m"], Loads(case["tma"]), Schedule(case["persistent"]))
     spec = contract_spec.Spec(op, problem.dtype, config, layout, contract_spec.code_of(op, fusion), 1, experts(case))
     tiles = registry.most_tiles(M, E, gemm.columns, config)
     values = {"x": x, "w": w, "y": y, "N": gemm.columns, "K": gemm.reduction, "stride_x_m": x.stride(0),
@@ -145,7 +145,7 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
         if Fusion.SCATTER in fusion:
             assert registry.clears(spec.fusion, config)
             tiles += -(-limit // words.CLEARER_ROWS)
-    launch(getattr(portable_rows, spec.kernel), spec, case, tiles, values)
+    launch(portable_rows.rows, spec, case, tiles, values)
 
     wrong = []
     matrices = w.double().numpy() if gemm.w_kn else w.double().numpy().transpose(0, 2, 1)
@@ -188,7 +188,7 @@ def run_weight(case: dict[str, Any]) -> dict[str, Any]:
     x = poisoned(torch.tensor(rng.standard_normal((M, K)), dtype=dtype), case)
     dw = torch.full((E, N, K + 3), GUARD, dtype=dtype)
 
-    config = Config(*case["block"], 4, 2, case["group_m"], case["tma"], case["persistent"])
+    config = Config(*case["block"], 4, 2, case["group_m"], Loads(case["tma"]), Schedule(case["persistent"]))
     spec = contract_spec.Spec(Op.DW, DType(case["dtype"]), config, alignment=1, max_experts=experts(case))
     values = {"dy": dy, "x": x, "dw": dw, "N": N, "K": K, "stride_dy_m": dy.stride(0), "stride_x_m": x.stride(0),
               "stride_dw_e": dw.stride(0), "stride_dw_row": dw.stride(1)}  # fmt: skip
@@ -196,7 +196,7 @@ def run_weight(case: dict[str, Any]) -> dict[str, Any]:
         rows: torch.Tensor = values[name]
         sizes, strides = [*words.RAGGED_SIZES, rows.shape[1]], [*words.ragged_strides(rows.stride(0)), 1]
         values[name] = TensorDescriptor(rows, sizes, strides, list(box))
-    launch(getattr(weight, spec.kernel), spec, case, registry.weight_tiles(N, K, E, config), values)
+    launch(weight.weight, spec, case, registry.weight_tiles(N, K, E, config), values)
 
     wrong = []
     starts, ends = rows_of_experts(case)

@@ -41,7 +41,8 @@ def launch(bundle: BundleFile, index: int) -> None:
         row = N if kn else K
         made = row_launcher(kernel, columns=N, reduction=K, E=E, w_kn=kn, stride_w_e=N * K, stride_w_row=row,
                             m_sizes_step=2)  # fmt: skip
-    made(FIRST, SECOND, RESULT, M_SIZES, *STRIDES, M, STREAM)
+    names = ("dy", "x", "stride_dy_m", "stride_x_m") if variant.op is Op.DW else ("x", "w", "stride_x_m", "stride_y_m")
+    made(RESULT, M_SIZES, STREAM, M=M, **dict(zip(names, (FIRST, SECOND, *STRIDES), strict=True)))
 
 
 if __name__ == "__main__":

@@ -31,11 +31,13 @@ from pretuned.artifacts.records.bundle import Bundle, Source, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.kernels.contract.alignment import has_aligned_rows
-from pretuned.kernels.contract.config import Config, fitted
+from pretuned.kernels.contract.config import Cache, Config, Schedule, TileRows
 from pretuned.kernels.contract.revisions import source_sha256
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import LAUNCH_ABI
 from pretuned.kernels.hardware.arch import arch_of
+
+pytestmark = pytest.mark.slow
 
 Make = Callable[..., BuildOptions]
 
@@ -225,7 +227,7 @@ def test_what_counts_few_experts_alone_still_serves_those_beside_a_larger_family
         return {
             spec.max_experts
             for spec in found
-            if spec.alignment == 16 and (spec.config.specialized or not spec.config.persistent)
+            if spec.alignment == 16 and (spec.config.schedule.warp_specialized or spec.config.schedule is Schedule.TILE)
         }
 
     assert largest(8) == largest(8, 513) == {512}
@@ -262,11 +264,21 @@ def test_moving_rows_has_one_candidate_of_a_kind_and_tile_size() -> None:
             Pool().candidates(Family(Op.FORWARD, DType.BF16, Layout.NK, fusion), sm)
             for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
         )
-        tiles = [(one.block_m, one.block_n, one.block_k, one.specialized, one.streamed) for one in gathers]
-        assert gathers == tuple(one for one in scatters if not one.pingpong and not fitted(one))
+        tiles = [
+            (one.block_m, one.block_n, one.block_k, one.schedule.warp_specialized, one.cache is Cache.EVICT_FIRST)
+            for one in gathers
+        ]
+        assert gathers == tuple(
+            one for one in scatters if one.schedule is not Schedule.PINGPONG and one.rows is TileRows.FIXED
+        )
         assert len(set(tiles)) == len(tiles) < len(plain)
-        rest = [one for one in plain if not one.pingpong and not fitted(one)]  # which gather none
-        assert set(tiles) == {(one.block_m, one.block_n, one.block_k, one.specialized, one.streamed) for one in rest}
+        rest = [
+            one for one in plain if one.schedule is not Schedule.PINGPONG and one.rows is TileRows.FIXED
+        ]  # which gather none
+        assert set(tiles) == {
+            (one.block_m, one.block_n, one.block_k, one.schedule.warp_specialized, one.cache is Cache.EVICT_FIRST)
+            for one in rest
+        }
         assert list(gathers) == [one for one in plain if one in gathers]
 
 

@@ -17,6 +17,8 @@ import pytest
 
 from pretuned.aot.bundle.verify import verify
 
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).parents[2] / "support"
 # fp32 has the fewest candidates, and dW the fewest forms: 7 variants and 6 of passes, about half a second each.
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"

@@ -43,7 +43,7 @@ class Plain(CompileCache):
     """Has all but specialised code."""
 
     def has(self, spec: Spec | RowOpSpec, sm: int) -> bool:
-        return isinstance(spec, RowOpSpec) or not spec.config.specialized
+        return isinstance(spec, RowOpSpec) or not spec.config.schedule.warp_specialized
 
 
 def test_what_is_compiled_costs_nothing_and_specialised_code_more(planned: BuildPlan, tmp_path: Path) -> None:

@@ -44,10 +44,12 @@ from pretuned.artifacts.records.bundle import Bundle, Source, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search import space
+
+pytestmark = pytest.mark.slow
 
 BOTH = Fusion.SILU | Fusion.GATHER
 QWEN3 = LayerShard(
@@ -55,13 +57,13 @@ QWEN3 = LayerShard(
     tokens=(1, 65536), ops=(Op.FORWARD,),
 )  # fmt: skip
 MODEL = "shape:E=8,H=256,I=128,k=2 tokens=256..1024 name=gated"
-WIDE = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
-HALF = Config(128, 128, 64, 8, 6, tma=True, specialized=True)
-SMALL = Config(64, 64, 64, 4, 3, tma=True)
+WIDE = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+HALF = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+SMALL = Config(64, 64, 64, 4, 3, loads=Loads.TMA)
 
 
 def _aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
-    return (WIDE, HALF, SMALL) if sm == 90 else (replace(SMALL, tma=sm >= 90),)
+    return (WIDE, HALF, SMALL) if sm == 90 else (replace(SMALL, loads=Loads(sm >= 90)),)
 
 
 def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
@@ -156,7 +158,7 @@ def test_a_capability_without_its_code_has_no_such_problem(planned: BuildPlan) -
 
 def test_its_code_is_that_of_few_specialised_configs(planned: BuildPlan) -> None:
     found = [one for one in specs(planned.problems, 90, Pool()) if optional(one)]
-    assert all(one.config.specialized and one.config.block_n in GATED_COLUMNS for one in found)
+    assert all(one.config.schedule.warp_specialized and one.config.block_n in GATED_COLUMNS for one in found)
     assert {one.alignment for one in found} == {16}
     first, gathers = ([one.config for one in found if one.fusion is fusion] for fusion in (Fusion.SILU, BOTH))
     assert first == gathers  # both codes of each

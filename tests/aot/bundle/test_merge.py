@@ -21,7 +21,7 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Choice, Source
 from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, Target
-from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.words import LAUNCH_ABI
 
 BIG = "shape:E=16,H=512,I=256,k=2 tokens=1..256 name=big"
@@ -122,7 +122,7 @@ def test_a_later_revision_beats_an_earlier_one(base: Bundle, cell, gpu) -> None:
         done = merged(*order)
         best = the_choice(done.bundle, cell)
         assert best.time_ns == 90_000
-        assert done.bundle.variants[best.variant].revision == REVISIONS["rows"].revision + 1
+        assert done.bundle.variants[best.variant].revision == ENTRIES["rows"].revision + 1
         assert [one.reason for one in done.conflicts] == [Reason.REVISION]
         wanted = {(one.name, one.revision + 1) for one in base.kernels}
         assert {(one.name, one.revision) for one in done.bundle.kernels} == wanted, "nothing of the earlier one is left"
@@ -194,8 +194,8 @@ def test_a_fallback_ships_in_its_latest_revision_alone(base: Bundle, cell) -> No
     done = merged(chosen(base, {cell: (0, 10, H200)}), revised(chosen(base, {cell: (1, 10, None)})))
     fallbacks = [variant for variant in done.bundle.variants if variant.alignment == 1]
     assert fallbacks
-    assert all(variant.revision == REVISIONS[variant.kernel].revision + 1 for variant in fallbacks)
-    assert {one.revision - REVISIONS[one.name].revision for one in done.bundle.kernels} == {0, 1}
+    assert all(variant.revision == ENTRIES[variant.kernel].revision + 1 for variant in fallbacks)
+    assert {one.revision - ENTRIES[one.name].revision for one in done.bundle.kernels} == {0, 1}
 
 
 def test_configs_past_a_builds_limit_are_kept_and_told(built: Bundle, base: Bundle) -> None:
@@ -252,6 +252,7 @@ MAKES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(makes=MAKES)
 @example(  # equal but for the driver: what broke the tie must be there still after the first merge

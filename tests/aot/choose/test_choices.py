@@ -7,6 +7,7 @@ from steps import steps
 
 from pretuned.aot.choose.choices import Chosen, choose, choose_among_all
 from pretuned.aot.compile.triton import Compiled
+from pretuned.aot.models.catalogue import catalogue as known_models
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import CONFIG_LIMIT, GATED_CONFIGS, Family, Pool, families, optional, specs
 from pretuned.aot.plan.plan import BuildPlan, plan, planned_on
@@ -14,6 +15,8 @@ from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry, words
 from pretuned.kernels.contract.alignment import has_aligned_rows
+from pretuned.kernels.contract.config import Cache
+from pretuned.kernels.contract.registry import entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.search import space
 
@@ -24,9 +27,9 @@ CUBIN_BYTES = 40_000  # the mean of the real ones
 def _compiled(spec: Spec, sm: int) -> Compiled:
     """Half the registers of a full thread, and the least shared memory that the config can take."""
     variant = Variant(
-        kernel=spec.kernel, revision=1, abi=words.LAUNCH_ABI, op=spec.op, dtype=spec.dtype, layout=spec.layout,
+        kernel=entry_of(spec).name, revision=1, abi=words.LAUNCH_ABI, op=spec.op, dtype=spec.dtype, layout=spec.layout,
         fusion=spec.fusion, alignment=spec.alignment, max_experts=spec.max_experts, config=spec.config.pairs(),
-        entry=spec.kernel, arguments=registry.arguments(spec), tensor_maps=(), threads=32 * spec.config.num_warps,
+        entry=entry_of(spec).name, arguments=registry.arguments(spec), tensor_maps=(), threads=registry.threads(spec),
         shared_bytes=space.shared_bytes_at_least(spec.op, spec.dtype, spec.config, sm), registers=128, spill_bytes=0,
         scratch_bytes=0, cubin_bytes=0, cubin_sha256=bytes(32),
     )  # fmt: skip
@@ -42,12 +45,20 @@ def catalogue() -> BuildPlan:
     return plan(load_models(["catalogue"]).shapes)
 
 
+@pytest.fixture(scope="module")
+def some() -> BuildPlan:
+    """Every fourth model of the catalogue, for what need not be tried on all."""
+    ids = [id_ for id_, entry in known_models().items() if entry.source != "default"]
+    return plan(load_models(ids[::4]).shapes)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
     catalogue = planned_on(catalogue, (sm,))
     kept: list[Chosen] = []
-    # 6.5 and 7.6 million calls where this was written, some 2.5 s.
-    assert steps(lambda: kept.append(_choose(catalogue, sm))) < 12_000_000
+    # 20 and 25 million calls for the 80 models there were when this was written, some 8 s.
+    assert steps(lambda: kept.append(_choose(catalogue, sm))) < 32_000_000
     (chosen,) = kept
     variants = [one.variant for one in chosen.variants]
     for op in Op:
@@ -69,8 +80,9 @@ def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
     assert all(i in used for i, one in enumerate(variants) if one.alignment == 16)
 
 
-def test_silu_in_the_epilogue_changes_no_other_choice(catalogue: BuildPlan) -> None:
-    every = planned_on(catalogue, (90,))
+@pytest.mark.slow
+def test_silu_in_the_epilogue_changes_no_other_choice(some: BuildPlan) -> None:
+    every = planned_on(some, (90,))
     gated = {one for one in every.problems if optional(one)}
     assert len(gated) > 20
     chosen, before = _choose(every, 90), _choose(every.without(gated), 90)
@@ -84,9 +96,9 @@ def test_silu_in_the_epilogue_changes_no_other_choice(catalogue: BuildPlan) -> N
             assert told(chosen, problem) == told(before, problem)
 
 
-def test_forms_that_move_rows_share_the_plain_ones_configs(catalogue: BuildPlan) -> None:
+def test_forms_that_move_rows_share_the_plain_ones_configs(some: BuildPlan) -> None:
     """Else three families of an op would need three times the configs."""
-    variants = [one.variant for one in _choose(catalogue, 90).variants if one.variant.op is Op.FORWARD]
+    variants = [one.variant for one in _choose(some, 90).variants if one.variant.op is Op.FORWARD]
     plain, *moving = (
         {one.config for one in variants if one.fusion is fusion}
         for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
@@ -127,14 +139,15 @@ def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
 
     assert every("layout=nk") < every("")  # [E, K, N] beside it takes none away, of forms that move rows neither
     own = configs("ops=forward layout=nk", Op.FORWARD)
-    assert any(one.streamed for one in own)
+    assert any(one.cache is Cache.EVICT_FIRST for one in own)
     assert configs("ops=forward layout=kn", Op.DX) == own
     assert configs("ops=forward,dX", Op.DX) == own | configs("ops=dX layout=nk", Op.DX)
 
 
-def test_all_forms_of_an_op_keep_to_the_limit(catalogue: BuildPlan) -> None:
+@pytest.mark.slow
+def test_all_forms_of_an_op_keep_to_the_limit(some: BuildPlan) -> None:
     """Silu in the epilogue too: with what the other forms hold, where there is room, else within it."""
-    every = planned_on(catalogue, (90,))
+    every = planned_on(some, (90,))
     assert any(optional(one) for one in every.problems)
     for limit in (8, 16):
         compiled = [_compiled(spec, 90) for spec in specs(every.problems, 90, Pool())]

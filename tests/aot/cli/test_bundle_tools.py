@@ -17,7 +17,7 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
-from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.registry import ENTRIES
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_merge(aot, here, put, small_bundle):
     assert [one["choices_taken"] for one in told["inputs"]] == [3, told["choices"] - 3]
     assert [one["decided_by"] for one in told["conflicts"]] == ["measured"] * 3
     assert told["conflicts"][0]["kept"] == {
-        "path": two, "variant": told["conflicts"][0]["kept"]["variant"], "revision": REVISIONS["rows"].revision,
+        "path": two, "variant": told["conflicts"][0]["kept"]["variant"], "revision": ENTRIES["rows"].revision,
         "cubin_sha256": told["conflicts"][0]["kept"]["cubin_sha256"], "source": "measured", "time_us": 2.0,
         "gpu": "NVIDIA H200",
     }  # fmt: skip

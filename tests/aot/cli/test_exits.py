@@ -52,6 +52,7 @@ def test_a_missing_package_names_the_extra() -> None:
     assert message == 'error: pebble is not installed: pip install "pretuned[aot]"'
 
 
+@pytest.mark.slow
 def test_closed_standard_streams(tmp_path: Path) -> None:
     for closed in ("2>&-", ">&-", "<&- >&- 2>&-"):
         out = tmp_path / f"{len(closed)}.msgpack"
@@ -116,6 +117,7 @@ def test_a_reader_that_has_left(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_a_build_has_its_bundle(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -27,7 +27,10 @@ H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 13000)
 cli = importlib.import_module("pretuned.aot.cli.build")  # (the package has the command by this name)
 Aot = Callable[..., Any]
 
-pytestmark = pytest.mark.skipif(process_gpus.gpu_count() > 0, reason="for a machine without a GPU")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(process_gpus.gpu_count() > 0, reason="for a machine without a GPU"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -65,11 +66,32 @@ def test_models(aot):
     assert oss["layouts"] == ["nk", "kn"]
     assert " nk,kn " in aot("models", "gpt-oss").out
     assert "Qwen/Qwen3-30B-A3B " in aot("models", "qwen3").out
-    (known,) = [line.split() for line in aot("models", "deepseek-r1").out.split("\n") if "R1" in line]
-    assert known == ["deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3"], "a name that was found is shown"
+    (known,) = [line.split() for line in aot("models", "deepseek-r1").out.split("\n") if "DeepSeek-R1 " in line]
+    assert known == ["deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3", "fp8_block"], "a found name is shown"
+    assert " bf16,fp8_block,int4_g128 " in aot("models", "qwen3-30b-a3b").out, "formats of all its repositories"
     assert "also" not in aot("models", "jamba").out, "it has no other name"
     nothing = aot("models", "no-such-model")
     assert (nothing.code, nothing.out) == (2, "")
+
+
+@pytest.mark.slow
+def test_plan_shows_the_formats_of_the_weights_and_what_is_built(aot, here):
+    done = aot("plan", "--models", "openai/gpt-oss-20b tp=1,8 ops=forward weights=mxfp4,bf16", "--sm", "90", "--json")
+    assert json.loads(done.out)["weights"] == [
+        {"model": "openai/gpt-oss-20b", "tp": tp, "ep": 1, "weights": ["mxfp4", "bf16"], "built_in": ["bf16"]}
+        for tp in (1, 8)
+    ]
+    (note,) = json.loads(done.out)["notes"]
+    assert note == "no kernels for mxfp4 yet: bf16 (or the dtype= given) is built instead for openai/gpt-oss-20b"
+    text = aot("plan", "--models", "openai/gpt-oss-20b ops=forward", "--sm", "90").out
+    assert re.search(r"^openai/gpt-oss-20b +mxfp4 +bf16$", text, re.M)
+
+
+def test_plan_tells_of_shards_that_only_fallbacks_run(aot, here):
+    done = aot("plan", "--models", "shape:E=8,H=1024,I=1000,k=2 tp=8 ops=forward", "--sm", "90", "--json")
+    (note,) = json.loads(done.out)["notes"]
+    assert "gate_up (N=250, K=1024) and down (N=1024, K=125)" in note
+    assert "tp=1,5 would have none" in note
 
 
 def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
@@ -91,6 +113,7 @@ def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     assert not list(here.iterdir())
 
 
+@pytest.mark.slow
 def test_the_whole_way_in_processes(aot_process, here):
     """plan, build, build again, inspect, verify: as pasted from the README."""
     (here / "models.txt").write_text(f"# mine\n{MODEL}\n")
@@ -154,6 +177,7 @@ def test_doctor(aot_process):
     assert "compile cache" in aot_process("doctor").out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["pretuned.aot", "doctor"], ["pretuned.runtime"]])
 def test_doctor_without_numpy_warns_of_nothing(words: list[str], here):
     """torch warns where there is none, as after ``pip install pretuned[aot]`` alone; nothing here needs it."""

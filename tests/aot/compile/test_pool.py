@@ -19,6 +19,8 @@ from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import Config
 from pretuned.kernels.contract.spec import Spec
 
+pytestmark = pytest.mark.slow
+
 
 def job(stages: int, sm: int = 80) -> CompileJob:
     return CompileJob(Spec(Op.FORWARD, DType.BF16, Config(16, 32, 64, 4, stages)), sm)

@@ -13,8 +13,8 @@ from pretuned.aot.compile.triton import compile_variant, job_key
 from pretuned.aot.plan.families import MAX_SPILL_BYTES
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
-from pretuned.kernels.contract.config import Config, invalid
-from pretuned.kernels.contract.registry import no_code
+from pretuned.kernels.contract.config import Cache, Config, Loads, Schedule, TileRows
+from pretuned.kernels.contract.registry import refusal
 from pretuned.kernels.contract.spec import Spec
 
 LOAD = (
@@ -57,6 +57,7 @@ def test_every_store_of_dw_gets_the_hint_and_no_load() -> None:
         written(written(STORE))
 
 
+@pytest.mark.slow
 def test_streamed_dw_asks_for_rows_and_marks_its_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
@@ -64,9 +65,13 @@ def test_streamed_dw_asks_for_rows_and_marks_its_stores(monkeypatch: pytest.Monk
         seen.append(ptx)
         return written(ptx)
 
-    streams = Config(32, 128, 256, 8, 8, group_m=1, tma=True, specialized=True, streamed=True)
+    streams = Config(
+        32, 128, 256, 8, 8, group_m=1, loads=Loads.TMA, schedule=Schedule.COOPERATIVE, cache=Cache.EVICT_FIRST
+    )
     assert rewrites(streams) == (written,)
-    monkeypatch.setattr("pretuned.aot.compile.triton.rewrites", lambda config: (spy,) if config.streamed else ())
+    monkeypatch.setattr(
+        "pretuned.aot.compile.triton.rewrites", lambda config: (spy,) if config.cache is Cache.EVICT_FIRST else ()
+    )
     compiled = compile_variant(Spec(Op.DW, DType.BF16, streams), 90)
     (ptx,) = seen
     assert ptx.count("prefetch.global.L2 [") == 2  # x's rows and dy's
@@ -75,6 +80,7 @@ def test_streamed_dw_asks_for_rows_and_marks_its_stores(monkeypatch: pytest.Monk
     assert [name for name, _ in compiled.variant.arguments][5:7] == ["dy_at", "x_at"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "fusion"), [(Layout.NK, Fusion.NONE), (Layout.KN, Fusion.GATHER)])
 def test_a_streamed_variant_is_the_same_code_but_for_the_hints(layout: Layout, fusion: Fusion) -> None:
     plain, hinted = (
@@ -82,20 +88,23 @@ def test_a_streamed_variant_is_the_same_code_but_for_the_hints(layout: Layout, f
             Spec(
                 Op.FORWARD,
                 DType.BF16,
-                Config(16, 64, 128, 4, 3, tma=True, persistent=False, streamed=on),
+                Config(16, 64, 128, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE, cache=cache),
                 layout,
                 fusion,
             ),
             90,
         )
-        for on in (False, True)
+        for cache in Cache
     )
     assert hinted.cubin != plain.cubin
     assert hinted.variant.arguments == plain.variant.arguments
     assert hinted.variant.tensor_maps == plain.variant.tensor_maps
     assert (hinted.variant.threads, hinted.variant.shared_bytes) == (plain.variant.threads, plain.variant.shared_bytes)
     again = compile_variant(
-        Spec(Op.FORWARD, DType.BF16, Config(16, 64, 128, 4, 3, tma=True, persistent=False), layout, fusion), 90
+        Spec(
+            Op.FORWARD, DType.BF16, Config(16, 64, 128, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE), layout, fusion
+        ),
+        90,
     )
     assert again.cubin == plain.cubin, "the hook is gone after it"
 
@@ -175,11 +184,12 @@ def test_other_loops_are_an_error(ptx: str, why: str) -> None:
 
 
 FITTED = (
-    Config(256, 128, 64, 8, 4, tma=True, specialized=True),
-    Config(192, 128, 64, 8, 5, tma=True, specialized=True, pingpong=True),
+    Config(256, 128, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE, rows=TileRows.FITTED),
+    Config(192, 128, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG, rows=TileRows.FITTED),
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", FITTED, ids=str)
 @pytest.mark.parametrize(
     ("op", "fusion"), [(Op.FORWARD, Fusion.NONE), (Op.DX, Fusion.NONE), (Op.FORWARD, Fusion.SCATTER)]
@@ -198,7 +208,7 @@ def test_a_fitted_variant_has_products_of_every_size(
     monkeypatch.setattr("pretuned.aot.compile.triton.rewrites", lambda _config: (spy,))
     compiled = compile_variant(Spec(op, DType.BF16, config, fusion=fusion), 90)
     sizes = [int(size) for size in re.findall(r"wgmma\.mma_async\.[\w.]*?m64n(\d+)k16", seen[0])]
-    turns = 2 if config.pingpong else 1
+    turns = 2 if config.schedule is Schedule.PINGPONG else 1
     # 64 deep in steps of 16, by each of two warpgroups
     assert sorted(sizes) == sorted([*range(16, config.block_m + 1, 16)] * 2 * 4 * turns)
     assert compiled.variant.spill_bytes <= MAX_SPILL_BYTES
@@ -211,19 +221,20 @@ def test_a_fitted_variant_has_products_of_every_size(
     assert "C75" not in subprocess.run(call, capture_output=True, text=True, check=True).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [
-        Spec(Op.FORWARD, DType.BF16, Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)),
-        Spec(Op.DX, DType.FP16, Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)),
+        Spec(Op.FORWARD, DType.BF16, Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)),
+        Spec(Op.DX, DType.FP16, Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)),
         Spec(
             Op.FORWARD,
             DType.BF16,
-            Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True),
+            Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG),
             fusion=Fusion.SCATTER,
         ),
-        Spec(Op.DW, DType.BF16, Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)),
-        Spec(Op.DW, DType.FP16, Config(32, 192, 128, 8, 10, tma=True, specialized=True, pingpong=True)),
+        Spec(Op.DW, DType.BF16, Config(32, 128, 192, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG)),
+        Spec(Op.DW, DType.FP16, Config(32, 192, 128, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG)),
     ],
     ids=str,
 )
@@ -236,8 +247,8 @@ def test_the_sums_of_a_pingpong_variant_stay_in_registers(spec: Spec, monkeypatc
 
 
 def test_a_cached_cubin_was_rewritten_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(16, 64, 128, 4, 3, tma=True, persistent=False)
-    plain, hinted = (Spec(Op.FORWARD, DType.BF16, replace(config, streamed=on)) for on in (False, True))
+    config = Config(16, 64, 128, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE)
+    plain, hinted = (Spec(Op.FORWARD, DType.BF16, replace(config, cache=cache)) for cache in Cache)
     before = [job_key(spec, 90) for spec in (plain, hinted)]
     monkeypatch.setattr("pretuned.aot.compile.triton.source_of_rewrites_sha256", lambda: "of another day")
     assert job_key(plain, 90) == before[0]
@@ -245,14 +256,17 @@ def test_a_cached_cubin_was_rewritten_as_it_is_now(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_can_be_streamed() -> None:
-    assert invalid(Config(16, 64, 128, 4, 3, tma=True, persistent=False, streamed=True)) is None
-    assert "streamed" in str(invalid(Config(16, 64, 128, 4, 3, streamed=True)))
-    turns = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True, streamed=True)
-    assert "streamed" in str(invalid(turns))
-    rows = Config(128, 256, 64, 8, 4, tma=True, specialized=True, streamed=True)
-    of_dw = Config(32, 128, 256, 8, 8, tma=True, specialized=True, streamed=True)
-    plain = Config(32, 128, 256, 8, 4, tma=True, streamed=True)
-    for op, config in ((Op.FORWARD, rows), (Op.DX, rows), (Op.FORWARD, of_dw), (Op.DW, plain)):
-        assert "streamed is specialized in dW" in str(no_code(op, DType.BF16, Fusion.NONE, config))
-    assert no_code(Op.DW, DType.BF16, Fusion.NONE, of_dw) is None
-    assert str(Config(16, 64, 128, 4, 3, tma=True, persistent=False, streamed=True)).endswith(" tma streamed")
+    def refused(op: Op, config: Config) -> str:
+        return refusal(Spec(op, DType.BF16, replace(config, cache=Cache.EVICT_FIRST))) or ""
+
+    tile = Config(16, 64, 128, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE)
+    assert not refused(Op.FORWARD, tile)
+    assert str(replace(tile, cache=Cache.EVICT_FIRST)).endswith(" tma evict-first")
+    of_dw = Config(32, 128, 256, 8, 8, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+    assert not refused(Op.DW, of_dw)
+    rows = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+    turns = Config(32, 128, 192, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG)
+    plain = Config(32, 128, 256, 8, 4, loads=Loads.TMA)
+    for op, config in ((Op.FORWARD, rows), (Op.DX, rows), (Op.FORWARD, of_dw), (Op.DW, plain), (Op.DW, turns)):
+        assert "cache is EVICT_FIRST, wanted DEFAULT" in refused(op, config)
+    assert refused(Op.FORWARD, Config(16, 64, 128, 4, 3))  # through pointers

@@ -12,11 +12,11 @@ from pretuned.aot.compile.triton import job_key
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.kernels.contract import registry, rowops
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 
-SPEC = Spec(Op.FORWARD, DType.BF16, Config(128, 128, 64, 8, 6, tma=True, specialized=True))
+SPEC = Spec(Op.FORWARD, DType.BF16, Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE))
 
 
 @pytest.mark.parametrize("name", ["constants", "boxes", "divisibility"])
@@ -61,8 +61,8 @@ import hashlib
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.problem import DType, Op
 from pretuned.kernels.contract.registry import Spec
-from pretuned.kernels.contract.config import Config
-config = Config(64, 64, 64, 4, 2, tma=True)  # on wgmma
+from pretuned.kernels.contract.config import Config, Loads
+config = Config(64, 64, 64, 4, 2, loads=Loads.TMA)  # on wgmma
 print(hashlib.sha256(compile_variant(Spec(Op.FORWARD, DType.BF16, config), 90).cubin).hexdigest())
 """
 
@@ -80,6 +80,7 @@ def clean() -> str:
     return compiled_with()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [("DISABLE_LLVM_OPT", "1"), ("DISABLE_PTXAS_OPT", "1"), ("DISABLE_MMA_V3", "1"), ("PTXAS_OPTIONS", "-O0")],

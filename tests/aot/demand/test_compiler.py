@@ -52,6 +52,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     settings.forget()
 
 
+@pytest.mark.slow
 def test_from_a_plain_script_to_variants_that_run_any_shape(home: Path) -> None:
     (home / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(home / "script.py")], capture_output=True, text=True, check=False)
@@ -66,6 +67,7 @@ def test_from_a_plain_script_to_variants_that_run_any_shape(home: Path) -> None:
     assert again.target.sm == 90
 
 
+@pytest.mark.slow
 def test_with_tuning_disabled_nothing_is_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRETUNED_DISABLE_AUTOTUNE", "1")
     settings.forget()
@@ -78,6 +80,7 @@ def test_a_capability_that_triton_does_not_know(home: Path) -> None:
         compile_kind(PROBLEM, 75)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "error", "words"),
     [

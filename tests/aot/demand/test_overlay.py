@@ -21,10 +21,10 @@ from pretuned.artifacts.records.bundle import Bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.config import Config, Loads
+from pretuned.kernels.contract.registry import ENTRIES
 
-OTHER = Config(128, 128, 64, 8, 3, tma=True)
+OTHER = Config(128, 128, 64, 8, 3, loads=Loads.TMA)
 
 
 def planned(E: int, tokens: int = 64) -> BuildPlan:
@@ -68,16 +68,16 @@ def test_what_is_measured_again_replaces_what_was_there(tmp_path: Path) -> None:
 
 def test_entries_of_earlier_revisions_go(monkeypatch: pytest.MonkeyPatch) -> None:
     old = overlay.joined(fakemeasure.bundle(planned(8)), None)
-    for name, one in REVISIONS.items():
-        monkeypatch.setitem(REVISIONS, name, dataclasses.replace(one, revision=one.revision + 1))
+    for name, one in ENTRIES.items():
+        monkeypatch.setitem(ENTRIES, name, dataclasses.replace(one, revision=one.revision + 1))
     new = overlay.joined(fakemeasure.bundle(planned(16)), old)
     assert problems(new) == {16}
     assert new.variants
-    assert all(variant.revision == REVISIONS[variant.kernel].revision for variant in new.variants)
+    assert all(variant.revision == ENTRIES[variant.kernel].revision for variant in new.variants)
 
 
 def test_entries_of_a_later_revision_stay() -> None:
-    later = max(one.revision for one in REVISIONS.values()) + 1
+    later = max(one.revision for one in ENTRIES.values()) + 1
     old = overlay.joined(fakemeasure.bundle(planned(8), revision=later), None)
     assert problems(overlay.joined(fakemeasure.bundle(planned(16)), old)) == {8, 16}
 
@@ -95,7 +95,7 @@ def test_the_oldest_entries_go_where_the_file_grows_too_large() -> None:
     held: Bundle | None = None
     sizes = []
     for E in range(8, 24):
-        config = Config(16 << E % 4, 16 << E // 4 % 4, 64, 4, 3, tma=True)
+        config = Config(16 << E % 4, 16 << E // 4 % 4, 64, 4, 3, loads=Loads.TMA)
         made = fakemeasure.bundle(planned(E), config=config, code_bytes=32 << 10)
         held = overlay.joined(made, held, max_bytes=4 << 20)
         sizes.append(len(codec.encode(held)))

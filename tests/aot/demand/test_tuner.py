@@ -34,13 +34,13 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads
 from pretuned.runtime import grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.pin import KernelPair, Preference
 
 ASK = Path(__file__).parents[2] / "support" / "askconfigs.py"
-OTHER = Config(128, 128, 64, 8, 3, tma=True)
+OTHER = Config(128, 128, 64, 8, 3, loads=Loads.TMA)
 DECIDED = str(CONFIG)
 
 
@@ -134,8 +134,8 @@ def test_a_later_kernel_revision_tunes_again(home: Path, tmp_path: Path, monkeyp
     import dataclasses
 
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
-    for name, one in api.REVISIONS.items():
-        monkeypatch.setitem(api.REVISIONS, name, dataclasses.replace(one, revision=one.revision + 1))
+    for name, one in api.ENTRIES.items():
+        monkeypatch.setitem(api.ENTRIES, name, dataclasses.replace(one, revision=one.revision + 1))
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
     assert len((tmp_path / "log").read_text().splitlines()) == 2
 
@@ -261,6 +261,7 @@ def answer(process: subprocess.Popen[str]) -> object:
     return ast.literal_eval(out)
 
 
+@pytest.mark.slow
 def test_eight_processes_at_once_tune_once(home: Path, tmp_path: Path) -> None:
     asking = [ask(home, tmp_path / "log", "1.0") for _ in range(8)]
     answers = [answer(process) for process in asking]
@@ -268,6 +269,7 @@ def test_eight_processes_at_once_tune_once(home: Path, tmp_path: Path) -> None:
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_force_takes_what_another_process_measured_meanwhile(home: Path, tmp_path: Path) -> None:
     fakemeasure.on_demand(tmp_path / "log", config=OTHER).configs(key(), 0, force=False)
     first = ask(home, tmp_path / "second log", "1.5", "", "force")
@@ -292,6 +294,7 @@ def test_threads_tune_once(home: Path, tmp_path: Path) -> None:
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_tuner_that_is_killed_lets_the_next_one_tune(home: Path, tmp_path: Path) -> None:
     first = ask(home, tmp_path / "log", "60")
     while not (tmp_path / "log").exists():
@@ -304,6 +307,7 @@ def test_a_tuner_that_is_killed_lets_the_next_one_tune(home: Path, tmp_path: Pat
     assert len((tmp_path / "log").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_tuner_that_hangs_is_not_waited_for_for_ever(home: Path, tmp_path: Path) -> None:
     first = ask(home, tmp_path / "log", "60")
     try:
@@ -320,6 +324,7 @@ def test_a_tuner_that_hangs_is_not_waited_for_for_ever(home: Path, tmp_path: Pat
         first.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["read-only", "full"])
 def test_a_home_that_can_not_be_written_costs_the_entry_alone(
     request: pytest.FixtureRequest, home: Path, tmp_path: Path, fault: str

@@ -40,6 +40,8 @@ from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.bundle import Source
 
+pytestmark = pytest.mark.slow
+
 AOT = Path(__file__).parents[1]
 SUPPORT = AOT.parent / "support"
 

@@ -22,7 +22,7 @@ def test_moved_rows_and_their_weights(op: Op, fusion: Fusion, weighted: bool, mo
 
     def launcher(_kernel: object, **given: Any) -> Any:
         told.append(given["fused"])
-        return lambda *given: told.append(given)
+        return lambda *given, **words: told.append((given, words))
 
     monkeypatch.setattr(gemm, "row_launcher", launcher)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
@@ -37,7 +37,10 @@ def test_moved_rows_and_their_weights(op: Op, fusion: Fusion, weighted: bool, mo
     assert fused.fusion == (fusion | Fusion.WEIGHT if weights is not None else fusion)
     assert fused.x_divisor == (2 if fusion is Fusion.GATHER else 1)
     assert not fused.zero_tail
-    addresses = tuple(one.data_ptr() for one in (rows, w, y, m_sizes))
-    assert given[:8] == (*addresses, rows.shape[1], y.shape[1], M, 7)
-    moved = () if index is None else (index.data_ptr(), 0 if weights is None else weights.data_ptr(), 0, M)
-    assert given[8:] == moved
+    positional, words = given
+    assert positional == (y.data_ptr(), m_sizes.data_ptr(), 7)
+    moved = {} if index is None else {
+        "index": index.data_ptr(), "row_weights": 0 if weights is None else weights.data_ptr(), "index_end": M,
+    }  # fmt: skip
+    assert words == {"x": rows.data_ptr(), "w": w.data_ptr(), "stride_x_m": rows.shape[1], "stride_y_m": y.shape[1],
+                     "M": M, **moved}  # fmt: skip

@@ -16,6 +16,7 @@ E = 16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize("op", list(Op))
 @pytest.mark.parametrize("layout", list(Layout))

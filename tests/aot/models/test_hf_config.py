@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretuned.aot.models import hf_config
-from pretuned.aot.models.hf_config import layer_of, read_model
+from pretuned.aot.models import families
+from pretuned.aot.models.hf_config import layers_of, read_model
 from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.names import is_label
@@ -52,6 +53,12 @@ LLAMA4_TEXT = {
 }
 
 
+def layer_of(config: Mapping[str, object], where: str) -> tuple[ExpertLayer, tuple[str, ...]]:
+    """Of a config with one kind of experts."""
+    (layer,), remarks = layers_of(config, where)
+    return layer, remarks
+
+
 def mixtral_like(model_type: str, **more: object) -> dict[str, object]:
     return {
         "model_type": model_type,
@@ -84,7 +91,9 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
             "experts_per_token": 4,
             "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
         },
-        ExpertLayer(32, 4, 2880, 2880, quantised="mxfp4", layouts=(Layout.NK, Layout.KN)),
+        ExpertLayer(
+            32, 4, 2880, 2880, weights="mxfp4", note="bias; gate and up interleaved", layouts=(Layout.NK, Layout.KN)
+        ),
     ),
     (QWEN3, QWEN3_LAYER),
     *((one, ExpertLayer(128, 8, 2048, 768, 512)) for one in with_types(
@@ -114,7 +123,8 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
         "moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 10752, "ffn_act_fn": {"name": "silu"}}},
      ExpertLayer(16, 4, 6144, 10752)),
     ({"model_type": "longcat_flash", "hidden_size": 6144, "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048,
-      "n_routed_experts": 512, "zero_expert_num": 256, "moe_topk": 12}, ExpertLayer(512, 12, 6144, 2048)),
+      "n_routed_experts": 512, "zero_expert_num": 256, "moe_topk": 12},
+     ExpertLayer(512, 12, 6144, 2048, note="256 more experts without weights", zero_experts=256)),
     ({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "hidden_size": 2816,
       "intermediate_size": 2112, "moe_intermediate_size": 704, "num_experts": 128, "top_k_experts": 8,
       "enable_moe_block": True}}, ExpertLayer(128, 8, 2816, 704)),
@@ -129,7 +139,25 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
       "share_expert_dim": 5120}}, ExpertLayer(48, 3, 7168, 5120, 5120)),
     ({"model_type": "muse_spark", "text_config": {"model_type": "muse_spark_text", "hidden_size": 8192,
       "intermediate_size": 32768, "moe_intermediate_size": 4096, "moe_hidden_size": 4096, "num_local_experts": 256,
-      "num_experts_per_tok": 8}}, ExpertLayer(256, 8, 4096, 4096)),
+      "num_experts_per_tok": 8}}, ExpertLayer(256, 8, 4096, 4096, note="a norm after each expert")),
+    ({"model_type": "afmoe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 1024,
+      "num_expert_groups": 1, "num_experts": 128, "num_experts_per_tok": 8, "num_limited_groups": 1,
+      "num_shared_experts": 1}, ExpertLayer(128, 8, 2048, 1024, 1024)),
+    ({"model_type": "exaone_moe", "hidden_size": 6144, "intermediate_size": 18432, "is_moe_layer": [False, True],
+      "moe_intermediate_size": 2048, "num_experts": 128, "num_experts_per_tok": 8, "num_shared_experts": 1},
+     ExpertLayer(128, 8, 6144, 2048, 2048)),
+    ({"model_type": "cohere2_vision", "text_config": {
+        "model_type": "cohere2_moe", "hidden_size": 4096, "intermediate_size": 4096, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_shared_experts": 4}}, ExpertLayer(128, 8, 4096, 4096, 16384)),
+    ({"model_type": "granitemoe_swa", "hidden_size": 1280, "intermediate_size": 512, "num_local_experts": 48,
+      "num_experts_per_tok": 4, "shared_intermediate_size": 1280}, ExpertLayer(48, 4, 1280, 512, 1280)),
+    ({"model_type": "aria", "text_config": {"model_type": "aria_text", "hidden_size": 2560, "intermediate_size": 1664,
+      "moe_num_experts": 64, "moe_topk": 6, "moe_num_shared_experts": 2}},
+     ExpertLayer(64, 6, 2560, 1664, 3328, layouts=(Layout.NK, Layout.KN))),
+    ({"model_type": "openai_privacy_filter", "hidden_size": 640, "intermediate_size": 640, "num_local_experts": 128,
+      "num_experts_per_tok": 4}, ExpertLayer(128, 4, 640, 640, note="bias", layouts=(Layout.NK, Layout.KN))),
+    ({"model_type": "inkling_text", "hidden_size": 6144, "intermediate_size": 3072, "dense_intermediate_size": 24576,
+      "n_routed_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 2}, ExpertLayer(256, 6, 6144, 3072, 6144)),
 ]  # fmt: skip
 
 
@@ -183,7 +211,76 @@ def test_fp16_checkpoint_is_told(config: Mapping[str, object]) -> None:
 
 def test_quantised_at_the_top_of_a_nested_config() -> None:
     config = {"model_type": "x_vl", "text_config": QWEN3, "quantization_config": {"quant_method": "fp8"}}
-    assert layer_of(config, "c")[0].quantised == "fp8"
+    assert layer_of(config, "c")[0].weights == "fp8_channel"
+
+
+ERNIE_VL = {"model_type": "ernie4_5_moe_vl", "hidden_size": 2560, "intermediate_size": 12288,
+            "moe_num_experts": [64, 64], "moe_k": 6, "moe_intermediate_size": [1536, 512],
+            "moe_num_shared_experts": 2}  # fmt: skip
+
+
+def test_two_kinds_of_experts_in_one_layer() -> None:
+    text, vision = layers_of(ERNIE_VL, "c")[0]
+    assert text == ExpertLayer(64, 6, 2560, 1536, 3072)
+    assert vision == ExpertLayer(64, 6, 2560, 512, part="vision")
+    for one in ({"moe_num_experts": 64}, {"model_type": "ernie4_5_vl_moe", "moe_k": [6, 6]}):
+        assert layers_of({**ERNIE_VL, **one}, "c")[0] == (text, vision)
+
+
+def test_a_second_model_inside_has_its_experts_read() -> None:
+    talker = {**QWEN3, "hidden_size": 1024, "moe_intermediate_size": 384, "num_experts_per_tok": 6}
+    config = {
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": {"text_config": QWEN3, "audio_config": {"d_model": 1280}},
+        "talker_config": {"text_config": {**talker, "shared_expert_intermediate_size": 768}, "num_code_groups": 16},
+        "code2wav_config": {"hidden_size": 1024, "intermediate_size": 3072},
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    layers, remarks = layers_of(config, "c")
+    assert layers == (
+        replace(QWEN3_LAYER, weights="fp8_block"), ExpertLayer(128, 6, 1024, 384, 768, part="talker"),
+    )  # fmt: skip
+    assert remarks == ()
+    (only,), (remark,) = layers_of({**config, "talker_config": {"num_experts": 4}}, "c")
+    assert only == layers[0]
+    assert remark.startswith("c: the experts of talker_config are left out: model_type '' with 4 experts lacks")
+
+
+def test_experts_whose_number_differs_between_layers() -> None:
+    tower = {"model_type": "dots3_note_vision_encoder", "hidden_size": 1536, "moe_intermediate_size": 2112,
+             "num_local_experts": 64, "num_experts_per_tok": 2}  # fmt: skip
+    changes = {str(i): {"num_local_experts": E} for i, E in ((25, 4), (26, 8), (27, 8))}
+    main, *vision = layers_of({**DEEPSEEK, "vision_config": {**tower, "per_layer_config": changes}}, "c")[0]
+    assert main == DEEPSEEK_LAYER
+    assert [(one.part, one.E, one.I) for one in vision] == [
+        ("vision", 64, 2112), ("vision-E4", 4, 2112), ("vision-E8", 8, 2112),
+    ]  # fmt: skip
+    raw = {"embed_dim": 1536, "moe_intermediate_size": 2112, "pyramid_num_routed": [-1, -1, 4, 8, 8]}
+    _, *vision = layers_of({**DEEPSEEK, "vision_config": raw}, "c")[0]
+    assert [(one.part, one.E, one.k, one.H) for one in vision] == [
+        ("vision-E4", 4, 2, 1536), ("vision-E8", 8, 2, 1536),
+    ]  # fmt: skip
+
+
+def test_experts_in_attention() -> None:
+    config = {"model_type": "jetmoe", "hidden_size": 2048, "intermediate_size": 5632, "kv_channels": 128,
+              "num_key_value_heads": 16, "num_local_experts": 8, "num_experts_per_tok": 2}  # fmt: skip
+    mlp, attention = layers_of(config, "c")[0]
+    assert mlp == ExpertLayer(8, 2, 2048, 5632)
+    assert (attention.part, attention.I, attention.gated) == ("attention", 2048, False)
+    with pytest.raises(InputError, match=r"c: I=0: wanted 1 to"):
+        layers_of({**config, "kv_channels": None}, "c")
+
+
+def test_modelopt_writes_a_file_beside(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    assert read_model(tmp_path).layers[0].weights == "bf16"
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert read_model(tmp_path).layers[0].weights == "nvfp4"
+    (tmp_path / "hf_quant_config.json").write_text("[]")
+    with pytest.raises(InputError, match=r"hf_quant_config\.json: holds \[\], wanted a JSON object"):
+        read_model(tmp_path)
 
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
@@ -207,13 +304,16 @@ LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
         ({**QWEN3, "hidden_size": 10**30}, "wanted 1 to"),
         ({**QWEN3, "num_local_experts": 64}, "num_experts=128, num_local_experts=64 mean the same and disagree"),
         ({**QWEN3, "moe_intermediate_size": None}, "'qwen3_moe' with 128 experts lacks moe_intermediate_size"),
-        ({"num_experts": 4}, "lacks num_experts_per_tok or .*, and hidden_size or d_model, and moe_intermediate_size"),
+        ({"num_experts": 4}, "lacks num_experts_per_tok or .*, and hidden_size or d_model or embed_dim, and moe_inter"),
         ({**QWEN3, "quantization_config": "fp8"}, 'quantization_config is "fp8", wanted an object'),
         (
-            {"model_type": "ernie4_5_moe_vl", "hidden_size": 2560, "moe_num_experts": [64, 64], "moe_k": 6,
+            {"model_type": "hunyuan", "hidden_size": 2560, "num_experts": 64, "moe_topk": 6,
              "moe_intermediate_size": [1536, 512]},
             r"moe_intermediate_size differs between layers \(512, 1536\); give each as a spec of its own",
         ),
+        ({"model_type": "doge", "hidden_size": 64, "num_experts": 16384, "num_experts_per_tok": 64},
+         "model_type 'doge': its experts are rows of two embeddings, not matrices: no grouped GEMM computes them"),
+        ({**QWEN3, "model_type": "gemma4_text", "enable_moe_block": False}, "num_experts is 128, and enable_moe"),
     ],
 )  # fmt: skip
 def test_refused(config: Mapping[str, object], message: str) -> None:
@@ -223,7 +323,7 @@ def test_refused(config: Mapping[str, object], message: str) -> None:
 
 
 NAMES = st.sampled_from(
-    (*hf_config.EXPERTS[:4], "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "intermediate_size",
+    (*families.EXPERTS[:4], "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "intermediate_size",
      "ffn_config", "text_config", "model_type", "n_shared_experts", "quantization_config", "torch_dtype")
 )  # fmt: skip
 LEAVES = st.none() | st.booleans() | st.integers(-2, 9) | st.just("qwen3_moe") | st.floats(allow_nan=False)
@@ -236,10 +336,11 @@ VALUES = st.recursive(
 @given(st.dictionaries(NAMES, VALUES, max_size=10))
 def test_any_object_is_a_sound_layer_or_an_input_error(config: dict[str, object]) -> None:
     try:
-        layer, _ = layer_of(config, "c")
+        layers, _ = layers_of(config, "c")
     except InputError:
         return
-    assert layer.contradictions() == []
+    assert layers
+    assert all(one.contradictions() == [] for one in layers)
 
 
 def test_read_directory_and_file(tmp_path: Path) -> None:
@@ -250,7 +351,7 @@ def test_read_directory_and_file(tmp_path: Path) -> None:
     (folder / "model.safetensors").touch()
     for path in (folder, file):
         model = read_model(path)
-        assert (model.name, model.layer) == ("my-model", QWEN3_LAYER)
+        assert (model.name, model.layers) == ("my-model", (QWEN3_LAYER,))
     other = tmp_path / "qwen.json"
     other.write_text(json.dumps(QWEN3))
     assert read_model(other).name == "qwen"

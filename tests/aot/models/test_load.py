@@ -137,12 +137,28 @@ def test_a_bare_name_is_taken_and_told() -> None:
     assert loaded.notes == ("--models 'qwen3-30b-a3b': 'qwen3-30b-a3b' is taken as Qwen/Qwen3-30B-A3B",)
 
 
-def test_quantised_checkpoints_are_told_once() -> None:
-    loaded = load_models(["openai/gpt-oss-20b tp=1,2", "deepseek-ai/DeepSeek-R1"])
-    (note,) = loaded.notes
-    assert "not there yet" in note
-    assert "openai/gpt-oss-20b (mxfp4), deepseek-ai/DeepSeek-R1 (fp8)" in note
+def test_formats_without_code_are_told_once_each_by_name() -> None:
+    loaded = load_models(["openai/gpt-oss-20b tp=1,2", "deepseek-ai/DeepSeek-R1", "Qwen/Qwen3-30B-A3B-FP8"])
+    assert loaded.notes == (
+        "no kernels for mxfp4 yet: bf16 (or the dtype= given) is built instead for openai/gpt-oss-20b",
+        "no kernels for fp8_block yet: bf16 (or the dtype= given) is built instead for deepseek-ai/DeepSeek-R1, "
+        "Qwen/Qwen3-30B-A3B-FP8",
+    )
     assert {one.dtypes for one in loaded.shapes} == {(DType.BF16,)}
+    assert [one.weights for one in loaded.shapes] == [("mxfp4",), ("mxfp4",), ("fp8_block",), ("fp8_block",)]
+
+
+def test_weights_of_a_spec_go_before_the_checkpoint_s() -> None:
+    def told(spec: str) -> tuple[tuple[str, ...], tuple[DType, ...], int]:
+        loaded = load_models([spec])
+        return loaded.shapes[0].weights, loaded.shapes[0].dtypes, len(loaded.notes)
+
+    assert told("deepseek-ai/DeepSeek-V3 weights=bf16") == (("bf16",), (DType.BF16,), 0)
+    assert told("deepseek-ai/DeepSeek-V3 weights=fp16") == (("fp16",), (DType.FP16,), 0)
+    assert told("deepseek-ai/DeepSeek-V3 dtype=fp16") == (("fp8_block",), (DType.FP16,), 1)
+    assert told("deepseek-ai/DeepSeek-V3 weights=fp8_block,bf16") == (("fp8_block", "bf16"), (DType.BF16,), 1)
+    assert told("Qwen/Qwen3-30B-A3B weights=mxfp4,nvfp4") == (("mxfp4", "nvfp4"), (DType.BF16,), 2)
+    assert told(f"{MINE} weights=int4_g128_zp dtype=fp16") == (("int4_g128_zp",), (DType.FP16,), 1)
 
 
 @pytest.mark.parametrize("how", ["awq", "bitsandbytes", "compressed-tensors"])
@@ -151,9 +167,27 @@ def test_a_checkpoint_quantised_in_another_way_is_not_taken_for_fp8(tmp_path: Pa
               "num_experts_per_tok": 2, "quantization_config": {"quant_method": how}}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     (note,) = load_models([f"{tmp_path} name=mine"]).notes
-    assert note.startswith("kernels for quantised weights are not there yet: ")
-    assert note.endswith(f"is built for mine ({how})")
-    assert "fp8" not in note
+    name = {"bitsandbytes": "nf4"}.get(how, how)
+    assert note == f"no kernels for {name} yet: bf16 (or the dtype= given) is built instead for mine"
+
+
+def test_every_kind_of_experts_is_built() -> None:
+    shapes = load_models(["ERNIE-4.5-VL-28B-A3B-PT tp=1,2 ops=forward", "jetmoe/jetmoe-8b name=jet"]).shapes
+    assert [(one.name, one.I, one.tp, one.gated) for one in shapes] == [
+        ("baidu/ERNIE-4.5-VL-28B-A3B-PT", 1536, 1, True),
+        ("baidu/ERNIE-4.5-VL-28B-A3B-PT", 1536, 2, True),
+        ("baidu/ERNIE-4.5-VL-28B-A3B-PT+vision", 512, 1, True),
+        ("baidu/ERNIE-4.5-VL-28B-A3B-PT+vision", 512, 2, True),
+        ("jet", 5632, 1, True),
+        ("jet+attention", 2048, 1, False),
+    ]
+    fused, vision = load_models(["ERNIE-4.5-VL-28B-A3B-PT shared=fuse"]).shapes
+    assert (fused.shared_experts, vision.shared_experts) == (2, 0)
+
+
+def test_sizes_that_nobody_published_are_told() -> None:
+    (note,) = load_models(["ibm-research/moe-7b-1b-active-shared-experts"]).notes
+    assert "class's defaults, maybe not the checkpoint's: give its config.json" in note
 
 
 def test_a_shard_given_twice_counts_once(tmp_path: Path) -> None:
@@ -203,7 +237,10 @@ def test_one_name_for_two_sizes() -> None:
         (MINE + " experts=4", "unknown key 'experts', wanted one of tp, ep"),
         (MINE + " dtypes=bf16", r"unknown key 'dtypes'; did you mean 'dtype'\?"),
         (MINE + " tp", r"'tp' is no option, wanted key=value; did you mean 'tp'\?"),
-        (MINE + " dtype=fp8", "fp8 and mxfp4 are not there yet, use bf16"),
+        (MINE + " dtype=fp8", "dtype 'fp8'; it is the products' element type.* weights=, e.g. weights=fp8_block"),
+        (MINE + " weights=fp8", "unknown weights 'fp8'; did you mean fp8_block or fp8_block_a16 or fp8_channel or"),
+        (MINE + " weights=mxfp8", r"unknown weights 'mxfp8'; did you mean 'mxfp4'\?"),
+        (MINE + " weights=bf16 dtype=fp16", "weights=bf16 and dtype=fp16 disagree"),
         (MINE + " dtype=bfloat16", r"unknown dtype 'bfloat16'; did you mean 'bf16'\?"),
         (MINE + " ops=forwards", r"unknown ops 'forwards'; did you mean 'forward'\?"),
         (MINE + " tokens=64..1", "wanted 1 <= least <= most"),
@@ -274,7 +311,9 @@ def test_a_tab_ends_a_word_too(tmp_path: Path) -> None:
 
 def test_the_whole_catalogue_is_one_word() -> None:
     loaded = load_models(["catalogue dtype=fp16 tokens=1..64"])
-    assert {one.name for one in loaded.shapes} == set(catalogue())
+    assert {one.name for one in loaded.shapes} == {
+        id_ for id_, entry in catalogue().items() if entry.source != "default"
+    }
     assert {(one.dtypes, one.tokens) for one in loaded.shapes} == {((DType.FP16,), (1, 64))}
     for same in ('"catalogue" tp=2', "Catalogue tp=2"):
         assert load_models([same]).shapes == load_models(["catalogue tp=2"]).shapes

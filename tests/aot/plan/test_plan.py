@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretuned.aot.models.layer import LayerGemm, LayerShard
-from pretuned.aot.plan.plan import buckets_between, plan
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import buckets_between, plan, unaligned
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from pretuned.kernels.contract.spec import code_of
@@ -152,3 +153,26 @@ def test_every_m_between_has_its_bucket(least: int, extra: int, at: float) -> No
 def test_contradictions(change: dict[str, object], message: str) -> None:
     (problem,) = replace(QWEN3, **change).contradictions()  # type: ignore[arg-type]
     assert message in problem
+
+
+def test_unaligned_shards_are_told() -> None:
+    def told(*specs: str) -> list[str]:
+        return [*unaligned(load_models(specs).shapes)]
+
+    assert told("shape:E=8,H=1024,I=1000,k=2 tp=1,8 dtype=bf16,fp16 name=mine") == [
+        "mine tp=8 ep=1 dtype=bf16,fp16: rows of gate_up (N=250, K=1024) and down (N=1024, K=125) are no multiples of "
+        "8 elements (16 bytes): only fallback kernels, which are slower, run them; tp=1,5 would have none"
+    ]
+    assert told("shape:E=8,H=1024,I=1000,k=2 tp=2,125 dtype=fp32", "shape:E=8,H=100,I=64,k=2 gated=0") == [
+        "E8-H100-I64-k2 tp=1 ep=1 dtype=bf16: rows of up (N=64, K=100) and down (N=100, K=64) are no multiples of 8 "
+        "elements (16 bytes): only fallback kernels, which are slower, run them; padded weights would have none"
+    ]
+    (note,) = told("shape:E=8,H=1024,I=1440,k=2 tp=8")  # N = 360 of gate and up together, K = 180 of down
+    assert note.startswith("E8-H1024-I1440-k2 tp=8 ep=1 dtype=bf16: rows of down (N=1024, K=180) are no multiples")
+
+
+def test_zero_experts_have_a_first_gemm_of_their_own_on_one_rank() -> None:
+    (whole, split) = load_models(["meituan-longcat/LongCat-Flash-Chat ep=1,8 ops=forward"]).shapes
+    plain = {(one.E, one.N) for one in plan([whole]).problems if one.fusion is Fusion.NONE}
+    assert plain == {(512, 4096), (512, 6144), (768, 4096)}
+    assert {one.E for one in plan([split]).problems} == {64}

@@ -324,6 +324,7 @@ def test_the_page_stands_alone(distinct: Bundle, problem: Problem) -> None:
         ET.fromstring(drawing)
 
 
+@pytest.mark.slow
 def test_the_page_has_every_cell_and_the_same_bytes_each_time(distinct: Bundle, problem: Problem) -> None:
     text = everything(distinct, problem)
     assert text == everything(distinct, problem)
@@ -353,6 +354,7 @@ def test_progress_counts_every_gemm(base: Bundle) -> None:
     assert told == [(i + 1, len(found.gemms)) for i in range(len(found.gemms))]
 
 
+@pytest.mark.slow
 def test_a_gemm_of_two_models_is_drawn_once(base: Bundle) -> None:
     again = replace(base.models[-1], name="again")
     text = page(sheet("t", {}, replace(base, models=(*base.models, again)), [], None))

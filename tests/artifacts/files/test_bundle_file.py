@@ -9,28 +9,22 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import craft
 import golden_bundles
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from steps import steps
 
-from pretuned.artifacts.errors import BundleCorrupt, BundleUnreadable, BundleUntrusted, HostError
+from pretuned.artifacts.errors import BundleCorrupt, BundleUnreadable, BundleUntrusted
 from pretuned.artifacts.files import bundle_file
-from pretuned.artifacts.files.blob import read_checked, write_checked
 from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.lock import lock, reading
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
-from pretuned.artifacts.format.index import GLANCED_BYTES, Index, glance, glance_at_gpus
+from pretuned.artifacts.format.index import Index, glance_at_gpus
 from pretuned.artifacts.format.wire import PREAMBLE_BYTES
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import Gpu, Target
 
 MEDIUM = codec.encode(golden_bundles.medium())
 
@@ -133,18 +127,6 @@ def test_opened_for_later_without_a_target_it_is_refused_at_once(tmp_path):
             open_bundle(path, later=True)
 
 
-@given(st.binary(max_size=80), st.integers(0, 80))
-def test_a_glance_at_anything_is_a_target_or_nothing(tail, kept):
-    begin = MEDIUM[PREAMBLE_BYTES : PREAMBLE_BYTES + kept] + tail
-    assert glance(begin) is None or isinstance(glance(begin), Target)
-
-
-@given(st.builds(Target, st.integers(10, 9999), st.booleans()))
-def test_a_glance_tells_every_target(target):
-    data = codec.encode(dataclasses.replace(golden_bundles.small(), target=target))
-    assert glance(data[PREAMBLE_BYTES : PREAMBLE_BYTES + GLANCED_BYTES]) == target
-
-
 def test_opened_for_later_it_tells_whose_gpu_it_may_be_of_unread(tmp_path, path, monkeypatch):
     (gpu, *_) = golden_bundles.medium().gpus
     other = dataclasses.replace(gpu, name="another")
@@ -165,12 +147,6 @@ def test_opened_for_later_it_tells_whose_gpu_it_may_be_of_unread(tmp_path, path,
         with pytest.raises(BundleCorrupt):
             file.gpus  # noqa: B018
         assert file.may_be_of(other)
-
-
-@given(st.binary(max_size=300), st.integers(0, 1000))
-def test_a_glance_at_anything_is_gpus_or_nothing(tail, kept):
-    begin = MEDIUM[PREAMBLE_BYTES : PREAMBLE_BYTES + kept] + tail
-    assert glance_at_gpus(begin) is None or all(isinstance(one, Gpu) for one in glance_at_gpus(begin))
 
 
 def test_the_gpus_of_what_ships_are_within_what_is_glanced_at():
@@ -395,152 +371,6 @@ def test_one_look_into_a_real_size_decodes_little(tmp_path):
             file.cubin(i)
 
     assert steps(look) < 2000
-
-
-def test_publish(tmp_path):
-    path = tmp_path / "b.msgpack"
-    old = os.umask(0o077)
-    try:
-        publish(path, b"one")
-        publish(path, b"two")
-    finally:
-        os.umask(old)
-    assert path.read_bytes() == b"two"
-    assert path.stat().st_mode & 0o7777 == 0o644
-    assert [p.name for p in tmp_path.iterdir()] == ["b.msgpack"]
-
-
-def test_publish_leaves_the_same_bytes_alone(tmp_path):
-    path = tmp_path / "b.msgpack"
-    assert publish(path, b"same")
-    before = path.stat()
-    assert not publish(path, b"same")
-    after = path.stat()  # (but for when it was read)
-    assert (after.st_ino, after.st_mtime_ns, after.st_ctime_ns) == (
-        before.st_ino,
-        before.st_mtime_ns,
-        before.st_ctime_ns,
-    )
-    path.chmod(0o600)
-    assert publish(path, b"same")
-    assert path.stat().st_mode & 0o7777 == 0o644
-    publish(path, b"sane")
-    assert path.read_bytes() == b"sane"
-
-
-def test_publish_replaces_a_link_and_not_its_target(tmp_path):
-    target, link = tmp_path / "target", tmp_path / "link"
-    target.write_bytes(b"old")
-    target.chmod(0o644)
-    link.symlink_to(target)
-    assert publish(link, b"old")
-    assert not link.is_symlink()
-    link.unlink()
-    link.symlink_to(target)
-    assert publish(link, b"new")
-    assert target.read_bytes() == b"old"
-    assert not link.is_symlink()
-    assert link.read_bytes() == b"new"
-
-
-def test_publish_an_empty_file(tmp_path):
-    publish(tmp_path / "empty", b"")
-    assert (tmp_path / "empty").read_bytes() == b""
-
-
-@pytest.mark.parametrize("where", ["missing/b", "file/b", "folder", "nul\0", "n" * 256])
-def test_publish_where_it_can_not(tmp_path, where):
-    (tmp_path / "file").write_bytes(b"")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "in").write_bytes(b"")
-    with pytest.raises(HostError, match=r"can't write .* must exist") as caught:
-        publish(tmp_path / where, b"x")
-    assert "\n" not in str(caught.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
-
-
-def test_lock(tmp_path):
-    with lock(tmp_path, 0) as held:
-        assert held
-        begin = time.perf_counter()
-        with lock(tmp_path, 0.2) as again:
-            assert not again
-        assert 0.2 <= time.perf_counter() - begin < 10
-        with pytest.raises(HostError, match="another process held it for 0 s"), lock(tmp_path, 0, required=True):
-            pass
-    with lock(tmp_path, 0, required=True) as held:
-        assert held
-
-
-def test_lock_passes_an_error_on_and_lets_go(tmp_path):
-    with pytest.raises(KeyError), lock(tmp_path, 0):
-        raise KeyError
-    with lock(tmp_path, 0) as held:
-        assert held
-
-
-def test_lock_where_there_is_no_directory(tmp_path):
-    with lock(tmp_path / "is" / "made", 0) as held:
-        assert held
-    with lock("/proc/self/nothing", 0) as held:
-        assert not held
-    with pytest.raises(HostError, match="can't lock"), lock("/proc/self/nothing", 0, required=True):
-        pass
-
-
-def test_reading_waits_for_a_writer_and_shares_with_readers(tmp_path):
-    with reading(tmp_path, 0.2), reading(tmp_path / "missing", 0.2):
-        assert list(tmp_path.iterdir()) == []  # it writes nothing
-    with lock(tmp_path, 0) as held:
-        assert held
-        begin = time.perf_counter()
-        with reading(tmp_path, 0.2):
-            assert 0.2 <= time.perf_counter() - begin < 10
-    begin = time.perf_counter()
-    with reading(tmp_path, 20), reading(tmp_path, 20):
-        assert time.perf_counter() - begin < 10
-        with lock(tmp_path, 0) as held:
-            assert not held
-    with lock(tmp_path, 0) as held:
-        assert held
-
-
-def test_reading_follows_no_link_and_lets_go_after_an_error(tmp_path):
-    (tmp_path / ".pretuned.lock").symlink_to(tmp_path / "elsewhere")
-    with reading(tmp_path, 0):
-        pass
-    (tmp_path / ".pretuned.lock").unlink()
-    with lock(tmp_path, 0):
-        pass
-    with pytest.raises(KeyError), reading(tmp_path, 0):
-        raise KeyError
-    with lock(tmp_path, 0) as held:
-        assert held
-
-
-def test_blob(tmp_path):
-    path = tmp_path / "blob"
-    assert read_checked(path) is None
-    for payload in (b"", b"x", os.urandom(10000)):
-        write_checked(path, payload)
-        assert read_checked(path) == payload
-    data = path.read_bytes()
-    for broken in (b"", data[:-1], data[:47], data + b"x", b"P" + data[1:], data[:20] + b"\0" + data[21:]):
-        path.write_bytes(broken)
-        assert read_checked(path) is None
-    path.write_bytes(data)
-    assert read_checked(path) == payload
-    path.chmod(0o666)
-    assert read_checked(path) is None
-
-
-def test_blob_that_is_no_file(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    assert read_checked(tmp_path / "fifo") is None
-    assert read_checked(tmp_path) is None
-    write_checked(tmp_path / "giant", b"x")
-    os.truncate(tmp_path / "giant", 1 << 40)
-    assert read_checked(tmp_path / "giant") is None
 
 
 def test_digest_stands_for_the_whole_content():

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pretuned.kernels.contract import revisions
-from pretuned.kernels.contract.revisions import KERNELS, REVISIONS, source_sha256, sources
+from pretuned.kernels.contract.registry import ENTRIES
+from pretuned.kernels.contract.revisions import KERNELS, source_sha256, sources
 
 
-@pytest.mark.parametrize("kernel", REVISIONS)
+@pytest.mark.parametrize("kernel", ENTRIES)
 def test_the_recorded_digest_is_that_of_the_source(kernel: str) -> None:
-    now, recorded = source_sha256(kernel), REVISIONS[kernel]
+    now, recorded = source_sha256(kernel), ENTRIES[kernel]
     assert now == recorded.sha256, (
-        f"the source of {kernel} changed: in kernels/contract/revisions.py raise its revision "
+        f"the source of {kernel} changed: in its entry (kernels/contract) raise its revision "
         f"(now {recorded.revision}; a revision that was never released may stay) and set its sha256 to {now}"
     )
 
 
 def test_every_kernel_file_belongs_to_a_kernel() -> None:
     with_kernels = {path for path in KERNELS.rglob("*.py") if re.search(r"@(triton|gluon)\.jit", path.read_text())}
-    assert with_kernels == {path for kernel in REVISIONS for path in sources(kernel)}
+    assert with_kernels == {path for kernel in ENTRIES for path in sources(kernel)}
 
 
 def test_the_sources_are_what_the_home_imports() -> None:
@@ -41,8 +43,8 @@ def test_moving_a_file_changes_no_digest(tmp_path: Path, monkeypatch: pytest.Mon
     (moved / "a.py").write_text(texts["a.py"].replace("from ..gemm.portable.tiles import", "from .b import"))
     (moved / "b.py").write_text(texts["b.py"])
     monkeypatch.setattr(revisions, "KERNELS", tmp_path)
-    recorded = REVISIONS["clear"]
-    monkeypatch.setitem(REVISIONS, "clear", revisions.Revision(recorded.revision, "elsewhere.a", recorded.sha256))
+    recorded = ENTRIES["clear"]
+    monkeypatch.setitem(ENTRIES, "clear", replace(recorded, home="elsewhere.a"))
     assert source_sha256("clear") == recorded.sha256
     (moved / "b.py").write_text(texts["b.py"] + " ")
     assert source_sha256("clear") != recorded.sha256

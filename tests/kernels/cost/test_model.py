@@ -15,7 +15,7 @@ from steps import steps
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Cache, Config, Loads, Schedule
 from pretuned.kernels.cost.constants import CONSTANTS, Constants
 from pretuned.kernels.cost.model import Ranker, Resources, _mean_waves, estimate_us, occupancy
 from pretuned.kernels.hardware.arch import limits
@@ -35,38 +35,38 @@ def _compiled(*rows: tuple[Config, int, int]) -> list[Resources]:
 
 # (config, shared bytes, registers a thread) as Triton 3.7.1 compiled the forward kernel, bf16.
 HOPPER = _compiled(
-    (Config(128, 256, 64, 8, 3, tma=True), 180248, 220),
-    (Config(128, 256, 64, 8, 4, tma=True), 229408, 222),
-    (Config(128, 128, 64, 8, 4, tma=True), 163872, 133),
-    (Config(128, 128, 64, 8, 3, tma=True), 131096, 126),
-    (Config(128, 128, 64, 4, 4, tma=True), 139296, 215),
-    (Config(256, 128, 64, 8, 3, tma=True), 180248, 213),
-    (Config(64, 256, 64, 8, 4, tma=True), 180256, 130),
-    (Config(64, 128, 128, 4, 4, tma=True), 204832, 144),
-    (Config(64, 64, 128, 4, 4, tma=True), 139296, 84),
-    (Config(16, 128, 256, 8, 3, tma=True), 151568, 58),
-    (Config(16, 64, 256, 4, 3, tma=True, persistent=False), 81936, 40),
-    (Config(16, 64, 128, 4, 4, tma=True, persistent=False), 61464, 40),
-    (Config(16, 32, 256, 4, 4, tma=True, persistent=False), 73752, 40),
-    (Config(16, 128, 128, 4, 3, tma=True, persistent=False), 73744, 54),
-    (Config(32, 128, 128, 4, 3, tma=True, persistent=False), 81936, 74),
-    (Config(64, 128, 128, 4, 3, tma=True, persistent=False), 147480, 96),
-    (Config(16, 64, 128, 4, 4, persistent=False), 61440, 64),
+    (Config(128, 256, 64, 8, 3, loads=Loads.TMA), 180248, 220),
+    (Config(128, 256, 64, 8, 4, loads=Loads.TMA), 229408, 222),
+    (Config(128, 128, 64, 8, 4, loads=Loads.TMA), 163872, 133),
+    (Config(128, 128, 64, 8, 3, loads=Loads.TMA), 131096, 126),
+    (Config(128, 128, 64, 4, 4, loads=Loads.TMA), 139296, 215),
+    (Config(256, 128, 64, 8, 3, loads=Loads.TMA), 180248, 213),
+    (Config(64, 256, 64, 8, 4, loads=Loads.TMA), 180256, 130),
+    (Config(64, 128, 128, 4, 4, loads=Loads.TMA), 204832, 144),
+    (Config(64, 64, 128, 4, 4, loads=Loads.TMA), 139296, 84),
+    (Config(16, 128, 256, 8, 3, loads=Loads.TMA), 151568, 58),
+    (Config(16, 64, 256, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE), 81936, 40),
+    (Config(16, 64, 128, 4, 4, loads=Loads.TMA, schedule=Schedule.TILE), 61464, 40),
+    (Config(16, 32, 256, 4, 4, loads=Loads.TMA, schedule=Schedule.TILE), 73752, 40),
+    (Config(16, 128, 128, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE), 73744, 54),
+    (Config(32, 128, 128, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE), 81936, 74),
+    (Config(64, 128, 128, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE), 147480, 96),
+    (Config(16, 64, 128, 4, 4, schedule=Schedule.TILE), 61440, 64),
 )
 AMPERE = _compiled(
     (Config(128, 256, 64, 8, 3), 98304, 255),
     (Config(128, 128, 64, 8, 3), 65536, 202),
     (Config(64, 128, 64, 4, 4), 73728, 210),
     (Config(64, 64, 64, 4, 4), 49152, 128),
-    (Config(16, 64, 256, 4, 3, persistent=False), 81920, 96),
-    (Config(16, 64, 128, 4, 4, persistent=False), 61440, 72),
+    (Config(16, 64, 256, 4, 3, schedule=Schedule.TILE), 81920, 96),
+    (Config(16, 64, 128, 4, 4, schedule=Schedule.TILE), 61440, 72),
 )
 DW = _compiled(
-    (Config(64, 128, 256, 8, 3, tma=True), 147480, 168),
-    (Config(32, 128, 256, 8, 4, tma=True), 98336, 168),
-    (Config(32, 64, 256, 4, 4, tma=True), 81952, 180),
-    (Config(32, 128, 128, 4, 4, tma=True), 65568, 176),
-    (Config(64, 64, 128, 4, 4, tma=True), 98336, 108),
+    (Config(64, 128, 256, 8, 3, loads=Loads.TMA), 147480, 168),
+    (Config(32, 128, 256, 8, 4, loads=Loads.TMA), 98336, 168),
+    (Config(32, 64, 256, 4, 4, loads=Loads.TMA), 81952, 180),
+    (Config(32, 128, 128, 4, 4, loads=Loads.TMA), 65568, 176),
+    (Config(64, 64, 128, 4, 4, loads=Loads.TMA), 98336, 108),
 )
 
 QWEN30 = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
@@ -94,16 +94,16 @@ def _ratio(problem: Problem, M: int, one: Config, other: Config) -> float:
 def test_sparse_decode_takes_thin_tiles(problem: Problem) -> None:
     near = _near_best(problem, 16 * 8, HOPPER, _h200())
     assert near[0].block_m == 16  # measured: one a program and persistent ones within 1 % of each other
-    assert Config(16, 64, 256, 4, 3, tma=True, persistent=False) in near
-    assert Config(16, 64, 128, 4, 4, tma=True, persistent=False) in near
+    assert Config(16, 64, 256, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE) in near
+    assert Config(16, 64, 128, 4, 4, loads=Loads.TMA, schedule=Schedule.TILE) in near
 
 
 @pytest.mark.parametrize(("problem", "M"), [(QWEN30, 65536), (NEXT, 81920), (MIXTRAL, 16384), (MIXTRAL, 2048)])
 def test_a_long_prefill_takes_the_largest_tile(problem: Problem, M: int) -> None:
     near = _near_best(problem, M, HOPPER, _h200(), within=1.06)  # measured: 3 stages within 6 % of 4, on either side
-    assert near[0] == Config(128, 256, 64, 8, near[0].num_stages, tma=True)
-    assert Config(128, 256, 64, 8, 3, tma=True) in near
-    assert Config(256, 128, 64, 8, 3, tma=True) not in near
+    assert near[0] == Config(128, 256, 64, 8, near[0].num_stages, loads=Loads.TMA)
+    assert Config(128, 256, 64, 8, 3, loads=Loads.TMA) in near
+    assert Config(256, 128, 64, 8, 3, loads=Loads.TMA) not in near
 
 
 @pytest.mark.parametrize(("problem", "M"), [(QWEN30, 8192), (NEXT, 10240)])
@@ -119,8 +119,8 @@ def test_short_reads_of_weights_lose_where_memory_bounds(E: int, N: int, K: int,
     """By both journals specialised tiles, which read 128 bytes of a row at a time, take 1.06 x as long as thin ones."""
     chip = chip_named(name)
     assert chip is not None
-    wide = Resources(Config(128, 256, 64, 8, 4, tma=True, specialized=True), 384, 213384, 168)
-    thin = Resources(Config(16, 64, 256, 4, 3, tma=True, persistent=False), 128, 81936, 40)
+    wide = Resources(Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE), 384, 213384, 168)
+    thin = Resources(Config(16, 64, 256, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE), 128, 81936, 40)
     assert rank(Problem(Op.FORWARD, DType.BF16, E, N, K), M, [wide, thin], chip)[0][1] == 1
     less = CONSTANTS._replace(hopper=CONSTANTS.hopper._replace(short_reads=1.0))
     for op, times in ((Op.FORWARD, 1.005), (Op.DX, 1.0)):
@@ -132,14 +132,16 @@ def test_short_reads_of_weights_lose_where_memory_bounds(E: int, N: int, K: int,
 
 
 def test_thin_tiles_lose_on_mixtral_at_128_tokens() -> None:
-    wide, thin = (Config(m, 128, 128, 4, 3, tma=True, persistent=False) for m in (64, 16))
+    wide, thin = (Config(m, 128, 128, 4, 3, loads=Loads.TMA, schedule=Schedule.TILE) for m in (64, 16))
     assert _near_best(MIXTRAL, 256, HOPPER, _h200())[0].block_m == wide.block_m
     assert _ratio(MIXTRAL, 256, thin, wide) > 1.05
 
 
 @pytest.mark.parametrize(("stages", "measured"), [(3, 1.34), (4, 1.08)])
 def test_wgmma_wants_four_stages_of_128x128_tiles(stages: int, measured: float) -> None:
-    ratio = _ratio(QWEN30, 65536, Config(128, 128, 64, 8, stages, tma=True), Config(128, 256, 64, 8, 3, tma=True))
+    ratio = _ratio(
+        QWEN30, 65536, Config(128, 128, 64, 8, stages, loads=Loads.TMA), Config(128, 256, 64, 8, 3, loads=Loads.TMA)
+    )
     assert ratio == pytest.approx(measured, rel=0.1)
 
 
@@ -193,8 +195,8 @@ def test_the_table_of_experts_costs_its_scan() -> None:
 
 
 def test_weights_that_no_l2_holds_want_grouped_rows() -> None:
-    grouped = Resources(Config(128, 256, 64, 8, 3, group_m=8, tma=True), 256, 180248, 220)
-    single = Resources(Config(128, 256, 64, 8, 3, group_m=1, tma=True), 256, 180248, 220)
+    grouped = Resources(Config(128, 256, 64, 8, 3, group_m=8, loads=Loads.TMA), 256, 180248, 220)
+    single = Resources(Config(128, 256, 64, 8, 3, group_m=1, loads=Loads.TMA), 256, 180248, 220)
     assert estimate_us(MIXTRAL, 16384, single, _h200()) > 1.03 * estimate_us(MIXTRAL, 16384, grouped, _h200())
 
 
@@ -235,7 +237,7 @@ DW_QWEN30 = Problem(Op.DW, DType.BF16, 128, 1536, 2048)
 def test_dw_prefers_short_steps_where_rows_are_few(M: int) -> None:
     near = _near_best(DW_QWEN30, M, DW, _h200(), 1.0)
     assert near[0].block_m == 32
-    assert near[0].tma
+    assert near[0].loads is Loads.TMA
 
 
 @pytest.mark.parametrize(
@@ -243,8 +245,8 @@ def test_dw_prefers_short_steps_where_rows_are_few(M: int) -> None:
     [(64, 1.026), (2048, 0.928), (4096, 0.914), (8192, 0.948)],
 )
 def test_dw_of_few_rows_wants_them_asked_for_together(M: int, measured: float) -> None:
-    plain = Config(32, 128, 256, 8, 8, group_m=1, tma=True, specialized=True)
-    both = [Resources(dataclasses.replace(plain, streamed=on), 384, 229784, 168) for on in (False, True)]
+    plain = Config(32, 128, 256, 8, 8, group_m=1, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+    both = [Resources(dataclasses.replace(plain, cache=cache), 384, 229784, 168) for cache in Cache]
     without, together = (estimate_us(DW_QWEN30, M, one, _h200()) for one in both)
     assert together / without == pytest.approx(measured, abs=0.04)
     assert Ranker(both, Op.DW, DType.BF16, _h200()).rank(DW_QWEN30, M)[0][1] == int(measured < 0.99)
@@ -257,22 +259,22 @@ def test_dw_of_few_rows_wants_them_asked_for_together(M: int, measured: float) -
 )
 def test_few_experts_are_asked_for_where_their_tiles_are_many(E: int, N: int, K: int, ordered: bool) -> None:
     """Of up to 32 experts and 16 tiles a program the kernel orders the experts by their rows, and asks for none."""
-    plain = Config(32, 128, 256, 8, 8, group_m=1, tma=True, specialized=True)
+    plain = Config(32, 128, 256, 8, 8, group_m=1, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
     without, streamed = (
         estimate_us(
             Problem(Op.DW, DType.BF16, E, N, K),
             32 * E,
-            Resources(dataclasses.replace(plain, streamed=on), 384, 229784, 168),
+            Resources(dataclasses.replace(plain, cache=cache), 384, 229784, 168),
             _h200(),
         )
-        for on in (False, True)
+        for cache in Cache
     )
     assert (streamed > without) == ordered
 
 
 def test_dw_prefers_two_programs_an_sm_to_one() -> None:
     """One stores while the other multiplies: measured 363 and 524 us."""
-    two, one = (Resources(Config(64, 128, 128, 4, s, tma=True), 128, 32768 * s + 24, 176) for s in (3, 4))
+    two, one = (Resources(Config(64, 128, 128, 4, s, loads=Loads.TMA), 128, 32768 * s + 24, 176) for s in (3, 4))
     assert [occupancy(resources, limits(90)) for resources in (two, one)] == [2, 1]
     ratio = estimate_us(DW_QWEN30, 8192, one, _h200()) / estimate_us(DW_QWEN30, 8192, two, _h200())
     assert ratio == pytest.approx(524 / 363, rel=0.1)
@@ -290,7 +292,7 @@ def test_dw_writes_every_expert_and_is_bound_by_it() -> None:
 def test_dw_of_few_long_experts_wants_wide_tiles_and_grouped_rows() -> None:
     down = Problem(Op.DW, DType.BF16, 8, 4096, 14336)
     assert _near_best(down, 16384, DW, _h200(), 1.0)[0].block_k == 256
-    grouped, single = (Resources(Config(64, 128, 256, 8, 4, g, tma=True), 256, 196640, 168) for g in (8, 1))
+    grouped, single = (Resources(Config(64, 128, 256, 8, 4, g, loads=Loads.TMA), 256, 196640, 168) for g in (8, 1))
     assert estimate_us(down, 16384, single, _h200()) > estimate_us(down, 16384, grouped, _h200())
 
 
@@ -330,8 +332,8 @@ def test_ranking_is_deterministic_and_ties_go_by_config() -> None:
     assert len({time_us for time_us, _ in ranked}) == 1
 
 
-SPECIALIZED = Resources(Config(128, 256, 64, 8, 4, tma=True, specialized=True), 288, 229720, 168)
-NARROW = Resources(Config(64, 256, 64, 4, 4, tma=True), 128, 180256, 203)
+SPECIALIZED = Resources(Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE), 288, 229720, 168)
+NARROW = Resources(Config(64, 256, 64, 4, 4, loads=Loads.TMA), 128, 180256, 203)
 
 
 def _with(**told: float | bool) -> Constants:

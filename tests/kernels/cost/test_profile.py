@@ -6,13 +6,13 @@ import pytest
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads
 from pretuned.kernels.cost.constants import CONSTANTS
 from pretuned.kernels.cost.profile import Resources, join, occupancy, profile
 from pretuned.kernels.hardware.arch import limits
 from pretuned.kernels.hardware.chips import chip_for
 
-WIDE = Resources(Config(64, 128, 256, 8, 3, tma=True), 256, 147480, 168)
+WIDE = Resources(Config(64, 128, 256, 8, 3, loads=Loads.TMA), 256, 147480, 168)
 
 
 @pytest.mark.parametrize(

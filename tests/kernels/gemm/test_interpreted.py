@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 GATHER, SCATTER, WEIGHT, BIAS = 1, 2, 4, 8
 WORKER = Path(__file__).parents[2] / "support" / "interpret.py"
 

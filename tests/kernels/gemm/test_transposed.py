@@ -10,14 +10,14 @@ from pretuned.aot.compile.triton import compile_variant
 from pretuned.aot.plan.families import rejection
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads
 from pretuned.kernels.contract.registry import constants
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.cost.model import Resources, estimate_us
 from pretuned.kernels.hardware.arch import arch_of, limits
 from pretuned.kernels.hardware.chips import chip_for
 
-TILE = Config(128, 128, 32, 4, 3, tma=True)
+TILE = Config(128, 128, 32, 4, 3, loads=Loads.TMA)
 DX = Spec(Op.DX, DType.TF32, TILE)
 
 
@@ -31,8 +31,8 @@ DX = Spec(Op.DX, DType.TF32, TILE)
         (Spec(Op.FORWARD, DType.TF32, TILE), 90, False),
         (replace(DX, dtype=DType.BF16), 90, False),
         (replace(DX, config=Config(128, 128, 32, 4, 3)), 90, False),  # through pointers
-        (replace(DX, config=Config(64, 64, 32, 2, 4, tma=True)), 90, False),  # on mma.sync
-        (replace(DX, config=Config(32, 256, 32, 4, 3, tma=True)), 90, False),
+        (replace(DX, config=Config(64, 64, 32, 2, 4, loads=Loads.TMA)), 90, False),  # on mma.sync
+        (replace(DX, config=Config(32, 256, 32, 4, 3, loads=Loads.TMA)), 90, False),
         (DX, 100, False),
     ],
 )
@@ -40,6 +40,7 @@ def test_where_weights_come_from_registers(spec: Spec, sm: int, turned: bool) ->
     assert constants(spec, sm)["TURNED"] is turned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER, Fusion.SCATTER])
 def test_two_such_tiles_fit_an_sm(fusion: Fusion) -> None:
     variant = compile_variant(replace(DX, fusion=fusion), 90).variant
@@ -54,8 +55,8 @@ def test_the_model_prefers_the_rows_that_keep_up_with_the_registers() -> None:
         config: estimate_us(problem, 65536, Resources(config, threads, shared_bytes, registers), chip)
         for config, threads, shared_bytes, registers in (
             (TILE, 128, 98352, 255),
-            (Config(64, 128, 64, 4, 3, tma=True), 128, 131120, 154),
-            (Config(64, 64, 32, 2, 4, tma=True), 64, 49184, 217),
+            (Config(64, 128, 64, 4, 3, loads=Loads.TMA), 128, 131120, 154),
+            (Config(64, 64, 32, 2, 4, loads=Loads.TMA), 64, 49184, 217),
         )
     }
     assert 1.2 * us[TILE] < min(time for config, time in us.items() if config != TILE)

@@ -121,11 +121,13 @@ def results() -> dict[str, list[str]]:
     return dict(zip(CASES, run(list(CASES.values())), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_matches_the_equation(results: dict[str, list[str]], name: str) -> None:
     assert results[name] == []
 
 
+@pytest.mark.slow
 def test_random_shapes() -> None:
     rng = random.Random(11)
     cases = []

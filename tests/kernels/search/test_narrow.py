@@ -9,20 +9,21 @@ import pytest
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op, Problem
 from pretuned.kernels.contract import registry
-from pretuned.kernels.contract.config import Config, invalid
+from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.cost.model import Resources, estimate_us
 from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search.space import candidates
 
-WIDE = Config(32, 128, 256, 8, 8, tma=True, specialized=True)
-NARROW = replace(WIDE, narrow=True)
+WIDE = Config(32, 128, 256, 8, 8, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+NARROW = replace(WIDE, edge=Edge.HALF)
 
 
 def test_what_can_be_narrow() -> None:
-    assert invalid(NARROW) is None
-    assert str(NARROW) == f"{WIDE} narrow"
-    assert "specialized" in str(invalid(replace(NARROW, specialized=False)))
+    assert registry.refusal(Spec(Op.DW, DType.BF16, NARROW)) is None
+    assert str(NARROW) == f"{WIDE} half-edge"
+    plain = replace(NARROW, schedule=Schedule.PERSISTENT)
+    assert "edge is HALF, wanted WHOLE" in str(registry.refusal(Spec(Op.DW, DType.BF16, plain)))
 
 
 def test_a_bundle_from_before_has_none() -> None:
@@ -34,7 +35,7 @@ def test_a_bundle_from_before_has_none() -> None:
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("op", Op)
 def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
-    found = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.narrow]
+    found = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.edge is Edge.HALF]
     assert found == ([NARROW] if op is Op.DW and dtype in (DType.BF16, DType.FP16) else [])
 
 
@@ -48,7 +49,7 @@ def test_x_comes_in_halves() -> None:
 def test_a_half_of_one_part_leaves_through_one_buffer() -> None:
     slim = replace(NARROW, block_k=128)
     assert registry.constants(Spec(Op.DW, DType.BF16, slim), 90)["SLOTS"] == 1
-    assert registry.constants(Spec(Op.DW, DType.BF16, replace(slim, narrow=False)), 90)["SLOTS"] == 2
+    assert registry.constants(Spec(Op.DW, DType.BF16, replace(slim, edge=Edge.WHOLE)), 90)["SLOTS"] == 2
 
 
 @pytest.mark.parametrize(

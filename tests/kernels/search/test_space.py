@@ -9,7 +9,9 @@ import pytest
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config, invalid
+from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.registry import refusal
+from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.arch import limits, supported
 from pretuned.kernels.search.space import FP32_LIMIT, LIMIT, candidates, fallbacks, shared_bytes_at_least
 
@@ -20,7 +22,7 @@ EVERY = list(itertools.product(Op, DType, supported()))
 def test_candidates_are_valid_unique_and_fit(op: Op, dtype: DType, sm: int) -> None:
     configs = candidates(op, dtype, sm)
     assert len(set(configs)) == len(configs)
-    assert [invalid(config) for config in configs] == [None] * len(configs)
+    assert [refusal(Spec(op, dtype, config), sm) for config in configs] == [None] * len(configs)
     limit = limits(sm).shared_per_block_bytes
     assert max(shared_bytes_at_least(op, dtype, config, sm) for config in configs) <= limit
     assert candidates(op, dtype, sm) == configs
@@ -44,20 +46,20 @@ def test_the_limit_cuts_off_nothing_that_was_measured(op: Op, dtype: DType) -> N
 
 @pytest.mark.parametrize(("op", "dtype", "sm"), EVERY)
 def test_tma_only_where_the_hardware_has_it(op: Op, dtype: DType, sm: int) -> None:
-    kinds = {config.tma for config in candidates(op, dtype, sm)}
+    kinds = {config.loads is Loads.TMA for config in candidates(op, dtype, sm)}
     assert kinds == ({False} if sm < 90 or dtype is DType.FP32 else {False, True})
 
 
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
 def test_what_won_on_hopper_is_there(op: Op) -> None:
     configs = candidates(op, DType.BF16, 90)
-    assert Config(128, 256, 64, 8, 3, tma=True) in configs
-    assert Config(128, 256, 64, 8, 4, tma=True) in configs
-    assert Config(64, 128, 128, 4, 4, tma=True) in configs
-    assert Config(128, 128, 64, 4, 3, tma=True) in configs
-    assert Config(16, 256, 128, 4, 3, tma=True) in configs
-    assert Config(16, 64, 256, 4, 3, persistent=False) in configs
-    assert Config(16, 64, 128, 4, 4, tma=True, persistent=False) in configs
+    assert Config(128, 256, 64, 8, 3, loads=Loads.TMA) in configs
+    assert Config(128, 256, 64, 8, 4, loads=Loads.TMA) in configs
+    assert Config(64, 128, 128, 4, 4, loads=Loads.TMA) in configs
+    assert Config(128, 128, 64, 4, 3, loads=Loads.TMA) in configs
+    assert Config(16, 256, 128, 4, 3, loads=Loads.TMA) in configs
+    assert Config(16, 64, 256, 4, 3, schedule=Schedule.TILE) in configs
+    assert Config(16, 64, 128, 4, 4, loads=Loads.TMA, schedule=Schedule.TILE) in configs
 
 
 def _sweep(op: Op) -> tuple[dict[str, Config], list[dict[str, Any]]]:
@@ -84,7 +86,7 @@ def test_what_never_came_near_the_fastest_is_not_listed(op: Op) -> None:
     nearest: dict[Config, float] = {}
     for cell in cells:
         for kind in (False, True):
-            times = {variants[n]: us for n, us in cell["us"].items() if variants[n].specialized is kind}
+            times = {variants[n]: us for n, us in cell["us"].items() if variants[n].schedule.warp_specialized is kind}
             for config, us in times.items():
                 nearest[config] = min(nearest.get(config, 9.0), us / min(times.values()))
     assert {str(config): near for config, near in nearest.items() if config in listed and near > 1.021} == {}
@@ -92,11 +94,11 @@ def test_what_never_came_near_the_fastest_is_not_listed(op: Op) -> None:
 
 
 def test_both_kinds_of_grid_on_ampere() -> None:
-    assert {config.persistent for config in candidates(Op.FORWARD, DType.BF16, 80)} == {False, True}
+    assert {config.schedule is not Schedule.TILE for config in candidates(Op.FORWARD, DType.BF16, 80)} == {False, True}
 
 
 def test_a_small_shared_memory_leaves_the_large_tiles_out() -> None:
-    large = Config(128, 256, 64, 8, 4, tma=True)
+    large = Config(128, 256, 64, 8, 4, loads=Loads.TMA)
     assert large not in candidates(Op.FORWARD, DType.BF16, 120)
     assert shared_bytes_at_least(Op.FORWARD, DType.BF16, large, 90) == 4 * (128 + 256) * 64 * 2
 
@@ -111,8 +113,8 @@ def test_fallbacks_use_pointers_and_fit_everywhere(op: Op, dtype: DType, sm: int
     configs = fallbacks(op, dtype, sm)
     assert 1 <= len(configs) <= 2
     for config in configs:
-        assert invalid(config) is None
-        assert not config.tma
+        assert refusal(Spec(op, dtype, config, alignment=1), sm) is None
+        assert config.loads is Loads.POINTER
         assert shared_bytes_at_least(op, dtype, config, sm) <= 48 * 1024
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_gpu import TOPK, Device, E, K, N, T, counts_at, device, on
+from host_gpu import TOPK, Device, E, FakeLauncher, K, N, T, counts_at, device, on
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
@@ -189,12 +189,11 @@ def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, monkey
     def watched(*given: Any, **how: Any) -> Any:
         launch = make(*given, **how)
 
-        def call(*words: int) -> None:
-            seen.append((words[3], *words[8:11]))
-            launch(*words)
+        def run(y: int, m_sizes: int, **words: int) -> None:
+            seen.append((m_sizes, words["index"], words["row_weights"], words["bias"]))
+            launch.run(y, m_sizes, **words)
 
-        call.zeroes = launch.zeroes  # type: ignore[attr-defined]
-        return call
+        return FakeLauncher(run, launch.zeroes)
 
     monkeypatch.setattr(products, "row_launcher", watched)
     given: dict[str, Any] = {
@@ -251,10 +250,10 @@ def test_nor_do_wrapped_counts_of_a_plain_call(monkeypatch: pytest.MonkeyPatch) 
     read: list[list[int]] = []
 
     class Launcher:
-        prepare = staticmethod(lambda *_: b"")
+        pack = staticmethod(lambda **_: b"")
         repeater = staticmethod(lambda *_: lambda *_: None)
 
-        def __call__(self, x: int, w: int, y: int, m_sizes: int, *_: int) -> None:
+        def __call__(self, y: int, m_sizes: int, stream: int, **_: int) -> None:
             read.append(counts_at(m_sizes, E, 2))
 
         def start(self, prepared: bytes, y: int, m_sizes: int, stream: int) -> None:

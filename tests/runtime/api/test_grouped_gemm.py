@@ -166,10 +166,10 @@ def test_a_plain_call_takes_the_launcher_of_its_own_bucket(
         def __init__(self, call: Any) -> None:
             self.bucket = bucket_of(call.M)
 
-        def __call__(self, *_: object) -> None:
+        def __call__(self, *_: object, **words: int) -> None:
             ran.append(self.bucket)
 
-        def prepare(self, *_: object) -> bytes:
+        def pack(self, **words: int) -> bytes:
             return b""
 
         def start(self, *_: object) -> None:

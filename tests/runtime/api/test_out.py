@@ -126,10 +126,10 @@ class Launcher:
     def __init__(self) -> None:
         self.launches = 0
 
-    def __call__(self, *_: object) -> None:
+    def __call__(self, *_: object, **words: int) -> None:
         self.launches += 1
 
-    def prepare(self, *_: object) -> bytes:
+    def pack(self, **words: int) -> bytes:
         return b""
 
     def start(self, *_: object) -> None:
@@ -178,10 +178,10 @@ def test_the_stride_of_one_row_means_nothing(monkeypatch: pytest.MonkeyPatch) ->
     got: list[int] = []
 
     class Launcher:
-        def __call__(self, *arguments: int) -> None:
-            got.append(arguments[5])
+        def __call__(self, *arguments: int, stride_y_m: int, **words: int) -> None:
+            got.append(stride_y_m)
 
-        def prepare(self, x: int, w: int, stride_x_m: int, stride_y_m: int, M: int) -> bytes:
+        def pack(self, *, stride_y_m: int, **words: int) -> bytes:
             got.append(stride_y_m)
             return b""
 

@@ -15,7 +15,7 @@ from pretuned.artifacts.records.bundle import Choice, Model
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.runtime import hooks
 from pretuned.runtime.dispatch import compiled
 from pretuned.runtime.dispatch.decide import forms_of
@@ -29,7 +29,7 @@ BOTH = Fusion.SILU | Fusion.GATHER
 M = 8192
 PLAIN = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
 GATED = replace(PLAIN, fusion=BOTH)
-WIDE = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+WIDE = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 CODE = (Spec(WIDE, fusion=Fusion.GATHER), Spec(WIDE, fusion=BOTH))
 PASS_US = 1.1 * M * 3 * 768 * 2 / 4800e3  # h is read and the result written at an H200's 4.8 TB/s
 

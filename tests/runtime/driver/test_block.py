@@ -3,116 +3,124 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import c_uint32, c_uint64
 
 import pytest
-from cudaconfig import LaunchConfig
+from cudaconfig import Launch, LaunchConfig, words_of
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.registry import arguments
-from pretuned.kernels.contract.spec import Spec
-from pretuned.runtime.driver.block import (
-    LAUNCH,
-    MAPPED_LAUNCH,
-    PREPARED,
-    ROWS,
-    SIZES,
-    STRIDE_B,
-    STRIDES,
-    WEIGHT,
-    Block,
-    Blocks,
-    config_tail,
-)
+from pretuned.kernels.contract.words import parameter_bytes
+from pretuned.runtime.driver.block import Block, BlockLayout, Words
 
 MAPS = bytes(range(128)), bytes(range(128, 256)), bytes(range(64, 192))
-X_MAP = ("M", "K", "stride_x_m", "one")
-W_MAP = ("E", "N", "K", "stride_w_e", "stride_w_row", "one")
-RAGGED = ("null",) * 4 + ("one",) * 4
-ROW_MAPS = {"x": X_MAP, "w": W_MAP, "y_map": RAGGED}
-WEIGHT_MAPS = {"dy": RAGGED, "x": RAGGED, "dw": ("null",) * 3 + ("one",) * 3}
 BIG = 1 << 40  # what must not be cut to 32 bits
-NUMBERS = {"M": 3, "index_end": 4, "N": 5, "K": 6, "E": 7, "m_sizes_step": 2, "index_step": 1, "x_divisor": 8}
-KINDS = [{}, {"tma": True}, {"tma": True, "specialized": True}]
-POINTERS = {"counter": BIG + 8, "m_sizes": BIG + 4, "index": BIG + 5, "row_weights": BIG + 6, "bias": BIG + 7}
+GIVEN: Words = (("x", "ptr"), ("w", "ptr"), ("stride", "i64"), ("M", "i32"))
+LATE: Words = (("y", "ptr"), ("m_sizes", "ptr"))
+FIXED = {"N": 5, "E": 7, "far": -BIG}
+MAPPED = {
+    "x": ("M", "N", "stride", "one"),
+    "w": ("E", "N", "M", "far", "stride", "one"),
+    "y": ("null",) * 4 + ("one",) * 4,
+}
+NUMBERS: Words = (("M", "i32"), ("N", "i32"), ("E", "i32"), ("stride", "i64"), ("far", "i64"))
+KERNELS: dict[str, Words] = {
+    "pointers": (("x", "ptr"), ("w", "ptr"), ("y", "ptr"), ("m_sizes", "ptr"), *NUMBERS),
+    "another order": (*reversed(NUMBERS), ("m_sizes", "ptr"), ("y", "ptr"), ("w", "ptr"), ("x", "ptr")),
+    "descriptors": (("x", "desc2"), ("w", "desc3"), ("y", "ptr"), ("m_sizes", "ptr"), *NUMBERS),
+    "one descriptor": (("x", "ptr"), ("w", "desc3"), ("y", "ptr"), ("m_sizes", "ptr"), *NUMBERS),
+    "a result's": (("x", "desc2"), ("w", "desc3"), ("y", "desc4"), ("m_sizes", "ptr"), *NUMBERS),
+    "few": (("w", "ptr"), ("M", "i32")),
+}
 
 
-def spec(op: Op, kind: dict[str, bool]) -> Spec:
-    return Spec(op, DType.BF16, Config(128, 128, 64, 8, 3, **kind))
+def layout_of(kernel: Words) -> BlockLayout:
+    return BlockLayout(kernel, given=GIVEN, late=LATE, fixed=FIXED, maps=MAPPED, threads=256, shared_bytes=70_000)
 
 
-def packed(block: Block) -> Block:
-    sizes = SIZES.pack(5, 6, 7, 2, 1, 8, 9, 0)
-    prepared = PREPARED.pack(
-        *MAPS[:2], BIG + 1, BIG + 2, BIG + 11, BIG + 12, STRIDES.pack(BIG + 13, BIG + 14, 1),
-        BIG + 5, BIG + 6, BIG + 7, 3, 4, sizes, 1234, config_tail(256, 70_000),
-    )  # fmt: skip
-    assert STRIDE_B.unpack_from(prepared) == (BIG + 12,)
-    MAPPED_LAUNCH.pack_into(block[0], block[1], prepared, BIG + 20, BIG + 3, BIG + 4, BIG + 8, MAPS[2])
+def values(kernel: Words) -> dict[str, int | bytes]:
+    """What each word is given."""
+    kinds = dict(kernel)
+    given: dict[str, int | bytes] = {"x": BIG + 1, "w": BIG + 2, "y": BIG + 3}
+    for name, one in zip(("x", "w", "y"), MAPS, strict=True):
+        given |= {name: one} if kinds.get(name, "ptr") != "ptr" else {}
+    return given | {"stride": BIG + 4, "M": 3, "m_sizes": BIG + 5}
+
+
+def packed(layout: BlockLayout, given: dict[str, int | bytes], *, whole: bool = False) -> Block:
+    block = layout.new()
+    call = [*(given[name] for name, _ in GIVEN), 1234, layout.tail]
+    late = [BIG + 20, *(given[name] for name, _ in LATE)]
+    if whole:
+        layout.whole.pack_into(block[0], block[1], *call, *late)
+    else:
+        layout.launch.pack_into(block[0], block[1], layout.pack(*call), *late)
     return block
 
 
-def read(op: Op, kind: dict[str, bool]) -> list[tuple[str, int | bytes]]:
-    """(name, value) of every argument; a descriptor is its 128 bytes, then the sizes and strides that follow it."""
-    one = spec(op, kind)
-    maps, offsets = (ROW_MAPS, ROWS) if op is Op.FORWARD else (WEIGHT_MAPS, WEIGHT)
-    kinds: list[tuple[str, type[ctypes._SimpleCData[int]] | int]] = []
-    for name, passed in arguments(one):
-        if passed.startswith("desc"):
-            rank = int(passed[4:])
-            kinds.append((name, 128))
-            kinds += [(part, c_int32 if i < rank else c_int64) for i, part in enumerate(maps[name])]
-        else:
-            kinds.append((name, {"ptr": c_uint64, "i32": c_int32, "i64": c_int64}[passed]))
-    kinds += [("null", c_uint64)] * 2
-    block = packed(Blocks(arguments(one), offsets, maps).new())
-    places = (c_void_p * len(kinds)).from_address(block[3])
-    return [
-        (name, bytes((c_char * kind).from_address(place or 0)) if isinstance(kind, int)
-         else kind.from_address(place or 0).value)
-        for (name, kind), place in zip(kinds, places, strict=True)
-    ]  # fmt: skip
+def read(kernel: Words, block: Block) -> dict[str, int | bytes]:
+    return words_of(kernel, Launch(block[2], 0, block[3]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_read_every_argument_where_the_kernel_has_it(kind: dict[str, bool]) -> None:
-    named = NUMBERS | POINTERS | {
-        "x": BIG + 1, "w": BIG + 2, "y": BIG + 3, "stride_x_m": BIG + 11, "stride_y_m": BIG + 12,
-        "stride_w_e": BIG + 13, "stride_w_row": BIG + 14, "flags": 9, "one": 1, "null": 0,
-    }  # fmt: skip
-    wanted = named | dict(zip(("x", "w", "y_map"), MAPS, strict=True)) if "tma" in kind else named
-    assert read(Op.FORWARD, kind) == [(name, wanted[name]) for name, _ in read(Op.FORWARD, kind)]
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_word_is_read_where_the_kernel_has_it(name: str, whole: bool) -> None:
+    kernel = KERNELS[name]
+    given = values(kernel)
+    block = packed(layout_of(kernel), given, whole=whole)
+    wanted: dict[str, int | bytes] = {}
+    known = given | FIXED | {"one": 1, "null": 0}
+    for word, kind in kernel:
+        wanted[word] = known[word]
+        if kind.startswith("desc"):
+            rank = int(kind[4:])
+            names = [f"{word} size {i}" for i in range(rank)] + [f"{word} stride {i}" for i in range(rank)]
+            wanted |= {part: known[one] for part, one in zip(names, MAPPED[word], strict=True)}
+    found = read(kernel, block)
+    assert {found.pop("scratch"), found.pop("scratch 2")} == {0}
+    assert found == wanted
+    assert len(found) + 2 == len(parameter_bytes(kernel))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, {"tma": True, "specialized": True, "streamed": True}])
-def test_weights_read_every_argument_where_the_kernel_has_it(kind: dict[str, bool]) -> None:
-    assert ("dy_at" in dict(arguments(spec(Op.DW, kind)))) == kind.get("streamed", False)
-    named = NUMBERS | POINTERS | {
-        "dy": BIG + 1, "x": BIG + 2, "dw": BIG + 3, "dy_at": BIG + 1, "x_at": BIG + 2,
-        "stride_dy_m": BIG + 11, "stride_x_m": BIG + 12,
-        "stride_dw_e": BIG + 13, "stride_dw_row": BIG + 14, "flags": 9, "one": 1, "null": 0,
-    }  # fmt: skip
-    given = MAPS if "specialized" in kind else MAPS[:2]
-    wanted = named | dict(zip(("dy", "x", "dw"), given, strict=False)) if "tma" in kind else named
-    assert read(Op.DW, kind) == [(name, wanted[name]) for name, _ in read(Op.DW, kind)]
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_launch_configuration_is_the_drivers(name: str) -> None:
+    layout = layout_of(KERNELS[name])
+    for whole in (False, True):
+        config = LaunchConfig.from_address(packed(layout, values(KERNELS[name]), whole=whole)[2])
+        assert (config.grid_x, config.grid_y, config.grid_z) == (1234, 1, 1)
+        assert (config.block_x, config.block_y, config.block_z) == (256, 1, 1)
+        assert (config.shared_bytes, config.stream) == (70_000, BIG + 20)
+        assert (config.attributes, config.attribute_count) == (None, 0)
 
 
-def test_the_launch_configuration_is_the_drivers() -> None:
-    block = packed(Blocks((("x", "ptr"),), ROWS, ROW_MAPS).new())
-    config = LaunchConfig.from_address(block[2])
-    assert (config.grid_x, config.grid_y, config.grid_z) == (1234, 1, 1)
-    assert (config.block_x, config.block_y, config.block_z) == (256, 1, 1)
-    assert (config.shared_bytes, config.stream) == (70_000, BIG + 20)
-    assert (config.attributes, config.attribute_count) == (None, 0)
-    assert LAUNCH.size == block[2] - (ctypes.addressof(block[4]) + block[1]) + ctypes.sizeof(config) + 24
+def test_the_place_of_a_word_is_told() -> None:
+    for kernel in KERNELS.values():
+        layout, given = layout_of(kernel), values(kernel)
+        call = layout.pack(*(given[name] for name, _ in GIVEN), 1234, layout.tail)
+        assert ctypes.c_int64.from_buffer_copy(call, layout.offsets["stride"]).value == BIG + 4
+
+
+def test_a_call_packs_nothing_that_stays_as_it_is() -> None:
+    """So another call's bytes leave the fixed words as they are: a block is filled once with them."""
+    kernel = KERNELS["descriptors"]
+    layout, given = layout_of(kernel), values(kernel)
+    block = packed(layout, given)
+    layout.launch.pack_into(block[0], block[1], layout.pack(*MAPS[:2], 9, 8, 7, layout.tail), 6, 5, 4)
+    found = read(kernel, block)
+    assert (found["M"], found["stride"], found["y"], found["m_sizes"]) == (8, 9, 5, 4)
+    assert {name: found[name] for name in FIXED} == FIXED
+
+
+@pytest.mark.parametrize("value", [1 << 31, -(1 << 31) - 1])
+def test_a_word_that_does_not_fit_is_no_silent_other_one(value: int) -> None:
+    layout = layout_of(KERNELS["pointers"])
+    with pytest.raises(Exception, match="format requires"):
+        layout.pack(1, 2, 3, value, 4, layout.tail)
 
 
 def test_every_block_has_its_own_aligned_memory() -> None:
-    blocks = Blocks((("x", "desc2"),), ROWS, ROW_MAPS)
-    made = [packed(blocks.new()) for _ in range(20)]
-    places = [c_uint64.from_address(block[3]).value for block in made]
+    kernel = KERNELS["one descriptor"]
+    layout, given = layout_of(kernel), values(kernel)
+    made = [packed(layout, given) for _ in range(20)]
+    places = [c_uint64.from_address(block[3] + 8).value for block in made]  # of w, behind x
     assert not any(place % 64 for place in places)
     assert len(set(places)) == 20
-    assert c_uint32.from_address(places[0]).value == int.from_bytes(MAPS[0][:4], "little")
+    assert c_uint32.from_address(places[0]).value == int.from_bytes(MAPS[1][:4], "little")

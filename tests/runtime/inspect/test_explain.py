@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from made import H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, m
 
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.records.bundle import Source
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.hardware import arch
 from pretuned.runtime import explain, reload
 from pretuned.runtime.dispatch.decide import Decision, decide
@@ -89,7 +90,7 @@ def test_past_the_first_every_time_is_for_this_bucket(tmp_path: Path) -> None:
 
 def test_the_columns_are_as_wide_as_what_is_in_them(tmp_path: Path) -> None:
     """Those of specialised code are long."""
-    long = Config(128, 192, 64, 8, 5, tma=True, persistent=True, specialized=True, pingpong=True)
+    long = Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)
     write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, 0, 7.5, second=1)]}, gpus=[H200],
           specs=(replace(SPECS[0], config=long), SPECS[1]))  # fmt: skip
     text = str(examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True))
@@ -195,12 +196,18 @@ def test_what_the_call_would_raise(clean_places: Path, tmp_path: Path, monkeypat
     assert "PRETUNED_BUNDLES names this file" in (missing.raises or "")
 
 
-def test_every_flag_of_a_config_is_explained() -> None:
+def test_every_word_of_a_config_is_explained() -> None:
     page = Path(__file__).parents[3] / "docs" / "runtime" / "runtime.md"
     text = page.read_text().split("### What a config says")[1]
     section = text.split("\n### ")[0]
-    flags = {flag for flag, value in asdict(Config(128, 128, 64, 8, 3)).items() if isinstance(value, bool)}
-    assert {flag for flag in flags if f"`{flag}`" in section} == flags > {"tma"}
+    values = {"loads": Loads, "schedule": Schedule, "cache": Cache, "edge": Edge, "rows": TileRows}
+    plain = Config(128, 128, 64, 8, 3, schedule=Schedule.TILE)
+    assert {field.name for field in fields(Config) if not isinstance(field.default, Enum)} == {
+        "block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m",
+    }  # fmt: skip
+    every = [replace(plain, **{knob: value}) for knob, kind in values.items() for value in kind]
+    words = {word for one in every for word in str(one).split()} - set(str(plain).split())
+    assert {word for word in words if f"`{word}`" in section} == words > {"tma", "cooperative"}
 
 
 @pytest.mark.parametrize("sm", arch.supported())
@@ -209,3 +216,13 @@ def test_every_capability_has_a_representative(sm: int) -> None:
     assert local.sm == sm
     assert local.gpu.sm_count > 0
     assert local.gpu.driver == 0
+
+
+def test_a_dtype_that_no_bundle_has_ends_in_the_line_that_builds_it() -> None:
+    told = explain(E=128, N=1536, K=2048, M=64, dtype="fp16", sm=90)
+    line = 'aot build --models "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward" --sm 90'
+    assert told.runs == "torch"
+    assert str(told).endswith(f"\n  build it with: {line}")
+    assert told.to_dict()["build"] == line
+    assert line not in told.reason
+    assert explain(E=128, N=1536, K=2048, M=64, sm=90).build is None

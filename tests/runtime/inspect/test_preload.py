@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import craft
@@ -33,6 +34,14 @@ def test_a_model_is_all_its_shardings(tmp_path: Path) -> None:
     view = snapshot(tmp_path).view(ON_H200, installed=False)
     assert records_of(["acme/large"], view) == list(MODELS[:2])
     assert records_of(["acme/small"], view) == [MODELS[2]]
+
+
+def test_a_model_is_all_its_kinds_of_experts(tmp_path: Path) -> None:
+    vision = replace(MODELS[2], name="acme/small+vision")
+    write(tmp_path / "a.msgpack", CHOICES, models=(*MODELS, vision))
+    view = snapshot(tmp_path).view(ON_H200, installed=False)
+    assert records_of(["acme/small"], view) == [MODELS[2], vision]
+    assert records_of(["acme/small+vision"], view) == [vision]
 
 
 def test_an_unknown_model_names_the_nearest(tmp_path: Path) -> None:

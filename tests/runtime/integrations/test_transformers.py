@@ -70,6 +70,7 @@ def run(model: Any, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return logits.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_and_its_gradients(library: Any, kind: str) -> None:
     model = made(library, kind)
@@ -101,6 +102,7 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     reload()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_in_bf16_with_the_sizes_that_gpu_models_txt_has(

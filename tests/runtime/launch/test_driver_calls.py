@@ -21,7 +21,7 @@ from launches import FIRST, M_SIZES, RESULT, SECOND, STREAM, STRIDES, E, K, M, N
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.kernels.contract.registry import most_tiles, weight_tiles
 from pretuned.kernels.contract.words import RAGGED_SIZES, ragged_strides
 
@@ -134,7 +134,7 @@ def test_a_launch_is_what_the_driver_reads(index: int, name: str, told: dict[int
     assert launch["stream"] == STREAM
     config = Config.from_pairs(variant.config)
     tiles = weight_tiles(N, K, E, config) if variant.op is Op.DW else most_tiles(M, E, N, config)
-    assert launch["grid"] == [min(tiles, 2 * 132) if config.persistent else tiles, 1, 1]
+    assert launch["grid"] == [min(tiles, 2 * 132) if config.schedule is not Schedule.TILE else tiles, 1, 1]
     parameters = [bytes.fromhex(one) for one in launch["parameters"]]
     for got, want in zip(parameters, wanted(variant, launch["memory"]), strict=True):
         if isinstance(want, bytes):

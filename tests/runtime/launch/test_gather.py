@@ -23,8 +23,8 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.dispatch import compare, epilogue
@@ -40,7 +40,7 @@ BOTH = Fusion.SILU | Fusion.GATHER
 M = 8192
 ON_LOAD = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
 PLAIN = replace(ON_LOAD, fusion=Fusion.NONE)
-WIDE, HALF = (Config(128, n, 64, 8, 4, tma=True, specialized=True) for n in (256, 128))
+WIDE, HALF = (Config(128, n, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE) for n in (256, 128))
 # By index: what gathers, what does not, indexed code in another config and in that one, silu with a gather and without.
 CODE = (
     Spec(WIDE, fusion=Fusion.GATHER), Spec(WIDE), Spec(HALF, fusion=Fusion.SCATTER), Spec(WIDE, fusion=Fusion.SCATTER),
@@ -53,7 +53,7 @@ device = host_gpu.device
 def a_pass() -> Variant:
     spec = RowOpSpec(RowOp.GATHER, DType.BF16, 16)
     return Variant(
-        "gather", REVISIONS["gather"].revision, 1, RowOp.GATHER, spec.dtype, Layout.NK, Fusion.NONE, 16,
+        "gather", ENTRIES["gather"].revision, 1, RowOp.GATHER, spec.dtype, Layout.NK, Fusion.NONE, 16,
         spec.max_experts, spec.config.pairs(),
         "gather", rowops.arguments(RowOp.GATHER), (), 128, 0, 40, 0, 0, len(ELF), hashlib.sha256(ELF).digest(),
     )  # fmt: skip
@@ -71,7 +71,7 @@ def book(
     if has_pass:
         made = replace(
             made, variants=(*made.variants, a_pass()), cubins=(*made.cubins, ELF),
-            kernels=(*made.kernels, Kernel("gather", REVISIONS["gather"].revision, hashlib.sha256(b"source").digest())),
+            kernels=(*made.kernels, Kernel("gather", ENTRIES["gather"].revision, hashlib.sha256(b"source").digest())),
         )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "a.msgpack").unlink(missing_ok=True)
@@ -162,7 +162,7 @@ def test_beside_a_gather_the_indexed_code_of_the_plain_config_runs(tmp_path: Pat
 @pytest.mark.parametrize("beside", [Fusion.BIAS, Fusion.SCATTER | Fusion.WEIGHT])
 def test_where_the_plain_config_has_no_indexed_code_the_runner_up_s_runs(tmp_path: Path, beside: Fusion) -> None:
     """Of a bundle that was built before there was any where warpgroups take turns."""
-    turns = Spec(Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True))
+    turns = Spec(Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG))
     specs = (*CODE, turns)
     fusion = Fusion.GATHER | beside
     plain = measured(M, 6, 200.0, second=1)  # takes 220

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cudaconfig import Launch, LaunchConfig, read_launches, words_of
 
 import pretuned.artifacts
 from pretuned.artifacts.errors import InputError
@@ -13,17 +15,17 @@ from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.config import Config, across
-from pretuned.kernels.contract.registry import clears
+from pretuned.kernels.contract.config import Config, Schedule
+from pretuned.kernels.contract.registry import clears, transposed
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.ranking import modelled
 from pretuned.runtime.driver import cuda
-from pretuned.runtime.driver.block import PREPARED
 from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
 from pretuned.runtime.driver.launcher import Launcher
 from pretuned.runtime.launch import gemm
 from pretuned.runtime.launch.gemm import LoadedKernel
 
+GIVEN = {"x": 16, "w": 16, "stride_x_m": 64, "stride_y_m": 64, "M": 8, "index": 16}
 SHIPPED = Path(pretuned.artifacts.__file__).parent / "bundles" / "catalogue-sm90.msgpack"
 
 
@@ -40,15 +42,35 @@ def in_turns(op: Op) -> LoadedKernel:
         variant = next(
             one for one in bundle.variants()
             if one.op is op and not one.fusion and dict(one.config).get("pingpong")
-            and not across(Config.from_pairs(one.config))
+            and not transposed(op, Config.from_pairs(one.config))
         )  # fmt: skip
     return LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
 
 
+Launched = Callable[..., tuple[int, dict[str, int | bytes]]]
+
+
 @pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "launch_kernel", lambda: None)
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Launches a kernel of a variant on words, on a GPU that isn't there: its programs, and what it reads by name."""
+    seen: list[tuple[int, dict[str, int | bytes]]] = []
+    running: list[Variant] = []
+
+    def read(launch: Launch) -> None:
+        programs = LaunchConfig.from_address(launch.config).grid_x
+        seen.append((programs, words_of(running[-1].arguments, launch)))
+
+    read_launches(monkeypatch, read)
     monkeypatch.setattr(TensorMaps, "encode", lambda *_: bytes(MAP_BYTES))
+    monkeypatch.setattr(cuda, "zeroed", lambda size_bytes, device: 4096)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+
+    def launch(variant: Variant, made: Launcher, **words: int) -> tuple[int, dict[str, int | bytes]]:
+        running.append(variant)
+        made(16, 16, 0, **words)
+        return seen.pop()
+
+    return launch
 
 
 def launcher(variant: Variant) -> Launcher:
@@ -64,19 +86,19 @@ def launcher(variant: Variant) -> Launcher:
 
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER, Fusion.GATHER])
 def test_a_product_of_rows_takes_2_30(fusion: Fusion) -> None:
-    prepare = launcher(specialised(Op.FORWARD, fusion)).prepare
-    prepare(16, 16, 64, 64, 1 << 30)
+    pack = launcher(specialised(Op.FORWARD, fusion)).pack
+    pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=1 << 30)
     with pytest.raises(InputError, match=r"M=1073741825, the most rows of .* is 2\^30"):
-        prepare(16, 16, 64, 64, (1 << 30) + 1)
+        pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=(1 << 30) + 1)
 
 
 def test_dw_takes_what_its_steps_can_be_counted_in() -> None:
     variant = specialised(Op.DW, Fusion.NONE)
     most = dict(variant.config)["block_m"] * ((1 << 20) - 1)
-    prepare = launcher(variant).prepare
-    prepare(16, 16, 64, 64, most)
+    pack = launcher(variant).pack
+    pack(dy=16, x=16, stride_dy_m=64, stride_x_m=64, M=most)
     with pytest.raises(InputError, match=f"the most rows of dW by .* is {most}"):
-        prepare(16, 16, 64, 64, most + 1)
+        pack(dy=16, x=16, stride_dy_m=64, stride_x_m=64, M=most + 1)
 
 
 def plain(*, persistent: bool) -> Variant:
@@ -91,24 +113,24 @@ def plain(*, persistent: bool) -> Variant:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_plain_code_takes_2_30_rows(persistent: bool) -> None:
     """Beyond, rows past a tile's end, and 16 more for each program that zeroes rows, would pass 2^31."""
-    prepare = launcher(plain(persistent=persistent)).prepare
+    pack = launcher(plain(persistent=persistent)).pack
     rows = (1 << 30) if persistent else (1 << 29)
-    prepare(16, 16, 64, 64, rows)
+    pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=rows)
     with pytest.raises(InputError, match="split the batch"):
-        prepare(16, 16, 64, 64, (1 << 30) + 1)
+        pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=(1 << 30) + 1)
 
 
 def test_programs_of_one_tile_are_2_26() -> None:
     variant = plain(persistent=False)
     block_m, most = dict(variant.config)["block_m"], 1 << 26
-    prepare = launcher(variant).prepare
-    prepare(16, 16, 64, 64, (most - 4) * block_m)
+    pack = launcher(variant).pack
+    pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=(most - 4) * block_m)
     with pytest.raises(InputError, match=f"the most is {most}: split the batch"):
-        prepare(16, 16, 64, 64, (most + 1) * block_m)
+        pack(x=16, w=16, stride_x_m=64, stride_y_m=64, M=(most + 1) * block_m)
 
 
 @pytest.mark.parametrize(("index_end", "more"), [(1, 1), (16, 1), (17, 2), (1024, 64)])
-def test_programs_that_clear_rows_come_on_top(index_end: int, more: int) -> None:
+def test_programs_that_clear_rows_come_on_top(index_end: int, more: int, launched: Launched) -> None:
     with open_bundle(SHIPPED) as bundle:
         variant = next(
             one for one in bundle.variants()
@@ -118,38 +140,38 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int) -> None
     kernel = LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
     programs = []
     for zero_tail in (False, True):
-        prepare = gemm.row_launcher(
+        made = gemm.row_launcher(
             kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
             fused=gemm.Fused(Fusion.SCATTER, zero_tail=zero_tail),
-        ).prepare  # fmt: skip
-        programs.append(PREPARED.unpack(prepare(16, 16, 64, 64, 8, 16, 0, 0, index_end))[-2])
+        )  # fmt: skip
+        programs.append(launched(variant, made, **GIVEN, index_end=index_end)[0])
     assert programs[1] == programs[0] + more
     with pytest.raises(InputError, match="split the batch"):
-        prepare(16, 16, 64, 64, ((1 << 26) - 4) * dict(variant.config)["block_m"] + 4, 16, 0, 0, index_end)
+        made.pack(**GIVEN | {"M": ((1 << 26) - 4) * dict(variant.config)["block_m"] + 4, "index_end": index_end})
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_specialised_code_has_a_warp_for_it(beside: bool) -> None:
+def test_specialised_code_has_a_warp_for_it(beside: bool, launched: Launched) -> None:
     with open_bundle(SHIPPED) as bundle:
         variant = next(
             one for one in bundle.variants()
             if one.op is Op.FORWARD and one.fusion == Fusion.SCATTER and dict(one.config)["specialized"]
         )  # fmt: skip
     kernel = LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)
-    packed = []
+    ran = []
     for zero_tail in (False, True):
         made = gemm.row_launcher(
             kernel, columns=64, reduction=64, E=4, w_kn=False, stride_w_e=4096, stride_w_row=64, m_sizes_step=1,
             fused=gemm.Fused(Fusion.SCATTER, zero_tail=zero_tail, few=False, beside=beside),
         )  # fmt: skip
         assert made.zeroes is (zero_tail and beside)
-        packed.append(PREPARED.unpack(made.prepare(16, 16, 64, 64, 8, 16, 0, 0, 4096)))
-    assert packed[0][-2] == packed[1][-2], "no more programs"
-    assert (packed[0] != packed[1]) is beside, "it is told"
+        ran.append(launched(variant, made, **GIVEN, index_end=4096))
+    assert ran[0][0] == ran[1][0], "no more programs"
+    assert (ran[0][1] != ran[1][1]) is beside, "it is told"
 
 
 @pytest.mark.parametrize("what", ["persistent", "gathers", "many rows"])
-def test_code_that_cannot_clear_is_not_told_to(what: str) -> None:
+def test_code_that_cannot_clear_is_not_told_to(what: str, launched: Launched) -> None:
     with open_bundle(SHIPPED) as bundle:
         code = Fusion.GATHER if what == "gathers" else Fusion.SCATTER
         variant = next(
@@ -165,8 +187,8 @@ def test_code_that_cannot_clear_is_not_told_to(what: str) -> None:
             fused=gemm.Fused(code | Fusion.SCATTER, zero_tail=zero_tail, few=what != "many rows"),
         )  # fmt: skip
         assert not made.zeroes
-        flags.append(made.prepare(16, 16, 64, 64, 8, 16, 0, 0, 16))
-    assert flags[0] == flags[1]
+        flags.append(launched(variant, made, **GIVEN, index_end=16)[1]["flags"])
+    assert flags[0] == flags[1] == (code | Fusion.SCATTER).value
 
 
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
@@ -179,8 +201,8 @@ def test_columns_and_steps_that_a_tile_can_be_told_by(op: Op) -> None:
             kernel, columns=columns, reduction=reduction, E=1, w_kn=False, stride_w_e=1, stride_w_row=1, m_sizes_step=1
         )
 
-    make(columns, 8).prepare(16, 16, 8, columns, 8)
-    make(8, reduction).prepare(16, 16, reduction, 8, 8)
+    make(columns, 8).pack(x=16, w=16, stride_x_m=8, stride_y_m=columns, M=8)
+    make(8, reduction).pack(x=16, w=16, stride_x_m=reduction, stride_y_m=8, M=8)
     with pytest.raises(InputError, match=f"the most columns of .* are {columns}, these are {columns + 8}"):
         make(columns + 8, 8)
     with pytest.raises(InputError, match=f"the longest reduction of .* is {reduction}, this is {reduction + 8}"):
@@ -193,7 +215,7 @@ def test_columns_that_a_tile_of_dw_can_be_told_by() -> None:
     def make(K: int) -> Launcher:
         return gemm.weight_launcher(kernel, N=8, K=K, E=1, stride_dw_e=8 * K, stride_dw_row=K, m_sizes_step=1)
 
-    make(columns).prepare(16, 16, 8, columns, 8)
+    make(columns).pack(dy=16, x=16, stride_dy_m=8, stride_x_m=columns, M=8)
     with pytest.raises(InputError, match=f"the most columns of .* are {columns}, these are {columns + 8}"):
         make(columns + 8)
 
@@ -208,5 +230,6 @@ def test_more_columns_are_left_to_other_variants(op: Op) -> None:
         problem = Problem(op, DType.BF16, 1, *((columns, 8) if op is Op.FORWARD else (8, columns)))
         view = found.view(h200, installed=True)
         ranked = modelled(found, problem, 128, h200, view, aligned=True)
-        assert any(one.config.pingpong and not across(one.config) for one in ranked) is turns
+        along = [one.config for one in ranked if not transposed(op, one.config)]
+        assert any(one.schedule is Schedule.PINGPONG for one in along) is turns
         assert ranked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cudaconfig import LaunchConfig
+from cudaconfig import Launch, LaunchConfig, parameters, read_launches
 from made import ELF, ON_A100, ON_H200, ON_L40S, PROBLEM, WIDE, bundle, modelled, snapshot
 
 from pretuned.artifacts.errors import BundleCorrupt, CudaError, InputError
@@ -23,9 +22,10 @@ from pretuned.artifacts.records.problem import Fusion, Layout, RowOp
 from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract import rowops
 from pretuned.kernels.contract.launchable import unlaunchable
-from pretuned.kernels.contract.revisions import REVISIONS
+from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.rowops import Block, RowOpSpec
 from pretuned.runtime.dispatch import rowops as dispatch_rowops
+from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver.cuda import Function
 from pretuned.runtime.inspect.preload import passes_of
 from pretuned.runtime.launch import loader
@@ -36,7 +36,7 @@ from pretuned.runtime.launch.gemm import LoadedKernel
 def record(op: RowOp, cubin: bytes = ELF, *, alignment: int = 16, revision: int = 0, **fields: Any) -> Variant:
     spec = RowOpSpec(op, DType.BF16, alignment)
     one = Variant(
-        op.value, revision or REVISIONS[op.value].revision, 1, op, spec.dtype, Layout.NK, Fusion.NONE, alignment,
+        op.value, revision or ENTRIES[op.value].revision, 1, op, spec.dtype, Layout.NK, Fusion.NONE, alignment,
         spec.max_experts,
         spec.config.pairs(), op.value, rowops.arguments(op), (), 256, 0, 40, 0, 0, len(cubin),
         hashlib.sha256(cubin).digest(),
@@ -133,21 +133,15 @@ def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, monkeypatch: pyt
     numbers = tuple(sizes.get(name, -i) for i, (name, kind) in enumerate(kinds) if kind != "ptr")
     seen: list[Any] = []
 
-    def launch(config: Any, handle: Any, arguments: Any, extra: None) -> int:
-        found = LaunchConfig.from_address(ctypes.cast(config, ctypes.c_void_p).value or 0)
-        at = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
-        values = []
-        for i, (_, kind) in enumerate(kinds):
-            kind_of = ctypes.c_uint64 if kind == "ptr" else ctypes.c_int32
-            values.append(kind_of.from_address(at[i] or 0).value)
-        scratch = [ctypes.c_uint64.from_address(at[len(kinds) + i] or 0).value for i in range(2)]
+    def read(launch: Launch) -> None:
+        found = LaunchConfig.from_address(launch.config)
+        *values, first, second = launch.values(parameters(kinds)[1])
+        scratch = [first, second]
         blocks = [found.grid_x, found.grid_y, found.grid_z, found.block_x, found.block_y, found.block_z]
         rest = (found.shared_bytes, found.stream, found.attributes, found.attribute_count)
         seen.append((values, scratch, blocks, *rest))
-        return 0
 
-    monkeypatch.setattr(launch_rowops.cuda, "launch_kernel", lambda: launch)
-    monkeypatch.setattr(launch_rowops.cuda, "argument", lambda address: ctypes.c_void_p(address))
+    read_launches(monkeypatch, read)
     monkeypatch.setattr(launch_rowops, "current_stream", lambda device: 77 + device)
     kernel = LoadedKernel(record(op), Function(5, 6, 2, 256, 4096, 8), 132)
     launcher = launch_rowops.RowOpLauncher(kernel, op)
@@ -166,9 +160,8 @@ def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, monkeypatch: pyt
 def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The codes that the next launches return, then success; a GPU that loads every variant but damaged ones."""
     codes: list[int] = []
-    monkeypatch.setattr(launch_rowops.cuda, "launch_kernel", lambda: lambda *_: codes.pop(0) if codes else 0)
-    monkeypatch.setattr(launch_rowops.cuda, "argument", lambda address: address)
-    monkeypatch.setattr(launch_rowops.cuda, "make_current", lambda device: codes.append(0))
+    read_launches(monkeypatch, lambda _: codes.pop(0) if codes else 0)
+    monkeypatch.setattr(cuda, "make_current", lambda device: codes.append(0))
     monkeypatch.setattr(launch_rowops, "current_stream", lambda device: 0)
     monkeypatch.setattr(launch_rowops, "platform_supported", lambda: True)
     monkeypatch.setattr(launch_rowops, "local_gpu", lambda device: ON_H200)
@@ -242,13 +235,13 @@ def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(
         if code:
             raise CudaError(f"{call}: CUDA error {code}")
 
-    monkeypatch.setattr(launch_rowops.cuda, "check", check)
+    monkeypatch.setattr(cuda, "check", check)
     launch = made()
     driver.append(700)
     with pytest.raises(CudaError, match=r"cuLaunchKernelEx\(combine\): CUDA error 700"):
         launch(2, 3, *GIVEN)
     launch(2, 3, *GIVEN)
-    driver.append(launch_rowops.cuda.INVALID_CONTEXT)  # a thread that has not touched CUDA: once more
+    driver.append(cuda.INVALID_CONTEXT)  # a thread that has not touched CUDA: once more
     launch(2, 3, *GIVEN)
     assert driver == []
 
@@ -256,13 +249,12 @@ def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(
 def test_two_threads_never_share_a_block(driver: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
-    def launch(config: object, handle: object, arguments: object, extra: None) -> int:
-        seen.append(arguments)
+    def read(launch: Launch) -> None:
+        seen.append(launch.pointers)
         if len(seen) == 1:  # another thread, while the first is in the driver
             other(2, 3, *GIVEN)
-        return 0
 
-    monkeypatch.setattr(launch_rowops.cuda, "launch_kernel", lambda: launch)
+    read_launches(monkeypatch, read)
     other = made()
     other(2, 3, *GIVEN)
     assert len(set(seen)) == 2

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_gpu import FakeLauncher
 
 from pretuned.artifacts.records.problem import Layout
 from pretuned.kernels.contract import rowops
@@ -68,8 +69,9 @@ def test_routing_weights_of_another_kind_are_widened() -> None:
     assert layer.slot_weights(weights.half(), x.double()).dtype is torch.float64
 
 
-def nothing(*_: object) -> None:
+def nothing() -> FakeLauncher:
     """A product that leaves its result as it was."""
+    return FakeLauncher(lambda *_given, **_words: None)
 
 
 def routed(kind: torch.dtype) -> tuple[torch.Tensor, layer.Routing]:
@@ -91,8 +93,8 @@ def test_a_plan_tells_the_sum_of_what_dtype_they_are(
     noted, ignored, read = Noted(), Noted(), layer.slot_weights(weights, x)
     made: Any = replay_layer.LayerPlan
     plan = made(
-        HOW, x, given, Sizes(TOPK, E, H, 2 * I, I), (nothing, nothing), (ignored, noted), None, False, None, None, read,
-        read.dtype is not kind,
+        HOW, x, given, Sizes(TOPK, E, H, 2 * I, I), (nothing(), nothing()), (ignored, noted), None, False, None, None,
+        read, read.dtype is not kind,
     )  # fmt: skip
     plan.forward(x, given, routing, weights, keeps_h=False)
     narrow = rowops.NARROW if kind is torch.bfloat16 else 0
@@ -116,7 +118,7 @@ def test_a_planned_gradient_reads_and_writes_them_as_its_kernel_can(
     bias = torch.randn(E, H).bfloat16() if biased else None
     noted, summed = Noted(), Noted()
     made: Any = layer_grad.GradientPlan
-    launches: Any = layer_grad._Launches(Noted(), nothing, noted, nothing, nothing, summed, nothing)  # type: ignore[arg-type]
+    launches: Any = layer_grad._Launches(Noted(), nothing(), noted, nothing(), nothing(), summed, nothing())  # type: ignore[arg-type]
     lies = layer_grad._lying(up), layer_grad._lying(down)
     plan = made(HOW, Sizes(TOPK, E, H, 2 * I, I), Wanted(True, True, True, True), dout, lies, launches)
     found = plan(dout, x, up, down, bias, weights, h, routing)

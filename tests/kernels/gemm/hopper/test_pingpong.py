@@ -11,49 +11,58 @@ from pretuned.aot.plan.families import Family, Pool
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry
-from pretuned.kernels.contract.config import Config, across, dealt, fitted, invalid
+from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.cost.constants import CONSTANTS
 from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.hardware.arch import limits
 from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search.space import candidates, shared_bytes_at_least
 
 SPECIALIZED = Path(__file__).parents[4] / "kernels" / "gemm" / "hopper" / "rows.py"
-ROWS = Config(128, 192, 64, 8, 5, tma=True, specialized=True, pingpong=True)
-DEALT = Config(128, 128, 64, 8, 6, tma=True, specialized=True, pingpong=True)
-WEIGHT = Config(32, 128, 192, 8, 10, tma=True, specialized=True, pingpong=True)
-ACROSS = Config(32, 192, 128, 8, 10, tma=True, specialized=True, pingpong=True)
+ROWS = Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)
+DEALT = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.PINGPONG)
+WEIGHT = Config(32, 128, 192, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG)
+ACROSS = Config(32, 192, 128, 8, 10, loads=Loads.TMA, schedule=Schedule.PINGPONG)
+
+
+def refused(op: Op, config: Config, dtype: DType = DType.BF16, fusion: Fusion = Fusion.NONE) -> str:
+    return registry.refusal(Spec(op, dtype, config, fusion=fusion)) or ""
 
 
 @pytest.mark.parametrize("config", [ROWS, DEALT, WEIGHT, ACROSS])
 def test_what_can_be_pingpong(config: Config) -> None:
-    assert invalid(config) is None
-    assert str(config).endswith(" specialized pingpong")
-    assert "pingpong" in str(invalid(replace(config, specialized=False)))
-    assert "pingpong" in str(invalid(replace(config, narrow=True)))
-    assert "has one" in str(invalid(replace(config, num_stages=1)))
+    op = Op.DW if config in (WEIGHT, ACROSS) else Op.FORWARD
+    assert not refused(op, config)
+    assert str(config).endswith(" tma pingpong")
+    assert "loads is POINTER, wanted TMA" in refused(op, replace(config, loads=Loads.POINTER))
+    assert "edge is HALF, wanted WHOLE" in refused(op, replace(config, edge=Edge.HALF))
+    assert "cache is EVICT_FIRST, wanted DEFAULT" in refused(op, replace(config, cache=Cache.EVICT_FIRST))
+    assert "num_warps is 4, wanted 8" in refused(op, replace(config, num_warps=4))
+    assert "num_stages is 1, wanted 2 to 15" in refused(op, replace(config, num_stages=1))
+    assert "num_stages is 16, wanted 1 to 15" in refused(op, replace(config, num_stages=16))
     for name in ("block_m", "block_n", "block_k"):
         other = 256 if config is DEALT or getattr(config, name) == 192 else 192  # 128 x 192, 192 deep, is one of dW
-        assert "128 x 192" in str(invalid(replace(config, **{name: other})))
-    assert "num_stages is 16, wanted 1 to 15" in str(invalid(replace(config, num_stages=16)))
-    wide = str(invalid(replace(config, pingpong=False)))
-    assert ("power of two" in wide) is (config is not DEALT)
+        assert f"is {other}, wanted" in refused(op, replace(config, **{name: other}))
+    wide = refused(op, replace(config, schedule=Schedule.COOPERATIVE))
+    assert ("is 192, wanted" in wide) is (config is not DEALT)
 
 
 @pytest.mark.parametrize("wrong", [{"block_m": 64}, {"block_m": 256}, {"block_k": 32}])
 def test_rows_have_two_shapes_of_tiles(wrong: dict[str, int]) -> None:
     """A part of w has 64 columns, and lies as lines of 64 of its reduction: deeper ones would be read crosswise."""
     for config in (ROWS, DEALT):
-        assert "128 x 192" in str(invalid(replace(config, **wrong)))
-        assert "128 x 192" in str(invalid(replace(config, block_n=64)))
-    assert registry.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(ROWS, block_k=128))  # that is a tile of dW
+        assert "wanted" in refused(Op.FORWARD, replace(config, **wrong))
+        assert "block_n is 64, wanted" in refused(Op.FORWARD, replace(config, block_n=64))
+    assert "block_k is 128, wanted 64" in refused(Op.FORWARD, replace(ROWS, block_k=128))  # that is a tile of dW
 
 
 def test_a_step_of_dw_has_any_rows() -> None:
-    assert invalid(replace(WEIGHT, block_m=64, num_stages=5)) is None
-    assert invalid(replace(ACROSS, block_m=64, num_stages=5)) is None
-    assert [across(one) for one in (ROWS, DEALT, WEIGHT, ACROSS)] == [False, False, False, True]
-    assert "128 x 192" in str(invalid(replace(WEIGHT, block_n=64)))
+    assert not refused(Op.DW, replace(WEIGHT, block_m=64, num_stages=5))
+    assert not refused(Op.DW, replace(ACROSS, block_m=64, num_stages=5))
+    every = ((Op.FORWARD, ROWS), (Op.FORWARD, DEALT), (Op.DW, WEIGHT), (Op.DW, ACROSS))
+    assert [registry.transposed(*one) for one in every] == [False, False, False, True]
+    assert "block_n is 64, wanted 128" in refused(Op.DW, replace(WEIGHT, block_n=64))
 
 
 def test_which_kernels_have_such_code() -> None:
@@ -61,11 +70,12 @@ def test_which_kernels_have_such_code() -> None:
         for dtype in DType:
             for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER):
                 for config in (ROWS, DEALT, WEIGHT, ACROSS):
-                    fits = (config in (WEIGHT, ACROSS)) == (op is Op.DW) and fusion is not Fusion.GATHER
+                    plain = fusion is Fusion.NONE or (fusion is Fusion.SCATTER and op is not Op.DW)
+                    fits = (config in (WEIGHT, ACROSS)) == (op is Op.DW) and plain
                     there = fits and dtype in (DType.BF16, DType.FP16)
-                    assert (registry.no_code(op, dtype, fusion, config) is None) is there
-    both = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
-    assert registry.no_code(Op.DX, DType.FP16, Fusion.GATHER, both) is None
+                    assert (not refused(op, config, dtype, fusion)) is there
+    both = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+    assert not refused(Op.DX, both, DType.FP16, Fusion.GATHER)
 
 
 def test_how_many_columns_a_tile_can_be_told_apart() -> None:
@@ -79,13 +89,13 @@ def test_how_many_columns_a_tile_can_be_told_apart() -> None:
         assert registry.beyond(problem, config) is None
         more = replace(problem, **{columns_are: most + 8})
         assert f"the most columns of {config} are {most}, these are {most + 8}" in str(registry.beyond(more, config))
-        plain = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+        plain = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
         assert registry.beyond(more, plain) is None
 
 
 def test_how_long_a_reduction_can_be() -> None:
     """Its steps go to the warpgroups in 20 bits."""
-    for config in (ROWS, Config(128, 256, 64, 8, 4, tma=True, specialized=True)):
+    for config in (ROWS, Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)):
         most = 64 * ((1 << 20) - 1)
         assert registry.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most), config) is None
         assert "reduction" in str(registry.beyond(Problem(Op.FORWARD, DType.BF16, 4, 64, most + 1), config))
@@ -94,7 +104,7 @@ def test_how_long_a_reduction_can_be() -> None:
 
 
 def test_a_bundle_from_before_has_none() -> None:
-    wide = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+    wide = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
     before = tuple(pair for pair in wide.pairs() if pair[0] != "pingpong")
     assert Config.from_pairs(before) == wide
     assert Config.from_pairs(ROWS.pairs()) == ROWS
@@ -103,8 +113,8 @@ def test_a_bundle_from_before_has_none() -> None:
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("op", Op)
 def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
-    every = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.pingpong]
-    found = [one for one in every if not fitted(one)]  # of those test_ragged.py speaks
+    every = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.schedule is Schedule.PINGPONG]
+    found = [one for one in every if one.rows is TileRows.FIXED]  # of those test_ragged.py speaks
     wanted = [WEIGHT, ACROSS] if op is Op.DW else [ROWS, DEALT]
     assert found == (wanted if dtype in (DType.BF16, DType.FP16) else [])
 
@@ -112,12 +122,12 @@ def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
 @pytest.mark.parametrize("fusion", [Fusion.GATHER, Fusion.SILU, Fusion.SILU | Fusion.GATHER])
 def test_it_gathers_no_rows(fusion: Fusion) -> None:
     family = Family(Op.FORWARD, DType.BF16, Layout.NK, fusion)
-    assert not [one for one in Pool().candidates(family, 90) if one.pingpong]
-    assert "no gather or silu" in str(registry.no_code(Op.FORWARD, DType.BF16, fusion, ROWS))
+    assert not [one for one in Pool().candidates(family, 90) if one.schedule is Schedule.PINGPONG]
+    assert "schedule is PINGPONG, wanted COOPERATIVE" in refused(Op.FORWARD, ROWS, fusion=fusion)
     for other in (Fusion.NONE, Fusion.SCATTER):
         for config in (ROWS, DEALT):
             assert config in Pool().candidates(replace(family, fusion=other), 90)
-            assert registry.no_code(Op.FORWARD, DType.BF16, other, config) is None
+            assert not refused(Op.FORWARD, config, fusion=other)
 
 
 def test_its_boxes_have_64_columns() -> None:
@@ -133,9 +143,10 @@ def test_its_boxes_have_64_columns() -> None:
 
 def test_tiles_of_128_columns_are_dealt_out_in_turn_but_for_the_last_rounds() -> None:
     """All others go to programs as they become free: whoever reads this of the config must agree with the kernel."""
-    assert [dealt(one) for one in (ROWS, DEALT, WEIGHT, ACROSS)] == [False, True, False, False]
-    assert not dealt(replace(DEALT, pingpong=False))
-    assert not dealt(Config(64, 128, 128, 4, 4, tma=True))
+    every = ((Op.FORWARD, ROWS), (Op.FORWARD, DEALT), (Op.DW, WEIGHT), (Op.DW, ACROSS))
+    assert [registry.dealt(*one) for one in every] == [False, True, False, False]
+    assert not registry.dealt(Op.FORWARD, replace(DEALT, schedule=Schedule.COOPERATIVE))
+    assert not registry.dealt(Op.FORWARD, Config(64, 128, 128, 4, 4, loads=Loads.TMA))
     assert "    if PINGPONG and BLOCK_N == 2 * PART:\n        rounds =" in SPECIALIZED.read_text()
 
 
@@ -144,14 +155,13 @@ def test_their_ring_has_no_words_to_spare() -> None:
     ends = {one: registry.constants(Spec(Op.FORWARD, DType.BF16, one), 90) for one in (ROWS, DEALT)}
     assert [(one["BLOCK_N"], one["STAGES"], one["SLOTS"]) for one in ends.values()] == [(192, 5, 1), (128, 6, 1)]
     deeper = replace(DEALT, num_stages=7)  # 224 KiB of operands, and 16 of results: past what an SM has
-    assert (
-        shared_bytes_at_least(Op.FORWARD, DType.BF16, deeper, 90) + 2 * 64 * 64 * 2 > registry.SPECIALIZED_SHARED_BYTES
-    )
+    results_bytes = 2 * 64 * 64 * 2
+    assert shared_bytes_at_least(Op.FORWARD, DType.BF16, deeper, 90) + results_bytes > limits(90).shared_per_block_bytes
 
 
 def test_where_tiles_are_dealt_out_memory_takes_longer() -> None:
     """At T=1024 they took 1.02 to 1.05 x the time of others where experts have few rows, and less where many."""
-    both = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+    both = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
     few = Problem(Op.FORWARD, DType.BF16, 512, 1024, 2048), 10240
     many = Problem(Op.FORWARD, DType.BF16, 64, 2048, 2048), 65536
     special = CONSTANTS.hopper.specialized
@@ -191,7 +201,7 @@ def test_its_registers_and_buffers(spec: Spec) -> None:
     """Those of two warpgroups and the loading warp's fit 168 for each of 12 warps."""
     constants = registry.constants(spec, 90)
     assert (constants["PINGPONG"], constants["REGISTERS"], constants["SLOTS"]) == (True, 224, 1)
-    other = replace(spec, config=Config(128, 128, 64, 8, 6, tma=True, specialized=True))
+    other = replace(spec, config=Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE))
     assert registry.constants(other, 90)["PINGPONG"] is False
 
 
@@ -210,7 +220,7 @@ def test_its_estimate_is_less_where_its_columns_divide() -> None:
     problem = Problem(Op.DW, DType.BF16, 32, 5760, 2880)
     turns, both = (
         estimate_us(problem, 32768, Resources(config, 384, 229784, 168, 16), chip_for(90))
-        for config in (WEIGHT, Config(32, 128, 256, 8, 8, tma=True, specialized=True))
+        for config in (WEIGHT, Config(32, 128, 256, 8, 8, loads=Loads.TMA, schedule=Schedule.COOPERATIVE))
     )
     assert turns < 0.97 * both
 

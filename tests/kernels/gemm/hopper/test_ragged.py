@@ -12,7 +12,7 @@ from pretuned.aot.plan.families import Family, Pool
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry
-from pretuned.kernels.contract.config import PINGPONG_COLUMNS, Config, across, dealt, fitted, invalid, of_weight
+from pretuned.kernels.contract.config import PINGPONG_COLUMNS, Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.cost.constants import CONSTANTS
 from pretuned.kernels.cost.model import Resources, estimate_us
@@ -20,22 +20,23 @@ from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search.space import candidates
 
 KERNEL = Path(__file__).parents[4] / "kernels" / "gemm" / "hopper" / "ragged.py"
-BOTH = Config(256, 128, 64, 8, 4, tma=True, specialized=True)
-TURNS = Config(192, 128, 64, 8, 5, tma=True, specialized=True, pingpong=True)
-WHOLE = Config(128, 256, 64, 8, 4, tma=True, specialized=True)
+BOTH = Config(256, 128, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE, rows=TileRows.FITTED)
+TURNS = Config(192, 128, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG, rows=TileRows.FITTED)
+WHOLE = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 HALVES = (DType.BF16, DType.FP16)
 
 
 @pytest.mark.parametrize("config", [BOTH, TURNS])
 def test_what_is_fitted(config: Config) -> None:
-    assert invalid(config) is None
-    assert fitted(config)
-    assert not dealt(config)
-    assert not across(config)
-    assert not of_weight(config)
-    for other in (replace(config, specialized=False), replace(config, block_k=128), replace(config, block_n=256)):
-        assert not fitted(other)
-    assert not fitted(WHOLE)
+    assert registry.refusal(Spec(Op.FORWARD, DType.BF16, config)) is None
+    assert str(config).endswith(" fitted")
+    assert not registry.dealt(Op.FORWARD, config)
+    for other in (
+        replace(config, schedule=Schedule.PERSISTENT), replace(config, block_k=128), replace(config, block_n=256),
+        replace(config, rows=TileRows.FIXED), replace(config, edge=Edge.HALF),
+        replace(config, cache=Cache.EVICT_FIRST), replace(config, loads=Loads.POINTER),
+    ):  # fmt: skip
+        assert registry.refusal(Spec(Op.FORWARD, DType.BF16, other)), other
     assert Config.from_pairs(config.pairs()) == config
 
 
@@ -45,25 +46,28 @@ def test_which_kernels_have_such_code() -> None:
             for dtype in DType:
                 for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER, Fusion.SILU):
                     there = op is not Op.DW and dtype in HALVES and fusion in (Fusion.NONE, Fusion.SCATTER)
-                    assert (registry.no_code(op, dtype, fusion, config) is None) is there, (op, dtype, fusion)
-    assert registry.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(BOTH, narrow=True))
-    assert registry.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(BOTH, streamed=True))
+                    refused = registry.refusal(Spec(op, dtype, config, fusion=fusion))
+                    assert (refused is None) is there, (op, dtype, fusion)
     for rows in ({"block_m": 256}, {"block_m": 256, "block_n": 64}, {"block_m": 64}):  # 128 rows, or fitted
-        told = registry.no_code(Op.FORWARD, DType.BF16, Fusion.NONE, replace(WHOLE, **rows))
-        assert "a specialized tile has 128 rows" in str(told)
+        told = registry.refusal(Spec(Op.FORWARD, DType.BF16, replace(WHOLE, **rows)))
+        assert f"block_m is {rows['block_m']}, wanted 128" in str(told)
 
 
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("op", Op)
 def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
-    found = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if fitted(one)]
+    found = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.rows is TileRows.FITTED]
     assert found == ([BOTH, TURNS] if op is not Op.DW and dtype in HALVES else [])
     for fusion in (Fusion.GATHER, Fusion.SILU, Fusion.SILU | Fusion.GATHER):
         if op is Op.FORWARD or (op is Op.DX and Fusion.SILU not in fusion):
-            assert not [one for one in Pool().candidates(Family(op, dtype, Layout.NK, fusion), 90) if fitted(one)]
+            assert not [
+                one
+                for one in Pool().candidates(Family(op, dtype, Layout.NK, fusion), 90)
+                if one.rows is TileRows.FITTED
+            ]
     if op is not Op.DW:
         scattered = Pool().candidates(Family(op, dtype, Layout.NK, Fusion.SCATTER), 90)
-        assert [one for one in scattered if fitted(one)] == found
+        assert [one for one in scattered if one.rows is TileRows.FITTED] == found
 
 
 @pytest.mark.parametrize("config", [BOTH, TURNS])
@@ -74,7 +78,7 @@ def test_its_boxes_and_constants(config: Config) -> None:
         (Op.DX, Layout.NK, (1, 64, 64)), (Op.DX, Layout.KN, (1, 128, 64)),
     ):  # fmt: skip
         spec = Spec(op, DType.BF16, config, layout)
-        assert spec.kernel == "rows_fitted"
+        assert registry.entry_of(spec).name == "rows_fitted"
         assert registry.boxes(spec) == {"x": (64, 64), "w": w, "y_map": (1, 1, 64, 64)}
         constants = registry.constants(spec, 90)
         assert constants["BLOCK_M"] == config.block_m

@@ -9,7 +9,7 @@ import pytest
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.kernels.contract import registry
-from pretuned.kernels.contract.config import fitted
+from pretuned.kernels.contract.config import Edge, TileRows
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.search.space import candidates
 
@@ -29,12 +29,14 @@ FITTED = Path(__file__).parents[4] / "kernels" / "gemm" / "hopper" / "ragged.py"
 def test_buffers_take_turns_from_one_tile_to_the_next(op: Op, fusion: Fusion) -> None:
     # A tile's first part waits for all but the last SLOTS - 1 stores. That the first buffer is free again by then needs
     # tiles of whole turns, however wide they are.
-    specialized = [one for one in candidates(op, DType.BF16, 90) if one.specialized and not fitted(one)]
+    specialized = [
+        one for one in candidates(op, DType.BF16, 90) if one.schedule.warp_specialized and one.rows is TileRows.FIXED
+    ]
     assert specialized
     for config in specialized:
         constants = registry.constants(Spec(op, DType.BF16, config, fusion=fusion), 90)
         width = config.block_k if op is Op.DW else config.block_n
-        halves = config.narrow or op is not Op.DW
+        halves = config.edge is Edge.HALF or op is not Op.DW
         widths = {width // 2} if Fusion.SILU in fusion else {width, width // 2} if halves else {width}
         assert all(one // 64 % constants["SLOTS"] == 0 for one in widths), (str(config), widths)
 

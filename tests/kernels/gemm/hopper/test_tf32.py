@@ -16,9 +16,9 @@ from pretuned.aot.compile import triton
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.aot.plan.families import rejection
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
+from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.contract import registry
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.cost.model import Resources, estimate_us
 from pretuned.kernels.gemm.hopper.tf32 import LEFT, RIGHT, STEP
@@ -26,7 +26,7 @@ from pretuned.kernels.hardware.arch import arch_of
 from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search.space import candidates
 
-CONFIG = Config(32, 128, 256, 8, 3, tma=True, specialized=True)
+CONFIG = Config(32, 128, 256, 8, 3, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 SPEC = Spec(Op.DW, DType.TF32, CONFIG)
 SHIPPED = [CONFIG, replace(CONFIG, block_m=64, num_stages=2)]
 MIXED = (0, 2, 4, 6, 1, 3, 5, 7)  # the rows of eight, in the order in which they are multiplied
@@ -35,7 +35,7 @@ TRIAL = Path(__file__).parents[4] / "benchmarks" / "results" / "tf32-dW-h200.jso
 TIMED = {
     "special (32, 128, 256, 8, 3)": Resources(CONFIG, 384, 213336, 168),
     "special (64, 128, 256, 8, 2)": Resources(replace(CONFIG, block_m=64, num_stages=2), 384, 229688, 168),
-    "plain (32, 64, 128, 2, 3)": Resources(Config(32, 64, 128, 2, 3, tma=True), 64, 49184, 246),
+    "plain (32, 64, 128, 2, 3)": Resources(Config(32, 64, 128, 2, 3, loads=Loads.TMA), 64, 49184, 246),
 }
 
 
@@ -86,6 +86,7 @@ def test_a_lane_holds_what_the_instruction_wants(left: bool) -> None:
         assert whole == set(itertools.product(range(STEP.value), mine))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", SHIPPED)
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     """All products are mma.sync of both warpgroups, in lines of 32-bit numbers, and what TMA stores is not rounded."""
@@ -105,27 +106,29 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config) -> No
 
 
 def test_what_there_is_no_code_for() -> None:
-    assert registry.no_code(Op.DW, DType.TF32, Fusion.NONE, CONFIG) is None
+    assert registry.refusal(Spec(Op.DW, DType.TF32, CONFIG)) is None
+    rows = Config(128, 256, 64, 8, 3, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
     wrong = [
-        (Op.DW, DType.FP32, CONFIG),
-        (Op.FORWARD, DType.TF32, Config(128, 256, 64, 8, 3, tma=True, specialized=True)),
-        (Op.DX, DType.FP32, Config(128, 128, 64, 8, 3, tma=True, specialized=True)),
-        (Op.DW, DType.TF32, replace(CONFIG, narrow=True)),
-        (Op.DW, DType.TF32, replace(CONFIG, block_k=128)),
+        (Op.DW, DType.FP32, CONFIG, "its dtypes are bf16, fp16, tf32"),
+        (Op.FORWARD, DType.TF32, rows, "its dtypes are bf16, fp16"),
+        (Op.DX, DType.FP32, replace(rows, block_n=128), "its dtypes are bf16, fp16"),
+        (Op.DW, DType.TF32, replace(CONFIG, edge=Edge.HALF), "edge is HALF, wanted WHOLE"),
+        (Op.DW, DType.TF32, replace(CONFIG, block_k=128), "block_k is 128, wanted 256"),
     ]
-    for op, dtype, config in wrong:
-        assert "tf32 of dW in whole tiles of 128 x 256" in str(registry.no_code(op, dtype, Fusion.NONE, config))
-        assert registry.no_code(op, DType.BF16, Fusion.NONE, config) is None
+    for op, dtype, config, told in wrong:
+        assert told in str(registry.refusal(Spec(op, dtype, config)))
+        assert registry.refusal(Spec(op, DType.BF16, config)) is None
     for dtype in (DType.TF32, DType.BF16):
-        narrower = registry.no_code(Op.DW, dtype, Fusion.NONE, replace(CONFIG, block_n=64))
-        assert "a specialized tile has 128 rows" in str(narrower)
+        narrower = registry.refusal(Spec(Op.DW, dtype, replace(CONFIG, block_n=64)))
+        assert "block_n is 64, wanted 128" in str(narrower)
 
 
 def test_only_sm_90_is_offered_them() -> None:
     for sm in (80, 90, 100, 120):
-        found = [config for config in candidates(Op.DW, DType.TF32, sm) if config.specialized]
+        found = [config for config in candidates(Op.DW, DType.TF32, sm) if config.schedule.warp_specialized]
         assert found == (SHIPPED if sm == 90 else [])
-    assert all(registry.no_code(Op.DW, DType.TF32, Fusion.NONE, config) is None for config in SHIPPED)
+    assert all(registry.refusal(Spec(Op.DW, DType.TF32, config), 90) is None for config in SHIPPED)
+    assert "sm_100a has no wgmma" in str(registry.refusal(Spec(Op.DW, DType.TF32, CONFIG), 100))
 
 
 def test_the_model_prefers_them() -> None:

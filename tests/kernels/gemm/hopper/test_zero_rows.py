@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from warp import Warp
@@ -106,6 +107,7 @@ def cleared(
     return sorted(found)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     sizes=st.lists(st.integers(-3, 30), min_size=1, max_size=70), index=st.lists(st.integers(-2, 90), max_size=160),
@@ -126,6 +128,7 @@ def test_each_row_that_no_index_names_is_cleared_once(
     assert cleared(sizes, index, index_end, programs, rows, loads, step) == want
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     start=st.sampled_from([0, 1, 1000, 2**31 - 1 - 1024]), rows=st.sampled_from([1, 31, 32, 33, 1000, 1024]),

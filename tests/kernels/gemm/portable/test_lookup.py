@@ -48,6 +48,7 @@ def check(m_sizes: list[int], M: int, block_m: int, *, wide: bool, chunks: int =
         assert found(m_sizes, M, block_m, len(tiles), wide=wide, chunks=chunks)[0] == -1
 
 
+@pytest.mark.slow
 @given(
     m_sizes=st.lists(st.sampled_from([0, 0, 0, 1, 2, 15, 16, 17, 40, 130, -3, -(2**31)]), min_size=1, max_size=512),
     more=st.integers(0, 50),

@@ -1,0 +1,151 @@
+"""What a kernel declares of itself: ``Entry``, of a GEMM ``KernelEntry``, and of each kind of tile one ``Tiles``.
+
+The entries are rows of kernels/contract/registry.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Op
+from ..hardware.arch import Arch, Feature
+from .config import SIZES, WARPS, Cache, Config, Edge, Loads, Schedule, TileRows
+from .spec import Spec
+
+Constants: TypeAlias = "dict[str, int | str | bool | None]"
+Box: TypeAlias = "tuple[int, ...]"
+
+
+class Limits(NamedTuple):
+    """The most that the code can do; None is any number."""
+
+    experts: int
+    steps: int | None = None  # of the reduction
+    column_tiles: int | None = None  # columns of the result are this many tiles wide at most
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Configs that a kernel can be compiled for: each knob has one of these values, whatever the others have."""
+
+    schedule: Schedule
+    loads: Loads
+    limits: Limits
+    m: tuple[int, ...] = SIZES
+    n: tuple[int, ...] = SIZES
+    k: tuple[int, ...] = SIZES
+    warps: tuple[int, ...] = WARPS
+    stages: tuple[int, int] = (1, 8)
+    caches: tuple[Cache, ...] = (Cache.DEFAULT,)
+    edges: tuple[Edge, ...] = (Edge.WHOLE,)
+    rows: TileRows = TileRows.FIXED
+    dtypes: frozenset[DType] | None = None  # None: the entry's
+    fusions: frozenset[Fusion] | None = None  # None: the entry's
+    dealt: bool = False  # most tiles are dealt out in turn; of other warp-specialised code as programs become free
+    zeroes: bool = False  # code of SCATTER can zero the rows of y that an index sends no row to
+    transposed: bool = False  # dw's rows are the tile's columns: the kernel computes dw turned round
+
+    def misfits(self, config: Config, experts: int = 0) -> Iterator[str]:
+        """Each knob of a config that has none of these values, and which they are; and experts that are too many."""
+        for name, value, allowed in (
+            ("schedule", config.schedule, (self.schedule,)),
+            ("rows", config.rows, (self.rows,)),
+            ("loads", config.loads, (self.loads,)),
+            ("block_m", config.block_m, self.m),
+            ("block_n", config.block_n, self.n),
+            ("block_k", config.block_k, self.k),
+            ("num_warps", config.num_warps, self.warps),
+            ("cache", config.cache, self.caches),
+            ("edge", config.edge, self.edges),
+        ):
+            if value not in allowed:
+                yield f"{name} is {_said(value)}, wanted {' or '.join(map(_said, allowed))}"
+        low, high = self.stages
+        if not low <= config.num_stages <= high:
+            yield f"num_stages is {config.num_stages}, wanted {low} to {high}"
+        if experts > self.limits.experts:
+            yield f"it counts {self.limits.experts} experts at most, not {experts}"
+
+
+def _said(value: int) -> str:
+    return value.name if isinstance(value, enum.Enum) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A kernel: its function, and the source it stands for.
+
+    From the first release on ``revision`` goes up whenever the source changes; until then only where a launcher has to
+    know. Bundles record it: when they are merged a later one beats an earlier one, and one of two sources is refused.
+    """
+
+    name: str  # of the function, and the symbol in cubins
+    revision: int
+    home: str  # the module that has the function, below ``kernels``
+    sha256: str  # of what it is compiled from: revisions.source_sha256
+    launched_since: int  # the first revision whose code does all that today's launchers ask of it
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEntry(Entry):
+    """A GEMM's kernel: what it can be compiled for, and what the compiler and the launcher are told of a variant."""
+
+    ops: frozenset[Op]
+    dtypes: frozenset[DType]
+    fusions: frozenset[Fusion]  # the forms it has code for
+    needs: frozenset[Feature]  # beside TMA, where the config loads so
+    tiles: tuple[Tiles, ...]
+    pointers: tuple[str, ...]  # its arguments, in order: addresses or descriptors, then sizes, strides and steps
+    strides: tuple[str, ...]
+    steps: tuple[str, ...]
+    ranks: Mapping[str, int]  # of descriptors
+    descriptors: Callable[[Spec], tuple[str, ...]]  # the pointers that are descriptors, in the arguments' order
+    absent: Callable[[Spec], tuple[str, ...]]  # the pointers that a variant goes without
+    required: Callable[[Spec], tuple[str, ...]]  # the arguments without which no launcher can run it
+    boxes: Callable[[Spec], Mapping[str, Box]]  # of each descriptor, outermost dimension first; and of others
+    constants: Callable[[Spec, Arch], Constants]  # but for the pointers that are absent
+    loading_warps: int = 0  # beside those that multiply
+
+    def schedules(self) -> frozenset[tuple[Schedule, TileRows]]:
+        """How it can run, and with which rows a tile."""
+        return frozenset((one.schedule, one.rows) for one in self.tiles)
+
+    def tiles_of(self, config: Config) -> Tiles | None:
+        """The tiles that a config has, if they are among these; of any dtype and form."""
+        return next((one for one in self.tiles if not any(one.misfits(config))), None)
+
+    def threads(self, config: Config) -> int:
+        """Of a program."""
+        return 32 * (config.num_warps + self.loading_warps)
+
+    def refusal(self, spec: Spec, arch: Arch | None) -> str | None:
+        """Why there is no such code for an architecture (None: whichever it was compiled for), or None."""
+        there = [
+            one for one in self.tiles
+            if spec.dtype in (one.dtypes or self.dtypes) and _code(spec.fusion) in (one.fusions or self.fusions)
+        ]  # fmt: skip
+        if there:  # told of the tiles that are nearest
+            near = [one for one in there if one.schedule is spec.config.schedule] or there
+            wrong = min((list(one.misfits(spec.config, spec.max_experts)) for one in near), key=len)
+        else:
+            wrong = [
+                f"its dtypes are {', '.join(sorted(one.value for one in self.dtypes))}",
+                f"its forms are {', '.join(sorted(map(_named, self.fusions)))}",
+            ]
+        needed = self.needs | ({Feature.TMA} if spec.config.loads is Loads.TMA else set())
+        if arch is not None:
+            wrong += [f"{arch} has no {one.value}" for one in Feature if one in needed - arch.features]
+        return f"{self.name} has no code of {spec}: {'; '.join(wrong)}" if wrong else None
+
+
+def _code(fusion: Fusion) -> Fusion:
+    """Whose code a form runs, as ``spec.code_of``: those that gather nothing differ by flags alone."""
+    return fusion & (Fusion.GATHER | Fusion.SILU) or (Fusion.SCATTER if fusion else Fusion.NONE)
+
+
+def _named(fusion: Fusion) -> str:
+    return " + ".join(str(one.name).lower() for one in Fusion if one and one in fusion) or "plain"

@@ -1,0 +1,221 @@
+"""The entries of Hopper's warp-specialised kernels: ``rows_specialized``, ``rows_fitted``, ``weight_specialized``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion
+from ..hardware.arch import Arch, Feature
+from .config import PINGPONG_COLUMNS, Cache, Edge, Loads, Schedule, TileRows
+from .entry import Box, Constants, Limits, Tiles
+from .portable import PLAIN, ROWS, WEIGHT, row_operands
+from .spec import MAX_EXPERTS, Spec, w_kn
+
+ROWS_OF_TILE = 128  # 64 for each warpgroup; where a tile is fitted to its rows, its columns
+MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits: kernels/gemm/hopper/consumer.py
+_MOST_COLUMN_TILES = 1 << 20  # and its column in 20 bits, in turns: kernels/gemm/hopper/pingpong.py
+_PART = 64  # rows of a tile that a warpgroup multiplies, columns of one that it stores at once
+
+_HALVES = frozenset((DType.BF16, DType.FP16))
+
+
+def _shared(**knobs: Any) -> Tiles:
+    """Tiles that two warpgroups share."""
+    limits = Limits(MAX_EXPERTS, MOST_STEPS)
+    return Tiles(Schedule.COOPERATIVE, Loads.TMA, limits, warps=(8,), stages=(2, 8), **knobs)
+
+
+def _in_turns(**knobs: Any) -> Tiles:
+    """Tiles that warpgroups take in turns."""
+    limits = Limits(MAX_EXPERTS, MOST_STEPS, _MOST_COLUMN_TILES)
+    return Tiles(Schedule.PINGPONG, Loads.TMA, limits, warps=(8,), stages=(2, 15), **knobs)
+
+
+_EDGES = (Edge.WHOLE, Edge.HALF)
+# In turns a part of w has 64 columns, and lies as lines of 64 of its reduction: deeper steps would be read crosswise.
+_ROW_TILES = (
+    _shared(m=(ROWS_OF_TILE,), edges=_EDGES, zeroes=True),
+    _in_turns(m=(ROWS_OF_TILE,), n=(PINGPONG_COLUMNS,), k=(64,), fusions=PLAIN, zeroes=True),
+    _in_turns(m=(ROWS_OF_TILE,), n=(128,), k=(64,), fusions=PLAIN, dealt=True, zeroes=True),
+)
+_FITTED_TILES = (
+    _shared(m=(256,), n=(ROWS_OF_TILE,), k=(64,), rows=TileRows.FITTED, zeroes=True),
+    _in_turns(m=(PINGPONG_COLUMNS,), n=(ROWS_OF_TILE,), k=(64,), rows=TileRows.FITTED, zeroes=True),
+)
+_CACHES = (Cache.DEFAULT, Cache.EVICT_FIRST)
+_WEIGHT_TILES = (
+    _shared(n=(ROWS_OF_TILE,), caches=_CACHES, edges=_EDGES, dtypes=_HALVES),
+    _shared(n=(ROWS_OF_TILE,), k=(256,), caches=_CACHES, dtypes=frozenset((DType.TF32,))),
+    _in_turns(n=(ROWS_OF_TILE,), k=(PINGPONG_COLUMNS,), dtypes=_HALVES),
+    _in_turns(n=(PINGPONG_COLUMNS,), k=(ROWS_OF_TILE,), dtypes=_HALVES, transposed=True),
+)
+
+
+def _stores(spec: Spec) -> bool:
+    """Whether results leave through a descriptor: those of rows that an index names can't, silu's do."""
+    return not spec.fusion or bool(spec.fusion & (Fusion.GATHER | Fusion.SILU))
+
+
+def _row_descriptors(spec: Spec) -> tuple[str, ...]:
+    return (*row_operands(spec), "y_map") if _stores(spec) else row_operands(spec)
+
+
+def _no_map(spec: Spec) -> tuple[str, ...]:
+    return () if _stores(spec) else ("y_map",)
+
+
+def _asks_nothing(spec: Spec) -> tuple[str, ...]:
+    """The addresses by which code that is evict-first asks L2 for rows."""
+    return () if spec.config.cache is Cache.EVICT_FIRST else ("dy_at", "x_at")
+
+
+def _needs_map(spec: Spec) -> tuple[str, ...]:
+    """No other code stores half of the columns."""
+    return (*ROWS.required(spec), "counter", *(("y_map",) if Fusion.SILU in spec.fusion else ()))
+
+
+def _fitted_needs_map(spec: Spec) -> tuple[str, ...]:
+    """No other code stores plain tiles of any height."""
+    return (*ROWS.required(spec), "counter", *(() if spec.fusion else ("y_map",)))
+
+
+def _pingpong(spec: Spec) -> bool:
+    return spec.config.schedule is Schedule.PINGPONG
+
+
+def _row_boxes(spec: Spec) -> dict[str, Box]:
+    return _boxes_of_rows(spec, _PART if _pingpong(spec) else spec.config.block_n // 2)  # a tile may be half as wide
+
+
+def _fitted_boxes(spec: Spec) -> dict[str, Box]:
+    """Of w all columns of a tile at once, or where they are contiguous as many as a line has."""
+    return _boxes_of_rows(spec, _PART if w_kn(spec) else spec.config.block_n)
+
+
+def _boxes_of_rows(spec: Spec, columns: int) -> dict[str, Box]:
+    depth = spec.config.block_k
+    w = (1, depth, columns) if w_kn(spec) else (1, columns, depth)
+    return {"x": (_PART, depth), "w": w, "y_map": (1, 1, _PART, _PART)}
+
+
+def _weight_boxes(spec: Spec) -> dict[str, Box]:
+    c = spec.config
+    columns = _PART if _pingpong(spec) else c.block_k // 2 if c.edge is Edge.HALF else c.block_k
+    return {"dy": (1, 1, c.block_m, _PART), "x": (1, 1, c.block_m, columns), "dw": (1, _PART, _PART)}
+
+
+def _row_constants(spec: Spec, arch: Arch) -> Constants:
+    c, gated = spec.config, Fusion.SILU in spec.fusion
+    turned = c.block_n == PINGPONG_COLUMNS
+    # Where y leaves through a descriptor as halves of tiles, or of both halves silu, these are 64 columns each.
+    even = not turned and (not _stores(spec) or c.block_n >= 256)
+    noted = 128 if _pingpong(spec) else _PART
+    return {
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "W_KN": w_kn(spec),
+        "INDEXED": bool(spec.fusion) and not gated,
+        "GATHER": Fusion.GATHER in spec.fusion,
+        "GATED": gated,
+    } | _common(spec, arch, c.block_n, c.block_k, noted=noted, spare=turned, even=even)
+
+
+def _fitted_constants(spec: Spec, arch: Arch) -> Constants:
+    c = spec.config
+    sizes: Constants = {
+        "BLOCK_M": c.block_m, "BLOCK_K": c.block_k, "W_KN": w_kn(spec), "INDEXED": bool(spec.fusion),
+    }  # fmt: skip
+    spare = c.block_m == PINGPONG_COLUMNS and not spec.fusion
+    # Any number of parts is even: this kernel keeps track of the buffers.
+    return sizes | _common(spec, arch, c.block_m, c.block_k, noted=256, spare=spare, even=True)
+
+
+def _weight_constants(spec: Spec, arch: Arch) -> Constants:
+    c, turns = spec.config, _pingpong(spec)
+    columns = PINGPONG_COLUMNS if turns else c.block_k
+    even = not turns and (c.edge is Edge.WHOLE or c.block_k >= 256)
+    return {
+        "BLOCK_M": c.block_m,
+        "BLOCK_K": columns,
+        "NARROW": c.edge is Edge.HALF,
+        "ACROSS": turns and c.block_n == PINGPONG_COLUMNS,
+        "STREAMED": c.cache is Cache.EVICT_FIRST,
+    } | _common(spec, arch, columns, c.block_m, noted=_PART, spare=turns, even=even)
+
+
+def _common(spec: Spec, arch: Arch, columns: int, depth: int, *, noted: int, spare: bool, even: bool) -> Constants:
+    """What all three are told.
+
+    Results pass through shared memory, 64 x 64 of each warpgroup at a time: in turns through two buffers where there is
+    room beside the operands (with a ``spare`` part of the last, see kernels/gemm/hopper/pingpong.py) and what both
+    warpgroups have looked up of ``noted`` rows each, and where every tile leaves in an ``even`` number of 64 columns.
+    TMA reads a buffer while the next tile is on its way, and the first part comes first: after an odd number the next
+    tile's first would meet the last in the same buffer.
+    """
+    c, size = spec.config, spec.dtype.itemsize
+    operands = c.num_stages * (ROWS_OF_TILE + columns) * depth + (_PART * depth if spare else 0)
+    looked_up_bytes = 2 * noted * 8 if spec.fusion and Fusion.SILU not in spec.fusion else 0
+    room_bytes = arch.limits.shared_per_block_bytes - 512 - operands * size - looked_up_bytes
+    return {
+        "STAGES": c.num_stages,
+        "SLOTS": 2 if even and 4 * _PART * _PART * size <= room_bytes else 1,
+        "GROUP_M": c.group_m,
+        "EXPERTS": MAX_EXPERTS,
+        "PINGPONG": _pingpong(spec),
+        "REGISTERS": _registers(spec),
+    }
+
+
+def _registers(spec: Spec) -> int:
+    """Of a multiplying thread; the loading warps have what is left of 168 for each of 12 warps."""
+    if _pingpong(spec):
+        return 224  # 192 of them hold sums
+    return 208 if Fusion.GATHER in spec.fusion else 216  # a loading thread has the addresses of its rows
+
+
+ROWS_SPECIALIZED = replace(
+    ROWS,
+    name="rows_specialized",
+    home="gemm.hopper.rows",
+    sha256="1ff6bffaeabdbe2db453cb4af63d955e8034b759da22470f1f371c7a6f05ad27",
+    dtypes=_HALVES,
+    fusions=PLAIN | {Fusion.GATHER, Fusion.SILU, Fusion.SILU | Fusion.GATHER},
+    needs=frozenset((Feature.WGMMA,)),
+    tiles=_ROW_TILES,
+    pointers=(*ROWS.pointers[:3], "y_map", *ROWS.pointers[3:], "counter"),
+    descriptors=_row_descriptors,
+    absent=_no_map,
+    required=_needs_map,
+    boxes=_row_boxes,
+    constants=_row_constants,
+    loading_warps=4,
+)
+ROWS_FITTED = replace(
+    ROWS_SPECIALIZED,
+    name="rows_fitted",
+    home="gemm.hopper.ragged",
+    sha256="57a620f8d7ea1c8248a846705f246d724b516c5f78c39123f2367f8562f1629e",
+    fusions=PLAIN,
+    tiles=_FITTED_TILES,
+    required=_fitted_needs_map,
+    boxes=_fitted_boxes,
+    constants=_fitted_constants,
+)
+WEIGHT_SPECIALIZED = replace(
+    WEIGHT,
+    name="weight_specialized",
+    home="gemm.hopper.weight",
+    sha256="5e7dc7867d31e403c94722f575d5435ba514f5e490286136270c12b4c659299e",
+    dtypes=_HALVES | {DType.TF32},
+    needs=ROWS_SPECIALIZED.needs,
+    tiles=_WEIGHT_TILES,
+    pointers=(*WEIGHT.pointers, "counter", "dy_at", "x_at"),
+    descriptors=lambda _spec: ("dy", "x", "dw"),
+    absent=_asks_nothing,
+    required=lambda spec: (*WEIGHT.required(spec), "counter"),
+    boxes=_weight_boxes,
+    constants=_weight_constants,
+    loading_warps=4,
+)

@@ -1,0 +1,125 @@
+"""The entries of the kernels that run on every GPU: ``rows`` (forward and dX) and ``weight`` (dW)."""
+
+from __future__ import annotations
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Op
+from ..hardware.arch import Arch, Feature
+from .config import Cache, Loads, Schedule
+from .entry import Box, Constants, KernelEntry, Limits, Tiles
+from .spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, w_kn
+
+PLAIN = frozenset((Fusion.NONE, Fusion.SCATTER))  # the forms of rows that gather nothing: see spec.code_of
+# A program that has one tile asks once for its expert (kernels/gemm/portable/lookup.py). Others scan the counts for
+# every tile, where they are of more than MAX_EXPERTS.
+_LIMITS = {Schedule.TILE: Limits(MAX_EXPERTS), Schedule.PERSISTENT: Limits(MAX_EXPERTS_FALLBACK)}
+
+
+def _tiles(through_tma: tuple[Cache, ...], *, zeroes: bool) -> tuple[Tiles, ...]:
+    return tuple(
+        Tiles(schedule, loads, limits, caches=caches, zeroes=zeroes and schedule is Schedule.TILE)
+        for loads, caches in ((Loads.POINTER, (Cache.DEFAULT,)), (Loads.TMA, through_tma))
+        for schedule, limits in _LIMITS.items()
+    )
+
+
+def row_operands(spec: Spec) -> tuple[str, ...]:
+    """What products of rows load through TMA: rows that an index picks can't."""
+    if spec.config.loads is not Loads.TMA:
+        return ()
+    return ("w",) if Fusion.GATHER in spec.fusion else ("x", "w")
+
+
+def _weight_operands(spec: Spec) -> tuple[str, ...]:
+    return ("dy", "x") if spec.config.loads is Loads.TMA else ()
+
+
+def _row_boxes(spec: Spec) -> dict[str, Box]:
+    c = spec.config
+    w = (1, c.block_k, c.block_n) if w_kn(spec) else (1, c.block_n, c.block_k)
+    return {"x": (c.block_m, c.block_k), "w": w}
+
+
+def _weight_boxes(spec: Spec) -> dict[str, Box]:
+    c = spec.config
+    return {"dy": (1, 1, c.block_m, c.block_n), "x": (1, 1, c.block_m, c.block_k)}
+
+
+def _row_constants(spec: Spec, arch: Arch) -> Constants:
+    descriptors = row_operands(spec)
+    return {
+        "X_TMA": "x" in descriptors,
+        "W_TMA": "w" in descriptors,
+        "W_KN": w_kn(spec),
+        "INDEXED": bool(spec.fusion),
+        "TURNED": _turned(spec, arch),
+        "CLEARS": spec.fusion == Fusion.SCATTER and spec.config.schedule is Schedule.TILE,
+    } | _sizes(spec)
+
+
+def _turned(spec: Spec, arch: Arch) -> bool:
+    """Whether code on wgmma takes w from registers, turned round on the way: see kernels/gemm/portable/rows.py."""
+    wgmma = arch.has(Feature.WGMMA) and spec.config.block_m >= 64 and spec.config.num_warps >= 4
+    return wgmma and spec.dtype is DType.TF32 and w_kn(spec) and "w" in row_operands(spec)
+
+
+def _weight_constants(spec: Spec, _arch: Arch) -> Constants:
+    return {"TMA": spec.config.loads is Loads.TMA} | _sizes(spec)
+
+
+def _sizes(spec: Spec) -> Constants:
+    c = spec.config
+    return {
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "GROUP_M": c.group_m,
+        "EXPERTS": min(spec.max_experts, MAX_EXPERTS),
+        "SCAN": spec.max_experts > MAX_EXPERTS,
+        "PERSISTENT": c.schedule is Schedule.PERSISTENT,
+        "PRECISION": "ieee" if spec.dtype is DType.FP32 else "tf32",
+    }
+
+
+ROWS = KernelEntry(
+    name="rows",
+    revision=2,
+    home="gemm.portable.rows",
+    sha256="719bb5be4ed8421cfe610c3b980b181ac488923cc665814b63c639a40b2451dd",
+    launched_since=2,
+    ops=frozenset((Op.FORWARD, Op.DX)),
+    dtypes=frozenset(DType),
+    fusions=PLAIN | {Fusion.GATHER},
+    needs=frozenset(),
+    tiles=_tiles((Cache.DEFAULT, Cache.EVICT_FIRST), zeroes=True),
+    pointers=("x", "w", "y", "m_sizes", "index", "row_weights", "bias"),
+    strides=("stride_x_m", "stride_w_e", "stride_w_row", "stride_y_m"),
+    steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
+    ranks={"x": 2, "w": 3, "y_map": 4},
+    descriptors=row_operands,
+    absent=lambda _spec: (),
+    required=lambda _spec: ("x", "w", "y", "m_sizes"),
+    boxes=_row_boxes,
+    constants=_row_constants,
+)
+WEIGHT = KernelEntry(
+    name="weight",
+    revision=1,
+    home="gemm.portable.weight",
+    sha256="0e308bea1a0319c7c2ca0c549775ed46302972f10e9cf0eed5dae47bf10fecc2",
+    launched_since=1,
+    ops=frozenset((Op.DW,)),
+    dtypes=frozenset(DType),
+    fusions=frozenset((Fusion.NONE,)),
+    needs=frozenset(),
+    tiles=_tiles((Cache.DEFAULT,), zeroes=False),
+    pointers=("dy", "x", "dw", "m_sizes"),
+    strides=("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row"),
+    steps=("m_sizes_step",),
+    ranks={"dy": 4, "x": 4, "dw": 3},
+    descriptors=_weight_operands,
+    absent=lambda _spec: (),
+    required=lambda _spec: ("dy", "x", "dw", "m_sizes"),
+    boxes=_weight_boxes,
+    constants=_weight_constants,
+)

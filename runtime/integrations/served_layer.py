@@ -1,0 +1,76 @@
+"""A layer of experts as a serving engine has it: which bundle's kernels are for it, and how they are loaded."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Layout, Op, Problem
+from ..artifacts.records.target import LocalGpu
+from ..runtime.dispatch import snapshot as dispatch_snapshot
+from ..runtime.dispatch.decide import Decision, settle
+from ..runtime.dispatch.ranking import Match, Origin
+from ..runtime.driver.device import platform_name, platform_supported
+from ..runtime.inspect.preload import Preloaded, preload
+from ..runtime.ops.activation import Activation
+
+_BUCKETS = (16, 1024)  # rows of a step that decodes, and of one that reads a prompt
+
+
+class ServedLayer(NamedTuple):
+    """What one rank has of a layer: ``E`` experts of [H -> I -> H], ``top_k`` of them for each token."""
+
+    E: int
+    H: int
+    I: int  # noqa: E741
+    top_k: int
+    dtype: DType
+    act: Activation
+
+    @property
+    def problems(self) -> tuple[Problem, Problem]:
+        """Its two products: of gate and up together, and down."""
+        wide = 2 * self.I if self.act.gated else self.I
+        return (
+            Problem(Op.FORWARD, self.dtype, self.E, wide, self.H, Layout.NK),
+            Problem(Op.FORWARD, self.dtype, self.E, self.H, self.I, Layout.NK),
+        )
+
+    @property
+    def build_line(self) -> str:
+        """The command that builds a bundle for it and, on a machine with the GPU, measures."""
+        options = "" if self.act.gated else " gated=0"
+        options += "" if self.dtype is DType.BF16 else f" dtype={self.dtype.value}"
+        return f'aot build --models "shape:E={self.E},H={self.H},I={self.I},k={self.top_k}{options} ops=forward"'
+
+    def __str__(self) -> str:
+        return f"E={self.E} H={self.H} I={self.I} k={self.top_k} {self.dtype.value} {self.act.name}"
+
+
+def lacks(layer: ServedLayer, local: LocalGpu, *, any_variant: bool = False) -> str | None:
+    """Why the bundles are none for this layer on a GPU; None where they are.
+
+    Each product is to have a choice that was made for it and measured on a GPU of this capability. With ``any_variant``
+    it is enough that something runs.
+    """
+    if not platform_supported():
+        return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
+    for problem in layer.problems:
+        for bucket in _BUCKETS:
+            found = settle(dispatch_snapshot.snapshot(), problem, bucket, local, aligned=True, strict=False)
+            known = isinstance(found, Decision) and (any_variant or _is_measured(found))
+            if not known:
+                what = "has code" if any_variant else "was measured"
+                return f"no bundle {what} for {problem} on {local}. Build one here with: {layer.build_line}"
+    return None
+
+
+def _is_measured(found: Decision) -> bool:
+    return found.chosen.match is not Match.COST_MODEL and found.chosen.origin <= Origin.THIS_CAPABILITY
+
+
+@functools.cache
+def load(layer: ServedLayer, device: int) -> Preloaded:
+    """Load all that the layer's calls can come to: later ones load nothing, and can be captured in a graph."""
+    return preload(problems=layer.problems, device=device)

@@ -1,0 +1,201 @@
+"""vLLM's MoE layers without quantisation on pretuned: the class of vLLM's modular kernel, and which layers it is for.
+
+A layer of which any part is none of pretuned's stays with the backend that vLLM chose, and why is told once. Weights
+are used as vLLM loaded them, w13 [E, 2*I, H] and w2 [E, H, I]: nothing is copied, packed or kept, so those that are
+loaded again, or leave the GPU while the engine sleeps and come back, are simply read.
+
+Imported inside vLLM alone, by ``vllm.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.platforms import current_platform
+
+from ..runtime.api.moe import moe_mlp
+from ..runtime.check.tensors import DTYPES
+from ..runtime.driver.device import current_device, local_gpu
+from ..runtime.ops.activation import OAI_ALPHA, OAI_LIMIT, Activation
+from .served_layer import ServedLayer, lacks, load
+
+_log = init_logger("vllm.pretuned")
+
+_ACTIVATIONS = {  # by vLLM's names, of which those with _no_mul have no gate
+    "silu": Activation("silu", True, False),
+    "gelu": Activation("gelu", True, False),
+    "gelu_tanh": Activation("gelu_tanh", True, False),
+    "swigluoai": Activation("swiglu_oai", True, True),
+    "swigluoai_uninterleave": Activation("swiglu_oai", True, False),
+    "silu_no_mul": Activation("silu", False, False),
+    "gelu_no_mul": Activation("gelu", False, False),
+    "gelu_tanh_no_mul": Activation("gelu_tanh", False, False),
+    "relu2_no_mul": Activation("relu2", False, False),
+}
+# The settings (limit, alpha, beta) of an activation that has these, None where vLLM's default holds.
+_PLAIN = ((None,), (None, 1.0), (None, 0.0))
+_OAI = ((None, OAI_LIMIT), (None, OAI_ALPHA), (None, 1.0))
+_OAI_TOLD = ((OAI_LIMIT,), (OAI_ALPHA,), (1.0,))
+_SETTINGS = {"swigluoai": _OAI, "swigluoai_uninterleave": _OAI_TOLD}
+_BACKENDS = ("TRITON", "FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "CPU")  # whose weights lie as they were loaded
+
+
+class _Own(NamedTuple):
+    """What vLLM had chosen for a layer."""
+
+    backend: Any
+    experts_cls: Any
+
+
+def take(method: Any, *, everywhere: bool) -> None:
+    """Give a layer's method pretuned's experts, if pretuned has all that the layer has; else tell why not, once.
+
+    ``everywhere``: also where no bundle was built for the layer, and by the reference where there is no GPU.
+    """
+    moe = method.moe
+    own = _Own(method.unquantized_backend, method.experts_cls)
+    why = refusal(moe, own.backend.name, everywhere=everywhere)
+    if why is not None:
+        _tell(moe, own, why)
+        return
+    method.pretuned_took_from = own
+    method.experts_cls = PretunedExperts
+    method.unquantized_backend = UnquantizedMoeBackend.TRITON  # its weights stay as they are
+    _log.info_once("pretuned: runs the MoE layers of %s", str(layer_of(moe)))
+
+
+def keep(method: Any, params_dtype: torch.dtype) -> None:
+    """Give a layer back whose weights turn out to be of another dtype than its tokens."""
+    own = getattr(method, "pretuned_took_from", None)
+    if own is None or params_dtype is method.moe.in_dtype:
+        return
+    method.unquantized_backend, method.experts_cls = own
+    del method.pretuned_took_from
+    _tell(method.moe, own, f"the weights are {params_dtype}, the tokens {method.moe.in_dtype}")
+
+
+def _tell(moe: Any, own: _Own, why: str) -> None:
+    what = f"E={moe.num_local_experts} H={moe.hidden_dim} I={moe.intermediate_size_per_partition}"
+    _log.info_once("pretuned: leaves the MoE layers of %s to vLLM's %s backend: %s", what, own.backend.value, why)
+
+
+def refusal(moe: Any, backend: str, *, everywhere: bool) -> str | None:
+    """Why a layer with this FusedMoEConfig, for which vLLM chose this backend, is none of pretuned's; None if it is."""
+    parallel = moe.moe_parallel_config
+    if moe.moe_backend != "auto":
+        return f"--moe-backend {moe.moe_backend} asks for it"
+    if backend not in _BACKENDS:
+        return "its weights lie in an order of its own"
+    if moe.in_dtype not in DTYPES:
+        return f"the dtype {moe.in_dtype} is none of pretuned's (bfloat16, float16, float32)"
+    act = moe.activation.value
+    if act not in _ACTIVATIONS or _ACTIVATIONS[act].gated != moe.is_act_and_mul:
+        return f"the activation {act} is none of pretuned's ({', '.join(_ACTIVATIONS)})"
+    settings = tuple(getattr(moe, name, None) for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"))
+    if not all(one in known for one, known in zip(settings, _SETTINGS.get(act, _PLAIN), strict=True)):
+        return f"the activation {act} has a limit, alpha and beta of {settings}, which pretuned has not"
+    if parallel.enable_eplb:
+        return "expert parallel load balancing (EPLB) moves experts while it runs"
+    if moe.is_lora_enabled:
+        return "LoRA adapters (--enable-lora)"
+    if parallel.use_batched_activation_format:
+        return f"the all-to-all of {parallel.all2all_backend} hands over tokens by expert, padded"
+    supported, reason = PretunedExperts.is_supported_config(
+        PretunedExperts, moe, None, None, mk.FusedMoEActivationFormat.Standard
+    )
+    if not supported:
+        return str(reason)
+    if current_platform.is_cuda():
+        return lacks(layer_of(moe), local_gpu(current_device()), any_variant=everywhere)
+    where = current_platform.device_name
+    return None if everywhere else f"pretuned has no kernels for the {where} (PRETUNED_VLLM=1 runs its reference there)"
+
+
+def layer_of(moe: Any) -> ServedLayer:
+    """This rank's part of a layer."""
+    return ServedLayer(
+        moe.num_local_experts, moe.hidden_dim, moe.intermediate_size_per_partition, moe.experts_per_token,
+        DTYPES[moe.in_dtype], _ACTIVATIONS[moe.activation.value],
+    )  # fmt: skip
+
+
+class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
+    """One ``moe_mlp`` a layer: sorted, multiplied, weighted and summed over each token's experts."""
+
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        super().__init__(moe_config, quant_config)
+        self._act = _ACTIVATIONS[moe_config.activation.value]
+        self._map: tuple[torch.Tensor, torch.Tensor] | None = None
+        if current_platform.is_cuda():
+            loaded = load(layer_of(moe_config), current_device())
+            _log.info_once("pretuned: %d kernels loaded in %.1f ms", loaded.count, loaded.seconds * 1e3)
+
+    @staticmethod
+    def activation_format() -> Any:
+        """Tokens lie as the router has them."""
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return bool(current_platform.is_cuda() or current_platform.is_cpu())
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is None and activation_key is None
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation.value in _ACTIVATIONS
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return not moe_parallel_config.use_batched_activation_format
+
+    def supports_expert_map(self) -> bool:
+        """Whether experts may be on other ranks."""
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """``apply`` weights and sums."""
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, *_: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """None but the result's, [tokens, H]: torch's allocator has the rest."""
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+        topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, global_num_experts: int,
+        expert_map: torch.Tensor | None, *, apply_router_weight_on_input: bool, **_: Any,
+    ) -> None:  # fmt: skip
+        """output [T, H] = the layer on hidden_states [T, H], the tokens of this rank's experts alone.
+
+        ``expert_map`` [experts of all ranks] has each one's number here, -1 of others. With
+        ``apply_router_weight_on_input`` hidden_states are weighted already.
+        """
+        if expert_map is not None:
+            topk_ids = self._with_none(expert_map)[topk_ids]
+        if apply_router_weight_on_input:
+            topk_weights = torch.ones_like(topk_weights)
+        out = moe_mlp(
+            hidden_states, w1, w2, topk_ids, topk_weights, self._act.name, gated=self._act.gated,
+            interleaved=self._act.interleaved, gate_up_bias=self.w1_bias, down_bias=self.w2_bias,
+        )  # fmt: skip
+        output.copy_(out)
+
+    def _with_none(self, expert_map: torch.Tensor) -> torch.Tensor:
+        """The map with one -1 more at its end, where an id of -1 looks (of padding, and of other ranks' experts)."""
+        if self._map is None or self._map[0] is not expert_map:
+            self._map = expert_map, torch.cat([expert_map, expert_map.new_full((1,), -1)])
+        return self._map[1]

@@ -1,0 +1,52 @@
+"""Products with quantised weights by torch: w dequantised expert by expert, x quantised where the format says so.
+
+y = dequantised(quantised(x)) @ dequantised(w).T in float32 where x is quantised, too; else w is rounded to x's dtype.
+A gradient never quantises dy.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from ...artifacts.errors import ProblemNotInBundle
+from ...artifacts.records.problem import Op
+from .. import settings
+from ..check.operands import Rows
+from ..weights.codes import quantise_rows
+from ..weights.dequantised import Dequantised
+from ..weights.expert_weights import ExpertWeights
+
+_log = logging.getLogger(__name__)
+
+
+def operands(call: Rows, weights: ExpertWeights) -> tuple[torch.Tensor, Dequantised]:
+    """x, and the matrices that it is multiplied with the other way round: y = x @ matrix.T."""
+    scale = weights.precision.x.scale
+    if call.op is not Op.FORWARD:
+        return call.x, Dequantised(weights, call.x.dtype, transposed=True)
+    if scale is None:
+        return call.x, Dequantised(weights, call.x.dtype, transposed=False)
+    return quantise_rows(call.x, scale), Dequantised(weights, torch.float32, transposed=False)
+
+
+def no_kernel(format: str) -> None:
+    """Say, once, that torch multiplies with weights of this format on a GPU.
+
+    Raises
+    ------
+    ProblemNotInBundle
+        with PRETUNED_STRICT=1.
+    """
+    if settings.settings().strict:
+        raise ProblemNotInBundle(f"PRETUNED_STRICT: no bundle has code for {format} weights. Dequantise them "
+                                 "(ExpertWeights.dequantize), or unset PRETUNED_STRICT")  # fmt: skip
+    _tell(format)
+
+
+@functools.cache
+def _tell(format: str) -> None:
+    _log.warning("pretuned: no bundle has code for %s weights: torch dequantises them, expert by expert, in every call",
+                 format)  # fmt: skip

@@ -1,0 +1,150 @@
+"""What codes and scales say: e4m3, e2m1, int4 and e8m0 to float32 and back. Of one matrix, or of several stacked.
+
+Sources: OCP Microscaling Formats 1.0 for e2m1, e8m0 and mxfp4; e4m3 is torch.float8_e4m3fn.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...artifacts.records.precision import PRECISIONS, Elements, Scale
+
+E4M3_MOST = 448.0
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_MOST_LOG2 = 2  # of 6, rounded down
+_INT4_ZERO = 8  # where no zero point is told
+
+
+class Quantised(NamedTuple):
+    """Codes and what belongs to them, in the dtypes and shapes of ``ExpertWeights``, E in front or not."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
+
+
+def unpack(codes: torch.Tensor) -> torch.Tensor:
+    """The nibbles of bytes, the low one first: [..., n] uint8 to [..., 2n]."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def pack(nibbles: torch.Tensor) -> torch.Tensor:
+    """``unpack`` undone: [..., 2n] uint8 below 16 to [..., n]."""
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def e8m0(scale: torch.Tensor) -> torch.Tensor:
+    """2**(code - 127) of uint8 codes, in float32; 255 is NaN."""
+    bits = scale.to(torch.int32)
+    value = torch.where(bits > 0, bits << 23, 1 << 22)  # 2**-127 is subnormal
+    return value.view(torch.float32).masked_fill(bits == 255, float("nan"))
+
+
+def values(format: str, one: Quantised) -> torch.Tensor:
+    """(code - zero) * (scale * global_scale) of one matrix, [N, K] in float32: each operation is rounded to it."""
+    elements = PRECISIONS[format].w
+    scale = elements.scale
+    if scale is None:
+        raise AssertionError(f"{format} has no scale")
+    found = _numbers(elements, one)
+    factor = e8m0(one.scale) if scale.name == "e8m0" else one.scale.float()
+    if one.global_scale is not None:
+        factor = factor * one.global_scale
+    return found.mul_(spread(factor, scale, *found.shape[-2:]))
+
+
+def _numbers(elements: Elements, one: Quantised) -> torch.Tensor:
+    """What the codes are without a scale, in float32."""
+    codes, zero = one.codes, one.zero
+    if elements.bits == 8:
+        return codes.float()
+    if elements.name == "e2m1":
+        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
+        pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)  # of each byte
+        return torch.nn.functional.embedding(codes.int(), pairs).flatten(-2)
+    found = unpack(codes).float()
+    if zero is None or elements.scale is None:
+        return found.sub_(_INT4_ZERO)
+    return found.sub_(spread(zero.float(), elements.scale, *found.shape[-2:]))
+
+
+def spread(factor: torch.Tensor, scale: Scale, N: int, K: int) -> torch.Tensor:
+    """A scale for each of [N, K] elements, or what broadcasts to it."""
+    if not scale.columns:  # one a row
+        return factor[..., None]
+    found = factor.repeat_interleave(scale.columns, -1)[..., :K]
+    return found if scale.rows == 1 else found.repeat_interleave(scale.rows, -2)[..., :N, :]
+
+
+def quantise(format: str, w: torch.Tensor) -> Quantised:
+    """The codes nearest to one matrix w [N, K], with the scales that use a format's whole range."""
+    elements, w = PRECISIONS[format].w, w.float()
+    scale = elements.scale
+    if scale is None:
+        raise AssertionError(f"{format} has no scale")
+    low, high = _bounds(w, scale)
+    most = torch.maximum(high, -low)
+    if elements.name == "int4":
+        return _int4(w, scale, low, high)
+    if elements.name == "e4m3":
+        factor = _usable(most / E4M3_MOST)
+        return Quantised(_e4m3(w, spread(factor, scale, *w.shape)), factor)
+    if scale.name == "e8m0":
+        exponent = torch.frexp(most).exponent - 1 - _E2M1_MOST_LOG2
+        code = torch.where(most > 0, exponent + 127, 127).clamp(0, 254).to(torch.uint8)
+        return Quantised(_e2m1(w, spread(e8m0(code), scale, *w.shape)), code)
+    outer = _usable(most.amax() / (E4M3_MOST * _E2M1[-1]))
+    inner = (most / _E2M1[-1] / outer).clamp(max=E4M3_MOST).to(torch.float8_e4m3fn)
+    return Quantised(_e2m1(w, spread(inner.float() * outer, scale, *w.shape)), inner, None, outer)
+
+
+def quantise_rows(x: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """x [M, K] as an fp8 product reads it: quantised to e4m3, times the scale again, in float32.
+
+    The scale of each row and ``scale.columns`` of K is their largest magnitude / 448, as in DeepSeek-V3.
+    """
+    x = x.float()
+    low, high = _bounds(x, scale)
+    factor = spread(_usable(torch.maximum(high, -low) / E4M3_MOST), scale, *x.shape)
+    return _e4m3(x, factor).float().mul_(factor)
+
+
+def _bounds(w: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least element of each block, or 0, and the largest, or 0."""
+    N, K = w.shape
+    if not scale.columns:
+        w = torch.nn.functional.pad(w, (0, 1))
+        return w.amin(1), w.amax(1)
+    w = torch.nn.functional.pad(w, (0, -K % scale.columns, 0, -N % scale.rows))
+    blocks = w.view(w.shape[0] // scale.rows, scale.rows, w.shape[1] // scale.columns, scale.columns)
+    return blocks.amin((1, 3)).clamp_(max=0), blocks.amax((1, 3)).clamp_(min=0)
+
+
+def _usable(factor: torch.Tensor) -> torch.Tensor:
+    """The scale, or 1 for a block of zeros."""
+    return torch.where(factor > 0, factor, 1)
+
+
+def _e4m3(w: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return (w / factor).clamp_(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn)
+
+
+def _e2m1(w: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Packed codes of w / factor: the nearest, of two the even one; past 6 it is 6."""
+    size = torch.where(factor > 0, w / factor, 0).abs().clamp_(max=_E2M1[-1])
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    nearest = torch.round(size / step).mul_(step)
+    code = torch.bucketize(nearest, torch.tensor(_E2M1, device=w.device), out_int32=True)
+    return pack((code | (w.signbit().int() << 3)).to(torch.uint8))
+
+
+def _int4(w: torch.Tensor, scale: Scale, low: torch.Tensor, high: torch.Tensor) -> Quantised:
+    factor = (high - low) / 15 if scale.zero_bits else torch.maximum(high / 7, -low / 8)
+    factor = _usable(factor.to(torch.bfloat16))
+    zero = torch.round(-low / factor.float()).clamp_(0, 15) if scale.zero_bits else torch.full_like(low, _INT4_ZERO)
+    shift, each = (spread(one.float(), scale, *w.shape) for one in (zero, factor))
+    code = (torch.round(w / each) + shift).clamp_(0, 15).to(torch.uint8)
+    return Quantised(pack(code), factor, zero.to(torch.uint8) if scale.zero_bits else None)

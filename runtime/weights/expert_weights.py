@@ -1,0 +1,369 @@
+"""The quantised weights of a layer's experts as one thing: what ``grouped_gemm`` and ``moe_mlp`` take for w."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...artifacts.errors import InputError
+from ...artifacts.records.precision import PRECISIONS, Precision
+from . import checkpoints
+from .codes import Quantised, quantise, values
+from .order import ORDERS, CodeOrder, reorder
+from .packings import E8M0
+
+_SCALE_DTYPES = {"fp32": (torch.float32,), "e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,),
+                 "bf16": (torch.bfloat16, torch.float16, torch.float32)}  # fmt: skip
+_GROUPS = (32, 64, 128)  # of int4
+_E8M0_NAN = 255
+
+
+@dataclass(eq=False, repr=False)
+class ExpertWeights:
+    """w[e] = (codes[e] - zero[e]) * (scale[e] * global_scale[e]): E matrices [N, K], each multiplied as x @ w[e].T.
+
+    Made by ``fp8_block``, ``fp8_channel``, ``mxfp4``, ``int4`` and ``nvfp4`` of tensors in these shapes, which are not
+    copied and belong to it from then on; by ``from_tensors`` of tensors as a checkpoint names and packs them; or by
+    ``quantize``. It is frozen: it has no gradient.
+
+    Attributes
+    ----------
+    format
+        A name of ``pretuned.artifacts.PRECISIONS``, which says what codes and scales are, and whether x is quantised.
+    codes
+        [E, N, K] float8_e4m3fn, or [E, N, K/2] uint8 with two codes a byte, the low four bits first.
+    scale
+        One for each block of the format: [E, ceil(N/128), ceil(K/128)], [E, N] or [E, N, ceil(K/group)].
+    zero
+        uint8 in scale's shape: what code stands for 0. None: 8 for int4; the others have none.
+    global_scale
+        [E] float32 of nvfp4, else None.
+    order
+        Which order the codes are in (``prepare``): 0 is the checkpoint's own.
+    """
+
+    format: str
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
+    order: int = 0
+
+    @classmethod
+    def fp8_block(cls, codes: torch.Tensor, scale: torch.Tensor, *, quantize_x: bool = True) -> ExpertWeights:
+        """fp8 with a scale for each 128 x 128: ``weight`` and ``weight_scale_inv`` of DeepSeek-V3, stacked.
+
+        codes [E, N, K] float8_e4m3fn, scale [E, ceil(N/128), ceil(K/128)] float32. With ``quantize_x`` x is quantised,
+        too (w8a8): to e4m3, with a scale for each row and 128 of K.
+
+        Raises
+        ------
+        InputError
+            for a wrong shape, dtype, device or stride, or a scale that is NaN or infinite; the others likewise.
+        """
+        return _checked(cls("fp8_block" if quantize_x else "fp8_block_a16", codes, scale))
+
+    @classmethod
+    def fp8_channel(cls, codes: torch.Tensor, scale: torch.Tensor, *, quantize_x: bool = True) -> ExpertWeights:
+        """fp8 with a scale for each row of w: codes [E, N, K] float8_e4m3fn, scale [E, N] float32.
+
+        With ``quantize_x`` x is quantised, too (w8a8): to e4m3, with a scale a row.
+        """
+        return _checked(cls("fp8_channel" if quantize_x else "fp8_channel_a16", codes, scale))
+
+    @classmethod
+    def mxfp4(cls, codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
+        """e2m1 in groups of 32: codes [E, N, K/2] or (gpt-oss) [E, N, K/32, 16] uint8, the low nibble first.
+
+        scale [E, N, ceil(K/32)] uint8 (or float8_e8m0fnu): e8m0, 2**(scale - 127); 255 is NaN.
+        """
+        return _checked(cls("mxfp4", _flat(codes), _bytes(scale)))
+
+    @classmethod
+    def int4(cls, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> ExpertWeights:
+        """w = (code - zero) * scale in groups of 32, 64 or 128 of K; zero is 8 where it is None.
+
+        codes [E, N, K/2] uint8, the low nibble first; scale [E, N, ceil(K/group)] bfloat16, float16 or float32; zero
+        uint8 in scale's shape. The group is told by the shapes.
+        """
+        return _checked(cls(_int4_format(codes, scale, zero), codes, scale, zero))
+
+    @classmethod
+    def nvfp4(cls, codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> ExpertWeights:
+        """w = code * (scale * global_scale), e2m1 in groups of 16: codes [E, N, K/2] uint8, the low nibble first.
+
+        scale [E, N, ceil(K/16)] float8_e4m3fn; global_scale [E] float32, which is multiplied (modelopt's
+        ``weight_scale_2``; the inverse of compressed-tensors' ``weight_global_scale``). x stays in its type.
+        """
+        return _checked(cls("nvfp4", codes, scale, None, global_scale))
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], quantization_config: Mapping[str, Any], part: str | None = None,
+        *, quantize_x: bool | None = None,
+    ) -> ExpertWeights:  # fmt: skip
+        """The weights of one product, of the tensors of one layer as a checkpoint names and packs them.
+
+        Parameters
+        ----------
+        tensors
+            By their names: ``...experts.0.gate_proj.weight_scale_inv`` and so on, each expert's own or all stacked, or
+            the last word alone of stacked ones. Others of the layer are passed over. Copied where they are stacked or
+            packed otherwise, expert by expert; gpt-oss's are used as they are.
+        quantization_config
+            Of the checkpoint's config.json (the whole of it will do), or its hf_quant_config.json: ``fp8``, ``mxfp4``,
+            ``compressed-tensors``, ``gptq``, ``awq``, ``auto-round`` and ``modelopt``.
+        part
+            ``"gate_up"`` (the rows of gate, then those of up) or ``"down"``; needed where ``tensors`` has both.
+        quantize_x
+            Whether fp8 products quantise x. None: what the config says.
+
+        Raises
+        ------
+        InputError
+            for a format that is not among these, a tensor that is missing or does not fit, more than one layer.
+        """
+        format, found = checkpoints.read(tensors, quantization_config, part, quantize_x)
+        return _checked(cls(format if format != "int4" else _int4_format(*found[:3]), *found))
+
+    @classmethod
+    def quantize(cls, w: torch.Tensor, format: str) -> ExpertWeights:
+        """w [E, N, K], floating point and finite, rounded to a format's nearest codes: for tests and first trials."""
+        if not isinstance(w, torch.Tensor) or w.dim() != 3 or not w.is_floating_point() or not w.numel():
+            raise _bad("w", _told(w), "[E, N, K] of a floating-point type, E, N and K of at least 1")
+        precision = _precision(format)
+        if precision.w.bits == 4 and w.shape[2] % 2:
+            raise _bad("w", _told(w), "an even K: two codes share a byte")
+        if not torch.isfinite(w).all():
+            raise _bad("w", "NaN or infinite in places", "finite numbers")
+        every = [quantise(format, one.detach()) for one in w]
+        zero = [one.zero for one in every if one.zero is not None]
+        outer = [one.global_scale for one in every if one.global_scale is not None]
+        codes, scale = torch.stack([one.codes for one in every]), torch.stack([one.scale for one in every])
+        found = codes, scale, torch.stack(zero) if zero else None, torch.stack(outer) if outer else None
+        return _checked(cls(format, *found))
+
+    @classmethod
+    def from_state_dict(cls, format: str, state: Mapping[str, torch.Tensor]) -> ExpertWeights:
+        """What ``state_dict`` gave, with ``format``."""
+        given = dict(state)
+        order = int(given.pop("order", torch.zeros(())))
+        try:
+            return _checked(cls(format, **given, order=order))
+        except TypeError:
+            raise _bad("the state", f"of {sorted(state)}", "codes, scale, order and, where the format has them, zero "
+                       "and global_scale") from None  # fmt: skip
+
+    @property
+    def precision(self) -> Precision:
+        """The format's row of ``PRECISIONS``."""
+        return PRECISIONS[self.format]
+
+    @property
+    def shape(self) -> torch.Size:
+        """[E, N, K]."""
+        E, N, last = self.codes.shape
+        return torch.Size((E, N, last * 8 // self.precision.w.bits))
+
+    @property
+    def requires_grad(self) -> bool:
+        """It is frozen."""
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of its tensors are."""
+        return self.codes.device
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16, expert: int | None = None) -> torch.Tensor:
+        """w [E, N, K], or w[expert] [N, K], in ``dtype``: computed in float32 and rounded once."""
+        E, N, K = self.shape
+        if expert is not None:
+            if not -E <= expert < E:
+                raise _bad("expert", f"{expert}", f"one of the {E} that there are")
+            return self._values(expert).to(dtype)
+        w = torch.empty((E, N, K), dtype=dtype, device=self.device)
+        for one in range(E):
+            w[one] = self._values(one)
+        return w
+
+    def prepare(self) -> ExpertWeights:
+        """Put the codes into the order that kernels read: in place, expert by expert, once. Returns itself.
+
+        ``order`` tells; ``restore`` undoes it. A format that kernels read in the checkpoint's order is left as it is.
+        No call may use them meanwhile.
+        """
+        order = ORDERS.get(self.format)
+        if order is not None and self.order != order.number:
+            self.restore()
+            self._reorder(order, undo=False)
+            self.order = order.number
+        return self
+
+    def restore(self) -> ExpertWeights:
+        """Put the codes back into the checkpoint's order, bit for bit. Returns itself."""
+        if self.order:
+            self._reorder(_order_of(self), undo=True)
+            self.order = 0
+        return self
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ExpertWeights:
+        """The same on another device; itself if it is there."""
+        if self.codes.to(device, non_blocking=non_blocking) is self.codes:
+            return self
+        moved = {name: one.to(device, non_blocking=non_blocking) for name, one in self.tensors().items()}
+        return ExpertWeights(self.format, **moved, order=self.order)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that there are, by the names of the attributes."""
+        every = {"codes": self.codes, "scale": self.scale, "zero": self.zero, "global_scale": self.global_scale}
+        return {name: one for name, one in every.items() if one is not None}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """``tensors()``, and the order of the codes as ``order``: what to save beside ``format``."""
+        return {**self.tensors(), "order": torch.tensor(self.order)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or pickle keeps: float8 as bytes, for torch can't pickle it by itself."""
+        kept = self.__dict__.copy()
+        for name, one in self.tensors().items():
+            kept[name] = one.view(torch.uint8) if one.dtype is torch.float8_e4m3fn else one
+        return kept
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        elements = self.precision.w
+        if elements.name == "e4m3":
+            self.codes = self.codes.view(torch.float8_e4m3fn)
+        if elements.scale is not None and elements.scale.name == "e4m3":
+            self.scale = self.scale.view(torch.float8_e4m3fn)
+
+    def __repr__(self) -> str:
+        E, N, K = self.shape
+        return f"ExpertWeights({self.format}, E={E}, N={N}, K={K}, device={str(self.device)!r}, order={self.order})"
+
+    def _values(self, expert: int) -> torch.Tensor:
+        """w[expert] in float32."""
+        codes = self.codes[expert]
+        if self.order:
+            codes = _order_of(self).reorder(codes, True)
+        zero, outer = (None if one is None else one[expert] for one in (self.zero, self.global_scale))
+        return values(self.format, Quantised(codes, self.scale[expert], zero, outer))
+
+    def _reorder(self, order: CodeOrder, *, undo: bool) -> None:
+        with torch.inference_mode():  # (tensors that were made there can be changed nowhere else)
+            reorder(self.codes, order, undo=undo)
+
+
+def _order_of(weights: ExpertWeights) -> CodeOrder:
+    """The order that the codes are in."""
+    order = ORDERS.get(weights.format)
+    if order is None or order.number != weights.order:
+        raise _bad("order", f"{weights.order}", f"one that this version knows for {weights.format}: 0"
+             + ("" if order is None else f" or {order.number}"))  # fmt: skip
+    return order
+
+
+def _precision(format: str) -> Precision:
+    precision = PRECISIONS.get(format) if isinstance(format, str) else None
+    if precision is None or not precision.quantised:
+        known = ", ".join(name for name, one in PRECISIONS.items() if one.quantised)
+        raise _bad("format", repr(format), f"one of {known}")
+    return precision
+
+
+def _int4_format(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> str:
+    """The name of the group that the shapes tell; where one group is all, of the smallest that holds it."""
+    for name, one in (("codes", codes), ("scale", scale)):
+        if not isinstance(one, torch.Tensor) or one.dim() != 3:
+            raise _bad(name, _told(one), "[E, N, K/2] uint8" if name == "codes" else "[E, N, ceil(K/group)]")
+    K, groups = codes.shape[2] * 2, scale.shape[2]
+    for group in _GROUPS:
+        if -(-K // group) == groups:
+            return f"int4_g{group}{'' if zero is None else '_zp'}"
+    wanted = " or ".join(str(-(-K // group)) for group in reversed(_GROUPS))
+    raise _bad("scale", f"of shape {list(scale.shape)}", f"{wanted} groups for K={K}: of 128, 64 or 32")
+
+
+def _checked(weights: ExpertWeights) -> ExpertWeights:
+    """The weights, if they can be used; InputError names the first that is wrong."""
+    precision = _precision(weights.format)
+    elements, scale = precision.w, precision.w.scale
+    if scale is None:
+        raise AssertionError(f"{precision.name} has no scale")
+    four = elements.bits == 4
+    codes = _tensor("codes", weights.codes, (torch.uint8 if four else torch.float8_e4m3fn,))
+    shape = "[E, N, K/2]" if four else "[E, N, K]"
+    if codes.dim() != 3 or not codes.numel():
+        raise _bad("codes", f"of shape {list(codes.shape)}", f"{shape}, E, N and K of at least 1")
+    E, N, K = weights.shape
+    blocks = (E, N, -(-K // scale.columns)) if scale.columns else (E, N)
+    if scale.rows > 1:
+        blocks = (E, -(-N // scale.rows), -(-K // scale.columns))
+    _fits("scale", _tensor("scale", weights.scale, _SCALE_DTYPES[scale.name]), blocks, codes)
+    if scale.zero_bits:
+        _fits("zero", _tensor("zero", weights.zero, (torch.uint8,)), blocks, codes)
+    if scale.outer is not None:
+        _fits("global_scale", _tensor("global_scale", weights.global_scale, (torch.float32,)), (E,), codes)
+    for name, one in weights.tensors().items():
+        if not one.is_contiguous():
+            raise _bad(
+                name, f"with strides {list(one.stride())}", "contiguous (it is never copied): pass .contiguous()"
+            )
+        setattr(weights, name, one.detach())
+    for name, given in (("scale", weights.scale), ("global_scale", weights.global_scale)):
+        if given is not None and given.device.type != "meta":
+            _check_finite(name, given)
+    if weights.order:
+        _order_of(weights)
+    return weights
+
+
+def _fits(name: str, given: torch.Tensor, shape: tuple[int, ...], codes: torch.Tensor) -> None:
+    if tuple(given.shape) != shape:
+        raise _bad(name, f"of shape {list(given.shape)}", f"{list(shape)} for codes of {list(codes.shape)}")
+    if given.device != codes.device:
+        raise _bad(name, f"on {given.device}", f"the device of codes, {codes.device}")
+
+
+def _check_finite(name: str, given: torch.Tensor) -> None:
+    """Raise InputError for a scale that no number has: once, here, and in no call."""
+    wrong = given == _E8M0_NAN if given.dtype is torch.uint8 else ~torch.isfinite(given.float())
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        what = "255, which is NaN," if given.dtype is torch.uint8 else str(given[tuple(at)].item())
+        raise _bad(name, f"{what} at {at}, one of {int(wrong.sum())}", "numbers: is the checkpoint damaged?")
+
+
+def _flat(codes: torch.Tensor) -> torch.Tensor:
+    """[E, N, K/32, 16] as [E, N, K/2]."""
+    if isinstance(codes, torch.Tensor) and codes.dim() == 4:
+        if codes.shape[3] != 16 or not codes.is_contiguous():
+            raise _bad("codes", f"of shape {list(codes.shape)} and strides {list(codes.stride())}",
+                 "[E, N, K/32, 16] or [E, N, K/2], contiguous")  # fmt: skip
+        return codes.flatten(2)
+    return codes
+
+
+def _bytes(scale: torch.Tensor) -> torch.Tensor:
+    """e8m0 as bytes: torch has a dtype of its own for it."""
+    if isinstance(scale, torch.Tensor) and scale.dtype is E8M0:
+        return scale.view(torch.uint8)
+    return scale
+
+
+def _tensor(name: str, given: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor) or given.dtype not in dtypes:
+        raise _bad(name, _told(given), " or ".join(map(str, dtypes)))
+    return given
+
+
+def _told(given: object) -> str:
+    return f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+
+
+def _bad(name: str, got: str, wanted: str) -> InputError:
+    return InputError(f"ExpertWeights: {name} is {got}, wanted {wanted}")

@@ -1,0 +1,288 @@
+"""What is measured once more when all is measured: choices that lost, and what ships and was not timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import faketimer
+import pytest
+from tuning import cells, everything, gpus, records_of, wanted_looks
+
+from pretuned.aot.choose.bundle import shipping
+from pretuned.aot.choose.candidates import read_candidates
+from pretuned.aot.choose.choices import Chosen
+from pretuned.aot.cli.tuning import told
+from pretuned.aot.journal.file import Contents, open_journal, read_journal
+from pretuned.aot.journal.records import WRONG, Failure, Timing
+from pretuned.aot.journal.timings import Cell, Timings
+from pretuned.aot.plan.plan import BuildPlan
+from pretuned.aot.tune.outcome import CellsDone
+from pretuned.aot.tune.remeasure import Remeasure, looks
+from pretuned.aot.tune.space import TuningSpace
+from pretuned.aot.tune.tuner import TuneObservers, tune_problems
+from pretuned.artifacts.errors import CompileError
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.bundle import Choice, Source
+from pretuned.artifacts.records.problem import Problem
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def doubted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was not timed may be the fastest: what is looked at is what lost."""
+    monkeypatch.setattr("pretuned.aot.tune.remeasure.LIKELY", 0.0)
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No choice has lost: what is looked at is what was not timed."""
+    monkeypatch.setattr("pretuned.aot.tune.remeasure.MAX_LOSS", 100.0)
+    monkeypatch.setattr(
+        "pretuned.aot.tune.remeasure.LIKELY", MORE
+    )  # the models are tiny, and their estimates far apart
+
+
+MORE = 1.5
+
+
+@pytest.mark.usefixtures("doubted")
+def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    """More rounds find other times."""
+    journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    first = {(one.problem, one.bucket): one for one in records_of(journal)}
+    wanted = wanted_looks(candidates, small_plan, read_journal(journal), ships)
+    for cell, one in first.items():
+        times = {timing.variant: timing.time_ns for timing in one.timings}
+        lost = times[one.modelled] / min(times.values())
+        assert (cell in wanted) is (lost > 1.02)  # the choice is the model's first, which is always measured
+        if lost > 1.02:
+            near = {sha for sha, time in times.items() if time <= 1.1 * min(times.values())}
+            assert wanted[cell] == Remeasure(frozenset(near | {one.modelled}), more=True)
+    assert 3 < len(wanted) < len(first)
+
+    heard: list[CellsDone] = []
+    watch = TuneObservers(on_start=heard.append, on_cell=heard.append)
+    with gpus(candidates, faketimer.steady) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
+    assert (outcome.known, outcome.measured, outcome.left) == (len(first), 0, 0)
+    assert (outcome.looked, outcome.to_look, outcome.finished) == (len(wanted), 0, True)
+    assert [(one.looking, one.done, one.total) for one in heard] == [
+        (False, len(first), len(first)), (True, 0, len(wanted)),
+        *((False, i + 1, len(wanted)) for i in range(len(wanted))),
+    ]  # fmt: skip
+    later = records_of(journal)[len(first) :]
+    assert sorted((str(one.problem), one.bucket) for one in later) == sorted((str(p), M) for p, M in wanted)
+    times = Timings.of(read_journal(journal)).cells
+    for one in later:
+        assert {timing.variant for timing in one.timings} == wanted[one.problem, one.bucket].variants
+        assert one.timings[0].variant == one.modelled == first[one.problem, one.bucket].modelled
+        assert {timing.rounds for timing in one.timings} == {60}
+        for timing in one.timings:  # they count for more than those of 20 rounds
+            assert times[one.problem, one.bucket].times_ns[timing.variant] == timing.time_ns == 12_000
+    assert wanted_looks(candidates, small_plan, read_journal(journal), ships) == {}
+    with gpus(candidates, faketimer.steady) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert (outcome.known, outcome.measured, outcome.looked) == (len(first), 0, 0)
+
+
+@pytest.mark.usefixtures("doubted")
+def test_a_third_look_is_never_taken(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
+    """Though the second one found the same times: the choice is what is slow."""
+    journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
+    with gpus(candidates) as here:
+        first = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+        second = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert first.measured == cells(small_plan)
+    assert first.looked > 3
+    assert (second.measured, second.looked, second.known) == (0, 0, cells(small_plan))
+
+
+@pytest.mark.usefixtures("doubted")
+def test_what_failed_is_no_reason_for_a_second_look(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
+    journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    contents = read_journal(journal)
+    records = {(one.problem, one.bucket): one for one in records_of(journal)}
+    for cell in wanted_looks(candidates, small_plan, contents, ships):
+        faster = [one.variant for one in records[cell].timings if one.variant != records[cell].modelled]
+        failed = tuple(Failure(*cell, sha, WRONG, "relative error 0.5") for sha in faster)
+        less = dataclasses.replace(contents, records=(*contents.records, *failed))
+        assert cell not in wanted_looks(candidates, small_plan, less, ships)
+
+
+@pytest.mark.usefixtures("doubted")
+def test_a_second_look_that_is_interrupted_goes_on(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
+    journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    wanted = wanted_looks(candidates, small_plan, read_journal(journal), ships)
+
+    def stop(progress: object) -> None:
+        raise KeyboardInterrupt
+
+    words = f"interrupted: {cells(small_plan)} of {cells(small_plan)} cells are measured and kept"
+    watch = TuneObservers(on_cell=stop)
+    with gpus(candidates) as here, pytest.raises(KeyboardInterrupt, match=words):
+        tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
+    with gpus(candidates) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert (outcome.looked, outcome.to_look) == (len(wanted) - 1, 0)
+
+
+@pytest.mark.usefixtures("doubted")
+def test_out_of_time_the_looks_are_left_for_later(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
+    journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    wanted = wanted_looks(candidates, small_plan, read_journal(journal), ships)
+    with gpus(candidates, faketimer.slow) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, budget_s=0.2)
+    assert 0 < outcome.looked < len(wanted)
+    assert outcome.to_look == len(wanted) - outcome.looked
+    assert (outcome.left, outcome.finished) == (0, False)
+    assert f"{outcome.to_look} cells are to be looked at once more" in told(outcome)
+    with gpus(candidates) as here:
+        rest = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert (rest.looked, rest.to_look, rest.finished) == (outcome.to_look, 0, True)
+
+
+@pytest.mark.usefixtures("doubted")
+def test_a_look_that_can_not_be_taken_is_not_tried_for_ever(
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    journal, ships, heard = tmp_path / "h200.journal", everything(candidates, small_plan), list[str]()
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    wanted = wanted_looks(candidates, small_plan, read_journal(journal), ships)
+    with gpus(candidates, faketimer.unable) as here:
+        watch = TuneObservers(on_note=heard.append)
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
+    assert (outcome.looked, outcome.to_look, outcome.unable) == (0, 0, 0)
+    assert sum("left as it was: it can't be measured here" in one for one in heard) == len(wanted)
+
+
+@pytest.mark.usefixtures("untried")
+def test_what_ships_is_timed_wherever_it_may_be_the_fastest(
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    """Here all candidates ship, and of each cell the modelled choice alone was timed."""
+    journal, whole, ships = tmp_path / "h200.journal", tmp_path / "whole.journal", everything(candidates, small_plan)
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, whole, executors=here)
+    with open_journal(journal, read_journal(whole).header) as held:
+        for one in records_of(whole):
+            held.append([dataclasses.replace(one, timings=one.timings[:1], duel=None)])
+    contents = read_journal(journal)
+    before = Timings.of(contents).cells
+    wanted = wanted_looks(candidates, small_plan, contents, ships)
+    with open_bundle(candidates) as bundle:
+        ground = TuningSpace.of(small_plan.buckets, bundle, contents.header.gpu, 90, 0.1)
+        likely = {cell: near_the_best(ground, *cell) for cell in before}
+    assert all(
+        look == Remeasure(frozenset(likely[cell] | {*before[cell].times_ns}), False) for cell, look in wanted.items()
+    )
+    assert set(wanted) == {cell for cell in before if len(likely[cell]) > 1}
+    assert 3 < len(wanted) < len(before)
+    cell, look = next(iter(wanted.items()))
+    failed = Failure(*cell, next(iter(look.variants - before[cell].times_ns.keys())), WRONG, "relative error 0.5")
+    less = dataclasses.replace(contents, records=(*contents.records, failed))
+    assert all(failed.variant not in one.variants
+               for one in wanted_looks(candidates, small_plan, less, ships).values())  # fmt: skip
+
+    with gpus(candidates) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+        assert (outcome.known, outcome.measured, outcome.looked) == (len(before), 0, len(wanted))
+        for one in records_of(journal)[len(before) :]:
+            assert {timing.variant for timing in one.timings} == wanted[one.problem, one.bucket].variants
+            assert {timing.rounds for timing in one.timings} == {20}, "no more rounds"
+        outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert (outcome.known, outcome.measured, outcome.looked) == (len(before), 0, 0)
+
+
+@pytest.mark.usefixtures("untried")
+def test_only_what_ships_is_timed_beside_those_that_are_ahead(
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    journal = tmp_path / "h200.journal"
+    with gpus(candidates) as here:
+        tune_problems(small_plan.buckets, candidates, journal, executors=here)
+    contents = read_journal(journal)
+    one = next(one for one in records_of(journal) if len(one.timings) > 1)
+    timed, other = one.timings[:2]
+    ns = 100_000
+
+    def like(name: bytes, factor: float) -> Timing:
+        return dataclasses.replace(timed, variant=name * 32, ns=(round(ns * factor),) * 2)
+
+    first = dataclasses.replace(timed, ns=(ns, ns))
+    timings = (first, like(b"a", 1.029), like(b"b", 1.031), like(b"c", 2.0))
+    record = dataclasses.replace(one, timings=timings, modelled=timed.variant, duel=None)
+    contents = dataclasses.replace(contents, records=(record,))
+    cell = (one.problem, one.bucket)
+    known = {timing.variant: 3.0 for timing in timings}
+
+    def found(*ships: bytes, **estimates: float) -> dict[Cell, Remeasure]:
+        variants = tuple(SimpleNamespace(variant=SimpleNamespace(cubin_sha256=sha)) for sha in ships)
+        choices = {one.problem: (Choice(one.bucket, 0, Source.MODELLED, ns),)}
+        able = known | {timed.variant: 1.0, other.variant: estimates.get("other", 1.0)}
+        return looks(Chosen(variants, choices, ()), contents, lambda problem, bucket: able)  # type: ignore[arg-type]
+
+    more = Remeasure(frozenset({timed.variant, b"a" * 32, other.variant}), False)
+    assert found(timed.variant, other.variant) == {cell: more}
+    assert found(timed.variant) == {}
+    assert found(other.variant) == {cell: more}
+    assert found(timed.variant, other.variant, other=MORE + 0.1) == {}
+    with open_bundle(candidates) as bundle:
+        ground = TuningSpace.of(small_plan.buckets, bundle, contents.header.gpu, 90, 0.1)
+        assert ground.estimates(*cell)
+        assert ground.estimates(one.problem, one.bucket + 1) == {}
+
+
+def test_one_run_measures_and_looks_and_the_next_does_nothing(
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what would ship in earnest, which the looks change; at first every other cell has one contender alone."""
+    cell = itertools.count()
+    monkeypatch.setattr("pretuned.aot.tune.remeasure.LIKELY", 2.0)
+    monkeypatch.setattr("pretuned.aot.tune.scheduler.contenders", lambda ranked, *rest: ranked[: 1 + next(cell) % 2])
+    journal, found = tmp_path / "h200.journal", read_candidates(candidates, small_plan)
+    ships = shipping(small_plan, found)
+    with gpus(candidates) as here:
+        first = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+        second = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
+    assert (first.measured, first.left, first.to_look, first.finished) == (cells(small_plan), 0, 0, True)
+    assert first.looked > 3
+    assert len(records_of(journal)) == first.measured + first.looked
+    assert (second.measured, second.looked) == (0, 0)
+    assert wanted_looks(candidates, small_plan, read_journal(journal), ships) == {}
+    times = Timings.of(read_journal(journal)).cells
+    chosen = ships(read_journal(journal))
+    for problem, choices in chosen.choices.items():
+        for choice in choices:
+            known = times[problem, choice.bucket].times_ns
+            assert known[chosen.variants[choice.variant].variant.cubin_sha256] == min(known.values())
+
+
+def test_where_nothing_would_ship_nothing_is_looked_at(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
+    """The build says so."""
+
+    def ships(contents: Contents) -> Chosen:
+        raise CompileError("not one variant works on the GPU")
+
+    with gpus(candidates) as here:
+        outcome = tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, ships=ships)
+    assert (outcome.measured, outcome.looked, outcome.finished) == (cells(small_plan), 0, True)
+
+
+def near_the_best(ground: TuningSpace, problem: Problem, bucket: int) -> set[bytes]:
+    ranked = ground.ranked(problem, bucket)
+    return {ground.bundle.variant(i).cubin_sha256 for us, i in ranked if us <= MORE * ranked[0][0]}

@@ -1,0 +1,61 @@
+"""What there is to measure, and what another bundle says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import faketimer
+import pytest
+from tuning import gpus, last
+
+from pretuned.aot.journal.file import read_journal
+from pretuned.aot.journal.records import Measured
+from pretuned.aot.plan.plan import BuildPlan
+from pretuned.aot.tune.space import TuningSpace, fits
+from pretuned.aot.tune.tuner import Entrants, tune_problems
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+
+pytestmark = pytest.mark.slow
+
+
+def test_what_another_bundle_has_for_a_cell_is_asked(candidates: Path, small_plan: BuildPlan) -> None:
+    with open_bundle(candidates) as bundle:
+        ground = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1, bundle)
+        alone = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
+        for problem, buckets in small_plan.buckets.items():
+            for choice in bundle.find(problem):
+                named = [i for i in (choice.variant, choice.runner_up) if i is not None]
+                assert ground.elsewhere(problem, choice.bucket) == [bundle.variant(i).config for i in named]
+                assert alone.elsewhere(problem, choice.bucket) == []
+            assert ground.elsewhere(problem, 2 * buckets[-1]) == []
+        assert ground.elsewhere(dataclasses.replace(problem, E=problem.E + 1), 1) == []
+
+
+def test_it_is_measured_beside_the_models_first(
+    candidates: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each cell the variant that the model puts last: without it two others are measured."""
+    monkeypatch.setattr(TuningSpace, "elsewhere", lambda self, problem, bucket: [last(self, problem, bucket)])
+    with gpus(candidates) as here, open_bundle(candidates) as bundle:
+        like = Entrants(like=candidates)
+        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, entrants=like)
+        ground = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
+        for one in read_journal(tmp_path / "journal").records:
+            assert isinstance(one, Measured)
+            names = {bundle.variant(i).config for _, i in ground.ranked(one.problem, one.bucket)}
+            tried = {sha: ground.index[one.problem, sha] for sha in (timing.variant for timing in one.timings)}
+            assert last(ground, one.problem, one.bucket) in {bundle.variant(i).config for i in tried.values()}
+            assert len(tried) == min(4, len(names))
+
+
+def test_what_does_not_fit_the_memory_is_left_modelled(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
+    problem = small_plan.problems[0]
+    assert fits(problem, 1 << 20, 143771)
+    assert not fits(problem, 1 << 31, 143771)
+    assert not fits(Problem(Op.FORWARD, DType.BF16, 256, 4096, 7168), 16, 16_000)  # 15 GB of weights
+    with gpus(candidates) as here:
+        outcome = tune_problems({problem: (16, 1 << 31)}, candidates, tmp_path / "journal", executors=here)
+    assert (outcome.total, outcome.measured, outcome.too_large, outcome.left) == (2, 1, 1, 0)

@@ -1,0 +1,32 @@
+"""Small files with a digest of their own."""
+
+from __future__ import annotations
+
+import os
+
+from pretuned.artifacts.files.blob import read_checked, write_checked
+
+
+def test_blob(tmp_path):
+    path = tmp_path / "blob"
+    assert read_checked(path) is None
+    for payload in (b"", b"x", os.urandom(10000)):
+        write_checked(path, payload)
+        assert read_checked(path) == payload
+    data = path.read_bytes()
+    for broken in (b"", data[:-1], data[:47], data + b"x", b"P" + data[1:], data[:20] + b"\0" + data[21:]):
+        path.write_bytes(broken)
+        assert read_checked(path) is None
+    path.write_bytes(data)
+    assert read_checked(path) == payload
+    path.chmod(0o666)
+    assert read_checked(path) is None
+
+
+def test_blob_that_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    assert read_checked(tmp_path / "fifo") is None
+    assert read_checked(tmp_path) is None
+    write_checked(tmp_path / "giant", b"x")
+    os.truncate(tmp_path / "giant", 1 << 40)
+    assert read_checked(tmp_path / "giant") is None

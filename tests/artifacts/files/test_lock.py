@@ -1,0 +1,69 @@
+"""Locks among processes: writers alone, readers together."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pretuned.artifacts.errors import HostError
+from pretuned.artifacts.files.lock import lock, reading
+
+
+def test_lock(tmp_path):
+    with lock(tmp_path, 0) as held:
+        assert held
+        begin = time.perf_counter()
+        with lock(tmp_path, 0.2) as again:
+            assert not again
+        assert 0.2 <= time.perf_counter() - begin < 10
+        with pytest.raises(HostError, match="another process held it for 0 s"), lock(tmp_path, 0, required=True):
+            pass
+    with lock(tmp_path, 0, required=True) as held:
+        assert held
+
+
+def test_lock_passes_an_error_on_and_lets_go(tmp_path):
+    with pytest.raises(KeyError), lock(tmp_path, 0):
+        raise KeyError
+    with lock(tmp_path, 0) as held:
+        assert held
+
+
+def test_lock_where_there_is_no_directory(tmp_path):
+    with lock(tmp_path / "is" / "made", 0) as held:
+        assert held
+    with lock("/proc/self/nothing", 0) as held:
+        assert not held
+    with pytest.raises(HostError, match="can't lock"), lock("/proc/self/nothing", 0, required=True):
+        pass
+
+
+def test_reading_waits_for_a_writer_and_shares_with_readers(tmp_path):
+    with reading(tmp_path, 0.2), reading(tmp_path / "missing", 0.2):
+        assert list(tmp_path.iterdir()) == []  # it writes nothing
+    with lock(tmp_path, 0) as held:
+        assert held
+        begin = time.perf_counter()
+        with reading(tmp_path, 0.2):
+            assert 0.2 <= time.perf_counter() - begin < 10
+    begin = time.perf_counter()
+    with reading(tmp_path, 20), reading(tmp_path, 20):
+        assert time.perf_counter() - begin < 10
+        with lock(tmp_path, 0) as held:
+            assert not held
+    with lock(tmp_path, 0) as held:
+        assert held
+
+
+def test_reading_follows_no_link_and_lets_go_after_an_error(tmp_path):
+    (tmp_path / ".pretuned.lock").symlink_to(tmp_path / "elsewhere")
+    with reading(tmp_path, 0):
+        pass
+    (tmp_path / ".pretuned.lock").unlink()
+    with lock(tmp_path, 0):
+        pass
+    with pytest.raises(KeyError), reading(tmp_path, 0):
+        raise KeyError
+    with lock(tmp_path, 0) as held:
+        assert held

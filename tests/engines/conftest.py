@@ -1,0 +1,38 @@
+"""Tests with the real engines, each in an environment of its own (.ci/vllm): elsewhere there is nothing to collect."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from vllm_engine import Told, generate, lines, run
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_vllm*.py"]
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its layers' calls are counted here
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where each of the models lies."""
+    from tiny_models import MODELS, save
+
+    folder = tmp_path_factory.mktemp("models")
+    return {name: save(name, folder / name) for name in MODELS}
+
+
+@pytest.fixture(scope="session")
+def without(models: dict[str, Path]) -> dict[str, Told]:
+    """What the models say with vLLM's own experts: with the plug-in switched off."""
+    with lines() as told:
+        said = {name: run(path, "0", generate) for name, path in models.items()}
+    assert not told
+    return said

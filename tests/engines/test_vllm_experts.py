@@ -1,0 +1,192 @@
+"""The plug-in's parts with vLLM's own classes: what is registered, which layers are taken, which ids take part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from made import ON_H200
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """vLLM's registry for classes of others, empty, and its settings."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor import custom_op
+
+    empty: dict[str, Any] = {}
+    monkeypatch.setattr(custom_op, "op_registry_oot", empty)
+    monkeypatch.delenv("PRETUNED_VLLM", raising=False)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    with set_current_vllm_config(VllmConfig()):
+        yield empty
+
+
+def config(**changes: Any) -> Any:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+    parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), **changes.pop("parallel", {}))
+    given = {
+        "num_experts": 4, "experts_per_token": 2, "hidden_dim": 32, "intermediate_size": 32, "num_local_experts": 4,
+        "num_logical_experts": 4, "activation": MoEActivation.SILU, "device": "cpu",
+        "routing_method": RoutingMethodType.TopK, "moe_parallel_config": parallel, "in_dtype": torch.bfloat16,
+    }  # fmt: skip
+    return FusedMoEConfig(**(given | changes))
+
+
+def load_plugins(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
+    from vllm import plugins
+
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    plugins.load_general_plugins()
+
+
+def test_vllm_finds_the_plug_in_and_loads_it_twice(monkeypatch: pytest.MonkeyPatch, registry: dict[str, Any]) -> None:
+    load_plugins(monkeypatch)
+    (method,) = registry.values()
+    load_plugins(monkeypatch)
+    assert registry == {"UnquantizedFusedMoEMethod": method}
+
+
+@pytest.mark.parametrize("environ", [{"PRETUNED_VLLM": "0"}, {"PRETUNED_VLLM": "False"}, {"VLLM_PLUGINS": "another"}])
+def test_switches(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, registry: dict[str, Any]) -> None:
+    load_plugins(monkeypatch, **environ)
+    assert not registry
+
+
+def test_another_plug_in_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch, registry: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    import logging
+
+    registry["UnquantizedFusedMoEMethod"] = dict
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    load_plugins(monkeypatch)
+    logging.getLogger("vllm").removeHandler(caplog.handler)
+    assert registry == {"UnquantizedFusedMoEMethod": dict}
+    assert "builtins.dict runs the MoE layers already" in caplog.text
+
+
+def test_a_layer_is_taken_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    from pretuned.integrations.vllm_experts import PretunedExperts
+
+    load_plugins(monkeypatch, PRETUNED_VLLM="1")
+    kinds = []
+    for dtype in (torch.bfloat16, torch.float32):
+        method, layer = UnquantizedFusedMoEMethod(config()), torch.nn.Module()
+        assert method.experts_cls is PretunedExperts
+        method.create_weights(layer, 4, 32, 32, dtype)
+        assert (layer.w13_weight.shape, layer.w13_weight.dtype) == ((4, 64, 32), dtype)
+        kinds.append((method.experts_cls.__name__, method.unquantized_backend.name))
+    assert kinds[0] == ("PretunedExperts", "TRITON")
+    assert kinds[1][0].endswith("CPUUnquantizedExperts")
+    assert kinds[1][1] == "CPU"
+
+
+def test_what_stays_with_vllm_and_why() -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    from pretuned.integrations.vllm_experts import refusal
+
+    def why(backend: str = "CPU", everywhere: bool = True, **changes: Any) -> str | None:
+        return refusal(config(**changes), backend, everywhere=everywhere)
+
+    assert why() is None
+    assert why(in_dtype=torch.float16) is None
+    assert why(activation=MoEActivation.SWIGLUOAI, swiglu_limit=7.0) is None
+    assert (
+        why(activation=MoEActivation.SWIGLUOAI_UNINTERLEAVE, swiglu_limit=7.0, swiglu_alpha=1.702, swiglu_beta=1.0)
+        is None
+    )
+    assert why(everywhere=False) == "pretuned has no kernels for the cpu (PRETUNED_VLLM=1 runs its reference there)"
+    for told, changes in {
+        "--moe-backend triton asks for it": {"moe_backend": "triton"},
+        "its weights lie in an order of its own": {"backend": "MOONEP"},
+        "the dtype torch.float64 is none": {"in_dtype": torch.float64},
+        "the activation swiglustep is none": {"activation": MoEActivation.SWIGLUSTEP},
+        "the activation relu2 is none": {"activation": MoEActivation.RELU2},
+        "the activation silu has a limit, alpha and beta of (10.0, None, None)": {"swiglu_limit": 10.0},
+        "the activation swigluoai_uninterleave has a limit, alpha and beta of (7.0, None, None)": {
+            "activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 7.0,
+        },
+        "(EPLB)": {"parallel": {"enable_eplb": True}},
+        "LoRA": {"is_lora_enabled": True},
+        "the all-to-all of deepep_low_latency hands over tokens by expert": {
+            "parallel": {"dp_size": 2, "use_ep": True, "all2all_backend": "deepep_low_latency"}
+        },
+    }.items():  # fmt: skip
+        reason = why(**changes)
+        assert reason is not None
+        assert told in reason
+    # vLLM itself has no CPU method for these, but pretuned's activations are known by its names.
+    for act in MoEActivation:
+        assert (act.value in refusal.__globals__["_ACTIVATIONS"]) == (
+            act.name not in ("RELU2", "SITU", "SWIGLUSTEP")
+        ), act
+
+
+def test_on_a_gpu_the_bundles_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(What follows, loading and launching, is tested on a GPU.)"""
+    from pretuned.integrations import vllm_experts
+
+    monkeypatch.setattr(vllm_experts, "current_platform", SimpleNamespace(is_cuda=lambda: True, device_name="cuda"))
+    monkeypatch.setattr(vllm_experts, "current_device", lambda: 0)
+    monkeypatch.setattr(vllm_experts, "local_gpu", lambda device: ON_H200)
+    qwen3 = {"num_experts": 128, "num_local_experts": 128, "num_logical_experts": 128, "experts_per_token": 8,
+             "hidden_dim": 2048, "intermediate_size": 768}  # fmt: skip
+
+    def why(everywhere: bool, **changes: Any) -> str | None:
+        return vllm_experts.refusal(config(**(qwen3 | changes)), "TRITON", everywhere=everywhere)
+
+    assert why(False) is None
+    told = why(False, intermediate_size=400)
+    assert told is not None
+    assert told.startswith("no bundle was measured for forward bf16 E=128 N=800 K=2048 on NVIDIA H200")
+    assert told.endswith('aot build --models "shape:E=128,H=2048,I=400,k=8 ops=forward"')
+    assert why(True, intermediate_size=400) is None
+
+
+def test_experts_of_other_ranks_and_ids_that_stand_for_none() -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+    from pretuned.integrations.vllm_experts import PretunedExperts
+
+    torch.manual_seed(0)
+    E, T, H, I = 3, 5, 32, 16  # noqa: E741
+    here = torch.tensor([-1, 1, -1, 0, 2, -1], dtype=torch.int32)  # experts 3, 1, 4 of six
+    w13, w2 = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    x, weights = torch.randn(T, H), torch.rand(T, 2)
+    ids = torch.tensor([[3, 0], [-1, 1], [5, 2], [4, 3], [1, -1]], dtype=torch.int32)
+    experts = PretunedExperts(
+        config(num_experts=6, num_local_experts=E, in_dtype=torch.float32), FusedMoEQuantConfig.make()
+    )
+    wanted, unweighted = torch.zeros(T, H), torch.zeros(T, H)
+    for t in range(T):
+        for s in range(2):
+            e = -1 if ids[t, s] < 0 else int(here[ids[t, s]])
+            if e >= 0:
+                gate, up = (w13[e] @ x[t]).chunk(2)
+                y = w2[e] @ (torch.nn.functional.silu(gate) * up)
+                wanted[t] += weights[t, s] * y
+                unweighted[t] += y
+    for dtype in (torch.int32, torch.int64):
+        for is_weighted in (False, True):  # the tokens, before they come here
+            out = torch.full((T, H), torch.nan)
+            experts.apply(
+                output=out, hidden_states=x, w1=w13, w2=w2, topk_weights=weights, topk_ids=ids.to(dtype),
+                activation=MoEActivation.SILU, global_num_experts=6, expert_map=here, a1q_scale=None, a2_scale=None,
+                workspace13=None, workspace2=None, expert_tokens_meta=None, apply_router_weight_on_input=is_weighted,
+            )  # fmt: skip
+            torch.testing.assert_close(out, unweighted if is_weighted else wanted, rtol=1e-4, atol=1e-4)

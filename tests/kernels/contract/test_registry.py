@@ -1,0 +1,151 @@
+"""One entry a kernel: what it says of itself is what there is, and whoever asks is answered from it."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from dataclasses import fields, replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
+from pretuned.kernels.contract import registry
+from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
+from pretuned.kernels.contract.entry import KernelEntry, Tiles
+from pretuned.kernels.contract.registry import ENTRIES, KERNELS, refusal
+from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+
+SHIPPED = sorted((Path(__file__).parents[3] / "artifacts" / "bundles").glob("*.msgpack"))
+KINDS = {"loads": Loads, "schedule": Schedule, "cache": Cache, "edge": Edge, "rows": TileRows}
+EVERY = [(entry, tiles) for entry in KERNELS for tiles in entry.tiles]
+
+
+def first(tiles: Tiles) -> Config:
+    """A config of these tiles."""
+    return Config(
+        tiles.m[0], tiles.n[0], tiles.k[0], tiles.warps[0], tiles.stages[1],
+        loads=tiles.loads, schedule=tiles.schedule, cache=tiles.caches[-1], edge=tiles.edges[-1], rows=tiles.rows,
+    )  # fmt: skip
+
+
+def specs(entry: KernelEntry, tiles: Tiles) -> list[Spec]:
+    return [
+        Spec(op, dtype, first(tiles), layout, fusion)
+        for op in sorted(entry.ops, key=lambda op: op.value)
+        for dtype in DType if dtype in (tiles.dtypes or entry.dtypes)
+        for fusion in (tiles.fusions or entry.fusions)
+        for layout in Layout
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("entry", "tiles"), EVERY)
+def test_what_an_entry_declares_is_not_refused(entry: KernelEntry, tiles: Tiles) -> None:
+    assert specs(entry, tiles)
+    for spec in specs(entry, tiles):
+        assert refusal(spec) is None
+        assert registry.entry_of(spec) is entry
+        assert registry.tiles_of(spec.op, spec.config) is not None
+
+
+@pytest.mark.parametrize(("entry", "tiles"), EVERY)
+def test_what_it_does_not_declare_is_refused(entry: KernelEntry, tiles: Tiles) -> None:
+    spec = specs(entry, tiles)[0]
+    for knob, allowed in (
+        ("block_m", tiles.m), ("block_n", tiles.n), ("block_k", tiles.k), ("num_warps", tiles.warps),
+        ("num_stages", range(tiles.stages[0], tiles.stages[1] + 1)), ("cache", tiles.caches), ("edge", tiles.edges),
+    ):  # fmt: skip
+        for value in {*range(17), 32, 48, 64, 128, 192, 256} if knob[0] in "bn" else KINDS[knob]:
+            config = replace(spec.config, **{knob: value})
+            told = refusal(replace(spec, config=config))
+            if value in allowed:
+                assert told is None
+            elif all(any(one.misfits(config)) for one in entry.tiles):
+                assert told is not None
+    for other in {*DType} - entry.dtypes:
+        assert f"its dtypes are {', '.join(sorted(one.value for one in entry.dtypes))}" in str(
+            refusal(replace(spec, dtype=other))
+        )
+    for other in {Fusion.GATHER, Fusion.SILU} - entry.fusions:
+        assert "its forms are " in str(refusal(replace(spec, fusion=other)))
+    for wrong in (0, 1025):
+        assert f"group_m is {wrong}, wanted 1 to 1024" in str(
+            refusal(replace(spec, config=replace(spec.config, group_m=wrong)))
+        )
+
+
+def test_no_kernel_has_every_schedule() -> None:
+    config = Config(64, 64, 64, 4, 3, rows=TileRows.FITTED)
+    assert "no kernel of forward has such a schedule" in str(refusal(Spec(Op.FORWARD, DType.BF16, config)))
+    with pytest.raises(LookupError, match="no kernel of forward has such a schedule"):
+        registry.entry_of(Spec(Op.FORWARD, DType.BF16, config))
+    fits = Config(256, 128, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE, rows=TileRows.FITTED)
+    assert refusal(Spec(Op.FORWARD, DType.BF16, fits)) is None
+    assert "no kernel of dW has such a schedule" in str(refusal(Spec(Op.DW, DType.BF16, fits)))
+
+
+@pytest.mark.parametrize(("sm", "lacking"), [(80, ["tma", "wgmma"]), (90, []), (100, ["wgmma"]), (120, ["wgmma"])])
+def test_an_architecture_lacks_what_a_kernel_needs(sm: int, lacking: list[str]) -> None:
+    pointers = Config(64, 64, 64, 4, 3)
+    assert refusal(Spec(Op.FORWARD, DType.BF16, pointers), sm) is None
+    through_tma = refusal(Spec(Op.FORWARD, DType.BF16, replace(pointers, loads=Loads.TMA)), sm)
+    assert through_tma is None or "sm_80 has no tma" in through_tma
+    assert (through_tma is None) is ("tma" not in lacking)
+    special = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+    told = refusal(Spec(Op.FORWARD, DType.BF16, special), sm)
+    assert all(f"has no {one}" in str(told) for one in lacking)
+    assert (told is None) is (not lacking)
+
+
+def test_experts_beyond_what_a_kernel_counts_are_refused() -> None:
+    for config, most in (
+        (Config(64, 64, 64, 4, 3), MAX_EXPERTS_FALLBACK),
+        (Config(64, 64, 64, 4, 3, schedule=Schedule.TILE), MAX_EXPERTS),
+        (Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE), MAX_EXPERTS),
+    ):
+        spec = Spec(Op.FORWARD, DType.BF16, config, max_experts=most)
+        assert registry.limits_of(spec.op, config).experts == most
+        assert refusal(spec) is None
+        assert f"it counts {most} experts at most, not {most + 1}" in str(refusal(replace(spec, max_experts=most + 1)))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_what_ships_is_what_the_entries_say(path: Path) -> None:
+    """Today's entries would compile each variant with the same arguments, descriptors and threads."""
+    with open_bundle(path) as file:
+        for one in file.variants():
+            if isinstance(one.op, RowOp):
+                assert one.kernel == registry.entry_of(RowOpSpec(one.op, one.dtype, one.alignment)).name
+                continue
+            config = Config.from_pairs(one.config)
+            spec = Spec(one.op, one.dtype, config, one.layout, one.fusion, one.alignment, one.max_experts)
+            assert refusal(spec, file.target.sm) is None
+            assert one.kernel == registry.entry_of(spec).name
+            assert one.arguments == registry.arguments(spec)
+            assert one.threads == registry.threads(spec)
+            assert {made.argument for made in one.tensor_maps} == set(registry.boxes(spec))
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_an_entry_names_a_kernel_that_its_home_has(entry: KernelEntry) -> None:
+    function = getattr(import_module(f"pretuned.kernels.{entry.home}"), entry.name)
+    if not isinstance(entry, KernelEntry):
+        return
+    names = list(function.arg_names)
+    for spec in itertools.chain.from_iterable(specs(entry, tiles) for tiles in entry.tiles):
+        told = [name for name, _ in registry.arguments(spec)]
+        constants = registry.constants(spec, 90)
+        assert [name for name in names if name not in constants] == told
+        assert set(names) == {*told, *constants}
+        assert set(registry.boxes(spec)) == {name for name, kind in registry.arguments(spec) if kind[:4] == "desc"}
+
+
+def test_every_knob_of_a_config_is_one_that_tiles_declare() -> None:
+    """A knob that no entry speaks of would be accepted whatever its value."""
+    source = inspect.getsource(Tiles.misfits)
+    for field in fields(Config):
+        assert f"config.{field.name}" in source or field.name == "group_m"  # any that is in range

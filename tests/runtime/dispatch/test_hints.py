@@ -1,0 +1,81 @@
+"""The line that builds what is missing, in the user's words, and that it does build it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made import ON_H200, SPECS, WIDE, modelled, snapshot, write
+
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
+from pretuned.artifacts.records.bundle import Model
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from pretuned.runtime.dispatch.hints import build_line
+from pretuned.runtime.dispatch.snapshot import View
+
+GATE_UP = Problem(Op.FORWARD, DType.FP16, 128, 1536, 2048)
+
+
+@pytest.fixture(scope="module")
+def view(tmp_path_factory: pytest.TempPathFactory) -> View:
+    """Of a bundle that was built for some models, sharded and not, in bf16."""
+    models: list[Model] = []
+    for spec in (
+        "Qwen/Qwen3-30B-A3B tp=2,1", "Qwen/Qwen3-Omni-30B-A3B-Instruct", "openai/gpt-oss-20b layout=nk",
+        "deepseek-ai/DeepSeek-V3 ep=8", "deepseek-ai/DeepSeek-V3 ep=8 shared=fuse",
+        "shape:E=24,H=512,I=256,k=2 name=mine",
+    ):  # fmt: skip
+        models += plan(load_models([spec]).shapes).models
+    models = [replace(one, problems=tuple(p for p in one.problems if not p.fusion & Fusion.SILU)) for one in models]
+    problems = {problem for one in models for problem in one.problems}
+    forms = sorted({(one.op, one.fusion) for one in problems}, key=str)
+    specs = [replace(SPECS[WIDE], op=op, fusion=fusion) for op, fusion in forms]
+    folder: Path = tmp_path_factory.mktemp("bundles")
+    choices = {one: [modelled(64, forms.index((one.op, one.fusion)))] for one in problems}
+    write(folder / "a.msgpack", choices, specs=specs, models=tuple(models))
+    return snapshot(folder).view(ON_H200, installed=True)
+
+
+def spec_of(line: str) -> str:
+    words = shlex.split(line)
+    assert words[:3] == ["aot", "build", "--models"]
+    assert words[4:] == ["--sm", "90"]
+    return words[3]
+
+
+@pytest.mark.parametrize(
+    ("problem", "spec"),
+    [
+        (GATE_UP, "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward"),
+        (replace(GATE_UP, N=2048, K=768), "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward"),
+        (replace(GATE_UP, fusion=Fusion.GATHER, top_k=8), "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward"),
+        (replace(GATE_UP, N=768), "Qwen/Qwen3-30B-A3B tp=2 dtype=fp16 ops=forward"),
+        (replace(GATE_UP, op=Op.DW, dtype=DType.FP32), "Qwen/Qwen3-30B-A3B dtype=fp32 ops=dW"),
+        (Problem(Op.DX, DType.FP16, 32, 5760, 2880, Layout.KN), "openai/gpt-oss-20b dtype=fp16 layout=kn ops=dX"),
+        (Problem(Op.FORWARD, DType.FP16, 32, 4096, 7168), "deepseek-ai/DeepSeek-V3 ep=8 dtype=fp16 ops=forward"),
+        (
+            Problem(Op.FORWARD, DType.FP16, 33, 4096, 7168),
+            "deepseek-ai/DeepSeek-V3 ep=8 shared=fuse dtype=fp16 ops=forward",
+        ),
+        (Problem(Op.FORWARD, DType.FP16, 24, 512, 512), "shape:E=24,H=512,I=512,k=1 dtype=fp16 ops=forward"),
+        (replace(GATE_UP, K=2056), "shape:E=128,H=1536,I=2056,k=1 dtype=fp16 ops=forward"),
+    ],
+)
+@pytest.mark.parametrize("M", [64, 1 << 21])
+def test_a_model_of_the_bundles_is_named(view: View, problem: Problem, spec: str, M: int) -> None:
+    got = spec_of(build_line(problem, bucket_of(M), 90, view))
+    assert got.split(" tokens=")[0] == spec
+    wanted = plan(load_models([got]).shapes)
+    assert bucket_of(M) in wanted.buckets[replace(problem, top_k=0)]
+
+
+def test_more_rows_than_tokens_may_make_are_of_a_shape(view: View) -> None:
+    assert spec_of(build_line(GATE_UP, 1 << 28, 90, view)).startswith("shape:")
+
+
+def test_without_bundles_it_is_a_shape() -> None:
+    assert spec_of(build_line(GATE_UP, 64, 90)) == "shape:E=128,H=1536,I=2048,k=1 dtype=fp16 ops=forward"

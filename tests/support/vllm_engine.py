@@ -1,0 +1,117 @@
+"""A whole vLLM engine in this process or over worker processes, run once with pretuned's plug-in or without."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from tiny_models import VLLM_CLASSES
+
+PROMPTS = [[3, 4, 5, 6, 7], list(range(20, 60))]
+NEW_TOKENS = 12
+T = TypeVar("T")
+
+
+class Told(NamedTuple):
+    """What an engine said: each prompt's tokens, and their logarithmic probabilities."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+
+class Lines(logging.Handler):
+    """What pretuned told through vLLM's logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def lines() -> Iterator[list[str]]:
+    """The lines that pretuned tells meanwhile, those that were told before again."""
+    from vllm import logger
+
+    logger._print_info_once.cache_clear()
+    handler, ours = Lines(), logging.getLogger("vllm.pretuned")
+    ours.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        ours.removeHandler(handler)
+
+
+@functools.cache
+def _register_classes() -> None:
+    """Hand vLLM the models' classes; else it imports each in a process of its own, to look at it."""
+    from vllm import ModelRegistry
+
+    for name, module in VLLM_CLASSES.items():
+        ModelRegistry.register_model(
+            name, getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+        )
+
+
+def run(path: Path, switch: str | None, ask: Callable[[Any], T], **settings: Any) -> T:
+    """What ``ask`` has of vLLM's LLM of the model in ``path``, with PRETUNED_VLLM as ``switch`` says (None: unset)."""
+    import vllm
+    from vllm import plugins
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor import custom_op
+
+    _register_classes()
+    custom_op.op_registry_oot.clear()
+    plugins.plugins_loaded = False
+    os.environ.pop("PRETUNED_VLLM", None)
+    if switch is not None:
+        os.environ["PRETUNED_VLLM"] = switch
+    given = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4, "seed": 0}
+    llm = vllm.LLM(model=str(path), skip_tokenizer_init=True, **(given | settings))
+    try:
+        return ask(llm)
+    finally:
+        del llm  # it shuts the engine down; nobody else may hold it
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def generate(llm: Any) -> Told:
+    """What the engine says to ``PROMPTS``: the likeliest token each time."""
+    from vllm import SamplingParams
+
+    how = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, detokenize=False, logprobs=0, ignore_eos=True)
+    done = llm.generate([{"prompt_token_ids": one} for one in PROMPTS], how, use_tqdm=False)
+    said = [one.outputs[0] for one in done]
+    return Told(
+        [list(one.token_ids) for one in said],
+        [[row[token].logprob for row, token in zip(one.logprobs, one.token_ids, strict=True)] for one in said],
+    )
+
+
+def count(worker: Any) -> None:
+    """In a worker: count its layers' calls."""
+    from pretuned.integrations.vllm_experts import PretunedExperts
+
+    apply = PretunedExperts.apply
+    worker.seen = []
+
+    def counted(self: Any, output: Any, **given: Any) -> None:
+        worker.seen.append((tuple(given["w1"].shape), given["expert_map"] is not None))
+        apply(self, output, **given)
+
+    PretunedExperts.apply = counted
+
+
+def seen(worker: Any) -> list[Any]:
+    """In a worker: of each call counted, the shape of w13 and whether there was an expert map."""
+    return worker.seen
