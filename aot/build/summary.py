@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.records.target import Gpu, Target
+from ...kernels.contract.registry import entry_of
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from ..choose.held_against import HeldAgainst
@@ -77,7 +78,7 @@ class Built:
         failed = [one for one in self.dropped if one.kind == "failed"]
         if not failed:
             return ""
-        kernels = ", ".join(dict.fromkeys(one.spec.kernel for one in failed))
+        kernels = ", ".join(dict.fromkeys(entry_of(one.spec).name for one in failed))
         said = Counter(one.reason.removeprefix(f"{one.spec} for sm_{self.target.sm}: ") for one in failed)
         (reason, _), *others = said.most_common()
         reason = reason if len(reason) <= _REASON_CHARS else f"{reason[:_REASON_CHARS]}..."

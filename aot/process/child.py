@@ -40,8 +40,8 @@ def call(
     """Run ``room.module:function`` of ``pretuned.aot`` in a child, with plain keyword arguments and ``answer``, a file
     to write.
 
-    Returns what the function wrote. ``files`` lie beside ``answer``, by their names. ``who`` it is for begins the error where there is no place for that file. Where
-    this process is killed, the child ends too and removes all of them.
+    Returns what the function wrote. ``files`` lie beside ``answer``, by their names. ``who`` it is for begins the error
+    where there is no place for them. Where this process is killed, the child ends too and removes all of them.
 
     Raises
     ------
