@@ -30,7 +30,7 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
@@ -63,7 +63,7 @@ def there(
     """A folder with a bundle of other configs, modelled, as if it had shipped."""
 
     def aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
-        return (Config(32, 64, 64, 4, 2, tma=True), Config(64, 32, 64, 4, 2, tma=True))
+        return (Config(32, 64, 64, 4, 2, loads=Loads.TMA), Config(64, 32, 64, 4, 2, loads=Loads.TMA))
 
     out = tmp_path_factory.mktemp("there")
     space = Pool(aligned, small_space.fallbacks)
