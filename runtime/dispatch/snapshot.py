@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -100,9 +101,12 @@ class Snapshot:
         self,
         asked: Sequence[Place],
         installed: Callable[[], Sequence[Place]] = tuple,
+        without: Path | None = None,
     ) -> None:
+        """``without`` is a file that is as if it were not there: a build leaves out the one that it replaces."""
         self._installed = installed
-        self._named = _scan(asked)
+        self._without = without
+        self._named = _scan(asked, without)
         self._packaged: tuple[Found, ...] | None = None
         self._made: tuple[Found, ...] = ()
         self._views: dict[Hashable, View] = {}
@@ -129,7 +133,7 @@ class Snapshot:
             return self._named + self._made
         with lock("bundles"):
             if self._packaged is None:
-                self._packaged = _scan(self._installed())
+                self._packaged = _scan(self._installed(), self._without)
             return self._named + self._packaged + self._made
 
     def add(self, bundle: BundleFile) -> None:
@@ -310,12 +314,16 @@ def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
     return None
 
 
-def _scan(asked: Iterable[Place]) -> tuple[Found, ...]:
+def _scan(asked: Iterable[Place], without: Path | None) -> tuple[Found, ...]:
     found: list[Found] = []
     for place in asked:
         with _undisturbed(place):
-            found += [_open(place, path) for path in place.files()]
+            found += [_open(place, path) for path in place.files() if without is None or not _same(path, without)]
     return tuple(found)
+
+
+def _same(path: Path, other: Path) -> bool:
+    return path == other or os.path.realpath(path) == os.path.realpath(other)
 
 
 def _is_near(found: Found, local: LocalGpu) -> bool:
