@@ -10,10 +10,8 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtype_of
-from . import checkpoints
 from .codes import Quantised, cat, quantise, values
 from .order import ORDERS, CodeOrder, reorder
-from .packings import E8M0
 
 _SCALE_DTYPES = {"fp32": (torch.float32,), "e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,),
                  "bf16": (torch.bfloat16, torch.float16, torch.float32)}  # fmt: skip
@@ -127,6 +125,8 @@ class ExpertWeights:
         InputError
             for a format that is not among these, a tensor that is missing or does not fit, more than one layer.
         """
+        from . import checkpoints  # here, as a process that is given codes and scales reads none
+
         format, found = checkpoints.read(tensors, quantization_config, part, quantize_x)
         return _checked(cls(format if format != "int4" else _int4_format(*found[:3]), *found))
 
@@ -392,6 +392,8 @@ def _flat(codes: torch.Tensor) -> torch.Tensor:
 
 def _bytes(scale: torch.Tensor) -> torch.Tensor:
     """e8m0 as bytes: torch has a dtype of its own for it."""
+    from .packings import E8M0
+
     if isinstance(scale, torch.Tensor) and scale.dtype is E8M0:
         return scale.view(torch.uint8)
     return scale

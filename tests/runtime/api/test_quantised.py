@@ -313,12 +313,11 @@ def gpu(clean_places: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: found)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
-    for asked in (device.local_gpu, quantised._tell):
-        asked.cache_clear()
+    monkeypatch.setattr(device, "devices", {})
+    quantised._tell.cache_clear()
     reload()
     yield
-    for asked in (device.local_gpu, quantised._tell):
-        asked.cache_clear()
+    quantised._tell.cache_clear()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=told)
