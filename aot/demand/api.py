@@ -11,7 +11,7 @@ and what the runtime would run anyhow. Whatever goes wrong on the way is said, a
 from __future__ import annotations
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import DType
+from ...artifacts.records.precision import PLAIN_DTYPES, DType
 from ...artifacts.records.problem import Op, bucket_of
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.registry import ENTRIES
@@ -103,7 +103,8 @@ def key_for(
     try:
         known = dtype_of(dtype)
     except ValueError:
-        raise InputError(f"dtype is {dtype!r}, wanted one of {', '.join(one.value for one in DType)}") from None
+        known_names = ", ".join(one.value for one in DType if one in PLAIN_DTYPES)
+        raise InputError(f"dtype is {dtype!r}, wanted one of {known_names}") from None
     sizes = {"num_experts": num_experts, "hidden_dim": hidden_dim, "intermediate_dim": intermediate_dim,
              "top_k": top_k, "seq_len": seq_len}  # fmt: skip
     for name, value in sizes.items():

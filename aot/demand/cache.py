@@ -12,7 +12,7 @@ import msgpack
 
 from ...artifacts.files.blob import read_checked, write_checked
 from ...artifacts.format.schema import FUSIONS
-from ...artifacts.records.precision import DType
+from ...artifacts.records.precision import PLAIN_DTYPES, DType
 from ...artifacts.records.problem import Op
 from ...kernels.contract.config import Config
 from ...runtime.dispatch.pin import KernelPair, Preference
@@ -124,9 +124,10 @@ def _preferred(value: object) -> Preference:
 
 def dtype_of(dtype: object) -> DType:
     """``torch.bfloat16``, ``bf16`` or ``DType.BF16``; ValueError for what no kernel computes."""
-    if isinstance(dtype, DType):
-        return dtype
-    text = str(dtype).removeprefix("torch.")
+    text = dtype.value if isinstance(dtype, DType) else str(dtype).removeprefix("torch.")
     known = {"bfloat16": DType.BF16, "float16": DType.FP16, "half": DType.FP16, "float32": DType.FP32,
              "float": DType.FP32}  # fmt: skip
-    return known[text] if text in known else DType(text)
+    found = known[text] if text in known else DType(text)
+    if found not in PLAIN_DTYPES:
+        raise ValueError(f"a layer with weights in {found.value} has no gradients to tune")
+    return found

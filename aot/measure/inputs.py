@@ -81,7 +81,7 @@ def quantised_weights(
         for one in codes:  # every code but the two that are no number
             one.copy_(drawn(N, K, low=0, high=127) | drawn(N, K, low=0, high=2) << 7)
         blocks = (E, -(-N // scale.rows), -(-K // scale.columns)) if scale.columns else (E, N)
-        scales = torch.rand(blocks, generator=g, device=device) * 2e-4 + 1e-4
+        scales = torch.rand(blocks, generator=g, device=device) * 5e-4 + 2e-4
         make = ExpertWeights.fp8_block if scale.columns else ExpertWeights.fp8_channel
         return make(codes.view(torch.float8_e4m3fn), scales, quantize_x=False).prepare()
     codes = torch.empty(E, N, K // 2, dtype=torch.uint8, device=device)
@@ -91,7 +91,7 @@ def quantised_weights(
     if dtype is DType.MXFP4:
         return ExpertWeights.mxfp4(codes, drawn(*groups, low=119, high=124)).prepare()
     if dtype is DType.NVFP4:
-        outer = torch.full((E,), 1e-3, device=device)
+        outer = torch.full((E,), 5e-3, device=device)
         return ExpertWeights.nvfp4(
             codes, drawn(*groups, low=0x30, high=0x50).view(torch.float8_e4m3fn), outer
         ).prepare()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS, DType
+from ...artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType
 from ...artifacts.records.problem import Layout, Op
 from .layer import MAX_TOKENS, ExpertLayer
 
@@ -75,7 +75,7 @@ def parse_options(given: Sequence[str]) -> tuple[SpecOptions, list[str]]:
     parsers: dict[str, Callable[[str, str], object]] = {
         "tp": _degrees,
         "ep": _degrees,
-        "dtype": lambda key, text: _listed(key, text, {one.value: one for one in DType}),
+        "dtype": lambda key, text: _listed(key, text, {one.value: one for one in DType if one in PLAIN_DTYPES}),
         "ops": lambda key, text: _listed(key, text, {one.value: one for one in Op}),
         "layout": lambda key, text: _listed(key, text, {one.value: one for one in Layout}),
         "weights": lambda key, text: _listed(key, text, {name: name for name in PRECISIONS}),

@@ -157,6 +157,10 @@ def _fits_e8m0(one: Quantised) -> bool:
     return _whole(one, BLOCK) and int(one.scale.max()) <= _MOST_E8M0
 
 
+def _fits_e4m3(one: Quantised) -> bool:
+    return _whole(one, BLOCK) and not bool((one.scale.view(torch.uint8) & 0x80).any())  # the kernel reads no sign
+
+
 def _fits_blocks(one: Quantised) -> bool:
     return (
         _whole(one, 128)
@@ -176,7 +180,7 @@ def _order(format: str) -> CodeOrder:
         return CodeOrder(1, _fits_blocks, codes, derived=_of_blocks)
     move = _scale(scale.columns)
     if elements.name == "e2m1":
-        fits = _fits_e8m0 if scale.name == "e8m0" else lambda one: _whole(one, BLOCK)
+        fits = _fits_e8m0 if scale.name == "e8m0" else _fits_e4m3
         return CodeOrder(1, fits, codes, move, torch.uint8 if scale.name == "e8m0" else torch.float8_e4m3fn)
     whole = max(BLOCK, scale.columns)
     return CodeOrder(1, lambda one: _whole(one, whole), codes, move, torch.bfloat16, _in_bf16(move))

@@ -121,9 +121,17 @@ def test_a_product_is_cut_to_192_columns() -> None:
     assert cut(ptx) == ptx.replace(product(256), product(192)).replace(product(256, 129), product(192, 129))
 
 
-@pytest.mark.parametrize("ptx", ["", product(128), product(256) + product(128), product(192)])
-def test_code_of_other_products_is_an_error(ptx: str) -> None:
-    with pytest.raises(ValueError, match="products of 256 columns"):
+@pytest.mark.parametrize(
+    ("ptx", "why"),
+    [
+        ("", "0 products of 0 in the PTX"),
+        (product(128), "a product of 128 columns, 192 wanted"),
+        (product(256) + product(128), "a product of 128 columns, 192 wanted"),
+        (product(256) + product(256).replace("m64", "m16"), "1 products of 2 in the PTX"),
+    ],
+)
+def test_code_of_other_products_is_an_error(ptx: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
         cut(ptx)
 
 
@@ -160,6 +168,13 @@ def test_a_loop_of_products_is_there_once_for_each_number_of_rows() -> None:
     assert told.endswith("end;\n")
 
 
+@pytest.mark.parametrize("columns", [48, 64, 128])
+def test_products_may_be_written_of_fewer_columns(columns: int) -> None:
+    told = fit(LOOP.replace(product(256), product(columns)))
+    assert [told.count(f"m64n{one}k16") for one in (16, 32, 48)] == [1, 1, 1]
+    assert told.count("wgmma") == 3
+
+
 @pytest.mark.parametrize(
     ("ptx", "why"),
     [
@@ -172,8 +187,9 @@ def test_a_loop_of_products_is_there_once_for_each_number_of_rows() -> None:
         (LOOP.replace("add.s32 %r9", "add.s32 %r7"), "%r7, of how many rows the products are, is used in their loop"),
         (LOOP.replace("\tadd", "\t@%p2 mov.b32 %r7, %r5;\n\tadd"), "is used in their loop"),
         (LOOP.replace("\tadd", "\tld.shared.v2.b32 {%r6, %r7}, [at];\n\tadd"), "is used in their loop"),
-        (LOOP.replace(product(256), ""), "products of 256 columns"),
-        (LOOP.replace("n256", "n128"), "products of 256 columns"),
+        (LOOP.replace(product(256), ""), "0 products of 0 in the PTX"),
+        (LOOP.replace("n256", "n128"), "a product of 128 columns, 48 wanted, has 128 registers of sums"),
+        (LOOP.replace(product(256), product(32)), "a product of 32 columns, 48 wanted"),
         (LOOP.replace("times 16 rows", "times 12 rows"), "no product of 36 columns"),
         (LOOP.replace("3 times at most", "17 times at most"), "no product of 272 columns"),
     ],

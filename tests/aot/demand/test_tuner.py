@@ -421,6 +421,7 @@ def test_there_are_never_too_many_config_files(home: Path, tmp_path: Path, monke
         ({"num_experts": 0}, "num_experts is 0, wanted a whole number"),
         ({"top_k": 9}, "k=9 is more than E=8"),
         ({"dtype": "fp8"}, "wanted one of bf16, fp16, fp32, tf32"),
+        ({"dtype": "mxfp4"}, "wanted one of bf16, fp16, fp32, tf32"),
         ({"seq_len": 1.5}, "seq_len is 1.5"),
         ({"hidden_dim": 1 << 30}, "H=1073741824"),
         ({"seq_len": 1 << 40}, "tokens"),

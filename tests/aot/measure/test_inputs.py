@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pretuned.aot.journal.records import ROUTINGS
-from pretuned.aot.measure.inputs import measured_routings, routed_rows, top_k_of
+from pretuned.aot.measure.inputs import measured_routings, quantised_weights, routed_rows, top_k_of
+from pretuned.artifacts.records.precision import DType
 
 
 def tiles(m_sizes: torch.Tensor, block: int) -> int:
@@ -53,3 +54,20 @@ def test_skewed_rows_leave_experts_out_and_uniform_ones_do_not() -> None:
     skewed, uniform = measured_routings(64, 64 * 64)
     assert int((skewed == 0).sum()) >= 2
     assert int((uniform == 0).sum()) == 0
+
+
+@pytest.mark.parametrize("dtype", [one for one in DType if one.quantised])
+def test_quantised_weights_are_prepared_finite_and_as_wide_as_others(dtype: DType) -> None:
+    w = quantised_weights(2, 256, 384, dtype, "cpu")
+    assert w.shape == (2, 256, 384)
+    assert w.kernel_dtype is dtype
+    assert w.format == dtype.value
+    assert w.order == 1
+    values = w.dequantize(torch.float32)
+    assert bool(torch.isfinite(values).all())
+    assert 0.025 < float(values.std()) < 0.1
+    assert abs(float(values.mean())) < 0.01
+    raw = w.restore().codes.view(torch.uint8)
+    assert len(raw.unique()) == (254 if dtype.precision.w.bits == 8 else 256)  # every code, but NaN
+    again = quantised_weights(2, 256, 384, dtype, "cpu")
+    assert torch.equal(again.dequantize(torch.float32), values)

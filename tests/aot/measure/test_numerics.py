@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pretuned.aot.measure.calls import Tensors
-from pretuned.aot.measure.inputs import activations, routed_rows, weights
+from pretuned.aot.measure.inputs import activations, quantised_weights, routed_rows, weights
 from pretuned.aot.measure.numerics import NumericsCheck
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
@@ -88,3 +88,26 @@ def test_an_expert_without_rows_must_get_zeros() -> None:
     assert judge.error(on, wanted) < 6e-3
     on.result[1, 5, 7] = 1e-6
     assert judge.error(on, wanted) == float("inf")
+
+
+@pytest.mark.parametrize("dtype", [one for one in DType if one.quantised])
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
+def test_the_judge_takes_quantised_weights(dtype: DType, fusion: Fusion) -> None:
+    count, N, K, M = 3, 256, 384, 50
+    problem = Problem(Op.FORWARD, dtype, count, N, K, Layout.NK, fusion)
+    w = quantised_weights(count, N, K, dtype, "cpu")
+    m_sizes = torch.tensor([20, 0, 30], dtype=torch.int32)
+    index = torch.randperm(M).to(torch.int32) if fusion else None
+    row_weights = torch.exp2(torch.arange(M) % 3 - 1) if fusion else None
+    rows = activations(M, K, torch.bfloat16, "cpu")
+    dense, result = w.dequantize(torch.bfloat16), torch.full((M, N), float("nan"), dtype=torch.bfloat16)
+    reference.rows(rows, dense, m_sizes, result, M=M, layout=Layout.NK, index=index, index_end=M,
+                   scatter=bool(fusion), row_weights=row_weights)  # fmt: skip
+    on = Tensors(problem, M, rows, w, result, index, 1, row_weights)
+    judge = NumericsCheck(problem, w, torch.device("cpu"))
+    wanted = judge.reference(on, m_sizes.tolist())
+    assert 2e-4 < judge.error(on, wanted) < 6e-3
+    result[7, 3] += 100 * result.float().abs().mean()
+    assert not judge.error(on, wanted) < 1e-2
+    with pytest.raises(AssertionError, match="has quantised weights"):
+        _ = on.dense

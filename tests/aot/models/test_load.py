@@ -12,7 +12,7 @@ from pretuned.aot.models.load import LoadedModels, load_models
 from pretuned.aot.models.spec import words
 from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType, dtype_of
 from pretuned.artifacts.records.problem import Layout, Op
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,7 +57,11 @@ def test_a_file_of_models(tmp_path: Path) -> None:
 
 def test_the_models_of_the_tests_on_a_gpu_have_every_dtype_and_layout() -> None:
     problems = plan(load_models([str(ROOT / "tests" / "gpu" / "gpu-models.txt")]).shapes).problems
-    assert {(one.dtype, one.layout) for one in problems} == {(dtype, layout) for dtype in DType for layout in Layout}
+    plain, quantised = (
+        {(one.dtype, one.layout) for one in problems if one.dtype.quantised is q} for q in (False, True)
+    )
+    assert plain == {(dtype, layout) for dtype in PLAIN_DTYPES for layout in Layout}
+    assert quantised == {(dtype, Layout.NK) for dtype in DType if dtype.quantised}
 
 
 def test_defaults() -> None:
@@ -137,12 +141,13 @@ def test_a_bare_name_is_taken_and_told() -> None:
     assert loaded.notes == ("--models 'qwen3-30b-a3b': 'qwen3-30b-a3b' is taken as Qwen/Qwen3-30B-A3B",)
 
 
-def test_formats_without_code_are_told_once_each_by_name() -> None:
+def test_formats_that_are_not_built_are_told_once_each_by_name() -> None:
     loaded = load_models(["openai/gpt-oss-20b tp=1,2", "deepseek-ai/DeepSeek-R1", "Qwen/Qwen3-30B-A3B-FP8"])
     assert loaded.notes == (
-        "no kernels for mxfp4 yet: bf16 (or the dtype= given) is built instead for openai/gpt-oss-20b",
-        "no kernels for fp8_block yet: bf16 (or the dtype= given) is built instead for deepseek-ai/DeepSeek-R1, "
-        "Qwen/Qwen3-30B-A3B-FP8",
+        "bf16 (or the dtype= given) is built instead for openai/gpt-oss-20b, published as mxfp4: "
+        "weights=mxfp4 builds that",
+        "bf16 (or the dtype= given) is built instead for deepseek-ai/DeepSeek-R1, Qwen/Qwen3-30B-A3B-FP8, "
+        "published as fp8_block: weights=fp8_block builds that",
     )
     assert {one.dtypes for one in loaded.shapes} == {(DType.BF16,)}
     assert [one.weights for one in loaded.shapes] == [("mxfp4",), ("mxfp4",), ("fp8_block",), ("fp8_block",)]
@@ -156,9 +161,26 @@ def test_weights_of_a_spec_go_before_the_checkpoint_s() -> None:
     assert told("deepseek-ai/DeepSeek-V3 weights=bf16") == (("bf16",), (DType.BF16,), 0)
     assert told("deepseek-ai/DeepSeek-V3 weights=fp16") == (("fp16",), (DType.FP16,), 0)
     assert told("deepseek-ai/DeepSeek-V3 dtype=fp16") == (("fp8_block",), (DType.FP16,), 1)
-    assert told("deepseek-ai/DeepSeek-V3 weights=fp8_block,bf16") == (("fp8_block", "bf16"), (DType.BF16,), 1)
-    assert told("Qwen/Qwen3-30B-A3B weights=mxfp4,nvfp4") == (("mxfp4", "nvfp4"), (DType.BF16,), 2)
+    both = (("fp8_block", "bf16"), (DType.FP8_BLOCK_A16, DType.BF16), 0)
+    assert told("deepseek-ai/DeepSeek-V3 weights=fp8_block,bf16") == both
+    assert told("Qwen/Qwen3-30B-A3B weights=mxfp4,nvfp4") == (("mxfp4", "nvfp4"), (DType.MXFP4, DType.NVFP4), 0)
+    twice = told("Qwen/Qwen3-30B-A3B weights=fp8_channel,fp8_channel_a16")
+    assert twice == (("fp8_channel", "fp8_channel_a16"), (DType.FP8_CHANNEL_A16,), 0)
+    assert told("Qwen/Qwen3-30B-A3B weights=int4_g128_zp") == (("int4_g128_zp",), (DType.BF16,), 1)
+    assert told(f"{MINE} weights=mxfp4 dtype=fp16") == (("mxfp4",), (DType.FP16,), 1)
     assert told(f"{MINE} weights=int4_g128_zp dtype=fp16") == (("int4_g128_zp",), (DType.FP16,), 1)
+
+
+@pytest.mark.parametrize("name", [name for name, one in PRECISIONS.items() if one.quantised])
+def test_a_format_with_code_is_built_where_it_is_asked_for_and_of_others_a_note_is_left(name: str) -> None:
+    loaded, dtype = load_models([f"{MINE} weights={name} name=mine"]), dtype_of(name)
+    (shape,) = loaded.shapes
+    if dtype is None:
+        assert shape.dtypes == (DType.BF16,)
+        (note,) = loaded.notes
+        assert note == f"no kernels for {name} yet: bf16 (or the dtype= given) is built instead for mine"
+    else:
+        assert (shape.dtypes, loaded.notes) == ((dtype,), ())
 
 
 @pytest.mark.parametrize("how", ["awq", "bitsandbytes", "compressed-tensors"])

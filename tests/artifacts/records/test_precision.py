@@ -7,16 +7,37 @@ import sys
 
 import pytest
 
-from pretuned.artifacts.records.precision import PRECISIONS, DType, Elements, Scale
+from pretuned.artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType, Elements, Scale, dtype_of
 
 
-def test_every_dtype_has_a_row_that_says_the_same() -> None:
-    for dtype in DType:
+def test_every_plain_dtype_has_a_row_that_says_the_same() -> None:
+    assert {one.value for one in PLAIN_DTYPES} == {"bf16", "fp16", "fp32", "tf32"}
+    for dtype in PLAIN_DTYPES:
         row = PRECISIONS[dtype.value]
+        assert dtype.precision is row
         assert row.x == row.w == row.y
         assert row.w.bits == 8 * dtype.itemsize
         assert row.math == dtype.value
         assert not row.quantised
+        assert not dtype.quantised
+
+
+def test_of_a_quantised_dtype_x_and_y_are_bf16() -> None:
+    for dtype in set(DType) - PLAIN_DTYPES:
+        row = dtype.precision
+        assert row.name == dtype.value
+        assert dtype.quantised
+        assert row.quantised
+        assert row.x == row.y == PRECISIONS["bf16"].x
+        assert (dtype.itemsize, row.math) == (2, "bf16")
+
+
+def test_the_dtype_that_the_kernels_have_for_a_format() -> None:
+    found = {name: dtype_of(name) for name in PRECISIONS}
+    assert {name for name, one in found.items() if one is None} == {"int4_g32_zp", "int4_g64_zp", "int4_g128_zp"}
+    a16 = {name: one.value for name, one in found.items() if one is not None and one.value != name}
+    assert a16 == {"fp8_block": "fp8_block_a16", "fp8_channel": "fp8_channel_a16"}
+    assert dtype_of("nf4") is None
 
 
 def test_the_names_are_those_that_are_promised() -> None:

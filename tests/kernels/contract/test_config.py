@@ -63,6 +63,22 @@ def test_tiles_of_the_sizes_of_fitted_ones_are_fitted() -> None:
     assert refusal(Spec(Op.FORWARD, DType.BF16, FITS)) is None
 
 
+CODES = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
+
+
+def test_configs_for_codes_have_flags_of_their_own_and_others_do_not() -> None:
+    fitted = replace(CODES, block_m=128, block_n=256, block_k=128, rows=TileRows.FITTED)
+    for config, flag in ((CODES, 0), (fitted, 1)):
+        pairs = dict(config.pairs())
+        assert set(pairs) == {*WIRE, "fitted", "mixed_input"}
+        assert {name: pairs[name] for name in ("fitted", "mixed_input", "specialized", "persistent", "pingpong")} == {
+            "fitted": flag, "mixed_input": 1, "specialized": 1, "persistent": 1, "pingpong": 0,
+        }  # fmt: skip
+        assert Config.from_pairs(config.pairs()) == config
+    for config in (FITS, TURNS, Config(64, 64, 32, 4, 3)):
+        assert tuple(name for name, _ in config.pairs()) == WIRE
+
+
 @pytest.mark.parametrize("flag", ["narrow", "pingpong", "streamed", "specialized", "persistent", "tma"])
 def test_an_older_bundle_lacks_flags_that_came_later(flag: str) -> None:
     config = Config(64, 64, 32, 4, 3)
@@ -77,7 +93,10 @@ def test_an_older_bundle_lacks_flags_that_came_later(flag: str) -> None:
         (TURNS, {"persistent": 0}, "a specialized config is persistent"),
         (TURNS, {"block_m": 0}, "block_m is 0, wanted 16 or 32 or 64 or 128 or 256 or 192"),
         (TURNS, {"block_n": 48}, "block_n is 48"),
-        (TURNS, {"block_k": 512}, "block_k is 512"),
+        (TURNS, {"block_k": 2048}, "block_k is 2048"),
+        (TURNS, {"block_m": 512}, "block_m is 512"),
+        (TURNS, {"fitted": 1}, "a fitted one of format 1 mixed_input"),
+        (FITS, {"mixed_input": 1, "specialized": 0}, "a mixed_input config is specialized"),
         (TURNS, {"num_warps": 3}, "num_warps is 3, wanted 1 or 2 or 4 or 8 or 16"),
         (TURNS, {"num_stages": 0}, "num_stages is 0, wanted 1 to 15"),
         (TURNS, {"num_stages": 16}, "num_stages is 16, wanted 1 to 15"),

@@ -24,7 +24,9 @@ def test_the_recorded_digest_is_that_of_the_source(kernel: str) -> None:
 
 def test_every_kernel_file_belongs_to_a_kernel() -> None:
     with_kernels = {path for path in KERNELS.rglob("*.py") if re.search(r"@(triton|gluon)\.jit", path.read_text())}
-    assert with_kernels == {path for kernel in ENTRIES for path in sources(kernel)}
+    read = {path for kernel in ENTRIES for path in sources(kernel)}
+    assert with_kernels <= read
+    assert read - with_kernels == {KERNELS / "contract" / "codes.py"}  # how codes lie
 
 
 def test_the_sources_are_what_the_home_imports() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import steps
 
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.contract.config import Cache, Config, Loads, Schedule
 from pretuned.kernels.cost.constants import CONSTANTS, Constants
@@ -307,7 +307,7 @@ def test_no_estimate_is_under_the_roofline() -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     op=st.sampled_from(Op),
-    dtype=st.sampled_from(DType),
+    dtype=st.sampled_from([one for one in DType if one in PLAIN_DTYPES]),
     E=st.integers(1, 512),
     N=st.integers(1, 30000),
     K=st.integers(1, 30000),

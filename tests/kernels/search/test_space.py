@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.registry import refusal
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.arch import limits, supported
 from pretuned.kernels.search.space import FP32_LIMIT, LIMIT, candidates, fallbacks, shared_bytes_at_least
 
-EVERY = list(itertools.product(Op, DType, supported()))
+EVERY = list(itertools.product(Op, (one for one in DType if one in PLAIN_DTYPES), supported()))
+QUANTISED = [one for one in DType if one.quantised]
 
 
 @pytest.mark.parametrize(("op", "dtype", "sm"), EVERY)
@@ -116,6 +117,27 @@ def test_fallbacks_use_pointers_and_fit_everywhere(op: Op, dtype: DType, sm: int
         assert refusal(Spec(op, dtype, config, alignment=1), sm) is None
         assert config.loads is Loads.POINTER
         assert shared_bytes_at_least(op, dtype, config, sm) <= 48 * 1024
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_quantised_weights_have_candidates_on_hopper_alone_and_no_fallbacks(dtype: DType) -> None:
+    for op, sm in itertools.product(Op, supported()):
+        assert fallbacks(op, dtype, sm) == ()
+        assert bool(candidates(op, dtype, sm)) is (op is Op.FORWARD and sm == 90)
+    configs = candidates(Op.FORWARD, dtype, 90)
+    assert len(set(configs)) == len(configs) >= 6
+    assert {(one.schedule, one.loads) for one in configs} == {(Schedule.MIXED_INPUT, Loads.TMA)}
+    assert {one.rows for one in configs} == set(TileRows)
+    for config in configs:
+        assert refusal(Spec(Op.FORWARD, dtype, config), 90) is None
+        assert shared_bytes_at_least(Op.FORWARD, dtype, config, 90) <= limits(90).shared_per_block_bytes
+
+
+def test_codes_take_less_room_than_what_they_stand_for() -> None:
+    config = Config(64, 128, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT, rows=TileRows.FITTED)
+    found = {one: shared_bytes_at_least(Op.FORWARD, one, config, 90) for one in QUANTISED}
+    assert found[DType.MXFP4] == 4 * 128 * (64 * 2 + 128 // 2)
+    assert found[DType.FP8_BLOCK_A16] == 4 * 128 * (64 * 2 + 128)
 
 
 @pytest.mark.parametrize("listing", [candidates, fallbacks])

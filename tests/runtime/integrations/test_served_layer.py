@@ -10,7 +10,7 @@ from made import DRIVER, H200, ON_A100, ON_H200, WIDE, measured, modelled, write
 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.integrations.served_layer import ServedLayer, lacks
@@ -54,7 +54,7 @@ def test_a_gpu_for_which_there_is_no_code_is_told() -> None:
     assert str(told).startswith("no bundle has code for forward bf16 E=8 N=1024 K=768 on Tesla V100-SXM2-16GB (7.0, ")
 
 
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", [one for one in DType if one in PLAIN_DTYPES])
 @pytest.mark.parametrize("act", [SILU, Activation("relu2", gated=False, interleaved=False)])
 def test_the_command_that_it_names_is_one(dtype: DType, act: Activation) -> None:
     layer = LAYER._replace(dtype=dtype, act=act)

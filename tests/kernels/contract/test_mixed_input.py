@@ -1,0 +1,154 @@
+"""The entry of the kernel for codes of w: which variants there are, and what a compiler and a launcher are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.kernels.contract import registry
+from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule, TileRows
+from pretuned.kernels.contract.mixed_input import DTYPES, ROWS_WNA16, prepares
+from pretuned.kernels.contract.registry import refusal
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.search.space import candidates
+
+QUANTISED = [one for one in DType if one.quantised]
+FEW = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
+MANY = Config(128, 256, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT, rows=TileRows.FITTED)
+PLAIN = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+
+
+def spec(dtype: DType, config: Config = FEW, op: Op = Op.FORWARD, fusion: Fusion = Fusion.NONE) -> Spec:
+    return Spec(op, dtype, config, fusion=fusion)
+
+
+def test_the_entry_is_for_every_quantised_dtype() -> None:
+    assert set(QUANTISED) == DTYPES == ROWS_WNA16.dtypes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "columns"),
+    [
+        (DType.MXFP4, 64, 64), (DType.NVFP4, 64, 64), (DType.INT4_G32, 64, 64), (DType.INT4_G64, 64, 64),
+        (DType.INT4_G128, 64, 128), (DType.FP8_BLOCK_A16, 128, 128), (DType.FP8_CHANNEL_A16, 64, 64),
+    ],
+)  # fmt: skip
+def test_only_whole_blocks_are_prepared(dtype: DType, rows: int, columns: int) -> None:
+    for N in range(16, 400, 16):
+        for K in range(16, 400, 16):
+            assert prepares(dtype, N, K) is (N % rows == 0 and K % columns == 0)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_every_candidate_is_accepted_comes_back_and_is_this_kernel_s(dtype: DType) -> None:
+    found = candidates(Op.FORWARD, dtype, 90)
+    assert found
+    for config in found:
+        for fusion in (Fusion.NONE, Fusion.SCATTER):
+            one = spec(dtype, config, fusion=fusion)
+            assert refusal(one, 90) is None
+            assert registry.entry_of(one) is ROWS_WNA16
+        assert Config.from_pairs(config.pairs()) == config
+        assert registry.limits_of(Op.FORWARD, config).steps == 2**20 - 1
+        assert registry.clears(Fusion.SCATTER, config)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"block_m": 128}, "block_m is 128, wanted 16 or 32 or 64"),
+        ({"block_n": 32}, "block_n is 32, wanted 64 or 128 or 256"),
+        ({"block_k": 64}, "block_k is 64, wanted 128 or 256 or 512 or 1024"),
+        ({"block_k": 2048}, "block_k is 2048, wanted a power of two"),
+        ({"num_warps": 4}, "num_warps is 4, wanted 8"),
+        ({"num_stages": 1}, "num_stages is 1, wanted 2 to 12"),
+        ({"num_stages": 13}, "num_stages is 13, wanted 2 to 12"),
+        ({"loads": Loads.POINTER}, "loads is POINTER, wanted TMA"),
+        ({"edge": Edge.HALF}, "edge is HALF, wanted WHOLE"),
+    ],
+)
+def test_tiles_that_there_are_not(dtype: DType, changes: dict[str, int], told: str) -> None:
+    assert refusal(spec(dtype), 90) is None
+    assert told in str(refusal(spec(dtype, replace(FEW, **changes)), 90))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_fitted_tiles_that_there_are_not(dtype: DType) -> None:
+    assert refusal(spec(dtype, MANY), 90) is None
+    for changes in ({"block_m": 32}, {"block_n": 64}, {"block_k": 512}):
+        assert refusal(spec(dtype, replace(MANY, **changes)), 90) is not None
+        assert registry.tiles_of(Op.FORWARD, replace(MANY, **changes)) is None
+
+
+def test_a_group_of_128_is_one_step_at_least() -> None:
+    shallow = replace(MANY, block_k=64)
+    for dtype in QUANTISED:
+        told = refusal(spec(dtype, shallow), 90)
+        if dtype is DType.INT4_G128:
+            assert "block_k is 64, wanted 128 or 256" in str(told)
+        else:
+            assert told is None
+    assert shallow not in candidates(Op.FORWARD, DType.INT4_G128, 90)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_what_there_is_no_code_for(dtype: DType) -> None:
+    for op in (Op.DX, Op.DW):
+        assert f"no kernel of {op.value} has such a schedule" in str(refusal(spec(dtype, op=op), 90))
+    for fusion in (Fusion.GATHER, Fusion.SILU, Fusion.GATHER | Fusion.SILU):
+        assert "its forms are " in str(refusal(spec(dtype, fusion=fusion), 90))
+    for sm in (80, 89):
+        told = str(refusal(spec(dtype), sm))
+        assert "has no tma" in told
+        assert "has no wgmma" in told
+    for sm in (100, 120):
+        assert "has no wgmma" in str(refusal(spec(dtype), sm))
+    for config in (PLAIN, Config(64, 64, 64, 4, 3), replace(PLAIN, block_m=256, rows=TileRows.FITTED)):
+        assert "its dtypes are " in str(refusal(spec(dtype, config), 90))
+
+
+@pytest.mark.parametrize("dtype", [one for one in DType if not one.quantised])
+def test_other_dtypes_have_no_such_config(dtype: DType) -> None:
+    for config in (FEW, MANY):
+        assert f"its dtypes are {', '.join(sorted(one.value for one in QUANTISED))}" in str(
+            refusal(spec(dtype, config), 90)
+        )
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
+def test_what_a_launcher_is_told(dtype: DType, fusion: Fusion) -> None:
+    one = spec(dtype, fusion=fusion)
+    kinds, boxes = dict(registry.arguments(one)), registry.boxes(one)
+    block_scales = dtype is not DType.FP8_CHANNEL_A16
+    outer = dtype in (DType.NVFP4, DType.FP8_CHANNEL_A16)
+    assert kinds.get("w_scale") == ("desc2" if block_scales else None)
+    assert kinds.get("w_outer") == ("ptr" if outer else None)
+    assert (kinds["x"], kinds["w"], kinds["y"], kinds["stride_outer_e"]) == ("desc2", "desc2", "ptr", "i64")
+    assert {name for name, kind in kinds.items() if kind.startswith("desc")} == set(boxes)
+    assert set(registry.required(one)) <= set(kinds)
+    assert registry.threads(one) == 32 * 12
+    wide = 2 if dtype in (DType.FP8_BLOCK_A16, DType.FP8_CHANNEL_A16) else 1
+    assert boxes["x"] == (16, 64)
+    assert boxes["w"] == (2 * 16 * wide, 256)
+    assert registry.boxes(spec(dtype, MANY))["x"] == (64, 64)
+    constants = registry.constants(one, 90)
+    assert (constants["FORMAT"], constants["INDEXED"], constants["FITTED"]) == (dtype.value, bool(fusion), False)
+    assert registry.constants(spec(dtype, MANY), 90)["FITTED"] is True
+
+
+def test_boxes_of_scales_are_those_of_a_step() -> None:
+    """TMA moves 256 of each dimension at most, and multiples of 16 bytes."""
+    found = {one: registry.boxes(spec(one)).get("w_scale") for one in QUANTISED}
+    assert found == {
+        DType.MXFP4: (16, 128), DType.NVFP4: (16, 256), DType.INT4_G32: (16, 256), DType.INT4_G64: (16, 128),
+        DType.INT4_G128: (8, 128), DType.FP8_BLOCK_A16: (16, 16), DType.FP8_CHANNEL_A16: None,
+    }  # fmt: skip
+    for dtype in QUANTISED:
+        for config in candidates(Op.FORWARD, dtype, 90):
+            boxes = registry.boxes(spec(dtype, config))
+            assert all(1 <= size <= 256 for box in boxes.values() for size in box)

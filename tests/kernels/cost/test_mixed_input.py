@@ -1,0 +1,94 @@
+"""The estimates of products with quantised weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
+from pretuned.kernels.cost.mixed_input import mixed_input_us
+from pretuned.kernels.cost.model import Ranker, Resources, estimate_us
+from pretuned.kernels.hardware.arch import arch_of
+from pretuned.kernels.hardware.chips import chip_for
+from pretuned.kernels.search.space import candidates, shared_bytes_at_least
+
+CHIP = chip_for(90)
+QUANTISED = [one for one in DType if one.quantised]
+SIZES = [(32, 5760, 2880), (128, 1536, 2048), (256, 4096, 7168), (8, 28672, 4096)]
+
+
+def pool(dtype: DType) -> list[Resources]:
+    return [
+        Resources(config, 384, shared_bytes_at_least(Op.FORWARD, dtype, config, 90), 168)
+        for config in candidates(Op.FORWARD, dtype, 90)
+    ]
+
+
+def best(problem: Problem, M: int) -> Config:
+    every = pool(problem.dtype)
+    return every[Ranker(every, Op.FORWARD, problem.dtype, CHIP).rank(problem, M)[0][1]].config
+
+
+@pytest.mark.parametrize(("E", "N", "K"), SIZES)
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_more_rows_never_take_much_less_time(dtype: DType, E: int, N: int, K: int) -> None:
+    """By doubling; of each tile, and of the fastest. (More programs fill the memory better.)"""
+    problem = Problem(Op.FORWARD, dtype, E, N, K)
+    every, rows = pool(dtype), [1 << power for power in range(20)]
+    times = [[estimate_us(problem, M, one, CHIP) for M in rows] for one in every]
+    for one in [*times, [min(column) for column in zip(*times, strict=True)]]:
+        assert all(0 < time < math.inf for time in one)
+        assert all(more >= 0.9 * less for less, more in itertools.pairwise(one))
+        assert one[-1] > 20 * one[0]
+
+
+@pytest.mark.parametrize(("E", "N", "K"), SIZES)
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_small_tiles_win_with_few_rows_and_large_ones_with_many(dtype: DType, E: int, N: int, K: int) -> None:
+    problem = Problem(Op.FORWARD, dtype, E, N, K)
+    few, many = best(problem, 8), best(problem, 65536 * max(1, E // 32))
+    assert few.block_m <= 32
+    assert few.rows is TileRows.FIXED
+    assert many.block_m >= 128
+    assert many.rows is TileRows.FITTED
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_no_estimate_is_under_the_roofline(dtype: DType) -> None:
+    for E, N, K in SIZES:
+        problem = Problem(Op.FORWARD, dtype, E, N, K)
+        for one in pool(dtype):
+            for M in (8, 512, 65536):
+                us = estimate_us(problem, M, one, CHIP)
+                assert us > 2 * M * N * K / (CHIP.bf16_tflops * 1e6)
+                assert us > dtype.precision.w_bytes(N, K) / (CHIP.bandwidth_gbs * 1e3)
+
+
+def test_fewer_bits_take_less_time_where_the_weights_are_what_is_read() -> None:
+    four, eight = (Problem(Op.FORWARD, one, 128, 1536, 2048) for one in (DType.MXFP4, DType.FP8_CHANNEL_A16))
+    least = [min(estimate_us(one, 128, each, CHIP) for each in pool(one.dtype)) for one in (four, eight)]
+    assert least[0] < 0.8 * least[1]
+
+
+def test_what_does_not_fit_an_sm_takes_for_ever() -> None:
+    problem = Problem(Op.FORWARD, DType.MXFP4, 32, 5760, 2880)
+    config = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
+    most = arch_of(90).limits.shared_per_block_bytes
+    fits, large = Resources(config, 384, most, 168), Resources(config, 384, 2 * most, 168)
+    assert estimate_us(problem, 64, fits, CHIP) == mixed_input_us(problem, 64, config, CHIP) < math.inf
+    assert estimate_us(problem, 64, large, CHIP) == math.inf
+    ranked = Ranker([large, fits], Op.FORWARD, DType.MXFP4, CHIP).rank(problem, 64)
+    assert [index for _, index in ranked] == [1, 0]
+    assert ranked[0][0] == estimate_us(problem, 64, fits, CHIP)
+
+
+def test_a_ranker_is_for_one_dtype() -> None:
+    ranker = Ranker(pool(DType.MXFP4), Op.FORWARD, DType.MXFP4, CHIP)
+    with pytest.raises(ValueError, match="the ranker is for forward mxfp4"):
+        ranker.rank(Problem(Op.FORWARD, DType.NVFP4, 8, 256, 256), 8)
+    with pytest.raises(ValueError, match="M"):
+        estimate_us(Problem(Op.FORWARD, DType.MXFP4, 8, 256, 256), 0, pool(DType.MXFP4)[0], CHIP)

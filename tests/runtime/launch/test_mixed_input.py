@@ -1,0 +1,334 @@
+"""What launches of products with quantised weights are told: addresses, descriptors, sizes and how many programs.
+
+The kernels are made up and the driver is read; on the CPU, as in test_gemm.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cudaconfig import Launch, LaunchConfig, read_launches, words_of
+
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.bundle import TensorMap, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.kernels.contract.codes import CODES
+from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
+from pretuned.kernels.contract.launchable import unlaunchable
+from pretuned.kernels.contract.registry import arguments, boxes, entry_of
+from pretuned.kernels.contract.spec import Spec
+from pretuned.runtime import ExpertWeights, grouped_gemm
+from pretuned.runtime.check import tensors as check_tensors
+from pretuned.runtime.driver import cuda
+from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
+from pretuned.runtime.launch import gemm, products
+from pretuned.runtime.launch import rowops as launch_rowops
+from pretuned.runtime.launch.mixed_input import mixed_input_launcher
+from pretuned.runtime.ops import products as ops_products
+from pretuned.runtime.ops import zero_rows
+
+E, N, K, T, TOPK = 4, 256, 384, 40, 3
+FEW = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
+MANY = Config(128, 256, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT, rows=TileRows.FITTED)
+QUANTISED = [one for one in DType if one.quantised]
+_ELEMENTS = {"x": (9, 3), "w": (2, 0), "w_scale": (0, 0)}  # CUtensorMapDataType and swizzle
+SMS = 132
+
+
+def record(dtype: DType, fusion: Fusion = Fusion.NONE, config: Config = FEW) -> Variant:
+    spec = Spec(Op.FORWARD, dtype, config, fusion=fusion)
+    entry = entry_of(spec)
+    return Variant(
+        entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, fusion, 16, 512, config.pairs(), entry.name,
+        arguments(spec),
+        tuple(TensorMap(name, _ELEMENTS[name][0], box, _ELEMENTS[name][1]) for name, box in boxes(spec).items()),
+        384, 220_000, 168, 0, 0, 4, hashlib.sha256(b"code").digest(),
+    )  # fmt: skip
+
+
+def loaded(variant: Variant) -> gemm.LoadedKernel:
+    return gemm.LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), SMS)
+
+
+class Encoded(NamedTuple):
+    """A descriptor that was made: of which argument, at which address, with which sizes and strides in elements."""
+
+    argument: str
+    address: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Driver:
+    """What the driver was given, of variants that ``running`` names in turn."""
+
+    def __init__(self) -> None:
+        self.encoded: list[Encoded] = []
+        self.launched: list[tuple[int, dict[str, int | bytes]]] = []
+        self.running: list[Variant] = []
+        self.gathers: list[tuple[Any, ...]] = []
+
+    def read(self, launch: Launch) -> None:
+        programs = LaunchConfig.from_address(launch.config).grid_x
+        self.launched.append((programs, words_of(self.running[-1].arguments, launch)))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    found = Driver()
+
+    def encode(self: TensorMaps, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+        found.encoded.append(Encoded(self._plan.argument, key[0], sizes, strides))
+        made = f"{self._plan.argument} {key}".encode()
+        self.known[key] = made.ljust(MAP_BYTES, b"\0")
+        return self.known[key]
+
+    with monkeypatch.context() as patch:
+        read_launches(patch, found.read)
+        patch.setattr(TensorMaps, "encode", encode)
+        patch.setattr(cuda, "zeroed", lambda size_bytes, device: 4096)
+        patch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+        yield found
+
+
+def test_the_records_here_are_ones_that_could_be_launched() -> None:
+    for dtype in QUANTISED:
+        for fusion in (Fusion.NONE, Fusion.SCATTER):
+            assert unlaunchable(record(dtype, fusion)) is None
+            assert unlaunchable(record(dtype, fusion, MANY)) is None
+
+
+@pytest.mark.parametrize("config", [FEW, MANY])
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_the_words_of_a_launch(driver: Driver, dtype: DType, config: Config) -> None:
+    variant, codes, M = record(dtype, config=config), CODES[dtype.value], 300
+    driver.running.append(variant)
+    launcher = mixed_input_launcher(
+        loaded(variant), N=N, K=K, E=E, m_sizes_step=2, stride_outer_e=N, fused=gemm.PLAIN
+    )  # fmt: skip
+    words = {"x": 4096, "w": 8192, "w_scale": 12288, "w_outer": 16384, "stride_x_m": K + 8, "stride_y_m": N + 16}
+    launcher(20480, 24576, 0, M=M, **words)
+    launcher(20480, 24576, 0, M=M, **words)
+    blocks = E * (N // 64) * (K // 64)
+    wanted = [
+        Encoded("x", 4096, (M, K), (K + 8,)),
+        Encoded("w", 8192, (blocks * codes.words, 256), (256,)),
+    ]
+    if codes.scale_bytes:
+        count = blocks // codes.blocks_per_scale
+        wanted.append(Encoded("w_scale", 12288, (count, codes.scale_bytes), (codes.scale_bytes,)))
+    assert driver.encoded == wanted  # once: the second launch knows them
+    (programs, read), again = driver.launched
+    assert again == (programs, read)
+    tiles_n = -(-N // config.block_n)
+    active = E
+    assert programs == min(SMS, ((M - active) // config.block_m + active) * tiles_n)
+    for name, value in {"M": M, "N": N, "K": K, "E": E, "y": 20480, "m_sizes": 24576, "m_sizes_step": 2,
+                        "stride_y_m": N + 16, "stride_outer_e": N, "index": 0, "row_weights": 0, "bias": 0,
+                        "index_end": 0, "flags": 0, "counter": 4096}.items():  # fmt: skip
+        assert read[name] == value, name
+    assert read.get("w_outer") == (16384 if codes.outer else None)
+    assert bytes(read["x"]).startswith(b"x (4096")  # type: ignore[arg-type]
+    assert bytes(read["w"]).startswith(b"w (8192")  # type: ignore[arg-type]
+    assert ("w_scale" in read) is bool(codes.scale_bytes)
+
+
+def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: Driver) -> None:
+    """The descriptors' rows are all of the memory and no more."""
+    for dtype in QUANTISED:
+        w = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value).prepare()
+        variant = record(dtype)
+        driver.running.append(variant)
+        driver.encoded.clear()
+        launcher = mixed_input_launcher(
+            loaded(variant), N=N, K=K, E=E, m_sizes_step=1, stride_outer_e=w.outer_step, fused=gemm.PLAIN
+        )
+        launcher.pack(x=16, w=32, w_scale=48, w_outer=64, stride_x_m=K, stride_y_m=N, M=8)
+        sizes = {one.argument: one.sizes for one in driver.encoded}
+        assert sizes["w"][0] * sizes["w"][1] * 4 == w.codes.nbytes
+        scale = w.kernel_scale
+        assert (scale is None) is ("w_scale" not in sizes)
+        if scale is not None:
+            assert sizes["w_scale"][0] * sizes["w_scale"][1] == scale.nbytes
+
+
+def test_as_many_programs_as_tiles_or_as_fit(driver: Driver) -> None:
+    variant = record(DType.MXFP4)
+    launcher = mixed_input_launcher(
+        loaded(variant), N=N, K=K, E=E, m_sizes_step=1, stride_outer_e=1, fused=gemm.PLAIN
+    )  # fmt: skip
+    driver.running.append(variant)
+    words = {"x": 16, "w": 16, "w_scale": 16, "w_outer": 0, "stride_x_m": K, "stride_y_m": N}
+    for M, wanted in ((1, 4), (2, 8), (4, 16), (100, 40), (100_000, SMS)):
+        launcher(16, 16, 0, M=M, **words)
+        assert driver.launched.pop()[0] == wanted
+    with pytest.raises(InputError, match=r"the most rows of .* is 2\^30: split the batch"):
+        launcher.pack(M=2**30 + 1, **words)
+
+
+def test_a_reduction_that_is_too_long_is_refused(driver: Driver) -> None:
+    variant = record(DType.MXFP4)
+    with pytest.raises(InputError, match=r"rows_wna16: the longest reduction of .* is 134217600, this is 134217728"):
+        mixed_input_launcher(
+            loaded(variant), N=N, K=2**27, E=E, m_sizes_step=1, stride_outer_e=1, fused=gemm.PLAIN
+        )  # fmt: skip
+
+
+# Whole calls, on host memory that is said to be a GPU's.
+
+
+Use = Callable[[DType], None]
+
+
+@pytest.fixture
+def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
+    """Has calls find a made-up kernel for a dtype's problems."""
+
+    def gather(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        driver.gathers.append((rows, columns, pointers, numbers))
+
+    def passes(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> Callable[..., None] | None:
+        assert dtype is DType.BF16
+        return gather if op is RowOp.GATHER else None
+
+    def only(dtype: DType) -> None:
+        def kernel(problem: Problem, *_: object) -> gemm.LoadedKernel | None:
+            if problem.dtype is not dtype:
+                return None
+            driver.running.append(record(dtype, problem.fusion))
+            return loaded(driver.running[-1])
+
+        monkeypatch.setattr(products, "_kernel", kernel)
+        monkeypatch.setattr(products, "_launchers", (None, {}))
+
+    monkeypatch.setattr(products, "_launchers", (None, {}))
+    monkeypatch.setattr(launch_rowops, "launcher", passes)
+    monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
+    monkeypatch.setattr(ops_products, "stream_of", lambda _device: 0)
+    for module in (ops_products, products):
+        monkeypatch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", SMS, 1 << 17, 0)))
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    monkeypatch.setattr(check_tensors, "on_gpu", lambda tensor: not tensor.is_meta)
+    yield only
+    products._launchers = (None, {})
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_a_plain_call(driver: Driver, use: Use, dtype: DType) -> None:
+    use(dtype)
+    w, codes = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value), CODES[dtype.value]
+    x, m_sizes = torch.randn(T, K).bfloat16(), torch.tensor([10, 0, 30, 0], dtype=torch.int32)
+    assert w.order == 0
+    y = grouped_gemm(x, w, m_sizes)
+    assert w.order == 1  # prepared when it is first used
+    ((_, read),) = driver.launched
+    scale, outer = w.kernel_scale, w.outer_scale
+    addresses = {one.argument: one.address for one in driver.encoded}
+    assert addresses["x"] == x.data_ptr()
+    assert addresses["w"] == w.codes.data_ptr()
+    assert addresses.get("w_scale") == (None if scale is None else scale.data_ptr())
+    assert read.get("w_outer") == (outer.data_ptr() if outer is not None else None)
+    assert (outer is not None) is codes.outer
+    assert (read["y"], read["m_sizes"]) == (y.data_ptr(), m_sizes.data_ptr())
+    assert (read["M"], read["N"], read["K"], read["E"]) == (T, N, K, E)
+    assert read["stride_outer_e"] == (N if dtype is DType.FP8_CHANNEL_A16 else 1)
+    assert (read["flags"], read["index"], read["m_sizes_step"]) == (0, 0, 1)
+    grouped_gemm(x, w, m_sizes)
+    assert len(driver.running) == 1  # a call like an earlier one chooses nothing
+    assert not driver.gathers
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_call_that_scatters(driver: Driver, use: Use, wide: bool) -> None:
+    use(DType.MXFP4)
+    kind = torch.int64 if wide else torch.int32
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4")
+    x, bias, weights = torch.randn(T * TOPK, K).bfloat16(), torch.randn(E, N).bfloat16(), torch.rand(T, TOPK)
+    index, m_sizes = torch.randperm(T * TOPK).to(kind), torch.full((E,), T * TOPK // E, dtype=kind)
+    y = grouped_gemm(
+        x, w, m_sizes, topk=TOPK, gather_indices=index, permute_y=True, topk_weights=weights, fuse_mul_post=True,
+        bias=bias,
+    )  # fmt: skip
+    ((_, read),) = driver.launched
+    assert driver.running[-1].fusion is Fusion.SCATTER
+    assert int(read["flags"]) & 15 == 2 | 4 | 8
+    step = 2 if wide else 1
+    assert (read["m_sizes_step"], read["index_step"], read["index_end"]) == (step, step, T * TOPK)
+    assert (read["index"], read["bias"], read["y"]) == (index.data_ptr(), bias.data_ptr(), y.data_ptr())
+    held = (ctypes.c_float * weights.numel()).from_address(read["row_weights"])  # type: ignore[arg-type]
+    assert list(held) == weights.flatten().tolist()
+
+
+def test_rows_are_gathered_before_the_product(driver: Driver, use: Use) -> None:
+    use(DType.MXFP4)
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4")
+    x = torch.randn(T, K).bfloat16()
+    index, m_sizes = torch.randperm(T * TOPK).to(torch.int32), torch.full((E,), T * TOPK // E, dtype=torch.int32)
+    y = grouped_gemm(x, w, m_sizes, topk=TOPK, gather_indices=index, permute_x=True, permute_y=True)
+    ((rows_moved, columns, pointers, _),) = driver.gathers
+    assert (rows_moved, columns, pointers[0]) == (T * TOPK, K, x.data_ptr())
+    ((_, read),) = driver.launched
+    assert driver.running[-1].fusion is Fusion.SCATTER
+    assert (read["M"], int(read["flags"]) & 15, read["index"]) == (T * TOPK, 2, index.data_ptr())
+    assert read["y"] == y.data_ptr()
+    (rows,) = [one for one in driver.encoded if one.argument == "x"]
+    assert rows.sizes == (T * TOPK, K)
+    assert rows.strides == (K,)
+    assert rows.address == pointers[-1] != x.data_ptr()
+
+
+def test_a_call_that_only_gathers_runs_the_plain_product(driver: Driver, use: Use) -> None:
+    use(DType.MXFP4)
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4")
+    index, m_sizes = torch.randperm(T * TOPK).to(torch.int32), torch.full((E,), T * TOPK // E, dtype=torch.int32)
+    grouped_gemm(torch.randn(T, K).bfloat16(), w, m_sizes, topk=TOPK, gather_indices=index, permute_x=True)
+    ((_, read),) = driver.launched
+    assert len(driver.gathers) == 1
+    assert driver.running[-1].fusion is Fusion.NONE
+    assert (int(read["flags"]) & 15, read["index"], read["index_end"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", [DType.MXFP4, DType.FP8_BLOCK_A16])
+def test_nothing_is_prepared_in_a_graph_capture(
+    driver: Driver, use: Use, monkeypatch: pytest.MonkeyPatch, dtype: DType
+) -> None:
+    use(dtype)
+    w = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value)
+    x, m_sizes = torch.randn(T, K).bfloat16(), torch.full((E,), T // E, dtype=torch.int32)
+    before = w.codes.clone().view(torch.uint8)
+    monkeypatch.setattr(products, "capturing", lambda: True)
+    y = grouped_gemm(x, w, m_sizes)
+    assert w.order == 0
+    assert torch.equal(w.codes.view(torch.uint8), before)
+    assert not driver.launched  # torch multiplied
+    assert bool(torch.isfinite(y).all())
+    monkeypatch.setattr(products, "capturing", lambda: False)
+    grouped_gemm(x, w, m_sizes)
+    assert w.order == 1
+    monkeypatch.setattr(products, "capturing", lambda: True)
+    grouped_gemm(x, w, m_sizes)
+    assert len(driver.launched) == 2  # of prepared weights any
+
+
+def test_weights_that_do_not_fit_and_other_calls_stay_torch_s(driver: Driver, use: Use) -> None:
+    use(DType.MXFP4)
+    large = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4")
+    large.scale[0, 0, 0] = 129
+    m_sizes = torch.full((E,), T // E, dtype=torch.int32)
+    for w, x in (
+        (large, torch.randn(T, K).bfloat16()),
+        (ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4"), torch.randn(T, K).half()),
+        (ExpertWeights.quantize(torch.randn(E, N, K), "int4_g32_zp"), torch.randn(T, K).bfloat16()),
+    ):
+        y = grouped_gemm(x, w, m_sizes)
+        assert not driver.launched
+        assert w.order == 0
+        assert bool(torch.isfinite(y).all())
