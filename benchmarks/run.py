@@ -40,6 +40,7 @@ FOLDERS = {
 }
 BENCHMARKS = (
     Benchmark("speed", "kernels", "grouped GEMMs as shipped beside torch, a dense product and the peers' table", GPU),
+    Benchmark("speed", "guard", "is anything slower than was recorded: 60 cells in two minutes, a gate", GPU),
     Benchmark("speed", "layer", "a whole MoE layer beside the same layer in torch", GPU),
     Benchmark("speed", "whole", "whole models of transformers, by our experts and their own", f"{GPU}, transformers"),
     Benchmark("speed", "host", "host time of a call, and what it is made of", BUNDLES),

@@ -2,98 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
-from ...artifacts.errors import CompileError, InputError
+from ...artifacts.errors import InputError
 from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
-from ...artifacts.records.bundle import Bundle, Source
-from ...artifacts.records.problem import Problem
-from ...kernels.contract.rowops import RowOpSpec
-from ...kernels.contract.spec import Spec
-from ...kernels.hardware.arch import arch_of
-from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shipping
-from ..choose.candidates import Candidates, read_candidates
-from ..choose.choices import Chosen, choose_among_all
+from ...artifacts.records.bundle import Source
+from ..choose.bundle import assembled
+from ..choose.candidates import read_candidates
+from ..choose.choices import choose_among_all
 from ..compile.cache import CompileCache
-from ..compile.pool import TIMEOUT_S, Compile, CompileJob, CompileResult, compile_all
+from ..compile.pool import CompileJob, CompileResult, compile_all
 from ..compile.toolchain import toolchain
-from ..compile.triton import Compiled, compile_variant
 from ..journal.file import read_journal
-from ..journal.timings import Timings, cell_of
-from ..plan.families import (
-    CONFIG_LIMIT,
-    Family,
-    Pool,
-    by_code,
-    families,
-    named,
-    optional,
-    pass_specs,
-    rejection,
-    specs,
-    to_compile,
-)
+from ..plan.families import to_compile
 from ..plan.plan import BuildPlan, planned_on
 from ..plan.targets import target_of
-from ..process.output_dir import DEFAULT_NAME, check_writable, file_name, held
+from ..process.output_dir import check_writable, file_name, held
 from ..process.output_file import check_out
-from ..process.scratch import scratch_folder
-from ..tune.tuner import Outcome, TuneObservers, tune_problems
+from .options import BuildOptions, Observers
+from .pick import Picked, Shippable, picked, usable
 from .summary import BuildReport, Built, Dropped
-
-
-class Tune(Protocol):
-    """Measures cells of ``candidates`` into ``journal``: ``tune_problems``, but for how. None where it can't."""
-
-    def __call__(
-        self, problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships,
-        observers: TuneObservers,
-    ) -> Outcome | None: ...  # fmt: skip
-
-
-def tune_now(
-    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships, observers: TuneObservers
-) -> Outcome:
-    """On this machine's GPUs, as long as is usual."""
-    return tune_problems(problems, candidates, journal, ships=ships, observers=observers)
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """How to build. ``workers`` None means one a core; ``cache`` None keeps nothing.
-
-    Capabilities in ``measure`` are measured, by ``tune``. ``journal`` takes what is measured, or has what was;
-    None is ``<name>-sm<NN>.journal`` beside the bundle, where it is there or one is measured. ``modelled`` uses none.
-    """
-
-    out: Path
-    name: str = DEFAULT_NAME
-    workers: int | None = None
-    cache: CompileCache | None = None
-    space: Pool = field(default_factory=Pool)
-    timeout_s: float = TIMEOUT_S
-    compile_one: Compile = compile_variant
-    journal: Path | None = None
-    measure: Container[int] = ()
-    modelled: bool = False
-    configs: int = CONFIG_LIMIT  # of an op and dtype, at most
-    tune: Tune = tune_now
-
-
-@dataclass(frozen=True, slots=True)
-class Observers:
-    """Whom to tell while it goes on: the number of variants, each as it is ready, and remarks."""
-
-    on_start: Callable[[int], None] = lambda total: None
-    on_result: Callable[[CompileResult], None] = lambda result: None
-    on_note: Callable[[str], None] = lambda note: None
-    tune: TuneObservers = field(default_factory=TuneObservers)
 
 
 def build(
@@ -103,6 +34,9 @@ def build(
 
     The same plan, Triton, pretuned and journal give the same bytes, whatever the number of workers, the
     machine or the order of the models. Two builds never work in one directory at once.
+
+    What is measured is held against what the runtime would run without the bundle, by all others that it finds, and
+    where nothing is faster the bundle names that, too (``choose.incumbents``).
 
     Raises
     ------
@@ -127,16 +61,14 @@ def build(
             check_out(path)
         results = _compile(plan, sms, options, watch)
         plans = {sm: planned_on(plan, (sm,), options.space) for sm in sms}
-        made = {sm: _usable(plans[sm], sm, options.space, results[sm]) for sm in sms}
-        chosen = {}
-        for sm, (candidates, dropped) in made.items():  # all of them before anything is written
-            evidence, outcome = _measure(plans[sm], sm, candidates, options, watch)
-            picked = choose_from(plans[sm], candidates, evidence, options.configs)
-            chosen[sm] = candidates, dropped, outcome, evidence, picked
-        built = []
-        for sm, (candidates, dropped, outcome, evidence, picked) in chosen.items():
-            bundle = assembled(plans[sm], candidates, picked, evidence)
-            built.append(_publish(paths[sm], bundle, picked, dropped, _counts(results[sm]), outcome, begun))
+        made = {sm: usable(plans[sm], sm, options.space, results[sm]) for sm in sms}
+        for sm, one in made.items():
+            if sm not in options.measure:
+                one.demand_every_family(plans[sm])
+        chosen = {sm: picked(plans[sm], paths[sm], one, options, watch) for sm, one in made.items()}
+        built = [  # all were chosen before anything is written
+            _publish(paths[sm], one, made[sm].dropped, _counts(results[sm]), begun) for sm, one in chosen.items()
+        ]
     return BuildReport(tuple(built), _trouble(options), time.monotonic() - begun)
 
 
@@ -164,10 +96,8 @@ def build_measured(
     _check_journal(candidates.target.sm, options)
     with held(options.out, watch.on_note):
         check_out(final)
-        evidence, outcome = _measure(plan, candidates.target.sm, candidates, options, watch, path)
-        picked = choose_from(plan, candidates, evidence, options.configs)
-        bundle = assembled(plan, candidates, picked, evidence)
-        built = _publish(final, bundle, picked, (), (0, len(candidates.compiled)), outcome, begun)
+        found = picked(plan, final, Shippable(candidates), options, watch)
+        built = _publish(final, found, (), (0, len(candidates.compiled)), begun)
     return BuildReport((built,), (), time.monotonic() - begun)
 
 
@@ -189,51 +119,17 @@ def compile_candidates(
     check_out(path)
     plan = planned_on(plan, (sm,), options.space)
     results = _compile(plan, (sm,), options, watch)[sm]
-    candidates, dropped = _usable(plan, sm, options.space, results)
-    chosen = choose_among_all(plan, candidates.compiled, sm)
-    bundle = assembled(plan, candidates, chosen, None)
-    built = _publish(path, bundle, chosen, dropped, _counts(results), None, begun)
+    found = usable(plan, sm, options.space, results)
+    found.demand_every_family(plan)
+    chosen = choose_among_all(plan, found.candidates.compiled, sm)
+    bundle = assembled(plan, found.candidates, chosen, None)
+    built = _publish(path, Picked(bundle, chosen), found.dropped, _counts(results), begun)
     return BuildReport((built,), _trouble(options), time.monotonic() - begun)
 
 
 def _trouble(options: BuildOptions) -> tuple[str, ...]:
     """What the user should know of the compile cache."""
     return (options.cache.trouble,) if options.cache and options.cache.trouble else ()
-
-
-def _measure(
-    plan: BuildPlan, sm: int, candidates: Candidates, options: BuildOptions, watch: Observers, path: Path | None = None
-) -> tuple[Timings | None, Outcome | None]:
-    """What is known of the candidates: measured now, or in a journal named."""
-    outcome = None
-    journal = options.journal or options.out / f"{options.name}-sm{sm}.journal"
-    if sm in options.measure:
-        with contextlib.ExitStack() as stack:
-            if path is None:
-                path = stack.enter_context(scratch_folder()) / f"candidates-sm{sm}.msgpack"
-                every = choose_among_all(plan, candidates.compiled, sm)
-                publish(path, codec.encode(assembled(plan, candidates, every, None)))
-            ships = shipping(plan, candidates, options.configs)
-            outcome = options.tune(plan.buckets, path, journal, ships, watch.tune)
-    if options.modelled or not (outcome or options.journal or journal.exists()):
-        return None, None
-    try:
-        contents = read_journal(journal)
-        if contents.damaged:
-            watch.on_note(f"note: journal '{journal}': {contents.damaged} damaged records are left out")
-        evidence = evidence_for(plan, candidates, contents, f"journal '{journal}'")
-    except InputError as error:
-        if outcome or options.journal:
-            raise
-        watch.on_note(f"note: not used: {error}")  # nobody named it: it is of another build in this directory
-        return None, None
-    wanted = {cell_of(problem, bucket) for problem, buckets in plan.buckets.items() for bucket in buckets}
-    if options.journal and evidence.cells and wanted.isdisjoint(evidence.cells):
-        watch.on_note(
-            f"note: journal '{journal}': none of the {len(evidence.cells)} cells measured there is of these models: "
-            "all is modelled"
-        )
-    return evidence, outcome
 
 
 def _check_journal(sm: int, options: BuildOptions) -> None:
@@ -272,34 +168,6 @@ def _interrupted(jobs: Sequence[CompileJob], cache: CompileCache | None) -> str:
     return f"interrupted: {kept} of {len(jobs)} variants are compiled and kept; run the same command to go on"
 
 
-def _usable(
-    plan: BuildPlan, sm: int, space: Pool, results: Sequence[CompileResult]
-) -> tuple[Candidates, tuple[Dropped, ...]]:
-    """What can ship, and all that can not, each with its reason."""
-    usable: dict[Spec | RowOpSpec, Compiled] = {}
-    dropped: list[Dropped] = []
-    reasons: dict[Family, dict[str, None]] = {}
-    wanted, beside = specs(plan.problems, sm, space), pass_specs(plan.problems)
-    groups: list[tuple[Spec | RowOpSpec, ...]] = [*by_code(wanted, sm), *((spec,) for spec in beside)]
-    for result, group in zip(results, groups, strict=True):
-        code, reason, kind = result.compiled, result.reason, "failed"
-        if code is not None:
-            reason, kind = rejection(code.variant, arch_of(sm)) or "", "pruned"
-            if not reason:
-                usable |= {spec: code.relabelled(spec) for spec in group}
-                continue
-        dropped.append(Dropped(result.job.spec, kind, reason))
-        for spec in group:
-            reasons.setdefault(Family.of(spec), {})[reason] = None
-    able = {Family.of(spec) for spec in usable}
-    for family, members in families(plan.problems).items():
-        if family not in able and not optional(family):
-            listed = "\n".join(f"  {reason}" for reason in list(reasons.get(family, {}))[:5])
-            raise CompileError(f"sm_{sm}: not one variant of {named(members)} can be used. What went wrong:\n{listed}")
-    compiled = tuple(usable[spec] for spec in (*wanted, *beside) if spec in usable)
-    return Candidates.made_here(sm, compiled), tuple(dropped)
-
-
 def _counts(results: Sequence[CompileResult]) -> tuple[int, int]:
     """(compiled now, cached)."""
     cached = sum(result.cached for result in results)
@@ -307,14 +175,9 @@ def _counts(results: Sequence[CompileResult]) -> tuple[int, int]:
 
 
 def _publish(
-    path: Path,
-    bundle: Bundle,
-    chosen: Chosen,
-    dropped: tuple[Dropped, ...],
-    counts: tuple[int, int],
-    outcome: Outcome | None,
-    begun: float,
-) -> Built:
+    path: Path, picked: Picked, dropped: tuple[Dropped, ...], counts: tuple[int, int], begun: float
+) -> Built:  # fmt: skip
+    bundle, chosen = picked.bundle, picked.chosen
     data = codec.encode(bundle)
     written = publish(path, data)
     compiled, cached = counts
@@ -336,5 +199,6 @@ def _publish(
         size_bytes=len(data),
         unchanged=not written,
         seconds=time.monotonic() - begun,
-        tuned=outcome,
+        tuned=picked.outcome,
+        held_against=picked.held_against,
     )

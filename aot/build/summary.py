@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.records.target import Gpu, Target
+from ...kernels.contract.registry import entry_of
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
+from ..choose.held_against import HeldAgainst
 from ..tune.outcome import Outcome
+
+_REASON_CHARS = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class Built:
     """One bundle. ``variants`` ship, of those ``compiled`` now or ``cached``.
 
     ``measured`` of the ``choices`` were measured, on ``gpus``; ``tuned`` is what this build did for it.
+    ``held_against`` tells what it runs faster than what ran before.
 
     ``worst_loss`` is the most that shipping so few variants costs a problem, by the cost model
     (0.02 is 2 %). ``seconds`` runs from the build's begin to the bundle's publication.
@@ -47,6 +53,7 @@ class Built:
     unchanged: bool
     seconds: float
     tuned: Outcome | None = None
+    held_against: HeldAgainst | None = None
 
     @property
     def source(self) -> str:
@@ -64,6 +71,22 @@ class Built:
     def failed(self) -> int:
         """Variants that the compiler refused, or died of."""
         return sum(one.kind == "failed" for one in self.dropped)
+
+    @property
+    def lost(self) -> str:
+        """What is lost by the variants that don't compile, and why, in a sentence; empty where all do."""
+        failed = [one for one in self.dropped if one.kind == "failed"]
+        if not failed:
+            return ""
+        kernels = ", ".join(dict.fromkeys(entry_of(one.spec).name for one in failed))
+        said = Counter(one.reason.removeprefix(f"{one.spec} for sm_{self.target.sm}: ") for one in failed)
+        (reason, _), *others = said.most_common()
+        reason = reason if len(reason) <= _REASON_CHARS else f"{reason[:_REASON_CHARS]}..."
+        more = f", and {len(others)} other reasons" if len(others) > 1 else ", and another reason" if others else ""
+        instead = "; what bundles here have of them took part instead" if self.held_against else ""
+        every = self.compiled + self.cached + len(failed)
+        text = f"{len(failed)} of {every} variants do not compile with this Triton, of the kernels {kernels}"
+        return f"{text} ({reason}{more}){instead}"
 
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -83,12 +106,14 @@ class Built:
             "cached": self.cached,
             "pruned": self.pruned,
             "failed": self.failed,
+            "lost": self.lost,
             "dropped": [{"variant": str(one.spec), "kind": one.kind, "reason": one.reason} for one in self.dropped],
             "worst_loss": round(self.worst_loss, 6),
             "size_bytes": self.size_bytes,
             "unchanged": self.unchanged,
             "seconds": round(self.seconds, 3),
             "tuned": self.tuned and self.tuned.to_dict(),
+            "held_against": self.held_against and self.held_against.to_dict(),
         }
 
 

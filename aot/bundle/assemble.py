@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from ...artifacts.names import is_text
 from ...artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, Variant
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import Gpu, Target
@@ -135,6 +137,33 @@ def united(models: Iterable[Model]) -> tuple[Model, ...]:
     return tuple(
         replace(model, problems=tuple(sorted(problems[model], key=lambda one: one.sort_key))) for model in order
     )
+
+
+def version(text: str) -> tuple[int, ...]:
+    """The latest version in a producer's text: a bundle of several has several."""
+    return max((tuple(map(int, re.findall(r"\d+", part))) for part in text.split(",")), default=())
+
+
+def combined(producers: Sequence[Producer]) -> Producer:
+    """All versions, the options that every variant shares, and all that they were held against."""
+    shared = set.intersection(*(set(one.compile_options) for one in producers))
+    made = Producer(
+        _listed([one.pretuned for one in producers]),
+        _listed([one.triton for one in producers]),
+        _listed([one.ptxas for one in producers]),
+        tuple(sorted(shared)),
+    )
+    return made.with_held_against(digits for one in producers for digits in one.held_against)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """The distinct versions, latest first; the oldest are left out where a name would get too long."""
+    parts = sorted({part.strip() for text in texts for part in text.split(",")}, key=lambda one: (version(one), one))
+    text = ", ".join(reversed(parts))
+    while not is_text(text) and len(parts) > 1:
+        parts = parts[1:]
+        text = ", ".join(reversed(parts))
+    return text
 
 
 def _model_key(model: Model) -> tuple[object, ...]:

@@ -18,20 +18,27 @@ ship in their latest revision; variants that no claim names are dropped.
 from __future__ import annotations
 
 import enum
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
-from ...artifacts.names import is_text
-from ...artifacts.records.bundle import Bundle, Kernel, Producer, Source
+from ...artifacts.records.bundle import Bundle, Kernel, Source
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem, RowOp
 from ...artifacts.records.target import Gpu
 from ...kernels.contract.words import LAUNCH_ABI
 from ..plan.families import CONFIG_LIMIT, Family, optional, ships_unchosen
-from .assemble import BundleChoice, Provenance, VariantTable, assemble, gpu_key, united
+from .assemble import (
+    BundleChoice,
+    Provenance,
+    VariantTable,
+    assemble,
+    combined,
+    gpu_key,
+    united,
+    version,
+)
 
 
 class Reason(enum.Enum):
@@ -149,7 +156,7 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
         Provenance(
             every[0].target,
             max(one.min_driver for one in every),
-            _producer(every),
+            combined([one.producer for one in every]),
             tuple({kernel: None for one in every for kernel in one.kernels}),
             united(model for one in every for model in one.models),
         ),
@@ -202,18 +209,13 @@ def _check(bundles: Mapping[str, Bundle]) -> None:
 
 
 def _ranked(bundles: Sequence[Bundle]) -> list[_Input]:
-    versions = [_version(bundle.producer.pretuned) for bundle in bundles]
-    tritons = [_version(bundle.producer.triton) for bundle in bundles]
+    versions = [version(bundle.producer.pretuned) for bundle in bundles]
+    tritons = [version(bundle.producer.triton) for bundle in bundles]
     newest, newest_triton = sorted(set(versions), reverse=True), sorted(set(tritons), reverse=True)
     return [
         _Input(i, bundle, newest.index(versions[i]), newest_triton.index(tritons[i]))
         for i, bundle in enumerate(bundles)
     ]
-
-
-def _version(text: str) -> tuple[int, ...]:
-    """The latest version in a producer's text: a merged bundle lists several."""
-    return max((tuple(map(int, re.findall(r"\d+", part))) for part in text.split(",")), default=())
 
 
 def _gpu_ranks(bundles: Sequence[Bundle]) -> dict[Gpu, int]:
@@ -265,28 +267,6 @@ def _fallbacks(inputs: Sequence[_Input], codes: VariantTable, behind: Sequence[i
     return [place for (family, experts, _), (key, place) in best.items() if key[0] == least[family, experts]]
 
 
-def _producer(bundles: Sequence[Bundle]) -> Producer:
-    """All versions, and the options that every variant shares."""
-    producers = [bundle.producer for bundle in bundles]
-    shared = set(producers[0].options).intersection(*(one.options for one in producers))
-    return Producer(
-        _listed([one.pretuned for one in producers]),
-        _listed([one.triton for one in producers]),
-        _listed([one.ptxas for one in producers]),
-        tuple(sorted(shared)),
-    )
-
-
-def _listed(texts: Sequence[str]) -> str:
-    """The distinct versions, latest first; the oldest are left out where a name would get too long."""
-    parts = sorted({part.strip() for text in texts for part in text.split(",")}, key=lambda one: (_version(one), one))
-    text = ", ".join(reversed(parts))
-    while not is_text(text) and len(parts) > 1:
-        parts = parts[1:]
-        text = ", ".join(reversed(parts))
-    return text
-
-
 def _too_many(bundle: Bundle) -> tuple[TooMany, ...]:
     configs: dict[tuple[Op | RowOp, DType], set[object]] = {}
     for one in (variant for variant in bundle.variants if not optional(variant)):
@@ -304,7 +284,7 @@ def _notes(bundles: Sequence[Bundle], conflicts: Sequence[Conflict], too_many: S
         )
     if any(one.loser.source is Source.MEASURED for one in conflicts if one.reason is Reason.REVISION):
         notes.append("times of an earlier kernel revision gave way to those of a later one")
-    if len({bundle.producer.options for bundle in bundles}) > 1:
+    if len({bundle.producer.compile_options for bundle in bundles}) > 1:
         notes.append("the bundles were compiled with different options: only those that all share are recorded")
     notes += [
         f"{one.op.value} {one.dtype.value} ships {one.configs} configs, a build at most "

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...artifacts.errors import InputError
+from ...artifacts.errors import CompileError, InputError
 from ...artifacts.records.bundle import Kernel, Producer
 from ...artifacts.records.target import Target
+from ..bundle.assemble import combined
 from ..bundle.verify import sound
 from ..compile.triton import Compiled, driver_for, kernels_of, producer_of
 from ..plan.families import Family, families, named, optional
 from ..plan.plan import BuildPlan
 from ..plan.targets import target_of
+from .incumbents import Carried
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Compiled variants, and what compiled them: all that a bundle takes over from them."""
+    """Compiled variants, and what compiled them: all that a bundle takes over from them.
+
+    ``carried`` are beside them, byte for byte those of bundles that are there: they ship where a choice names them.
+    """
 
     target: Target
     min_driver: int
     producer: Producer
     kernels: tuple[Kernel, ...]
     compiled: tuple[Compiled, ...]
+    carried: tuple[Carried, ...] = ()
+
+    @property
+    def every(self) -> tuple[Compiled, ...]:
+        """All that there is to choose from: ``compiled``, then what is carried."""
+        return (*self.compiled, *(one.code for one in self.carried))
 
     @classmethod
     def made_here(cls, sm: int, compiled: tuple[Compiled, ...]) -> Candidates:
@@ -31,10 +43,52 @@ class Candidates:
         producer = producer_of(sm)
         return cls(target_of(sm), driver_for(sm, producer), producer, kernels_of(compiled), compiled)
 
-    def kernels_of(self, variants: tuple[Compiled, ...]) -> tuple[Kernel, ...]:
-        """The kernels of some of the variants."""
-        names = {one.variant.kernel for one in variants}
-        return tuple(kernel for kernel in self.kernels if kernel.name in names)
+    @classmethod
+    def of_bundles(cls, sm: int, carried: Sequence[Carried]) -> Candidates:
+        """Those of bundles that are there alone, where nothing can be compiled.
+
+        Raises
+        ------
+        CompileError
+            if there are none.
+        """
+        if not carried:
+            raise CompileError(f"sm_{sm}: no bundle here has a variant that could be measured instead")
+        first = carried[0]
+        return cls(target_of(sm), first.min_driver, first.producer, (), (), tuple(carried))
+
+    def beside(self, others: Sequence[Carried]) -> Candidates:
+        """The same, and what others there are: not what is the same code, nor what is of other sources by one name."""
+        mine = {(Family.of(one.variant), one.variant.cubin_sha256) for one in self.compiled}
+        sources = {(one.name, one.revision): one for one in self.kernels}
+        more = tuple(
+            one
+            for one in others
+            if (Family.of(one.code.variant), one.code.variant.cubin_sha256) not in mine
+            and sources.get((one.kernel.name, one.kernel.revision), one.kernel) == one.kernel
+        )
+        return replace(self, carried=more)
+
+    def only(self, shas: Container[bytes]) -> Candidates:
+        """The same, and of what is carried these cubins alone."""
+        return replace(self, carried=tuple(one for one in self.carried if one.code.variant.cubin_sha256 in shas))
+
+    def provenance_of(self, variants: Sequence[Compiled]) -> tuple[int, Producer, tuple[Kernel, ...]]:
+        """(the least driver, what made them, their kernels) of some of the variants."""
+        ships = {one.variant for one in variants}
+        others = [one for one in self.carried if one.code.variant in ships]
+        names = {(one.variant.kernel, one.variant.revision) for one in variants}
+        kernels = dict.fromkeys((*self.kernels, *sorted((one.kernel for one in others), key=_kernel_key)))
+        own = [self.producer] if self.compiled else []
+        return (
+            max([self.min_driver, *(one.min_driver for one in others)]),
+            combined([*own, *dict.fromkeys(one.producer for one in others)]) if others else self.producer,
+            tuple(kernel for kernel in kernels if (kernel.name, kernel.revision) in names),
+        )
+
+
+def _kernel_key(kernel: Kernel) -> tuple[str, int]:
+    return kernel.name, kernel.revision
 
 
 def read_candidates(path: str | Path, plan: BuildPlan | None = None) -> Candidates:

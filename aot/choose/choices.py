@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from ...artifacts.errors import CompileError
 from ...artifacts.limits import MAX_TIME_NS
@@ -22,6 +23,7 @@ from ..compile.triton import Compiled
 from ..journal.timings import CellTimes, Timings, cell_of
 from ..plan.families import CONFIG_LIMIT, Family, families, optional, serves, ships_unchosen
 from ..plan.plan import BuildPlan
+from .incumbents import Running, runs
 from .subset import Loss, select
 
 # What an estimate is charged beside measured times: among equals the one that was measured ships.
@@ -33,13 +35,18 @@ ConfigPairs = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A problem and bucket: (estimate in us, variant) best first; ``times_us`` of all, measured where it was."""
+    """A problem and bucket: (estimate in us, variant) best first; ``times_us`` of all, measured where it was.
+
+    ``incumbent`` is the variant that ran here before.
+    """
 
     problem: Problem
     bucket: int
     estimates: list[tuple[float, int]]
     times_us: dict[int, float]
     measured: CellTimes | None
+    incumbent: int | None = None
+    settled: bool = False  # the incumbent stays, as it was not measured
 
 
 Ranked = list[_Cell]
@@ -53,28 +60,41 @@ class Chosen:
     choices: Mapping[Problem, tuple[Choice, ...]]
     losses: tuple[Loss, ...]
 
+    @property
+    def named(self) -> set[int]:
+        """The variants that a choice names, or has as its runner-up."""
+        every = itertools.chain.from_iterable(self.choices.values())
+        return {i for one in every for i in (one.variant, one.runner_up) if i is not None}
+
 
 def choose(
-    plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None = None, configs: int = CONFIG_LIMIT
-) -> Chosen:
+    plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None = None,
+    configs: int = CONFIG_LIMIT, *, own: int | None = None, running: Running = MappingProxyType({}),
+) -> Chosen:  # fmt: skip
     """The variants to ship, of at most ``configs`` an op and dtype, and the best for each (problem, bucket).
 
     Fallbacks always ship: they are what any other N and K runs on; and so do passes. Forms that move rows ship fewer
     configs than the plain one, or the same. Choices point into ``evidence.gpus``. An optional problem that no variant
     serves has no choice.
 
+    Never slower: what ran in a cell before, by ``running`` or by the evidence, stays where nothing that ships beats it
+    by more than noise, and where it was not measured. Such variants ship beyond ``configs``. The first ``own`` variants
+    are of this build; what follows is of other bundles, and ships only where a choice names it.
+
     Raises
     ------
     CompileError
         if no variant serves a problem.
     """
-    ranked = _all_ranked(plan, compiled, sm, evidence)
-    ships = {i for i, one in enumerate(compiled) if ships_unchosen(one.variant)}
+    ranked = _all_ranked(plan, compiled, sm, evidence, running)
+    mine = compiled[:own]
+    ships = {i for i, one in enumerate(mine) if ships_unchosen(one.variant)}
+    unchosen = frozenset(ships)
     losses: list[Loss] = []
     held: dict[Family, set[ConfigPairs]] = {}
     for group in _by_op(ranked):
         plain = replace(group[0], fusion=Fusion.NONE)
-        served = _configs(group, ranked, compiled, configs, held.get(plain, set()))
+        served = _configs(group, ranked, compiled, configs, held.get(plain, set()), len(mine))
         held.setdefault(plain, served)
         for family in group:
             table = _table(ranked[family])
@@ -82,7 +102,35 @@ def choose(
             if table:
                 losses.append(select(table, configs, allowed=allowed))
                 ships.update(losses[-1].variants)
+    cells = list(itertools.chain.from_iterable(ranked.values()))
+    if any(cell.incumbent is not None for cell in cells):
+        ships = _with_incumbents(cells, ships, compiled)
+        named = _chosen(plan, compiled, ranked, sorted(ships), (), evidence).named
+        ships = _with_incumbents(cells, unchosen | {sorted(ships)[i] for i in named}, compiled)
     return _chosen(plan, compiled, ranked, sorted(ships), tuple(losses), evidence)
+
+
+def _with_incumbents(cells: Sequence[_Cell], ships: Iterable[int], compiled: Sequence[Compiled]) -> set[int]:
+    """What ships, and what ran before wherever nothing of all that takes its place."""
+    found = set(ships)
+    before = -1
+    while len(found) != before:  # one that joins may be the fastest elsewhere, too, and beat nobody by more than noise
+        before = len(found)
+        staying = (_staying(cell, found, compiled) for cell in cells)
+        found.update([one for one in staying if one is not None])
+    return found
+
+
+def _staying(cell: _Cell, ships: Container[int], compiled: Sequence[Compiled]) -> int | None:
+    """What ran in a cell before, where it stays: it was not measured, or is beaten by none that ships."""
+    if cell.incumbent is None:
+        return None
+    if cell.settled or cell.measured is None:
+        return cell.incumbent
+    incumbent = compiled[cell.incumbent].variant.cubin_sha256
+    best = cell.measured.best_of([compiled[i].variant.cubin_sha256 for _, i in cell.estimates if i in ships])
+    beaten = best is not None and cell.measured.improves(best, incumbent)
+    return None if beaten else cell.incumbent
 
 
 def choose_among_all(plan: BuildPlan, compiled: Sequence[Compiled], sm: int) -> Chosen:
@@ -93,7 +141,8 @@ def choose_among_all(plan: BuildPlan, compiled: Sequence[Compiled], sm: int) -> 
     CompileError
         if no variant serves a problem.
     """
-    return _chosen(plan, compiled, _all_ranked(plan, compiled, sm, None), range(len(compiled)), (), None)
+    ranked = _all_ranked(plan, compiled, sm, None, {})
+    return _chosen(plan, compiled, ranked, range(len(compiled)), (), None)
 
 
 def _chosen(
@@ -104,7 +153,8 @@ def _chosen(
     served = {cell.problem for cell in itertools.chain.from_iterable(ranked.values())}
     choices: dict[Problem, list[Choice]] = {problem: [] for problem in plan.problems if problem in served}
     for cell in itertools.chain.from_iterable(ranked.values()):
-        choice = _measured_choice(cell, place, compiled, evidence) or _modelled_choice(cell, place)
+        stays = _staying(cell, place, compiled)
+        choice = _measured_choice(cell, place, compiled, evidence, stays) or _modelled_choice(cell, place, stays)
         choices[cell.problem].append(choice)
     return Chosen(
         tuple(compiled[i] for i in place),
@@ -113,8 +163,9 @@ def _chosen(
     )
 
 
-def _modelled_choice(cell: _Cell, place: Mapping[int, int]) -> Choice:
-    first, *rest = itertools.islice(((us, place[i]) for us, i in cell.estimates if i in place), 2)
+def _modelled_choice(cell: _Cell, place: Mapping[int, int], stays: int | None) -> Choice:
+    ordered = sorted(cell.estimates, key=lambda one: one[1] != stays)
+    first, *rest = itertools.islice(((us, place[i]) for us, i in ordered if i in place), 2)
     second = rest[0] if rest else None
     return Choice(
         cell.bucket,
@@ -127,9 +178,9 @@ def _modelled_choice(cell: _Cell, place: Mapping[int, int]) -> Choice:
 
 
 def _measured_choice(
-    cell: _Cell, place: Mapping[int, int], compiled: Sequence[Compiled], evidence: Timings | None
+    cell: _Cell, place: Mapping[int, int], compiled: Sequence[Compiled], evidence: Timings | None, stays: int | None
 ) -> Choice | None:
-    """The one of those that ship that ``CellTimes.best_of`` names.
+    """The one of those that ship that ``CellTimes.best_of`` names; or what ran before, where it ``stays``.
 
     None where nothing was measured, or the modelled one was not and looks better even so. Where it was, and lost, it
     is not taken back for the sake of a third that was not measured.
@@ -139,11 +190,11 @@ def _measured_choice(
     sha = {i: compiled[i].variant.cubin_sha256 for _, i in cell.estimates if i in place}
     times_ns = cell.measured.times_ns
     timed = sorted((times_ns[sha[i]], order, i) for order, i in enumerate(sha) if sha[i] in times_ns)
-    if not timed:
+    if not timed or (stays is not None and sha[stays] not in times_ns):
         return None
     found, modelled = cell.measured.best_of([*sha.values()]), next(iter(sha))
-    best = next(i for i, one in sha.items() if one == found)
-    if sha[modelled] not in times_ns and cell.times_us[modelled] < cell.times_us[best]:
+    best = stays if stays is not None else next(i for i, one in sha.items() if one == found)
+    if cell.incumbent is None and sha[modelled] not in times_ns and cell.times_us[modelled] < cell.times_us[best]:
         return None
     second = next(((ns, i) for ns, _, i in timed if i != best), None)
     clock = evidence.clock(cell.problem, cell.bucket)
@@ -172,6 +223,7 @@ def _configs(
     compiled: Sequence[Compiled],
     most: int,
     held: set[ConfigPairs],
+    own: int,
 ) -> set[ConfigPairs]:
     """The aligned configs that serve all families of a group best, and their fallbacks', at most ``most``.
 
@@ -180,11 +232,11 @@ def _configs(
     it held, if each family is served by one of those.
     """
     fallbacks = {
-        one.variant.config for one in compiled if one.variant.alignment == 1 and Family.of(one.variant) in group
+        one.variant.config for one in compiled[:own] if one.variant.alignment == 1 and Family.of(one.variant) in group
     }
     numbers: dict[ConfigPairs, int] = {}
     table = {
-        key: [(numbers.setdefault(compiled[i].variant.config, len(numbers)), us) for i, us in cell]
+        key: _least((numbers.setdefault(compiled[i].variant.config, len(numbers)), us) for i, us in cell)
         for family in group
         for key, cell in _table(ranked[family]).items()
     }
@@ -204,6 +256,14 @@ def _configs(
     return found
 
 
+def _least(times: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Of what is there twice the faster one: a config may have been compiled here and elsewhere."""
+    found: dict[int, float] = {}
+    for one, us in times:
+        found[one] = min(us, found.get(one, us))
+    return list(found.items())
+
+
 def _beside(problem: Problem, every: Container[Problem]) -> bool:
     """Whether the same shape is there with w as [E, N, K], too."""
     return problem.layout is Layout.KN and replace(problem, layout=Layout.NK) in every
@@ -214,31 +274,38 @@ def _variant_configs(ranked: Ranked, compiled: Sequence[Compiled]) -> set[Config
 
 
 def _table(ranked: Ranked) -> dict[tuple[Problem, int], list[tuple[int, float]]]:
-    """What there is to choose from: problems that aren't aligned have the fallbacks alone."""
+    """What there is to choose from: problems that aren't aligned have the fallbacks alone, and where what ran before
+    was not measured nothing is chosen."""
     return {
-        (cell.problem, cell.bucket): list(cell.times_us.items()) for cell in ranked if has_aligned_rows(cell.problem)
+        (cell.problem, cell.bucket): list(cell.times_us.items())
+        for cell in ranked
+        if has_aligned_rows(cell.problem) and not cell.settled
     }
 
 
 def _all_ranked(
-    plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None
+    plan: BuildPlan, compiled: Sequence[Compiled], sm: int, evidence: Timings | None, running: Running
 ) -> dict[Family, Ranked]:
     return {
-        family: _ranked(family, problems, plan, compiled, sm, evidence)
+        family: _ranked(family, problems, plan, compiled, sm, evidence, running)
         for family, problems in families(plan.problems).items()
     }
 
 
 def _ranked(
     family: Family, problems: Sequence[Problem], plan: BuildPlan, compiled: Sequence[Compiled], sm: int,
-    evidence: Timings | None,
+    evidence: Timings | None, running: Running,
 ) -> Ranked:  # fmt: skip
     """Each (problem, bucket) of a family with its variants."""
     rankers: dict[tuple[int, ...], Ranker] = {}
     chip = (evidence and evidence.chip) or chip_for(sm)
     found = []
     for problem in problems:
-        able = tuple(i for i, one in enumerate(compiled) if serves(one.variant, problem))
+        before = {bucket: _before(problem, bucket, evidence, running) for bucket in plan.buckets[problem]}
+        ran = set(itertools.chain.from_iterable(before.values()))
+        able = tuple(
+            i for i, one in enumerate(compiled) if serves(one.variant, problem) or runs(one.variant, problem, ran)
+        )
         if not able:
             if optional(problem):
                 continue
@@ -249,17 +316,36 @@ def _ranked(
         for bucket in plan.buckets[problem]:
             estimates = [(us, able[i]) for us, i in rankers[able].rank(problem.canonical, bucket)]
             measured = evidence.cells.get(cell_of(problem, bucket)) if evidence else None
-            found.append(_Cell(problem, bucket, estimates, _times_us(estimates, measured, compiled), measured))
+            place = {compiled[i].variant.cubin_sha256: i for _, i in reversed(estimates)}
+            incumbent = next((place[sha] for sha in before[bucket] if sha in place), None)
+            times_us = _times_us(estimates, measured, compiled, incumbent)
+            settled = incumbent is not None and not (
+                measured and compiled[incumbent].variant.cubin_sha256 in measured.times_ns
+            )
+            found.append(_Cell(problem, bucket, estimates, times_us, measured, incumbent, settled))
     return found
 
 
+def _before(problem: Problem, bucket: int, evidence: Timings | None, running: Running) -> tuple[bytes, ...]:
+    """What ran in a cell before, what a choice has to beat first: what was not timed, then the fastest."""
+    now = running.get((problem, bucket))
+    measured = evidence.cells.get(cell_of(problem, bucket)) if evidence else None
+    times_ns = measured.times_ns if measured else {}
+    shas = {*(measured.incumbents if measured else ()), *((now.variant,) if now else ())}
+    return tuple(sorted(shas, key=lambda sha: (times_ns.get(sha, 0), sha)))
+
+
 def _times_us(
-    estimates: Sequence[tuple[float, int]], measured: CellTimes | None, compiled: Sequence[Compiled]
+    estimates: Sequence[tuple[float, int]],
+    measured: CellTimes | None,
+    compiled: Sequence[Compiled],
+    incumbent: int | None,
 ) -> dict[int, float]:
     """The times measured, and the other estimates on their scale.
 
     Where the model's first was measured, none of the others counts as faster than the fastest that was: it was passed
-    over by the same model, and the scale of a few estimates is no evidence.
+    over by the same model, and the scale of a few estimates is no evidence. Nor does what would not take the place of
+    the ``incumbent`` count as faster than that.
     """
     if measured is None:
         return {i: us for us, i in estimates}
@@ -277,6 +363,12 @@ def _times_us(
     ratios = [math.log(known[i] / us) for us, i in estimates if i in known and math.isfinite(us)]
     scale = UNMEASURED * math.exp(math.fsum(ratios) / len(ratios)) if ratios else 1.0
     least = UNMEASURED * min(known.values()) if first is not None and first == estimates[0][1] else 0.0
+    if incumbent in known:
+        held = compiled[incumbent].variant.cubin_sha256
+        for i in known:
+            if i != incumbent and not measured.improves(compiled[i].variant.cubin_sha256, held):
+                known[i] = max(known[i], known[incumbent] * NOT_FASTER)
+        least = max(least, UNMEASURED * known[incumbent])
     return {i: known.get(i, max(us * scale, least)) for us, i in estimates}
 
 
@@ -285,4 +377,4 @@ def _brought(ns: int, clock: float) -> int:
 
 
 def _ns(us: float) -> int:
-    return max(1, round(us * 1000))
+    return max(1, round(min(us * 1000, MAX_TIME_NS)))

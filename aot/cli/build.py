@@ -15,16 +15,18 @@ from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.records.problem import Problem
 from ...runtime import settings
-from ..build.build import BuildOptions, build_measured
 from ..build.build import build as build_bundles
+from ..build.build import build_measured
+from ..build.options import BuildOptions
 from ..build.summary import BuildReport, Built
 from ..choose.bundle import Ships
+from ..choose.incumbents import RunsOn
 from ..journal.file import OtherJournal
 from ..plan.families import CONFIG_LIMIT
 from ..plan.targets import parse_sm
 from ..process.gpus import native_sm
 from ..process.output_dir import DEFAULT_NAME
-from ..tune.tuner import NoGpu, Outcome, TuneObservers
+from ..tune.tuner import Entrants, NoGpu, Outcome, TuneObservers
 from .echo import echo, quoted, tell
 from .options import as_json, cache_of, directory, file_path, load, print_json, what_to_build, workers
 from .progress import Progress
@@ -146,10 +148,12 @@ def _measured_sms(
 
 def _tune(
     budget_s: float | None, executor: str | None, gpus: Sequence[int] | None, must: bool,
-    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships, observers: TuneObservers,
+    problems: Mapping[Problem, Sequence[int]], candidates: Path, journal: Path, ships: Ships, runs: RunsOn,
+    observers: TuneObservers,
 ) -> Outcome | None:  # fmt: skip
+    how = {"budget_s": budget_s, "ships": ships, "entrants": Entrants(runs=runs)}
     try:
-        return tune(executor, gpus, problems, candidates, journal, observers=observers, budget_s=budget_s, ships=ships)
+        return tune(executor, gpus, problems, candidates, journal, observers=observers, **how)
     except (NoGpu, OtherJournal) as error:
         if must:
             raise
@@ -171,7 +175,7 @@ def _show(report: BuildReport, out: Path, verbose: bool) -> None:
             for dropped in one.dropped:
                 echo(f"{one.target}: {dropped.kind}: {dropped.spec}: {dropped.reason}")
         elif one.failed:
-            echo(f"{one.target}: {one.failed} variants failed to compile; -v tells why")
+            echo(f"{one.target}: {one.lost}; -v lists them")
     first, folder = quoted(report.bundles[0].path), quoted(out.resolve())
     echo("")
     for one in report.bundles:
@@ -185,6 +189,9 @@ def _show(report: BuildReport, out: Path, verbose: bool) -> None:
         f"  or right here   export PRETUNED_BUNDLES={folder}\n"
         f"  then            pretuned.runtime.grouped_gemm(x, w, m_sizes)"
     )
+    for one in report.bundles:
+        if one.held_against is not None:
+            echo(f"{one.target}: {one.held_against}")
 
 
 def _origin(one: Built) -> str:

@@ -8,7 +8,8 @@ import click
 
 from ...artifacts.errors import InputError
 from ...artifacts.names import printable
-from ..build.build import BuildOptions, compile_candidates
+from ..build.build import compile_candidates
+from ..build.options import BuildOptions
 from .echo import echo, quoted, tell
 from .options import as_json, cache_of, file_path, load, print_json, what_to_build, workers
 from .progress import Progress

@@ -10,11 +10,12 @@ import click
 
 from ...artifacts.errors import InputError
 from ...runtime import settings
-from ..choose.bundle import shipping
+from ..build.pick import with_what_is_there
 from ..choose.candidates import read_candidates
 from ..models.load import load_models
 from ..plan.plan import plan
 from ..tune.shortlist import SHARE
+from ..tune.tuner import Entrants
 from .echo import echo, quoted
 from .options import as_json, file_path, models, ops, print_json, wanted_ops
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
@@ -58,10 +59,11 @@ def measure(
     wanted = ordinals(gpus)
     check_executor(executor, gpus)
     planned = plan(load_models(models, only=wanted_ops(ops)).shapes)
-    with TuneProgress(as_json, budget) as progress:
+    with TuneProgress(as_json, budget) as progress, with_what_is_there(planned, read_candidates(candidates)) as there:
+        file, ships, runs = there
         outcome = tune(
-            executor, wanted, planned.buckets, candidates, journal, observers=progress.observers(), budget_s=budget,
-            with_torch=not no_torch, share=share, like=like, ships=shipping(planned, read_candidates(candidates)),
+            executor, wanted, planned.buckets, file, journal, observers=progress.observers(), budget_s=budget,
+            with_torch=not no_torch, entrants=Entrants(share, like, runs), ships=ships,
         )  # fmt: skip
     if as_json:
         print_json({**outcome.to_dict(), "journal": str(journal)})

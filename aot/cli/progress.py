@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from ...artifacts.names import printable
-from ..build.build import Observers
+from ..build.options import Observers
 from ..compile.pool import CompileResult
 from ..tune.outcome import TuneObservers
 from .echo import echo

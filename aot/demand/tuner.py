@@ -16,6 +16,7 @@ from ...artifacts.errors import BundleError, HostError, LockBusy, PretunedError
 from ...artifacts.files.bundle_file import open_bytes
 from ...artifacts.files.lock import lock
 from ...artifacts.format import codec
+from ...artifacts.names import printable
 from ...artifacts.records.bundle import Bundle, Choice, Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
@@ -24,7 +25,7 @@ from ...kernels.contract.alignment import has_aligned_rows
 from ...kernels.contract.config import Config
 from ...runtime import locks
 from ...runtime.dispatch import snapshot as dispatch_snapshot
-from ...runtime.dispatch.decide import Decision, decide
+from ...runtime.dispatch.decide import Decision, Miss, decide, settle
 from ...runtime.dispatch.pin import KernelPair, Preference
 from ...runtime.dispatch.places import Kind
 from ...runtime.dispatch.snapshot import Rejected, Usable
@@ -148,7 +149,7 @@ class OnDemand:
                 if not (fresh and _attempted(planned.buckets, local)):  # else another process has just done it
                     self._tune(planned, local, device)
         except PretunedError as error:
-            _log.warning("pretuned: tuning on demand failed, the ordinary choice runs: %s", error)
+            _log.warning("pretuned: tuning on demand failed, %s: %s", _instead(planned.buckets, local), error)
             return False
         return measured_here(planned.buckets, local)
 
@@ -177,10 +178,11 @@ class OnDemand:
 
 
 def measure_in_child(planned: BuildPlan, sm: int, device: int) -> Bundle:
-    """Compile the candidates and measure them, in a process of their own."""
+    """Compile candidates and measure them beside what the runtime finds, in a process of their own."""
     from ..compile.cache import default_dir
 
     cache = default_dir()
+    made = _made_here(sm)
     arguments = {
         "cells": [(worker.plain(problem), list(buckets)) for problem, buckets in planned.buckets.items()],
         "models": [
@@ -188,9 +190,23 @@ def measure_in_child(planned: BuildPlan, sm: int, device: int) -> Bundle:
             for one in planned.models
         ],
         "sm": sm, "device": device, "budget_s": BUDGET_S, "cache": None if cache is None else str(cache),
+        "made": list(made),
     }  # fmt: skip
-    found = child.call("demand.worker:measure_cells", arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning")
+    found = child.call(
+        "demand.worker:measure_cells", arguments, timeout_s=_CHILD_TIMEOUT_S, who="tuning", files=made
+    )  # fmt: skip
     return codec.decode(found, "tuned now")
+
+
+def _made_here(sm: int) -> dict[str, bytes]:
+    """What this process tuned and has in no place where another finds it, as files."""
+    found = dispatch_snapshot.snapshot().found(installed=False)
+    bundles = [one.bundle for one in found if one.place.kind is Kind.PROCESS and one.bundle is not None]
+    return {
+        f"made-{number}.msgpack": codec.encode(bundle.load())
+        for number, bundle in enumerate(bundles)
+        if bundle.target.sm == sm
+    }
 
 
 def measured_here(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> bool:
@@ -265,6 +281,20 @@ def planned_for(key: CacheKey, shape: LayerShard) -> BuildPlan:
     made = plan([shape])
     made = made.without({one for one in made.problems if optional(one)})  # no call names a config of these
     return BuildPlan(dict.fromkeys(made.problems, (key.bucket,)), made.models)
+
+
+def _instead(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> str:
+    """What runs these cells where they can't be tuned, in words."""
+    snapshot, ran = dispatch_snapshot.snapshot(), list[Decision | Miss]()
+    for problem, buckets in cells.items():
+        aligned = has_aligned_rows(problem)
+        with contextlib.suppress(PretunedError):  # a file that PRETUNED_BUNDLES names: the call itself says so
+            ran += [settle(snapshot, problem, bucket, local, aligned, False) for bucket in buckets]
+    names = dict.fromkeys(printable(one.chosen.usable.path.name) for one in ran if isinstance(one, Decision))
+    torchs = sum(isinstance(one, Miss) for one in ran)
+    said = [f"what runs instead is the ordinary choice, of {', '.join(names)}"] if names else []
+    said += [f"torch's grouped GEMM runs {torchs} of {len(ran)} cells"] if torchs else []
+    return "; ".join(said) or "the ordinary choice runs"
 
 
 def _overlay_file(local: LocalGpu) -> tuple[int, ...] | None:

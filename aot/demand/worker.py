@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ...artifacts.errors import CompileError
+from ...artifacts.errors import CompileError, HostError
+from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
 from ...artifacts.format.schema import pack_problem, read_problem
@@ -22,16 +24,17 @@ from ...kernels.hardware.arch import arch_of
 from ...kernels.hardware.chips import chip_for
 from ...kernels.search.space import candidates, fallbacks, shared_bytes_at_least
 from ..choose.bundle import assembled, measured_bundle
-from ..choose.candidates import Candidates, read_candidates
+from ..choose.candidates import Candidates
 from ..choose.choices import choose, choose_among_all
+from ..choose.incumbents import Carried, Incumbents
 from ..choose.subset import select
 from ..compile.cache import CompileCache
 from ..compile.pool import CompileJob, compile_all
 from ..compile.triton import Compiled
 from ..journal.file import read_journal
-from ..plan.families import by_code, rejection
+from ..plan.families import by_code, rejection, serves
 from ..plan.plan import BuildPlan
-from ..tune.tuner import tune_problems
+from ..tune.tuner import Entrants, tune_problems
 
 _JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/inside/cost-model.md); two more for those that don't compile
 _JIT_ROWS = 1 << 20
@@ -52,29 +55,83 @@ def compile_kind(problem: str, sm: int, cache: str | None, answer: Path) -> None
 
 def measure_cells(
     cells: Sequence[tuple[str, Sequence[int]]], models: Sequence[tuple[str, int, str, Sequence[str]]], sm: int,
-    device: int, budget_s: float, cache: str | None, answer: Path,
+    device: int, budget_s: float, cache: str | None, made: Sequence[str], answer: Path,
 ) -> None:  # fmt: skip
-    """For ``child.call``: compile candidates for these cells, measure them, and write the bundle of what was found."""
+    """For ``child.call``: compile candidates for these cells, measure them beside all that the runtime finds, and
+    write the bundle of what was found. ``made`` names files beside ``answer``: bundles that the caller made and has in
+    no other place.
+
+    A problem that nothing can run is left out.
+
+    Raises
+    ------
+    CompileError, HostError
+        if nothing can be compiled, and there is nothing else.
+    """
     wanted = {_problem(problem): tuple(buckets) for problem, buckets in cells}
     records = tuple(
         Model(name, 1, 1, top_k, DType(dtype), tuple(map(_problem, problems)))
         for name, top_k, dtype, problems in models
     )  # fmt: skip
-    candidates, journal = answer.with_suffix(".candidates"), answer.with_suffix(".journal")
+    path, journal = answer.with_suffix(".candidates"), answer.with_suffix(".journal")
+    found = Incumbents.found()
+    for name in made:
+        found.snapshot.add(open_bundle(answer.with_name(name)))
     planned = BuildPlan(wanted, records)
-    made = Candidates.made_here(sm, compile_specs(_specs_of(wanted, sm), sm, _cache(cache)))
-    every = choose_among_all(planned, made.compiled, sm)
-    publish(candidates, codec.encode(assembled(planned, made, every, None)))
-    tune_problems(wanted, candidates, journal, budget_s=budget_s, gpus=[device], with_torch=False, share=_SHARE)
-    answer.write_bytes(codec.encode(measured_bundle(planned, read_candidates(candidates), read_journal(journal))))
+    candidates = _candidates_beside(wanted, found.codes(planned.problems, sm), sm, _cache(cache))
+    able = [one.variant for one in candidates.every]
+    planned = planned.without({one for one in wanted if not any(serves(variant, one) for variant in able)})
+    every = choose_among_all(planned, candidates.every, sm)
+    publish(path, codec.encode(assembled(planned, candidates, every, None)))
+    runs = found.on(planned.buckets)
+    tune_problems(
+        planned.buckets, path, journal, budget_s=budget_s, gpus=[device], with_torch=False,
+        entrants=Entrants(_SHARE, runs=runs),
+    )  # fmt: skip
+    answer.write_bytes(codec.encode(measured_bundle(planned, candidates, read_journal(journal), runs)))
 
 
-def _specs_of(cells: Mapping[Problem, Sequence[int]], sm: int) -> dict[Spec, None]:
-    """What is compiled for these problems and buckets: the best of each by the cost model, and the fallbacks."""
+def _candidates_beside(
+    cells: Mapping[Problem, Sequence[int]], there: Sequence[Carried], sm: int, cache: CompileCache | None
+) -> Candidates:
+    """What compiles for these cells, beside what is there.
+
+    Where nothing of a problem's does, and nothing runs it yet, the model's next ones are compiled, until one does.
+    """
+    compiled: tuple[Compiled, ...] = ()
+    failure: CompileError | HostError | None = None
+    lacking = dict(cells)
+    tried: set[Spec] = set()
+    for first in itertools.count(0, _CELL_CONFIGS):
+        specs = [spec for spec in _specs_of(lacking, sm, first) if spec not in tried]
+        if not specs:
+            break
+        tried.update(specs)
+        try:
+            compiled += compile_specs(specs, sm, cache)
+        except HostError as error:
+            failure = error
+            break
+        except CompileError as error:
+            failure = failure or error
+        able = [one.variant for one in (*compiled, *(one.code for one in there))]
+        lacking = {one: row for one, row in lacking.items() if not any(serves(variant, one) for variant in able)}
+        if not lacking:
+            break
+    if compiled:
+        return Candidates.made_here(sm, tuple(dict.fromkeys(compiled))).beside(there)
+    if not there and failure is not None:
+        raise failure
+    return Candidates.of_bundles(sm, there)
+
+
+def _specs_of(cells: Mapping[Problem, Sequence[int]], sm: int, first: int = 0) -> dict[Spec, None]:
+    """What is compiled for these problems and buckets: of each the best by the cost model from the ``first`` on, and
+    the fallbacks."""
     specs: dict[Spec, None] = {}
     for problem, buckets in cells.items():
         ranked = [_ranked(problem, bucket, sm) for bucket in buckets]
-        picked = dict.fromkeys(config for row in ranked for _, config in row[:_CELL_CONFIGS])
+        picked = dict.fromkeys(config for row in ranked for _, config in row[first : first + _CELL_CONFIGS])
         specs.update(dict.fromkeys(_specs(problem, picked, sm)))
     return specs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...artifacts.format.schema import problem_of
 from ...artifacts.limits import MAX_BUCKET_LOG2, MAX_DIM, MAX_TIME_NS
@@ -52,10 +52,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Rematch:
-    """The fastest against the modelled choice, timed once more, in turns.
+    """The fastest against what ran before, or else the modelled choice, timed once more, in turns.
 
-    ``ratio`` is challenger / modelled, the median over the rounds and the geometric mean over the
-    routings; ``band`` is how far from 1 it can be by noise alone.
+    ``modelled`` is the one of these. ``ratio`` is challenger / modelled, the median over the rounds and the geometric
+    mean over the routings; ``band`` is how far from 1 it can be by noise alone.
     """
 
     challenger: bytes
@@ -71,13 +71,21 @@ class Rematch:
         return self.ratio < 1.0 - self.band
 
 
+class Incumbent(NamedTuple):
+    """What the runtime ran in a cell before: the cubin of a ``variant``, and the digest of the ``bundle`` it is in."""
+
+    variant: bytes
+    bundle: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """One cell, measured in one go: its contenders, of which ``modelled`` is the cost model's choice.
 
     ``torch_ns`` is torch's grouped_mm, where it was timed too, ``plain``, of a form, the plain product: a variant of it
     and its times. ``drift`` is what a reference kernel took, over what it took when its worker began. ``driver`` is as
-    cuDriverGetVersion counts.
+    cuDriverGetVersion counts. ``incumbents``, among the contenders, are what the runtime ran before, by bundles that
+    were there: one, or two where the product's two names have one each.
     """
 
     problem: Problem
@@ -89,6 +97,7 @@ class Measured:
     drift: float
     driver: int
     plain: tuple[bytes, tuple[int, ...]] | None = None
+    incumbents: tuple[Incumbent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,7 @@ def to_value(record: Record) -> dict[str, object]:
         return {"record": "failed", **where, "variant": record.variant.hex(), "kind": record.kind,
                 "reason": record.reason}  # fmt: skip
     duel = record.duel
+    before = {"incumbents": [[one.variant.hex(), one.bundle.hex()] for one in record.incumbents]}
     return {
         "record": "measured",
         **where,
@@ -129,6 +139,7 @@ def to_value(record: Record) -> dict[str, object]:
         "drift": record.drift,
         "driver": record.driver,
         "plain": None if record.plain is None else [record.plain[0].hex(), list(record.plain[1])],
+        **(before if record.incumbents else {}),
     }  # fmt: skip
 
 
@@ -165,8 +176,9 @@ def from_value(value: dict[str, object]) -> Record:
     if fields["plain"] is not None:
         sha, ns = fields["plain"]
         plain = _sha(sha), _times(ns)
+    incumbents = tuple(Incumbent(_sha(variant), _sha(bundle)) for variant, bundle in fields.get("incumbents", ()))
     return Measured(problem, bucket, _sha(fields["modelled"]), timings, duel, torch_ns,
-                    _real(fields["drift"]), _whole(fields["driver"]), plain)  # fmt: skip
+                    _real(fields["drift"]), _whole(fields["driver"]), plain, incumbents)  # fmt: skip
 
 
 def _sha(value: object) -> bytes:

@@ -32,6 +32,11 @@ class CellTimes:
     driver: int
     plain_ns: Mapping[bytes, int] = field(default_factory=dict)  # of a form: the plain product's, timed with these
     torch_ns: int | None = None  # torch's grouped_mm, at the same clock
+    incumbents: tuple[bytes, ...] = ()  # what the runtime ran here before, the fastest first
+
+    def improves(self, challenger: bytes, incumbent: bytes) -> bool:
+        """Whether the challenger takes the incumbent's place: faster by more than noise, and by the times, too."""
+        return self.times_ns[challenger] < self.times_ns[incumbent] and self.beats(challenger, incumbent)
 
     def beats(self, challenger: bytes, modelled: bytes) -> bool:
         """Whether the challenger is faster by more than noise: as their duel says, or else their times."""
@@ -66,6 +71,7 @@ class Timings:
     gpus: tuple[Gpu, ...]
     cells: Mapping[Cell, CellTimes]
     failed: Mapping[bytes, Failure]
+    held_against: tuple[bytes, ...] = ()  # the digests of the bundles that had the incumbents
 
     @classmethod
     def of(cls, contents: Contents) -> Timings:
@@ -79,11 +85,13 @@ class Timings:
                 measured.setdefault(cell_of(record.problem, record.bucket), []).append(record)
         drivers = sorted({record.driver for records in measured.values() for record in records})
         gpu = contents.header.gpu
+        before = {one.bundle for records in measured.values() for record in records for one in record.incumbents}
         return cls(
             contents.header.sm,
             tuple(replace(gpu, driver=driver) for driver in drivers),
             {cell: _combined(records) for cell, records in measured.items()},
             {sha: min(some, key=_order) for sha, some in failures.items()},
+            tuple(sorted(before)),
         )
 
     def clock(self, problem: Problem, bucket: int) -> float:
@@ -143,13 +151,16 @@ def _combined(records: list[Measured]) -> CellTimes:
         (one.duel for one in records if one.duel is not None and _rounds(one) >= _most(records, one.duel)),
         key=lambda duel: (duel.challenger, duel.modelled, duel.ratio, duel.band),
     )
+    usual_ns = {sha: _ns(_median(times[sha]) / usual) for sha, _ in ordered}
+    before = {one.variant for record in records for one in record.incumbents if one.variant in usual_ns}
     return CellTimes(
-        {sha: _ns(_median(times[sha]) / usual) for sha, _ in ordered},
+        usual_ns,
         {sha: max((one.rounds, one.noise) for one in some)[1] for sha, some in ordered},
         tuple(duels),
         max(record.driver for record in records),
         {sha: _ns(_median(some) / usual) for sha, some in sorted(plain.items())},
         _ns(_median(torch) / usual) if torch else None,
+        tuple(sorted(before, key=lambda sha: (usual_ns[sha], sha))),
     )
 
 

@@ -3,7 +3,7 @@
 A job measures the contenders of one cell: each is loaded from the candidates, launched by the runtime's launcher on
 NaN-poisoned memory, judged against the reference, captured in a CUDA graph, and then all are replayed in
 turns, the L2 cache flushed before each, on rows that fall on the experts in two ways. The fastest
-then meets the modelled choice again, alone.
+then meets what runs today again, alone; where nothing does, the modelled choice.
 """
 
 from __future__ import annotations
@@ -217,9 +217,10 @@ class Bench:
         timings = {i: self._timing(i, rows, errors[i]) for i, rows in times.items()}
         fastest = min(order, key=lambda i: (timings[i].time_ns, order.index(i)))
         duel = None
-        band = max(LEAST_BAND, 2 * math.hypot(timings[fastest].noise, timings[modelled].noise))
-        if timings[fastest].time_ns < timings[modelled].time_ns * (1 - band):
-            duel = self._duel(graphs, fastest, modelled, job.again)
+        held = min((i for i in job.incumbents if i in timings), key=lambda i: timings[i].time_ns, default=modelled)
+        band = max(LEAST_BAND, 2 * math.hypot(timings[fastest].noise, timings[held].noise))
+        if timings[fastest].time_ns < timings[held].time_ns * (1 - band):
+            duel = self._duel(graphs, fastest, held, job.again)
         found = Measured(
             job.problem, job.bucket, self._sha(modelled), tuple(timings.values()), duel, None,
             round((before + self._drift()) / 2, 4), self.local.gpu.driver,

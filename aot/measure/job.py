@@ -35,6 +35,8 @@ class MeasureJob:
 
     The first is the modelled choice. ``with_torch`` times torch's grouped_mm too, where it can run, and ``plain``, of a
     form, that variant of the plain product: times of two jobs are of two clocks. ``again`` takes more rounds.
+    ``incumbents``, among the contenders, are what the runtime runs today: what is faster meets them again, or else the
+    modelled choice.
     """
 
     problem: Problem
@@ -43,6 +45,7 @@ class MeasureJob:
     with_torch: bool = False
     plain: int | None = None
     again: bool = False
+    incumbents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...artifacts.errors import BundleError, CompileError, HostError, InputError, PretunedError
@@ -32,12 +33,15 @@ _TELLS = 2000  # characters of what a child said before it died
 _RAISED = {error.__name__: error for error in (CompileError, HostError, InputError)}
 
 
-def call(function: str, arguments: Mapping[str, object], *, timeout_s: float, who: str) -> bytes:
+def call(
+    function: str, arguments: Mapping[str, object], *, timeout_s: float, who: str,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+) -> bytes:  # fmt: skip
     """Run ``room.module:function`` of ``pretuned.aot`` in a child, with plain keyword arguments and ``answer``, a file
     to write.
 
-    Returns what the function wrote. ``who`` it is for begins the error where there is no place for that file. Where
-    this process is killed, the child ends too and removes it.
+    Returns what the function wrote. ``files`` lie beside ``answer``, by their names. ``who`` it is for begins the error
+    where there is no place for them. Where this process is killed, the child ends too and removes all of them.
 
     Raises
     ------
@@ -49,6 +53,8 @@ def call(function: str, arguments: Mapping[str, object], *, timeout_s: float, wh
     try:
         with scratch_folder() as scratch:
             answer = scratch / "answer"
+            for name, data in files.items():
+                (scratch / name).write_bytes(data)
             _run(function, arguments, answer, timeout_s)
             return answer.read_bytes()
     except OSError as error:

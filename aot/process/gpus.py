@@ -32,6 +32,12 @@ def native_sm() -> int | None:
     return 10 * major.value + minor.value
 
 
+def driver_version() -> int:
+    """The newest CUDA that the driver knows, as cuDriverGetVersion counts (12080 is 12.8); 0 without a driver."""
+    cuda, version = _driver(), ctypes.c_int()
+    return version.value if cuda is not None and cuda.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
+
+
 def gpu_uuid(device: int) -> str:
     """What names a GPU (or its MIG slice) everywhere, as 32 hex digits; empty where the driver tells nothing."""
     cuda = _driver()

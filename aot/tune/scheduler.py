@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from typing import Any
 
 from ...artifacts.errors import HostError
@@ -183,7 +184,8 @@ class Scheduler:
             if lane.sent:
                 with_torch = self.with_torch and torch_can(trial.problem) and not trial.alone
                 more = trial.look is not None and trial.look.more
-                job = MeasureJob(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial), more)
+                ran = tuple(self.ground.ran(trial.problem, trial.bucket, self.known.failed))
+                job = MeasureJob(trial.problem, trial.bucket, lane.sent, with_torch, self._plain(trial), more, ran)
                 self.running[lane.executor.submit(job)] = lane
                 return
             self._give_up(lane, "no candidate is left")
@@ -211,20 +213,21 @@ class Scheduler:
         return taken
 
     def _contenders(self, trial: Task) -> tuple[int, ...]:
-        """The variants to measure, the modelled choice first."""
+        """The variants to measure: the modelled choice first, and what runs there today among them."""
         ranked = [i for _, i in self.ground.ranked(trial.problem, trial.bucket, self.known.failed)]
         by_config = {self.bundle.variant(i).config: i for i in reversed(ranked)}
         configs = [self.bundle.variant(i).config for i in ranked]
+        ran = self.ground.ran(trial.problem, trial.bucket, self.known.failed)
         if not configs:
             return ()
         if trial.look is not None:
             named = {self.ground.index.get((trial.problem, sha)) for sha in trial.look.variants}
-            return (ranked[0], *(i for i in ranked[1:] if i in named))
+            return (ranked[0], *(i for i in ranked[1:] if i in named or i in ran))
         near = self.known.winners.near(trial.problem, trial.bucket)
         twin = self.known.winners.transposed(trial.problem, trial.bucket)
         elsewhere = self.ground.elsewhere(trial.problem, trial.bucket)
         chosen = contenders(configs, near, twin, self.ground.share, elsewhere)
-        return tuple(by_config[config] for config in chosen)
+        return tuple(dict.fromkeys((*(by_config[config] for config in chosen), *ran)))
 
     def _plain(self, trial: Task) -> int | None:
         """The fastest variant of the plain product, where the runtime holds the form's time against it."""
@@ -283,6 +286,9 @@ class Scheduler:
             self._restart(lane)
 
     def _keep(self, lane: Worker, trial: Task, record: Measured) -> None:
+        timed = {timing.variant for timing in record.timings}
+        ran = self.ground.ran(trial.problem, trial.bucket).values()
+        record = replace(record, incumbents=tuple(one for one in ran if one.variant in timed))
         self.known.add([record])
         if trial.look:
             self.known.looked_at((trial.problem, trial.bucket), trial.look)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ...artifacts.errors import InputError
 from ...artifacts.files.bundle_file import BundleFile
@@ -13,8 +14,9 @@ from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import Gpu
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.chips import Chip, chip_of
-from ..journal.records import FLUSH_BYTES, Measured
-from ..journal.timings import cell_of
+from ..choose.incumbents import Running, runs
+from ..journal.records import FLUSH_BYTES, Incumbent, Measured
+from ..journal.timings import Cell, cell_of
 from ..plan.families import optional, serves
 from .shortlist import ConfigPairs
 
@@ -33,14 +35,17 @@ class TuningSpace:
     index: dict[tuple[Problem, bytes], int] = field(default_factory=dict)
     too_large: int = 0
     like: BundleFile | None = None
+    incumbents: dict[Cell, tuple[Incumbent, ...]] = field(default_factory=dict)
     _rankers: dict[tuple[int, ...], Ranker] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, problems: Mapping[Problem, Sequence[int]], bundle: BundleFile, gpu: Gpu, sm: int, share: float,
-        like: BundleFile | None = None,
+        like: BundleFile | None = None, running: Running = MappingProxyType({}),
     ) -> TuningSpace:  # fmt: skip
         """Leaves out what does not fit the GPU's memory. A product that has two names is one here (``cell_of``).
+
+        ``running`` is what runs today.
 
         Raises
         ------
@@ -52,8 +57,14 @@ class TuningSpace:
         wanted: dict[Problem, set[int]] = {}
         for problem, bucket in itertools.starmap(cell_of, ((one, M) for one, row in problems.items() for M in row)):
             wanted.setdefault(problem, set()).add(bucket)
+        ran: dict[Problem, set[bytes]] = {}
+        for (problem, bucket), one in running.items():
+            cell = cell_of(problem, bucket)
+            self.incumbents[cell] = tuple(dict.fromkeys((*self.incumbents.get(cell, ()), one)))
+            ran.setdefault(cell[0], set()).add(one.variant)
         for problem in sorted(wanted, key=lambda one: one.sort_key):
-            able = tuple(i for i, variant in enumerate(variants) if serves(variant, problem))
+            before = ran.get(problem, set())
+            able = tuple(i for i, one in enumerate(variants) if serves(one, problem) or runs(one, problem, before))
             if not able and optional(problem):
                 continue
             if not able:
@@ -72,6 +83,11 @@ class TuningSpace:
         """Whether a record is of a cell that is asked for, and of these candidates."""
         problem, bucket = cell_of(record.problem, record.bucket)
         return bucket in self.cells.get(problem, ()) and (problem, record.modelled) in self.index
+
+    def ran(self, problem: Problem, bucket: int, without: Container[bytes] = ()) -> dict[int, Incumbent]:
+        """What runs a cell today, of the candidates, by its place; less those whose cubin is in ``without``."""
+        found = ((self.index.get((problem, one.variant)), one) for one in self.incumbents.get((problem, bucket), ()))
+        return {i: one for i, one in found if i is not None and one.variant not in without}
 
     def config(self, problem: Problem, sha: bytes) -> ConfigPairs | None:
         """The config of the variant with this cubin, if it serves a problem."""

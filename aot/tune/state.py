@@ -16,7 +16,10 @@ from .space import TuningSpace
 
 
 class TuningState:
-    """The cells that are measured with these candidates (``cells``), what won there, and what ``failed``."""
+    """The cells that are measured with these candidates (``cells``), what won there, and what ``failed``.
+
+    One counts as measured only with what the runtime runs there today.
+    """
 
     def __init__(self, ground: TuningSpace, journal: Journal, ships: Ships | None) -> None:
         self.cells: set[Cell] = set()
@@ -24,6 +27,7 @@ class TuningState:
         self.winners = Winners()
         self._ground, self._journal, self._ships = ground, journal, ships
         self._records: list[Record] = []
+        self._timed: dict[Cell, set[bytes]] = {}
         self._asked: dict[Cell, frozenset[bytes]] = {}
         self._learn(journal.contents.records)
 
@@ -35,7 +39,7 @@ class TuningState:
     def missing(self) -> list[Cell]:
         """The cells that are asked for and not measured."""
         every = ((problem, bucket) for problem, buckets in self._ground.cells.items() for bucket in buckets)
-        return [cell for cell in every if cell not in self.cells]
+        return [cell for cell in every if cell not in self.cells or self._lacks_incumbent(cell)]
 
     def looks(self) -> dict[Cell, Remeasure]:
         """The cells to be looked at once more, by what would ship, less those that were, as well as they can be."""
@@ -56,13 +60,19 @@ class TuningState:
         """What a look was to time is not asked for again, whether or not it could be timed."""
         self._asked[cell] = self._asked.get(cell, frozenset()) | look.variants
 
+    def _lacks_incumbent(self, cell: Cell) -> bool:
+        ran = self._ground.ran(*cell, without=self.failed).values()
+        return any(one.variant not in self._timed[cell] for one in ran)
+
     def _learn(self, records: Sequence[Record]) -> None:
         self._records += records
         for record in records:
             if isinstance(record, Failure):
                 self.failed[record.variant] = record
             elif self._ground.has(record):
-                self.cells.add(cell_of(record.problem, record.bucket))
+                cell = cell_of(record.problem, record.bucket)
+                self.cells.add(cell)
+                self._timed.setdefault(cell, set()).update(timing.variant for timing in record.timings)
                 self._remember(record)
 
     def _remember(self, record: Measured) -> None:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import BundleError, HostError, InputError
 from ...artifacts.files.bundle_file import BundleFile, open_bundle
+from ...artifacts.records.bundle import Kernel
 from ...artifacts.records.problem import Op, Problem
-from ...artifacts.records.target import Gpu
+from ...artifacts.records.target import Gpu, LocalGpu
 from ..choose.bundle import Ships
+from ..choose.incumbents import RunsOn
 from ..executors.local import local_gpus
 from ..journal.file import Header, described, open_journal
 from ..measure.job import GpuExecutor, WorkerInfo, WorkerLost, first_line
@@ -25,13 +28,26 @@ from .scheduler import SAME_GPU, Scheduler
 from .shortlist import SHARE
 from .space import TuningSpace
 
-__all__ = ["DEFAULT_BUDGET_S", "CellsDone", "NoGpu", "Outcome", "TuneObservers", "tune_problems"]
+__all__ = ["DEFAULT_BUDGET_S", "CellsDone", "Entrants", "NoGpu", "Outcome", "TuneObservers", "tune_problems"]
 
 DEFAULT_BUDGET_S = 600.0
 
 
 class NoGpu(HostError):
     """Nothing can be measured here: a GPU is missing, or can't be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entrants:
+    """Which of a cell's candidates are measured.
+
+    A ``share`` of them. ``like`` is a bundle, as of another GPU of this capability: what it has for a cell is among
+    them. ``runs`` tells what the runtime runs today on a GPU (``choose.incumbents``): that is measured, too.
+    """
+
+    share: float = SHARE
+    like: str | Path | None = None
+    runs: RunsOn | None = None
 
 
 def tune_problems(
@@ -44,8 +60,7 @@ def tune_problems(
     executors: Sequence[GpuExecutor] | None = None,
     joined: Callable[[], Sequence[GpuExecutor]] | None = None,
     with_torch: bool = True,
-    share: float = SHARE,
-    like: str | Path | None = None,
+    entrants: Entrants | None = None,
     ships: Ships | None = None,
     observers: TuneObservers | None = None,
 ) -> Outcome:
@@ -70,10 +85,8 @@ def tune_problems(
         and where all are gone others are waited for.
     with_torch
         Time torch's grouped_mm beside the plain bf16 problems.
-    share
-        Of a cell's candidates, how many are measured.
-    like
-        A bundle, as of another GPU of this capability: what it has for a cell is among those measured.
+    entrants
+        Which of a cell's candidates are measured.
     ships
         What would ship by a journal (``measured.shipping``). Once no cell is missing, those are measured once more that
         lack what would ship and may be the fastest there, or whose choice took over 2 % more than the fastest. None:
@@ -92,7 +105,8 @@ def tune_problems(
     """
     watch = observers or TuneObservers()
     with open_bundle(candidates) as bundle, contextlib.ExitStack() as stack:
-        there = _beside(like, bundle, stack)
+        who = entrants or Entrants()
+        there = _beside(who.like, bundle, stack)
         if executors is None:
             try:
                 executors = stack.enter_context(local_gpus(str(candidates), bundle.digest, gpus))
@@ -100,11 +114,19 @@ def tune_problems(
                 raise NoGpu(str(error)) from None
         greeted = _greet(executors, watch, lenient=joined is not None)
         sm, gpu = _same_gpu(greeted, bundle)
-        measured = {variant.kernel for variant in bundle.variants() if isinstance(variant.op, Op)}
-        header = Header(sm, gpu, tuple(kernel for kernel in bundle.kernels if kernel.name in measured))
-        held = stack.enter_context(open_journal(journal, header, watch.on_note))
-        ground = TuningSpace.of(problems, bundle, gpu, sm, share, there)
+        held = stack.enter_context(open_journal(journal, Header(sm, gpu, _measured_kernels(bundle)), watch.on_note))
+        running = {} if who.runs is None else who.runs(LocalGpu(sm, gpu))
+        ground = TuningSpace.of(problems, bundle, gpu, sm, who.share, there, running)
         return Scheduler(ground, greeted, joined, held, watch, with_torch, budget_s, ships).run()
+
+
+def _measured_kernels(bundle: BundleFile) -> tuple[Kernel, ...]:
+    """Those of the variants, of each the revision that comes first: what is carried from other bundles comes last."""
+    revisions: dict[str, int] = {}
+    for variant in bundle.variants():
+        if isinstance(variant.op, Op):
+            revisions.setdefault(variant.kernel, variant.revision)
+    return tuple(kernel for kernel in bundle.kernels if revisions.get(kernel.name) == kernel.revision)
 
 
 def _beside(named: str | Path | None, candidates: BundleFile, stack: contextlib.ExitStack) -> BundleFile | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from .precision import DType
 from .problem import Fusion, Layout, Op, Problem, RowOp
 from .target import Gpu, Target
+
+_HELD_AGAINST = "held_against="
+_HELD_DIGITS = 16
+_MOST_HELD = 10  # a text has at most 200 characters
 
 
 class Source(enum.Enum):
@@ -93,12 +97,33 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """What made a bundle: versions, and the compile options that every variant shares."""
+    """What made a bundle: versions, and the compile options that every variant shares.
+
+    One option is none of the compiler's: ``held_against=`` and the first digits of the digests of the bundles that ran
+    before, on the GPU where this one was measured. Such a bundle has a say in the cells of its choices alone.
+    """
 
     pretuned: str
     triton: str
     ptxas: str
     options: tuple[str, ...]
+
+    @property
+    def compile_options(self) -> tuple[str, ...]:
+        """The compiler's."""
+        return tuple(one for one in self.options if not one.startswith(_HELD_AGAINST))
+
+    @property
+    def held_against(self) -> tuple[str, ...]:
+        """The bundles that ran before, ascending."""
+        found = (one.removeprefix(_HELD_AGAINST) for one in self.options if one.startswith(_HELD_AGAINST))
+        return tuple(sorted(digits for one in found for digits in one.split(",")))
+
+    def with_held_against(self, digests: Iterable[str]) -> Producer:
+        """The same, held against these bundles; of very many the first are told."""
+        kept = sorted({digest[:_HELD_DIGITS] for digest in digests})[:_MOST_HELD]
+        told = (f"{_HELD_AGAINST}{','.join(kept)}",) if kept else ()
+        return replace(self, options=(*self.compile_options, *told))
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from pretuned.aot.journal.records import Measured
 from pretuned.aot.journal.timings import Timings
 from pretuned.aot.plan.families import Family, ships_unchosen
 from pretuned.aot.tune.shortlist import SHARE, ConfigPairs, Winners, contenders
-from pretuned.aot.tune.tuner import tune_problems
+from pretuned.aot.tune.tuner import Entrants, tune_problems
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
@@ -99,7 +99,9 @@ def on_gpu(bundle: Path, folder: Path) -> tuple[list[Cell], dict[str, object]]:
     }  # fmt: skip
     begun = time.monotonic()
     tuned = tune_problems(problems, bundle, folder / "tuner.journal", budget_s=None, with_torch=False)
-    every = tune_problems(problems, bundle, folder / "all.journal", budget_s=None, with_torch=False, share=1.0)
+    every = tune_problems(
+        problems, bundle, folder / "all.journal", budget_s=None, with_torch=False, entrants=Entrants(share=1.0)
+    )
     few, full = read_journal(folder / "tuner.journal"), read_journal(folder / "all.journal")
     chosen, times = Timings.of(few), Timings.of(full)
     records = {(one.problem, one.bucket): one for one in few.records if isinstance(one, Measured)}

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
-from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda, device
 
 E, N, K, M, TOPK = 8, 256, 256, 16, 2  # so little that the GPU keeps up
@@ -63,7 +63,7 @@ def launch_arguments(
         reload()
         grouped_gemm(x, w, m_sizes, out=out)
         torch.cuda.synchronize()
-        return seen[0], list(api_grouped_gemm._calls.values())
+        return seen[0], list(dispatch_snapshot.snapshot().calls.values())
     finally:
         cuda.launch_kernel = made
         reload()

@@ -191,10 +191,10 @@ def environment(device: str) -> dict[str, Any]:
 
 def run_by() -> str:
     """What computed all of it: a proof of torch's own kernels would be none."""
-    from pretuned.runtime.launch import products
+    from pretuned.runtime.dispatch import snapshot
 
     # (Of "gated" products None says that the plain one ran.)
-    launchers = [launch for key, launch in products._launchers[1].items() if key[0] != "gated"]
+    launchers = [launch for key, launch in snapshot.snapshot().launchers.items() if key[0] != "gated"]
     if not launchers:
         return "reference"
     return "torch, in part" if None in launchers else "bundle"

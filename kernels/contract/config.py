@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -96,7 +96,7 @@ class Config:
             "streamed": self.cache is Cache.EVICT_FIRST,
             "tma": self.loads is Loads.TMA,
         }
-        numbers = {name: getattr(self, name) for name in NUMBERS}
+        numbers = {name: getattr(self, name) for name in RANGES}
         if self.schedule is Schedule.MIXED_INPUT:  # (others' pairs are from before it)
             flags |= {"mixed_input": True, "fitted": self.rows is TileRows.FITTED}
         return tuple(sorted((name, int(value)) for name, value in (numbers | flags).items()))
@@ -111,12 +111,12 @@ class Config:
             if a name is unknown or missing, a number is out of range, or flags contradict each other.
         """
         given = dict(pairs)
-        if not set(NUMBERS) <= set(given) <= set(_WIRE):
+        if not set(RANGES) <= set(given) <= set(_WIRE):
             raise ValueError(f"config has the fields {sorted(given)}, wanted {sorted(_WIRE)}")
         flags = {name: bool(given.get(name, default)) for name, default in _FLAGS.items()}
         schedule = _schedule(flags)
         config = cls(
-            **{name: given[name] for name in NUMBERS},
+            **{name: given[name] for name in RANGES},
             loads=Loads(flags["tma"]),
             schedule=schedule,
             cache=Cache(flags["streamed"]),
@@ -132,17 +132,19 @@ class Config:
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Config))
-NUMBERS = FIELDS[: FIELDS.index("loads")]
 PINGPONG_COLUMNS = 192  # of a tile: its sums fill a warpgroup's registers
 SIZES = (16, 32, 64, 128, 256)  # of a tile's sides, and that of a pingpong tile above
 DEPTHS = (512, 1024)  # of a reduction's step, more than a tile's side: codes take little room
-WARPS = (1, 2, 4, 8, 16)
-_MOST_STAGES = 15
+_SIDES = (*SIZES, PINGPONG_COLUMNS)
+RANGES: Mapping[str, Sequence[int]] = {  # what a knob that is a number can be, of any kernel
+    "block_m": _SIDES, "block_n": _SIDES, "block_k": (*_SIDES, *DEPTHS), "num_warps": (1, 2, 4, 8, 16),
+    "num_stages": range(1, 16), "group_m": range(1, 1025),
+}  # fmt: skip
 _FLAGS = {
     "tma": False, "persistent": True, "specialized": False, "streamed": False, "narrow": False, "pingpong": False,
     "mixed_input": False, "fitted": False,
 }  # fmt: skip
-_WIRE = (*NUMBERS, *_FLAGS)
+_WIRE = (*RANGES, *_FLAGS)
 # Of format 1's pairs: tiles of these sizes are fitted to their rows, and were told from others by that alone.
 _FITTED = {(Schedule.COOPERATIVE, 256, 128, 64), (Schedule.PINGPONG, PINGPONG_COLUMNS, 128, 64)}
 
@@ -163,17 +165,20 @@ def _schedule(flags: Mapping[str, bool]) -> Schedule:
 
 
 def out_of_range(config: Config) -> str | None:
-    """Which number no config of any kernel can have, or None."""
-    for name in ("block_m", "block_n", "block_k"):
-        value = getattr(config, name)
-        if name == "block_k" and value in DEPTHS:
-            continue
-        if value not in SIZES and value != PINGPONG_COLUMNS:
-            return f"{name} is {value}, wanted a power of two from {SIZES[0]} to {SIZES[-1]}, or {PINGPONG_COLUMNS}"
-    if config.num_warps not in WARPS:
-        return f"num_warps is {config.num_warps}, wanted {', '.join(map(str, WARPS[:-1]))} or {WARPS[-1]}"
-    if not 1 <= config.num_stages <= _MOST_STAGES:
-        return f"num_stages is {config.num_stages}, wanted 1 to {_MOST_STAGES}"
-    if not 1 <= config.group_m <= 1024:
-        return f"group_m is {config.group_m}, wanted 1 to 1024"
+    """What no config of any kernel can have, or None."""
+    for name, allowed in RANGES.items():
+        if getattr(config, name) not in allowed:
+            return misfit(name, getattr(config, name), allowed)
+    if config.rows is TileRows.FIXED and (config.schedule, config.block_m, config.block_n, config.block_k) in _FITTED:
+        return f"{misfit('rows', config.rows, (TileRows.FITTED,))}: format 1 has no other {config}"
     return None
+
+
+def misfit(name: str, value: int, allowed: Sequence[int]) -> str:
+    """Which knob has a value that is not one of those."""
+    wanted = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else " or ".join(map(_said, allowed))
+    return f"{name} is {_said(value)}, wanted {wanted}"
+
+
+def _said(value: int) -> str:
+    return value.name if isinstance(value, enum.Enum) else str(value)

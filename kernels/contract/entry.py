@@ -5,15 +5,15 @@ The entries are rows of kernels/contract/registry.py.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op
 from ..hardware.arch import Arch, Feature
-from .config import SIZES, WARPS, Cache, Config, Edge, Loads, Schedule, TileRows
+from .config import FIELDS, RANGES, SIZES, Config, Loads, misfit
 from .spec import Spec
 
 Constants: TypeAlias = "dict[str, int | str | bool | None]"
@@ -30,49 +30,37 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Configs that a kernel can be compiled for: each knob has one of these values, whatever the others have."""
+    """Configs that a kernel can be compiled for: each knob has one of its values here, whatever the others have.
 
-    schedule: Schedule
-    loads: Loads
+    A knob that is not among ``knobs`` has its default, or if it is a number any that plain kernels can have.
+    """
+
     limits: Limits
-    m: tuple[int, ...] = SIZES
-    n: tuple[int, ...] = SIZES
-    k: tuple[int, ...] = SIZES
-    warps: tuple[int, ...] = WARPS
-    stages: tuple[int, int] = (1, 8)
-    caches: tuple[Cache, ...] = (Cache.DEFAULT,)
-    edges: tuple[Edge, ...] = (Edge.WHOLE,)
-    rows: TileRows = TileRows.FIXED
+    knobs: Mapping[str, Sequence[int]]
     dtypes: frozenset[DType] | None = None  # None: the entry's
     fusions: frozenset[Fusion] | None = None  # None: the entry's
     dealt: bool = False  # most tiles are dealt out in turn; of other warp-specialised code as programs become free
     zeroes: bool = False  # code of SCATTER can zero the rows of y that an index sends no row to
     transposed: bool = False  # dw's rows are the tile's columns: the kernel computes dw turned round
 
+    def allowed(self, knob: str) -> Sequence[int]:
+        """The values that a knob of ``Config`` can have."""
+        return self.knobs.get(knob) or _OTHERWISE[knob]
+
     def misfits(self, config: Config, experts: int = 0) -> Iterator[str]:
-        """Each knob of a config that has none of these values, and which they are; and experts that are too many."""
-        for name, value, allowed in (
-            ("schedule", config.schedule, (self.schedule,)),
-            ("rows", config.rows, (self.rows,)),
-            ("loads", config.loads, (self.loads,)),
-            ("block_m", config.block_m, self.m),
-            ("block_n", config.block_n, self.n),
-            ("block_k", config.block_k, self.k),
-            ("num_warps", config.num_warps, self.warps),
-            ("cache", config.cache, self.caches),
-            ("edge", config.edge, self.edges),
-        ):
+        """Each knob of a config that has none of its values, and which they are; and experts that are too many."""
+        for name in FIELDS:
+            value, allowed = getattr(config, name), self.allowed(name)
             if value not in allowed:
-                yield f"{name} is {_said(value)}, wanted {' or '.join(map(_said, allowed))}"
-        low, high = self.stages
-        if not low <= config.num_stages <= high:
-            yield f"num_stages is {config.num_stages}, wanted {low} to {high}"
+                yield misfit(name, value, allowed)
         if experts > self.limits.experts:
             yield f"it counts {self.limits.experts} experts at most, not {experts}"
 
 
-def _said(value: int) -> str:
-    return value.name if isinstance(value, enum.Enum) else str(value)
+_DEFAULTS = Config(16, 16, 16, 1, 1)
+_OTHERWISE: Mapping[str, Sequence[int]] = {name: (getattr(_DEFAULTS, name),) for name in FIELDS} | {
+    **RANGES, "block_m": SIZES, "block_n": SIZES, "block_k": SIZES, "num_stages": range(1, 9),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +98,11 @@ class KernelEntry(Entry):
     constants: Callable[[Spec, Arch], Constants]  # but for the pointers that are absent
     loading_warps: int = 0  # beside those that multiply
 
-    def schedules(self) -> frozenset[tuple[Schedule, TileRows]]:
+    def schedules(self) -> frozenset[tuple[int, ...]]:
         """How it can run, and with which rows a tile."""
-        return frozenset((one.schedule, one.rows) for one in self.tiles)
+        return frozenset(
+            how for one in self.tiles for how in itertools.product(one.allowed("schedule"), one.allowed("rows"))
+        )
 
     def tiles_of(self, config: Config) -> Tiles | None:
         """The tiles that a config has, if they are among these; of any dtype and form."""
@@ -129,7 +119,7 @@ class KernelEntry(Entry):
             if spec.dtype in (one.dtypes or self.dtypes) and _code(spec.fusion) in (one.fusions or self.fusions)
         ]  # fmt: skip
         if there:  # told of the tiles that are nearest
-            near = [one for one in there if one.schedule is spec.config.schedule] or there
+            near = [one for one in there if spec.config.schedule in one.allowed("schedule")] or there
             wrong = min((list(one.misfits(spec.config, spec.max_experts)) for one in near), key=len)
         else:
             wrong = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion
@@ -20,36 +19,36 @@ _PART = 64  # rows of a tile that a warpgroup multiplies, columns of one that it
 
 _HALVES = frozenset((DType.BF16, DType.FP16))
 
-
-def _shared(**knobs: Any) -> Tiles:
-    """Tiles that two warpgroups share."""
-    limits = Limits(MAX_EXPERTS, MOST_STEPS)
-    return Tiles(Schedule.COOPERATIVE, Loads.TMA, limits, warps=(8,), stages=(2, 8), **knobs)
-
-
-def _in_turns(**knobs: Any) -> Tiles:
-    """Tiles that warpgroups take in turns."""
-    limits = Limits(MAX_EXPERTS, MOST_STEPS, _MOST_COLUMN_TILES)
-    return Tiles(Schedule.PINGPONG, Loads.TMA, limits, warps=(8,), stages=(2, 15), **knobs)
-
-
+# Two warpgroups share each tile, or take whole tiles in turns.
+_BY_BOTH = {
+    "schedule": (Schedule.COOPERATIVE,), "loads": (Loads.TMA,), "num_warps": (8,), "num_stages": range(2, 9),
+}  # fmt: skip
+_IN_TURNS = _BY_BOTH | {"schedule": (Schedule.PINGPONG,), "num_stages": range(2, 16)}
+_BOTH_MOST = Limits(MAX_EXPERTS, MOST_STEPS)
+_TURNS_MOST = Limits(MAX_EXPERTS, MOST_STEPS, _MOST_COLUMN_TILES)
 _EDGES = (Edge.WHOLE, Edge.HALF)
-# In turns a part of w has 64 columns, and lies as lines of 64 of its reduction: deeper steps would be read crosswise.
-_ROW_TILES = (
-    _shared(m=(ROWS_OF_TILE,), edges=_EDGES, zeroes=True),
-    _in_turns(m=(ROWS_OF_TILE,), n=(PINGPONG_COLUMNS,), k=(64,), fusions=PLAIN, zeroes=True),
-    _in_turns(m=(ROWS_OF_TILE,), n=(128,), k=(64,), fusions=PLAIN, dealt=True, zeroes=True),
-)
-_FITTED_TILES = (
-    _shared(m=(256,), n=(ROWS_OF_TILE,), k=(64,), rows=TileRows.FITTED, zeroes=True),
-    _in_turns(m=(PINGPONG_COLUMNS,), n=(ROWS_OF_TILE,), k=(64,), rows=TileRows.FITTED, zeroes=True),
-)
 _CACHES = (Cache.DEFAULT, Cache.EVICT_FIRST)
+
+# In turns a part of w has 64 columns, and lies as lines of 64 of its reduction: deeper steps would be read crosswise.
+_ROWS_IN_TURNS = _IN_TURNS | {"block_m": (ROWS_OF_TILE,), "block_k": (64,)}
+_ROW_TILES = (
+    Tiles(_BOTH_MOST, _BY_BOTH | {"block_m": (ROWS_OF_TILE,), "edge": _EDGES}, zeroes=True),
+    Tiles(_TURNS_MOST, _ROWS_IN_TURNS | {"block_n": (PINGPONG_COLUMNS,)}, fusions=PLAIN, zeroes=True),
+    Tiles(_TURNS_MOST, _ROWS_IN_TURNS | {"block_n": (128,)}, fusions=PLAIN, dealt=True, zeroes=True),
+)
+_FITTED = {"rows": (TileRows.FITTED,), "block_n": (ROWS_OF_TILE,), "block_k": (64,)}
+_FITTED_TILES = (
+    Tiles(_BOTH_MOST, _BY_BOTH | _FITTED | {"block_m": (256,)}, zeroes=True),
+    Tiles(_TURNS_MOST, _IN_TURNS | _FITTED | {"block_m": (PINGPONG_COLUMNS,)}, zeroes=True),
+)
+_WEIGHT_BY_BOTH = _BY_BOTH | {"block_n": (ROWS_OF_TILE,), "cache": _CACHES}
+_ALONG = _IN_TURNS | {"block_n": (ROWS_OF_TILE,), "block_k": (PINGPONG_COLUMNS,)}
+_ACROSS = _IN_TURNS | {"block_n": (PINGPONG_COLUMNS,), "block_k": (ROWS_OF_TILE,)}
 _WEIGHT_TILES = (
-    _shared(n=(ROWS_OF_TILE,), caches=_CACHES, edges=_EDGES, dtypes=_HALVES),
-    _shared(n=(ROWS_OF_TILE,), k=(256,), caches=_CACHES, dtypes=frozenset((DType.TF32,))),
-    _in_turns(n=(ROWS_OF_TILE,), k=(PINGPONG_COLUMNS,), dtypes=_HALVES),
-    _in_turns(n=(PINGPONG_COLUMNS,), k=(ROWS_OF_TILE,), dtypes=_HALVES, transposed=True),
+    Tiles(_BOTH_MOST, _WEIGHT_BY_BOTH | {"edge": _EDGES}, dtypes=_HALVES),
+    Tiles(_BOTH_MOST, _WEIGHT_BY_BOTH | {"block_k": (256,)}, dtypes=frozenset((DType.TF32,))),
+    Tiles(_TURNS_MOST, _ALONG, dtypes=_HALVES),
+    Tiles(_TURNS_MOST, _ACROSS, dtypes=_HALVES, transposed=True),
 )
 
 

@@ -30,10 +30,11 @@ def _tiles(rows: TileRows, m: tuple[int, ...], n: tuple[int, ...], k: tuple[int,
     wide = DTYPES - {DType.INT4_G128}
 
     def of(k: tuple[int, ...], dtypes: frozenset[DType]) -> Tiles:
-        return Tiles(
-            Schedule.MIXED_INPUT, Loads.TMA, limits, m=m, n=n, k=k, warps=(8,), stages=(2, 12), rows=rows,
-            dtypes=dtypes, zeroes=True,
-        )  # fmt: skip
+        knobs = {
+            "schedule": (Schedule.MIXED_INPUT,), "loads": (Loads.TMA,), "rows": (rows,), "block_m": m, "block_n": n,
+            "block_k": k, "num_warps": (8,), "num_stages": range(2, 13),
+        }  # fmt: skip
+        return Tiles(limits, knobs, dtypes=dtypes, zeroes=True)
 
     return of(k, wide), of(deep, frozenset((DType.INT4_G128,)))
 

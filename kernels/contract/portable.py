@@ -15,12 +15,14 @@ PLAIN = frozenset((Fusion.NONE, Fusion.SCATTER))  # the forms of rows that gathe
 _LIMITS = {Schedule.TILE: Limits(MAX_EXPERTS), Schedule.PERSISTENT: Limits(MAX_EXPERTS_FALLBACK)}
 
 
-def _tiles(through_tma: tuple[Cache, ...], *, zeroes: bool) -> tuple[Tiles, ...]:
-    return tuple(
-        Tiles(schedule, loads, limits, caches=caches, zeroes=zeroes and schedule is Schedule.TILE)
-        for loads, caches in ((Loads.POINTER, (Cache.DEFAULT,)), (Loads.TMA, through_tma))
-        for schedule, limits in _LIMITS.items()
-    )
+_ROW_TILES = tuple(
+    Tiles(limits, {"schedule": (schedule,), "loads": (loads,), "cache": caches}, zeroes=schedule is Schedule.TILE)
+    for loads, caches in ((Loads.POINTER, (Cache.DEFAULT,)), (Loads.TMA, tuple(Cache)))
+    for schedule, limits in _LIMITS.items()
+)
+_WEIGHT_TILES = tuple(
+    Tiles(limits, {"schedule": (schedule,), "loads": tuple(Loads)}) for schedule, limits in _LIMITS.items()
+)
 
 
 def row_operands(spec: Spec) -> tuple[str, ...]:
@@ -91,7 +93,7 @@ ROWS = KernelEntry(
     dtypes=PLAIN_DTYPES,
     fusions=PLAIN | {Fusion.GATHER},
     needs=frozenset(),
-    tiles=_tiles((Cache.DEFAULT, Cache.EVICT_FIRST), zeroes=True),
+    tiles=_ROW_TILES,
     pointers=("x", "w", "y", "m_sizes", "index", "row_weights", "bias"),
     strides=("stride_x_m", "stride_w_e", "stride_w_row", "stride_y_m"),
     steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
@@ -112,7 +114,7 @@ WEIGHT = KernelEntry(
     dtypes=PLAIN_DTYPES,
     fusions=frozenset((Fusion.NONE,)),
     needs=frozenset(),
-    tiles=_tiles((Cache.DEFAULT,), zeroes=False),
+    tiles=_WEIGHT_TILES,
     pointers=("dy", "x", "dw", "m_sizes"),
     strides=("stride_dy_m", "stride_x_m", "stride_dw_e", "stride_dw_row"),
     steps=("m_sizes_step",),

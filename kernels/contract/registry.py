@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ...artifacts.records.problem import Fusion, Op, Problem
 from ..hardware.arch import arch_of
-from .config import Config, Schedule, TileRows, out_of_range
+from .config import Config, out_of_range
 from .entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
 from .hopper import ROWS_FITTED, ROWS_SPECIALIZED, WEIGHT_SPECIALIZED
 from .mixed_input import ROWS_WNA16
@@ -21,7 +21,7 @@ from .spec import Spec, gemm_of
 KERNELS: tuple[KernelEntry, ...] = (ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16)
 ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
 
-_BY_FORM: Mapping[tuple[Op, Schedule, TileRows], KernelEntry] = {
+_BY_FORM: Mapping[tuple[object, ...], KernelEntry] = {
     (op, *how): one for one in KERNELS for op in one.ops for how in one.schedules()
 }
 _NOTHING = Limits(experts=0)

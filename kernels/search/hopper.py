@@ -153,7 +153,7 @@ TF32_DW_COOPERATIVE: tuple[Row, ...] = (
 
 
 # Codes of w and bf16 x: what was within 2 % of the fastest somewhere on an H100
-# (benchmarks/results/quantised-h100.json).
+# (benchmarks/results/quantised-h100.journal.xz).
 # A tile of 64 columns shares out K between its warpgroups. Those of 8 bits take twice the room.
 MIXED_4_BITS: tuple[Row, ...] = (
     (16, 64, 1024, 8, 3),

@@ -8,7 +8,6 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
-from ...kernels.contract.spec import code_of
 from ..check import tensors
 from ..check.call import Call, autocast, check
 from ..check.form import Form, Fusions
@@ -126,6 +125,8 @@ def is_traced(x: torch.Tensor, *others: torch.Tensor | ExpertWeights | None) -> 
 
 def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
     """The problems that a CUDA call and its two gradients look up."""
+    from ...kernels.contract.spec import code_of  # here, as only tuning asks
+
     form, E, N, K = call.form, call.m_sizes.shape[0], call.N, call.K
     dtype, fusions = tensors.check_cuda_dtype(x), call.fusions
     weighted = Fusion.WEIGHT if fusions.weights is not None else Fusion.NONE

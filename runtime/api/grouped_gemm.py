@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
 from ...artifacts.records.problem import Op
-from .. import hooks
 from ..check import tensors
 from ..check.form import form_of
 from ..check.operands import Rows
-from ..dispatch.pin import KernelPair, Pin
+from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import current_stream, device_is_current, empty, local_gpu, on, only_device
-from ..driver.launcher import Launcher
 from ..launch.products import row_launch, rows_aligned, tf32_allowed
 from ..ops import torch_fallback
 from ..replay import guard
@@ -28,16 +26,15 @@ from ..replay import plan as replay_plan
 from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
 
+if TYPE_CHECKING:
+    from ..dispatch.pin import KernelPair, Pin
+    from ..driver.launcher import Launcher
+
 _Key: TypeAlias = "tuple[object, ...]"
 _Calls: TypeAlias = "dict[_Key, tuple[Launcher, int, int]]"  # N; the bytes from w's first to its last
 
 _MOST_CALLS = 1 << 16
 
-# All are replaced by ``reload``: a call under way keeps those that it began with, and reads _recent first, so that
-# nothing chosen before goes into a table from after.
-_calls: _Calls = {}
-_recent: guard.Table = {}
-_plans: dict[replay_plan.Key, replay_plan.ExecutionPlan] = {}
 _FLOAT32 = torch.float32
 # What something that is no usable tensor raises: the checks will say which.
 _UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)
@@ -165,12 +162,16 @@ def grouped_gemm(
         permute_x or permute_y or fuse_mul_post or autotune or gather_indices is not None or bias is not None
         or topk_weights is not None or kernel_config_fwd is not None
     )  # fmt: skip
-    if not more and not zero_tail:
+    # First: a call under way keeps the tables that it began with, so that nothing chosen before a ``reload`` goes into
+    # one from after.
+    snapshot = dispatch_snapshot.current
+    y: torch.Tensor | None
+    if not more and not zero_tail and snapshot is not None:
         try:
             if out is None:
-                again = _recent.get((x.data_ptr(), dense.data_ptr(), w_layout))
+                again = snapshot.recent.get((x.data_ptr(), dense.data_ptr(), w_layout))
             else:
-                again = _recent.get((x.data_ptr(), dense.data_ptr(), w_layout, out.data_ptr()))
+                again = snapshot.recent.get((x.data_ptr(), dense.data_ptr(), w_layout, out.data_ptr()))
         except _UNUSABLE:
             again = None
         if again is not None:
@@ -185,21 +186,22 @@ def grouped_gemm(
             autotune or kernel_config_fwd is not None or kernel_config_bwd_dX is not None
             or kernel_config_bwd_dW is not None
         ):  # fmt: skip
-            table = _plans
             try:
                 operands = (
                     dense.data_ptr(), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout,
                     zero_tail, is_first_gemm, topk_weights is None, bias is None, gather_indices is None,
                 )  # fmt: skip
-                plan = table.get(operands)
+                if snapshot is None and tensors.on_gpu(x):
+                    snapshot = dispatch_snapshot.snapshot()
             except _UNUSABLE:
-                plan = None
-            else:
-                keep = functools.partial(replay_plan.remember, table, operands)
-            if plan is not None:
-                y = plan(x, dense, m_sizes, topk_weights, bias, gather_indices)
-                if y is not None:
-                    return y
+                snapshot = None
+            if snapshot is not None:
+                plan = snapshot.plans.get(operands)
+                if plan is not None:
+                    y = plan(x, dense, m_sizes, topk_weights, bias, gather_indices)
+                    if y is not None:
+                        return y
+                keep = functools.partial(replay_plan.remember, snapshot.plans, operands)
         form = form_of(
             w_layout=w_layout, topk=topk, permute_x=permute_x, permute_y=permute_y, zero_tail=zero_tail,
             is_first_gemm=is_first_gemm, dX_only=dX_only, dW_only=dW_only, autotune=autotune,
@@ -216,21 +218,13 @@ def grouped_gemm(
     return y
 
 
-def _forget() -> None:
-    global _calls, _plans, _recent
-    _calls = {}
-    _plans = {}
-    _recent = {}
-
-
-hooks.on_reload(_forget)
-
-
 def _known(
     x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str, out: torch.Tensor | None, zero_tail: bool
 ) -> torch.Tensor:  # fmt: skip
     """A call of a kind that was met before, or else the first."""
-    table = _recent
+    snapshot = dispatch_snapshot.snapshot()
+    table: guard.Table = snapshot.recent
+    known_calls: _Calls = snapshot.calls
     try:
         device = x.get_device()
         M, K = x.shape
@@ -248,11 +242,11 @@ def _known(
         if out is not None:
             stride_y_m, y_at = out.stride(0), out.data_ptr()
             key += (out.dtype, out.shape, out.stride(), out.get_device(), y_at & 15, out.requires_grad)
-        known = _calls.get(key) if M and not zero_tail else None
+        known = known_calls.get(key) if M and not zero_tail else None
         operands: guard.Key = (x_at, w_at, w_layout) if out is None else (x_at, w_at, w_layout, y_at)
         again = None if known is None else table.get((operands, M))
     except _UNUSABLE:
-        return _first(x, w, m_sizes, w_layout, out, zero_tail, None)
+        return _first(x, w, m_sizes, w_layout, out, zero_tail, known_calls, None)
     if again is not None:
         y = again(x, w, m_sizes) if out is None else again(x, w, m_sizes, out)
         if y is not None:
@@ -260,7 +254,7 @@ def _known(
             return y
     grad = x.requires_grad or w.requires_grad
     if known is None or (grad and torch.is_grad_enabled()) or not device_is_current(device):
-        return _first(x, w, m_sizes, w_layout, out, zero_tail, key)
+        return _first(x, w, m_sizes, w_layout, out, zero_tail, known_calls, key)
     launcher, N, w_bytes = known
     if M == 1:
         stride_y_m = N
@@ -300,10 +294,9 @@ def _condition(device: int, grad: bool, dtype: torch.dtype) -> Callable[[], bool
 
 def _first(
     x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str,
-    out: torch.Tensor | None, zero_tail: bool, key: _Key | None,
+    out: torch.Tensor | None, zero_tail: bool, known_calls: _Calls, key: _Key | None,
 ) -> torch.Tensor:  # fmt: skip
     """A call with every check: the first of its kind, and all those that ``grouped_gemm`` has no short way for."""
-    known_calls = _calls
     call = tensors.check(x, w, m_sizes, w_layout)
     if out is not None:
         tensors.check_out(out, call)

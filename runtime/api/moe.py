@@ -13,6 +13,7 @@ from ...artifacts.records.problem import Layout, bucket_of
 from ..check import call as check_call
 from ..check import tensors
 from ..check.form import check_fusions, form_of
+from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
 from ..ops import layer
 from ..ops import routing as ops_routing
@@ -24,7 +25,6 @@ from . import call as api_call
 from .grouped_gemm import grouped_gemm
 
 _MOST_PLANS = 4096  # of about 2 KB
-_plans: dict[object, replay_layer.LayerPlan] = {}
 _tracing = torch.compiler.is_dynamo_compiling
 _transformed = torch._C._are_functorch_transforms_active
 # Function.apply does this and, for calls inside torch.func's transforms, more.
@@ -131,6 +131,7 @@ def moe_mlp(
         for tensors that can't be used, or parameters that exclude each other.
     """
     key: object = None
+    snapshot = dispatch_snapshot.current  # first: what is chosen before a ``reload`` is not kept in a table from after
     if not _tracing():
         if tensors.duals._current_level >= 0:
             tensors.no_tangents("moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias)
@@ -146,7 +147,9 @@ def moe_mlp(
                     interleaved, gate_up_bias is None, down_bias is None, weights_on, w_layout, hidden.dim(),
                     hidden.requires_grad,
                 )  # fmt: skip
-                plan = _plans.get(key)
+                if snapshot is None and tensors.on_gpu(hidden):
+                    snapshot = dispatch_snapshot.snapshot()
+                plan = None if snapshot is None else snapshot.layers.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
             key = None
         if plan is not None:
@@ -186,13 +189,12 @@ def moe_mlp(
     else:
         weights = weights_of(gate_up_weight, down_weight, gate_up_bias, down_bias)
         out, routing = _fused(x, weights, topk_ids, topk_weights, how, w_layout)
-        made = None
-        if key is not None and isinstance(weights, Weights):
+        if key is not None and snapshot is not None and isinstance(weights, Weights):
             made = replay_layer.plan(how, hidden, weights, topk_ids, topk_weights, routing)
-        if made is not None:
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = made
+            if made is not None:
+                if len(snapshot.layers) >= _MOST_PLANS:
+                    snapshot.layers.clear()
+                snapshot.layers[key] = made
     return out.to(hidden.dtype).view(hidden.shape)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Layout
-from ..dispatch.pin import Pin, check_pin
 from .tensors import bad, tensors_or_none
+
+if TYPE_CHECKING:
+    from ..dispatch.pin import Pin
 
 _MOST_INDEX = 2**31 - 1
 
@@ -89,9 +91,13 @@ def _form(
             "permute_x with is_first_gemm=False: the second GEMM's rows are the first one's result, sorted already. "
             "Leave permute_x out, or is_first_gemm"
         )
-    forward = check_pin("kernel_config_fwd", kernel_config_fwd, is_first_gemm=is_first_gemm)
-    dx = check_pin("kernel_config_bwd_dX", kernel_config_bwd_dX, is_first_gemm=is_first_gemm)
-    dw = check_pin("kernel_config_bwd_dW", kernel_config_bwd_dW, is_first_gemm=is_first_gemm)
+    forward = dx = dw = None
+    if any(one is not None for one in (kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW)):
+        from ..dispatch.pin import check_pin  # here, as few calls name a kernel
+
+        forward = check_pin("kernel_config_fwd", kernel_config_fwd, is_first_gemm=is_first_gemm)
+        dx = check_pin("kernel_config_bwd_dX", kernel_config_bwd_dX, is_first_gemm=is_first_gemm)
+        dw = check_pin("kernel_config_bwd_dW", kernel_config_bwd_dW, is_first_gemm=is_first_gemm)
     form = Form(
         Layout(w_layout), topk, bool(permute_x), bool(permute_y), bool(zero_tail), bool(dX_only), bool(dW_only),
         forward, dx, dw, bool(autotune),

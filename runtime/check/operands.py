@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...artifacts.records.problem import Fusion, Layout, Op
-from ..dispatch.pin import Pin
 from ..weights.expert_weights import ExpertWeights
 from .tensors import row_stride
+
+if TYPE_CHECKING:
+    from ..dispatch.pin import Pin
 
 _FUSIONS = tuple(map(Fusion, range(16)))  # by value: enum arithmetic costs more than the rest of a launch
 _INDEXED = (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT).value

@@ -103,10 +103,13 @@ def _decide(
     view = snapshot.view(local, installed=False)
     view.demand_named_files()
     found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1) if view.usable else []
-    if not _settles(found, Origin.MODELLED, local):
-        view = snapshot.nearer_view(local)
+    if not _settles(found, Origin.THIS_GPU, local):
+        named, view = found, snapshot.nearer_view(local)
         found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
-        if not _settles(found, Origin.THIS_GPU, local):
+        measured_here = bool(found) and found[0].origin is Origin.THIS_GPU
+        if _settles(named, Origin.MODELLED, local) and not measured_here:
+            found = named
+        elif not _settles(found, Origin.THIS_GPU, local):
             view = snapshot.view(local, installed=True)
             found = chosen(snapshot, problem, bucket, local, view, aligned=aligned, most=1)
             if not found or found[0].origin >= Origin.COMPATIBLE:
@@ -120,10 +123,15 @@ def _decide(
 
 
 def _settles(found: list[Candidate], least: Origin, local: LocalGpu) -> bool:
-    """Whether no other bundle is asked: this one was chosen for this very bucket and capability, and is no worse."""
+    """Whether no other bundle is asked: this one was chosen for this very bucket and capability, and is no worse.
+
+    What was held against others and not measured repeats what one of them says.
+    """
     if not found or found[0].match is not Match.EXACT:
         return False
-    return found[0].origin <= least and found[0].usable.bundle.target.sm == local.sm
+    best = found[0]
+    repeats = best.origin is not Origin.THIS_GPU and best.usable.bundle.producer.held_against
+    return best.origin <= least and best.usable.bundle.target.sm == local.sm and not repeats
 
 
 def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:

@@ -30,6 +30,7 @@ from ...kernels.contract.rowops import dtype_of
 from ...kernels.contract.spec import code_of, gemm_of
 from ...kernels.hardware import chips
 from . import compare, rowops
+from .gather_by_token import by_token
 from .ranking import Candidate, why_not
 from .snapshot import Rejected, Snapshot
 
@@ -134,16 +135,3 @@ def _indexed(
             if alike and why_not(variant, problem, local, aligned=aligned) is None:
                 return replace(one, index=index, variant=variant, time_us=_INDEXED * one.time_us)
     return "none in that config, or the runner-up's, stores by index"
-
-
-# Of the result: with 117 MB two launches take as long as one on an H200, with 134 MB less, with 42 MB longer
-# (docs/inside/trials.md, gather-by-token).
-LEAST_BYTES = 128 << 20
-
-
-def by_token(M: int, row_bytes: int, slots: int, top_k: int) -> bool:
-    """Whether each row of x is to be read once, for all rows that it goes to, which takes a launch more.
-
-    Not where most of the ``slots``, ``top_k`` of each row of x, are not in the index.
-    """
-    return top_k > 1 and M * row_bytes >= LEAST_BYTES and 0 < slots <= 2 * M

@@ -6,15 +6,16 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.bundle import Choice
 from ...artifacts.records.problem import Fusion, Op, Problem
-from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.config import FIELDS, NUMBERS, Config
-from .ranking import why_not
 from .snapshot import Rejected, Snapshot, Usable
+
+if TYPE_CHECKING:
+    from ...artifacts.records.bundle import Choice
+    from ...artifacts.records.target import LocalGpu
+    from ...kernels.contract.config import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class KernelPair:
         return self.first if is_first_gemm else self.second
 
 
-Pin: TypeAlias = Config | Choice | Preference
+Pin: TypeAlias = "Config | Choice | Preference"
 
 _SHOWN = 3
 
@@ -68,11 +69,16 @@ def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | No
     InputError
         for anything but None, a Config, a Choice, or a KernelPair (or half of one) of this op.
     """
+    if pin is None:
+        return None
+    from ...artifacts.records.bundle import Choice
+    from ...kernels.contract.config import Config
+
     if isinstance(pin, KernelPair):
         if pin.op is not _OPS[name]:
             raise InputError(f"grouped_gemm: {name} is a KernelPair of {pin.op.value}, wanted {_OPS[name].value}'s")
         return pin.of(is_first_gemm=is_first_gemm)
-    if pin is None or isinstance(pin, (Config, Choice, Preference)):
+    if isinstance(pin, (Config, Choice, Preference)):
         return pin
     raise InputError(
         f"grouped_gemm: {name} is a {type(pin).__name__}, wanted a pretuned.kernels.contract.config.Config or "
@@ -97,6 +103,8 @@ def find(
     snapshot: Snapshot, pin: Config | Choice, problem: Problem, local: LocalGpu, *, aligned: bool
 ) -> tuple[Usable, int]:
     """The first usable bundle that has the variant, and its index there; InputError as for ``kernel``."""
+    from ...artifacts.records.bundle import Choice
+
     there = list(_configs(snapshot, problem, local, aligned))
     if isinstance(pin, Choice):
         for usable in snapshot.view(local, installed=True).usable:
@@ -118,6 +126,9 @@ def find(
 def _configs(
     snapshot: Snapshot, problem: Problem, local: LocalGpu, aligned: bool
 ) -> Iterator[tuple[Config, Usable, int]]:
+    from ...kernels.contract.config import Config
+    from .ranking import why_not
+
     for usable in snapshot.view(local, installed=True).usable:
         for index, variant in snapshot.variants(usable.bundle, problem):
             if why_not(variant, problem, local, aligned=aligned) is None:
@@ -135,9 +146,11 @@ def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str
 
 def _distance(one: Config, other: Config) -> float:
     """How many doublings lie between two configs; a knob that is no number counts as one where it differs."""
+    from ...kernels.contract.config import FIELDS, RANGES
+
     apart = (
         abs(math.log2(getattr(one, name) / getattr(other, name)))
-        if name in NUMBERS
+        if name in RANGES
         else float(getattr(one, name) != getattr(other, name))
         for name in FIELDS
     )

@@ -11,6 +11,9 @@ A candidate ranks by, in this order:
    variants that are there;
 5. if on another GPU of its capability, how like this one that is, by SM count and memory;
 6. the place of its bundle, in the order in which places are asked.
+
+A bundle that was held against what ran before (``Producer.held_against``) has a say in the problems and buckets of its
+choices alone: there it names nothing slower, of others it knows nothing.
 """
 
 from __future__ import annotations
@@ -137,7 +140,9 @@ class _RankedChoices(NamedTuple):
 
         places = ((origin, one) for origin, by_bucket in self.by_origin.items() for one in by_bucket)
         for origin, one in sorted(places, key=rank):
-            yield from self.by_origin[origin][one]
+            for claim in self.by_origin[origin][one]:
+                if one == bucket or not claim.usable.bundle.producer.held_against:
+                    yield claim
 
 
 def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -> _RankedChoices:
@@ -228,12 +233,13 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
         from ...kernels.cost.model import Ranker, Resources  # here, as most calls are answered by a choice of a bundle
 
         kind = replace(problem, E=1, N=_SMALL, K=_SMALL)
-        fitting = [
+        every = [
             (usable, index, variant)
             for usable in view.usable
             for index, variant in snapshot.variants(usable.bundle, problem)
             if why_not(variant, kind, local, aligned=aligned) is None
         ]
+        fitting = [one for one in every if not one[0].bundle.producer.held_against] or every
         resources = [Resources.of(variant) for *_, variant in fitting]
         op, chip = problem.canonical.op, chips.chip_of(local.gpu, local.sm)
         known = view, fitting, Ranker(resources, op, problem.dtype, chip)

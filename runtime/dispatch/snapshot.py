@@ -6,24 +6,23 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ...artifacts.errors import BundleError, DriverTooOld, TargetMismatch
-from ...artifacts.files.bundle_file import BundleFile, open_bundle
-from ...artifacts.files.lock import reading
-from ...artifacts.names import printable
-from ...artifacts.records.bundle import Choice, Variant
-from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from ...artifacts.records.target import LocalGpu, cuda_version
 from .. import hooks
 from ..locks import lock
 from ..settings import Settings, settings
 from .places import Kind, Place, installed_places, places
 
 if TYPE_CHECKING:
+    from ...artifacts.files.bundle_file import BundleFile
+    from ...artifacts.records.bundle import Choice, Variant
+    from ...artifacts.records.precision import DType
+    from ...artifacts.records.target import LocalGpu
     from ...kernels.contract.rowops import RowOpSpec
 
 _OVERLAY_LOCK_TIMEOUT_S = 0.2
@@ -31,7 +30,7 @@ _OVERLAY_LOCK_TIMEOUT_S = 0.2
 _Groups: TypeAlias = "dict[tuple[Op | RowOp, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
 
 _log = logging.getLogger(__name__)
-_snapshot: Snapshot | None = None
+current: Snapshot | None = None  # the process's; None before its first use and after a reload: ``snapshot`` takes one
 _kept: list[BundleFile] = []
 
 
@@ -91,17 +90,23 @@ class Rejected(Exception):
 class Snapshot:
     """The places as they were when they were first read. Bundles are immutable, so it never goes stale.
 
-    ``decisions``, ``told`` and ``rankers`` are dispatch's: its tables and what it has logged live and die with the
-    snapshot that they were made from. A child of ``fork`` goes on with its parent's.
+    All that hangs on which bundles there are lives and dies with the snapshot that it was made from. Of dispatch:
+    ``decisions``, ``rankers``, and ``told``, what it has logged. Of the rooms above, each by a key of its own:
+    ``launchers`` of products and ``passes`` of row operations; ``calls``, kinds of plain calls, and ``recent``, those
+    on the same operands; ``plans`` of other calls and ``layers`` of layers that come again.
+    A child of ``fork`` goes on with its parent's.
     """
 
     def __init__(
         self,
         asked: Sequence[Place],
         installed: Callable[[], Sequence[Place]] = tuple,
+        without: Path | None = None,
     ) -> None:
+        """``without`` is a file that is as if it were not there: a build leaves out the one that it replaces."""
         self._installed = installed
-        self._named = _scan(asked)
+        self._without = without
+        self._named = _scan(asked, without)
         self._packaged: tuple[Found, ...] | None = None
         self._made: tuple[Found, ...] = ()
         self._views: dict[Hashable, View] = {}
@@ -112,6 +117,12 @@ class Snapshot:
         self.decisions: dict[Any, Any] = {}
         self.told: set[Hashable] = set()
         self.rankers: dict[Any, Any] = {}
+        self.launchers: dict[Any, Any] = {}
+        self.passes: dict[Any, Any] = {}
+        self.calls: dict[Any, Any] = {}
+        self.recent: dict[Any, Any] = {}
+        self.plans: dict[Any, Any] = {}
+        self.layers: dict[Any, Any] = {}
 
     def found(self, *, installed: bool) -> tuple[Found, ...]:
         """Every bundle, in the order of the places, those that this process made last; installed ones if asked."""
@@ -122,7 +133,7 @@ class Snapshot:
             return self._named + self._made
         with lock("bundles"):
             if self._packaged is None:
-                self._packaged = _scan(self._installed())
+                self._packaged = _scan(self._installed(), self._without)
             return self._named + self._packaged + self._made
 
     def add(self, bundle: BundleFile) -> None:
@@ -228,6 +239,8 @@ class Snapshot:
         return digest.hexdigest()
 
     def _tell(self, skipped: Iterable[Skipped]) -> None:
+        from ...artifacts.names import printable
+
         for one in skipped:
             topic = one.path, one.reason  # (errors differ: each view makes its own)
             if topic not in self.told:
@@ -240,11 +253,11 @@ class Snapshot:
 
 def snapshot() -> Snapshot:
     """The process's snapshot, taken at first use."""
-    global _snapshot
-    found = _snapshot
+    global current
+    found = current
     if found is None:
         with lock("snapshot"):
-            found = _snapshot = _snapshot or take(settings())
+            found = current = current or take(settings())
     return found
 
 
@@ -268,9 +281,9 @@ def forget_made() -> None:
 
 def forget() -> None:
     """Makes the next ``snapshot()`` read the places again. Bundles that are in use stay open."""
-    global _snapshot
+    global current
     with lock("snapshot"):
-        _snapshot = None
+        current = None
 
 
 hooks.on_reload(forget)
@@ -292,6 +305,8 @@ def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
     except BundleError as error:
         return error
     if 0 < local.gpu.driver < least:
+        from ...artifacts.records.target import cuda_version
+
         return DriverTooOld(
             f"bundle {name!r} needs a driver for CUDA {cuda_version(least)} or later, this one is for CUDA "
             f"{cuda_version(local.gpu.driver)}. Update the driver, or rebuild with a Triton whose ptxas is older"
@@ -299,12 +314,16 @@ def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
     return None
 
 
-def _scan(asked: Iterable[Place]) -> tuple[Found, ...]:
+def _scan(asked: Iterable[Place], without: Path | None) -> tuple[Found, ...]:
     found: list[Found] = []
     for place in asked:
         with _undisturbed(place):
-            found += [_open(place, path) for path in place.files()]
+            found += [_open(place, path) for path in place.files() if without is None or not _same(path, without)]
     return tuple(found)
+
+
+def _same(path: Path, other: Path) -> bool:
+    return path == other or os.path.realpath(path) == os.path.realpath(other)
 
 
 def _is_near(found: Found, local: LocalGpu) -> bool:
@@ -316,11 +335,15 @@ def _is_near(found: Found, local: LocalGpu) -> bool:
 def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:
     # Files are immutable and renamed into place: past the timeout reading goes on.
     if place.kind is Kind.OVERLAY:
+        from ...artifacts.files.lock import reading
+
         return reading(place.path, timeout_s=_OVERLAY_LOCK_TIMEOUT_S)
     return contextlib.nullcontext()
 
 
 def _open(place: Place, path: Path) -> Found:
+    from ...artifacts.files.bundle_file import open_bundle  # here, as a process without a GPU opens none
+
     try:
         return Found(place, path, open_bundle(path, later=not place.names(path)), None)
     except BundleError as error:

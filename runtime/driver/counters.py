@@ -7,7 +7,6 @@ of its own: the graph may be replayed on any stream.
 from __future__ import annotations
 
 import threading
-from functools import cache
 
 import torch
 
@@ -51,9 +50,3 @@ class Counters:
             word = self._next
             self._next += _WORD_BYTES
             return word
-
-
-@cache
-def counters(device: int) -> Counters:
-    """The device's words; made when a kernel first needs them."""
-    return Counters(device)

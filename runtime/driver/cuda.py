@@ -128,7 +128,7 @@ def driver_version() -> int:
     return version.value
 
 
-class Device(NamedTuple):
+class Properties(NamedTuple):
     """What the driver says of a GPU; ``sm`` is 10 * major + minor."""
 
     name: str
@@ -137,7 +137,7 @@ class Device(NamedTuple):
     memory_bytes: int
 
 
-def device(index: int) -> Device:
+def properties(index: int) -> Properties:
     """The GPU of this ordinal, which is torch's index. Asks the driver alone: torch also asks NVML, for 0.3 ms."""
     lib, handle, name, memory = library(), _device(index), bytearray(_NAME_BYTES), c_size_t()
     check(lib.cuDeviceGetName(addressof(c_char.from_buffer(name)), _NAME_BYTES, handle), "cuDeviceGetName")
@@ -148,7 +148,7 @@ def device(index: int) -> Device:
         check(lib.cuDeviceGetAttribute(byref(value), attribute, handle), f"cuDeviceGetAttribute({attribute})")
         numbers.append(value.value)
     major, minor, sm_count = numbers
-    return Device(name.split(b"\0")[0].decode(), 10 * major + minor, sm_count, memory.value)
+    return Properties(name.split(b"\0")[0].decode(), 10 * major + minor, sm_count, memory.value)
 
 
 @cache

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import struct
 from ctypes import addressof, c_char
+from typing import TYPE_CHECKING
 
-from ...artifacts.records.bundle import TensorMap, Variant
 from . import cuda
+
+if TYPE_CHECKING:
+    from ...artifacts.records.bundle import TensorMap, Variant
 
 MAP_BYTES = 128
 MAP_ALIGNMENT_BYTES = 64

@@ -1,4 +1,4 @@
-"""The GPU a tensor is on: its capability and its identity, asked of the driver once per device."""
+"""The GPUs of this process: what each is, and all that was loaded and set up on it; and what torch has current."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import functools
 import logging
 import platform
 import sys
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from ...artifacts.errors import HostError
-from ...artifacts.records.target import Gpu, LocalGpu
+
+if TYPE_CHECKING:
+    from ...artifacts.records.target import LocalGpu
+    from .counters import Counters
 
 # (size, strides, dtype) -> a new tensor
 Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
@@ -22,26 +25,73 @@ _C: Any = torch._C
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
-def local_gpu(index: int) -> LocalGpu:
-    """The GPU that torch calls ``cuda:index``. Initialises CUDA in this process.
+class Device:
+    """What this process has on one GPU, the one that torch calls ``cuda:index``. It lasts as long as the process.
 
-    Where bundles can't be launched torch is asked, there may be no CUDA driver. (AMD's GPUs are of no capability.)
+    ``kernels`` are those that were loaded, by the record of the variant; ``places`` the same by where a bundle has
+    them, its digest and the variant's number there (``launch/loader.py``). What asks the driver is imported where that
+    is first asked: a process without a GPU has none.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.kernels: dict[Hashable, Any] = {}
+        self.places: dict[tuple[bytes, int], Any] = {}
+        self._counters: Counters | None = None
+        self._gpu: LocalGpu | None = None
+
+    # (No functools.cached_property: up to Python 3.11 it has a lock, which a child of ``fork`` may find taken.)
+    @property
+    def counters(self) -> Counters:
+        """The words that kernels count with; made when one first needs them."""
+        if self._counters is None:
+            from .counters import Counters
+
+            self._counters = Counters(self.index)
+        return self._counters
+
+    @property
+    def gpu(self) -> LocalGpu:
+        """Which GPU it is, asked once: of the driver, or of torch where bundles can't be launched.
+
+        (There may be no CUDA driver there. AMD's GPUs are of no capability.)
+        """
+        if self._gpu is None:
+            self._gpu = self._asked()
+        return self._gpu
+
+    def _asked(self) -> LocalGpu:
+        from ...artifacts.records.target import Gpu, LocalGpu
+
+        if not platform_supported():
+            told = torch.cuda.get_device_properties(self.index)
+            sm = 0 if torch.version.hip else 10 * told.major + told.minor
+            return LocalGpu(sm, Gpu(told.name, told.multi_processor_count, told.total_memory >> 20, 0))
+        from . import cuda
+
+        found = cuda.properties(self.index)
+        return LocalGpu(
+            found.sm, Gpu(found.name, found.sm_count, found.memory_bytes >> 20, cuda.driver_version())
+        )  # fmt: skip
+
+
+devices: dict[int, Device] = {}  # those that were asked for; ``device`` makes them
+
+
+def device(index: int) -> Device:
+    """The GPU that torch calls ``cuda:index``; nothing is asked of it yet."""
+    return devices.get(index) or devices.setdefault(index, Device(index))
+
+
+def local_gpu(index: int) -> LocalGpu:
+    """Which GPU ``cuda:index`` is. Initialises CUDA in this process.
 
     Raises
     ------
     CudaError
         if there is no CUDA driver, or no such GPU.
     """
-    if not platform_supported():
-        told = torch.cuda.get_device_properties(index)
-        sm = 0 if torch.version.hip else 10 * told.major + told.minor
-        return LocalGpu(sm, Gpu(told.name, told.multi_processor_count, told.total_memory >> 20, 0))
-    from . import cuda
-
-    found = cuda.device(index)
-    gpu = Gpu(found.name, found.sm_count, found.memory_bytes >> 20, cuda.driver_version())
-    return LocalGpu(found.sm, gpu)
+    return device(index).gpu
 
 
 def current_device() -> int:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from ...artifacts.records.problem import Fusion, Problem
 from ...kernels.contract.rowops import BY_TOKEN, NOTED_ROWS, NOTES, USED
-from ..dispatch.gather import by_token, verdict
-from ..dispatch.snapshot import Snapshot, Usable
+from ..dispatch.gather_by_token import by_token
 from ..driver.device import Allocator, allocator, local_gpu
-from ..driver.launcher import Launcher
-from .gemm import LoadedKernel
-from .loader import load_first
+
+if TYPE_CHECKING:
+    from ..dispatch.snapshot import Snapshot, Usable
+    from ..driver.launcher import Launcher
+    from .gemm import LoadedKernel
 
 
 class _Packed(NamedTuple):
@@ -108,6 +109,9 @@ def kernel(
     aligned: bool = True, checks: bool = False,
 ) -> LoadedKernel | None:  # fmt: skip
     """The variant that ``verdict`` names, loaded on ``cuda:device``; None where the code that gathers is to run."""
+    from ..dispatch.gather import verdict  # here, as only a first launch needs them
+    from .loader import load_first
+
     local = local_gpu(device)
 
     def choose() -> tuple[Usable, int] | None:

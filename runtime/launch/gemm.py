@@ -19,8 +19,8 @@ from ...kernels.contract.spec import result_columns
 from ...kernels.contract.words import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL, ragged_strides
 from ..driver import cuda
 from ..driver.block import BlockLayout, Words
-from ..driver.counters import counters
 from ..driver.descriptors import TensorMaps
+from ..driver.device import device as device_of
 from ..driver.launcher import Launcher, starter
 
 _MOST_TILES = 2**31 - 1
@@ -276,7 +276,7 @@ def _map_of_weight(
 def counter_of(kernel: LoadedKernel) -> Callable[[int], int] | None:
     """Who gives the launches of a kernel that hands out its tiles the word to count them in."""
     counts = any(name == "counter" for name, _ in kernel.variant.arguments)
-    return counters(kernel.function.device).take if counts else None
+    return device_of(kernel.function.device).counters.take if counts else None
 
 
 def _layout(

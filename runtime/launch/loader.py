@@ -17,12 +17,10 @@ from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide
 from ..dispatch.pin import Pin, Preference, find, preferred
 from ..dispatch.snapshot import Rejected, Snapshot, Usable
-from ..driver.device import local_gpu
+from ..driver.device import device as device_of
+from ..driver.device import devices, local_gpu
 from ..locks import lock
 from .gemm import LoadedKernel, load_kernel
-
-_loaded: dict[tuple[bytes, int, int], LoadedKernel] = {}  # by bundle, variant, device
-_known: dict[tuple[Variant, int], LoadedKernel] = {}  # by all that is said of it, its cubin's sha256 too, and device
 
 
 def prepare(
@@ -78,17 +76,17 @@ def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> Loaded
     CudaError
         if the driver refuses the code.
     """
-    key = (bundle.digest, index, device)
-    kernel = _loaded.get(key)
+    there, key = device_of(device), (bundle.digest, index)
+    kernel: LoadedKernel | None = there.places.get(key)
     if kernel is None:
         with lock("loading"):
-            kernel = _loaded.get(key)
+            kernel = there.places.get(key)
             if kernel is None:
-                variant = bundle.variant(index)
-                kernel = _known.get((variant, device))
+                variant = bundle.variant(index)  # (all that is said of it, its cubin's sha256 too)
+                kernel = there.kernels.get(variant)
                 if kernel is None:
-                    kernel = _known[variant, device] = _load(bundle, index, variant, device, sm_count)
-                _loaded[key] = kernel
+                    kernel = there.kernels[variant] = _load(bundle, index, variant, device, sm_count)
+                there.places[key] = kernel
     return kernel
 
 
@@ -103,7 +101,7 @@ def _load(bundle: BundleFile, index: int, variant: Variant, device: int, sm_coun
 
 def loaded_count() -> int:
     """How many cubins this process has loaded, over all devices."""
-    return len(_known)
+    return sum(len(one.kernels) for one in devices.values())
 
 
 def pinned_kernel(pin: Pin, problem: Problem, device: int, *, aligned: bool) -> LoadedKernel | None:

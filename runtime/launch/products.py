@@ -1,6 +1,7 @@
 """The launchers of the products: a bundle's kernel, readied for one call and kept for all calls like it.
 
-``ops/products.py`` launches them, and so do the plans of calls that come again.
+``ops/products.py`` launches them, and so do the plans of calls that come again. What decides and loads is imported
+where it is first needed: most of a runtime's code, and none of a later call's.
 """
 
 from __future__ import annotations
@@ -14,28 +15,21 @@ import torch
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from ...kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
-from ...kernels.contract.spec import code_of, gemm_of
 from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
-from ..dispatch.pin import Pin
 from ..driver.device import capturing, local_gpu, platform_supported, tell_unsupported
-from ..driver.launcher import Launcher
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
-from . import loader, rowops
+from . import rowops
 from .gather import GatherFirst, Launch
-from .gemm import Fused, LoadedKernel, row_launcher, weight_launcher
-from .loader import prepare
-from .mixed_input import mixed_input_launcher
 
 if TYPE_CHECKING:
     from ..check.operands import Rows
-
-
-from ..dispatch.epilogue import verdict
-from ..dispatch.snapshot import Snapshot, Usable
-from .loader import load_first
+    from ..dispatch.pin import Pin
+    from ..dispatch.snapshot import Snapshot, Usable
+    from ..driver.launcher import Launcher
+    from .gemm import Fused, LoadedKernel
 
 _MOST_LAUNCHERS = 1 << 14
 _FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs
@@ -45,16 +39,13 @@ _FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 progr
 _MOST_TO_CLEAR, _SHORT_TO_CLEAR, _LARGE_MATRIX, _MOST_PER_ROW = 1 << 17, 8192, 1 << 20, 4
 _UNKNOWN = object()
 _L = TypeVar("_L", bound=Launch)
-_launchers: tuple[object, dict[tuple[object, ...], Launch | None]] = (None, {})  # of one snapshot
 
 
 def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
     """The launcher of a bundle's kernel for this product and all like it; None where there is none."""
     if isinstance(call.w, ExpertWeights):
         return _mixed_launch(call, call.w, y)
-    x, w, m_sizes, index, fusion = call.x, call.w, call.m_sizes, call.index, call.fusion
-    if not isinstance(w, torch.Tensor):  # no kernel reads codes
-        return None
+    x, w, m_sizes, index, fusion = call.x, call.dense, call.m_sizes, call.index, call.fusion
     E, N, K = call.sizes
     index_step = 2 if call.uses_index and index is not None and index.dtype is torch.int64 else 1
     strides = _weight_strides(w)
@@ -75,6 +66,8 @@ def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
         kernel = _kernel(problem, call.M, device, aligned, call.pin, None)
         if kernel is None:
             return None
+        from .gemm import Fused
+
         fused = Fused(fusion, index_step, call.gather_divisor or 1, zeroes, few, beside)
         plain = _gathered_kernel(problem, call, device, checks) if first else None
         ready = None if plain is None else _after_gather(plain, problem, call, fused)
@@ -106,10 +99,14 @@ def _mixed_launch(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Launch | Non
     key = ("mixed", *fixed, bucket_of(call.M), device, w.outer_step, first)
 
     def build() -> Launch | None:
+        from ...kernels.contract.spec import code_of
+
         problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK, code_of(Op.FORWARD, fusion))
         kernel = _kernel(problem, call.M, device, True, None, None)
         if kernel is None:
             return None
+        from .gemm import Fused
+
         fused = Fused(call.fusion, index_step, call.gather_divisor or 1, zeroes, few, beside)
         return _after_gather(kernel, problem, call, fused) if first else _of_rows(kernel, problem, call, fused)
 
@@ -160,6 +157,8 @@ def gated_launch(call: Rows, a: torch.Tensor) -> Launch | None:
         kernel = _gated_kernel(problem, call, device, aligned, call.gather_divisor if first else 0, checks)
         if kernel is None:
             return None
+        from .gemm import Fused
+
         fused = Fused(problem.fusion, index_step, call.gather_divisor)
         on_load = Fusion.GATHER in kernel.variant.fusion
         return (_of_rows if on_load else _after_gather)(kernel, problem, call, fused)
@@ -185,7 +184,9 @@ def weight_launch(
         kernel = _kernel(problem, M, device, aligned, pin, strict)
         if kernel is None:
             return None
-        return weight_launcher(
+        from . import gemm
+
+        return gemm.weight_launcher(
             kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=_step(m_sizes)
         )  # fmt: skip
 
@@ -195,13 +196,18 @@ def weight_launch(
 def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Launcher:
     """The launcher of a kernel for a product of rows."""
     if isinstance(call.w, ExpertWeights):
+        from .mixed_input import mixed_input_launcher
+
         return mixed_input_launcher(
             kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=_step(call.m_sizes),
             stride_outer_e=call.w.outer_step, fused=fused,
         )  # fmt: skip
-    gemm, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.dense)
-    return row_launcher(
-        kernel, columns=gemm.columns, reduction=gemm.reduction, E=problem.E, w_kn=gemm.w_kn, stride_w_e=stride_w_e,
+    from ...kernels.contract.spec import gemm_of
+    from . import gemm
+
+    view, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.dense)
+    return gemm.row_launcher(
+        kernel, columns=view.columns, reduction=view.reduction, E=problem.E, w_kn=view.w_kn, stride_w_e=stride_w_e,
         stride_w_row=stride_w_row, m_sizes_step=_step(call.m_sizes), fused=fused,
     )  # fmt: skip
 
@@ -211,17 +217,15 @@ def _after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fus
     gather = rowops.launcher(RowOp.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
     if gather is None:
         return None
+    from ...kernels.contract.spec import gemm_of
+
     left = fused._replace(fusion=fused.fusion & ~Fusion.GATHER)
     product, columns = _of_rows(kernel, problem, call, left), gemm_of(problem).reduction
     return GatherFirst(gather, product, call.x, columns, call.gather_divisor, fused.index_step, left.fusion)
 
 
 def _launcher(key: tuple[object, ...], build: Callable[[], _L | None]) -> _L | None:
-    global _launchers
-    snapshot = dispatch_snapshot.snapshot()
-    if _launchers[0] is not snapshot:
-        _launchers = snapshot, {}
-    known = _launchers[1]
+    known = dispatch_snapshot.snapshot().launchers
     found: Any = known.get(key, _UNKNOWN)  # one look: another thread may clear the table after it
     if found is _UNKNOWN:
         if len(known) >= _MOST_LAUNCHERS:
@@ -237,12 +241,14 @@ def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | Non
     if not platform_supported():
         tell_unsupported()
         return None
+    from . import loader
+
     if pin is not None:
         named = loader.pinned_kernel(pin, problem, device, aligned=aligned)
         if named is not None:
             return named
     demanded = settings.settings().strict if strict is None else strict
-    return prepare(
+    return loader.prepare(
         dispatch_snapshot.snapshot(), problem, M, local_gpu(device), device, aligned=aligned, strict=demanded
     )
 
@@ -273,6 +279,8 @@ def _gathered_kernel(problem: Problem, call: Rows, device: int, checks: bool) ->
 
 def problem_of(op: Op, x: torch.Tensor, E: int, N: int, K: int, layout: Layout, fusion: Fusion) -> Problem:
     """What a checked CUDA product is; fp32 is tf32 where torch allows it and a bundle has it."""
+    from ...kernels.contract.spec import code_of
+
     dtype, code = check_cuda_dtype(x), code_of(op, fusion)
     if tf32_allowed(x.dtype):
         tf32 = Problem(op, DType.TF32, E, N, K, layout, code)
@@ -319,6 +327,9 @@ def gated_kernel(
 
     Nothing is compiled, and nothing is logged: the plain product is an ordinary choice.
     """
+    from ..dispatch.epilogue import verdict
+    from .loader import load_first
+
     local = local_gpu(device)
 
     def choose() -> tuple[Usable, int] | None:

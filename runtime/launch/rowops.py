@@ -6,6 +6,7 @@ No choice names them: the best that is there runs. Where no bundle has one, the 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,19 +18,15 @@ from ...kernels.contract.rowops import NARROW, USED, WEIGHTED, Block, programs, 
 from ..check import tensors as check_tensors
 from ..check.tensors import DTYPES
 from ..dispatch import snapshot as dispatch_snapshot
-from ..dispatch.rowops import ranked
-from ..dispatch.snapshot import Snapshot, Usable
-from ..driver.block import BlockLayout
 from ..driver.device import current_stream, local_gpu, platform_supported
-from ..driver.launcher import whole_launch
-from .gemm import LoadedKernel
-from .loader import load_first
+
+if TYPE_CHECKING:
+    from ..dispatch.snapshot import Snapshot, Usable
+    from .gemm import LoadedKernel
 
 _MOST_PROGRAMS = 2**31 - 1
 
 _log = logging.getLogger(__name__)
-# The launchers of one snapshot.
-_launchers: tuple[object, dict[tuple[RowOp, DType, bool, int], RowOpLauncher | None]] = (None, {})
 
 
 class RowOpLauncher:
@@ -38,6 +35,9 @@ class RowOpLauncher:
     __slots__ = ("_device", "_launch", "_op", "_rows", "_tail", "block", "most_experts")
 
     def __init__(self, kernel: LoadedKernel, op: RowOp) -> None:
+        from ..driver.block import BlockLayout  # here, as a process without a GPU has no launcher
+        from ..driver.launcher import whole_launch
+
         variant, function = kernel.variant, kernel.function
         layout = BlockLayout(
             variant.arguments, given=variant.arguments, threads=function.threads, shared_bytes=function.shared_bytes
@@ -73,11 +73,8 @@ def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLau
     CudaError
         if the driver refuses the code.
     """
-    global _launchers
-    snapshot, kept = dispatch_snapshot.snapshot(), _launchers  # one look: another thread may begin a new table after it
-    if kept[0] is not snapshot:
-        kept = _launchers = snapshot, {}
-    known = kept[1]
+    snapshot = dispatch_snapshot.snapshot()
+    known: dict[tuple[RowOp, DType, bool, int], RowOpLauncher | None] = snapshot.passes
     key = (op, dtype, aligned, device)
     if key not in known:
         kernel = _kernel(snapshot, op, dtype, device, aligned)
@@ -116,6 +113,9 @@ def weighing(weights: torch.Tensor | None) -> int:
 def _kernel(snapshot: Snapshot, op: RowOp, dtype: DType, device: int, aligned: bool) -> LoadedKernel | None:
     if not platform_supported():
         return None
+    from ..dispatch.rowops import ranked  # here, as only a first launch needs them
+    from .loader import load_first
+
     local = local_gpu(device)
 
     def choose() -> tuple[Usable, int] | None:

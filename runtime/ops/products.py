@@ -7,6 +7,7 @@ Elsewhere it is the reference.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,6 @@ from ...kernels import reference
 from ..check import tensors
 from ..check.operands import Rows
 from ..check.tensors import address_of, row_stride, rows_usable
-from ..dispatch.pin import Pin
 from ..driver.device import current_stream, local_gpu, on
 from ..launch import gather, rowops
 from ..launch.gather import GatherFirst, Launch
@@ -23,6 +23,9 @@ from ..launch.products import gated_launch, row_launch, rows_aligned, weight_lau
 from ..weights.dequantised import Dequantised
 from ..weights.expert_weights import ExpertWeights
 from . import quantised, torch_fallback, zero_rows
+
+if TYPE_CHECKING:
+    from ..dispatch.pin import Pin
 
 stream_of = current_stream
 

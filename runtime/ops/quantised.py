@@ -38,11 +38,17 @@ def no_kernel(format: str) -> None:
     Raises
     ------
     ProblemNotInBundle
-        with PRETUNED_STRICT=1.
+        with PRETUNED_STRICT=1, and in a graph capture.
     """
     if settings.settings().strict:
         raise ProblemNotInBundle(f"PRETUNED_STRICT: no bundle has code for {format} weights. Dequantise them "
                                  "(ExpertWeights.dequantize), or unset PRETUNED_STRICT")  # fmt: skip
+    if torch.cuda.is_current_stream_capturing():
+        raise ProblemNotInBundle(
+            f"no bundle has code for {format} weights, and torch's loop over the experts has to read m_sizes on "
+            "the host, which a CUDA graph capture forbids. Capture without this call, or dequantise them "
+            "(ExpertWeights.dequantize)"
+        )
     _tell(format)
 
 

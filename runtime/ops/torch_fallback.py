@@ -11,7 +11,6 @@ import torch
 from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.records.problem import Layout
 from ...kernels import reference
-from ...kernels.hardware.arch import torch_groups
 from ..weights.dequantised import Dequantised
 
 _MOST_GROUPS = 1024  # torch's own limit
@@ -27,6 +26,8 @@ def tell_reference(device: str) -> None:
 
 def grouped_mm(dtype: torch.dtype, sm: int, E: int) -> Callable[..., torch.Tensor] | None:
     """torch's own grouped GEMM, where it does not synchronise: bf16 on 9.x and 10.x, aligned; else None."""
+    from ...kernels.hardware.arch import torch_groups  # here, as no call that a bundle runs needs it
+
     if dtype is not torch.bfloat16 or not torch_groups(sm) or E > _MOST_GROUPS:
         return None
     found: Callable[..., torch.Tensor] | None

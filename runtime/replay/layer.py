@@ -7,6 +7,9 @@ aligned as the first; any other goes the long way, which checks everything.
 
 from __future__ import annotations
 
+import weakref
+from typing import TYPE_CHECKING
+
 import torch
 
 from ...artifacts.records.problem import Op, RowOp
@@ -23,8 +26,11 @@ from ..launch import rowops
 from ..launch.gather import GatherFirst, Launch
 from ..ops import products
 from ..ops.layer import GATED_IN_PRODUCT, Layer, Routing, Weights, columns, slot_weights
-from . import guard, layer_grad
-from .layer_grad import Sizes
+from . import guard
+
+if TYPE_CHECKING:
+    from . import layer_grad
+    from .layer_grad import Sizes
 
 _KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a call of it does
 
@@ -56,7 +62,8 @@ class LayerPlan:
         self._gathers = isinstance(launches[0], GatherFirst), isinstance(gated, GatherFirst)
         self._activation, self._combine = passing
         self._act, self._device, self._dtype = how.act.flags, x.get_device(), x.dtype
-        self._alone, self._snapshot = only_device(), snapshot
+        self._alone = only_device()
+        self._snapshot = weakref.ref(snapshot)  # (which keeps the plan)
         self._empty, self._stream = allocator(x.device), products.stream_of
         self._stride_x = row_stride(x, x.shape[1])
         self._weighs = rowops.weighing(read) | (0 if given.down_bias is None else BIASED)
@@ -78,7 +85,6 @@ class LayerPlan:
             and weights.is_contiguous()
             and hidden.data_ptr() & ALIGNMENT_BYTES - 1 == self._low
             and all(not one.data_ptr() & ALIGNMENT_BYTES - 1 for one in biases)
-            and dispatch_snapshot.snapshot() is self._snapshot
             and (self._alone or device_is_current(self._device))
         )
 
@@ -89,10 +95,12 @@ class LayerPlan:
     ) -> layer_grad.Gradients | None:  # fmt: skip
         """Those of x, gate_up, down and weights that are needed; None where ``layer.gradients`` has to compute them."""
         needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
-        if needs_up_bias or needs_down_bias or dispatch_snapshot.snapshot() is not self._snapshot or down is None:
+        if needs_up_bias or needs_down_bias or dispatch_snapshot.snapshot() is not self._snapshot() or down is None:
             return None
         if not (self._alone or device_is_current(self._device)):
             return None
+        from . import layer_grad  # here, as inference has none
+
         wanted = layer_grad.Wanted(needs_x, needs_up, needs_down, needs_weights)
         planned = self._planned.get(wanted)
         if wanted not in self._planned:
@@ -180,6 +188,8 @@ def plan(
         return None
     grad = any(one.requires_grad for one in tensors)
     gated = launch_products.gated_launch(first, a) if how.act == GATED_IN_PRODUCT else None
+    from .layer_grad import Sizes
+
     sizes = Sizes(k, m_sizes.shape[0], H, wide, I)
     widens = read.dtype is not weights.dtype
     return LayerPlan(how, x, given, sizes, launches, passing, same, grad, gated, snapshot, read, widens)  # type: ignore[arg-type]

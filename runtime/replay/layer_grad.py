@@ -5,7 +5,7 @@ Those of biases it does not compute. A gradient whose tensors do not lie as the 
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -15,13 +15,15 @@ from ...kernels.contract.alignment import ALIGNMENT_BYTES
 from ..check.operands import Rows
 from ..check.tensors import address_of
 from ..driver.device import allocator
-from ..driver.launcher import Launcher
 from ..launch import gather as launch_gather
 from ..launch import products as launch_products
 from ..launch import rowops as launch_rowops
 from ..launch.gather import Launch
 from ..ops import products
 from ..ops.layer import Layer, Routing, with_bias
+
+if TYPE_CHECKING:
+    from ..driver.launcher import Launcher
 
 Gradients: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"
 

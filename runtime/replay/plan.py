@@ -7,7 +7,7 @@ and x begins as well aligned as the first; any other call goes the long way, whi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -18,7 +18,6 @@ from ..check.call import Call
 from ..check.operands import Rows
 from ..check.tensors import row_stride
 from ..driver.device import allocator, device_is_current, only_device
-from ..driver.launcher import Launcher
 from ..launch import products as launch_products
 from ..launch.gather import GatherFirst, Launch, in_range
 from ..ops import products
@@ -26,6 +25,9 @@ from ..ops.autograd import GroupedGemm
 from ..ops.gradients import forward_rows
 from ..ops.zero_rows import clear
 from . import guard
+
+if TYPE_CHECKING:
+    from ..driver.launcher import Launcher
 
 Key: TypeAlias = "tuple[object, ...]"
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import packings
-from .codes import Quantised
+from .codes import Quantised, cat
 from .packings import Suffixes, bad
 
 _GATE, _UP, _BOTH, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("gate_up_proj",), ("down_proj", "w2")
@@ -128,10 +128,9 @@ def _beside(parts: list[Quantised], format: str) -> Quantised:
     if outer is not None and not all(torch.equal(outer, one.global_scale) for one in parts):  # type: ignore[arg-type]
         raise bad("the global scales of gate and up", "two", "one for both: calibrate them together")
     rows = -1 if format == "fp8_channel" else -2
-    zero = None if first.zero is None else torch.cat([one.zero for one in parts], -2)  # type: ignore[misc]
-    return Quantised(
-        torch.cat([one.codes for one in parts], -2), torch.cat([one.scale for one in parts], rows), zero, outer
-    )
+    zeros = [one.zero for one in parts if one.zero is not None]
+    codes, scale = cat([one.codes for one in parts], -2), cat([one.scale for one in parts], rows)
+    return Quantised(codes, scale, cat(zeros, -2) if zeros else None, outer)
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:

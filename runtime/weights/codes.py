@@ -36,6 +36,13 @@ def pack(nibbles: torch.Tensor) -> torch.Tensor:
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
 
+def cat(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """torch.cat; of float8 as bytes, for not every torch can."""
+    if parts[0].dtype is not torch.float8_e4m3fn:
+        return torch.cat(parts, dim)
+    return torch.cat([one.view(torch.uint8) for one in parts], dim).view(torch.float8_e4m3fn)
+
+
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
     """2**(code - 127) of uint8 codes, in float32; 255 is NaN."""
     bits = scale.to(torch.int32)

@@ -10,15 +10,13 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtype_of
-from . import checkpoints
-from .codes import Quantised, quantise, values
+from .codes import Quantised, cat, quantise, values
 from .order import ORDERS, CodeOrder, reorder
-from .packings import E8M0
 
 _SCALE_DTYPES = {"fp32": (torch.float32,), "e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,),
                  "bf16": (torch.bfloat16, torch.float16, torch.float32)}  # fmt: skip
 _GROUPS = (32, 64, 128)  # of int4
-_E8M0_NAN = 255
+_E8M0_NAN, _E4M3_NAN = 255, 0x7F  # of either sign
 
 
 @dataclass(eq=False, repr=False)
@@ -127,6 +125,8 @@ class ExpertWeights:
         InputError
             for a format that is not among these, a tensor that is missing or does not fit, more than one layer.
         """
+        from . import checkpoints  # here, as a process that is given codes and scales reads none
+
         format, found = checkpoints.read(tensors, quantization_config, part, quantize_x)
         return _checked(cls(format if format != "int4" else _int4_format(*found[:3]), *found))
 
@@ -141,11 +141,10 @@ class ExpertWeights:
         if not torch.isfinite(w).all():
             raise _bad("w", "NaN or infinite in places", "finite numbers")
         every = [quantise(format, one.detach()) for one in w]
-        zero = [one.zero for one in every if one.zero is not None]
-        outer = [one.global_scale for one in every if one.global_scale is not None]
-        codes, scale = torch.stack([one.codes for one in every]), torch.stack([one.scale for one in every])
-        found = codes, scale, torch.stack(zero) if zero else None, torch.stack(outer) if outer else None
-        return _checked(cls(format, *found))
+        codes, scale = cat([one.codes[None] for one in every], 0), cat([one.scale[None] for one in every], 0)
+        zeros = [one.zero[None] for one in every if one.zero is not None]
+        outer = [one.global_scale[None] for one in every if one.global_scale is not None]
+        return _checked(cls(format, codes, scale, cat(zeros, 0) if zeros else None, cat(outer, 0) if outer else None))
 
     @classmethod
     def from_state_dict(cls, format: str, state: Mapping[str, torch.Tensor]) -> ExpertWeights:
@@ -369,10 +368,15 @@ def _fits(name: str, given: torch.Tensor, shape: tuple[int, ...], codes: torch.T
 
 def _check_finite(name: str, given: torch.Tensor) -> None:
     """Raise InputError for a scale that no number has: once, here, and in no call."""
-    wrong = given == _E8M0_NAN if given.dtype is torch.uint8 else ~torch.isfinite(given.float())
+    if given.dtype is torch.uint8:
+        wrong = given == _E8M0_NAN
+    elif given.dtype is torch.float8_e4m3fn:
+        wrong = given.view(torch.uint8) & _E4M3_NAN == _E4M3_NAN
+    else:
+        wrong = ~torch.isfinite(given)
     if bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
-        what = "255, which is NaN," if given.dtype is torch.uint8 else str(given[tuple(at)].item())
+        what = "255, which is NaN," if given.dtype is torch.uint8 else str(given[tuple(at)].float().item())
         raise _bad(name, f"{what} at {at}, one of {int(wrong.sum())}", "numbers: is the checkpoint damaged?")
 
 
@@ -388,6 +392,8 @@ def _flat(codes: torch.Tensor) -> torch.Tensor:
 
 def _bytes(scale: torch.Tensor) -> torch.Tensor:
     """e8m0 as bytes: torch has a dtype of its own for it."""
+    from .packings import E8M0
+
     if isinstance(scale, torch.Tensor) and scale.dtype is E8M0:
         return scale.view(torch.uint8)
     return scale

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.build.build import BuildOptions, build
+from pretuned.aot.build.build import build
+from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Pool

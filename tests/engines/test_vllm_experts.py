@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from made import ON_H200
+from vllm_engine import lines
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -92,6 +93,19 @@ def test_a_layer_is_taken_and_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kinds[0] == ("PretunedExperts", "TRITON")
     assert kinds[1][0].endswith("CPUUnquantizedExperts")
     assert kinds[1][1] == "CPU"
+
+
+def test_without_a_switch_the_cpu_stays_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    load_plugins(monkeypatch)
+    with lines() as told:
+        methods = [UnquantizedFusedMoEMethod(config()) for _ in range(3)]
+    assert {one.unquantized_backend.name for one in methods} == {"CPU"}
+    assert told == [
+        "pretuned: leaves the MoE layers of E=4 H=32 I=32 to vLLM's CPU backend: pretuned has no kernels for the cpu "
+        "(PRETUNED_VLLM=1 runs its reference there)"
+    ]
 
 
 def test_what_stays_with_vllm_and_why() -> None:

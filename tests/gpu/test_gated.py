@@ -15,8 +15,7 @@ from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.contract.registry import entry_of
 from pretuned.kernels.contract.spec import Spec
-from pretuned.runtime import explain, moe_mlp, sort_routing
-from pretuned.runtime.api import moe
+from pretuned.runtime import explain, moe_mlp, reload, sort_routing
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.dispatch import epilogue
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
@@ -77,13 +76,11 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
     """Has layers run this variant, or the plain product and the activation, whatever the times say."""
 
     def only(one: LoadedKernel | None) -> None:
-        moe._plans.clear()
-        monkeypatch.setattr(products, "_launchers", (None, {}))
+        reload()
         monkeypatch.setattr(products, "_gated_kernel", lambda *_: one)
 
     yield only
-    moe._plans.clear()
-    products._launchers = (None, {})
+    reload()
 
 
 def test_there_is_one_where_a_choice_says_so() -> None:
@@ -259,7 +256,7 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so(monkeypatch: pytest.Monk
     tried = list(chosen_problems())
     assert tried
     for problem, choice in tried:
-        moe._plans.clear()
+        dispatch_snapshot.snapshot().layers.clear()
         E, I, H = problem.E, problem.N // 2, problem.K  # noqa: E741
         T = min(choice.bucket, 16384)
         up, down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
@@ -268,7 +265,7 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so(monkeypatch: pytest.Monk
         ran.clear()
         moe_mlp(random(T, H), up, down, ids, torch.rand(T, 1, device="cuda"))
         assert bool(ran) is (found.chosen is None), found.reason
-        (plan,) = moe._plans.values()
+        (plan,) = dispatch_snapshot.snapshot().layers.values()
         assert (plan._gated is None) is (found.chosen is None)
         told = explain(problem, M=T, top_k=1)
         assert (told.chosen is not None and told.chosen.variant.fusion is BOTH) is (found.chosen is not None)

@@ -16,8 +16,7 @@ import torch
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.kernels.contract.spec import code_of
-from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
-from pretuned.runtime.api import moe
+from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
 from pretuned.runtime.api.moe import Routing
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
@@ -66,8 +65,7 @@ class Switch:
         self.patch = patch
 
     def __call__(self, first: bool) -> None:
-        self.patch.setattr(launch_products, "_launchers", (None, {}))
-        moe._plans.clear()
+        reload()
         self.patch.setattr(launch_products, "_gathered_kernel", lambda *given: self.kernel(*given) if first else None)
 
     def kernel(self, problem: Problem, call: Rows, _device: int, _checks: bool) -> LoadedKernel | None:
@@ -85,8 +83,7 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Switch]:
     if rowops.launcher(RowOp.GATHER, DType.BF16, 0, aligned=True) is None:
         pytest.skip("the bundles have no pass that gathers")
     yield Switch(monkeypatch)
-    moe._plans.clear()
-    launch_products._launchers = (None, {})
+    reload()
 
 
 def routed(E: int, T: int, kind: str) -> Routing:

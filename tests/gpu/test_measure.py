@@ -15,7 +15,7 @@ import torch
 from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import FAULT, ROUTINGS, WRONG, Measured, geometric_mean
 from pretuned.aot.plan.families import serves
-from pretuned.aot.tune.tuner import TuneObservers, tune_problems
+from pretuned.aot.tune.tuner import Entrants, TuneObservers, tune_problems
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
@@ -118,7 +118,7 @@ def test_a_fault_on_the_gpu_is_contained(candidates: Path, tmp_path: Path) -> No
     path = tmp_path / "broken.msgpack"
     publish(path, codec.encode(replace(bundle, variants=variants)))
     journal = tmp_path / "here.journal"
-    outcome = tune_problems({problem: (64, 1024)}, path, journal, share=1.0)
+    outcome = tune_problems({problem: (64, 1024)}, path, journal, entrants=Entrants(share=1.0))
     assert [one.kind for one in outcome.failures] == [FAULT]
     assert outcome.failures[0].variant == broken.cubin_sha256
     assert "illegal memory access" in outcome.failures[0].reason

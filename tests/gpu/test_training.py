@@ -28,6 +28,7 @@ from pretuned.runtime import (
     sort_routing,
 )
 from pretuned.runtime.check.tensors import DTYPES
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch import products
 from pretuned.runtime.launch.loader import loaded_count
 
@@ -137,8 +138,9 @@ def test_the_kernels_are_a_bundles_and_not_torchs() -> None:
     for form in FORMS:
         given = tensors(form, 100, torch.bfloat16)
         call(form, routed(100), given).sum().backward()
-    assert products._launchers[1]
-    assert all(launch is not None for launch in products._launchers[1].values())
+    launchers = dispatch_snapshot.snapshot().launchers
+    assert launchers
+    assert all(launch is not None for launch in launchers.values())
 
 
 def test_what_a_bundle_lacks_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +151,7 @@ def test_what_a_bundle_lacks_torch_does(monkeypatch: pytest.MonkeyPatch) -> None
             return None if problem.fusion in lacking else real(problem, *rest)
 
         monkeypatch.setattr(products, "_kernel", kernel)
-        monkeypatch.setattr(products, "_launchers", (None, {}))
+        reload()
         for form in FORMS:
             for layout in ("nk", "kn"):
                 check(form, routed(100, "elsewhere"), torch.bfloat16, layout)

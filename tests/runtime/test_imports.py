@@ -15,6 +15,8 @@ def modules_after(code: str, **environment: str) -> dict[str, bool]:
     report = """
 import json, sys
 watched = ("torch", "triton", "click", "rich", "pebble", "filelock", "msgpack",
+           "pretuned.artifacts.files.bundle_file", "pretuned.runtime.launch.loader",
+           "pretuned.runtime.dispatch.decide", "pretuned.runtime.driver.cuda", "pretuned.kernels.contract.registry",
            "pretuned.aot", "pretuned.kernels.gemm.portable.rows", "pretuned.kernels.cost.model")
 found = {name: name in sys.modules for name in watched}
 torch = sys.modules.get("torch")
@@ -51,6 +53,17 @@ def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
     for module in ("triton", "click", "rich", "pebble", "filelock", "pretuned.aot",
                    "pretuned.kernels.gemm.portable.rows",
                    "pretuned.kernels.cost.model", "cuda"):  # fmt: skip
+        assert found[module] <= alone[module], module
+
+
+@pytest.mark.parametrize("name", ["grouped_gemm", "moe_mlp"])
+def test_what_decides_and_loads_waits_for_a_first_launch(name: str) -> None:
+    """Half of the time that the import took."""
+    alone = modules_after("import torch")
+    found = modules_after(f"from pretuned.runtime import {name}")
+    for module in ("msgpack", "pretuned.artifacts.files.bundle_file", "pretuned.runtime.launch.loader",
+                   "pretuned.runtime.dispatch.decide", "pretuned.runtime.driver.cuda",
+                   "pretuned.kernels.contract.registry"):  # fmt: skip
         assert found[module] <= alone[module], module
 
 

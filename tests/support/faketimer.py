@@ -40,10 +40,12 @@ def run(setup: Setup, job: MeasureJob) -> MeasureResult:
             plain = sha, (time_ns(MeasureJob(product, job.bucket, ()), sha),) * 2
     timings = tuple(Timing(sha, (time_ns(job, sha),) * 2, 0.001, 20, 0.0017) for sha in shas)
     fastest = min(timings, key=lambda one: one.time_ns)
+    ran = [one for one, i in zip(timings, job.contenders, strict=True) if i in job.incumbents]
+    held = min(ran, key=lambda one: one.time_ns, default=timings[0])
     duel = None
-    if fastest.variant != shas[0]:
-        ratio = round(fastest.time_ns / timings[0].time_ns, 5)
-        duel = Rematch(fastest.variant, shas[0], fastest.ns, timings[0].ns, ratio, 0.005)
+    if fastest.variant != held.variant:
+        ratio = round(fastest.time_ns / held.time_ns, 5)
+        duel = Rematch(fastest.variant, held.variant, fastest.ns, held.ns, ratio, 0.005)
     return MeasureResult(Measured(job.problem, job.bucket, shas[0], timings, duel, None, 1.0, 13000, plain))
 
 

@@ -23,6 +23,8 @@ from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
 from pretuned.kernels.contract.spec import code_of
 from pretuned.runtime import grouped_gemm, sort_routing
 from pretuned.runtime.check import tensors as check_tensors
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.launch import gemm as launch_gemm
 from pretuned.runtime.launch import products as launch_products
 from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.ops import products, zero_rows
@@ -298,12 +300,12 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     simulated = Device()
     with monkeypatch.context() as patch:
-        patch.setattr(launch_products, "_launchers", (None, {}))
+        patch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
         patch.setattr(launch_products, "_kernel", simulated.kernel)
         patch.setattr(launch_products, "_gated_kernel", simulated.gated)
         patch.setattr(launch_products, "_gathered_kernel", simulated.gathered)
-        patch.setattr(launch_products, "row_launcher", fake_rows)
-        patch.setattr(launch_products, "weight_launcher", fake_weight)
+        patch.setattr(launch_gemm, "row_launcher", fake_rows)
+        patch.setattr(launch_gemm, "weight_launcher", fake_weight)
         patch.setattr(launch_rowops, "launcher", simulated.passes)
         patch.setattr(zero_rows, "LEAST_BYTES", 0)
         patch.setattr(products, "stream_of", lambda _device: 0)

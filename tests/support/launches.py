@@ -21,7 +21,7 @@ STRIDES = K + 8, N + 16  # of the rows of x (or dy), and of y (or x)
 def main(path: str, *indices: int) -> None:
     torch.cuda.is_current_stream_capturing = lambda: False  # torch without CUDA has none
     assert cuda.driver_version() == 13010
-    assert cuda.device(0) == cuda.Device("Stub 0", 90, 132, 141 << 30)
+    assert cuda.properties(0) == cuda.Properties("Stub 0", 90, 132, 141 << 30)
     with open_bundle(path) as bundle:
         for index in indices:
             launch(bundle, index)

@@ -44,10 +44,13 @@ def lines() -> Iterator[list[str]]:
 
     logger._print_info_once.cache_clear()
     handler, ours = Lines(), logging.getLogger("vllm.pretuned")
+    level = ours.level
     ours.addHandler(handler)
+    ours.setLevel(logging.INFO)  # vLLM's own, which it sets when an engine starts
     try:
         yield handler.lines
     finally:
+        ours.setLevel(level)
         ours.removeHandler(handler)
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import misbehaving
 import pytest
 
-from pretuned.aot.build.build import BuildOptions, Observers, build
+from pretuned.aot.build.build import build
+from pretuned.aot.build.options import BuildOptions, Observers
 from pretuned.aot.bundle.verify import verify
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.pool import CompileResult
@@ -120,7 +121,8 @@ import sys
 from pathlib import Path
 sys.path.append(sys.argv[4])
 from conftest import ODD, SMALL, _aligned, _fallbacks
-from pretuned.aot.build.build import BuildOptions, build
+from pretuned.aot.build.build import build
+from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
 from pretuned.aot.plan.families import Pool

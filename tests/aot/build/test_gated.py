@@ -11,8 +11,9 @@ from pathlib import Path
 import faketimer
 import pytest
 
-from pretuned.aot.build.build import BuildOptions, build, build_measured, compile_candidates
+from pretuned.aot.build.build import build, build_measured, compile_candidates
 from pretuned.aot.build.estimate import estimate
+from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.bundle.diff import diff
 from pretuned.aot.bundle.merge import merge
 from pretuned.aot.bundle.prune import prune

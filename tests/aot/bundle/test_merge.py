@@ -9,7 +9,8 @@ from claims import H100, H200, able, chosen, revised, with_twins
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pretuned.aot.build.build import BuildOptions, build
+from pretuned.aot.build.build import build
+from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.bundle.merge import Reason, merge
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.models.load import load_models
@@ -155,13 +156,15 @@ def test_of_two_gpus_the_one_named_first_wins_and_that_is_told(base: Bundle, cel
 
 def test_the_later_cost_model_wins(base: Bundle, cell) -> None:
     old, new = chosen(base, {cell: (0, 1_000, None)}), chosen(base, {cell: (1, 3_000, None)})
-    old = replace(old, producer=replace(old.producer, pretuned="0.9.2"))
-    new = replace(new, producer=replace(new.producer, pretuned="0.10.0"))
+    old = replace(old, producer=replace(old.producer, pretuned="0.9.2").with_held_against(["b" * 64]))
+    new = replace(new, producer=replace(new.producer, pretuned="0.10.0").with_held_against(["a" * 64]))
     for order in ((old, new), (new, old)):
         done = merged(*order)
         assert the_choice(done.bundle, cell).time_ns == 3_000
         assert [one.reason for one in done.conflicts] == [Reason.COST_MODEL]
         assert done.bundle.producer.pretuned == "0.10.0, 0.9.2"
+        assert done.bundle.producer.held_against == ("a" * 16, "b" * 16)
+        assert not any("options" in note for note in done.notes)
 
 
 def test_buckets_are_united(base: Bundle, cell) -> None:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from pretuned.aot.build.build import BuildOptions, build
+from pretuned.aot.build.build import build
+from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.bundle.diff import diff
 from pretuned.aot.bundle.merge import merge
 from pretuned.aot.bundle.prune import prune

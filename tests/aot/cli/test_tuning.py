@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pretuned.aot.journal.file import Header, open_journal
-from pretuned.aot.journal.records import Measured, Timing
+from pretuned.aot.journal.file import Header, open_journal, read_journal
+from pretuned.aot.journal.records import Incumbent, Measured, Timing
 from pretuned.aot.plan.families import serves
 from pretuned.aot.process import gpus as process_gpus
 from pretuned.artifacts.files.bundle_file import open_bundle
@@ -291,6 +291,33 @@ def test_what_is_no_bundle_is_not_built_over(aot: Aot, here: Path, candidates: P
     done = aot("build", "--models", MODEL, "--sm", "90")
     assert done.code == 2
     assert "is a directory, wanted a file's name" in done.err
+
+
+def test_a_build_ends_with_what_is_faster_than_before(aot: Aot, here: Path, candidates: Path) -> None:
+    """As a journal has it: the slowest of each cell ran before, or the fastest."""
+    write_journal(here / "h200.journal", candidates)
+    contents = read_journal(here / "h200.journal")
+    (here / "h200.journal").unlink()
+    with open_journal(here / "h200.journal", contents.header) as journal:
+        for i, record in enumerate(contents.records):
+            assert isinstance(record, Measured)
+            ran = record.timings[-1 if i == 0 else 0].variant
+            journal.append([dataclasses.replace(record, incumbents=(Incumbent(ran, bytes(32)),))])
+    build = ("build", "--models", MODEL, "--candidates", "candidates.msgpack", "--journal", "h200.journal")
+    done = aot(*build)
+    assert done.code == 0, done.err
+    cells, first = len(contents.records), contents.records[0]
+    assert isinstance(first, Measured)
+    gain = first.timings[0].time_ns / first.timings[-1].time_ns - 1
+    last = done.out.splitlines()[-1]
+    assert (
+        last == f"sm_90a: {cells - 1} cells faster than before by {100 * gain:.1f} % in the mean, 1 as before, 0 slower"
+    )
+    (one,) = json.loads(aot(*build, "--json").out)["bundles"]
+    assert one["held_against"] == {
+        "faster": cells - 1, "gain": round(gain, 4), "as_before": 1, "slower": 0, "not_compared": 0
+    }  # fmt: skip
+    assert one["lost"] == ""
 
 
 def test_next_is_said_for_a_shell(aot: Aot, here: Path, cache: Path) -> None:

@@ -21,7 +21,8 @@ import faketimer
 import psutil
 import pytest
 
-from pretuned.aot.build.build import BuildOptions, compile_candidates
+from pretuned.aot.build.build import compile_candidates
+from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.choose.bundle import measured_bundle
 from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.cli.main import run as command

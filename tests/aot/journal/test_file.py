@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretuned.aot.journal.file import Header, OtherJournal, open_journal, read_journal
-from pretuned.aot.journal.records import Failure, Measured, Record, Rematch, Timing, from_value, to_value
+from pretuned.aot.journal.records import Failure, Incumbent, Measured, Record, Rematch, Timing, from_value, to_value
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.format.schema import INDEXED
 from pretuned.artifacts.records.bundle import Kernel
@@ -41,7 +41,8 @@ duels = st.builds(Rematch, shas, shas, times, times, small, small)
 buckets = st.integers(0, 31).map(lambda power: 1 << power)
 records: st.SearchStrategy[Record] = st.one_of(
     st.builds(Measured, problems, buckets, shas, st.lists(timings, max_size=4).map(tuple), st.none() | duels,
-              st.none() | times, small, st.integers(0, 20000), st.none() | st.tuples(shas, times)),
+              st.none() | times, small, st.integers(0, 20000), st.none() | st.tuples(shas, times),
+              st.lists(st.builds(Incumbent, shas, shas), max_size=2).map(tuple)),
     st.builds(Failure, problems, buckets, shas, st.sampled_from(["wrong", "hung"]), st.text(max_size=80)),
 )  # fmt: skip
 
@@ -54,6 +55,16 @@ def measured(bucket: int = 16) -> Measured:
 @given(records)
 def test_a_record_survives_json(record: Record) -> None:
     assert from_value(json.loads(json.dumps(to_value(record)))) == record
+
+
+def test_what_ran_before_is_written_only_where_something_did() -> None:
+    """So a journal of before, and what an earlier version makes of a new one, are as ever."""
+    assert "incumbents" not in to_value(measured())
+    value = to_value(replace(measured(), incumbents=(Incumbent(b"\3" * 32, b"\4" * 32),)))
+    assert value["incumbents"] == [["03" * 32, "04" * 32]]
+    for wrong in ([["03"]], [["03" * 32, 4]], 7, [["03" * 32, "04" * 32, "05" * 32]]):
+        with pytest.raises((ValueError, TypeError)):
+            from_value({**value, "incumbents": wrong})
 
 
 def test_what_is_appended_is_read_and_gone_on_with(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.build.build import BuildOptions, compile_candidates
+from pretuned.aot.build.build import compile_candidates
+from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.plan.families import Pool
 from pretuned.aot.plan.plan import BuildPlan

@@ -13,7 +13,7 @@ from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import Measured
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.tune.space import TuningSpace, fits
-from pretuned.aot.tune.tuner import tune_problems
+from pretuned.aot.tune.tuner import Entrants, tune_problems
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
@@ -40,7 +40,8 @@ def test_it_is_measured_beside_the_models_first(
     """Of each cell the variant that the model puts last: without it two others are measured."""
     monkeypatch.setattr(TuningSpace, "elsewhere", lambda self, problem, bucket: [last(self, problem, bucket)])
     with gpus(candidates) as here, open_bundle(candidates) as bundle:
-        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, like=candidates)
+        like = Entrants(like=candidates)
+        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, entrants=like)
         ground = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
         for one in read_journal(tmp_path / "journal").records:
             assert isinstance(one, Measured)

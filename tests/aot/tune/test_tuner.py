@@ -14,7 +14,8 @@ import faketimer
 import pytest
 from tuning import cells, gpus
 
-from pretuned.aot.build.build import BuildOptions, build, build_measured, compile_candidates
+from pretuned.aot.build.build import build, build_measured, compile_candidates
+from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.choose.bundle import measured_bundle
 from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.compile.cache import CompileCache
@@ -23,7 +24,7 @@ from pretuned.aot.journal.records import Measured
 from pretuned.aot.measure.job import MeasureJob
 from pretuned.aot.plan.families import Pool, serves
 from pretuned.aot.plan.plan import BuildPlan
-from pretuned.aot.tune.tuner import NoGpu, TuneObservers, tune_problems
+from pretuned.aot.tune.tuner import Entrants, NoGpu, TuneObservers, tune_problems
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
@@ -50,7 +51,9 @@ def test_candidates_are_every_variant_and_modelled(candidates: Path, small_plan:
 def test_a_bundle_of_another_capability_is_refused(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     other = SHIPPED / "catalogue-sm80.msgpack"
     with gpus(candidates) as here, pytest.raises(InputError, match=r"it is for sm_80, the candidates are for sm_90a"):
-        tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, like=other)
+        tune_problems(
+            small_plan.buckets, candidates, tmp_path / "journal", executors=here, entrants=Entrants(like=other)
+        )
     assert not (tmp_path / "journal").exists()
 
 
@@ -136,9 +139,12 @@ def test_a_build_measures_and_goes_on_with_its_own_journal(
 ) -> None:
     calls: list[int] = []
 
-    def tune(problems, candidates, journal, ships, observers):
+    def tune(problems, candidates, journal, ships, runs, observers):
         with gpus(candidates) as here:
-            outcome = tune_problems(problems, candidates, journal, executors=here, ships=ships, observers=observers)
+            outcome = tune_problems(
+                problems, candidates, journal, executors=here, ships=ships, entrants=Entrants(runs=runs),
+                observers=observers,
+            )  # fmt: skip
         calls.append(outcome.measured)
         return outcome
 
@@ -279,7 +285,7 @@ def test_a_build_goes_on_modelled_where_the_gpu_can_not_be_used(
         tune_problems(small_plan.buckets, candidates, tmp_path / "h200.journal", executors=here)
     assert not (tmp_path / "h200.journal").exists()
 
-    def tune(problems, candidates, journal, ships, observers):
+    def tune(problems, candidates, journal, ships, runs, observers):
         return None
 
     options = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=small_space, measure=(90,), tune=tune)

@@ -9,6 +9,8 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
+from pretuned.kernels.contract.registry import refusal
+from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hardware.arch import supported
 from pretuned.kernels.search.space import candidates, fallbacks
 
@@ -54,6 +56,13 @@ def test_the_wire_has_the_flags_of_format_1() -> None:
         assert Config.from_pairs(config.pairs()) == config
 
 
+def test_tiles_of_the_sizes_of_fitted_ones_are_fitted() -> None:
+    """Their pairs say no more than the sizes."""
+    for op in Op:
+        assert "rows is FIXED, wanted FITTED" in str(refusal(Spec(op, DType.BF16, replace(FITS, rows=TileRows.FIXED))))
+    assert refusal(Spec(Op.FORWARD, DType.BF16, FITS)) is None
+
+
 CODES = Config(16, 64, 1024, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
 
 
@@ -82,13 +91,13 @@ def test_an_older_bundle_lacks_flags_that_came_later(flag: str) -> None:
         (TURNS, {"block_q": 16}, "config has the fields"),
         (TURNS, {"specialized": 0}, "a pingpong config is specialized"),
         (TURNS, {"persistent": 0}, "a specialized config is persistent"),
-        (TURNS, {"block_m": 0}, "block_m is 0, wanted a power of two from 16 to 256, or 192"),
+        (TURNS, {"block_m": 0}, "block_m is 0, wanted 16 or 32 or 64 or 128 or 256 or 192"),
         (TURNS, {"block_n": 48}, "block_n is 48"),
         (TURNS, {"block_k": 2048}, "block_k is 2048"),
         (TURNS, {"block_m": 512}, "block_m is 512"),
         (TURNS, {"fitted": 1}, "a fitted one of format 1 mixed_input"),
         (FITS, {"mixed_input": 1, "specialized": 0}, "a mixed_input config is specialized"),
-        (TURNS, {"num_warps": 3}, "num_warps is 3, wanted 1, 2, 4, 8 or 16"),
+        (TURNS, {"num_warps": 3}, "num_warps is 3, wanted 1 or 2 or 4 or 8 or 16"),
         (TURNS, {"num_stages": 0}, "num_stages is 0, wanted 1 to 15"),
         (TURNS, {"num_stages": 16}, "num_stages is 16, wanted 1 to 15"),
         (TURNS, {"group_m": 0}, "group_m is 0, wanted 1 to 1024"),

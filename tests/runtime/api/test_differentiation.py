@@ -15,7 +15,8 @@ from pretuned.artifacts.errors import InputError
 from pretuned.runtime import activate, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, moe_mlp, reload
 from pretuned.runtime.api import call as api_call
 from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
-from pretuned.runtime.launch import products
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.launch import gemm
 from pretuned.runtime.replay import layer as replay_layer
 from pretuned.runtime.replay import plan
 
@@ -152,9 +153,9 @@ def test_so_is_who_saved_that_of_a_plain_call_on_a_gpu(again: bool, monkeypatch:
 
     monkeypatch.setattr(api_call, "is_whole", lambda *_: False)
     monkeypatch.setattr(api_grouped_gemm, "_known", launched)
-    monkeypatch.setattr(
-        api_grouped_gemm, "_recent", {(x.data_ptr(), w.data_ptr(), "nk", out.data_ptr()): launched} if again else {}
-    )
+    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
+    recent = {(x.data_ptr(), w.data_ptr(), "nk", out.data_ptr()): launched}
+    dispatch_snapshot.snapshot().recent.update(recent if again else {})
     before = out._version
     assert grouped_gemm(x, w, m_sizes, out=out) is out
     assert out._version > before
@@ -184,7 +185,7 @@ class Wrapped(torch.Tensor):
 @pytest.mark.parametrize("which", ["m_sizes", "gather_indices", "topk_weights", "bias"])
 def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
-    make = products.row_launcher
+    make = gemm.row_launcher
 
     def watched(*given: Any, **how: Any) -> Any:
         launch = make(*given, **how)
@@ -195,7 +196,7 @@ def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, monkey
 
         return FakeLauncher(run, launch.zeroes)
 
-    monkeypatch.setattr(products, "row_launcher", watched)
+    monkeypatch.setattr(gemm, "row_launcher", watched)
     given: dict[str, Any] = {
         "x": random(T, K), "w": random(E, N, K), "m_sizes": torch.tensor([3, 4, 5, 2]), "bias": random(E, N),
         "gather_indices": torch.arange(T * TOPK), "topk_weights": random(T, TOPK),
@@ -261,9 +262,10 @@ def test_nor_do_wrapped_counts_of_a_plain_call(monkeypatch: pytest.MonkeyPatch) 
 
     for name, stub in {
         "row_launch": lambda *_: Launcher(), "device_is_current": lambda _: True, "current_stream": lambda _: 0,
-        "_calls": {}, "_recent": {}, "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
+        "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
     }.items():  # fmt: skip
         monkeypatch.setattr(api_grouped_gemm, name, stub)
+    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
     monkeypatch.setattr(api_call, "is_whole", lambda *_: False)
     x, w = random(T, K), random(E, N, K)
     m_sizes = torch.tensor([3, 0, 4, 0])

@@ -15,6 +15,7 @@ from pretuned.runtime import grouped_gemm
 from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.check.tensors import check
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch.products import rows_aligned
 
 E, N, K, M = 3, 10, 8, 12
@@ -180,10 +181,11 @@ def test_a_plain_call_takes_the_launcher_of_its_own_bucket(
 
     for name, stub in {
         "row_launch": lambda call, y: Launcher(call), "device_is_current": lambda _: True,
-        "current_stream": lambda _: 0, "on": lambda _: contextlib.nullcontext(), "_calls": {}, "_recent": {},
+        "current_stream": lambda _: 0, "on": lambda _: contextlib.nullcontext(),
         "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
     }.items():  # fmt: skip
         monkeypatch.setattr(api_grouped_gemm, name, stub)
+    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
     monkeypatch.setattr(api_grouped_gemm.api_call, "is_whole", lambda *_: False)
     w = torch.randn(2, 16, 16, dtype=torch.bfloat16)
     for M in rows * 2:

@@ -13,6 +13,7 @@ from pretuned.artifacts.errors import InputError
 from pretuned.runtime import grouped_gemm
 from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
 from pretuned.runtime.check.tensors import check_apart
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 
 E, N, K, M, TOPK = 2, 8, 8, 8, 2
 SIZES = torch.tensor([5, 3])
@@ -144,9 +145,10 @@ def test_a_known_call_on_a_gpu_with_other_tensors(monkeypatch: pytest.MonkeyPatc
     launcher = Launcher()
     for name, stub in {
         "row_launch": lambda *_: launcher, "device_is_current": lambda _: True, "current_stream": lambda _: 0,
-        "on": lambda _: contextlib.nullcontext(), "_calls": {}, "_recent": {},
+        "on": lambda _: contextlib.nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(api_grouped_gemm, name, stub)
+    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
     monkeypatch.setattr(api_grouped_gemm.api_call, "is_whole", lambda *_: False)
     buffer, w, beside = torch.zeros(8, M, K).bfloat16(), weights(torch.bfloat16), torch.zeros(2, M, 16).bfloat16()
 
@@ -192,10 +194,11 @@ def test_the_stride_of_one_row_means_nothing(monkeypatch: pytest.MonkeyPatch) ->
             return lambda *again: None
 
     for name, stub in {
-        "row_launch": lambda *arguments: Launcher(), "device_is_current": lambda device: True, "_calls": {},
-        "current_stream": lambda device: 0, "on": lambda device: contextlib.nullcontext(), "_recent": {},
+        "row_launch": lambda *arguments: Launcher(), "device_is_current": lambda device: True,
+        "current_stream": lambda device: 0, "on": lambda device: contextlib.nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(api_grouped_gemm, name, stub)
+    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
     monkeypatch.setattr(api_grouped_gemm.api_call, "is_whole", lambda *operands: False)
     w, x = weights(torch.bfloat16), torch.randn(1, K).bfloat16()
     out = torch.empty(4, N + 1, dtype=torch.bfloat16)[:1, :N]

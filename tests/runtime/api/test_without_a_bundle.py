@@ -42,12 +42,11 @@ def amd(clean_places: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda, "library", library)
     monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
-    for asked in (device.local_gpu, device.tell_unsupported):
-        asked.cache_clear()
+    monkeypatch.setattr(device, "devices", {})
+    device.tell_unsupported.cache_clear()
     reload()
     yield
-    for asked in (device.local_gpu, device.tell_unsupported):
-        asked.cache_clear()
+    device.tell_unsupported.cache_clear()
 
 
 def test_an_amd_gpu_is_torchs(amd: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -112,14 +112,14 @@ def test_how_like_it_a_gpu_is_counts_for_nothing_else(tmp_path: Path) -> None:
 
 
 def test_what_is_explained_first_is_what_runs(tmp_path: Path) -> None:
-    """An exact choice of the capability ends the search before installed packages are asked."""
+    """An exact choice of the capability ends the search, but for what installed packages have measured on this GPU."""
     write(tmp_path / "named/h200.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, gpus=[H200])
     write(tmp_path / "installed/h100.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H100])
     found = snapshot(tmp_path / "named", installed=[tmp_path / "installed"])
-    for local in (LocalGpu(90, ELSEWHERE), ON_H100, ON_H200):
-        assert came_from(found, local=local)[0] == "h200"
+    for local, first in ((LocalGpu(90, ELSEWHERE), "h200"), (ON_H100, "h100"), (ON_H200, "h200")):
+        assert came_from(found, local=local)[0] == first
         told = examine(found, PROBLEM, 64, local, aligned=True)
-        assert [one.usable.path.stem for one in told.candidates[:2]] == ["h200", "h100"]
+        assert [one.usable.path.stem for one in told.candidates[:2]] == sorted(["h200", "h100"], key=first.__ne__)
         assert told.reason == decision(found, local=local).reason
 
 
@@ -476,11 +476,12 @@ def test_what_is_not_read_would_not_have_been_chosen(
         write(folder / ("installed" if installed else "named") / f"{i}.msgpack", {PROBLEM: made}, gpus=gpus, tag=str(i))
     found = snapshot(folder / "named", installed=[folder / "installed"])
     got = decision(found, M, local).chosen
-    for installed in (False, True):
-        view = found.view(local, installed=installed)
-        best = chosen(found, PROBLEM, bucket_of(M), local, view, aligned=True, most=1)
-        if best and best[0].match is Match.EXACT:
-            break
+    named, best = (
+        chosen(found, PROBLEM, bucket_of(M), local, found.view(local, installed=one), aligned=True, most=1)
+        for one in (False, True)
+    )
+    if named and named[0].match is Match.EXACT and best[0].origin is not Origin.THIS_GPU:
+        best = named
     assert (got.usable.path, got.index, got.origin, got.match) == (
         best[0].usable.path, best[0].index, best[0].origin, best[0].match)  # fmt: skip
 
@@ -559,3 +560,46 @@ def test_an_unheard_of_capability_misses_in_words(tmp_path: Path) -> None:
     got = decide(snapshot(tmp_path), PROBLEM, 64, LocalGpu(75, Gpu("NVIDIA T4", 40, 15360, 12080)))
     assert isinstance(got, Miss)
     assert re.search(r"sm_?75|--sm 75", got.reason)
+
+
+def held(path: Path, choices: Any, **how: Any) -> None:
+    """A bundle that says that it was held against another."""
+    made_up = bundle(choices, tag="held", **how)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish(path, encode(replace(made_up, producer=made_up.producer.with_held_against(["ab" * 32]))))
+
+
+def test_what_was_held_against_others_has_a_say_in_its_own_cells_alone(tmp_path: Path) -> None:
+    held(tmp_path / "1/held.msgpack", {PROBLEM: [measured(64, NARROW, 9), modelled(256, NARROW)]}, gpus=[H200])
+    write(tmp_path / "2/ships.msgpack", {PROBLEM: [modelled(32, WIDE), modelled(128, WIDE), modelled(4096, WIDE)]})
+    found = snapshot(tmp_path / "1", tmp_path / "2")
+    assert came_from(found, 64) == ("held", Origin.THIS_GPU, Match.EXACT, NARROW)
+    assert came_from(found, 256)[0] == "held"
+    for M in (8, 32, 128, 512, 1024):
+        assert came_from(found, M)[0] == "ships"
+    told = examine(found, PROBLEM, 128, ON_H200, aligned=True)
+    assert told.candidates[0].usable.path.stem == "ships"
+    assert decision(found, 64, problem=OTHER).chosen.usable.path.stem == "ships"  # by the cost model
+
+
+def test_what_was_held_against_others_runs_where_nothing_else_can(tmp_path: Path) -> None:
+    held(tmp_path / "held.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, gpus=[H200])
+    found = snapshot(tmp_path)
+    assert came_from(found, 64)[1:3] == (Origin.THIS_GPU, Match.EXACT)
+    assert came_from(found, 4096)[:3] == ("held", Origin.MODELLED, Match.COST_MODEL)
+    assert decision(found, 64, problem=OTHER).chosen.match is Match.COST_MODEL
+
+
+def test_what_it_names_and_did_not_measure_gives_way_to_who_did(tmp_path: Path) -> None:
+    held(tmp_path / "named/held.msgpack", {PROBLEM: [modelled(64, WIDE)]}, gpus=[H200])
+    write(tmp_path / "installed/h100.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H100])
+    found = snapshot(tmp_path / "named", installed=[tmp_path / "installed"])
+    assert came_from(found)[:2] == ("h100", Origin.THIS_CAPABILITY)
+
+
+def test_a_modelled_bundle_never_takes_the_place_of_what_was_measured_here(tmp_path: Path) -> None:
+    write(tmp_path / "named/modelled.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    write(tmp_path / "installed/h200.msgpack", {PROBLEM: [measured(64, NARROW, 9)]}, gpus=[H200])
+    found = snapshot(tmp_path / "named", installed=[tmp_path / "installed"])
+    assert came_from(found) == ("h200", Origin.THIS_GPU, Match.EXACT, NARROW)
+    assert came_from(found, local=ON_H100)[0] == "modelled"

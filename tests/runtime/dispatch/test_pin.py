@@ -10,8 +10,8 @@ from made import ANY, NARROW, ON_A100, ON_H200, PROBLEM, SPECS, WIDE, measured, 
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config
-from pretuned.runtime.dispatch.pin import find
+from pretuned.kernels.contract.config import FIELDS, Cache, Config, Edge, Loads, Schedule, TileRows
+from pretuned.runtime.dispatch.pin import _distance, find
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
 
@@ -50,3 +50,19 @@ def test_a_variant_that_cannot_run_the_call_is_not_there(found: Snapshot) -> Non
     for problem, local in ((PROBLEM, ON_A100), (dataclasses.replace(PROBLEM, op=Op.DW), ON_H200)):
         with pytest.raises(InputError, match="there are none for this kind of problem"):
             find(found, Config(64, 64, 64, 4, 3), problem, local, aligned=True)
+
+
+def test_configs_that_differ_are_apart() -> None:
+    """Whichever knob they differ by: an enum's counts one, a number's its doublings."""
+    one = Config(64, 64, 64, 4, 4)
+    others = {
+        "block_m": 32, "block_n": 128, "block_k": 256, "num_warps": 8, "num_stages": 3, "group_m": 16,
+        "loads": Loads.TMA, "schedule": Schedule.PINGPONG, "cache": Cache.EVICT_FIRST, "edge": Edge.HALF,
+        "rows": TileRows.FITTED,
+    }  # fmt: skip
+    assert set(others) == set(FIELDS)
+    found = {name: _distance(one, dataclasses.replace(one, **{name: value})) for name, value in others.items()}
+    assert _distance(one, one) == 0.0
+    assert min(found.values()) > 0.4
+    assert {found[name] for name in ("block_m", "loads", "schedule", "cache", "edge", "rows")} == {1.0}
+    assert found["block_k"] == 2.0

@@ -10,7 +10,21 @@ import time
 from pathlib import Path
 
 import pytest
-from made import DRIVER, ON_A100, ON_H100, ON_H200, ON_L40S, OTHER, PROBLEM, modelled, places, snapshot, write
+from made import (
+    DRIVER,
+    H200,
+    ON_A100,
+    ON_H100,
+    ON_H200,
+    ON_L40S,
+    OTHER,
+    PROBLEM,
+    measured,
+    modelled,
+    places,
+    snapshot,
+    write,
+)
 
 from pretuned.artifacts.errors import (
     BundleCorrupt,
@@ -85,8 +99,8 @@ def test_a_whole_copy_takes_the_place_of_one_with_damaged_code(
     assert "a.msgpack" in caplog.text
 
 
-def test_installed_packages_are_asked_only_without_an_exact_choice(tmp_path: Path) -> None:
-    write(tmp_path / "named/a.msgpack", CHOICES, tag="named")
+def test_installed_packages_are_asked_only_without_an_exact_choice_measured_here(tmp_path: Path) -> None:
+    write(tmp_path / "named/a.msgpack", {PROBLEM: [measured(64, 0, 9)]}, gpus=[H200], tag="named")
     write(tmp_path / "wheel/w.msgpack", {OTHER: [modelled(64, 1)]}, tag="wheel")
     asked: list[int] = []
 

@@ -27,12 +27,13 @@ from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
-from pretuned.runtime.dispatch import compare, epilogue
+from pretuned.runtime.dispatch import compare, epilogue, gather_by_token
 from pretuned.runtime.dispatch import gather as dispatch_gather
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.gather import pass_us, verdict
 from pretuned.runtime.inspect import preload
 from pretuned.runtime.inspect.explain import examine
-from pretuned.runtime.launch import gather, products
+from pretuned.runtime.launch import gather
 from pretuned.runtime.launch.gather import GatherFirst
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results/passes-h200.json"
@@ -96,7 +97,7 @@ def test_the_passes_time_is_that_of_the_benchmark(monkeypatch: pytest.MonkeyPatc
     assert pass_us(M, 2048, 2, 8, H200) == pytest.approx(PASS_US)
     assert pass_us(M, 2048, 2, 8, replace(H200, name="NVIDIA H300")) is None
     once = pass_us(8 * M, 7168, 2, 8, H200)
-    monkeypatch.setattr(dispatch_gather, "LEAST_BYTES", 1 << 40)
+    monkeypatch.setattr(gather_by_token, "LEAST_BYTES", 1 << 40)
     often = pass_us(8 * M, 7168, 2, 8, H200)
     assert once is not None
     assert often is not None
@@ -351,9 +352,9 @@ def test_any_index_gives_what_the_code_that_gathers_gives(
     results = []
     with pytest.MonkeyPatch.context() as patch:
         host_gpu.on(patch, True)
-        patch.setattr(dispatch_gather, "LEAST_BYTES", data.draw(st.sampled_from([0, 1 << 40])))
+        patch.setattr(gather_by_token, "LEAST_BYTES", data.draw(st.sampled_from([0, 1 << 40])))
         for device.first in (False, True):
-            patch.setattr(products, "_launchers", (None, {}))
+            dispatch_snapshot.snapshot().launchers.clear()
             out = torch.full((T * TOPK if permute_y else len(index), N), 7.0) if into else None
             results.append(
                 grouped_gemm(x, w, sizes, TOPK, flat, permute_x=True, permute_y=permute_y, topk_weights=weights,
@@ -411,7 +412,7 @@ def test_the_scratch_is_of_the_call(first: Device, monkeypatch: pytest.MonkeyPat
         with torch.no_grad():
             grouped_gemm(x, w, torch.tensor([3, 0, 5, 6]), TOPK, index, permute_x=True)
     assert made.count((T * TOPK, K)) == 3
-    (launch,) = (one for one in products._launchers[1].values() if isinstance(one, GatherFirst))
+    (launch,) = (one for one in dispatch_snapshot.snapshot().launchers.values() if isinstance(one, GatherFirst))
     assert not any(isinstance(getattr(launch, name), torch.Tensor) for name in GatherFirst.__slots__)
 
 

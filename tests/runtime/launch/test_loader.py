@@ -9,6 +9,7 @@ import pytest
 
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
+from pretuned.runtime.driver import device
 from pretuned.runtime.launch import loader
 from pretuned.runtime.launch.loader import loaded, loaded_count
 
@@ -25,8 +26,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return object()
 
     monkeypatch.setattr(loader, "load_kernel", load)
-    monkeypatch.setattr(loader, "_loaded", {})
-    monkeypatch.setattr(loader, "_known", {})
+    devices: dict[int, device.Device] = {}
+    monkeypatch.setattr(device, "devices", devices)
+    monkeypatch.setattr(loader, "devices", devices)
     return took
 
 

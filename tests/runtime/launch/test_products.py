@@ -9,6 +9,7 @@ from host_gpu import ALL, TOPK, Device, E, K, N, T, device, on, ran, tensors
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.runtime import grouped_gemm, moe_mlp
 from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch import products
 
 __all__ = ["device"]  # a fixture
@@ -78,11 +79,12 @@ def test_a_table_that_another_thread_clears_loses_no_call(device: Device, monkey
     x, w, m_sizes = torch.randn(8, K), torch.randn(E, N, K), torch.tensor([3, 0, 5, 0])
     call, y = Rows(Op.FORWARD, x, w, m_sizes, Layout.NK, 8), torch.empty(8, N)
     first = products.row_launch(call, y)
-    snapshot, known = products._launchers
+    current = dispatch_snapshot.snapshot()
+    known = current.launchers
     assert first is not None
     assert first in known.values()
     for table, same in ((Cleared(known), True), (Cleared(), False)):
-        monkeypatch.setattr(products, "_launchers", (snapshot, table))
+        monkeypatch.setattr(current, "launchers", table)
         launch = products.row_launch(call, y)
         assert launch is not None
         assert (launch is first) is same
@@ -98,7 +100,7 @@ def test_only_the_gradients_that_are_needed_run(device: Device, monkeypatch: pyt
         (True, True, {"dX_only": True}, [Op.DX]),
         (True, True, {"dW_only": True}, [Op.DW]),
     ):
-        monkeypatch.setattr(products, "_launchers", (None, {}))
+        dispatch_snapshot.snapshot().launchers.clear()
         device.launched.clear()
         a, b = x.clone().requires_grad_(needs_x), w.clone().requires_grad_(needs_w)
         grouped_gemm(a, b, m_sizes, **options).sum().backward()

@@ -165,7 +165,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(launch_rowops, "current_stream", lambda device: 0)
     monkeypatch.setattr(launch_rowops, "platform_supported", lambda: True)
     monkeypatch.setattr(launch_rowops, "local_gpu", lambda device: ON_H200)
-    monkeypatch.setattr(launch_rowops, "_launchers", (None, {}))
 
     def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
         if "damaged" in Path(bundle.path).name:
@@ -214,18 +213,17 @@ def test_what_was_chosen_before_a_reload_is_not_kept_after_it(
 ) -> None:
     before = snapshot(write(tmp_path / "a.msgpack", []))
     after = snapshot(write(tmp_path / "b.msgpack", [record(RowOp.COMBINE)]))
+    real = loader.load_first
 
-    class Interrupted(tuple[object, ...]):
-        def __getitem__(self, i: Any) -> Any:
-            if not i:  # another thread goes on with the new bundles
-                monkeypatch.setattr(launch_rowops, "_launchers", (after, {}))
-            return super().__getitem__(i)
+    def interrupted(*given: Any) -> Any:
+        monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: after)  # another thread reloads
+        return real(*given)
 
-    monkeypatch.setattr(launch_rowops, "_launchers", Interrupted((before, {})))
+    monkeypatch.setattr(loader, "load_first", interrupted)
     monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: before)
     assert launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True) is None
-    monkeypatch.setattr(launch_rowops.dispatch_snapshot, "snapshot", lambda: after)
     assert launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True) is not None
+    assert (list(before.passes.values()), len(after.passes)) == ([None], 1)
 
 
 def test_what_the_driver_refuses_is_an_error_with_the_kernels_name(

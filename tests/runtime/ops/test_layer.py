@@ -214,7 +214,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(layer, "_KINDS", (torch.float32,))
     monkeypatch.setattr(layer.LayerPlan, "forward", forward)
-    monkeypatch.setattr(moe, "_plans", {})
+    snapshot.snapshot().layers.clear()
     return taken
 
 
@@ -720,7 +720,7 @@ def test_a_full_table_of_plans_begins_anew(monkeypatch: pytest.MonkeyPatch, devi
     for count in (1, 2, 7, 7, 1):  # each of a bucket of its own
         moe_mlp(hidden[:count], given["up"], given["down"], IDS[:count], weights[:count])
     assert planned == [7]
-    assert len(moe._plans) == 2
+    assert len(snapshot.snapshot().layers) == 2
 
 
 def many(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from host_gpu import TOPK, Device, E, K, N, T, device, on, ran, tensors
 
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.runtime import grouped_gemm, reload
-from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.replay import guard, plan
 
 __all__ = ["device"]  # a fixture
@@ -210,13 +210,15 @@ def test_reload_forgets_and_a_full_table_begins_anew(
 ) -> None:
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
-    assert len(api_grouped_gemm._plans) == 1
+    before = dispatch_snapshot.snapshot()
+    assert len(before.plans) == 1
     reload()
-    assert api_grouped_gemm._plans == {}
+    assert dispatch_snapshot.snapshot() is not before
+    assert dispatch_snapshot.snapshot().plans == {}
     monkeypatch.setattr(plan, "_MOST_PLANS", 2)
     for rows in range(1, 6):
         gradients(x[:rows], w, m_sizes)
-    assert len(api_grouped_gemm._plans) == 1
+    assert len(dispatch_snapshot.snapshot().plans) == 1
     assert planned == []
 
 

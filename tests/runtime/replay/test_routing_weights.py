@@ -12,6 +12,7 @@ from pretuned.artifacts.records.problem import Layout
 from pretuned.kernels.contract import rowops
 from pretuned.runtime import sort_routing
 from pretuned.runtime.check import tensors
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.ops import activation, layer, products, tokens
 from pretuned.runtime.replay import layer as replay_layer
@@ -93,8 +94,8 @@ def test_a_plan_tells_the_sum_of_what_dtype_they_are(
     noted, ignored, read = Noted(), Noted(), layer.slot_weights(weights, x)
     made: Any = replay_layer.LayerPlan
     plan = made(
-        HOW, x, given, Sizes(TOPK, E, H, 2 * I, I), (nothing(), nothing()), (ignored, noted), None, False, None, None,
-        read, read.dtype is not kind,
+        HOW, x, given, Sizes(TOPK, E, H, 2 * I, I), (nothing(), nothing()), (ignored, noted), None, False, None,
+        dispatch_snapshot.snapshot(), read, read.dtype is not kind,
     )  # fmt: skip
     plan.forward(x, given, routing, weights, keeps_h=False)
     narrow = rowops.NARROW if kind is torch.bfloat16 else 0

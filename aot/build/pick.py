@@ -1,0 +1,164 @@
+"""What a bundle holds: what can ship of the compiled, measured and held against what runs today, and chosen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...artifacts.errors import CompileError, InputError
+from ...artifacts.files.publish import publish
+from ...artifacts.format import codec
+from ...artifacts.records.bundle import Bundle
+from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.rowops import RowOpSpec
+from ...kernels.contract.spec import Spec
+from ...kernels.hardware.arch import arch_of
+from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shipping
+from ..choose.candidates import Candidates
+from ..choose.choices import Chosen, choose_among_all
+from ..choose.held_against import HeldAgainst, timed_before
+from ..choose.incumbents import Incumbents, RunsOn
+from ..compile.pool import CompileResult
+from ..compile.triton import Compiled
+from ..journal.file import read_journal
+from ..journal.timings import Timings, cell_of
+from ..plan.families import CONFIG_LIMIT, Family, Pool, by_code, families, named, optional, pass_specs, rejection, specs
+from ..plan.plan import BuildPlan
+from ..process.scratch import scratch_folder
+from ..tune.tuner import Outcome
+from .options import BuildOptions, Observers
+from .summary import Dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Shippable:
+    """What can ship, what can't, and of each family the reasons."""
+
+    candidates: Candidates
+    dropped: tuple[Dropped, ...] = ()
+    reasons: Mapping[Family, Sequence[str]] = field(default_factory=dict)
+
+    def demand_every_family(self, plan: BuildPlan, candidates: Candidates | None = None) -> None:
+        """CompileError with the reasons, if a family of the plan has no variant, in ``candidates`` or what is here."""
+        every = candidates or self.candidates
+        able = {Family.of(one.variant) for one in every.every}
+        for family, members in families(plan.problems).items():
+            if family not in able and not optional(family):
+                listed = "\n".join(f"  {reason}" for reason in list(self.reasons.get(family, ()))[:5])
+                raise CompileError(
+                    f"sm_{every.target.sm}: not one variant of {named(members)} can be used. What went wrong:\n{listed}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """A bundle that was chosen, what was measured for it, and what it was held against."""
+
+    bundle: Bundle
+    chosen: Chosen
+    outcome: Outcome | None = None
+    held_against: HeldAgainst | None = None
+
+
+def usable(plan: BuildPlan, sm: int, space: Pool, results: Sequence[CompileResult]) -> Shippable:
+    """What can ship of what was compiled, and all that can not, each with its reason."""
+    found: dict[Spec | RowOpSpec, Compiled] = {}
+    dropped: list[Dropped] = []
+    reasons: dict[Family, dict[str, None]] = {}
+    wanted, beside = specs(plan.problems, sm, space), pass_specs(plan.problems)
+    groups: list[tuple[Spec | RowOpSpec, ...]] = [*by_code(wanted, sm), *((spec,) for spec in beside)]
+    for result, group in zip(results, groups, strict=True):
+        code, reason, kind = result.compiled, result.reason, "failed"
+        if code is not None:
+            reason, kind = rejection(code.variant, arch_of(sm)) or "", "pruned"
+            if not reason:
+                found |= {spec: code.relabelled(spec) for spec in group}
+                continue
+        dropped.append(Dropped(result.job.spec, kind, reason))
+        for spec in group:
+            reasons.setdefault(Family.of(spec), {})[reason] = None
+    compiled = tuple(found[spec] for spec in (*wanted, *beside) if spec in found)
+    told = {family: tuple(some) for family, some in reasons.items()}
+    return Shippable(Candidates.made_here(sm, compiled), tuple(dropped), told)
+
+
+def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions, watch: Observers) -> Picked:
+    """The bundle that goes to ``path``: measured where that is asked for and can be, and chosen.
+
+    Where it is measured now, what the runtime finds takes part. Where a journal tells of it, that which did then.
+
+    Raises
+    ------
+    CompileError
+        if a family is left without any variant.
+    """
+    sm, candidates = there.candidates.target.sm, there.candidates
+    journal = options.journal or options.out / f"{options.name}-sm{sm}.journal"
+    outcome = running = None
+    if sm in options.measure:
+        found = options.found(path)
+        every = candidates.beside(found.codes(plan.problems, sm))
+        there.demand_every_family(plan, every)
+        with beside(plan, every, found, options.configs) as (file, ships, runs):
+            outcome = options.tune(plan.buckets, file, journal, ships, runs, watch.tune)
+        if outcome is None:
+            there.demand_every_family(plan)
+        else:
+            candidates, running = every, found.running(plan.buckets, LocalGpu(outcome.sm, outcome.gpu))
+    evidence = None
+    if not options.modelled and (outcome or options.journal or journal.exists()):
+        candidates, evidence = _known(plan, path, candidates, journal, outcome, options, watch)
+    chosen = choose_from(plan, candidates, evidence, options.configs, running)
+    bundle = assembled(plan, candidates, chosen, evidence, running)
+    return Picked(bundle, chosen, outcome, HeldAgainst.of(bundle, evidence, running))
+
+
+@contextlib.contextmanager
+def beside(
+    plan: BuildPlan, every: Candidates, found: Incumbents, configs: int = CONFIG_LIMIT
+) -> Iterator[tuple[Path, Ships, RunsOn]]:  # fmt: skip
+    """What the tuner is given: all candidates in one file, what would ship of them, and what runs today."""
+    sm, runs = every.target.sm, found.on(plan.buckets)
+    with scratch_folder() as scratch:
+        file = scratch / f"candidates-sm{sm}.msgpack"
+        publish(file, codec.encode(assembled(plan, every, choose_among_all(plan, every.every, sm), None)))
+        yield file, shipping(plan, every, configs, runs), runs
+
+
+@contextlib.contextmanager
+def with_what_is_there(plan: BuildPlan, candidates: Candidates) -> Iterator[tuple[Path, Ships, RunsOn]]:
+    """``beside``, of candidates that were compiled before and all that the runtime finds."""
+    found = Incumbents.found()
+    every = candidates.beside(found.codes(plan.problems, candidates.target.sm))
+    with beside(plan, every, found) as given:
+        yield given
+
+
+def _known(
+    plan: BuildPlan, path: Path, candidates: Candidates, journal: Path, outcome: Outcome | None,
+    options: BuildOptions, watch: Observers,
+) -> tuple[Candidates, Timings | None]:  # fmt: skip
+    """What a journal says, of these candidates and, where nothing is measured now, of what took part beside them."""
+    try:
+        contents = read_journal(journal)
+        if contents.damaged:
+            watch.on_note(f"note: journal '{journal}': {contents.damaged} damaged records are left out")
+        before = frozenset() if outcome else timed_before(contents)
+        every = candidates
+        if before:
+            every = candidates.beside(options.found(path).codes(plan.problems, candidates.target.sm)).only(before)
+        evidence = evidence_for(plan, every, contents, f"journal '{journal}'")
+    except InputError as error:
+        if outcome or options.journal:
+            raise
+        watch.on_note(f"note: not used: {error}")  # nobody named it: it is of another build in this directory
+        return candidates, None
+    wanted = {cell_of(problem, bucket) for problem, buckets in plan.buckets.items() for bucket in buckets}
+    if options.journal and evidence.cells and wanted.isdisjoint(evidence.cells):
+        watch.on_note(
+            f"note: journal '{journal}': none of the {len(evidence.cells)} cells measured there is of these models: "
+            "all is modelled"
+        )
+    return every, evidence

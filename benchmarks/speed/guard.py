@@ -1,0 +1,218 @@
+"""Is anything slower than it was? A fixed sample of 60 cells of all ops and forms, in two minutes; exits with 1 if so.
+
+    python benchmarks/run.py guard --record h200.json     # at the commit to compare with
+    python benchmarks/run.py guard --against h200.json    # after a change of kernels, the tuner or the ranking
+
+Each cell is what the runtime decides on here, judged and timed as the tuner does (aot/measure/bench.py), in turns with
+torch's grouped_mm where torch has a call for it. Needs no Triton: nothing is compiled.
+
+A cell's ratio is its time over the one recorded, scaled by what torch's product took now over then: in the cell itself,
+or in the median of those cells where torch was timed. It fails where the geometric mean of all ratios is over 1.02, one
+of them over 1.08, a result is wrong, or a cell runs on no bundle's code any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pretuned.aot.journal.records import geometric_mean
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan, planned_on
+from pretuned.aot.tune.space import fits, torch_can, weight_key
+from pretuned.artifacts.records.problem import Layout, Problem, bucket_of
+from pretuned.kernels.contract.alignment import has_aligned_rows
+
+CELLS = 60
+MEAN = 1.02
+WORST = 1.08
+SM = 90  # whose forms are in the sample
+MEMORY_MIB = 81_000  # that a cell of the sample may need
+TOKENS = (1, 16, 128, 1024, 8192)
+MODELS = (
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "deepseek-ai/DeepSeek-V3",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "openai/gpt-oss-20b layout=nk,kn",
+    "allenai/OLMoE-1B-7B-0924",
+)
+
+Cell = tuple[Problem, int]
+
+
+class Row(NamedTuple):
+    """A cell, now and as it was recorded: times in us, ``ratio`` scaled by torch's ``drift``."""
+
+    cell: str
+    us: float
+    torch_us: float | None
+    recorded_us: float
+    drift: float
+    ratio: float
+    config: str
+    recorded_config: str
+
+
+def sample(count: int = CELLS) -> list[Cell]:
+    """The cells, the same everywhere: of each op's forms and of its w [E, K, N] as many, drawn by their names' digests.
+
+    In an order in which weights are shared.
+    """
+    found: dict[tuple[str, str], list[Cell]] = {}
+    for model in MODELS:
+        (top_k,) = {one.experts_per_token for one in load_models([model]).shapes}
+        planned = planned_on(plan(load_models([model]).shapes), (SM,))
+        rows = {bucket_of(tokens * top_k) for tokens in TOKENS}
+        for problem, buckets in planned.buckets.items():
+            form = str(problem.fusion.value) if problem.layout is Layout.NK else "kn"
+            cells = [(problem, M) for M in buckets if M in rows and fits(problem, M, MEMORY_MIB)]
+            found.setdefault((problem.op.value, form), []).extend(cells)
+    drawn = [sorted(set(cells), key=_digest) for _, cells in sorted(found.items())]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*drawn))
+    chosen = list(itertools.islice((one for one in turns if one is not None), count))
+    return sorted(chosen, key=lambda cell: (str(weight_key(cell[0])), cell[0].sort_key, cell[1]))
+
+
+def name_of(cell: Cell) -> str:
+    """What a cell is called in a record."""
+    return f"{cell[0]} M={cell[1]}"
+
+
+def _digest(cell: Cell) -> bytes:
+    return hashlib.sha256(name_of(cell).encode()).digest()
+
+
+def compare(now: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """A row for each cell that both have and that was timed, the worst first."""
+    both = {cell: (one, recorded[cell]) for cell, one in now.items() if cell in recorded and "us" in one}
+    drifts = {
+        cell: one["torch_us"] / was["torch_us"]
+        for cell, (one, was) in both.items()
+        if one.get("torch_us") and was.get("torch_us")
+    }
+    usual = statistics.median(drifts.values()) if drifts else 1.0
+    rows = []
+    for cell, (one, was) in both.items():
+        drift = drifts.get(cell, usual)
+        rows.append(Row(cell, one["us"], one.get("torch_us"), was["us"], drift, one["us"] / (was["us"] * drift),
+                        one["config"], was["config"]))  # fmt: skip
+    return sorted(rows, key=lambda row: -row.ratio)
+
+
+def mean_of(rows: Iterable[Row]) -> float:
+    """The geometric mean of the ratios."""
+    logs = [math.log(row.ratio) for row in rows]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else math.nan
+
+
+def complaints(
+    rows: Sequence[Row], now: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Why it fails, if it does."""
+    found = [f"{cell}: {one['failed']}" for cell, one in now.items() if "failed" in one]
+    if now.keys() != recorded.keys():
+        lacking = len(now.keys() ^ recorded.keys())
+        found.append(f"the record is of another sample, {lacking} cells differ: make a new one with --record")
+    if rows and mean_of(rows) > MEAN:
+        found.append(f"the mean is {mean_of(rows):.3f} x the time recorded, {MEAN} is allowed")
+    slow = (row for row in rows if row.ratio > WORST)
+    found += [f"{row.cell}: {row.ratio:.3f} x the time recorded, {WORST} is allowed" for row in slow]
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for people, then the mean."""
+    wide = max((len(row.cell) for row in rows), default=4)
+    lines = [f"{'cell':{wide}} {'us':>10} {'recorded':>10} {'drift':>6} {'ratio':>6} {'x torch':>8}"]
+    for row in rows:
+        beside = f"{row.torch_us / row.us:8.2f}" if row.torch_us else f"{'-':>8}"
+        changed = "" if row.config == row.recorded_config else f"   {row.config}, was {row.recorded_config}"
+        lines.append(f"{row.cell:{wide}} {row.us:10.1f} {row.recorded_us:10.1f} {row.drift:6.3f} {row.ratio:6.3f} "
+                     f"{beside}{changed}")  # fmt: skip
+    return "\n".join([*lines, f"{len(rows)} cells, mean {mean_of(rows):.3f} x the time recorded"])
+
+
+def measured(cells: Iterable[Cell], device: int = 0) -> dict[str, dict[str, Any]]:
+    """Each cell as the runtime runs it: us, torch_us where torch has a call, the config; or why it ``failed``."""
+    from pretuned.aot.measure.bench import Bench
+    from pretuned.aot.measure.job import MeasureJob, Setup
+    from pretuned.runtime.dispatch.decide import Decision, settle
+    from pretuned.runtime.dispatch.snapshot import snapshot
+    from pretuned.runtime.driver.device import local_gpu
+
+    local, benches, found = local_gpu(device), dict[str, Bench](), dict[str, dict[str, Any]]()
+    for problem, bucket in cells:
+        name = name_of((problem, bucket))
+        ran = settle(snapshot(), problem, bucket, local, has_aligned_rows(problem), False)
+        if not isinstance(ran, Decision):
+            found[name] = {"failed": f"torch runs it: {ran.reason}"}
+            continue
+        bundle, index = ran.chosen.usable.bundle, ran.chosen.index
+        if bundle.path not in benches:
+            benches.clear()  # one at a time: it holds the weights
+            benches[bundle.path] = Bench(Setup(bundle.path, bundle.digest, device))
+        product = problem.canonical  # as the tuner measures it
+        job = MeasureJob(product, bucket, (index,), torch_can(product), again=True)
+        result = benches[bundle.path].run(job)
+        if result.measured is None:
+            reasons = [one.reason for one in result.failures] or [*result.notes] or ["it can't be measured here"]
+            found[name] = {"failed": reasons[0]}
+            continue
+        (timing,), torch_ns = result.measured.timings, result.measured.torch_ns
+        found[name] = {
+            "us": timing.time_ns / 1000,
+            "torch_us": None if torch_ns is None else geometric_mean(torch_ns) / 1000,
+            "config": str(ran.chosen.config),
+            "noise": timing.noise,
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--record", type=Path, metavar="FILE", help="keep this run's times")
+    what.add_argument("--against", type=Path, metavar="FILE", help="compare with times that were kept, on such a GPU")
+    parser.add_argument("--json", action="store_true", help="the report as JSON, alone on stdout")
+    args = parser.parse_args()
+    record = None
+    if args.against is not None:
+        try:
+            record = json.loads(args.against.read_text())
+            record = {"gpu": record["gpu"], "cells": record["cells"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"{args.against} has no times that --record kept: {error}")
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA GPU here: run it on the machine that has one")
+    gpu, begun = torch.cuda.get_device_name(), time.monotonic()
+    if record is not None and record["gpu"] != gpu:
+        parser.error(f"{args.against} was recorded on {record['gpu']}, this is {gpu}: make one with --record")
+    now = measured(sample())
+    report = {"command": " ".join(sys.argv), "gpu": gpu, "torch": torch.__version__,
+              "seconds": round(time.monotonic() - begun, 1), "triton_imported": "triton" in sys.modules,
+              "cells": now}  # fmt: skip
+    rows = [] if record is None else compare(now, record["cells"])
+    wrong = complaints(rows, now, now if record is None else record["cells"])
+    if record is not None:
+        report |= {"mean": mean_of(rows), "rows": [row._asdict() for row in rows], "complaints": wrong}
+    if args.json:
+        print(json.dumps(report, indent=1))
+    elif record is None:
+        print(f"{len(now)} cells in {report['seconds']} s")
+    else:
+        print(table(rows))
+    if args.record is not None and not wrong:
+        args.record.write_text(json.dumps(report, indent=1) + "\n")
+    sys.exit("\n".join(wrong) if wrong else 0)

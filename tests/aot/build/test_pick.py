@@ -1,0 +1,195 @@
+"""A build that measures beside what the runtime finds: real code and processes, made-up times (faketimer.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import faketimer
+import misbehaving
+import pytest
+
+from pretuned.aot.build.build import build
+from pretuned.aot.build.options import BuildOptions
+from pretuned.aot.build.summary import BuildReport
+from pretuned.aot.bundle.verify import sound
+from pretuned.aot.choose.bundle import Ships
+from pretuned.aot.choose.incumbents import Incumbents, RunsOn
+from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.executors.local import LocalExecutor
+from pretuned.aot.journal.file import read_journal
+from pretuned.aot.journal.records import Measured
+from pretuned.aot.measure.job import Setup
+from pretuned.aot.plan.families import Pool
+from pretuned.aot.plan.plan import BuildPlan
+from pretuned.aot.process.scratch import scratch_folder
+from pretuned.aot.tune.outcome import Outcome, TuneObservers
+from pretuned.aot.tune.tuner import Entrants, tune_problems
+from pretuned.artifacts.errors import CompileError
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.target import LocalGpu
+from pretuned.kernels.contract.config import Config, Loads
+from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.snapshot import Snapshot
+
+Make = Callable[..., BuildOptions]
+ON_H200 = LocalGpu(90, faketimer.H200)
+
+
+def tune(
+    problems: dict[Problem, tuple[int, ...]], candidates: Path, journal: Path, ships: Ships, runs: RunsOn,
+    observers: TuneObservers,
+) -> Outcome:  # fmt: skip
+    """On a GPU that is not there."""
+    with open_bundle(candidates) as bundle, scratch_folder() as scratch:
+        one = LocalExecutor(
+            Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run
+        )  # fmt: skip
+        try:
+            return tune_problems(
+                problems, candidates, journal, executors=[one], entrants=Entrants(runs=runs), ships=ships,
+                observers=observers,
+            )  # fmt: skip
+        finally:
+            one.shutdown()
+
+
+@pytest.fixture(scope="session")
+def there(
+    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_space: Pool, small_plan: BuildPlan
+) -> Path:
+    """A folder with a bundle of other configs, modelled, as if it had shipped."""
+
+    def aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
+        return (Config(32, 64, 64, 4, 2, loads=Loads.TMA), Config(64, 32, 64, 4, 2, loads=Loads.TMA))
+
+    out = tmp_path_factory.mktemp("there")
+    space = Pool(aligned, small_space.fallbacks)
+    build(small_plan, (90,), BuildOptions(out, "ships", cache=CompileCache(compiled_dir), space=space))
+    return out
+
+
+@pytest.fixture
+def measuring(options: Make, there: Path, tmp_path: Path) -> Make:
+    """Options for a build that measures, and finds that bundle and what lies in its own folder."""
+
+    def make(**changes: object) -> BuildOptions:
+        places = [Place(Kind.NAMED, tmp_path / "out"), Place(Kind.SYSTEM, there)]
+        given = {"measure": (90,), "tune": tune, "found": lambda path: Incumbents(Snapshot(places, tuple, path))}
+        return options(**{**given, **changes})
+
+    return make
+
+
+def records_of(report: BuildReport) -> list[Measured]:
+    journal = report.bundles[0].path.with_suffix(".journal")
+    return [one for one in read_journal(journal).records if isinstance(one, Measured)]
+
+
+def runs(places: list[Path], plan: BuildPlan) -> dict[object, bytes]:
+    found = Incumbents(Snapshot([Place(Kind.NAMED, one) for one in places]))
+    return {cell: one.variant for cell, one in found.running(plan.buckets, ON_H200).items()}
+
+
+def test_what_runs_today_is_measured_in_each_cell_and_nothing_gets_slower(
+    measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    report = build(small_plan, (90,), measuring())
+    (one,) = report.bundles
+    before, after = runs([there], small_plan), runs([tmp_path / "out", there], small_plan)
+    times: dict[tuple[Problem, int], dict[bytes, int]] = {}
+    for record in records_of(report):
+        cell = record.problem, record.bucket
+        times.setdefault(cell, {}).update((timing.variant, timing.time_ns) for timing in record.timings)
+        assert [ran.variant for ran in record.incumbents] == [before[cell]]
+        assert before[cell] in times[cell]
+    assert times.keys() == before.keys() == after.keys()
+    faster = [cell for cell in times if after[cell] != before[cell]]
+    assert all(times[cell][after[cell]] < times[cell][before[cell]] for cell in faster)
+    assert 0 < len(faster) < len(times)
+    told = one.held_against
+    assert told is not None
+    assert (told.faster, told.as_before, told.slower, told.not_compared) == (
+        len(faster),
+        len(times) - len(faster),
+        0,
+        0,
+    )
+    assert told.gain > 0
+    assert one.to_dict()["held_against"] == told.to_dict()
+    made = sound(str(one.path))
+    (ships,) = there.glob("*.msgpack")
+    with open_bundle(ships) as shipped:
+        assert made.producer.held_against == (shipped.digest.hex()[:16],)
+        carried = {variant.cubin_sha256 for variant in shipped.variants()} & {v.cubin_sha256 for v in made.variants}
+    assert {before[cell] for cell in times if cell not in faster} <= carried
+
+
+def test_the_same_build_again_measures_nothing_and_changes_nothing(measuring: Make, small_plan: BuildPlan) -> None:
+    """Though its own bundle lies where the runtime looks by then; and so does one from the journal alone."""
+    first = build(small_plan, (90,), measuring())
+    data = first.bundles[0].path.read_bytes()
+    second = build(small_plan, (90,), measuring(compile_one=misbehaving.must_not_run))
+    (one,) = second.bundles
+    assert one.unchanged
+    assert one.tuned is not None
+    assert (one.tuned.measured, one.tuned.looked) == (0, 0)
+    assert one.held_against == first.bundles[0].held_against
+    third = build(small_plan, (90,), measuring(measure=()))
+    assert third.bundles[0].unchanged
+    assert third.bundles[0].held_against == first.bundles[0].held_against
+    assert third.bundles[0].path.read_bytes() == data
+
+
+def test_a_cell_measured_without_what_runs_today_is_measured_again(
+    measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    alone = build(small_plan, (90,), measuring(found=lambda path: Incumbents(Snapshot(()))))
+    assert alone.bundles[0].held_against is None
+    before, records = runs([there], small_plan), records_of(alone)
+    assert not any(one.incumbents for one in records)
+    known = {
+        (one.problem, one.bucket)
+        for one in records
+        for timing in one.timings
+        if timing.variant == before[one.problem, one.bucket]
+    }  # the fallbacks are the same code
+    beside = build(small_plan, (90,), measuring())
+    assert beside.bundles[0].tuned is not None
+    assert beside.bundles[0].tuned.measured == small_plan.choices - len(known) > 0
+    assert beside.bundles[0].held_against is not None
+    assert beside.bundles[0].held_against.slower == 0
+
+
+def test_where_nothing_compiles_what_is_there_takes_part(
+    measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    report = build(small_plan, (90,), measuring(cache=None, compile_one=misbehaving.refuses_all))
+    (one,) = report.bundles
+    assert one.held_against is not None
+    assert (one.held_against.faster + one.held_against.as_before, one.held_against.slower) == (small_plan.choices, 0)
+    assert one.lost.startswith(
+        f"{one.failed} of {one.failed} variants do not compile with this Triton, of the kernels "
+    )
+    assert "(no such instruction); what bundles here have of them took part instead" in one.lost
+    assert one.to_dict()["lost"] == one.lost
+    sound(str(one.path))
+    with pytest.raises(CompileError, match="not one variant of forward bf16 can be used"):
+        build(small_plan, (90,), measuring(cache=None, compile_one=misbehaving.refuses_all, measure=(), modelled=True))
+
+
+def test_out_of_time_the_cells_that_are_left_run_as_before(
+    measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
+) -> None:
+    def in_no_time(*given: object) -> Outcome:
+        problems, candidates, journal, ships, runs, observers = given
+        few = dict(list(problems.items())[:1])  # type: ignore[attr-defined]
+        return tune(few, candidates, journal, ships, runs, observers)  # type: ignore[arg-type]
+
+    report = build(small_plan, (90,), measuring(tune=in_no_time))
+    before, after = runs([there], small_plan), runs([tmp_path / "out", there], small_plan)
+    known = {(one.problem, one.bucket) for one in records_of(report)}
+    assert 0 < len(known) < len(before)
+    assert all(before[cell] == after[cell] for cell in before if cell not in known)

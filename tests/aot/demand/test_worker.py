@@ -1,0 +1,158 @@
+"""What the child of tuning on demand measures, where little or nothing compiles: real bundles, made-up times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import faketimer
+import made
+import pytest
+
+from pretuned.aot.choose.incumbents import Incumbents
+from pretuned.aot.demand import tuner, worker
+from pretuned.aot.demand.api import key_for
+from pretuned.aot.executors.local import LocalExecutor
+from pretuned.aot.measure.job import Setup
+from pretuned.aot.plan.plan import BuildPlan
+from pretuned.aot.process.scratch import scratch_folder
+from pretuned.aot.tune.tuner import tune_problems
+from pretuned.artifacts.errors import CompileError, HostError
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.format import codec
+from pretuned.artifacts.records.bundle import Bundle, Source
+from pretuned.artifacts.records.target import LocalGpu
+from pretuned.kernels.contract.spec import Spec
+from pretuned.runtime.dispatch import snapshot
+
+ON_H200 = LocalGpu(90, faketimer.H200)
+
+
+@pytest.fixture(autouse=True)
+def nothing_but_what_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("PRETUNED_BUNDLES", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are made up."""
+
+    def tune(problems: Any, candidates: Path, journal: Path, *, gpus: Any, **how: Any) -> object:
+        with executor(candidates) as here:
+            return tune_problems(problems, candidates, journal, executors=here, **how)
+
+    monkeypatch.setattr(worker, "tune_problems", tune)
+
+
+@contextmanager
+def executor(candidates: Path) -> Iterator[list[LocalExecutor]]:
+    with open_bundle(candidates) as bundle, scratch_folder() as scratch:
+        one = LocalExecutor(
+            Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run
+        )  # fmt: skip
+        try:
+            yield [one]
+        finally:
+            one.shutdown()
+
+
+@pytest.fixture
+def layer() -> BuildPlan:
+    """A layer of nobody's."""
+    key = key_for(ON_H200, 13, 1024, 1536, 4, "bf16", 512)
+    return tuner.planned_for(key, tuner.shape_of(key))
+
+
+def measured(planned: BuildPlan, answer: Path, made: Sequence[str] = ()) -> Bundle:
+    cells = [(worker.plain(problem), list(buckets)) for problem, buckets in planned.buckets.items()]
+    models = [
+        (one.name, one.top_k, one.dtype.value, [worker.plain(problem) for problem in one.problems])
+        for one in planned.models
+    ]
+    worker.measure_cells(cells, models, 90, 0, 60.0, None, made, answer)
+    return codec.decode(answer.read_bytes(), "tuned now")
+
+
+def nothing_compiles(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list[Spec]]:
+    asked: list[list[Spec]] = []
+
+    def refuse(specs: Any, sm: int, cache: object) -> tuple[()]:
+        asked.append(list(specs))
+        raise error
+
+    monkeypatch.setattr(worker, "compile_specs", refuse)
+    return asked
+
+
+@pytest.mark.parametrize("error", [CompileError("no barrier"), HostError("no Triton here")])
+def test_where_nothing_compiles_what_ships_is_measured(
+    layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    nothing_compiles(monkeypatch, error)
+    tuned = measured(layer, tmp_path / "answer")
+    assert {*tuned.choices} == {*layer.problems}
+    assert {choice.source for row in tuned.choices.values() for choice in row} == {Source.MEASURED}
+    there = {one.code.variant.cubin_sha256 for one in Incumbents.found().codes(layer.problems, 90)}
+    assert {one.cubin_sha256 for one in tuned.variants} <= there
+    running = Incumbents.found().running(layer.buckets, ON_H200)
+    assert tuned.producer.held_against == tuple(sorted({one.bundle.hex()[:16] for one in running.values()}))
+
+
+@pytest.mark.parametrize("error", [CompileError("no barrier"), HostError("no Triton here")])
+def test_where_there_is_nothing_at_all_the_reason_is_told(
+    layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    nothing_compiles(monkeypatch, error)
+    monkeypatch.setattr("pretuned.aot.choose.incumbents.installed_places", tuple)
+    with pytest.raises(type(error), match=str(error)):
+        measured(layer, tmp_path / "answer")
+
+
+def test_the_models_next_ones_are_compiled_where_the_first_can_not_be(
+    layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until each problem has one; then no more."""
+    asked = nothing_compiles(monkeypatch, CompileError("no barrier"))
+    with pytest.raises(CompileError):
+        worker._candidates_beside(layer.buckets, (), 90, None)
+    every = [spec for specs in asked for spec in specs]
+    assert len(asked) > 2
+    assert len(every) == len(set(every))
+    assert all(specs for specs in asked)
+
+
+def test_what_only_the_callers_process_has_is_held_against(
+    layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its overlay can't be written: it measured before, and is asked again."""
+    nothing_compiles(monkeypatch, CompileError("no barrier"))
+    first = measured(layer, tmp_path / "first")
+    file = tmp_path / "made.msgpack"
+    file.write_bytes(codec.encode(first))
+    file.chmod(0o600)
+    again = measured(layer, tmp_path / "second", [file.name])
+    with open_bundle(file) as opened:
+        assert opened.digest.hex()[:16] in again.producer.held_against
+
+
+def test_what_runs_instead_is_told(layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tuner._instead(layer.buckets, ON_H200)
+    assert told.startswith("what runs instead is the ordinary choice, of catalogue-")
+    empty = snapshot.Snapshot(())
+    monkeypatch.setattr(snapshot, "snapshot", lambda: empty)
+    cells = sum(map(len, layer.buckets.values()))
+    assert tuner._instead(layer.buckets, ON_H200) == f"torch's grouped GEMM runs {cells} of {cells} cells"
+
+
+def test_what_this_process_made_goes_to_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = snapshot.Snapshot(())
+    path = made.write(tmp_path / "kept.msgpack", {made.PROBLEM: [made.modelled(64, 0)]})
+    with open_bundle(path) as opened:
+        one.add(opened)
+        monkeypatch.setattr(snapshot, "snapshot", lambda: one)
+        assert list(tuner._made_here(90).values()) == [path.read_bytes()]
+        assert tuner._made_here(80) == {}
