@@ -74,7 +74,7 @@ class Entry:
     name: str  # of the function, and the symbol in cubins
     revision: int
     home: str  # the module that has the function, below ``kernels``
-    sha256: str  # of what it is compiled from: revisions.source_sha256
+    sha256: str  # of what it is compiled from: aot/compile/revisions.py
     launched_since: int  # the first revision whose code does all that today's launchers ask of it
 
 
