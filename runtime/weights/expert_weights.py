@@ -245,7 +245,10 @@ class ExpertWeights:
         if self.codes.to(device, non_blocking=non_blocking) is self.codes:
             return self
         moved = {name: one.to(device, non_blocking=non_blocking) for name, one in self.tensors().items()}
-        return ExpertWeights(self.format, **moved, order=self.order)
+        there = ExpertWeights(self.format, **moved, order=self.order)
+        if there.order:
+            _ = there.kernel_scale  # made now: not in a graph capture
+        return there
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that there are, by the names of the attributes."""
@@ -352,5 +355,5 @@ def _checked(weights: ExpertWeights) -> ExpertWeights:
         if given is not None and given.device.type != "meta":
             check_finite(name, given)
     if weights.order:
-        _order_of(weights)
+        _ = weights.kernel_scale
     return weights

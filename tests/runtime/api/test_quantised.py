@@ -346,7 +346,8 @@ def test_on_a_gpu_torch_does_it_and_says_so_once(
     assert torch.equal(*found)
     assert off(found[0], want) < 5e-3
     assert off(dx, given.grad) < 5e-3
-    (warned,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    (warned,) = [one for one in warnings if not one.startswith("pretuned: bundles run on linux")]  # said once a process
     assert warned.startswith(f"pretuned: no bundle has code for {format} weights: torch dequantises them")
 
 

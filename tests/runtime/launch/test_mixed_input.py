@@ -27,6 +27,7 @@ from pretuned.kernels.contract.registry import arguments, boxes, entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import ExpertWeights, grouped_gemm
 from pretuned.runtime.check import tensors as check_tensors
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
 from pretuned.runtime.launch import gemm, products
@@ -189,7 +190,7 @@ Use = Callable[[DType], None]
 
 
 @pytest.fixture
-def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
+def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Use:
     """Has calls find a made-up kernel for a dtype's problems."""
 
     def gather(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
@@ -207,9 +208,9 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
             return loaded(driver.running[-1])
 
         monkeypatch.setattr(products, "_kernel", kernel)
-        monkeypatch.setattr(products, "_launchers", (None, {}))
+        monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
 
-    monkeypatch.setattr(products, "_launchers", (None, {}))
+    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
     monkeypatch.setattr(launch_rowops, "launcher", passes)
     monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
     monkeypatch.setattr(ops_products, "stream_of", lambda _device: 0)
@@ -217,8 +218,7 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
         monkeypatch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", SMS, 1 << 17, 0)))
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     monkeypatch.setattr(check_tensors, "on_gpu", lambda tensor: not tensor.is_meta)
-    yield only
-    products._launchers = (None, {})
+    return only
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)

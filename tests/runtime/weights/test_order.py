@@ -236,6 +236,19 @@ def test_kernels_read_a_block_s_scale_eight_times_in_bf16() -> None:
         assert found[1, n, k].tolist() == [wanted.item()] * 8
 
 
+@pytest.mark.parametrize("format", ["fp8_block", "int4_g32"])
+def test_weights_that_travel_have_their_kernels_scales_at_once(format: str) -> None:
+    """What is made of them in a graph capture is there when the graph has run, and not before."""
+    w = made(format, N=256, dtype=torch.float16).prepare()
+    assert w._derived is not None
+    state = {name: one.clone() for name, one in w.state_dict().items()}
+    again, there = ExpertWeights.from_state_dict(format, state), w.to("meta")
+    assert again._derived is not None
+    assert torch.equal(again._derived, w._derived)
+    assert there._derived is not None
+    assert there._derived.shape == w._derived.shape
+
+
 # What dequantize.py says in PTX, on 32-bit words.
 
 
