@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...artifacts.errors import InputError
-from ...kernels.contract.codes import BLOCK, CODES, WORD_ROW
+from ...kernels.codes import BLOCK, CODES, WORD_ROW
 from ...kernels.contract.registry import too_large
 from ...kernels.contract.words import RAGGED_SIZES
 from ..driver.block import BlockLayout, Words
