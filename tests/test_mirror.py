@@ -21,7 +21,6 @@ COVERED: dict[tuple[str, str], str] = {
     ("artifacts.files", "trust"): "attacks/test_places.py",
     ("artifacts.format", "checks schema wire"): "artifacts/format/test_codec.py",
     ("artifacts.records", "bundle problem target"): "artifacts/format/test_codec.py",
-    ("kernels.contract", "alignment"): "aot/choose/test_choices.py",
     ("kernels.contract", "launchable"): "attacks/test_launchable.py",
     ("kernels.contract", "entry hopper portable"): "kernels/contract/test_registry.py",
     ("kernels.contract", "spec words"): "kernels/test_gated.py runtime/driver/test_block.py",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtype_of
+from ...artifacts.records.precision import PRECISIONS, Precision
 from .codes import Quantised, cat, quantise, values
 from .order import ORDERS, CodeOrder, reorder
 
@@ -227,19 +227,9 @@ class ExpertWeights:
         return self._derived
 
     @property
-    def kernel_dtype(self) -> DType | None:
-        """What a bundle's problems with these weights are of: ``precision.dtype_of``."""
-        return dtype_of(self.format)
-
-    @property
     def outer_scale(self) -> torch.Tensor | None:
         """The scales that kernels multiply sums by: of experts [E], or of y's columns [E, N]; else None."""
         return self.scale if self.scale.dim() == 2 else self.global_scale
-
-    @property
-    def outer_step(self) -> int:
-        """From the scales of one expert in ``outer_scale`` to the next's."""
-        return self.scale.shape[1] if self.scale.dim() == 2 else 1
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ExpertWeights:
         """The same on another device; itself if it is there."""
@@ -280,9 +270,7 @@ class ExpertWeights:
         """w[expert] in float32."""
         codes, scale = self.codes[expert], self.scale[expert]
         if self.order:
-            order = _order_of(self)
-            codes = order.codes(codes, True)
-            scale = order.scale(scale, True) if order.scale is not None and order.moves(scale) else scale
+            codes, scale = _order_of(self).undone(codes, scale)
         zero, outer = (None if one is None else one[expert] for one in (self.zero, self.global_scale))
         return values(self.format, Quantised(codes, scale, zero, outer))
 

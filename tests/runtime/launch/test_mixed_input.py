@@ -27,6 +27,7 @@ from pretuned.kernels.contract.registry import arguments, boxes, entry_of
 from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import ExpertWeights, grouped_gemm
 from pretuned.runtime.check import tensors as check_tensors
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
 from pretuned.runtime.launch import gemm, products
@@ -112,7 +113,7 @@ def test_the_words_of_a_launch(driver: Driver, dtype: DType, config: Config) -> 
     variant, codes, M = record(dtype, config=config), CODES[dtype.value], 300
     driver.running.append(variant)
     launcher = mixed_input_launcher(
-        loaded(variant), N=N, K=K, E=E, m_sizes_step=2, stride_outer_e=N, fused=gemm.PLAIN
+        loaded(variant), N=N, K=K, E=E, m_sizes_step=2, fused=gemm.PLAIN
     )  # fmt: skip
     words = {"x": 4096, "w": 8192, "w_scale": 12288, "w_outer": 16384, "stride_x_m": K + 8, "stride_y_m": N + 16}
     launcher(20480, 24576, 0, M=M, **words)
@@ -148,9 +149,7 @@ def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: Driver) ->
         variant = record(dtype)
         driver.running.append(variant)
         driver.encoded.clear()
-        launcher = mixed_input_launcher(
-            loaded(variant), N=N, K=K, E=E, m_sizes_step=1, stride_outer_e=w.outer_step, fused=gemm.PLAIN
-        )
+        launcher = mixed_input_launcher(loaded(variant), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN)
         launcher.pack(x=16, w=32, w_scale=48, w_outer=64, stride_x_m=K, stride_y_m=N, M=8)
         sizes = {one.argument: one.sizes for one in driver.encoded}
         assert sizes["w"][0] * sizes["w"][1] * 4 == w.codes.nbytes
@@ -163,7 +162,7 @@ def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: Driver) ->
 def test_as_many_programs_as_tiles_or_as_fit(driver: Driver) -> None:
     variant = record(DType.MXFP4)
     launcher = mixed_input_launcher(
-        loaded(variant), N=N, K=K, E=E, m_sizes_step=1, stride_outer_e=1, fused=gemm.PLAIN
+        loaded(variant), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN
     )  # fmt: skip
     driver.running.append(variant)
     words = {"x": 16, "w": 16, "w_scale": 16, "w_outer": 0, "stride_x_m": K, "stride_y_m": N}
@@ -178,7 +177,7 @@ def test_a_reduction_that_is_too_long_is_refused(driver: Driver) -> None:
     variant = record(DType.MXFP4)
     with pytest.raises(InputError, match=r"rows_wna16: the longest reduction of .* is 134217600, this is 134217728"):
         mixed_input_launcher(
-            loaded(variant), N=N, K=2**27, E=E, m_sizes_step=1, stride_outer_e=1, fused=gemm.PLAIN
+            loaded(variant), N=N, K=2**27, E=E, m_sizes_step=1, fused=gemm.PLAIN
         )  # fmt: skip
 
 
@@ -207,9 +206,9 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
             return loaded(driver.running[-1])
 
         monkeypatch.setattr(products, "_kernel", kernel)
-        monkeypatch.setattr(products, "_launchers", (None, {}))
+        dispatch_snapshot.snapshot().launchers.clear()
 
-    monkeypatch.setattr(products, "_launchers", (None, {}))
+    dispatch_snapshot.snapshot().launchers.clear()
     monkeypatch.setattr(launch_rowops, "launcher", passes)
     monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
     monkeypatch.setattr(ops_products, "stream_of", lambda _device: 0)
@@ -218,7 +217,7 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     monkeypatch.setattr(check_tensors, "on_gpu", lambda tensor: not tensor.is_meta)
     yield only
-    products._launchers = (None, {})
+    dispatch_snapshot.snapshot().launchers.clear()
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
