@@ -52,6 +52,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.ops", "products"): "runtime/ops/test_torch_fallback.py",
     ("runtime.ops", "quantised"): "runtime/api/test_quantised.py",
     ("runtime.replay", "layer layer_grad"): "runtime/ops/test_layer.py",
+    ("runtime.weights", "given"): "runtime/weights/test_expert_weights.py",
     ("aot", "__main__"): "aot/test_main.py",
     ("aot.build", "summary"): "aot/build/test_build.py",
     ("aot.bundle", "assemble inspect verify"): "aot/build/test_build.py attacks/test_odd_bundles.py",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pretuned.aot.bundle.verify import sound
+from pretuned.aot.compile.revisions import source_sha256
 from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import Measured
 from pretuned.aot.models.catalogue import catalogue
@@ -17,7 +18,6 @@ from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.revisions import source_sha256
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.ranking import Origin

@@ -20,11 +20,11 @@ from ...artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
 from ...artifacts.records.precision import DType
 from ...kernels.contract import registry, rowops, words
 from ...kernels.contract.registry import ENTRIES, entry_of, refusal
-from ...kernels.contract.revisions import source_sha256
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from .nvidia import OUTPUT_LIMIT_CHARS, min_driver, resources
 from .ptx import rewrites, rewriting, source_of_rewrites_sha256
+from .revisions import source_sha256
 from .toolchain import toolchain
 
 # Same code for everyone: no line info (it embeds paths and triples the size), fused multiply-add stated

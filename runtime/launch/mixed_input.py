@@ -23,8 +23,8 @@ _NO_MAP = bytes(128)
 def mixed_input_launcher(kernel: LoadedKernel, *, N: int, K: int, E: int, m_sizes_step: int, fused: Fused) -> Launcher:
     """A launcher of y[g] = x[g] @ w[g].T, whose ``pack`` takes what that of ``gemm.row_launcher`` does.
 
-    ``w`` is the address of the codes. ``w_scale`` and ``w_outer`` are those of the scales in blocks, and of the scales of
-    experts [E] or of y's columns [E, N]; 0 where the format has none.
+    ``w`` is the address of the codes. ``w_scale`` and ``w_outer`` are those of the scales in blocks, and of the scales
+    of experts [E] or of y's columns [E, N]; 0 where the format has none.
 
     Raises
     ------

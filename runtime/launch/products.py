@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from ...artifacts.records.precision import DType, dtype_of
+from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from .. import hooks, settings
@@ -81,7 +81,7 @@ def _mixed_launch(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Launch | Non
 
     Rows are gathered beforehand: no code of these formats does.
     """
-    x, m_sizes, index, dtype = call.x, call.m_sizes, call.index, dtype_of(w.format)
+    x, m_sizes, index, dtype = call.x, call.m_sizes, call.index, w.kernel_dtype
     if dtype is None or call.op is not Op.FORWARD or x.dtype is not torch.bfloat16:
         return None
     (E, N, K), device = w.shape, x.get_device()

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS, Precision
+from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtype_of
 from .codes import Quantised, cat, quantise, values
+from .given import as_bytes, bad, check_finite, fit, flat, of_dtype, told
 from .order import ORDERS, CodeOrder, reorder
 
 _SCALE_DTYPES = {"fp32": (torch.float32,), "e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,),
                  "bf16": (torch.bfloat16, torch.float16, torch.float32)}  # fmt: skip
 _GROUPS = (32, 64, 128)  # of int4
-_E8M0_NAN, _E4M3_NAN = 255, 0x7F  # of either sign
 
 
 @dataclass(eq=False, repr=False)
@@ -79,7 +78,7 @@ class ExpertWeights:
 
         scale [E, N, ceil(K/32)] uint8 (or float8_e8m0fnu): e8m0, 2**(scale - 127); 255 is NaN.
         """
-        return _checked(cls("mxfp4", _flat(codes), _bytes(scale)))
+        return _checked(cls("mxfp4", flat(codes), as_bytes(scale)))
 
     @classmethod
     def int4(cls, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> ExpertWeights:
@@ -134,12 +133,12 @@ class ExpertWeights:
     def quantize(cls, w: torch.Tensor, format: str) -> ExpertWeights:
         """w [E, N, K], floating point and finite, rounded to a format's nearest codes: for tests and first trials."""
         if not isinstance(w, torch.Tensor) or w.dim() != 3 or not w.is_floating_point() or not w.numel():
-            raise _bad("w", _told(w), "[E, N, K] of a floating-point type, E, N and K of at least 1")
+            raise bad("w", told(w), "[E, N, K] of a floating-point type, E, N and K of at least 1")
         precision = _precision(format)
         if precision.w.bits == 4 and w.shape[2] % 2:
-            raise _bad("w", _told(w), "an even K: two codes share a byte")
+            raise bad("w", told(w), "an even K: two codes share a byte")
         if not torch.isfinite(w).all():
-            raise _bad("w", "NaN or infinite in places", "finite numbers")
+            raise bad("w", "NaN or infinite in places", "finite numbers")
         every = [quantise(format, one.detach()) for one in w]
         codes, scale = cat([one.codes[None] for one in every], 0), cat([one.scale[None] for one in every], 0)
         zeros = [one.zero[None] for one in every if one.zero is not None]
@@ -154,7 +153,7 @@ class ExpertWeights:
         try:
             return _checked(cls(format, **given, order=order))
         except TypeError:
-            raise _bad("the state", f"of {sorted(state)}", "codes, scale, order and, where the format has them, zero "
+            raise bad("the state", f"of {sorted(state)}", "codes, scale, order and, where the format has them, zero "
                        "and global_scale") from None  # fmt: skip
 
     @property
@@ -183,7 +182,7 @@ class ExpertWeights:
         E, N, K = self.shape
         if expert is not None:
             if not -E <= expert < E:
-                raise _bad("expert", f"{expert}", f"one of the {E} that there are")
+                raise bad("expert", f"{expert}", f"one of the {E} that there are")
             return self._values(expert).to(dtype)
         w = torch.empty((E, N, K), dtype=dtype, device=self.device)
         for one in range(E):
@@ -225,6 +224,11 @@ class ExpertWeights:
         if self._derived is None and order.derived is not None:
             self._derived = order.derived(self.scale)
         return self._derived
+
+    @property
+    def kernel_dtype(self) -> DType | None:
+        """What a bundle's problems with these weights are of: ``precision.dtype_of``."""
+        return dtype_of(self.format)
 
     @property
     def outer_scale(self) -> torch.Tensor | None:
@@ -287,7 +291,7 @@ def _order_of(weights: ExpertWeights) -> CodeOrder:
     """The order that the codes are in."""
     order = ORDERS.get(weights.format)
     if order is None or order.number != weights.order:
-        raise _bad("order", f"{weights.order}", f"one that this version knows for {weights.format}: 0"
+        raise bad("order", f"{weights.order}", f"one that this version knows for {weights.format}: 0"
              + ("" if order is None else f" or {order.number}"))  # fmt: skip
     return order
 
@@ -296,7 +300,7 @@ def _precision(format: str) -> Precision:
     precision = PRECISIONS.get(format) if isinstance(format, str) else None
     if precision is None or not precision.quantised:
         known = ", ".join(name for name, one in PRECISIONS.items() if one.quantised)
-        raise _bad("format", repr(format), f"one of {known}")
+        raise bad("format", repr(format), f"one of {known}")
     return precision
 
 
@@ -304,13 +308,13 @@ def _int4_format(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | 
     """The name of the group that the shapes tell; where one group is all, of the smallest that holds it."""
     for name, one in (("codes", codes), ("scale", scale)):
         if not isinstance(one, torch.Tensor) or one.dim() != 3:
-            raise _bad(name, _told(one), "[E, N, K/2] uint8" if name == "codes" else "[E, N, ceil(K/group)]")
+            raise bad(name, told(one), "[E, N, K/2] uint8" if name == "codes" else "[E, N, ceil(K/group)]")
     K, groups = codes.shape[2] * 2, scale.shape[2]
     for group in _GROUPS:
         if -(-K // group) == groups:
             return f"int4_g{group}{'' if zero is None else '_zp'}"
     wanted = " or ".join(str(-(-K // group)) for group in reversed(_GROUPS))
-    raise _bad("scale", f"of shape {list(scale.shape)}", f"{wanted} groups for K={K}: of 128, 64 or 32")
+    raise bad("scale", f"of shape {list(scale.shape)}", f"{wanted} groups for K={K}: of 128, 64 or 32")
 
 
 def _checked(weights: ExpertWeights) -> ExpertWeights:
@@ -320,82 +324,26 @@ def _checked(weights: ExpertWeights) -> ExpertWeights:
     if scale is None:
         raise AssertionError(f"{precision.name} has no scale")
     four = elements.bits == 4
-    codes = _tensor("codes", weights.codes, (torch.uint8 if four else torch.float8_e4m3fn,))
+    codes = of_dtype("codes", weights.codes, (torch.uint8 if four else torch.float8_e4m3fn,))
     shape = "[E, N, K/2]" if four else "[E, N, K]"
     if codes.dim() != 3 or not codes.numel():
-        raise _bad("codes", f"of shape {list(codes.shape)}", f"{shape}, E, N and K of at least 1")
+        raise bad("codes", f"of shape {list(codes.shape)}", f"{shape}, E, N and K of at least 1")
     E, N, K = weights.shape
     blocks = (E, N, -(-K // scale.columns)) if scale.columns else (E, N)
     if scale.rows > 1:
         blocks = (E, -(-N // scale.rows), -(-K // scale.columns))
-    _fits("scale", _tensor("scale", weights.scale, _SCALE_DTYPES[scale.name]), blocks, codes)
+    fit("scale", of_dtype("scale", weights.scale, _SCALE_DTYPES[scale.name]), blocks, codes)
     if scale.zero_bits:
-        _fits("zero", _tensor("zero", weights.zero, (torch.uint8,)), blocks, codes)
+        fit("zero", of_dtype("zero", weights.zero, (torch.uint8,)), blocks, codes)
     if scale.outer is not None:
-        _fits("global_scale", _tensor("global_scale", weights.global_scale, (torch.float32,)), (E,), codes)
+        fit("global_scale", of_dtype("global_scale", weights.global_scale, (torch.float32,)), (E,), codes)
     for name, one in weights.tensors().items():
         if not one.is_contiguous():
-            raise _bad(
-                name, f"with strides {list(one.stride())}", "contiguous (it is never copied): pass .contiguous()"
-            )
+            raise bad(name, f"with strides {list(one.stride())}", "contiguous (it is never copied): pass .contiguous()")
         setattr(weights, name, one.detach())
     for name, given in (("scale", weights.scale), ("global_scale", weights.global_scale)):
         if given is not None and given.device.type != "meta":
-            _check_finite(name, given)
+            check_finite(name, given)
     if weights.order:
         _order_of(weights)
     return weights
-
-
-def _fits(name: str, given: torch.Tensor, shape: tuple[int, ...], codes: torch.Tensor) -> None:
-    if tuple(given.shape) != shape:
-        raise _bad(name, f"of shape {list(given.shape)}", f"{list(shape)} for codes of {list(codes.shape)}")
-    if given.device != codes.device:
-        raise _bad(name, f"on {given.device}", f"the device of codes, {codes.device}")
-
-
-def _check_finite(name: str, given: torch.Tensor) -> None:
-    """Raise InputError for a scale that no number has: once, here, and in no call."""
-    if given.dtype is torch.uint8:
-        wrong = given == _E8M0_NAN
-    elif given.dtype is torch.float8_e4m3fn:
-        wrong = given.view(torch.uint8) & _E4M3_NAN == _E4M3_NAN
-    else:
-        wrong = ~torch.isfinite(given)
-    if bool(wrong.any()):
-        at = wrong.nonzero()[0].tolist()
-        what = "255, which is NaN," if given.dtype is torch.uint8 else str(given[tuple(at)].float().item())
-        raise _bad(name, f"{what} at {at}, one of {int(wrong.sum())}", "numbers: is the checkpoint damaged?")
-
-
-def _flat(codes: torch.Tensor) -> torch.Tensor:
-    """[E, N, K/32, 16] as [E, N, K/2]."""
-    if isinstance(codes, torch.Tensor) and codes.dim() == 4:
-        if codes.shape[3] != 16 or not codes.is_contiguous():
-            raise _bad("codes", f"of shape {list(codes.shape)} and strides {list(codes.stride())}",
-                 "[E, N, K/32, 16] or [E, N, K/2], contiguous")  # fmt: skip
-        return codes.flatten(2)
-    return codes
-
-
-def _bytes(scale: torch.Tensor) -> torch.Tensor:
-    """e8m0 as bytes: torch has a dtype of its own for it."""
-    from .packings import E8M0
-
-    if isinstance(scale, torch.Tensor) and scale.dtype is E8M0:
-        return scale.view(torch.uint8)
-    return scale
-
-
-def _tensor(name: str, given: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    if not isinstance(given, torch.Tensor) or given.dtype not in dtypes:
-        raise _bad(name, _told(given), " or ".join(map(str, dtypes)))
-    return given
-
-
-def _told(given: object) -> str:
-    return f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
-
-
-def _bad(name: str, got: str, wanted: str) -> InputError:
-    return InputError(f"ExpertWeights: {name} is {got}, wanted {wanted}")

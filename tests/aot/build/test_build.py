@@ -19,6 +19,7 @@ from pretuned.aot.build.options import BuildOptions, Observers
 from pretuned.aot.bundle.verify import verify
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.pool import CompileResult
+from pretuned.aot.compile.revisions import source_sha256
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Family, Pool, by_code, families, rejection, specs
@@ -31,7 +32,6 @@ from pretuned.artifacts.records.bundle import Bundle, Source, Variant
 from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.kernels.contract.config import Cache, Config, Schedule, TileRows
-from pretuned.kernels.contract.revisions import source_sha256
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import LAUNCH_ABI, has_aligned_rows
 from pretuned.kernels.hardware.arch import arch_of

@@ -6,9 +6,9 @@ import ast
 import hashlib
 from pathlib import Path
 
-from .registry import ENTRIES
+from ...kernels.contract.registry import ENTRIES
 
-KERNELS = Path(__file__).resolve().parents[1]
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
 def sources(kernel: str) -> tuple[Path, ...]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.kernels.contract import revisions
+from pretuned.aot.compile import revisions
+from pretuned.aot.compile.revisions import KERNELS, source_sha256, sources
 from pretuned.kernels.contract.registry import ENTRIES
-from pretuned.kernels.contract.revisions import KERNELS, source_sha256, sources
 
 
 @pytest.mark.parametrize("kernel", ENTRIES)

@@ -1,0 +1,67 @@
+"""Tensors that are given as codes and scales: checked one by one, and said what is wrong with them."""
+
+from __future__ import annotations
+
+import torch
+
+from ...artifacts.errors import InputError
+
+_E8M0_NAN, _E4M3_NAN = 255, 0x7F  # of either sign
+
+
+def fit(name: str, given: torch.Tensor, shape: tuple[int, ...], codes: torch.Tensor) -> None:
+    """Raise InputError for a tensor of another shape, or device, than goes with codes."""
+    if tuple(given.shape) != shape:
+        raise bad(name, f"of shape {list(given.shape)}", f"{list(shape)} for codes of {list(codes.shape)}")
+    if given.device != codes.device:
+        raise bad(name, f"on {given.device}", f"the device of codes, {codes.device}")
+
+
+def check_finite(name: str, given: torch.Tensor) -> None:
+    """Raise InputError for a scale that no number has: once, here, and in no call."""
+    if given.dtype is torch.uint8:
+        wrong = given == _E8M0_NAN
+    elif given.dtype is torch.float8_e4m3fn:
+        wrong = given.view(torch.uint8) & _E4M3_NAN == _E4M3_NAN
+    else:
+        wrong = ~torch.isfinite(given)
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        what = "255, which is NaN," if given.dtype is torch.uint8 else str(given[tuple(at)].float().item())
+        raise bad(name, f"{what} at {at}, one of {int(wrong.sum())}", "numbers: is the checkpoint damaged?")
+
+
+def flat(codes: torch.Tensor) -> torch.Tensor:
+    """[E, N, K/32, 16] as [E, N, K/2]."""
+    if isinstance(codes, torch.Tensor) and codes.dim() == 4:
+        if codes.shape[3] != 16 or not codes.is_contiguous():
+            raise bad("codes", f"of shape {list(codes.shape)} and strides {list(codes.stride())}",
+                 "[E, N, K/32, 16] or [E, N, K/2], contiguous")  # fmt: skip
+        return codes.flatten(2)
+    return codes
+
+
+def as_bytes(scale: torch.Tensor) -> torch.Tensor:
+    """e8m0 as bytes: torch has a dtype of its own for it."""
+    from .packings import E8M0
+
+    if isinstance(scale, torch.Tensor) and scale.dtype is E8M0:
+        return scale.view(torch.uint8)
+    return scale
+
+
+def of_dtype(name: str, given: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    """The tensor; InputError for what is none of these dtypes."""
+    if not isinstance(given, torch.Tensor) or given.dtype not in dtypes:
+        raise bad(name, told(given), " or ".join(map(str, dtypes)))
+    return given
+
+
+def told(given: object) -> str:
+    """What something is, for a message."""
+    return f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+
+
+def bad(name: str, got: str, wanted: str) -> InputError:
+    """The error of a tensor, or a name, that is not what is wanted."""
+    return InputError(f"ExpertWeights: {name} is {got}, wanted {wanted}")
