@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ORDER: dict[str, tuple[str, ...]] = {
     "artifacts": ("limits errors", "names", "records", "format", "code", "files"),
-    "kernels": ("hardware", "contract", "search cost reference", "gemm.portable", "gemm.hopper rowops"),
+    "kernels": ("hardware codes", "contract", "search cost reference", "gemm.portable", "gemm.hopper rowops"),
     "runtime": (
         "locks", "settings driver weights", "hooks", "dispatch", "check", "launch", "ops", "replay inspect", "api",
         "integrations",

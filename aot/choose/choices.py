@@ -16,7 +16,7 @@ from ...artifacts.errors import CompileError
 from ...artifacts.limits import MAX_TIME_NS
 from ...artifacts.records.bundle import Choice, Source
 from ...artifacts.records.problem import Fusion, Layout, Problem
-from ...kernels.contract.alignment import has_aligned_rows
+from ...kernels.contract.words import has_aligned_rows
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.chips import chip_for
 from ..compile.triton import Compiled

@@ -16,9 +16,8 @@ from ...artifacts.errors import BundleError
 from ...artifacts.records.bundle import Kernel, Producer, Variant
 from ...artifacts.records.problem import Op, Problem
 from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.contract.alignment import has_aligned_rows
 from ...kernels.contract.launchable import unlaunchable
-from ...kernels.contract.words import LAUNCH_ABI
+from ...kernels.contract.words import LAUNCH_ABI, has_aligned_rows
 from ...runtime import settings
 from ...runtime.dispatch.decide import Decision, settle
 from ...runtime.dispatch.places import installed_places, places

@@ -21,8 +21,8 @@ from ...artifacts.records.bundle import Bundle, Choice, Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.alignment import has_aligned_rows
 from ...kernels.contract.config import Config
+from ...kernels.contract.words import has_aligned_rows
 from ...runtime import locks
 from ...runtime.dispatch import snapshot as dispatch_snapshot
 from ...runtime.dispatch.decide import Decision, Miss, decide, settle

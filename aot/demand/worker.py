@@ -15,10 +15,10 @@ from ...artifacts.format.schema import pack_problem, read_problem
 from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem, buckets_between
-from ...kernels.contract.alignment import ALIGNMENT_BYTES
 from ...kernels.contract.config import Config
 from ...kernels.contract.registry import limits_of, refusal, threads
 from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ...kernels.contract.words import ALIGNMENT_BYTES
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.arch import arch_of
 from ...kernels.hardware.chips import chip_for

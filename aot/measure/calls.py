@@ -60,9 +60,7 @@ def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor)
         words = {"index": on.index.data_ptr(), "row_weights": weights, "index_end": on.M}
     w = on.weights
     if isinstance(w, ExpertWeights):
-        launch = mixed_input_launcher(
-            kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=1, stride_outer_e=w.outer_step, fused=fused
-        )
+        launch = mixed_input_launcher(kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=1, fused=fused)
         words |= {"x": on.rows.data_ptr(), "stride_x_m": on.rows.stride(0), "stride_y_m": on.result.stride(0)}
         words |= {"w": w.codes.data_ptr(), "w_scale": address_of(w.kernel_scale), "w_outer": address_of(w.outer_scale)}
     elif problem.op is Op.DW:

@@ -10,10 +10,10 @@ from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from ...kernels.contract import registry, rowops
-from ...kernels.contract.alignment import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.contract.config import Config
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.cost.model import Resources, occupancy
 from ...kernels.hardware.arch import Arch
 from ...kernels.search import space

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_between
-from ...kernels.contract.alignment import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.contract.mixed_input import prepares
 from ...kernels.contract.spec import MAX_EXPERTS, code_of
+from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from ..models.layer import LayerGemm, LayerShard
 from .families import Family, Pool, optional
 

@@ -30,7 +30,7 @@ from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.aot.tune.space import fits, torch_can, weight_key
 from pretuned.artifacts.records.problem import Layout, Problem, bucket_of
-from pretuned.kernels.contract.alignment import has_aligned_rows
+from pretuned.kernels.contract.words import has_aligned_rows
 
 CELLS = 60
 MEAN = 1.02

@@ -1,4 +1,4 @@
-"""What a kernel declares of itself: ``Entry``, of a GEMM ``KernelEntry``, and of each kind of tile one ``Tiles``.
+"""What a GEMM's kernel declares of itself: ``KernelEntry``, and of each kind of tile one ``Tiles``.
 
 The entries are rows of kernels/contract/registry.py.
 """
@@ -14,6 +14,7 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op
 from ..hardware.arch import Arch, Feature
 from .config import FIELDS, RANGES, SIZES, Config, Loads, misfit
+from .source import Entry
 from .spec import Spec
 
 Constants: TypeAlias = "dict[str, int | str | bool | None]"
@@ -61,21 +62,6 @@ _DEFAULTS = Config(16, 16, 16, 1, 1)
 _OTHERWISE: Mapping[str, Sequence[int]] = {name: (getattr(_DEFAULTS, name),) for name in FIELDS} | {
     **RANGES, "block_m": SIZES, "block_n": SIZES, "block_k": SIZES, "num_stages": range(1, 9),
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A kernel: its function, and the source it stands for.
-
-    From the first release on ``revision`` goes up whenever the source changes; until then only where a launcher has to
-    know. Bundles record it: when they are merged a later one beats an earlier one, and one of two sources is refused.
-    """
-
-    name: str  # of the function, and the symbol in cubins
-    revision: int
-    home: str  # the module that has the function, below ``kernels``
-    sha256: str  # of what it is compiled from: aot/compile/revisions.py
-    launched_since: int  # the first revision whose code does all that today's launchers ask of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op
+from ..codes import BLOCK, CODES, WORD_ROW
 from ..hardware.arch import Arch, Feature
-from .codes import BLOCK, CODES, WORD_ROW
 from .config import Loads, Schedule, TileRows
 from .entry import Box, Constants, KernelEntry, Limits, Tiles
 from .portable import PLAIN

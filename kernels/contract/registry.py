@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from ...artifacts.records.problem import Fusion, Op, Problem
 from ..hardware.arch import arch_of
 from .config import Config, out_of_range
-from .entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
+from .entry import Box, Constants, KernelEntry, Limits, Tiles
 from .hopper import ROWS_FITTED, ROWS_SPECIALIZED, WEIGHT_SPECIALIZED
 from .mixed_input import ROWS_WNA16
 from .portable import ROWS, WEIGHT
 from .rowops import ROW_OPS, RowOpSpec
+from .source import Entry
 from .spec import Spec, gemm_of
 
 KERNELS: tuple[KernelEntry, ...] = (ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16)

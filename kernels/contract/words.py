@@ -27,8 +27,9 @@ of dW it describes ragged rows, see ``RAGGED_SIZES``.
 
 from __future__ import annotations
 
-from ...artifacts.records.problem import Fusion
+from ...artifacts.records.problem import Fusion, Problem
 
+ALIGNMENT_BYTES = 16  # of every pointer, row stride and row length of aligned code
 LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
 
@@ -57,3 +58,16 @@ def parameter_bytes(arguments: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
 def ragged_strides(row_stride: int) -> tuple[int, int, int]:
     """The strides, in elements, of a ragged descriptor's first three dimensions."""
     return (1 << 34) - row_stride, row_stride, row_stride
+
+
+def is_aligned(alignment: int, *values_bytes: int) -> bool:
+    """Whether every pointer, row stride and row length, in bytes, keeps to ``alignment``."""
+    mixed = 0
+    for value in values_bytes:
+        mixed |= value
+    return mixed % alignment == 0
+
+
+def has_aligned_rows(problem: Problem) -> bool:
+    """Whether both row lengths of the weight, N and K, are multiples of 16 bytes."""
+    return is_aligned(ALIGNMENT_BYTES, problem.N * problem.dtype.itemsize, problem.K * problem.dtype.itemsize)

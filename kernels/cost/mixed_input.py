@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from ...artifacts.records.problem import Problem
-from ..contract.codes import BLOCK
+from ..codes import BLOCK
 from ..contract.config import Config, TileRows
 from ..hardware.chips import Chip
 from .profile import join

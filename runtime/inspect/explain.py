@@ -13,7 +13,7 @@ from ...artifacts.names import printable
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.contract.alignment import has_aligned_rows
+from ...kernels.contract.words import has_aligned_rows
 from ...kernels.hardware import arch, chips
 from .. import settings
 from ..dispatch import compiled, epilogue, gather

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...artifacts.errors import InputError
-from ...kernels.contract.codes import BLOCK, CODES, WORD_ROW
+from ...kernels.codes import BLOCK, CODES, WORD_ROW
 from ...kernels.contract.registry import too_large
 from ...kernels.contract.words import RAGGED_SIZES
 from ..driver.block import BlockLayout, Words
@@ -20,13 +20,11 @@ _UNREAD = ("null", "null", "one", "one")
 _NO_MAP = bytes(128)
 
 
-def mixed_input_launcher(
-    kernel: LoadedKernel, *, N: int, K: int, E: int, m_sizes_step: int, stride_outer_e: int, fused: Fused
-) -> Launcher:
+def mixed_input_launcher(kernel: LoadedKernel, *, N: int, K: int, E: int, m_sizes_step: int, fused: Fused) -> Launcher:
     """A launcher of y[g] = x[g] @ w[g].T, whose ``pack`` takes what that of ``gemm.row_launcher`` does.
 
-    ``w`` is the address of the codes. ``w_scale`` and ``w_outer`` are those of the scales in blocks and of the scales
-    of experts, or of y's columns with ``stride_outer_e`` from one expert's to the next's; 0 where the format has none.
+    ``w`` is the address of the codes. ``w_scale`` and ``w_outer`` are those of the scales in blocks, and of the scales
+    of experts [E] or of y's columns [E, N]; 0 where the format has none.
 
     Raises
     ------
@@ -43,7 +41,7 @@ def mixed_input_launcher(
         variant.arguments,
         given=_WORDS,
         late=(("y", "ptr"), *LATE),
-        fixed={"N": N, "K": K, "stride_outer_e": stride_outer_e} | always(E, m_sizes_step, fused),
+        fixed={"N": N, "K": K, "stride_outer_e": N if codes.scales == "none" else 1} | always(E, m_sizes_step, fused),
         maps=dict.fromkeys(("x", "w", "w_scale"), _UNREAD),
         threads=kernel.function.threads,
         shared_bytes=kernel.function.shared_bytes,

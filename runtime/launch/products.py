@@ -14,7 +14,7 @@ import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
-from ...kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
+from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
@@ -96,12 +96,14 @@ def _mixed_launch(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Launch | Non
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
     zeroes = call.zero_tail and (few or beside)
     fixed = (dtype.value, E, N, K, call.gather_divisor, fusion.value, index_step, m_sizes.dtype, zeroes, few, beside)
-    key = ("mixed", *fixed, bucket_of(call.M), device, w.outer_step, first)
+    key = ("mixed", *fixed, bucket_of(call.M), device, first)
 
     def build() -> Launch | None:
         from ...kernels.contract.spec import code_of
 
         problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK, code_of(Op.FORWARD, fusion))
+        if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
+            return None
         kernel = _kernel(problem, call.M, device, True, None, None)
         if kernel is None:
             return None
@@ -200,7 +202,7 @@ def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -
 
         return mixed_input_launcher(
             kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=_step(call.m_sizes),
-            stride_outer_e=call.w.outer_step, fused=fused,
+            fused=fused,
         )  # fmt: skip
     from ...kernels.contract.spec import gemm_of
     from . import gemm

@@ -13,8 +13,8 @@ import torch
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
-from ...kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
 from ...kernels.contract.rowops import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
+from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from ..check import tensors as check_tensors
 from ..check.tensors import DTYPES
 from ..dispatch import snapshot as dispatch_snapshot

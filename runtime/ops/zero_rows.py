@@ -6,8 +6,8 @@ import torch
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
-from ...kernels.contract.alignment import ALIGNMENT_BYTES, is_aligned
 from ...kernels.contract.rowops import CLEARED_ROWS, NAMES
+from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from ..driver.device import on
 from ..launch import rowops
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...artifacts.records.problem import Op, RowOp
-from ...kernels.contract.alignment import ALIGNMENT_BYTES
 from ...kernels.contract.rowops import BIASED
+from ...kernels.contract.words import ALIGNMENT_BYTES
 from .. import hooks
 from ..check import tensors as check_tensors
 from ..check.operands import Rows

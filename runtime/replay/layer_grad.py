@@ -11,7 +11,7 @@ import torch
 
 from ...artifacts.records.problem import Layout, Op, RowOp
 from ...kernels.contract import rowops
-from ...kernels.contract.alignment import ALIGNMENT_BYTES
+from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check.operands import Rows
 from ..check.tensors import address_of
 from ..driver.device import allocator

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from ...artifacts.records.problem import Layout, Op
-from ...kernels.contract.alignment import ALIGNMENT_BYTES
+from ...kernels.contract.words import ALIGNMENT_BYTES
 from ..check import tensors as check_tensors
 from ..check.call import Call
 from ..check.operands import Rows

@@ -235,11 +235,6 @@ class ExpertWeights:
         """The scales that kernels multiply sums by: of experts [E], or of y's columns [E, N]; else None."""
         return self.scale if self.scale.dim() == 2 else self.global_scale
 
-    @property
-    def outer_step(self) -> int:
-        """From the scales of one expert in ``outer_scale`` to the next's."""
-        return self.scale.shape[1] if self.scale.dim() == 2 else 1
-
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ExpertWeights:
         """The same on another device; itself if it is there."""
         if self.codes.to(device, non_blocking=non_blocking) is self.codes:
@@ -282,9 +277,7 @@ class ExpertWeights:
         """w[expert] in float32."""
         codes, scale = self.codes[expert], self.scale[expert]
         if self.order:
-            order = _order_of(self)
-            codes = order.codes(codes, True)
-            scale = order.scale(scale, True) if order.scale is not None and order.moves(scale) else scale
+            codes, scale = _order_of(self).undone(codes, scale)
         zero, outer = (None if one is None else one[expert] for one in (self.zero, self.global_scale))
         return values(self.format, Quantised(codes, scale, zero, outer))
 

@@ -56,6 +56,11 @@ class CodeOrder(NamedTuple):
     scale_dtype: torch.dtype | None = None
     derived: Callable[[torch.Tensor], torch.Tensor] | None = None
 
+    def undone(self, codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes and scales of one expert as the checkpoint has them."""
+        moved = self.scale is not None and self.moves(scale)
+        return self.codes(codes, True), self.scale(scale, True) if self.scale is not None and moved else scale
+
     def moves(self, scale: torch.Tensor) -> bool:
         """Whether scales change their order with the codes."""
         return self.scale is not None and scale.dtype is self.scale_dtype

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.contract.codes import CODES
+from pretuned.kernels.codes import CODES
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver.device import local_gpu

@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...contract.codes import CODES
+from ...codes import CODES
 
 
 def _both(half: int) -> str:

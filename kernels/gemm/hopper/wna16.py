@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...contract.codes import CODES
+from ...codes import CODES
 from .consumer import ask, lines_of, look_up, note, parts_of, tables
 from .dequantize import operand
 from .pipeline import (

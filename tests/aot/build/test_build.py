@@ -31,10 +31,9 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Source, Variant
 from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from pretuned.kernels.contract.alignment import has_aligned_rows
 from pretuned.kernels.contract.config import Cache, Config, Schedule, TileRows
 from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.contract.words import LAUNCH_ABI
+from pretuned.kernels.contract.words import LAUNCH_ABI, has_aligned_rows
 from pretuned.kernels.hardware.arch import arch_of
 
 pytestmark = pytest.mark.slow

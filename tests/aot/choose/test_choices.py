@@ -14,10 +14,10 @@ from pretuned.aot.plan.plan import BuildPlan, plan, planned_on
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract import registry, words
-from pretuned.kernels.contract.alignment import has_aligned_rows
 from pretuned.kernels.contract.config import Cache
 from pretuned.kernels.contract.registry import entry_of
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.contract.words import has_aligned_rows
 from pretuned.kernels.search import space
 
 CUBINS = 160  # of the whole catalogue in bf16, all ops

@@ -20,7 +20,7 @@ from pretuned.artifacts.records.bundle import TensorMap, Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.codes import CODES
+from pretuned.kernels.codes import CODES
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.registry import arguments, boxes, entry_of
@@ -113,7 +113,7 @@ def test_the_words_of_a_launch(driver: Driver, dtype: DType, config: Config) -> 
     variant, codes, M = record(dtype, config=config), CODES[dtype.value], 300
     driver.running.append(variant)
     launcher = mixed_input_launcher(
-        loaded(variant), N=N, K=K, E=E, m_sizes_step=2, stride_outer_e=N, fused=gemm.PLAIN
+        loaded(variant), N=N, K=K, E=E, m_sizes_step=2, fused=gemm.PLAIN
     )  # fmt: skip
     words = {"x": 4096, "w": 8192, "w_scale": 12288, "w_outer": 16384, "stride_x_m": K + 8, "stride_y_m": N + 16}
     launcher(20480, 24576, 0, M=M, **words)
@@ -133,8 +133,8 @@ def test_the_words_of_a_launch(driver: Driver, dtype: DType, config: Config) -> 
     active = E
     assert programs == min(SMS, ((M - active) // config.block_m + active) * tiles_n)
     for name, value in {"M": M, "N": N, "K": K, "E": E, "y": 20480, "m_sizes": 24576, "m_sizes_step": 2,
-                        "stride_y_m": N + 16, "stride_outer_e": N, "index": 0, "row_weights": 0, "bias": 0,
-                        "index_end": 0, "flags": 0, "counter": 4096}.items():  # fmt: skip
+                        "stride_y_m": N + 16, "stride_outer_e": N if codes.scales == "none" else 1, "index": 0,
+                        "row_weights": 0, "bias": 0, "index_end": 0, "flags": 0, "counter": 4096}.items():  # fmt: skip
         assert read[name] == value, name
     assert read.get("w_outer") == (16384 if codes.outer else None)
     assert bytes(read["x"]).startswith(b"x (4096")  # type: ignore[arg-type]
@@ -149,9 +149,7 @@ def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: Driver) ->
         variant = record(dtype)
         driver.running.append(variant)
         driver.encoded.clear()
-        launcher = mixed_input_launcher(
-            loaded(variant), N=N, K=K, E=E, m_sizes_step=1, stride_outer_e=w.outer_step, fused=gemm.PLAIN
-        )
+        launcher = mixed_input_launcher(loaded(variant), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN)
         launcher.pack(x=16, w=32, w_scale=48, w_outer=64, stride_x_m=K, stride_y_m=N, M=8)
         sizes = {one.argument: one.sizes for one in driver.encoded}
         assert sizes["w"][0] * sizes["w"][1] * 4 == w.codes.nbytes
@@ -164,7 +162,7 @@ def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: Driver) ->
 def test_as_many_programs_as_tiles_or_as_fit(driver: Driver) -> None:
     variant = record(DType.MXFP4)
     launcher = mixed_input_launcher(
-        loaded(variant), N=N, K=K, E=E, m_sizes_step=1, stride_outer_e=1, fused=gemm.PLAIN
+        loaded(variant), N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN
     )  # fmt: skip
     driver.running.append(variant)
     words = {"x": 16, "w": 16, "w_scale": 16, "w_outer": 0, "stride_x_m": K, "stride_y_m": N}
@@ -179,7 +177,7 @@ def test_a_reduction_that_is_too_long_is_refused(driver: Driver) -> None:
     variant = record(DType.MXFP4)
     with pytest.raises(InputError, match=r"rows_wna16: the longest reduction of .* is 134217600, this is 134217728"):
         mixed_input_launcher(
-            loaded(variant), N=N, K=2**27, E=E, m_sizes_step=1, stride_outer_e=1, fused=gemm.PLAIN
+            loaded(variant), N=N, K=2**27, E=E, m_sizes_step=1, fused=gemm.PLAIN
         )  # fmt: skip
 
 
@@ -190,7 +188,7 @@ Use = Callable[[DType], None]
 
 
 @pytest.fixture
-def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Use:
+def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
     """Has calls find a made-up kernel for a dtype's problems."""
 
     def gather(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
@@ -208,9 +206,10 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Use:
             return loaded(driver.running[-1])
 
         monkeypatch.setattr(products, "_kernel", kernel)
-        monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
+        dispatch_snapshot.snapshot().launchers.clear()
 
-    monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
+    dispatch_snapshot.snapshot().launchers.clear()
+    monkeypatch.setattr(dispatch_snapshot.Snapshot, "serves", lambda *_: True)
     monkeypatch.setattr(launch_rowops, "launcher", passes)
     monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
     monkeypatch.setattr(ops_products, "stream_of", lambda _device: 0)
@@ -218,7 +217,8 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Use:
         monkeypatch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", SMS, 1 << 17, 0)))
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     monkeypatch.setattr(check_tensors, "on_gpu", lambda tensor: not tensor.is_meta)
-    return only
+    yield only
+    dispatch_snapshot.snapshot().launchers.clear()
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.kernels.contract.codes import BLOCK, CODES, WORD_ROW, Codes
+from pretuned.kernels.codes import BLOCK, CODES, WORD_ROW, Codes
 
 THREADS = 4  # that share a row of a block
 FORMATS = pytest.mark.parametrize(("name", "codes"), CODES.items(), ids=list(CODES))
