@@ -27,7 +27,7 @@ from pretuned.runtime.inspect.explain import examine, made_up_gpu
 from pretuned.runtime.inspect.preload import cells_of, turned
 
 FORMS = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
-BUNDLES = sorted((Path(__file__).parents[3] / "artifacts" / "bundles").glob("*.msgpack"))
+BUNDLES = sorted((Path(__file__).parents[3] / "artifacts" / "bundles").glob("catalogue*.msgpack"))
 KN_MODELS = {  # E, then N and K of both products: gpt-oss-20b, Llama-4-Scout
     "gpt-oss": (32, (5760, 2880), (2880, 2880)),
     "llama-4": (16, (16384, 5120), (5120, 8192)),
