@@ -124,7 +124,10 @@ def compile_variant(spec: Spec | RowOpSpec, sm: int) -> Compiled:
         with the compiler's reason, or where there is no code of that form. A few configs make LLVM abort the process:
         run it in a worker.
     """
-    refused = isinstance(spec, Spec) and refusal(spec, sm)
+    try:
+        refused = isinstance(spec, Spec) and refusal(spec, sm)
+    except LookupError as error:
+        refused = str(error)
     if refused:
         raise CompileError(f"{spec} for sm_{sm}: {refused}")
     entry = entry_of(spec)

@@ -12,6 +12,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.names import PART
 from ...artifacts.records.precision import DType, dtype_of
 from ...artifacts.records.problem import Op
+from ...kernels.contract.mixed_input import SIZES, prepares
 from .catalogue import DEFAULT, catalogue, find, nearest_ids
 from .hf_config import SHARED, read_model
 from .layer import ExpertLayer, LayerShard
@@ -73,6 +74,7 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
             continue
         notes.extend(f"{line.where}: {remark}" for remark in found.remarks)
         for shard in shards:
+            notes.extend(f"{line.where}: {note}" for note in _unprepared(shard))
             for name in shard.weights:
                 if name not in PLAIN and dtype_of(name) not in shard.dtypes:
                     without_code.setdefault(name, {})[shard.name] = None
@@ -258,6 +260,15 @@ def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator
     if problems:
         raise InputError("\n".join(dict.fromkeys(f"{found.name}: {problem}" for problem in problems)))
     yield from shards
+
+
+def _unprepared(shard: LayerShard) -> Iterator[str]:
+    """What can't be built of quantised weights, for their sizes."""
+    for dtype in shard.dtypes:
+        for gemm in shard.gemms() if dtype.quantised else ():
+            if not prepares(dtype, gemm.N, gemm.K):
+                product = f"{gemm.role} of {gemm.N} x {gemm.K}"
+                yield f"{shard}: {product} has no kernel for {dtype.value}, torch runs it: {SIZES}"
 
 
 def _dtypes(weights: tuple[str, ...], *, asked: bool) -> tuple[DType, ...]:

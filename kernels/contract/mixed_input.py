@@ -17,6 +17,9 @@ _MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 b
 DTYPES = frozenset(map(DType, CODES))
 
 
+SIZES = "N and K must be multiples of 64, of fp8_block of 128, and K of int4_g128 of 128"
+
+
 def prepares(dtype: DType, N: int, K: int) -> bool:
     """Whether matrices of N x K can be in the order that the kernel reads: whole blocks, and whole blocks of scales."""
     scale = dtype.precision.w.scale

@@ -78,13 +78,19 @@ def test_models(aot):
 def test_plan_shows_the_formats_of_the_weights_and_what_is_built(aot, here):
     done = aot("plan", "--models", "openai/gpt-oss-20b tp=1,8 ops=forward weights=mxfp4,bf16", "--sm", "90", "--json")
     assert json.loads(done.out)["weights"] == [
-        {"model": "openai/gpt-oss-20b", "tp": tp, "ep": 1, "weights": ["mxfp4", "bf16"], "built_in": ["bf16"]}
+        {"model": "openai/gpt-oss-20b", "tp": tp, "ep": 1, "weights": ["mxfp4", "bf16"], "built_in": ["mxfp4", "bf16"]}
         for tp in (1, 8)
     ]
+    notes = [one for one in json.loads(done.out)["notes"] if "has no kernel for mxfp4" in one]
+    assert [re.search(r"(\w+) of (\d+ x \d+)", one).groups() for one in notes] == [
+        ("gate_up", "720 x 2880"), ("down", "2880 x 360"),
+    ]  # fmt: skip
+    done = aot("plan", "--models", "openai/gpt-oss-20b ops=forward weights=int4_g128_zp", "--sm", "90", "--json")
     (note,) = json.loads(done.out)["notes"]
-    assert note == "no kernels for mxfp4 yet: bf16 (or the dtype= given) is built instead for openai/gpt-oss-20b"
-    text = aot("plan", "--models", "openai/gpt-oss-20b ops=forward", "--sm", "90").out
-    assert re.search(r"^openai/gpt-oss-20b +mxfp4 +bf16$", text, re.M)
+    assert note.startswith("no kernels for int4_g128_zp yet: bf16")
+    told = aot("plan", "--models", "openai/gpt-oss-20b ops=forward", "--sm", "90")
+    assert re.search(r"^openai/gpt-oss-20b +mxfp4 +bf16$", told.out, re.M)
+    assert "published as mxfp4: weights=mxfp4 builds that" in told.err
 
 
 def test_plan_tells_of_shards_that_only_fallbacks_run(aot, here):
