@@ -87,7 +87,8 @@ def _mixed_launch(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Launch | Non
     (E, N, K), device = w.shape, x.get_device()
     fusion, size = call.fusion & ~Fusion.GATHER, x.element_size()
     lengths = (row_stride(x, K) * size, row_stride(y, N) * size, N * size, K * size)
-    if not is_aligned(ALIGNMENT_BYTES, x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), *lengths):
+    pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), w.scale.data_ptr())
+    if not is_aligned(ALIGNMENT_BYTES, *pointers, *lengths):
         return None
     first = bool(call.gather_divisor)
     if first and not call.may_gather_first(True):
