@@ -12,8 +12,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op
 from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
 from pretuned.runtime.check.operands import Rows
-from pretuned.runtime.launch.gather import GatherFirst
-from pretuned.runtime.launch.products import row_launch
+from pretuned.runtime.launch.products import resolve
 from pretuned.runtime.ops.products import gated_rows, rows
 
 TOKENS = (1, 16, 128, 1024, 8192)
@@ -153,7 +152,8 @@ def training() -> dict[str, Any]:
             bounds = torch.zeros(E + 1, dtype=torch.int32, device="cuda")
             bounds[1:] = m_sizes.cumsum(0)
             call = Rows(Op.FORWARD, tokens, w, m_sizes, Layout.NK, M, index, top_k, bounds=bounds)  # as a layer's is
-            first = isinstance(row_launch(call, y), GatherFirst)
+            product = resolve(call, y)
+            first = product is not None and len(product.steps) > 1
             judge(
                 "gather beforehand" if first else "gather", where, rows(call, torch.empty_like(y)), gathered, "forward"
             )

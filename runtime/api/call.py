@@ -76,14 +76,19 @@ def run(
                 _checked.clear()
             _checked[kind] = call.M, call.x_rows, call.y_rows
         x = rows
-    as_given = out is None and x is given[0] and call.w is given[1] and bias is given[2]
+    made = None
+    if keep is not None and out is None and x is given[0] and call.w is given[1] and bias is given[2]:
+        made = plan.plan(call, x, topk_weights, bias, gather_indices)
     if form.autotune:
         _tune(call, x)
     fusions = call.fusions
     with without_autocast(x.device.type):
         inputs_with_grad = any(t is not None and t.requires_grad for t in (x, w, fusions.weights, fusions.bias))
         if not (inputs_with_grad and torch.is_grad_enabled()):
-            y = gradients.forward(call, x, out)
+            if made is None:
+                y = gradients.forward(call, x, out)
+            else:
+                y = made.forward(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index)
             if out is not None:  # a launch changes it unseen: whoever saved it for a gradient has to be told
                 torch.autograd.graph.increment_version(out)
         elif out is not None:
@@ -91,11 +96,9 @@ def run(
                              "use torch.no_grad()")  # fmt: skip
         else:
             sizes = (call.M, call.x_rows, call.y_rows)
-            y = GroupedGemm.apply(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, form, sizes)  # type: ignore[no-untyped-call]
-    if keep is not None and as_given:
-        made = plan.plan(call, x, y, topk_weights, bias, gather_indices)
-        if made is not None:
-            keep(made)
+            y = GroupedGemm.apply(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, form, sizes, made)  # type: ignore[no-untyped-call]
+    if keep is not None and made is not None and made.program is not None:
+        keep(made)
     return y
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -19,7 +19,7 @@ from ..check.form import form_of
 from ..check.operands import Rows
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import current_stream, device_is_current, empty, local_gpu, on, only_device
-from ..launch.products import row_launch, rows_aligned, tf32_allowed
+from ..launch.ready import ready_for, rows_aligned, tf32_allowed
 from ..ops import torch_fallback
 from ..replay import guard
 from ..replay import plan as replay_plan
@@ -188,17 +188,18 @@ def grouped_gemm(
         ):  # fmt: skip
             try:
                 operands = (
-                    dense.data_ptr(), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only, w_layout,
+                    replay_plan.key_of(w), x.shape[0], topk, permute_x, permute_y, fuse_mul_post, dX_only, dW_only,
+                    w_layout,
                     zero_tail, is_first_gemm, topk_weights is None, bias is None, gather_indices is None,
                 )  # fmt: skip
                 if snapshot is None and tensors.on_gpu(x):
                     snapshot = dispatch_snapshot.snapshot()
+                plan = None if snapshot is None else snapshot.plans.get(operands)
             except _UNUSABLE:
-                snapshot = None
+                snapshot = plan = None
             if snapshot is not None:
-                plan = snapshot.plans.get(operands)
                 if plan is not None:
-                    y = plan(x, dense, m_sizes, topk_weights, bias, gather_indices)
+                    y = plan(x, w, m_sizes, topk_weights, bias, gather_indices)
                     if y is not None:
                         return y
                 keep = functools.partial(replay_plan.remember, snapshot.plans, operands)
@@ -312,7 +313,8 @@ def _first(
         stride_y_m = y.stride(0) if call.M > 1 else call.N
         known = known_calls.get(key) if key is not None and call.x is x else None
         product = Rows(Op.FORWARD, call.x, call.w, counts, call.layout, call.M)
-        launch = known[0] if known is not None else cast("Launcher | None", row_launch(product, y))
+        ready = ready_for(product, y) if known is None else None
+        launch = known[0] if known is not None else None if ready is None else ready.launcher
         if launch is None:
             sm = local_gpu(device).sm
             torch_fallback.on_cuda(call.x, call.w, counts, y, call.layout, sm=sm, aligned=rows_aligned(product, y))

@@ -19,12 +19,11 @@ from ..ops import layer
 from ..ops import routing as ops_routing
 from ..ops.activation import Activation, activate, check_activation
 from ..ops.layer import FrozenWeights, Layer, MoeLayer, Routing, Weights, weights_of
-from ..replay import layer as replay_layer
+from ..replay import plan as replay_plan
 from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
 from .grouped_gemm import grouped_gemm
 
-_MOST_PLANS = 4096  # of about 2 KB
 _tracing = torch.compiler.is_dynamo_compiling
 _transformed = torch._C._are_functorch_transforms_active
 # Function.apply does this and, for calls inside torch.func's transforms, more.
@@ -136,15 +135,17 @@ def moe_mlp(
         if tensors.duals._current_level >= 0:
             tensors.no_tangents("moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias)
         plan = None
-        # (Quantised weights have no one address: there is no plan of them.)
-        gate_up: torch.Tensor = gate_up_weight  # type: ignore[assignment]
-        down: torch.Tensor = down_weight  # type: ignore[assignment]
         try:
             T, k = topk_ids.shape
+            dense = type(gate_up_weight) is not ExpertWeights and type(down_weight) is not ExpertWeights
+            if dense:
+                at = gate_up_weight.data_ptr(), down_weight.data_ptr()  # type: ignore[union-attr]
+            else:
+                at = (*replay_plan.key_of(gate_up_weight), *replay_plan.key_of(down_weight))
             if type(T) is int:  # (else it is traced, and what looks at it fixes it)
                 key = (
-                    gate_up.data_ptr(), down.data_ptr(), k, bucket_of(T * k), activation, gated,
-                    interleaved, gate_up_bias is None, down_bias is None, weights_on, w_layout, hidden.dim(),
+                    *at, k, bucket_of(T * k), activation, gated, interleaved, gate_up_bias is None, down_bias is None,
+                    weights_on, w_layout, hidden.dim(),
                     hidden.requires_grad,
                 )  # fmt: skip
                 if snapshot is None and tensors.on_gpu(hidden):
@@ -153,7 +154,8 @@ def moe_mlp(
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
             key = None
         if plan is not None:
-            given = Weights(gate_up, down, gate_up_bias, down_bias)
+            made = Weights if dense else FrozenWeights
+            given = made(gate_up_weight, down_weight, gate_up_bias, down_bias)  # type: ignore[arg-type]
             out = _again(plan, hidden, given, topk_ids, topk_weights)
             if out is not None:
                 return out
@@ -188,13 +190,12 @@ def moe_mlp(
         )  # fmt: skip
     else:
         weights = weights_of(gate_up_weight, down_weight, gate_up_bias, down_bias)
-        out, routing = _fused(x, weights, topk_ids, topk_weights, how, w_layout)
-        if key is not None and snapshot is not None and isinstance(weights, Weights):
-            made = replay_layer.plan(how, hidden, weights, topk_ids, topk_weights, routing)
-            if made is not None:
-                if len(snapshot.layers) >= _MOST_PLANS:
-                    snapshot.layers.clear()
-                snapshot.layers[key] = made
+        plan = None
+        if key is not None and snapshot is not None:
+            plan = replay_plan.plan_layer(how, hidden, weights, topk_ids, topk_weights)
+        out = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan)
+        if plan is not None and snapshot is not None and plan.programs:
+            replay_plan.remember(snapshot.layers, key, plan)
     return out.to(hidden.dtype).view(hidden.shape)
 
 
@@ -228,11 +229,11 @@ def _check_tensors(every: dict[str, torch.Tensor | ExpertWeights], **biases: tor
 
 
 def _again(
-    plan: replay_layer.LayerPlan, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor | None:
+    plan: replay_plan.LayerPlan, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor | None:  # fmt: skip
     """The call by a plan; None where it is another one."""
-    biases = [one for one in given[2:] if one is not None]
-    if not plan.takes(hidden, *given[:2], ids, weights, *biases):
+    if not plan.takes(hidden, given, ids, weights):
         return None
     grad = plan.grad and torch.is_grad_enabled()
     if grad and _transformed():
@@ -242,19 +243,15 @@ def _again(
     if grad:
         out = _apply(x, *given, weights, routing, plan.how, plan)
     else:
-        out, _ = plan.forward(x, given, routing, weights, keeps_h=False)
+        out, _ = plan.forward(plan.how, x, given, routing, weights, keeps_h=False)
     return out if hidden.dim() == 2 else out.view(hidden.shape)
 
 
 def _fused(
-    x: torch.Tensor,
-    given: Weights | FrozenWeights,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    how: Layer,
-    w_layout: str,
-) -> tuple[torch.Tensor, Routing]:
-    """The layer as one function, with its own gradient."""
+    x: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
+    w_layout: str, plan: replay_plan.LayerPlan | None,
+) -> torch.Tensor:  # fmt: skip
+    """The layer as one function, with its own gradient; ``plan`` writes it down."""
     x, gate_up, gate_up_bias = check_call.autocast(x, given.gate_up, given.gate_up_bias)
     _, down, down_bias = check_call.autocast(x, given.down, given.down_bias)
     given = weights_of(gate_up, down, gate_up_bias, down_bias)
@@ -262,9 +259,10 @@ def _fused(
     x = _checked(x, given, weights, how, routing, w_layout)
     with without_autocast(x.device.type):
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
-            out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how)  # type: ignore[no-untyped-call]
-            return out, routing
-        return layer.forward(how, x, given, routing, weights, keeps_h=False)[0], routing
+            out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how, plan)  # type: ignore[no-untyped-call]
+            return out
+        run = layer.forward if plan is None else plan.forward
+        return run(how, x, given, routing, weights, keeps_h=False)[0]
 
 
 def _checked(

@@ -52,12 +52,16 @@ class Call:
 
     def flat_weights(self, like: torch.Tensor) -> torch.Tensor | None:
         """The routing weights as ``flat`` has them, where there are any."""
-        return None if self.fusions.weights is None else flat(self.fusions.weights, like)
+        return None if self.fusions.weights is None else flat(self.fusions.weights, wide_of(like))
 
 
-def flat(weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The routing weights by flat index: float32, or float64 beside a float64 tensor."""
-    wide = torch.float64 if like.dtype is torch.float64 else torch.float32
+def wide_of(like: torch.Tensor) -> torch.dtype:
+    """What routing weights are multiplied in: float32, or float64 beside a float64 tensor."""
+    return torch.float64 if like.dtype is torch.float64 else torch.float32
+
+
+def flat(weights: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """The routing weights by flat index, in this dtype."""
     return weights.detach().to(wide).reshape(-1).contiguous()
 
 

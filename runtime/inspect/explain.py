@@ -343,16 +343,16 @@ def _of_tensors(
     x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor | None, w_layout: str, device: int | None
 ) -> tuple[Problem, int, bool, int | None]:
     from ..check import operands, tensors
-    from ..launch import products as launch_products
+    from ..launch import ready
 
     if w is None or m_sizes is None:
         raise InputError("explain: wanted x, w and m_sizes, got x alone (or a Problem and M)")
     call = tensors.check(x, w, m_sizes, w_layout)
     rows = operands.Rows(Op.FORWARD, call.x, call.w, m_sizes, call.layout, call.M)
-    aligned = launch_products.rows_aligned(rows, call.x.new_empty((0, call.N)))
+    aligned = ready.rows_aligned(rows, call.x.new_empty((0, call.N)))
     if call.x.is_cuda:
         device = call.x.get_device()
-        problem = launch_products.problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
+        problem = ready.problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
         return problem, call.M, aligned, device
     dtype = tensors.check_cuda_dtype(call.x)
     return Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout), call.M, aligned, device

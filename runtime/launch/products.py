@@ -1,342 +1,149 @@
-"""The launchers of the products: a bundle's kernel, readied for one call and kept for all calls like it.
+"""A checked product as steps: a launch in readiness, after what has to be done beforehand.
 
-``ops/products.py`` launches them, and so do the plans of calls that come again. What decides and loads is imported
-where it is first needed: most of a runtime's code, and none of a later call's.
+``resolve`` is asked for every product of rows, and ``resolve_weight`` for dW. ``ready.py`` finds the kernel. A kind of
+product beside these has a function there, and the words of its launch in ``_row_step``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
-from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
-from .. import hooks, settings
-from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
-from ..dispatch import snapshot as dispatch_snapshot
-from ..driver.device import capturing, local_gpu, platform_supported, tell_unsupported
+from ...artifacts.records.problem import Fusion
+from ..check.tensors import row_stride
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
 from . import rowops
-from .gather import GatherFirst, Launch
+from .program import Step
+from .ready import Ready, index_step, ready_for, ready_for_gated, ready_for_weight
 
 if TYPE_CHECKING:
     from ..check.operands import Rows
     from ..dispatch.pin import Pin
-    from ..dispatch.snapshot import Snapshot, Usable
-    from ..driver.launcher import Launcher
-    from .gemm import Fused, LoadedKernel
 
-_MOST_LAUNCHERS = 1 << 14
-_FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs
-# A warp of each program looks at 1,024 entries of the index in 4.7 us beside a product (122,880 in 565 to 571 us:
-# docs/inside/trials.md, scatter-beside). One of matrices of 2^21 takes longer for as many rows, and so does one
-# of 2^20 that has many experts' to read. Where most rows of y are to be cleared it takes more than a warp of each.
-_MOST_TO_CLEAR, _SHORT_TO_CLEAR, _LARGE_MATRIX, _MOST_PER_ROW = 1 << 17, 8192, 1 << 20, 4
-_UNKNOWN = object()
-_L = TypeVar("_L", bound=Launch)
+_GATHERED = "rows"  # the operand that rows are gathered into
 
 
-def row_launch(call: Rows, y: torch.Tensor) -> Launch | None:
-    """The launcher of a bundle's kernel for this product and all like it; None where there is none."""
-    if isinstance(call.w, ExpertWeights):
-        return _mixed_launch(call, call.w, y)
-    x, w, m_sizes, index, fusion = call.x, call.dense, call.m_sizes, call.index, call.fusion
-    E, N, K = call.sizes
-    index_step = 2 if call.uses_index and index is not None and index.dtype is torch.int64 else 1
-    strides = _weight_strides(w)
-    aligned = rows_aligned(call, y)
-    device = x.get_device()
-    first = call.may_gather_first(aligned)
-    checks = call.bounds is None
-    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
-    zeroes = call.zero_tail and (few or beside)
-    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, fusion.value, index_step, m_sizes.dtype,
-             zeroes, few, beside, first and 1 + checks)  # fmt: skip
-    # (By its value: an enum's hash is a call in Python.)
-    key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin,
-           tf32_allowed(x.dtype))  # fmt: skip
+class Scratch(NamedTuple):
+    """Memory that a product's steps share, a row for each sorted row."""
 
-    def build() -> Launch | None:
-        problem = problem_of(call.op, x, E, N, K, call.layout, fusion)
-        kernel = _kernel(problem, call.M, device, aligned, call.pin, None)
-        if kernel is None:
-            return None
-        from .gemm import Fused
-
-        fused = Fused(fusion, index_step, call.gather_divisor or 1, zeroes, few, beside)
-        plain = _gathered_kernel(problem, call, device, checks) if first else None
-        ready = None if plain is None else _after_gather(plain, problem, call, fused)
-        return ready or _of_rows(kernel, problem, call, fused)
-
-    return _launcher(key, build)
+    name: str
+    columns: int
+    dtype: torch.dtype
 
 
-def _mixed_launch(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Launch | None:
-    """The same of quantised weights, which are prepared here if they were not; in a graph capture none are.
+class Product(NamedTuple):
+    """A product of rows: steps, whose operands are the call's tensors by the names of ``Rows`` and ``operands_of``.
 
-    Rows are gathered beforehand: no code of these formats does.
+    Beside them there is ``scratch``, and with ``in_range`` the operand of that name, which this makes of the index.
+    ``zeroes`` says that the rows of y that nothing is stored to become zero.
     """
-    x, m_sizes, index, dtype = call.x, call.m_sizes, call.index, w.kernel_dtype
-    if dtype is None or call.op is not Op.FORWARD or x.dtype is not torch.bfloat16:
+
+    steps: tuple[Step, ...]
+    zeroes: bool
+    scratch: tuple[Scratch, ...] = ()
+    in_range: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | None]:
+    """The tensors that kernels read of w, by the names that steps have for them."""
+    if isinstance(w, ExpertWeights):
+        return {"w": w.codes, "w_scale": w.kernel_scale if w.order else None, "w_outer": w.outer_scale}
+    return {"w": w}
+
+
+def resolve(call: Rows, y: torch.Tensor) -> Product | None:
+    """The steps of a product into y; None where no bundle has a kernel for it."""
+    ready = ready_for(call, y)
+    if ready is None:
         return None
-    (E, N, K), device = w.shape, x.get_device()
-    fusion, size = call.fusion & ~Fusion.GATHER, x.element_size()
-    lengths = (row_stride(x, K) * size, row_stride(y, N) * size, N * size, K * size)
-    pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), w.scale.data_ptr())
-    if not is_aligned(ALIGNMENT_BYTES, *pointers, *lengths):
-        return None
-    first = bool(call.gather_divisor)
-    if first and not call.may_gather_first(True):
-        return None
-    index_step = 2 if call.uses_index and index is not None and index.dtype is torch.int64 else 1
-    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
-    zeroes = call.zero_tail and (few or beside)
-    fixed = (dtype.value, E, N, K, call.gather_divisor, fusion.value, index_step, m_sizes.dtype, zeroes, few, beside)
-    key = ("mixed", *fixed, bucket_of(call.M), device, first)
-
-    def build() -> Launch | None:
-        from ...kernels.contract.spec import code_of
-
-        problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK, code_of(Op.FORWARD, fusion))
-        if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
-            return None
-        kernel = _kernel(problem, call.M, device, True, None, None)
-        if kernel is None:
-            return None
-        from .gemm import Fused
-
-        fused = Fused(call.fusion, index_step, call.gather_divisor or 1, zeroes, few, beside)
-        return _after_gather(kernel, problem, call, fused) if first else _of_rows(kernel, problem, call, fused)
-
-    launch = _launcher(key, build)
-    if launch is not None and not w.order:
-        if capturing():
-            return None
-        w.prepare()
-    return launch if w.order else None
+    return _product(ready, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(y.shape[0]))
 
 
-def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
-    """Whether code of one tile a program, and specialised code, is to clear the rows of y that no row goes to."""
-    rows, M, (_E, N, K) = y.shape[0], call.M, call.sizes
-    if not call.scatter or call.index_end(rows) != rows:
-        return False, False
-    most = max(M, rows)
-    hidden = most <= _SHORT_TO_CLEAR or (most <= _MOST_TO_CLEAR and N * K >= _LARGE_MATRIX)
-    return most <= _FEW_TO_CLEAR, hidden and rows <= _MOST_PER_ROW * M
+def resolve_gated(call: Rows) -> Product | None:
+    """The steps that store silu(gate) * up of this product into a new [M, N/2].
 
-
-def gated_launch(call: Rows, a: torch.Tensor) -> Launch | None:
-    """The launcher of a kernel that stores silu(gate) * up of this product into a [M, N/2], for all calls like it.
-
-    None where no bundle has one that pays (``epilogue.py``), and for a call with anything beside a gather.
+    None where no bundle has a kernel that pays (``epilogue.py``), and for a call with anything beside a gather.
     """
-    x, w, m_sizes, index = call.x, call.w, call.m_sizes, call.index
-    if not isinstance(w, torch.Tensor):
-        return None
-    E, N, K = call.sizes
-    if call.op is not Op.FORWARD or call.fusion is not Fusion.GATHER or call.zero_tail or N % 2 or index is None:
-        return None
-    index_step = 2 if index.dtype is torch.int64 else 1
-    strides = _weight_strides(w)
-    aligned = rows_aligned(call, a)
-    device = x.get_device()
-    # (Rows whose index is out of range are not asked for.)
-    first = dataclasses.replace(call, loose=True).may_gather_first(aligned)
-    checks = call.bounds is None
-    fixed = (x.dtype, E, N, K, strides, call.gather_divisor, index_step, m_sizes.dtype, call.layout.value,
-             first and 1 + checks)  # fmt: skip
-    key = ("gated", *fixed, bucket_of(call.M), aligned, device, tf32_allowed(x.dtype))
-
-    def build() -> Launch | None:
-        problem = dataclasses.replace(
-            problem_of(call.op, x, E, N, K, call.layout, call.fusion), fusion=Fusion.SILU | Fusion.GATHER
-        )
-        kernel = _gated_kernel(problem, call, device, aligned, call.gather_divisor if first else 0, checks)
-        if kernel is None:
-            return None
-        from .gemm import Fused
-
-        fused = Fused(problem.fusion, index_step, call.gather_divisor)
-        on_load = Fusion.GATHER in kernel.variant.fusion
-        return (_of_rows if on_load else _after_gather)(kernel, problem, call, fused)
-
-    return _launcher(key, build)
+    ready = ready_for_gated(call)
+    columns = call.sizes[1] // 2
+    return None if ready is None else _product(ready, call, call.fusion | Fusion.SILU, columns, call.index_end(0))
 
 
-def weight_launch(
+def resolve_weight(
     dy: torch.Tensor, x: torch.Tensor, dw: torch.Tensor, m_sizes: torch.Tensor, pin: Pin | None = None,
     strict: bool | None = None,
-) -> Launcher | None:  # fmt: skip
-    """The launcher of a bundle's kernel for this dW and all like it; None where there is none."""
-    E, N, K = dw.shape
-    M, size = x.shape[0], x.element_size()
-    pointers = (dy.data_ptr(), x.data_ptr(), dw.data_ptr())
-    lengths = (N, K, row_stride(dy, N), row_stride(x, K))
-    aligned = is_aligned(ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
-    device = x.get_device()
-    key = ("weight", x.dtype, E, N, K, m_sizes.dtype, strict, bucket_of(M), aligned, device, pin, tf32_allowed(x.dtype))
+) -> Step | None:  # fmt: skip
+    """The launch of dw [E, N, K]; None where no bundle has a kernel for it."""
+    ready = ready_for_weight(dy, x, dw, m_sizes, pin, strict)
+    if ready is None:
+        return None
+    start, pack = ready.launcher.start, ready.launcher.pack
+    stride_dy, stride_x = row_stride(dy, dy.shape[1]), row_stride(x, x.shape[1])
 
-    def build() -> Launcher | None:
-        problem = problem_of(Op.DW, x, E, N, K, Layout.NK, Fusion.NONE)
-        kernel = _kernel(problem, M, device, aligned, pin, strict)
-        if kernel is None:
-            return None
-        from . import gemm
+    def run(M: int, stream: int, dy: int, x: int, dw: int, m_sizes: int) -> None:
+        start(pack(dy=dy, x=x, stride_dy_m=stride_dy, stride_x_m=stride_x, M=M), dw, m_sizes, stream)
 
-        return gemm.weight_launcher(
-            kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=_step(m_sizes)
-        )  # fmt: skip
-
-    return _launcher(key, build)
+    return Step(run, ready.name, ("dy", "x", "dw", "m_sizes"))
 
 
-def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Launcher:
-    """The launcher of a kernel for a product of rows."""
-    if isinstance(call.w, ExpertWeights):
-        from .mixed_input import mixed_input_launcher
-
-        return mixed_input_launcher(
-            kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=_step(call.m_sizes),
-            fused=fused,
-        )  # fmt: skip
-    from ...kernels.contract.spec import gemm_of
-    from . import gemm
-
-    view, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.dense)
-    return gemm.row_launcher(
-        kernel, columns=view.columns, reduction=view.reduction, E=problem.E, w_kn=view.w_kn, stride_w_e=stride_w_e,
-        stride_w_row=stride_w_row, m_sizes_step=_step(call.m_sizes), fused=fused,
+def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end: int) -> Product:
+    """``fusion`` is what the call does, in the kernel's words."""
+    x, zeroes = call.x, ready.launcher.zeroes
+    if ready.gather is None:
+        index = "index" if call.uses_index else ""
+        stride_x = row_stride(x, x.shape[1])
+        step = _row_step(ready, call, ("x", index), (stride_x, stride_y, index_end if fusion else None))
+        return Product((step,), zeroes)
+    left, checks, rows = fusion & ~(Fusion.GATHER | Fusion.SILU), call.bounds is None, x.shape[0]
+    gather = launch_gather.step(
+        ready.gather, x, top_k=call.gather_divisor, M=call.M, index_step=index_step(call),
+        used=rowops.used(call.bounds), index="in_range" if checks else "index",
     )  # fmt: skip
+    index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
+    step = _row_step(ready, call, (_GATHERED, index), (x.shape[1], stride_y, index_end if left else None))
+    made = partial(launch_gather.in_range, rows=rows, divisor=call.gather_divisor) if checks else None
+    return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), made)
 
 
-def _after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> GatherFirst | None:
-    """The same after a pass that gathers the rows, of a kernel that does not; None where there is no such pass."""
-    gather = rowops.launcher(RowOp.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
-    if gather is None:
-        return None
-    from ...kernels.contract.spec import gemm_of
+def _row_step(ready: Ready, call: Rows, names: tuple[str, str], words: tuple[int, int, int | None]) -> Step:
+    """The launch of a product of rows.
 
-    left = fused._replace(fusion=fused.fusion & ~Fusion.GATHER)
-    product, columns = _of_rows(kernel, problem, call, left), gemm_of(problem).reduction
-    return GatherFirst(gather, product, call.x, columns, call.gather_divisor, fused.index_step, left.fusion)
-
-
-def _launcher(key: tuple[object, ...], build: Callable[[], _L | None]) -> _L | None:
-    known = dispatch_snapshot.snapshot().launchers
-    found: Any = known.get(key, _UNKNOWN)  # one look: another thread may clear the table after it
-    if found is _UNKNOWN:
-        if len(known) >= _MOST_LAUNCHERS:
-            known.clear()
-        found = build()
-        if found is None and hooks.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
-            return None
-        known[key] = found
-    return cast("_L | None", found)
-
-
-def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | None, strict: bool | None) -> Any:
-    if not platform_supported():
-        tell_unsupported()
-        return None
-    from . import loader
-
-    if pin is not None:
-        named = loader.pinned_kernel(pin, problem, device, aligned=aligned)
-        if named is not None:
-            return named
-    demanded = settings.settings().strict if strict is None else strict
-    return loader.prepare(
-        dispatch_snapshot.snapshot(), problem, M, local_gpu(device), device, aligned=aligned, strict=demanded
-    )
-
-
-def _gated_kernel(
-    problem: Problem, call: Rows, device: int, aligned: bool, top_k: int, checks: bool
-) -> LoadedKernel | None:
-    if not platform_supported():
-        return None
-    return gated_kernel(
-        dispatch_snapshot.snapshot(), problem, call.M, device, aligned=aligned, top_k=top_k, checks=checks
-    )
-
-
-def _gathered_kernel(problem: Problem, call: Rows, device: int, checks: bool) -> LoadedKernel | None:
-    if not platform_supported():
-        return None
-    return launch_gather.kernel(
-        dispatch_snapshot.snapshot(),
-        problem,
-        call.M,
-        device,
-        top_k=call.gather_divisor,
-        fusion=call.fusion,
-        checks=checks,
-    )
-
-
-def problem_of(op: Op, x: torch.Tensor, E: int, N: int, K: int, layout: Layout, fusion: Fusion) -> Problem:
-    """What a checked CUDA product is; fp32 is tf32 where torch allows it and a bundle has it."""
-    from ...kernels.contract.spec import code_of
-
-    dtype, code = check_cuda_dtype(x), code_of(op, fusion)
-    if tf32_allowed(x.dtype):
-        tf32 = Problem(op, DType.TF32, E, N, K, layout, code)
-        if dispatch_snapshot.snapshot().serves(tf32, local_gpu(x.get_device())):
-            return tf32
-    return Problem(op, dtype, E, N, K, layout, code)
-
-
-def tf32_allowed(dtype: torch.dtype) -> bool:
-    """Whether the user lets torch multiply float32 matrices in tf32 on CUDA."""
-    if dtype is not torch.float32:
-        return False
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)  # the newer setting also answers for the older ones
-    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
-
-
-def rows_aligned(call: Rows, y: torch.Tensor) -> bool:
-    """Whether all that this product reads and stores is aligned, and w's rows and experts don't overlap."""
-    x, w, size = call.x, call.w, call.x.element_size()
-    if not isinstance(w, torch.Tensor):
-        return False
-    stride_w_e, stride_w_row = _weight_strides(w)
-    lengths = (x.shape[1], y.shape[1], row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), stride_w_e, stride_w_row)
-    apart_in_memory = stride_w_row >= w.shape[2] and stride_w_e >= w.shape[1] * w.shape[2]
-    pointers = (x.data_ptr(), w.data_ptr(), y.data_ptr())
-    return apart_in_memory and is_aligned(ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
-
-
-def _weight_strides(w: torch.Tensor) -> tuple[int, int]:
-    """Elements from expert to expert and from row to row; a dimension of one has whatever is usual."""
-    E, first, second = w.shape
-    return (w.stride(0) if E > 1 else first * second), (w.stride(1) if first > 1 else second)
-
-
-def _step(m_sizes: torch.Tensor) -> int:
-    return 2 if m_sizes.dtype is torch.int64 else 1
-
-
-def gated_kernel(
-    snapshot: Snapshot, problem: Problem, M: int, device: int, *, aligned: bool, top_k: int = 1, checks: bool = False
-) -> LoadedKernel | None:
-    """The variant that ``verdict`` names, loaded on ``cuda:device``; None where the plain product is to run.
-
-    Nothing is compiled, and nothing is logged: the plain product is an ordinary choice.
+    ``names`` are those of the operands that stand for x and the index; ``words`` the strides of x's and y's rows, and
+    where indices end, None of a product with nothing fused.
     """
-    from ..dispatch.epilogue import verdict
-    from .loader import load_first
+    (x_name, index_name), (stride_x, stride_y, end) = names, words
+    start, pack, all_of_M = ready.launcher.start, ready.launcher.pack, end == call.M
+    operands: tuple[str, ...] = (x_name, "w", "y", "m_sizes")
+    if isinstance(call.w, ExpertWeights):
 
-    local = local_gpu(device)
+        def mixed(
+            M: int, stream: int, x: int, w: int, y: int, m_sizes: int, w_scale: int, w_outer: int, index: int,
+            row_weights: int, bias: int,
+        ) -> None:  # fmt: skip
+            start(pack(
+                x=x, w=w, w_scale=w_scale, w_outer=w_outer, stride_x_m=stride_x, stride_y_m=stride_y, M=M, index=index,
+                row_weights=row_weights, bias=bias, index_end=M if all_of_M else end or 0,
+            ), y, m_sizes, stream)  # fmt: skip
 
-    def choose() -> tuple[Usable, int] | None:
-        chosen = verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k, checks=checks).chosen
-        return None if chosen is None else (chosen.usable, chosen.index)
+        operands += ("w_scale", "w_outer", index_name, "row_weights", "bias")
+        return Step(mixed, ready.name, operands, all_of_M or not end)
+    if end is None:
 
-    return load_first(snapshot, choose, local, device)
+        def plain(M: int, stream: int, x: int, w: int, y: int, m_sizes: int) -> None:
+            start(pack(x=x, w=w, stride_x_m=stride_x, stride_y_m=stride_y, M=M), y, m_sizes, stream)
+
+        return Step(plain, ready.name, operands)
+
+    def fused(
+        M: int, stream: int, x: int, w: int, y: int, m_sizes: int, index: int, row_weights: int, bias: int
+    ) -> None:
+        start(pack(
+            x=x, w=w, stride_x_m=stride_x, stride_y_m=stride_y, M=M, index=index, row_weights=row_weights, bias=bias,
+            index_end=M if all_of_M else end,
+        ), y, m_sizes, stream)  # fmt: skip
+
+    return Step(fused, ready.name, (*operands, index_name, "row_weights", "bias"), all_of_M or not end)

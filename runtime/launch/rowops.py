@@ -18,13 +18,14 @@ from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from ..check import tensors as check_tensors
 from ..check.tensors import DTYPES
 from ..dispatch import snapshot as dispatch_snapshot
-from ..driver.device import current_stream, local_gpu, platform_supported
+from ..driver.device import local_gpu, platform_supported
 
 if TYPE_CHECKING:
     from ..dispatch.snapshot import Snapshot, Usable
     from .gemm import LoadedKernel
 
 _MOST_PROGRAMS = 2**31 - 1
+_COUNT_BYTES = 4  # of an entry of bounds
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 class RowOpLauncher:
     """Launches one loaded pass. It does not synchronise, and any thread may call it."""
 
-    __slots__ = ("_device", "_launch", "_op", "_rows", "_tail", "block", "most_experts")
+    __slots__ = ("_launch", "_op", "_rows", "_tail", "block", "most_experts")
 
     def __init__(self, kernel: LoadedKernel, op: RowOp) -> None:
         from ..driver.block import BlockLayout  # here, as a process without a GPU has no launcher
@@ -43,11 +44,13 @@ class RowOpLauncher:
             variant.arguments, given=variant.arguments, threads=function.threads, shared_bytes=function.shared_bytes
         )
         self._launch, self._tail = whole_launch(function, variant.entry, layout), layout.tail
-        self._op, self._device, self._rows = op, function.device, rows_at_once(op)
+        self._op, self._rows = op, rows_at_once(op)
         self.block, self.most_experts = Block.from_pairs(variant.config).block, variant.max_experts
 
-    def __call__(self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """Launch over ``rows`` rows, on torch's current stream; ``pointers`` and ``numbers`` are the arguments.
+    def __call__(
+        self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...], stream: int
+    ) -> None:
+        """Launch over ``rows`` rows; ``pointers`` and ``numbers`` are the arguments.
 
         Raises
         ------
@@ -59,7 +62,7 @@ class RowOpLauncher:
         grid = programs(self._op, rows, columns, self.block, self._rows)
         if grid > _MOST_PROGRAMS:
             raise InputError(f"{rows} rows of {columns} columns make {grid} programs, the most is 2^31 - 1: split them")
-        self._launch((*pointers, *numbers, grid, self._tail, current_stream(self._device)))
+        self._launch((*pointers, *numbers, grid, self._tail, stream))
 
 
 def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLauncher | None:
@@ -101,8 +104,8 @@ def for_rows(
 
 
 def used(bounds: torch.Tensor | None) -> tuple[int, int]:
-    """The address of the number of rows that belong to an expert (the last of bounds), and the flag that says so."""
-    return (0, 0) if bounds is None else (bounds.data_ptr() + 4 * (bounds.shape[0] - 1), USED)
+    """How many bytes into bounds the number of rows that belong to an expert stands, its last; and the flag for it."""
+    return (0, 0) if bounds is None else (_COUNT_BYTES * (bounds.shape[0] - 1), USED)
 
 
 def weighing(weights: torch.Tensor | None) -> int:

@@ -14,9 +14,9 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.problem import RowOp
 from ...kernels.contract import rowops
 from ..check import tensors
-from ..check.tensors import address_of
 from ..driver.device import on
 from ..launch import rowops as launch_rowops
+from ..launch.program import NOW, Now, Step
 
 GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -79,17 +79,23 @@ def activate(
     return a.view(*h.shape[:-1], columns)
 
 
-def forward(h: torch.Tensor, act: Activation, bounds: torch.Tensor | None = None) -> torch.Tensor:
+def forward(h: torch.Tensor, act: Activation, bounds: torch.Tensor | None = None, do: Now = NOW) -> torch.Tensor:
     """a [M, I] of h [M, 2*I] or [M, I]. With ``bounds`` (``Routing.bounds``) rows of no expert hold anything."""
     I = act.columns(h)  # noqa: E741
     h = h.contiguous()
     launch = launch_rowops.for_rows(RowOp.ACTIVATION, I, h.shape[0], h)
     if launch is None:
+        do.unplanned()
         return by_torch(h, act)
+    behind, flags = launch_rowops.used(bounds)
+    flags |= act.flags
+
+    def run(M: int, stream: int, h: int, a: int, bounds: int) -> None:
+        launch(M, I, (h, a, bounds + behind), (M, I, flags), stream)
+
     with on(h.get_device()):
-        a = h.new_empty((h.shape[0], I))
-        address, flag = launch_rowops.used(bounds)
-        launch(h.shape[0], I, (h.data_ptr(), a.data_ptr(), address), (h.shape[0], I, act.flags | flag))
+        a: torch.Tensor = do.new(h, (h.shape[0], I))
+        do.run(Step(run, f"{act.name} of {h.shape[1]} columns", ("h", "a", "bounds")), h.shape[0], h, a, bounds)
     return a
 
 
@@ -103,7 +109,7 @@ class Needs(NamedTuple):
 
 def gradient(
     h: torch.Tensor, da: torch.Tensor, act: Activation, needs: Needs, *, weights: torch.Tensor | None = None,
-    index: torch.Tensor | None = None, bounds: torch.Tensor | None = None, narrow: bool = False,
+    index: torch.Tensor | None = None, bounds: torch.Tensor | None = None, narrow: bool = False, do: Now = NOW,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dh[i] = act'(h[i]) * (t * da[i]), a[i] = t * act(h[i]), dweights[index[i]] = dot(da[i], act(h[i])).
 
@@ -116,23 +122,27 @@ def gradient(
     h, da = h.contiguous(), da.contiguous()
     launch = launch_rowops.for_rows(RowOp.ACTIVATION_GRAD, I, M, h, da)
     if launch is None:
+        do.unplanned()
         return _gradient_by_torch(h, da, act, needs, weights, index, bounds)
+    kind = weights.dtype if narrow and weights is not None else torch.float32
+    behind, flags = launch_rowops.used(bounds)
+    flags |= act.flags | (rowops.WRITES_DH if needs.dh else 0) | (rowops.WRITES_A if needs.a else 0)
+    flags |= launch_rowops.weighing(weights) | (rowops.WRITES_DWEIGHTS if needs.dweights else 0)
+    flags |= 0 if kind is torch.float32 else rowops.NARROW_DWEIGHTS
+    step = 2 if index is not None and index.dtype is torch.int64 else 1
+
+    def run(
+        M: int, stream: int, h: int, da: int, weights: int, index: int, bounds: int, dh: int, a: int, dweights: int
+    ) -> None:
+        launch(M, I, (h, da, weights, index, bounds + behind, dh, a, dweights), (M, I, step, flags), stream)
+
     with on(h.get_device()):
-        dh = torch.empty_like(h) if needs.dh else None
-        a = torch.empty_like(da) if needs.a else None
-        kind = weights.dtype if narrow and weights is not None else torch.float32
-        dweights = h.new_empty((M,), dtype=kind) if needs.dweights else None
-        address, flags = launch_rowops.used(bounds)
-        flags |= act.flags | (rowops.WRITES_DH if needs.dh else 0) | (rowops.WRITES_A if needs.a else 0)
-        flags |= launch_rowops.weighing(weights) | (rowops.WRITES_DWEIGHTS if needs.dweights else 0)
-        flags |= 0 if kind is torch.float32 else rowops.NARROW_DWEIGHTS
-        step = 2 if index is not None and index.dtype is torch.int64 else 1
-        launch(
-            M, I,
-            (h.data_ptr(), da.data_ptr(), address_of(weights), address_of(index), address, address_of(dh),
-             address_of(a), address_of(dweights)),
-            (M, I, step, flags),
-        )  # fmt: skip
+        dh = do.new(h, h.shape) if needs.dh else None
+        a = do.new(da, (M, I)) if needs.a else None
+        dweights = do.new(h, (M,), kind) if needs.dweights else None
+        names = ("h", "da", "weights", "index", "bounds", "dh", "a", "dweights")
+        launched = Step(run, f"gradient of {act.name} of {h.shape[1]} columns", names)
+        do.run(launched, M, h, da, weights, index, bounds, dh, a, dweights)
     return dh, a, dweights
 
 

@@ -11,6 +11,7 @@ from ..check.call import Call
 from ..check.form import Form, Fusions
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
+from ..launch.program import NOW, Now
 from ..weights.expert_weights import ExpertWeights
 from . import gradients
 
@@ -28,14 +29,15 @@ class GroupedGemm(torch.autograd.Function):
         bias: torch.Tensor | None, index: torch.Tensor | None, form: Form, sizes: tuple[int, int, int],
         plan: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The product; what a gradient needs is saved. ``plan`` is a ``plans.Plan``."""
+        """The product; what a gradient needs is saved. ``plan`` is a ``replay.plan.ExecutionPlan``."""
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         keeps_x = needs_w or needs_weights
         keeps_w = needs_x or needs_weights
-        ctx.frozen = w if keeps_w and isinstance(w, ExpertWeights) else None
-        kept = w if keeps_w and isinstance(w, torch.Tensor) else None
+        frozen = w if isinstance(w, ExpertWeights) else None
+        kept = w if keeps_w and frozen is None else None
         ctx.save_for_backward(x if keeps_x else None, kept, m_sizes, weights, bias, index)
-        ctx.form, ctx.sizes, ctx.w_shape, ctx.plan = form, sizes, w.shape, plan
+        # (One attribute: each takes a part of a microsecond.)
+        ctx.call = form, sizes, plan, frozen if keeps_w else None, w.shape if kept is None else None
         if plan is not None:
             y: torch.Tensor = plan.forward(x, w, m_sizes, weights, bias, index)
             return y
@@ -46,16 +48,17 @@ class GroupedGemm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, w, m_sizes, weights, bias, index = ctx.saved_tensors
-        needs = wanted(ctx.needs_input_grad, ctx.form)
-        if ctx.plan is not None:
-            planned = ctx.plan.backward(x, w, m_sizes, dy, needs)
+        form, sizes, plan, frozen, w_shape = ctx.call
+        needs = wanted(ctx.needs_input_grad, form)
+        if plan is not None:
+            planned = plan.backward(x, w, m_sizes, dy, needs, w_shape)
             if planned is not None:
-                return (*planned, None, None, None, *_REST)
+                return (planned[0], planned[1], None, planned[2], planned[3], *_REST)
         dy = in_memory("dy", dy)
-        w = ctx.frozen if w is None else w
+        w = frozen if w is None else w
         # Nothing reads the values of a w that was not kept, only its shape.
-        w = m_sizes.new_empty((), dtype=dy.dtype).expand(ctx.w_shape) if w is None else w
-        call = Call(ctx.form, w, m_sizes, Fusions(index, weights, bias), *ctx.sizes)
+        w = m_sizes.new_empty((), dtype=dy.dtype).expand(w_shape) if w is None else w
+        call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
         with without_autocast(dy.device.type):
             found = backward(call, dy, x, needs)
         return (found[0], found[1], None, found[2], found[3], *_REST)
@@ -72,7 +75,7 @@ def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> tuple[bool, bool, 
 
 
 def backward(
-    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: tuple[bool, bool, bool, bool]
+    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: tuple[bool, bool, bool, bool], do: Now = NOW
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of x, w, topk_weights and bias that ``needs`` asks for. x may be None if only its own is."""
     needs_x, needs_w, needs_weights, needs_bias = needs
@@ -82,7 +85,7 @@ def backward(
         dx, dweights = gradients.grad_x_and_weights(call, grad_y, x)
         dx = dx if needs_x else None
     elif needs_x:
-        dx = gradients.grad_x(call, grad_y)
+        dx = gradients.grad_x(call, grad_y, do)
     if needs_w or needs_bias:
-        dw, dbias = gradients.grad_w_and_bias(call, grad_y, x if needs_w else None, bias=needs_bias)
+        dw, dbias = gradients.grad_w_and_bias(call, grad_y, x if needs_w else None, bias=needs_bias, do=do)
     return dx, dw, dweights, dbias

@@ -15,36 +15,43 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ...artifacts.records.problem import Op
 from ...kernels import reference
-from ..check.call import Call
+from ..check.call import Call, flat, wide_of
 from ..check.operands import Rows
 from ..check.tensors import rows_usable
+from ..launch.program import NOW, Now
 from .products import rows, weight
 
 _CHUNK_ELEMENTS = 1 << 24  # of the float32 temporaries that the gradient of the weights needs
 _ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
 
 
-def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def forward(call: Call, x: torch.Tensor, out: torch.Tensor | None = None, do: Now = NOW) -> torch.Tensor:
     """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are."""
-    y = x.new_empty((call.y_rows, call.N)) if out is None else out
-    product = forward_rows(call, x)
+    y = do.new(x, (call.y_rows, call.N), per=0) if out is None else out
+    product = forward_rows(call, x, do)
     if out is not None and product.loose:
         product = dataclasses.replace(product, loose=False)
-    return rows(product, y)
+    return rows(product, y, do)
 
 
-def forward_rows(call: Call, x: torch.Tensor) -> Rows:
+def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
     """The forward as a product, into a y of its own."""
     form, bias = call.form, call.fusions.bias
     zeros = form.permute_y or form.zero_tail
+    weights = call.fusions.weights
+    if weights is not None and weights.dtype is not (wide := wide_of(x)):
+        weights = do.call(partial(flat, wide=wide), weights)
+    elif weights is not None:
+        weights = flat(weights, wide)
     return Rows(
         Op.FORWARD, x, call.w, call.m_sizes, form.layout, call.M, call.fusions.index, call.x_divisor, form.permute_y,
-        call.flat_weights(x), None if bias is None else bias.detach().contiguous(), form.pin_forward,
+        weights, None if bias is None else bias.detach().contiguous(), form.pin_forward,
         zero_tail=zeros, loose=not zeros,
     )  # fmt: skip
 
@@ -65,9 +72,9 @@ class GradY:
         return cls(dy, _gathered(dy, call.fusions.index, dy.shape[0], 1) if gathers else None)
 
 
-def grad_x(call: Call, dy: GradY) -> torch.Tensor:
+def grad_x(call: Call, dy: GradY, do: Now = NOW) -> torch.Tensor:
     """dx [x_rows, K]: rows that took no part are zero."""
-    raw = _grad_rows(call, dy, call.flat_weights(dy.given))
+    raw = _grad_rows(call, dy, call.flat_weights(dy.given), do)
     if not call.form.permute_x or call.form.topk == 1:
         return raw
     return raw.view(call.x_rows, call.form.topk, call.K).sum(1)
@@ -82,7 +89,7 @@ def grad_x_and_weights(call: Call, dy: GradY, x: torch.Tensor) -> tuple[torch.Te
     T, topk = weights.shape
     if not T:  # no row takes part
         return grad_x(call, dy), torch.zeros_like(weights)
-    raw = _grad_rows(call, dy, None)
+    raw = _grad_rows(call, dy, None, NOW)
     part = reference.taking_part(call.m_sizes, index, T * topk, call.M)
     index = reference.rows_of(index, T * topk)
     if call.form.permute_x:  # token order already; what takes no part may hold anything
@@ -101,7 +108,7 @@ def grad_x_and_weights(call: Call, dy: GradY, x: torch.Tensor) -> tuple[torch.Te
 
 
 def grad_w_and_bias(
-    call: Call, dy: GradY, x: torch.Tensor | None, *, bias: bool
+    call: Call, dy: GradY, x: torch.Tensor | None, *, bias: bool, do: Now = NOW
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dw as w lies, dense (with x), and dbias [E, N]: dW with ones for x. An expert without rows gets zeros.
 
@@ -118,7 +125,7 @@ def grad_w_and_bias(
     dw = dbias = None
     if x is not None:
         rows_x = _gathered(x, index, call.x_rows * form.topk, form.topk) if form.permute_x else x
-        dw = weight(rows_dy, rows_x, call.m_sizes, layout=form.layout, pin=form.pin_dw)
+        dw = weight(rows_dy, rows_x, call.m_sizes, layout=form.layout, pin=form.pin_dw, do=do)
     if bias:
         ones = rows_dy.new_ones((call.M, _ONES))
         if form.permute_x and flat is None and index is not None:  # else what takes no part is zero in dy by now
@@ -127,7 +134,7 @@ def grad_w_and_bias(
     return dw, dbias
 
 
-def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None) -> torch.Tensor:
+def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None, do: Now) -> torch.Tensor:
     """dy @ w row by row: in the sorted order [M, K], or with permute_x in token order [T*topk, K]; others zero."""
     form = call.form
     given, divisor = (dy.given, 1) if dy.sorted is None else (dy.sorted, 0)
@@ -137,7 +144,7 @@ def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None) -> torch.Tensor
         Op.DX, given, call.w, call.m_sizes, form.layout, call.M, used, divisor, form.permute_x, flat,
         None, form.pin_dx, zero_tail=True,
     )  # fmt: skip
-    return rows(product, given.new_empty((many, call.K)))
+    return rows(product, do.new(given, (many, call.K), per=0), do)
 
 
 def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, divisor: int) -> torch.Tensor:

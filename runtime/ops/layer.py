@@ -17,16 +17,18 @@ first product may store a itself, and there is no h. Every sum has a fixed order
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ...artifacts.records.problem import Layout, Op
-from ..check.call import flat
+from ..check.call import flat, wide_of
 from ..check.operands import Rows
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
+from ..launch.program import NOW, Now
 from ..weights.expert_weights import ExpertWeights
 from . import activation, tokens
 from .activation import Activation, Needs
@@ -89,14 +91,9 @@ def weights_of(
 
 
 def forward(
-    layer: Layer,
-    x: torch.Tensor,
-    given: Weights | FrozenWeights,
-    routing: Routing,
-    weights: torch.Tensor,
-    *,
-    keeps_h: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    layer: Layer, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing, weights: torch.Tensor, *,
+    keeps_h: bool, do: Now = NOW,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """out [T, H] and h [T*k, 2*I] of x [T, H] and the routing weights [T, k].
 
     Without ``keeps_h`` there is none, and silu(gate) * up may be the first product's own work (``epilogue.py``).
@@ -108,12 +105,13 @@ def forward(
     up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in given[2:])
     first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias, bounds=bounds)
     h = None
-    a = gated_rows(first) if act == GATED_IN_PRODUCT and not keeps_h else None
+    a = gated_rows(first, do) if act == GATED_IN_PRODUCT and not keeps_h else None
     if a is None:
-        h = rows(first, x.new_empty((M, columns(given.gate_up, layout))))
-        a = activation.forward(h, act, bounds)
-    y = rows(Rows(Op.FORWARD, a, given.down, m_sizes, layout, M), x.new_empty((M, columns(given.down, layout))))
-    out = tokens.combine(y, places, k, slot_weights(weights, x), experts, down_bias)
+        h = rows(first, do.new(x, (M, columns(given.gate_up, layout))), do)
+        a = activation.forward(h, act, bounds, do)
+    second = Rows(Op.FORWARD, a, given.down, m_sizes, layout, M)
+    y = rows(second, do.new(x, (M, columns(given.down, layout))), do)
+    out = tokens.combine(y, places, k, slot_weights(weights, x, do), experts, down_bias, do)
     return out, h if keeps_h else None
 
 
@@ -126,12 +124,10 @@ class MoeLayer(torch.autograd.Function):
         gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, weights: torch.Tensor, routing: Routing,
         layer: Layer, plan: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The layer; what a gradient needs is saved. ``plan`` is a ``replay.layer.LayerPlan``."""
+        """The layer; what a gradient needs is saved. ``plan`` is a ``replay.plan.LayerPlan``."""
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
-        if plan is None:
-            out, h = forward(layer, x, given, routing, weights, keeps_h=True)
-        else:
-            out, h = plan.forward(x, given, routing, weights, keeps_h=True)
+        run = forward if plan is None else plan.forward
+        out, h = run(layer, x, given, routing, weights, keeps_h=True)
         needs_x, needs_up, needs_down, needs_up_bias, _, needs_weights = ctx.needs_input_grad[:6]
         inner = needs_x or needs_up or needs_up_bias  # dh is needed
         products = gate_up if needs_x else None, down if inner or needs_weights else None
@@ -149,70 +145,66 @@ class MoeLayer(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, gate_up, down, down_bias, weights, h, *routing = ctx.saved_tensors
-        if ctx.plan is not None and h is not None:
-            planned = ctx.plan.gradients(
-                dout, x, gate_up, down, down_bias, weights, h, Routing(*routing), ctx.needs_input_grad[:6]
-            )  # fmt: skip
-            if planned is not None:
-                dx, dup, ddown, dweights = planned
-                return dx, dup, ddown, None, None, dweights, None, None, None
-        dout = in_memory("dout", dout, "moe_mlp")
         gate_up, down = (ctx.frozen[i] if one is None else one for i, one in enumerate((gate_up, down)))
-        with without_autocast(dout.device.type):
-            found = gradients(
-                ctx.layer, dout, x, weights_of(gate_up, down, None, down_bias), weights, h, Routing(*routing),
-                ctx.needs_input_grad[:6],
-            )  # fmt: skip
+        given, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
+        found = None
+        if ctx.plan is not None and h is not None:
+            found = ctx.plan.gradients(ctx.layer, dout, x, given, weights, h, Routing(*routing), needs)
+        if found is None:
+            dout = in_memory("dout", dout, "moe_mlp")
+            with without_autocast(dout.device.type):
+                found = gradients(ctx.layer, dout, x, given, weights, h, Routing(*routing), needs)
         return (*found, None, None, None)
 
 
 def gradients(
     layer: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights, weights: torch.Tensor,
-    h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...],
+    h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], do: Now = NOW,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The gradients of x, gate_up, down, gate_up_bias, down_bias and weights: those that ``needs`` asks for."""
     needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
     k, layout, act = layer
     index, m_sizes, bounds, experts, places = routing
-    M, E = index.shape[0], m_sizes.shape[0]
+    E = m_sizes.shape[0]
     inner = needs_x or needs_up or needs_up_bias
     dout = dout.contiguous()
-    row_weights = slot_weights(weights, dout)
-    dy = tokens.gather(dout, index, k, bounds)
+    row_weights = slot_weights(weights, dout, do)
+    dy = tokens.gather(dout, index, k, bounds, do)
     dx = dup = ddown = dup_bias = ddown_bias = dweights = None
     a = dh = None
     if h is not None and (inner or needs_down or needs_weights):
         # (Where only t * act(h) is wanted, da is of no account.)
         whole = inner or needs_weights
-        da = _times(dy, given.down, m_sizes, layout) if whole else h.new_zeros((M, act.columns(h)))
+        da = _times(dy, given.down, m_sizes, layout, do) if whole else do.call(partial(_zeros, act=act), h)
         dh, a, dweights = activation.gradient(
             h, da, act, Needs(inner, needs_down, needs_weights), weights=row_weights, index=index, bounds=bounds,
-            narrow=given.down_bias is None,
+            narrow=given.down_bias is None, do=do,
         )  # fmt: skip
         del da
     if a is not None:
-        ddown = weight(dy, a, m_sizes, layout=layout)
+        ddown = weight(dy, a, m_sizes, layout=layout, do=do)
     if needs_down_bias:
-        scale = row_weights[index].to(dy.dtype)[:, None].expand(M, _ONES).contiguous()
-        ddown_bias = weight(dy, scale, m_sizes, strict=False)[:, :, 0].contiguous()
+        scale = do.call(partial(_scales, dtype=dy.dtype), weights, index)
+        ddown_bias = do.call(_first_column, weight(dy, scale, m_sizes, strict=False, do=do))
     if needs_weights and dweights is not None:
-        dweights = with_bias(dweights.view(weights.shape), dout, given.down_bias, experts, E).to(weights.dtype)
+        more = () if given.down_bias is None else (dout, given.down_bias, experts)
+        dweights = do.call(partial(_of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
     del a, dy  # half of what the gradient takes beside its results
     if dh is not None:
         if needs_x:
-            dx = tokens.combine(_times(dh, given.gate_up, m_sizes, layout), places, k)
+            dx = tokens.combine(_times(dh, given.gate_up, m_sizes, layout, do), places, k, do=do)
         if needs_up and x is not None:
-            dup = weight(dh, tokens.gather(x, index, k, bounds), m_sizes, layout=layout)
+            dup = weight(dh, tokens.gather(x, index, k, bounds, do), m_sizes, layout=layout, do=do)
         if needs_up_bias:
-            dup_bias = weight(dh, dh.new_ones((M, _ONES)), m_sizes, strict=False)[:, :, 0].contiguous()
+            dup_bias = do.call(_first_column, weight(dh, do.call(_ones, dh), m_sizes, strict=False, do=do))
     return dx, dup, ddown, dup_bias, ddown_bias, dweights
 
 
-def slot_weights(weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def slot_weights(weights: torch.Tensor, like: torch.Tensor, do: Now = NOW) -> torch.Tensor:
     """The routing weights by slot, [T*k]: float32 or in like's dtype as they are, which kernels read; else widened."""
     if weights.dtype in (like.dtype, torch.float32):
         return weights.detach().reshape(-1).contiguous()
-    return flat(weights, like)
+    return do.call(partial(flat, wide=wide_of(like)), weights)  # type: ignore[no-any-return]
 
 
 def columns(w: torch.Tensor | ExpertWeights, layout: Layout) -> int:
@@ -220,21 +212,47 @@ def columns(w: torch.Tensor | ExpertWeights, layout: Layout) -> int:
     return w.shape[1 if layout is Layout.NK else 2]
 
 
-def _times(dy: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _times(
+    dy: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, layout: Layout, do: Now
+) -> torch.Tensor:
     """dy @ w row by row, in the sorted order; rows of no expert hold anything."""
     M, K = dy.shape[0], w.shape[2 if layout is Layout.NK else 1]
-    return rows(Rows(Op.DX, dy, w, m_sizes, layout, M), dy.new_empty((M, K)))
+    return rows(Rows(Op.DX, dy, w, m_sizes, layout, M), do.new(dy, (M, K)), do)
 
 
-def with_bias(
-    dweights: torch.Tensor, dout: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor, E: int
-) -> torch.Tensor:
+# What torch does of a gradient. No tensor is in here but those that are given, and no number of rows: ``Now.call``.
+
+
+def _zeros(h: torch.Tensor, act: Activation) -> torch.Tensor:
+    return h.new_zeros((h.shape[0], act.columns(h)))
+
+
+def _ones(dh: torch.Tensor) -> torch.Tensor:
+    return dh.new_ones((dh.shape[0], _ONES))
+
+
+def _scales(weights: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    every = weights.detach().reshape(-1)[index]
+    if every.dtype not in (dtype, torch.float32):
+        every = every.to(torch.float32 if dtype is not torch.float64 else dtype)  # as ``slot_weights``
+    return every.to(dtype)[:, None].expand(-1, _ONES).contiguous()
+
+
+def _first_column(dbias: torch.Tensor) -> torch.Tensor:
+    return dbias[:, :, 0].contiguous()
+
+
+def _of_weights(
+    dweights: torch.Tensor, dout: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None, *, top_k: int, E: int, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """dweights [T, k], and dot(dout[t], bias[expert of t's slot s]) of every slot that takes part; not by autocast."""
-    if bias is None or not E:
-        return dweights
+    dweights = dweights.view(-1, top_k)
+    if bias is None or dout is None or experts is None or not E:
+        return dweights.to(dtype)
     experts = experts.view(dweights.shape)
     wide = torch.promote_types(dout.dtype, torch.float32)
     with without_autocast(dout.device.type):
         every = dout.to(wide) @ bias.detach().to(wide).T
     here = (experts >= 0) & (experts < E)
-    return dweights + torch.where(here, every.gather(1, torch.where(here, experts, 0).long()), 0)
+    return (dweights + torch.where(here, every.gather(1, torch.where(here, experts, 0).long()), 0)).to(dtype)

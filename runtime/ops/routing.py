@@ -8,7 +8,7 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
 from ...kernels.contract.rowops import ADDS, COUNTS, PLACES, SORTED_EXPERTS
 from ..check import tensors
-from ..driver.device import allocator, on
+from ..driver.device import allocator, current_stream, on
 from ..launch import rowops
 
 _MOST_SLOTS = 2**29  # the kernel counts in int32
@@ -48,10 +48,11 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
             ids.data_ptr(), experts.data_ptr(), order.data_ptr(), places.data_ptr(), bounds.data_ptr(),
             m_sizes.data_ptr(), tensors.address_of(counts),
         )  # fmt: skip
+        stream = current_stream(device)
         if counts is None:
-            launch(1, 0, pointers, (M, E, step, COUNTS | PLACES))
+            launch(1, 0, pointers, (M, E, step, COUNTS | PLACES), stream)
         else:
-            launch(chunks, 0, pointers, (M, E, step, COUNTS))
-            launch(-(-(E + 1) // SORTED_EXPERTS), 0, pointers, (M, E, step, ADDS))
-            launch(chunks, 0, pointers, (M, E, step, PLACES))
+            launch(chunks, 0, pointers, (M, E, step, COUNTS), stream)
+            launch(-(-(E + 1) // SORTED_EXPERTS), 0, pointers, (M, E, step, ADDS), stream)
+            launch(chunks, 0, pointers, (M, E, step, PLACES), stream)
     return order, m_sizes, bounds, experts.narrow(0, 0, M), places

@@ -6,15 +6,17 @@ import torch
 
 from ...artifacts.records.problem import RowOp
 from ...kernels.contract.rowops import BIASED
-from ..check import tensors
-from ..driver.device import allocator, on
+from ..driver.device import on
 from ..launch import gather as launch_gather
 from ..launch import rowops
+from ..launch.program import NOW, Now, Step
 
 _CHUNK_ELEMENTS = 1 << 24
 
 
-def gather(x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tensor | None = None) -> torch.Tensor:
+def gather(
+    x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tensor | None = None, do: Now = NOW
+) -> torch.Tensor:
     """x[index[i] // top_k] of x [T, H], [M, H]; ``index`` [M] int32 or int64 is within [0, T*top_k).
 
     With ``bounds`` (``layer.Routing``) rows of no expert hold anything.
@@ -23,20 +25,20 @@ def gather(x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tenso
     x = x.contiguous()
     launch = rowops.for_rows(RowOp.GATHER, H, M, x)
     if launch is None:
+        do.unplanned()
         return x.index_select(0, index // top_k if top_k > 1 else index)
+    step = launch_gather.step(
+        launch, x, top_k=top_k, M=M, index_step=2 if index.dtype is torch.int64 else 1, used=rowops.used(bounds)
+    )
     with on(x.get_device()):
-        out = x.new_empty((M, H))
-        launch_gather.gather(
-            launch, allocator(x.device), x.data_ptr(), index.data_ptr(), rowops.used(bounds)[0], out.data_ptr(),
-            M=M, columns=H, itemsize=x.element_size(), slots=x.shape[0] * top_k, top_k=top_k,
-            index_step=2 if index.dtype is torch.int64 else 1,
-        )  # fmt: skip
+        out: torch.Tensor = do.new(x, (M, H))
+        do.run(step, M, x, index, bounds, out)
     return out
 
 
 def combine(
     y: torch.Tensor, places: torch.Tensor, top_k: int, weights: torch.Tensor | None = None,
-    experts: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None, bias: torch.Tensor | None = None, do: Now = NOW,
 ) -> torch.Tensor:  # fmt: skip
     """out[t] = sum over slots s, in their order, of weights[t, s] * (y[places[t, s]] + bias[experts[t, s]]).
 
@@ -47,12 +49,18 @@ def combine(
     T, H = y.shape[0] // top_k, y.shape[1]
     launch = rowops.for_rows(RowOp.COMBINE, H, T, *(one for one in (y, bias) if one is not None))
     if launch is None:
+        do.unplanned()
         return _combined_by_torch(y, places, top_k, weights, experts, bias)
+    flags = rowops.weighing(weights) | (0 if bias is None else BIASED)
+
+    def run(M: int, stream: int, *pointers: int) -> None:
+        T = M // top_k
+        launch(T, H, pointers, (T, H, top_k, flags), stream)
+
     with on(y.get_device()):
-        out = y.new_empty((T, H))
-        pointers = (y, places, weights, experts, bias, out)
-        flags = rowops.weighing(weights) | (0 if bias is None else BIASED)
-        launch(T, H, tuple(map(tensors.address_of, pointers)), (T, H, top_k, flags))
+        out: torch.Tensor = do.new(y, (T, H), per=top_k)
+        step = Step(run, f"sum of {top_k} rows of {H} columns", ("y", "places", "weights", "experts", "bias", "out"))
+        do.run(step, y.shape[0], y, places, weights, experts, bias, out)
     return out
 
 

@@ -8,7 +8,7 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
 from ...kernels.contract.rowops import CLEARED_ROWS, NAMES
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
-from ..driver.device import on
+from ..driver.device import current_stream, on
 from ..launch import rowops
 
 _WORD_BYTES = 4
@@ -38,6 +38,7 @@ def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, M: int, i
         pointers = y.data_ptr(), index.data_ptr(), m_sizes.data_ptr(), named.data_ptr()
         steps = 2 if m_sizes.dtype is torch.int64 else 1, 2 if index.dtype is torch.int64 else 1
         numbers = M, rows, row_bytes // _WORD_BYTES, m_sizes.shape[0], index_end, *steps
-        launch(-(-M // launch.block), 0, pointers, (*numbers, NAMES))
-        launch(-(-rows // CLEARED_ROWS), 0, pointers, (*numbers, 0))
+        stream = current_stream(device)
+        launch(-(-M // launch.block), 0, pointers, (*numbers, NAMES), stream)
+        launch(-(-rows // CLEARED_ROWS), 0, pointers, (*numbers, 0), stream)
     return y

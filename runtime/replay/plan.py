@@ -1,199 +1,326 @@
-"""Calls with a gradient or a fused part that come again: what was checked and chosen the first time, in readiness.
+"""Calls that come again: the programs that were written down of one, for others that are like it, without checks.
 
-A plan belongs to one w, one form and one shape. It takes a call only if its tensors pass one guard (``guard.py``)
-and x begins as well aligned as the first; any other call goes the long way, which checks everything.
+A plan takes a call only if its tensors pass one guard (``guard.py``) and begin as well aligned as the first ones; any
+other goes the long way, which checks everything. That of a product belongs to one w, one form and one shape. That of a
+layer belongs to its weights and to a bucket of rows, for which all its kernels were chosen, whatever the number of
+tokens. What is written down while it runs is in ``launch/program.py``, the arithmetic in ``ops``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+import weakref
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ...artifacts.records.problem import Layout, Op
 from ...kernels.contract.words import ALIGNMENT_BYTES
+from .. import hooks
 from ..check import tensors as check_tensors
 from ..check.call import Call
-from ..check.operands import Rows
-from ..check.tensors import row_stride
-from ..driver.device import allocator, device_is_current, only_device
-from ..launch import products as launch_products
-from ..launch.gather import GatherFirst, Launch, in_range
-from ..ops import products
+from ..check.form import Fusions
+from ..check.tensors import in_memory
+from ..dispatch import snapshot as dispatch_snapshot
+from ..driver.device import current_stream, device_is_current, only_device, without_autocast
+from ..launch.products import operands_of
+from ..launch.program import Program, Recorder
+from ..ops import autograd, gradients, layer
 from ..ops.autograd import GroupedGemm
-from ..ops.gradients import forward_rows
-from ..ops.zero_rows import clear
+from ..ops.layer import FrozenWeights, Layer, Routing, Weights, columns
+from ..weights.expert_weights import ExpertWeights
 from . import guard
 
-if TYPE_CHECKING:
-    from ..driver.launcher import Launcher
-
-Key: TypeAlias = "tuple[object, ...]"
+_W: TypeAlias = "torch.Tensor | ExpertWeights"
+_Given: TypeAlias = "Sequence[torch.Tensor | None]"
+_Results: TypeAlias = "Sequence[torch.Tensor | None]"
 
 _MOST_PLANS = 4096  # of about 2 KB
+_MOST_ROWS = 1 << 29  # so that all of a bucket fit int32
 _KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a call of it does
+_LOW = ALIGNMENT_BYTES - 1
 
 # Function.apply does this and, for calls inside torch.func's transforms, more.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, GroupedGemm).apply
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
+stream_of = current_stream
 
 
-class ExecutionPlan:
-    """One call's launches. Calling it does the call, or returns None and does nothing where it is another one."""
+class _Gradient(NamedTuple):
+    """The program of a gradient; of the first ``guarded`` of its tensors what they have in common, and how aligned."""
 
-    __slots__ = (
-        "_alone", "_clear_first", "_device", "_dtype", "_dw", "_dx", "_empty", "_gathers", "_grad", "_launch", "_low",
-        "_moved", "_plain", "_same", "_saved", "_stream", "_strides", "_tensors", "_widens", "_x_columns", "_y",
-        "_zero_first",
-        "form", "sizes",
-    )  # fmt: skip
+    program: Program
+    same: guard.Guard
+    low: list[int]
+    guarded: int
 
-    def __init__(self, call: Call, x: torch.Tensor, launch: Launch, same: guard.Guard) -> None:
-        # (No tensor is kept: a plan would hold a model's weights.)
-        fusions, rows = call.fusions, forward_rows(call, x)
-        self.form, self.sizes = call.form, (call.M, call.x_rows, call.y_rows)
-        self._device, self._dtype = x.get_device(), x.dtype
-        self._alone = only_device()
-        self._launch, self._same, self._low = launch, same, x.data_ptr() & ALIGNMENT_BYTES - 1
-        self._empty, self._stream = allocator(x.device), products.stream_of
-        self._y = (call.y_rows, call.N), (call.N, 1), x.dtype
-        self._clear_first = rows.scatter and rows.zero_tail and not launch.zeroes
-        self._zero_first = rows.zero_tail and not rows.scatter and not launch.zeroes
-        self._strides, self._x_columns = (row_stride(x, call.K), call.N, call.M), call.K
-        self._moved = (rows.uses_index, rows.index_end(call.y_rows)) if rows.fusion else None
-        tensors = (fusions.weights, fusions.bias, fusions.index)
-        self._tensors = tuple(i for i, one in enumerate(tensors) if one is not None)
-        self._grad = any(t is not None and t.requires_grad for t in (x, call.w, fusions.weights, fusions.bias))
-        self._widens = fusions.weights is not None and fusions.weights.dtype is not torch.float32
-        self._gathers = (x.shape[0], rows.gather_divisor) if isinstance(launch, GatherFirst) else None
-        # dX and dW of a plain call are launched from here too, once a backward asked for them.
-        self._plain = call.form.plain and not self._tensors
-        self._saved = x.stride(), call.dense.stride(), call.dense.data_ptr() & ALIGNMENT_BYTES - 1
-        self._dx: Launch | None = None
-        self._dw: Launcher | None = None
 
-    def __call__(
-        self, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, weights: torch.Tensor | None,
-        bias: torch.Tensor | None, index: torch.Tensor | None,
-    ) -> torch.Tensor | None:  # fmt: skip
-        if self._tensors:
-            given = (weights, bias, index)
-            same = self._same(x, w, m_sizes, *[given[i] for i in self._tensors])
-        else:
-            same = self._same(x, w, m_sizes)
-        if not same or x.data_ptr() & ALIGNMENT_BYTES - 1 != self._low:
+class _Plan:
+    """Programs of calls on one GPU. No tensor is kept: a plan would hold a model's weights."""
+
+    __slots__ = ("_alone", "_device", "_gradients", "_snapshot", "_varies", "grad")
+
+    def __init__(self, x: torch.Tensor, *, grad: bool, varies: bool) -> None:
+        self._device, self._alone, self._varies, self.grad = x.get_device(), only_device(), varies, grad
+        self._snapshot = weakref.ref(dispatch_snapshot.snapshot())  # (which keeps the plan)
+        self._gradients: dict[tuple[bool, ...], _Gradient | None] = {}
+
+    def _recorded(
+        self, M: int, given: _Given, compute: Callable[[Recorder], _Results]
+    ) -> tuple[_Results, Program | None]:
+        recorder = Recorder(M, given, varies=self._varies)
+        found = compute(recorder)
+        return found, recorder.program(*found)
+
+    def _again(self, known: _Gradient, M: int, given: _Given, loose: int = 0) -> _Results | None:
+        """A gradient by its program; None where its tensors are not as the first ones were.
+
+        (Hooks on saved tensors may have made others of them.) The first ``loose`` have any number of rows.
+        """
+        some = [one for one in given[: known.guarded] if one is not None]
+        if len(some) != len(known.low) or not known.same(*some):
+            return None
+        if [one.data_ptr() & _LOW for one in some] != known.low:
+            return None
+        if loose and not all(one is None or one.is_contiguous() for one in given[:loose]):
+            return None
+        now = dispatch_snapshot.current  # none just after a reload, when the plan's own may be gone, too
+        if now is None or now is not self._snapshot() or not (self._alone or device_is_current(self._device)):
+            return None
+        return known.program.run(M, stream_of(self._device), given)
+
+    def _first(
+        self, needs: tuple[bool, ...], M: int, given: _Given, guarded: int, compute: Callable[[Recorder], _Results],
+        loose: int = 0,
+    ) -> _Results | None:  # fmt: skip
+        """What ``compute`` makes of ``given``, written down; None where it was tried, or can't be.
+
+        A later call is like it where the first ``guarded`` are, of which the first ``loose`` have any number of rows.
+        """
+        if needs in self._gradients or dispatch_snapshot.snapshot() is not self._snapshot():
+            return None
+        there = [i for i, one in enumerate(given[:guarded]) if one is not None]
+        some = [one for one in given[:guarded] if one is not None]
+        same = guard.guard(*some, loose=[n for n, i in enumerate(there) if i < loose])
+        if same is None or not all(one.is_contiguous() for one in given[:loose] if one is not None):
             return None
         if not (self._alone or device_is_current(self._device)):
             return None
-        if self._grad and _grad_enabled():
+        with without_autocast(some[0].device.type):
+            found, program = self._recorded(M, given, compute)
+        if program is not None:
+            self._gradients[needs] = _Gradient(program, same, [one.data_ptr() & _LOW for one in some], guarded)
+        elif not hooks.jit_allowed():  # else the next call asks again
+            self._gradients[needs] = None
+        return found
+
+
+class ExecutionPlan(_Plan):
+    """One product's. Calling it does the call, or returns None and does nothing where it is another one."""
+
+    __slots__ = ("_dense", "_low", "_same", "_some", "_there", "form", "program", "sizes")
+
+    def __init__(self, call: Call, given: _Given, same: guard.Guard) -> None:
+        fusions = call.fusions
+        x: torch.Tensor = given[0]  # type: ignore[assignment]
+        grad = any(t is not None and t.requires_grad for t in (x, call.w, fusions.weights, fusions.bias))
+        super().__init__(x, grad=grad, varies=False)
+        self._same, self._low, self._dense = same, x.data_ptr() & _LOW, isinstance(call.w, torch.Tensor)
+        there = [i for i, one in enumerate(given) if one is not None]
+        self._some, self._there = len(there) < len(given), itemgetter(*there)
+        self.form, self.sizes = call.form, (call.M, call.x_rows, call.y_rows)
+        self.program: Program | None = None
+
+    def __call__(
+        self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None,
+        index: torch.Tensor | None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        if self._dense:
+            given: Any = (x, w, m_sizes, weights, bias, index)
+        else:
+            given = (x, *operands_of(w).values(), m_sizes, weights, bias, index)
+        if not self._same(*(self._there(given) if self._some else given)) or x.data_ptr() & _LOW != self._low:
+            return None
+        if not (self._alone or device_is_current(self._device)):
+            return None
+        if self.grad and _grad_enabled():
             if _transformed():
                 return None
             return _apply(x, w, m_sizes, weights, bias, index, self.form, self.sizes, self)
-        return self.forward(x, w, m_sizes, weights, bias, index)
+        program = self.program
+        if program is None:
+            return self.forward(x, w, m_sizes, weights, bias, index)
+        y: torch.Tensor = program.run(self.sizes[0], stream_of(self._device), given)[0]  # type: ignore[assignment]
+        return y
 
     def forward(
-        self, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, weights: torch.Tensor | None,
-        bias: torch.Tensor | None, index: torch.Tensor | None,
+        self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None,
+        index: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """y, without a look at the tensors: ``__call__`` had one."""
-        y = self._empty(*self._y)
-        if self._clear_first and index is not None and self._moved is not None:
-            clear(y, index, m_sizes, self._strides[2], self._moved[1])
-        elif self._zero_first:
-            y.zero_()
-        launch, (stride_x_m, stride_y_m, M) = self._launch, self._strides
-        if self._moved is None:
-            packed = launch.pack(x=x.data_ptr(), w=w.data_ptr(), stride_x_m=stride_x_m, stride_y_m=stride_y_m, M=M)
-        else:
-            uses_index, index_end = self._moved
-            if self._widens and weights is not None:
-                weights = weights.to(torch.float32)  # (kept until it is launched)
-            more: dict[str, int] = {}
-            if self._gathers is not None and index is not None:
-                checked = in_range(index, *self._gathers)  # (kept until it is launched)
-                more = {"index_in_range": checked.data_ptr(), "slots": self._gathers[0] * self._gathers[1]}
-            packed = launch.pack(
-                x=x.data_ptr(), w=w.data_ptr(), stride_x_m=stride_x_m, stride_y_m=stride_y_m, M=M,
-                index=index.data_ptr() if uses_index and index is not None else 0,
-                row_weights=0 if weights is None else weights.data_ptr(), bias=0 if bias is None else bias.data_ptr(),
-                index_end=index_end, **more,
-            )  # fmt: skip
-        launch.start(packed, y.data_ptr(), m_sizes.data_ptr(), self._stream(self._device))
-        return y
+        """y, without a look at the tensors: ``__call__``, or every check, had one."""
+        given: Any = (x, w, m_sizes, weights, bias, index)
+        if not self._dense:
+            given = (x, *operands_of(w).values(), m_sizes, weights, bias, index)
+        program = self.program
+        if program is not None:
+            return program.run(self.sizes[0], stream_of(self._device), given)[0]  # type: ignore[return-value]
+        call = Call(self.form, w, m_sizes, Fusions(index, weights, bias), *self.sizes)
+        (y,), self.program = self._recorded(call.M, given, lambda do: (gradients.forward(call, x, do=do),))
+        return y  # type: ignore[return-value]
 
     def backward(
         self, x: torch.Tensor | None, w: torch.Tensor | None, m_sizes: torch.Tensor, dy: torch.Tensor,
-        needs: tuple[bool, ...],
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:  # fmt: skip
-        """dx and dw of a plain call; None where ``autograd.backward`` has to compute them."""
-        if not self._plain or type(dy) is not torch.Tensor or dy.dtype is not self._dtype or not dy.is_contiguous():
+        needs: tuple[bool, bool, bool, bool], shape: torch.Size | None,
+    ) -> _Results | None:  # fmt: skip
+        """dx, dw and None twice, of a plain call; None where ``autograd.backward`` has to compute them."""
+        known = self._gradients.get(needs)
+        if known is not None:
+            return self._again(known, self.sizes[0], (dy, x, w, m_sizes))
+        if not self.form.plain or needs[2] or needs[3] or not self._dense or (needs[0] and w is None):
             return None
-        x_stride, w_stride, w_low = self._saved  # hooks on saved tensors may have put them elsewhere, and dense
-        if w is None and needs[0]:
+        if type(dy) is not torch.Tensor or dy.dtype not in _KINDS or not dy.is_contiguous():
             return None
-        if w is not None and (w.stride() != w_stride or w.data_ptr() & ALIGNMENT_BYTES - 1 != w_low):
+
+        def compute(do: Recorder) -> _Results:
+            dense = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # type: ignore[arg-type]
+            call = Call(self.form, dense, m_sizes, Fusions(None, None, None), *self.sizes)
+            return autograd.backward(call, dy, x, needs, do)
+
+        return self._first(needs, self.sizes[0], (dy, x, w, m_sizes), 3, compute)
+
+
+class LayerPlan(_Plan):
+    """One layer's."""
+
+    __slots__ = ("_dense", "_low", "_same", "how", "programs")
+
+    def __init__(
+        self, how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, same: guard.Guard, grad: bool
+    ) -> None:
+        super().__init__(hidden, grad=grad, varies=True)
+        self.how, self._same, self._low = how, same, hidden.data_ptr() & _LOW
+        self._dense = isinstance(given, Weights)
+        self.programs: dict[bool, Program] = {}  # by whether h is kept
+
+    def takes(
+        self, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor
+    ) -> bool:
+        """Whether a call on these tensors, of as many rows by bucket, is like the first."""
+        biases = [one for one in given[2:] if one is not None]
+        matrices = given[:2] if self._dense else _guarded(given)
+        if not self._same(hidden, *matrices, ids, weights, *biases):
+            return False
+        T = ids.shape[0]
+        return (
+            0 < T == weights.shape[0]
+            and hidden.numel() == T * hidden.shape[-1]
+            and hidden.is_contiguous()
+            and weights.is_contiguous()
+            and hidden.data_ptr() & _LOW == self._low
+            and all(not one.data_ptr() & _LOW for one in biases)
+            and (self._alone or device_is_current(self._device))
+        )
+
+    def forward(
+        self, how: Layer, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing, weights: torch.Tensor, *,
+        keeps_h: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """As ``layer.forward``, without a look at the tensors: ``takes``, or every check, had one."""
+        M = x.shape[0] * how.top_k
+        every: Any = (x, *(given[:2] if self._dense else _operands(given)), *given[2:], weights, *routing)
+        program = self.programs.get(keeps_h)
+        if program is not None:
+            return program.run(M, stream_of(self._device), every)  # type: ignore[return-value]
+        found, program = self._recorded(
+            M, every, lambda do: layer.forward(how, x, given, routing, weights, keeps_h=keeps_h, do=do)
+        )
+        if program is not None:
+            self.programs[keeps_h] = program
+        return found  # type: ignore[return-value]
+
+    def gradients(
+        self, how: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights,
+        weights: torch.Tensor, h: torch.Tensor, routing: Routing, needs: tuple[bool, ...],
+    ) -> _Results | None:  # fmt: skip
+        """As ``layer.gradients``; None where that has to compute them."""
+        T, M = dout.shape[0], routing.gather_indices.shape[0]
+        if T * how.top_k != M or h.shape[0] != M or weights.shape[0] != T or (x is not None and x.shape[0] != T):
             return None
-        if x is not None and (x.stride() != x_stride or x.data_ptr() & ALIGNMENT_BYTES - 1 != self._low):
-            return None
-        at = dy.data_ptr()
-        if at & ALIGNMENT_BYTES - 1 or not (self._alone or device_is_current(self._device)):
-            return None
-        (stride_x, N, M), K, form, dx, dw = self._strides, self._x_columns, self.form, None, None
-        swapped, stream = form.layout is Layout.KN, self._stream(self._device)
-        if needs[1] and x is not None:
-            E = m_sizes.shape[0]
-            size, strides = ((E, K, N), (K * N, N, 1)) if swapped else ((E, N, K), (N * K, K, 1))
-            dw = self._empty(size, strides, self._dtype)
-            first, second = (x, dy) if swapped else (dy, x)
-            launch = self._dw
-            if launch is None:
-                launch = self._dw = launch_products.weight_launch(first, second, dw, m_sizes)
-                if launch is None:
-                    self._plain = False
-                    return None
-            stride_first, stride_second = (stride_x, N) if swapped else (N, stride_x)
-            packed = launch.pack(
-                dy=first.data_ptr(), x=second.data_ptr(), stride_dy_m=stride_first, stride_x_m=stride_second, M=M
-            )
-            launch.start(packed, dw.data_ptr(), m_sizes.data_ptr(), stream)
-        if w is not None and needs[0]:
-            dx = self._empty((M, K), (K, 1), self._dtype)
-            launch_dx = self._dx
-            if launch_dx is None:
-                product = Rows(Op.DX, dy, w, m_sizes, form.layout, M, zero_tail=True)
-                launch_dx = self._dx = launch_products.row_launch(product, dx)
-                if launch_dx is None:
-                    self._plain = False
-                    return None
-            packed = launch_dx.pack(x=at, w=w.data_ptr(), stride_x_m=N, stride_y_m=K, M=M)
-            launch_dx.start(packed, dx.data_ptr(), m_sizes.data_ptr(), stream)
-        return dx, dw
+        dout = in_memory("dout", dout, "moe_mlp")
+        matrices: Any = given[:2] if self._dense else _operands(given)
+        every = (dout, h, x, weights, *matrices, given.down_bias, *routing)
+        known = self._gradients.get(needs)
+        if known is not None:
+            return self._again(known, M, every, loose=4)
+        return self._first(
+            needs, M, every, len(every) - len(routing),
+            lambda do: layer.gradients(how, dout, x, given, weights, h, routing, needs, do), loose=4,
+        )  # fmt: skip
 
 
 def plan(
-    call: Call, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None,
-    index: torch.Tensor | None,
-) -> ExecutionPlan | None:  # fmt: skip
-    """A plan of the call that just made y, or None where the next one like it needs another look.
+    call: Call, x: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None, index: torch.Tensor | None
+) -> ExecutionPlan | None:
+    """An empty plan for this call, or None where the next one like it needs another look.
 
     ``weights``, ``bias`` and ``index`` are as the caller passed them.
     """
-    form, fusions = call.form, call.fusions
+    form, fusions, w = call.form, call.fusions, call.w
     if not check_tensors.on_gpu(x) or x.dtype not in _KINDS or form.autotune or form.pinned:
         return None
     if fusions.weights is not weights or fusions.bias is not bias or fusions.index is not index:
         return None
     if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not (call.M and call.N and call.K):
         return None
-    launch = launch_products.row_launch(forward_rows(call, x), y)
-    same = guard.guard(x, call.dense, call.m_sizes, *[t for t in (weights, bias, index) if t is not None])
-    return None if launch is None or same is None else ExecutionPlan(call, x, launch, same)
+    if isinstance(w, ExpertWeights) and not w.order:
+        return None
+    given = (x, *operands_of(w).values(), call.m_sizes, weights, bias, index)
+    same = guard.guard(*[one for one in given if one is not None])
+    return None if same is None else ExecutionPlan(call, given, same)
 
 
-def remember(table: dict[Key, ExecutionPlan], key: Key, made: ExecutionPlan) -> None:
+def plan_layer(
+    how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor
+) -> LayerPlan | None:
+    """The same for a layer, on the tensors that the caller passed."""
+    T, H, M = ids.shape[0], hidden.shape[-1], ids.numel()
+    wide = columns(given.gate_up, how.layout)
+    if not check_tensors.on_gpu(hidden) or hidden.dtype not in _KINDS or not (M and H and wide > 1):
+        return None
+    biases = [one for one in given[2:] if one is not None]
+    if M >= _MOST_ROWS or hidden.numel() != T * H or not (hidden.is_contiguous() and weights.is_contiguous()):
+        return None
+    if any(one.dtype is not hidden.dtype or not one.is_contiguous() or one.data_ptr() & _LOW for one in biases):
+        return None
+    for one in given[:2]:
+        if not (one.order if isinstance(one, ExpertWeights) else one.dtype is hidden.dtype):
+            return None
+    tensors = [hidden, *_guarded(given), ids, weights, *biases]
+    at = 1 + len(_guarded(given))
+    same = guard.guard(*tensors, loose=(0, at, at + 1))  # a row a token
+    return None if same is None else LayerPlan(how, hidden, given, same, any(one.requires_grad for one in tensors))
+
+
+def key_of(w: torch.Tensor | ExpertWeights) -> tuple[int, int]:
+    """By what a plan is found for these weights: where they begin, and how the codes of quantised ones are ordered.
+
+    Of a dense w that is -1: whose codes are not in a kernel's order have no plan.
+    """
+    return (w.codes.data_ptr(), w.order) if isinstance(w, ExpertWeights) else (w.data_ptr(), -1)
+
+
+def remember(table: dict[object, Any], key: object, made: _Plan) -> None:
     """Put a plan in; a full table begins anew."""
     if len(table) >= _MOST_PLANS:
         table.clear()
     table[key] = made
+
+
+def _operands(given: Weights | FrozenWeights) -> list[torch.Tensor | None]:
+    """What kernels read of both matrices, none where there is none."""
+    return [one for w in given[:2] for one in ((None,) if w is None else operands_of(w).values())]
+
+
+def _guarded(given: Weights | FrozenWeights) -> list[torch.Tensor]:
+    return [one for one in _operands(given) if one is not None]

@@ -21,7 +21,7 @@ from pretuned.runtime.dispatch import epilogue
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.ranking import why_not
 from pretuned.runtime.driver.device import local_gpu
-from pretuned.runtime.launch import products
+from pretuned.runtime.launch import ready
 from pretuned.runtime.launch.gemm import LoadedKernel
 from pretuned.runtime.launch.loader import loaded
 from pretuned.runtime.ops import activation
@@ -77,7 +77,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
 
     def only(one: LoadedKernel | None) -> None:
         reload()
-        monkeypatch.setattr(products, "_gated_kernel", lambda *_: one)
+        monkeypatch.setattr(ready, "_gated_kernel", lambda *_: one)
 
     yield only
     reload()
@@ -115,10 +115,10 @@ def test_the_product_is_near_the_reference_and_stays_in_its_rows(
         room = torch.full((M + 3, I + 64), nan, device="cuda", dtype=torch.bfloat16)
         a = room[1 : M + 1, :I]
         call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, M, index, k)
-        launch = products.gated_launch(call, a)
+        launch = ready.ready_for_gated(call)
         assert launch is not None
         stream = torch.cuda.current_stream().cuda_stream
-        launch(
+        launch.launcher(
             a.data_ptr(), routing.m_sizes.data_ptr(), stream, x=x.data_ptr(), w=w.data_ptr(), stride_x_m=H,
             stride_y_m=a.stride(0), M=M, index=index.data_ptr(), index_end=M,
         )  # fmt: skip

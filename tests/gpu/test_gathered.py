@@ -22,9 +22,7 @@ from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.ranking import why_not
 from pretuned.runtime.driver.device import local_gpu
-from pretuned.runtime.launch import products as launch_products
-from pretuned.runtime.launch import rowops
-from pretuned.runtime.launch.gather import GatherFirst
+from pretuned.runtime.launch import ready, rowops
 from pretuned.runtime.launch.gemm import LoadedKernel
 from pretuned.runtime.launch.loader import loaded
 from pretuned.runtime.ops import products
@@ -66,11 +64,11 @@ class Switch:
 
     def __call__(self, first: bool) -> None:
         reload()
-        self.patch.setattr(launch_products, "_gathered_kernel", lambda *given: self.kernel(*given) if first else None)
+        self.patch.setattr(ready, "_gathered_kernel", lambda *given: self.kernel(*given) if first else None)
 
     def kernel(self, problem: Problem, call: Rows, _device: int, _checks: bool) -> LoadedKernel | None:
         code = code_of(problem.op, call.fusion & ~Fusion.GATHER)
-        on_load = launch_products._kernel(problem, call.M, 0, True, None, None)
+        on_load = ready._kernel(problem, call.M, 0, True, None, None)
         kind = replace(problem, fusion=code)
         found = None if on_load is None else same_config(kind, on_load.variant.config) or same_config(kind, None)
         if found is None:
@@ -111,7 +109,7 @@ def run(call: Rows, rows: int, switch: Switch, **changes: Any) -> tuple[torch.Te
         y = torch.full((rows, call.sizes[1] if call.op is Op.FORWARD else call.sizes[2]), NAN, device="cuda",
                        dtype=torch.bfloat16)  # fmt: skip
         one = replace(call, **changes) if changes else call
-        assert isinstance(launch_products.row_launch(one, y), GatherFirst) is first
+        assert (ready.ready_for(one, y).gather is not None) is first  # type: ignore[union-attr]
         results.append(products.rows(one, y))
     return results[0], results[1]
 
@@ -259,7 +257,7 @@ def test_silu_in_the_epilogue_of_rows_gathered_beforehand(
             results = []
             for one in kernels:
                 switch(True)
-                monkeypatch.setattr(launch_products, "_gated_kernel", lambda *_, one=one: one)
+                monkeypatch.setattr(ready, "_gated_kernel", lambda *_, one=one: one)
                 a = products.gated_rows(call)
                 assert a is not None
                 results.append(a[:used])

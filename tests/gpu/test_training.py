@@ -29,7 +29,7 @@ from pretuned.runtime import (
 )
 from pretuned.runtime.check.tensors import DTYPES
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.launch import products
+from pretuned.runtime.launch import ready
 from pretuned.runtime.launch.loader import loaded_count
 
 pytestmark = [
@@ -144,13 +144,13 @@ def test_the_kernels_are_a_bundles_and_not_torchs() -> None:
 
 
 def test_what_a_bundle_lacks_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = products._kernel
+    real = ready._kernel
     for lacking in ({Fusion.GATHER}, {Fusion.GATHER, Fusion.SCATTER}, {Fusion.GATHER, Fusion.SCATTER, Fusion.NONE}):
 
         def kernel(problem: Problem, *rest: Any, lacking: set[Fusion] = lacking) -> Any:
             return None if problem.fusion in lacking else real(problem, *rest)
 
-        monkeypatch.setattr(products, "_kernel", kernel)
+        monkeypatch.setattr(ready, "_kernel", kernel)
         reload()
         for form in FORMS:
             for layout in ("nk", "kn"):

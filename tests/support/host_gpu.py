@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +25,11 @@ from pretuned.runtime import grouped_gemm, sort_routing
 from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch import gemm as launch_gemm
-from pretuned.runtime.launch import products as launch_products
+from pretuned.runtime.launch import program, ready
 from pretuned.runtime.launch import rowops as launch_rowops
-from pretuned.runtime.ops import products, zero_rows
+from pretuned.runtime.ops import products, routing, zero_rows
 from pretuned.runtime.ops.activation import Activation, by_torch
+from pretuned.runtime.replay import plan
 
 T, TOPK, E, N, K = 7, 2, 4, 8, 12
 SLOTS = 5  # of a chunk that is sorted
@@ -270,6 +271,8 @@ class Device:
         assert dtype is DType.FP32
 
         def launch(*given: Any) -> None:
+            *given, stream = given
+            assert stream == 0
             {RowOp.SORT_SLOTS: self.sorted, RowOp.CLEAR: self.cleared}.get(op, self.passed).append(op)
             FAKES[op](*given)
 
@@ -297,27 +300,47 @@ class Device:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     simulated = Device()
-    with monkeypatch.context() as patch:
-        patch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
-        patch.setattr(launch_products, "_kernel", simulated.kernel)
-        patch.setattr(launch_products, "_gated_kernel", simulated.gated)
-        patch.setattr(launch_products, "_gathered_kernel", simulated.gathered)
-        patch.setattr(launch_gemm, "row_launcher", fake_rows)
-        patch.setattr(launch_gemm, "weight_launcher", fake_weight)
-        patch.setattr(launch_rowops, "launcher", simulated.passes)
-        patch.setattr(zero_rows, "LEAST_BYTES", 0)
-        patch.setattr(products, "stream_of", lambda _device: 0)
-        for module in (products, launch_products):
-            patch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", 132, 1 << 17, 0)))
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
-        yield simulated
+    patch = monkeypatch  # (undone with a test's own patches, in order: no context of its own)
+    patch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
+    patch.setattr(ready, "_kernel", simulated.kernel)
+    patch.setattr(ready, "_gated_kernel", simulated.gated)
+    patch.setattr(ready, "_gathered_kernel", simulated.gathered)
+    patch.setattr(launch_gemm, "row_launcher", fake_rows)
+    patch.setattr(launch_gemm, "weight_launcher", fake_weight)
+    patch.setattr(launch_rowops, "launcher", simulated.passes)
+    patch.setattr(zero_rows, "LEAST_BYTES", 0)
+    for module in (program, plan):
+        patch.setattr(module, "stream_of", lambda _device: 0)
+    for module in (routing, zero_rows):
+        patch.setattr(module, "current_stream", lambda _device: 0)
+    for module in (products, ready):
+        patch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", 132, 1 << 17, 0)))
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    patch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    return simulated
 
 
 def on(patch: pytest.MonkeyPatch, simulated: bool) -> None:
     patch.setattr(check_tensors, "on_gpu", lambda tensor: simulated and not tensor.is_meta)
+
+
+def watch_programs(patch: pytest.MonkeyPatch, noted: Callable[[program.Program, int], None]) -> None:
+    """Whenever a program that is made from now on runs, it and the number of its rows are noted first."""
+    real = program.Program.__init__
+
+    def init(self: program.Program, *given: Any) -> None:
+        real(self, *given)
+        run = self.run
+
+        def watched(M: int, stream: int, tensors: Any) -> Any:
+            noted(self, M)
+            return run(M, stream, tensors)
+
+        self.run = watched
+
+    patch.setattr(program.Program, "__init__", init)
 
 
 def tensors(

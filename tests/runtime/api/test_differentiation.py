@@ -17,7 +17,7 @@ from pretuned.runtime.api import call as api_call
 from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch import gemm
-from pretuned.runtime.replay import layer as replay_layer
+from pretuned.runtime.launch.ready import Ready
 from pretuned.runtime.replay import plan
 
 __all__ = ["device"]
@@ -33,7 +33,6 @@ H, WIDTH = 12, 8
 @pytest.fixture(params=["the reference", "a GPU"], autouse=True)
 def where(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
-    monkeypatch.setattr(replay_layer, "_KINDS", (torch.float32,))
     on(monkeypatch, request.param == "a GPU")
     reload()
 
@@ -261,7 +260,8 @@ def test_nor_do_wrapped_counts_of_a_plain_call(monkeypatch: pytest.MonkeyPatch) 
             read.append(counts_at(m_sizes, E, 2))
 
     for name, stub in {
-        "row_launch": lambda *_: Launcher(), "device_is_current": lambda _: True, "current_stream": lambda _: 0,
+        "ready_for": lambda *_: Ready(Launcher(), ""), "device_is_current": lambda _: True,
+        "current_stream": lambda _: 0,
         "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
     }.items():  # fmt: skip
         monkeypatch.setattr(api_grouped_gemm, name, stub)

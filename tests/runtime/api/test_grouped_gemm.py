@@ -16,7 +16,7 @@ from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.check.tensors import check
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.launch.products import rows_aligned
+from pretuned.runtime.launch.ready import Ready, rows_aligned
 
 E, N, K, M = 3, 10, 8, 12
 BF16 = torch.bfloat16
@@ -180,7 +180,7 @@ def test_a_plain_call_takes_the_launcher_of_its_own_bucket(
             return lambda *_: None
 
     for name, stub in {
-        "row_launch": lambda call, y: Launcher(call), "device_is_current": lambda _: True,
+        "ready_for": lambda call, y: Ready(Launcher(call), ""), "device_is_current": lambda _: True,
         "current_stream": lambda _: 0, "on": lambda _: contextlib.nullcontext(),
         "empty": lambda size, _strides, dtype: torch.zeros(size, dtype=dtype),
     }.items():  # fmt: skip

@@ -14,6 +14,7 @@ from pretuned.runtime import grouped_gemm
 from pretuned.runtime.api import grouped_gemm as api_grouped_gemm
 from pretuned.runtime.check.tensors import check_apart
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.launch.ready import Ready
 
 E, N, K, M, TOPK = 2, 8, 8, 8, 2
 SIZES = torch.tensor([5, 3])
@@ -144,7 +145,7 @@ def test_a_known_call_on_a_gpu_with_other_tensors(monkeypatch: pytest.MonkeyPatc
     """On a GPU that isn't there: the kind was met before, these tensors were not."""
     launcher = Launcher()
     for name, stub in {
-        "row_launch": lambda *_: launcher, "device_is_current": lambda _: True, "current_stream": lambda _: 0,
+        "ready_for": lambda *_: Ready(launcher, ""), "device_is_current": lambda _: True, "current_stream": lambda _: 0,
         "on": lambda _: contextlib.nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(api_grouped_gemm, name, stub)
@@ -194,7 +195,7 @@ def test_the_stride_of_one_row_means_nothing(monkeypatch: pytest.MonkeyPatch) ->
             return lambda *again: None
 
     for name, stub in {
-        "row_launch": lambda *arguments: Launcher(), "device_is_current": lambda device: True,
+        "ready_for": lambda *arguments: Ready(Launcher(), ""), "device_is_current": lambda device: True,
         "current_stream": lambda device: 0, "on": lambda device: contextlib.nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(api_grouped_gemm, name, stub)

@@ -34,7 +34,6 @@ from pretuned.runtime.dispatch.gather import pass_us, verdict
 from pretuned.runtime.inspect import preload
 from pretuned.runtime.inspect.explain import examine
 from pretuned.runtime.launch import gather
-from pretuned.runtime.launch.gather import GatherFirst
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results/passes-h200.json"
 BOTH = Fusion.SILU | Fusion.GATHER
@@ -397,7 +396,7 @@ def test_rows_that_are_not_dense_are_gathered_on_load(first: Device, monkeypatch
 
 
 def test_the_scratch_is_of_the_call(first: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is allocated for each launch, [M, K], and no launcher keeps it."""
+    """It is allocated for each launch, [M, K], and nothing that is kept holds it."""
     host_gpu.on(monkeypatch, True)
     made: list[tuple[int, ...]] = []
     empty = torch.empty_strided
@@ -407,13 +406,20 @@ def test_the_scratch_is_of_the_call(first: Device, monkeypatch: pytest.MonkeyPat
         return empty(size, *rest, **how)
 
     x, w, index = torch.randn(T, K), torch.randn(E, N, K), torch.arange(T * TOPK)
+    new_empty = torch.Tensor.new_empty
+
+    def spy_new(self: torch.Tensor, size: tuple[int, ...], **how: Any) -> torch.Tensor:
+        made.append(tuple(size))
+        return new_empty(self, size, **how)
+
     monkeypatch.setattr(torch, "empty_strided", spy)
+    monkeypatch.setattr(torch.Tensor, "new_empty", spy_new)
     for _ in range(3):
         with torch.no_grad():
             grouped_gemm(x, w, torch.tensor([3, 0, 5, 6]), TOPK, index, permute_x=True)
     assert made.count((T * TOPK, K)) == 3
-    (launch,) = (one for one in dispatch_snapshot.snapshot().launchers.values() if isinstance(one, GatherFirst))
-    assert not any(isinstance(getattr(launch, name), torch.Tensor) for name in GatherFirst.__slots__)
+    (ready,) = (one for one in dispatch_snapshot.snapshot().launchers.values() if one.gather is not None)
+    assert not any(isinstance(one, torch.Tensor) for one in ready)
 
 
 def test_an_index_is_brought_into_range() -> None:

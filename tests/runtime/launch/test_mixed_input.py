@@ -30,11 +30,12 @@ from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
-from pretuned.runtime.launch import gemm, products
+from pretuned.runtime.launch import gemm, program, ready
 from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.launch.mixed_input import mixed_input_launcher
 from pretuned.runtime.ops import products as ops_products
-from pretuned.runtime.ops import zero_rows
+from pretuned.runtime.ops import routing, zero_rows
+from pretuned.runtime.replay import plan
 
 E, N, K, T, TOPK = 4, 256, 384, 40, 3
 FEW = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
@@ -191,7 +192,7 @@ Use = Callable[[DType], None]
 def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
     """Has calls find a made-up kernel for a dtype's problems."""
 
-    def gather(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    def gather(rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...], stream: int) -> None:
         driver.gathers.append((rows, columns, pointers, numbers))
 
     def passes(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> Callable[..., None] | None:
@@ -205,15 +206,18 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
             driver.running.append(record(dtype, problem.fusion))
             return loaded(driver.running[-1])
 
-        monkeypatch.setattr(products, "_kernel", kernel)
+        monkeypatch.setattr(ready, "_kernel", kernel)
         dispatch_snapshot.snapshot().launchers.clear()
 
     dispatch_snapshot.snapshot().launchers.clear()
     monkeypatch.setattr(dispatch_snapshot.Snapshot, "serves", lambda *_: True)
     monkeypatch.setattr(launch_rowops, "launcher", passes)
     monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
-    monkeypatch.setattr(ops_products, "stream_of", lambda _device: 0)
-    for module in (ops_products, products):
+    for module in (program, plan):
+        monkeypatch.setattr(module, "stream_of", lambda _device: 0)
+    for module in (routing, zero_rows):
+        monkeypatch.setattr(module, "current_stream", lambda _device: 0)
+    for module in (ops_products, ready):
         monkeypatch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", SMS, 1 << 17, 0)))
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     monkeypatch.setattr(check_tensors, "on_gpu", lambda tensor: not tensor.is_meta)
@@ -304,16 +308,16 @@ def test_nothing_is_prepared_in_a_graph_capture(
     w = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value)
     x, m_sizes = torch.randn(T, K).bfloat16(), torch.full((E,), T // E, dtype=torch.int32)
     before = w.codes.clone().view(torch.uint8)
-    monkeypatch.setattr(products, "capturing", lambda: True)
+    monkeypatch.setattr(ready, "capturing", lambda: True)
     y = grouped_gemm(x, w, m_sizes)
     assert w.order == 0
     assert torch.equal(w.codes.view(torch.uint8), before)
     assert not driver.launched  # torch multiplied
     assert bool(torch.isfinite(y).all())
-    monkeypatch.setattr(products, "capturing", lambda: False)
+    monkeypatch.setattr(ready, "capturing", lambda: False)
     grouped_gemm(x, w, m_sizes)
     assert w.order == 1
-    monkeypatch.setattr(products, "capturing", lambda: True)
+    monkeypatch.setattr(ready, "capturing", lambda: True)
     grouped_gemm(x, w, m_sizes)
     assert len(driver.launched) == 2  # of prepared weights any
 

@@ -10,7 +10,7 @@ from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.runtime import grouped_gemm, moe_mlp
 from pretuned.runtime.check.operands import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.launch import products
+from pretuned.runtime.launch import ready
 
 __all__ = ["device"]  # a fixture
 
@@ -78,14 +78,14 @@ def test_a_table_that_another_thread_clears_loses_no_call(device: Device, monkey
     on(monkeypatch, True)
     x, w, m_sizes = torch.randn(8, K), torch.randn(E, N, K), torch.tensor([3, 0, 5, 0])
     call, y = Rows(Op.FORWARD, x, w, m_sizes, Layout.NK, 8), torch.empty(8, N)
-    first = products.row_launch(call, y)
+    first = ready.ready_for(call, y)
     current = dispatch_snapshot.snapshot()
     known = current.launchers
     assert first is not None
     assert first in known.values()
     for table, same in ((Cleared(known), True), (Cleared(), False)):
         monkeypatch.setattr(current, "launchers", table)
-        launch = products.row_launch(call, y)
+        launch = ready.ready_for(call, y)
         assert launch is not None
         assert (launch is first) is same
 

@@ -142,11 +142,10 @@ def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, monkeypatch: pyt
         seen.append((values, scratch, blocks, *rest))
 
     read_launches(monkeypatch, read)
-    monkeypatch.setattr(launch_rowops, "current_stream", lambda device: 77 + device)
     kernel = LoadedKernel(record(op), Function(5, 6, 2, 256, 4096, 8), 132)
     launcher = launch_rowops.RowOpLauncher(kernel, op)
     for _ in range(2):
-        launcher(rows, columns, pointers, numbers)
+        launcher(rows, columns, pointers, numbers, 79)
     block = Block.from_pairs(kernel.variant.config).block
     side_by_side = 4 if op is RowOp.ACTIVATION else 1
     grid = rowops.programs(op, rows, columns, block, side_by_side)
@@ -162,7 +161,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     codes: list[int] = []
     read_launches(monkeypatch, lambda _: codes.pop(0) if codes else 0)
     monkeypatch.setattr(cuda, "make_current", lambda device: codes.append(0))
-    monkeypatch.setattr(launch_rowops, "current_stream", lambda device: 0)
     monkeypatch.setattr(launch_rowops, "platform_supported", lambda: True)
     monkeypatch.setattr(launch_rowops, "local_gpu", lambda device: ON_H200)
 
@@ -175,7 +173,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-GIVEN = (1, 2, 3, 4, 5, 6), (2, 3, 1, 0)  # pointers and numbers of COMBINE
+GIVEN = (1, 2, 3, 4, 5, 6), (2, 3, 1, 0), 0  # pointers and numbers of COMBINE, a stream
 
 
 def made(op: RowOp = RowOp.COMBINE) -> launch_rowops.RowOpLauncher:
@@ -260,4 +258,4 @@ def test_two_threads_never_share_a_block(driver: list[int], monkeypatch: pytest.
 
 def test_more_programs_than_a_launch_can_have(driver: list[int]) -> None:
     with pytest.raises(InputError, match=r"2147483648 rows of 5 columns make 2147483648 programs.*split them"):
-        made()(2**31, 5, (1, 2, 3), (2**31 - 1, 5, 1, 1))
+        made()(2**31, 5, (1, 2, 3), (2**31 - 1, 5, 1, 1), 0)

@@ -9,16 +9,17 @@ from typing import Any
 import host_gpu
 import pytest
 import torch
-from host_gpu import ALL, Device
+from host_gpu import ALL, Device, watch_programs
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.runtime import activate, hooks, moe_mlp, reload
-from pretuned.runtime.api import moe
 from pretuned.runtime.dispatch import snapshot
+from pretuned.runtime.launch.program import Program
 from pretuned.runtime.ops.activation import GATED
+from pretuned.runtime.ops.layer import Routing, Weights
 from pretuned.runtime.replay import guard as replay_guard
-from pretuned.runtime.replay import layer, layer_grad
+from pretuned.runtime.replay import plan
 
 T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
 NAMES = ("hidden", "up", "down", "up_bias", "down_bias", "weights")
@@ -204,16 +205,13 @@ def test_a_second_gradient_of_the_layer_is_refused(both: Any) -> None:
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Plans of float32 too, which the simulated GPU computes in; how many tokens each call by a plan had."""
     taken: list[int] = []
-    real = layer.LayerPlan.forward
 
-    def forward(
-        self: layer.LayerPlan, x: torch.Tensor, *rest: Any, **how: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        taken.append(len(x))
-        return real(self, x, *rest, **how)
+    def noted(program: Program, M: int) -> None:
+        if any(program in one.programs.values() for one in snapshot.snapshot().layers.values()):
+            taken.append(M // TOPK)
 
-    monkeypatch.setattr(layer, "_KINDS", (torch.float32,))
-    monkeypatch.setattr(layer.LayerPlan, "forward", forward)
+    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
+    watch_programs(monkeypatch, noted)
     snapshot.snapshot().layers.clear()
     return taken
 
@@ -238,18 +236,15 @@ def test_a_call_that_comes_again_is_planned(
 
 
 @pytest.fixture
-def graded(monkeypatch: pytest.MonkeyPatch, planned: list[int]) -> list[layer_grad.GradientPlan]:
-    """The plans that computed a gradient."""
-    taken: list[layer_grad.GradientPlan] = []
-    real = layer_grad.GradientPlan.__call__
+def graded(monkeypatch: pytest.MonkeyPatch, planned: list[int]) -> list[Program]:
+    """The programs that computed a gradient."""
+    taken: list[Program] = []
 
-    def call(self: layer_grad.GradientPlan, *given: Any) -> layer_grad.Gradients | None:
-        found = real(self, *given)
-        if found is not None:
-            taken.append(self)
-        return found
+    def noted(program: Program, _: int) -> None:
+        if all(program not in one.programs.values() for one in snapshot.snapshot().layers.values()):
+            taken.append(program)
 
-    monkeypatch.setattr(layer_grad.GradientPlan, "__call__", call)
+    watch_programs(monkeypatch, noted)
     return taken
 
 
@@ -300,14 +295,14 @@ def test_a_plan_takes_no_bias_that_is_less_aligned(
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("needs", SUBSETS, ids="+".join)
 def test_a_gradient_that_comes_again_is_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan],
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program],
     needs: tuple[str, ...], layout: str, gated: bool,
 ) -> None:  # fmt: skip
     how = {} if gated else {"gated": False, "activation": "relu2"}
     call = again(monkeypatch, tensors(gated, layout, False), set(needs), w_layout=layout, **how)
     for _ in range(3):
         call()
-    assert len(graded) == (0 if needs == ("down",) else 2)  # that one reads no more than a
+    assert len(graded) == 2
     if needs == FOUR:
         asked = len(device.launched)
         call()
@@ -316,7 +311,7 @@ def test_a_gradient_that_comes_again_is_planned(
 
 @pytest.mark.parametrize("needs", [FOUR, ("hidden", "weights"), ("hidden",)], ids="+".join)
 def test_a_gradient_beside_biases_is_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], needs: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program], needs: tuple[str, ...]
 ) -> None:
     """As where they are frozen."""
     call = again(monkeypatch, tensors(True, "nk", True), set(needs))
@@ -325,15 +320,15 @@ def test_a_gradient_beside_biases_is_planned(
     assert len(graded) == 2
 
 
-def test_a_gradient_of_biases_is_not(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], planned: list[int]
+def test_a_gradient_of_biases_is_planned_too(
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program], planned: list[int]
 ) -> None:
     for needs in (set(NAMES), {"hidden", "up_bias"}, {"down_bias", "weights"}):
         call = again(monkeypatch, tensors(True, "nk", True), needs)
         call()
         call()
     assert planned == [T, T, T]
-    assert graded == []
+    assert len(graded) == 3
 
 
 @pytest.mark.parametrize(
@@ -343,7 +338,7 @@ def test_a_gradient_of_biases_is_not(
      ((Op.DW, Fusion.NONE), {"hidden", "down"})],
 )  # fmt: skip
 def test_without_a_kernel_of_its_own_a_gradient_is_not_planned(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], gone: object,
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program], gone: object,
     needs: set[str],
 ) -> None:  # fmt: skip
     device.there.remove(gone)
@@ -354,7 +349,7 @@ def test_without_a_kernel_of_its_own_a_gradient_is_not_planned(
 
 
 def test_kernels_that_a_gradient_does_not_need_are_not_asked_for(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program]
 ) -> None:
     """Frozen experts: a bundle of forward and dX is enough, in strict mode too."""
     device.there.remove((Op.DW, Fusion.NONE))
@@ -370,31 +365,39 @@ def test_a_plan_does_not_take_what_hooks_made_of_a_tensor(
 ) -> None:
     """A kernel would read past its end, or take its bytes for other numbers."""
     seen: list[tuple[Any, ...]] = []
-    real = layer_grad.GradientPlan.__call__
+    real = plan._Plan._again
 
-    def call_of(*given: Any) -> layer_grad.Gradients | None:
-        seen.append(given)
-        return real(*given)
+    def call_of(*given: Any, **how: Any) -> Any:
+        seen.append((given, how))
+        return real(*given, **how)
 
-    monkeypatch.setattr(layer_grad.GradientPlan, "__call__", call_of)
+    monkeypatch.setattr(plan._Plan, "_again", call_of)
     call = again(monkeypatch, tensors(True, "nk", False), set(FOUR))
     call()
     call()
-    ((made, *given),) = seen
-    assert real(made, *given) is not None
-    floats = [i for i, one in enumerate(given) if isinstance(one, torch.Tensor)]
+    ((made, known, M, given), how), guarded = seen[0], seen[0][0][1].guarded
+    needs = next(iter(made._gradients))
+
+    def taken(given: Any) -> Any:
+        return real(made, known, M, given, **how)
+
+    assert taken(given) is not None
+    floats = [i for i, one in enumerate(given[:guarded]) if one is not None]
     assert [tuple(given[i].shape) for i in floats] == [
-        (T, H), (T, H), (E, 2 * I, H), (E, H, I), (T, TOPK), (T * TOPK, 2 * I)
+        (T, H), (T * TOPK, 2 * I), (T, H), (T, TOPK), (E, 2 * I, H), (E, H, I)
     ]  # fmt: skip
     for i in floats:
-        for change in (torch.Tensor.double, torch.Tensor.half, lambda one: one[:-1]):
-            if given[i].shape == (T, TOPK) and change in (torch.Tensor.double, torch.Tensor.half):
-                continue  # routing weights may be of any float
-            assert real(made, *given[:i], change(given[i].detach()), *given[i + 1 :]) is None
+        for change in (torch.Tensor.double, torch.Tensor.half, lambda one: one.mT.contiguous().mT):
+            assert taken([*given[:i], change(given[i].detach()), *given[i + 1 :]]) is None
+    for i, short in ((0, {"dout": given[0][:-1]}), (1, {"h": given[1][:-1]}), (3, {"weights": given[3][:-1]})):
+        of = {"dout": given[0], "h": given[1], "weights": given[3]} | short
+        experts = Weights(given[4], given[5], None, None)
+        others = of["weights"], of["h"], Routing(*given[guarded:])
+        assert made.gradients(made.how, of["dout"], given[2], experts, *others, needs) is None, i
 
 
 def test_where_a_compiler_may_help_a_missing_kernel_is_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program]
 ) -> None:
     device.there.remove((Op.DW, Fusion.NONE))
     call = again(monkeypatch, tensors(True, "nk", False), {"hidden", "up"})
@@ -404,11 +407,12 @@ def test_where_a_compiler_may_help_a_missing_kernel_is_asked_for_again(
     assert graded == []
     device.there.add((Op.DW, Fusion.NONE))
     call()
+    call()
     assert len(graded) == 1
 
 
 def test_a_gradient_that_is_another_one_goes_the_long_way(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program]
 ) -> None:
     given = tensors(True, "nk", False)
     leaves = {name: one for name, one in given.items() if one is not None}
@@ -528,7 +532,7 @@ def test_a_plan_keeps_h_only_for_a_gradient(
     for one in leaves:
         assert one is not None
         one.requires_grad_()
-    for needs in (False, False, True):
+    for needs in (False, False, True, True):
         passes_run = [RowOp.ACTIVATION, RowOp.COMBINE] if needs else [RowOp.COMBINE]
         device.passed.clear()
         with torch.set_grad_enabled(needs):
@@ -692,18 +696,18 @@ def test_what_autocast_casts_and_biases_with_gaps_are_not_planned(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     given = tensors(True, "nk", True)
-    monkeypatch.setattr(layer, "_KINDS", (torch.bfloat16,))
+    monkeypatch.setattr(plan, "_KINDS", (torch.bfloat16,))
     host_gpu.on(monkeypatch, False)
     hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
     assert hidden is not None
     low = hidden.bfloat16()
     seen: list[object] = []
-    real = layer.plan
-    monkeypatch.setattr(layer, "plan", lambda *args: seen.append(real(*args)))
+    real = plan.plan_layer
+    monkeypatch.setattr(plan, "plan_layer", lambda *args: seen.append(real(*args)))
     with torch.autocast("cpu", torch.bfloat16):
         out = moe_mlp(low, up, down, IDS, weights)
     assert out.dtype is torch.bfloat16
-    monkeypatch.setattr(layer, "_KINDS", (torch.float32,))
+    monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
     host_gpu.on(monkeypatch, True)
     bias = torch.rand(2 * I, E).t()
     moe_mlp(hidden, up, down, IDS, weights, gate_up_bias=bias)
@@ -711,7 +715,7 @@ def test_what_autocast_casts_and_biases_with_gaps_are_not_planned(
 
 
 def test_a_full_table_of_plans_begins_anew(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:
-    monkeypatch.setattr(moe, "_MOST_PLANS", 2)
+    monkeypatch.setattr(plan, "_MOST_PLANS", 2)
     host_gpu.on(monkeypatch, True)
     given = tensors(True, "nk", False)
     hidden, weights = given["hidden"], given["weights"]
@@ -731,7 +735,7 @@ def many(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_a_plan_is_of_a_bucket_whatever_the_number_of_tokens(
-    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[layer_grad.GradientPlan], planned: list[int]
+    monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Program], planned: list[int]
 ) -> None:
     """Prompts and sequences of other lengths all the time."""
     given = tensors(True, "nk", False)

@@ -12,7 +12,7 @@ from pretuned.artifacts.records.problem import Layout, Op, RowOp
 from pretuned.kernels.contract.rowops import MOST_SORTED_EXPERTS
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.check.operands import Rows
-from pretuned.runtime.launch import products
+from pretuned.runtime.launch import ready
 from pretuned.runtime.ops import zero_rows
 from pretuned.runtime.ops.products import rows
 
@@ -144,7 +144,7 @@ def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch,
     index, m_sizes = torch.randperm(M), torch.tensor([3, 0, 5, 2])
     form: dict[str, object] = {"permute_y": True}
     if what == "many rows":
-        monkeypatch.setattr(products, "_SHORT_TO_CLEAR" if specialized else "_FEW_TO_CLEAR", M - 1)
+        monkeypatch.setattr(ready, "_SHORT_TO_CLEAR" if specialized else "_FEW_TO_CLEAR", M - 1)
     if what == "gathered too":
         x, form = x[:T], form | {"permute_x": True}
     if what == "fewer weights":  # of y's rows those without a weight take no part
@@ -176,7 +176,7 @@ def test_a_warp_of_specialised_code_clears_more_rows(
 ) -> None:
     """Than code that has programs for it: as many as the product hides."""
     on(monkeypatch, True)
-    monkeypatch.setattr(products, "_FEW_TO_CLEAR", 1)
+    monkeypatch.setattr(ready, "_FEW_TO_CLEAR", 1)
     device.specialized = True
     limits = {
         "of large matrices": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": N * K},
@@ -185,7 +185,7 @@ def test_a_warp_of_specialised_code_clears_more_rows(
         "most unnamed": {"_MOST_PER_ROW": 0, "_FEW_TO_CLEAR": M},
     }
     for name, value in limits.get(what, {}).items():
-        monkeypatch.setattr(products, name, value)
+        monkeypatch.setattr(ready, name, value)
     x, w = operands()
     grouped_gemm(x, w, torch.tensor([3, 0, 5, 2]), TOPK, torch.randperm(M), permute_y=True)
     assert device.cleared == ([] if clears else [RowOp.CLEAR] * 2)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from host_gpu import TOPK, Device, E, K, N, T, device, on, ran, tensors
+from host_gpu import TOPK, Device, E, K, N, T, device, on, ran, tensors, watch_programs
 
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.runtime import grouped_gemm, reload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.launch.program import Program
 from pretuned.runtime.replay import guard, plan
 
 __all__ = ["device"]  # a fixture
@@ -24,14 +25,12 @@ pytestmark = pytest.mark.skipif(guard._TensorGuards is None, reason="this torch 
 def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[plan.ExecutionPlan]:
     """The plans that took a call. The made-up GPU computes in float32."""
     taken: list[plan.ExecutionPlan] = []
-    forward = plan.ExecutionPlan.forward
 
-    def counted(self: plan.ExecutionPlan, *given: Any) -> torch.Tensor:
-        taken.append(self)
-        return forward(self, *given)
+    def noted(program: Program, _: int) -> None:
+        taken.extend(one for one in dispatch_snapshot.snapshot().plans.values() if one.program is program)
 
     monkeypatch.setattr(plan, "_KINDS", (torch.float32,))
-    monkeypatch.setattr(plan.ExecutionPlan, "forward", counted)
+    watch_programs(monkeypatch, noted)
     on(monkeypatch, True)
     reload()
     return taken
@@ -124,7 +123,10 @@ def test_a_plain_backward_is_planned_too(
         for got, want in zip(gradients(x, w, m_sizes, **how), first, strict=True):
             assert torch.equal(got, want)
     assert len(planned) == 3
-    assert (planned[0]._dx is not None, planned[0]._dw is not None) == (used["x"], used["w"])
+    ((needs_found, gradient),) = planned[0]._gradients.items()
+    assert gradient is not None
+    assert needs_found == (used["x"], used["w"], False, False)
+    assert len(gradient.program.steps) == used["x"] + used["w"]
     assert {op for op, _ in device.launched} >= {Op.FORWARD}
 
 

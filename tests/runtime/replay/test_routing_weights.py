@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from host_gpu import FakeLauncher
 
-from pretuned.artifacts.records.problem import Layout
+from pretuned.artifacts.records.problem import Layout, RowOp
 from pretuned.kernels.contract import rowops
 from pretuned.runtime import sort_routing
 from pretuned.runtime.check import tensors
-from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.launch import program
 from pretuned.runtime.launch import rowops as launch_rowops
+from pretuned.runtime.launch.products import Product
+from pretuned.runtime.launch.program import Step
 from pretuned.runtime.ops import activation, layer, products, tokens
-from pretuned.runtime.replay import layer as replay_layer
-from pretuned.runtime.replay import layer_grad
-from pretuned.runtime.replay.layer_grad import Sizes, Wanted
+from pretuned.runtime.ops import routing as ops_routing
 
 T, TOPK, E, H, I = 4, 2, 3, 16, 8  # noqa: E741
 KINDS = [torch.bfloat16, torch.float32, torch.float16]
@@ -31,7 +30,9 @@ class Noted:
         self.numbers: tuple[int, ...] = ()
         self.pointers: tuple[int, ...] = ()
 
-    def __call__(self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    def __call__(
+        self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...], stream: int
+    ) -> None:
         self.pointers, self.numbers = pointers, numbers
 
 
@@ -40,6 +41,7 @@ class Noted:
 def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
     monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, biased: bool
 ) -> None:
+    monkeypatch.setattr(program, "stream_of", lambda _device: 0)
     h, da, weights = torch.randn(4, 6).bfloat16(), torch.randn(4, 3).bfloat16(), torch.rand(4).to(kind)
     noted = Noted()
     monkeypatch.setattr(launch_rowops, "for_rows", lambda *_, **__: noted)
@@ -70,9 +72,21 @@ def test_routing_weights_of_another_kind_are_widened() -> None:
     assert layer.slot_weights(weights.half(), x.double()).dtype is torch.float64
 
 
-def nothing() -> FakeLauncher:
-    """A product that leaves its result as it was."""
-    return FakeLauncher(lambda *_given, **_words: None)
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> dict[RowOp, Noted]:
+    """The passes of a GPU whose products leave their results as they were."""
+    found = {op: Noted() for op in RowOp}
+    monkeypatch.setattr(program, "stream_of", lambda _device: 0)
+    monkeypatch.setattr(tensors, "on_gpu", lambda _tensor: True)
+    monkeypatch.setattr(ops_routing, "sort_slots", lambda *_: None)  # torch sorts
+    monkeypatch.setattr(launch_rowops, "for_rows", lambda op, *_, **__: found[op])
+    product = Product((Step(lambda *_: None, "nothing", ("x", "w", "y", "m_sizes")),), False)
+    monkeypatch.setattr(products, "resolve", lambda *_: product)
+    monkeypatch.setattr(products, "resolve_gated", lambda *_: None)
+    monkeypatch.setattr(
+        products, "resolve_weight", lambda *_: Step(lambda *_: None, "nothing", ("dy", "x", "dw", "m_sizes"))
+    )
+    return found
 
 
 def routed(kind: torch.dtype) -> tuple[torch.Tensor, layer.Routing]:
@@ -83,58 +97,70 @@ def routed(kind: torch.dtype) -> tuple[torch.Tensor, layer.Routing]:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_tells_the_sum_of_what_dtype_they_are(
-    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, biased: bool
+def test_a_program_tells_the_sum_of_what_dtype_they_are(
+    noted: dict[RowOp, Noted], kind: torch.dtype, biased: bool
 ) -> None:
-    monkeypatch.setattr(products, "stream_of", lambda _device: 0)
-    weights, routing = routed(kind)
-    x = torch.randn(T, H).bfloat16()
-    bias = torch.randn(E, H).bfloat16() if biased else None
-    given = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, bias)
-    noted, ignored, read = Noted(), Noted(), layer.slot_weights(weights, x)
-    made: Any = replay_layer.LayerPlan
-    plan = made(
-        HOW, x, given, Sizes(TOPK, E, H, 2 * I, I), (nothing(), nothing()), (ignored, noted), None, False, None,
-        dispatch_snapshot.snapshot(), read, read.dtype is not kind,
-    )  # fmt: skip
-    plan.forward(x, given, routing, weights, keeps_h=False)
-    narrow = rowops.NARROW if kind is torch.bfloat16 else 0
-    assert noted.numbers == (T, H, TOPK, rowops.WEIGHTED | narrow | (rowops.BIASED if biased else 0))
-    _, places, at, experts, at_bias, _ = noted.pointers
-    assert (places, experts) == (routing.places.data_ptr(), routing.experts.data_ptr())
-    assert (at == weights.data_ptr()) is (kind is not torch.float16)
-    assert at_bias == (0 if bias is None else bias.data_ptr())
+    """Of the tensors that it is given later."""
+    up, down = torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16()
+    program_of: program.Program | None = None
+    for _ in range(2):
+        weights, routing = routed(kind)
+        x, bias = torch.randn(T, H).bfloat16(), torch.randn(E, H).bfloat16() if biased else None
+        given = (x, up, down, None, bias, weights, *routing)
+        if program_of is None:
+            recorder = program.Recorder(T * TOPK, given, varies=True)
+            found = layer.forward(
+                HOW, x, layer.Weights(up, down, None, bias), routing, weights, keeps_h=False, do=recorder
+            )
+            program_of = recorder.program(*found)
+            assert program_of is not None
+        else:
+            program_of.run(T * TOPK, 0, given)
+        sum_of = noted[RowOp.COMBINE]
+        narrow = rowops.NARROW if kind is torch.bfloat16 else 0
+        assert sum_of.numbers == (T, H, TOPK, rowops.WEIGHTED | narrow | (rowops.BIASED if biased else 0))
+        _, places, at, experts, at_bias, _ = sum_of.pointers
+        assert (places, experts) == (routing.places.data_ptr(), routing.experts.data_ptr())
+        assert (at == weights.data_ptr()) is (kind is not torch.float16)
+        assert at_bias == (0 if bias is None else bias.data_ptr())
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_planned_gradient_reads_and_writes_them_as_its_kernel_can(
-    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, biased: bool
+def test_the_program_of_a_gradient_reads_and_writes_them_as_its_kernel_can(
+    noted: dict[RowOp, Noted], kind: torch.dtype, biased: bool
 ) -> None:
     """``biased``, frozen: the bias' part is added to their gradient in float32."""
-    monkeypatch.setattr(products, "stream_of", lambda _device: 0)
-    weights, routing = routed(kind)
-    dout, x, h = torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16(), torch.randn(T * TOPK, 2 * I).bfloat16()
     up, down = torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16()
-    bias = torch.randn(E, H).bfloat16() if biased else None
-    noted, summed = Noted(), Noted()
-    made: Any = layer_grad.GradientPlan
-    launches: Any = layer_grad._Launches(Noted(), nothing(), noted, nothing(), nothing(), summed, nothing())  # type: ignore[arg-type]
-    lies = layer_grad._lying(up), layer_grad._lying(down)
-    plan = made(HOW, Sizes(TOPK, E, H, 2 * I, I), Wanted(True, True, True, True), dout, lies, launches)
-    found = plan(dout, x, up, down, bias, weights, h, routing)
-    assert found is not None
-    dweights = found[3]
-    assert dweights.dtype is kind
-    flags, narrow = noted.numbers[-1], kind is torch.bfloat16
-    assert flags & rowops.WEIGHTED
-    assert bool(flags & rowops.NARROW) is narrow
-    assert bool(flags & rowops.NARROW_DWEIGHTS) is (narrow and not biased)
-    assert (noted.pointers[2] == weights.data_ptr()) is (narrow or kind is torch.float32)
-    whole = not biased and (narrow or kind is torch.float32)  # else it is made of what the kernel wrote
-    assert (noted.pointers[7] == dweights.data_ptr()) is whole
-    assert summed.numbers == (T, H, TOPK, 0)
-    assert summed.pointers[1:5] == (routing.places.data_ptr(), 0, 0, 0)
+    program_of: program.Program | None = None
+    for _ in range(2):
+        weights, routing = routed(kind)
+        dout, x, h = torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16(), torch.randn(T * TOPK, 2 * I).bfloat16()
+        bias = torch.randn(E, H).bfloat16() if biased else None
+        given = (dout, h, x, weights, up, down, bias, *routing)
+        if program_of is None:
+            recorder = program.Recorder(T * TOPK, given, varies=True)
+            needs = (True, True, True, False, False, True)
+            found: Any = layer.gradients(
+                HOW, dout, x, layer.Weights(up, down, None, bias), weights, h, routing, needs, recorder
+            )
+            program_of = recorder.program(*found)
+            assert program_of is not None
+        else:
+            found = program_of.run(T * TOPK, 0, given)
+        assert [one is not None for one in found] == list(needs)
+        pass_of, summed = noted[RowOp.ACTIVATION_GRAD], noted[RowOp.COMBINE]
+        flags, narrow = pass_of.numbers[-1], kind is torch.bfloat16
+        assert found[5].dtype is kind
+        assert found[5].shape == weights.shape
+        assert flags & rowops.WEIGHTED
+        assert bool(flags & rowops.NARROW) is narrow
+        assert bool(flags & rowops.NARROW_DWEIGHTS) is (narrow and not biased)
+        assert (pass_of.pointers[2] == weights.data_ptr()) is (narrow or kind is torch.float32)
+        whole = not biased and (narrow or kind is torch.float32)  # else it is made of what the kernel wrote
+        assert (pass_of.pointers[7] == found[5].data_ptr()) is whole
+        assert summed.numbers == (T, H, TOPK, 0)
+        assert summed.pointers[1:5] == (routing.places.data_ptr(), 0, 0, 0)
 
 
 @pytest.mark.parametrize("biased", [False, True])

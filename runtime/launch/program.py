@@ -1,0 +1,221 @@
+"""What a call comes to: launches in readiness, one after another. They run at once, or are written down to run again.
+
+The arithmetic of a call, in the rooms above, is over an object of ``Now``: it makes memory, runs steps, and calls torch
+where a call needs it. A ``Recorder`` does the same and writes it down, in the terms of the tensors that the call was
+given, as a ``Program``: a later call that is like it runs that, and none of the arithmetic above.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ..driver.device import allocator, current_stream
+
+stream_of = current_stream
+
+
+class Step(NamedTuple):
+    """One launch, all but its addresses and its rows in readiness.
+
+    ``run(M, stream, *addresses)`` launches it for M sorted rows; ``operands`` names what begins at these addresses, 0
+    stands for none. ``name`` is what people are told. Without ``scales`` it has sizes beside M of the call that it was
+    made for.
+    """
+
+    run: Callable[..., None]
+    name: str
+    operands: tuple[str, ...]
+    scales: bool = True
+
+
+class Now:
+    """Does each thing as it is asked."""
+
+    def new(self, like: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype | None = None, *, per: int = 1) -> Any:
+        """Memory on like's device, in its dtype. The size begins with M // ``per``; with 0 it is always the same."""
+        return like.new_empty(size, dtype=dtype)
+
+    def run(self, step: Step, M: int, *operands: torch.Tensor | None) -> None:
+        """Launch a step over M sorted rows, on torch's current stream. The first operand is always there."""
+        first = operands[0]
+        if first is None:
+            raise AssertionError(f"{step.name}: no {step.operands[0]}")
+        addresses = [0 if one is None else one.data_ptr() for one in operands]
+        step.run(M, stream_of(first.get_device()), *addresses)
+
+    def call(self, function: Callable[..., Any], *given: torch.Tensor, scales: bool = True) -> Any:
+        """What a function of torch's makes of these tensors: new memory, or one of them.
+
+        It holds no tensor itself, and without ``scales`` it has sizes of this call.
+        """
+        return function(*given)
+
+    def unplanned(self) -> None:
+        """What follows is done by other means: there is no program of this call."""
+
+
+NOW = Now()
+
+
+class Recorder(Now):
+    """Does the same, and writes down what was done.
+
+    ``given`` are the tensors of the call, of ``M`` sorted rows. Where the program ``varies`` it is for any number of
+    rows. A tensor is known by where it begins, as long as it lives.
+    """
+
+    def __init__(self, M: int, given: Sequence[torch.Tensor | None], *, varies: bool) -> None:
+        self._M, self._varies, self._given = M, varies, len(given)
+        self._slots: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
+        self._written: list[_Noted] = []
+        self._whole, self._many = True, 1  # slot 0 is no tensor
+        for one in given:
+            if one is not None:
+                self._whole &= one.data_ptr() not in self._slots  # else which of the two is meant nobody knows
+                self._name(one, self._many)
+            self._many += 1
+
+    def new(self, like: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype | None = None, *, per: int = 1) -> Any:
+        made = super().new(like, size, dtype, per=per)
+        self._whole &= not per or size[0] == self._M // per
+        self._written.append(_New(self._fresh(made), per, tuple(size), made.dtype, like.device))
+        return made
+
+    def run(self, step: Step, M: int, *operands: torch.Tensor | None) -> None:
+        self._whole &= M == self._M and (step.scales or not self._varies)
+        self._written.append(_Run(step, tuple(map(self._slot, operands))))
+        super().run(step, M, *operands)
+
+    def call(self, function: Callable[..., Any], *given: torch.Tensor, scales: bool = True) -> Any:
+        self._whole &= scales or not self._varies
+        slots = tuple(map(self._slot, given))
+        for one in given:  # the function will be given the whole tensor, and not a view of it
+            known = self._slots.get(one.data_ptr())
+            of = None if known is None else known[1]()
+            self._whole &= of is not None and (of.shape, of.stride(), of.dtype) == (one.shape, one.stride(), one.dtype)
+        made = function(*given)
+        known = self._slots.get(made.data_ptr())
+        there = known is not None and known[1]() is not None
+        if there and made.data_ptr() not in [one.data_ptr() for one in given]:
+            self._whole = False
+        slot = known[0] if there and known is not None else self._fresh(made)
+        self._name(made, slot)
+        self._written.append(_Call(slot, function, slots))
+        return made
+
+    def unplanned(self) -> None:
+        self._whole = False
+
+    def program(self, *results: torch.Tensor | None) -> Program | None:
+        """What was written down, with what it comes to; None where that was not all."""
+        found = tuple(map(self._slot, results))
+        touched = {slot for one in self._written for slot in one.reads}
+        filled = all(one.slot in touched for one in self._written if isinstance(one, _New))  # else by other means
+        return Program(self._written, self._given, found) if self._whole and filled else None
+
+    def _name(self, tensor: torch.Tensor, slot: int) -> None:
+        self._slots[tensor.data_ptr()] = slot, weakref.ref(tensor)
+
+    def _fresh(self, made: torch.Tensor) -> int:
+        slot, self._many = self._many, self._many + 1
+        self._name(made, slot)
+        return slot
+
+    def _slot(self, tensor: torch.Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        slot, ref = self._slots.get(tensor.data_ptr(), (0, None))
+        if ref is None or ref() is None:
+            self._whole = False
+        return slot
+
+
+class _New(NamedTuple):
+    slot: int
+    per: int
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    reads: tuple[int, ...] = ()
+
+
+class _Run(NamedTuple):
+    step: Step
+    reads: tuple[int, ...]
+
+
+class _Call(NamedTuple):
+    slot: int
+    function: Callable[..., torch.Tensor]
+    reads: tuple[int, ...]
+
+
+_Noted: TypeAlias = "_New | _Run | _Call"
+
+
+class Program:
+    """The steps of a call, for others that are like it. It keeps no tensor, and any thread may run it.
+
+    ``run(M, stream, given)`` runs it on other tensors in the places of those that it was written down for, and
+    returns what it comes to, None for what the first call had none of. Memory that no later step reads is given back
+    as soon as the last one is launched.
+
+    It is run as one function in Python, which is compiled of what was written down: a loop over it would take a layer
+    10 us more (docs/inside/trials.md, programs).
+    """
+
+    __slots__ = ("run", "steps")
+
+    def __init__(self, written: Sequence[_Noted], given: int, results: tuple[int, ...]) -> None:
+        self.steps = tuple(one.step for one in written if isinstance(one, _Run))
+        names: dict[str, Any] = {}
+        scope: dict[str, Any] = {}
+        source = _source(written, given, results, names)
+        exec(_compiled(source), names, scope)  # noqa: S102  (of numbers of slots, sizes and names from here alone)
+        self.run: Callable[[int, int, Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, ...]] = scope["run"]
+
+
+@functools.lru_cache(256)
+def _compiled(source: str) -> Any:
+    return compile(source, "<a program of pretuned>", "exec")
+
+
+def _source(written: Sequence[_Noted], given: int, results: tuple[int, ...], names: dict[str, Any]) -> str:
+    """The function, a line for each thing that was done: ``t3`` is a tensor, ``a3`` where it begins.
+
+    ``names`` gets what its lines call.
+    """
+    last = {slot: at for at, one in enumerate(written) for slot in one.reads if slot > given}
+    lines = [", ".join(f"t{slot}" for slot in range(1, given + 1)) + ", = given"]
+    there = {0: "0"}  # the addresses that are known
+
+    def address(slot: int) -> str:
+        if slot not in there:
+            null = " if t{0} is not None else 0" if slot <= given else ""
+            lines.append(f"a{slot} = t{slot}.data_ptr(){null.format(slot)}")
+            there[slot] = f"a{slot}"
+        return there[slot]
+
+    for at, one in enumerate(written):
+        if isinstance(one, _New):
+            names[f"empty{at}"], names[f"dtype{at}"] = allocator(one.device), one.dtype
+            rows = str(one.size[0]) if not one.per else "M" if one.per == 1 else f"M // {one.per}"
+            size = "".join(f"{part}, " for part in (rows, *one.size[1:]))
+            strides = tuple(torch.empty(one.size, device="meta").stride())
+            lines.append(f"t{one.slot} = empty{at}(({size}), {strides}, dtype{at})")
+        elif isinstance(one, _Run):
+            names[f"run{at}"] = one.step.run
+            lines.append(f"run{at}(M, stream, {', '.join(map(address, one.reads))})")
+        else:
+            names[f"call{at}"] = one.function
+            lines.append(f"t{one.slot} = call{at}({', '.join(f't{slot}' for slot in one.reads)})")
+            there.pop(one.slot, None)
+        done = [slot for slot, end in last.items() if end == at and slot not in results]
+        lines += [f"del t{slot}" for slot in done]
+    lines.append("return " + "".join(f"t{slot}, " if slot else "None, " for slot in results))
+    return "def run(M, stream, given):\n    " + "\n    ".join(lines)

@@ -1,0 +1,362 @@
+"""The kernels of products: a bundle's, made ready for all calls of a kind and kept in the snapshot's table.
+
+What decides and loads is imported where it is first needed: most of a runtime's code, and none of a later call's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
+from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
+from .. import hooks, settings
+from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
+from ..dispatch import snapshot as dispatch_snapshot
+from ..driver.device import capturing, local_gpu, platform_supported, tell_unsupported
+from ..weights.expert_weights import ExpertWeights
+from . import gather as launch_gather
+from . import rowops
+
+if TYPE_CHECKING:
+    from ..check.operands import Rows
+    from ..dispatch.pin import Pin
+    from ..dispatch.snapshot import Snapshot, Usable
+    from ..driver.launcher import Launcher
+    from .gemm import Fused, LoadedKernel
+
+_MOST_LAUNCHERS = 1 << 14
+_FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs
+# A warp of each program looks at 1,024 entries of the index in 4.7 us beside a product (122,880 in 565 to 571 us:
+# docs/inside/trials.md, scatter-beside). One of matrices of 2^21 takes longer for as many rows, and so does one
+# of 2^20 that has many experts' to read. Where most rows of y are to be cleared it takes more than a warp of each.
+_MOST_TO_CLEAR, _SHORT_TO_CLEAR, _LARGE_MATRIX, _MOST_PER_ROW = 1 << 17, 8192, 1 << 20, 4
+_UNKNOWN = object()
+
+
+class Ready(NamedTuple):
+    """A kernel for all calls of a kind, and with ``gather`` what gathers the rows of x before it, which it does not."""
+
+    launcher: Launcher
+    name: str
+    gather: rowops.RowOpLauncher | None = None
+
+
+def ready_for(call: Rows, y: torch.Tensor) -> Ready | None:
+    """The kernel for this product into y and all like it; None where no bundle has one."""
+    if isinstance(call.w, ExpertWeights):
+        return _mixed(call, call.w, y)
+    x, w, m_sizes, fusion = call.x, call.dense, call.m_sizes, call.fusion
+    E, N, K = call.sizes
+    step = index_step(call) if call.uses_index else 1
+    aligned = rows_aligned(call, y)
+    device = x.get_device()
+    first = call.may_gather_first(aligned)
+    checks = call.bounds is None
+    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
+    zeroes = call.zero_tail and (few or beside)
+    fixed = (x.dtype, E, N, K, _weight_strides(w), call.gather_divisor, fusion.value, step, m_sizes.dtype,
+             zeroes, few, beside, first and 1 + checks)  # fmt: skip
+    # (By its value: an enum's hash is a call in Python.)
+    key = (call.op.value, call.layout.value, *fixed, bucket_of(call.M), aligned, device, call.pin,
+           tf32_allowed(x.dtype))  # fmt: skip
+
+    def build() -> Ready | None:
+        problem = problem_of(call.op, x, E, N, K, call.layout, fusion)
+        kernel = _kernel(problem, call.M, device, aligned, call.pin, None)
+        if kernel is None:
+            return None
+        from .gemm import Fused
+
+        fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
+        plain = _gathered_kernel(problem, call, device, checks) if first else None
+        ready = None if plain is None else _after_gather(plain, problem, call, fused)
+        return ready or _of_rows(kernel, problem, call, fused)
+
+    return _known(key, build)
+
+
+def _mixed(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
+    """The same of quantised weights, which are prepared here if they were not; in a graph capture none are.
+
+    Rows are gathered beforehand: no code of these formats does.
+    """
+    x, m_sizes, dtype = call.x, call.m_sizes, w.kernel_dtype
+    if dtype is None or call.op is not Op.FORWARD or x.dtype is not torch.bfloat16:
+        return None
+    (E, N, K), device = w.shape, x.get_device()
+    fusion, size = call.fusion & ~Fusion.GATHER, x.element_size()
+    lengths = (row_stride(x, K) * size, row_stride(y, N) * size, N * size, K * size)
+    pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), w.scale.data_ptr())
+    if not is_aligned(ALIGNMENT_BYTES, *pointers, *lengths):
+        return None
+    first = bool(call.gather_divisor)
+    if first and not call.may_gather_first(True):
+        return None
+    step = index_step(call) if call.uses_index else 1
+    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
+    zeroes = call.zero_tail and (few or beside)
+    fixed = (dtype.value, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
+    key = ("mixed", *fixed, bucket_of(call.M), device, first)
+
+    def build() -> Ready | None:
+        problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtype)
+        if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
+            return None
+        kernel = _kernel(problem, call.M, device, True, None, None)
+        if kernel is None:
+            return None
+        from .gemm import Fused
+
+        fused = Fused(call.fusion, step, call.gather_divisor or 1, zeroes, few, beside)
+        return _after_gather(kernel, problem, call, fused) if first else _of_rows(kernel, problem, call, fused)
+
+    ready = _known(key, build)
+    if ready is not None and not w.order:
+        if capturing():
+            return None
+        w.prepare()
+    return ready if w.order else None
+
+
+def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
+    """Whether code of one tile a program, and specialised code, is to clear the rows of y that no row goes to."""
+    rows, M, (_E, N, K) = y.shape[0], call.M, call.sizes
+    if not call.scatter or call.index_end(rows) != rows:
+        return False, False
+    most = max(M, rows)
+    hidden = most <= _SHORT_TO_CLEAR or (most <= _MOST_TO_CLEAR and N * K >= _LARGE_MATRIX)
+    return most <= _FEW_TO_CLEAR, hidden and rows <= _MOST_PER_ROW * M
+
+
+def ready_for_gated(call: Rows) -> Ready | None:
+    """The same of silu(gate) * up of this product into new memory, by one kernel, where that pays."""
+    x, w, m_sizes, index = call.x, call.w, call.m_sizes, call.index
+    if not isinstance(w, torch.Tensor):
+        return None
+    E, N, K = call.sizes
+    if call.op is not Op.FORWARD or call.fusion is not Fusion.GATHER or call.zero_tail or N % 2 or index is None:
+        return None
+    step = index_step(call)
+    aligned = _aligned(call, 0, N // 2, N // 2)  # (new memory is)
+    device = x.get_device()
+    # (Rows whose index is out of range are not asked for.)
+    first = dataclasses.replace(call, loose=True).may_gather_first(aligned)
+    checks = call.bounds is None
+    fixed = (x.dtype, E, N, K, _weight_strides(w), call.gather_divisor, step, m_sizes.dtype, call.layout.value,
+             first and 1 + checks)  # fmt: skip
+    key = ("gated", *fixed, bucket_of(call.M), aligned, device, tf32_allowed(x.dtype))
+
+    def build() -> Ready | None:
+        problem = dataclasses.replace(
+            problem_of(call.op, x, E, N, K, call.layout, call.fusion), fusion=Fusion.SILU | Fusion.GATHER
+        )
+        kernel = _gated_kernel(problem, call, device, aligned, call.gather_divisor if first else 0, checks)
+        if kernel is None:
+            return None
+        from .gemm import Fused
+
+        fused = Fused(problem.fusion, step, call.gather_divisor)
+        on_load = Fusion.GATHER in kernel.variant.fusion
+        return (_of_rows if on_load else _after_gather)(kernel, problem, call, fused)
+
+    return _known(key, build)
+
+
+def ready_for_weight(
+    dy: torch.Tensor, x: torch.Tensor, dw: torch.Tensor, m_sizes: torch.Tensor, pin: Pin | None, strict: bool | None
+) -> Ready | None:
+    """The same of dW."""
+    E, N, K = dw.shape
+    M, size = x.shape[0], x.element_size()
+    pointers = (dy.data_ptr(), x.data_ptr(), dw.data_ptr())
+    lengths = (N, K, row_stride(dy, N), row_stride(x, K))
+    aligned = is_aligned(ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
+    device = x.get_device()
+    key = ("weight", x.dtype, E, N, K, m_sizes.dtype, strict, bucket_of(M), aligned, device, pin, tf32_allowed(x.dtype))
+
+    def build() -> Ready | None:
+        problem = problem_of(Op.DW, x, E, N, K, Layout.NK, Fusion.NONE)
+        kernel = _kernel(problem, M, device, aligned, pin, strict)
+        if kernel is None:
+            return None
+        from . import gemm
+
+        launcher = gemm.weight_launcher(
+            kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=_step(m_sizes)
+        )  # fmt: skip
+        return Ready(launcher, _name(problem, kernel))
+
+    return _known(key, build)
+
+
+def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready:
+    """A kernel for a product of rows."""
+    name = _name(problem, kernel)
+    if isinstance(call.w, ExpertWeights):
+        from .mixed_input import mixed_input_launcher
+
+        launcher = mixed_input_launcher(
+            kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=_step(call.m_sizes), fused=fused
+        )  # fmt: skip
+        return Ready(launcher, name)
+    from ...kernels.contract.spec import gemm_of
+    from . import gemm
+
+    view, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.dense)
+    launcher = gemm.row_launcher(
+        kernel, columns=view.columns, reduction=view.reduction, E=problem.E, w_kn=view.w_kn, stride_w_e=stride_w_e,
+        stride_w_row=stride_w_row, m_sizes_step=_step(call.m_sizes), fused=fused,
+    )  # fmt: skip
+    return Ready(launcher, name)
+
+
+def _after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready | None:
+    """The same after a pass that gathers the rows, of a kernel that does not; None where there is no such pass."""
+    gather = rowops.launcher(RowOp.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
+    if gather is None:
+        return None
+    left = fused._replace(fusion=fused.fusion & ~Fusion.GATHER)
+    return _of_rows(kernel, problem, call, left)._replace(gather=gather)
+
+
+def _name(problem: Problem, kernel: LoadedKernel) -> str:
+    return f"{problem}: {kernel.config}"
+
+
+def _known(key: tuple[object, ...], build: Callable[[], Ready | None]) -> Ready | None:
+    known = dispatch_snapshot.snapshot().launchers
+    found: Any = known.get(key, _UNKNOWN)  # one look: another thread may clear the table after it
+    if found is _UNKNOWN:
+        if len(known) >= _MOST_LAUNCHERS:
+            known.clear()
+        found = build()
+        if found is None and hooks.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
+            return None
+        known[key] = found
+    ready: Ready | None = found
+    return ready
+
+
+def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | None, strict: bool | None) -> Any:
+    if not platform_supported():
+        tell_unsupported()
+        return None
+    from . import loader
+
+    if pin is not None:
+        named = loader.pinned_kernel(pin, problem, device, aligned=aligned)
+        if named is not None:
+            return named
+    demanded = settings.settings().strict if strict is None else strict
+    return loader.prepare(
+        dispatch_snapshot.snapshot(), problem, M, local_gpu(device), device, aligned=aligned, strict=demanded
+    )
+
+
+def _gated_kernel(
+    problem: Problem, call: Rows, device: int, aligned: bool, top_k: int, checks: bool
+) -> LoadedKernel | None:
+    if not platform_supported():
+        return None
+    return gated_kernel(
+        dispatch_snapshot.snapshot(), problem, call.M, device, aligned=aligned, top_k=top_k, checks=checks
+    )
+
+
+def _gathered_kernel(problem: Problem, call: Rows, device: int, checks: bool) -> LoadedKernel | None:
+    if not platform_supported():
+        return None
+    return launch_gather.kernel(
+        dispatch_snapshot.snapshot(),
+        problem,
+        call.M,
+        device,
+        top_k=call.gather_divisor,
+        fusion=call.fusion,
+        checks=checks,
+    )
+
+
+def problem_of(
+    op: Op, x: torch.Tensor, E: int, N: int, K: int, layout: Layout, fusion: Fusion, quantised: DType | None = None
+) -> Problem:
+    """What a checked CUDA product is; fp32 is tf32 where torch allows it and a bundle has it.
+
+    ``quantised`` is what kernels read of quantised weights.
+    """
+    from ...kernels.contract.spec import code_of
+
+    code = code_of(op, fusion)
+    if quantised is not None:
+        return Problem(op, quantised, E, N, K, layout, code)
+    dtype = check_cuda_dtype(x)
+    if tf32_allowed(x.dtype):
+        tf32 = Problem(op, DType.TF32, E, N, K, layout, code)
+        if dispatch_snapshot.snapshot().serves(tf32, local_gpu(x.get_device())):
+            return tf32
+    return Problem(op, dtype, E, N, K, layout, code)
+
+
+def tf32_allowed(dtype: torch.dtype) -> bool:
+    """Whether the user lets torch multiply float32 matrices in tf32 on CUDA."""
+    if dtype is not torch.float32:
+        return False
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # the newer setting also answers for the older ones
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
+
+
+def rows_aligned(call: Rows, y: torch.Tensor) -> bool:
+    """Whether all that this product reads and stores is aligned, and w's rows and experts don't overlap."""
+    return _aligned(call, y.data_ptr(), y.shape[1], row_stride(y, y.shape[1]))
+
+
+def _aligned(call: Rows, y: int, columns: int, stride_y: int) -> bool:
+    """The same of a y by its address, its columns and its rows' stride."""
+    x, w, size = call.x, call.w, call.x.element_size()
+    if not isinstance(w, torch.Tensor):
+        return False
+    stride_w_e, stride_w_row = _weight_strides(w)
+    lengths = (x.shape[1], columns, row_stride(x, x.shape[1]), stride_y, stride_w_e, stride_w_row)
+    apart_in_memory = stride_w_row >= w.shape[2] and stride_w_e >= w.shape[1] * w.shape[2]
+    pointers = (x.data_ptr(), w.data_ptr(), y)
+    return apart_in_memory and is_aligned(ALIGNMENT_BYTES, *pointers, *(s * size for s in lengths))
+
+
+def _weight_strides(w: torch.Tensor) -> tuple[int, int]:
+    """Elements from expert to expert and from row to row; a dimension of one has whatever is usual."""
+    E, first, second = w.shape
+    return (w.stride(0) if E > 1 else first * second), (w.stride(1) if first > 1 else second)
+
+
+def index_step(call: Rows) -> int:
+    """The int32 words of an entry of the index."""
+    return 2 if call.index is not None and call.index.dtype is torch.int64 else 1
+
+
+def _step(m_sizes: torch.Tensor) -> int:
+    return 2 if m_sizes.dtype is torch.int64 else 1
+
+
+def gated_kernel(
+    snapshot: Snapshot, problem: Problem, M: int, device: int, *, aligned: bool, top_k: int = 1, checks: bool = False
+) -> LoadedKernel | None:
+    """The variant that ``verdict`` names, loaded on ``cuda:device``; None where the plain product is to run.
+
+    Nothing is compiled, and nothing is logged: the plain product is an ordinary choice.
+    """
+    from ..dispatch.epilogue import verdict
+    from .loader import load_first
+
+    local = local_gpu(device)
+
+    def choose() -> tuple[Usable, int] | None:
+        chosen = verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k, checks=checks).chosen
+        return None if chosen is None else (chosen.usable, chosen.index)
+
+    return load_first(snapshot, choose, local, device)

@@ -1,0 +1,153 @@
+"""Programs: what was done once is done again on other tensors, and what could not be written down has none."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from pretuned.runtime.launch import program
+from pretuned.runtime.launch.program import NOW, Now, Recorder, Step
+
+ROWS = 4
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "stream_of", lambda _device: 7)
+
+
+def launched(seen: list[tuple[int, ...]], *, scales: bool = True) -> Step:
+    return Step(lambda M, stream, *at: seen.append((M, stream, *at)), "a launch", ("x", "y", "w"), scales)
+
+
+def arithmetic(do: Now, seen: list[tuple[int, ...]], x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+    """y = f(x, w) by a launch into new memory, then twice the sum of its rows by torch."""
+    y = do.new(x, (ROWS, 3))
+    do.run(launched(seen), ROWS, x, y.zero_(), w)
+    made = do.new(x, (ROWS // 2,), torch.float64, per=2)
+    do.run(launched(seen), ROWS, y, made, None)
+    total: torch.Tensor = do.call(lambda one: one.sum(0) * 2, y)
+    return total
+
+
+def recorded(do: Recorder, found: torch.Tensor | None) -> program.Program | None:
+    return do.program(found)
+
+
+def test_at_once_and_written_down_it_does_the_same_and_then_again_on_others() -> None:
+    seen: list[tuple[int, ...]] = []
+    x, w = torch.zeros(ROWS, 3), torch.zeros(2)
+    arithmetic(NOW, seen, x, w)
+    do = Recorder(ROWS, (x, w), varies=False)
+    made = recorded(do, arithmetic(do, seen, x, w))
+    assert made is not None
+    assert [one.name for one in made.steps] == ["a launch"] * 2
+    assert seen[0][:3] == seen[2][:3] == (ROWS, 7, x.data_ptr())
+    assert seen[0][4] == seen[2][4] == w.data_ptr()
+    assert seen[2][3] == seen[3][2] != seen[3][3]  # the first one's result is the second's operand
+    assert seen[3][4] == 0
+    other, more = torch.zeros(ROWS, 3), torch.zeros(2)
+    (found,) = made.run(ROWS, 9, (other, more))
+    assert found is not None
+    assert found.shape == (3,)
+    assert seen[4][:3] == (ROWS, 9, other.data_ptr())
+    assert seen[4][4] == more.data_ptr()
+    assert seen[5][2] == seen[4][3]
+
+
+def test_it_keeps_no_tensor() -> None:
+    x = torch.zeros(ROWS, 3)
+    do = Recorder(ROWS, (x, None), varies=False)
+    made = recorded(do, arithmetic(do, [], x, None))
+    assert made is not None
+    there = weakref.ref(x)
+    del x, do
+    gc.collect()
+    assert there() is None
+
+
+def test_memory_that_nothing_reads_any_more_is_given_back() -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    x = torch.zeros(ROWS, 3)
+
+    def noted(one: torch.Tensor) -> torch.Tensor:
+        alive.append(weakref.ref(one))
+        return one.clone()
+
+    do = Recorder(ROWS, (x,), varies=False)
+    first = do.call(noted, x)
+    second = do.call(noted, first)
+    made = recorded(do, do.call(lambda one: one + sum(ref() is not None for ref in alive[-2:]), second))
+    del first, second
+    assert made is not None
+    alive.clear()
+    (found,) = made.run(ROWS, 0, (x,))
+    assert found is not None
+    assert found.eq(1).all()  # x alone is there; in the first run its copy was, too
+
+
+def leaves_the_launches(do: Recorder, x: torch.Tensor) -> torch.Tensor:
+    do.unplanned()
+    return x
+
+
+def reads_what_is_not_of_it(do: Recorder, x: torch.Tensor) -> torch.Tensor:
+    do.run(launched([]), ROWS, x, torch.zeros(1), None)
+    return x
+
+
+def returns_what_is_not_of_it(do: Recorder, x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def fills_by_other_means(do: Recorder, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = do.new(x, (ROWS, 1))
+    return made.zero_()
+
+
+def reads_a_view(do: Recorder, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = do.call(lambda one: one + 1, x.view(-1))
+    return made
+
+
+def is_of_another_number_of_rows(do: Recorder, x: torch.Tensor) -> torch.Tensor:
+    do.run(launched([]), ROWS + 1, x, x, None)
+    return x
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [leaves_the_launches, reads_what_is_not_of_it, returns_what_is_not_of_it, fills_by_other_means, reads_a_view,
+     is_of_another_number_of_rows],
+)  # fmt: skip
+def test_what_could_not_be_written_down_has_none(compute: Any) -> None:
+    x = torch.zeros(ROWS, 3)
+    do = Recorder(ROWS, (x,), varies=False)
+    assert do.program(compute(do, x)) is None
+
+
+def test_two_names_of_one_memory_are_not_told_apart() -> None:
+    x = torch.zeros(ROWS, 3)
+    assert Recorder(ROWS, (x, x.view(-1)), varies=False).program(x) is None
+
+
+def test_of_any_number_of_rows_it_has_no_size_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for varies in (False, True):
+        for scales in (False, True):
+            x = torch.zeros(ROWS, 3)
+            do = Recorder(ROWS, (x,), varies=varies)
+            do.run(launched([], scales=scales), ROWS, x, x, None)
+            assert (do.program(x) is not None) is (scales or not varies)
+    x = torch.zeros(ROWS, 3)
+    do = Recorder(ROWS, (x,), varies=True)
+    y, half = do.new(x, (ROWS, 5)), do.new(x, (ROWS // 2, 5), per=2)
+    same = do.new(x, (ROWS, 2), per=0)
+    do.run(launched([]), ROWS, y, half, same)
+    made = do.program(y, half, None, same)
+    assert made is not None
+    found = made.run(10, 0, (x,))
+    assert [None if one is None else tuple(one.shape) for one in found] == [(10, 5), (5, 5), None, (ROWS, 2)]
