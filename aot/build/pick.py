@@ -67,7 +67,7 @@ def usable(plan: BuildPlan, sm: int, space: Pool, results: Sequence[CompileResul
     found: dict[Spec | RowOpSpec, Compiled] = {}
     dropped: list[Dropped] = []
     reasons: dict[Family, dict[str, None]] = {}
-    wanted, beside = specs(plan.problems, sm, space), pass_specs(plan.problems)
+    wanted, beside = specs(plan.problems, sm, space), pass_specs(plan.problems, sm, space)
     groups: list[tuple[Spec | RowOpSpec, ...]] = [*by_code(wanted, sm), *((spec,) for spec in beside)]
     for result, group in zip(results, groups, strict=True):
         code, reason, kind = result.compiled, result.reason, "failed"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Bundle, Choice
 from ...artifacts.records.problem import Op, Problem
-from ..plan.families import Family, pass_specs, ships_unchosen
+from ..plan.families import Family, Pool, pass_specs, ships_unchosen
 from ..plan.plan import BuildPlan, planned_on
 from .assemble import BundleChoice, Provenance, VariantTable, assemble, united
 
@@ -48,7 +48,8 @@ def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
             f"bundle {where!r} has a choice for none of the {len(plan.problems)} problems of these models; it was "
             f"built for {_built_for(bundle, plan)}. aot build makes what is missing"
         )
-    families = {Family.of(problem) for problem in claims} | {Family.of(one) for one in pass_specs(claims)}
+    passes = pass_specs(claims, bundle.target.sm, Pool())
+    families = {Family.of(problem) for problem in claims} | {Family.of(one) for one in passes}
     models = [
         replace(model, problems=tuple(problem for problem in model.problems if problem in claims))
         for model in plan.models

@@ -18,6 +18,7 @@ from typing import Any
 from ...artifacts.errors import CompileError
 from ...artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
 from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import RowOp
 from ...kernels.contract import registry, rowops, words
 from ...kernels.contract.registry import ENTRIES, entry_of, refusal
 from ...kernels.contract.rowops import RowOpSpec
@@ -37,6 +38,8 @@ _WORDS = ("m_sizes", "index", "counter", "experts", "places", "used", "ids", "bo
 _POINTS_AT = dict.fromkeys(_WORDS, "*i32") | {
     "row_weights": "*fp32",
     "w_outer": "*fp32",
+    "w_scale": "*fp32",
+    "scale": "*fp32",
     "dweights": "*fp32",
     "order": "*i64",
     "named": "*i8",
@@ -51,8 +54,9 @@ _CHANGE_CODE = (
     "LLVM_EXTRACT_DI_LOCAL_VARIABLES", "LLVM_PASS_PLUGIN_PATH", "USE_IR_LOC", "DISABLE_MMA_V3", "DISABLE_MMA_V5",
     "TRITON_PREFER_TMEM_16x256_LAYOUT", "TRITON_SWAP_MIR",
 )  # fmt: skip
-# Blocks of codes and of scales are bytes to the hardware: (Triton's type, CUtensorMapDataType, bits of an element).
-_BLOCKS = {"w": ("i32", 2, 32), "w_scale": ("u8", 0, 8)}
+# Codes and scales as the hardware has them: (Triton's type, CUtensorMapDataType, bits of an element, swizzle).
+_BLOCKS = {"w": ("i32", 2, 32, 0), "w_scale": ("u8", 0, 8, 0), "x_scale": ("fp32", 7, 32, 0)}
+_CODES_OF_X = ("fp8e4nv", 0, 8, 128)
 # How a Gluon kernel's type of a descriptor names the layout of its box in shared memory.
 _SHARED = (
     "NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={bits}, rank={rank}, transposed=False, "
@@ -91,9 +95,19 @@ def kernels_of(compiled: Iterable[Compiled]) -> tuple[Kernel, ...]:
 
 def _map_element(name: str, dtype: DType) -> int:
     """The type that TMA takes the elements for: results are not rounded again."""
+    held = _held(name, dtype)
+    if held is not None:
+        return held[1]
     if dtype.quantised:
-        return _BLOCKS[name][1] if name in _BLOCKS else _MAP_ELEMENT[DType.BF16]
+        return _MAP_ELEMENT[DType.BF16]
     return _MAP_ELEMENT[DType.FP32 if dtype is DType.TF32 and name == "dw" else dtype]
+
+
+def _held(name: str, dtype: DType) -> tuple[str, int, int, int] | None:
+    """What a descriptor is of, where that is not the dtype itself."""
+    if not dtype.quantised:
+        return None
+    return _CODES_OF_X if name == "x" and dtype.quantises_x else _BLOCKS.get(name)
 
 
 def arguments_of(spec: Spec | RowOpSpec) -> tuple[tuple[str, str], ...]:
@@ -208,13 +222,16 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
 def _triton_type(name: str, kind: str, spec: Spec | RowOpSpec, boxes: dict[str, tuple[int, ...]]) -> str:
     element = _ELEMENT.get(spec.dtype, "bf16")
     if kind == "ptr":
+        if spec.op is RowOp.QUANTIZE and name == "out":
+            return "*i32"
         return f"*{element}" if name in _ELEMENTS else _POINTS_AT[name]
     if kind.startswith("desc"):
         box = boxes[name]
         specialized = isinstance(spec, Spec) and spec.config.schedule.warp_specialized
+        held = _held(name, spec.dtype)
         bits, swizzle = 8 * spec.dtype.itemsize, 128
-        if spec.dtype.quantised and name in _BLOCKS:
-            (element, _, bits), swizzle = _BLOCKS[name], 0
+        if held is not None:
+            element, _, bits, swizzle = held
         layout = f",{_SHARED.format(rank=len(box), bits=bits, swizzle=swizzle)}" if specialized else ""
         return f"tensordesc<{element}[{','.join(map(str, box))}]{layout}>"
     return kind

@@ -32,7 +32,7 @@ from ..journal.timings import LEAST_BAND, plain_of
 from ..process.gpus import busy, gpu_uuid
 from .calls import TORCH, Tensors, caller, torch_caller
 from .clock import Clock
-from .inputs import MAX_ERROR, measured_routings, quantised_weights, top_k_of, weights
+from .inputs import MAX_ERROR, codes_of_rows, measured_routings, quantised_weights, top_k_of, weights
 from .job import MeasureJob, MeasureResult, Setup, WorkerInfo
 from .numerics import GatedNumericsCheck, NumericsCheck
 
@@ -306,7 +306,8 @@ class Bench:
         row_weights = None
         if problem.op is Op.FORWARD and Fusion.SCATTER in problem.fusion:  # they are mostly weighted, too
             row_weights = torch.exp2(torch.arange(M, device=self.device) % 3 - 1)  # powers of two: nothing is rounded
-        return Tensors(problem, M, rows, w, result, index, top_k, row_weights)
+        codes = codes_of_rows(rows) if problem.dtype.quantises_x else None
+        return Tensors(problem, M, rows, w, result, index, top_k, row_weights, codes)
 
     def _weight(self, problem: Problem) -> torch.Tensor | ExpertWeights:
         """w as the problem has it: made once for all ops, forms and buckets that share it."""

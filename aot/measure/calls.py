@@ -12,8 +12,10 @@ from ...artifacts.records.problem import Fusion, Op, Problem
 from ...kernels.contract.spec import gemm_of
 from ...runtime.check.tensors import address_of
 from ...runtime.launch import gemm as launch_gemm
+from ...runtime.launch.block_scaled import block_scaled_launcher
 from ...runtime.launch.mixed_input import mixed_input_launcher
 from ...runtime.weights.expert_weights import ExpertWeights
+from .inputs import values_of_rows
 
 TORCH = {one: torch.bfloat16 for one in DType if one.quantised} | {
     DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32,
@@ -27,7 +29,8 @@ class Tensors:
     ``rows`` is x of the forward, [M, K] (or [T, K] where it is gathered), else dy, [M, N]. ``weights`` is w as
     ``problem.layout`` says, or quantised and prepared, or x [M, K] for dW. ``result`` is y, dx or dw. ``index``, int32
     [M], says which rows are moved; x's row is ``index // top_k``. With silu ``result`` is [M, N/2]. ``row_weights``,
-    float32 [M] by index, are multiplied with.
+    float32 [M] by index, are multiplied with. ``codes`` are ``rows`` as a product reads them that quantises x
+    (``inputs.codes_of_rows``).
     """
 
     problem: Problem
@@ -38,6 +41,11 @@ class Tensors:
     index: torch.Tensor | None = None
     top_k: int = 1
     row_weights: torch.Tensor | None = None
+    codes: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def read(self, here: slice) -> torch.Tensor:
+        """Some of ``rows`` as the product reads them."""
+        return self.rows[here] if self.codes is None else values_of_rows(*self.codes, here)
 
     @property
     def dense(self) -> torch.Tensor:
@@ -59,7 +67,12 @@ def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor)
         fused = launch_gemm.Fused(fusion, 1, on.top_k if Fusion.GATHER in fusion else 1)
         words = {"index": on.index.data_ptr(), "row_weights": weights, "index_end": on.M}
     w = on.weights
-    if isinstance(w, ExpertWeights):
+    if isinstance(w, ExpertWeights) and on.codes is not None:
+        launch = block_scaled_launcher(kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=1, fused=fused)
+        x, x_scale = on.codes
+        words |= {"x": x.data_ptr(), "x_scale": x_scale.data_ptr(), "stride_y_m": on.result.stride(0)}
+        words |= {"w": w.codes.data_ptr(), "w_scale": w.scale.data_ptr()}
+    elif isinstance(w, ExpertWeights):
         launch = mixed_input_launcher(kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=1, fused=fused)
         words |= {"x": on.rows.data_ptr(), "stride_x_m": on.rows.stride(0), "stride_y_m": on.result.stride(0)}
         words |= {"w": w.codes.data_ptr(), "w_scale": address_of(w.kernel_scale), "w_outer": address_of(w.outer_scale)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...artifacts.errors import InputError
 from ...artifacts.names import PART
-from ...artifacts.records.precision import DType, dtype_of
+from ...artifacts.records.precision import DType, dtypes_of
 from ...artifacts.records.problem import Op
 from ...kernels.contract.mixed_input import SIZES, prepares
 from .catalogue import DEFAULT, catalogue, find, nearest_ids
@@ -76,7 +76,7 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
         for shard in shards:
             notes.extend(f"{line.where}: {note}" for note in _unprepared(shard))
             for name in shard.weights:
-                if name not in PLAIN and dtype_of(name) not in shard.dtypes:
+                if name not in PLAIN and not set(dtypes_of(name)) <= set(shard.dtypes):
                     without_code.setdefault(name, {})[shard.name] = None
             facts = (shard.E, shard.k, shard.H, shard.I, shard.gated, shard.shared_experts)
             told, first = layers.setdefault(shard.name, (facts, line.where))
@@ -95,7 +95,7 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
         raise InputError("\n".join(head + problems))
     for name, models in without_code.items():
         built = f"bf16 (or the dtype= given) is built instead for {', '.join(models)}"
-        there = dtype_of(name) is not None
+        there = bool(dtypes_of(name))
         notes.append(f"{built}, published as {name}: weights={name} builds that" if there
                      else f"no kernels for {name} yet: {built}")  # fmt: skip
     return LoadedModels(tuple(seen), tuple(notes))
@@ -273,8 +273,8 @@ def _unprepared(shard: LayerShard) -> Iterator[str]:
 
 def _dtypes(weights: tuple[str, ...], *, asked: bool) -> tuple[DType, ...]:
     """What is built for weights of these formats: products with quantised ones where somebody asked for them."""
-    every = (dtype_of(one) for one in weights if asked or one in PLAIN)
-    return tuple(dict.fromkeys(one for one in every if one is not None)) or (DType.BF16,)
+    every = (dtype for one in weights if asked or one in PLAIN for dtype in dtypes_of(one))
+    return tuple(dict.fromkeys(every)) or (DType.BF16,)
 
 
 def _name(model: str, part: str) -> str:

@@ -144,11 +144,13 @@ def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def pass_specs(problems: Iterable[Problem]) -> tuple[RowOpSpec, ...]:
-    """The passes over rows that go with these problems: a layer of theirs needs them in each dtype, for any shape."""
-    every = tuple(problems)
-    dtypes = (DType.BF16 if one.dtype.quantised else one.dtype for one in every)
-    return rowops.specs(tuple(dict.fromkeys(dtypes)), frozenset(one.op for one in every))
+def pass_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[RowOpSpec, ...]:
+    """The passes over rows that go with these problems: a layer of theirs needs them in each dtype, for any shape.
+
+    x is quantised for products that the capability has code for.
+    """
+    every = [one for one in problems if not one.dtype.quantises_x or pool.candidates(Family.of(one), sm)]
+    return rowops.specs(tuple(dict.fromkeys(one.dtype for one in every)), frozenset(one.op for one in every))
 
 
 def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
@@ -170,7 +172,7 @@ def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
 
 def to_compile(problems: Sequence[Problem], sm: int, pool: Pool) -> tuple[Spec | RowOpSpec, ...]:
     """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes."""
-    return (*(group[0] for group in by_code(specs(problems, sm, pool), sm)), *pass_specs(problems))
+    return (*(group[0] for group in by_code(specs(problems, sm, pool), sm)), *pass_specs(problems, sm, pool))
 
 
 def ships_unchosen(variant: Variant) -> bool:

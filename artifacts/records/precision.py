@@ -14,7 +14,8 @@ class DType(enum.Enum):
     """What a problem says of its operands: a name of ``PRECISIONS``.
 
     Of the first four all operands are of one type; ``TF32`` is fp32 in memory, multiplied in tf32. Of the others w is
-    quantised, and x and y are bf16: of these there are only the formats that a kernel multiplies.
+    quantised, y is bf16, and x is, too, before a pass quantises it for ``FP8_BLOCK``: of these there are only the
+    formats that a kernel multiplies.
     """
 
     BF16 = "bf16"
@@ -26,12 +27,13 @@ class DType(enum.Enum):
     INT4_G32 = "int4_g32"
     INT4_G64 = "int4_g64"
     INT4_G128 = "int4_g128"
+    FP8_BLOCK = "fp8_block"
     FP8_BLOCK_A16 = "fp8_block_a16"
     FP8_CHANNEL_A16 = "fp8_channel_a16"
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of x, and of y."""
+        """Bytes of one element of x as a call has it, and of y."""
         return 4 if self in (DType.FP32, DType.TF32) else 2
 
     @property
@@ -43,6 +45,11 @@ class DType(enum.Enum):
     def quantised(self) -> bool:
         """Whether w has scales."""
         return self not in PLAIN_DTYPES
+
+    @property
+    def quantises_x(self) -> bool:
+        """Whether products read x as codes with scales, too."""
+        return self.precision.x.scale is not None
 
 
 PLAIN_DTYPES = frozenset((DType.BF16, DType.FP16, DType.FP32, DType.TF32))
@@ -113,13 +120,13 @@ _BF16, _FP16, _FP32 = Elements("bf16", 16), Elements("fp16", 16), Elements("fp32
 _E4M3, _E2M1, _INT4 = Elements("e4m3", 8), Elements("e2m1", 4), Elements("int4", 4)
 
 
-def dtype_of(format: str) -> DType | None:
-    """What problems with weights of a format are of, by its name in ``PRECISIONS``; None where no kernel is for it.
+def dtypes_of(format: str) -> tuple[DType, ...]:
+    """What problems with weights of a format can be of, by its name in ``PRECISIONS``; none where no kernel is for it.
 
-    Where x would be quantised, too, no kernel does so yet, and those that leave it as it is run.
+    Where the format's checkpoints have x quantised, too, products that leave it as it is are nearer to what it stands
+    for, and faster for few rows: both are among these.
     """
-    name = format if format in _DTYPES else f"{format}_a16"
-    return _DTYPES.get(name)
+    return tuple(_DTYPES[name] for name in (format, f"{format}_a16") if name in _DTYPES)
 
 
 def _scaled(elements: Elements, name: str, rows: int, columns: int, **more: int | Scale) -> Elements:

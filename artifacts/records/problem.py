@@ -28,6 +28,7 @@ class RowOp(enum.Enum):
     """One of the passes over rows around the grouped GEMMs: no product, any number of rows and columns.
 
     - ``GATHER``: out[i] = x[token of row i]
+    - ``QUANTIZE``: the same or every row of x, as codes of e4m3 with a scale for each 128 columns
     - ``ACTIVATION``: a[i] = act(h[i])
     - ``ACTIVATION_GRAD``: dh of a's gradient, and what the routing weights take part in
     - ``COMBINE``: out[t] = sum over the slots s of token t of y[t, s]
@@ -36,6 +37,7 @@ class RowOp(enum.Enum):
     """
 
     GATHER = "gather"
+    QUANTIZE = "quantize"
     ACTIVATION = "activation"
     ACTIVATION_GRAD = "activation_grad"
     COMBINE = "combine"

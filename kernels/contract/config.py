@@ -23,6 +23,7 @@ class Schedule(enum.IntEnum):
     COOPERATIVE = 2  # warp-specialised: one warp loads, two warpgroups share each tile
     PINGPONG = 3  # warp-specialised: one warp loads, two warpgroups take whole tiles in turns
     MIXED_INPUT = 4  # as cooperative, of codes of w that become x's type in registers; tiles of 64 columns share out K
+    BLOCK_SCALED = 5  # as cooperative, of codes of x and of w, whose products are scaled for each block of K
 
     @property
     def warp_specialized(self) -> bool:
@@ -99,6 +100,8 @@ class Config:
         numbers = {name: getattr(self, name) for name in RANGES}
         if self.schedule is Schedule.MIXED_INPUT:  # (others' pairs are from before it)
             flags |= {"mixed_input": True, "fitted": self.rows is TileRows.FITTED}
+        if self.schedule is Schedule.BLOCK_SCALED:
+            flags |= {"block_scaled": True}
         return tuple(sorted((name, int(value)) for name, value in (numbers | flags).items()))
 
     @classmethod
@@ -142,7 +145,7 @@ RANGES: Mapping[str, Sequence[int]] = {  # what a knob that is a number can be, 
 }  # fmt: skip
 _FLAGS = {
     "tma": False, "persistent": True, "specialized": False, "streamed": False, "narrow": False, "pingpong": False,
-    "mixed_input": False, "fitted": False,
+    "mixed_input": False, "fitted": False, "block_scaled": False,
 }  # fmt: skip
 _WIRE = (*RANGES, *_FLAGS)
 # Of format 1's pairs: tiles of these sizes are fitted to their rows, and were told from others by that alone.
@@ -157,8 +160,12 @@ def _schedule(flags: Mapping[str, bool]) -> Schedule:
         raise ValueError("a pingpong config is specialized, this is not")
     if (flags["mixed_input"] and not flags["specialized"]) or (flags["fitted"] and not flags["mixed_input"]):
         raise ValueError("a mixed_input config is specialized, and a fitted one of format 1 mixed_input; this is not")
+    if flags["block_scaled"] and (not flags["specialized"] or flags["mixed_input"] or flags["pingpong"]):
+        raise ValueError("a block_scaled config is specialized, neither mixed_input nor pingpong; this is not")
     if flags["mixed_input"] and not flags["pingpong"]:
         return Schedule.MIXED_INPUT
+    if flags["block_scaled"]:
+        return Schedule.BLOCK_SCALED
     if flags["specialized"]:
         return Schedule.PINGPONG if flags["pingpong"] else Schedule.COOPERATIVE
     return Schedule.PERSISTENT if flags["persistent"] else Schedule.TILE

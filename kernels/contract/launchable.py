@@ -30,7 +30,12 @@ _CODES = _NUMBERS | {
     "x": ("desc2",), "w": ("desc2",), "w_scale": ("desc2",), "w_outer": ("ptr",), "y": ("ptr",), "stride_y_m": ("i64",),
     "stride_outer_e": ("i64",),
 }  # fmt: skip
+_SCALED = _NUMBERS | {
+    "x": ("desc2",), "w": ("desc4",), "x_scale": ("desc2",), "w_scale": ("ptr",), "y": ("ptr",), "y_map": ("desc4",),
+    "stride_y_m": ("i64",),
+}  # fmt: skip
 _ELEMENTS_OF_CODES = {"x": (9,), "w": (2,), "w_scale": (0,)}
+_ELEMENTS_OF_BOTH = {"x": (0,), "w": (2,), "x_scale": (7,), "y_map": (9,)}
 _ELEMENTS = {DType.BF16: (9,), DType.FP16: (6,), DType.FP32: (7,), DType.TF32: (7, 11)}  # CUtensorMapDataType
 _WARP = 32
 
@@ -50,7 +55,7 @@ def unlaunchable(variant: Variant) -> str | None:
     refused = refusal(spec)
     if refused:
         return refused
-    words = _CODES if variant.dtype.quantised else _WEIGHT if variant.op is Op.DW else _ROWS
+    words = _words_of(variant)
     given = dict(variant.arguments)
     for name, kind in variant.arguments:
         if kind not in words.get(name, ()):
@@ -65,12 +70,19 @@ def unlaunchable(variant: Variant) -> str | None:
         return "it has tensor maps, and a config without TMA"
     for one in variant.tensor_maps:
         if variant.dtype.quantised:
-            elements: tuple[int, ...] = _ELEMENTS_OF_CODES.get(one.argument, ())
+            of_codes = _ELEMENTS_OF_BOTH if variant.dtype.quantises_x else _ELEMENTS_OF_CODES
+            elements: tuple[int, ...] = of_codes.get(one.argument, ())
         else:
             elements = _ELEMENTS[variant.dtype]
         if one.element not in (elements[:1] if one.argument == "dw" else elements):  # results are not rounded to tf32
             return f"the tensor map of {one.argument} has elements of the type {one.element}, not {variant.dtype.value}"
     return _wrong_threads(variant)
+
+
+def _words_of(variant: Variant) -> dict[str, tuple[str, ...]]:
+    if variant.dtype.quantised:
+        return _SCALED if variant.dtype.quantises_x else _CODES
+    return _WEIGHT if variant.op is Op.DW else _ROWS
 
 
 def _unlaunchable_pass(variant: Variant, op: RowOp) -> str | None:

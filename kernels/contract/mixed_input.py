@@ -15,13 +15,11 @@ _MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 b
 
 
 DTYPES = frozenset(map(DType, CODES))
-
-
 SIZES = "N and K must be multiples of 64, of fp8_block of 128, and K of int4_g128 of 128"
 
 
 def prepares(dtype: DType, N: int, K: int) -> bool:
-    """Whether matrices of N x K can be in the order that the kernel reads: whole blocks, and whole blocks of scales."""
+    """Whether matrices of N x K can be in the order that kernels read: whole blocks, and whole blocks of scales."""
     scale = dtype.precision.w.scale
     rows, columns = (BLOCK, BLOCK) if scale is None else (max(BLOCK, scale.rows), max(BLOCK, scale.columns))
     return N % rows == 0 and K % columns == 0
@@ -85,7 +83,7 @@ ROWS_WNA16 = KernelEntry(
     name="rows_wna16",
     revision=1,
     home="gemm.hopper.wna16",
-    sha256="db5ff4550895487b3107bca8a2b4d8865c84d5e0e94725d744a6a62ea7f7b068",
+    sha256="64ed22409d938e98b4e66019a8b4884fa2520991bad191e2029dd8683c2d4593",
     launched_since=1,
     ops=frozenset((Op.FORWARD,)),
     dtypes=DTYPES,

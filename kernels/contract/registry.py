@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from ...artifacts.records.problem import Fusion, Op, Problem
 from ..hardware.arch import arch_of
+from .block_scaled import ROWS_W8A8
 from .config import Config, out_of_range
 from .entry import Box, Constants, KernelEntry, Limits, Tiles
 from .hopper import ROWS_FITTED, ROWS_SPECIALIZED, WEIGHT_SPECIALIZED
@@ -19,7 +20,9 @@ from .rowops import ROW_OPS, RowOpSpec
 from .source import Entry
 from .spec import Spec, gemm_of
 
-KERNELS: tuple[KernelEntry, ...] = (ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16)
+KERNELS: tuple[KernelEntry, ...] = (
+    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_W8A8,
+)  # fmt: skip
 ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
 
 _BY_FORM: Mapping[tuple[object, ...], KernelEntry] = {

@@ -5,6 +5,7 @@ row of a or y):
 
 =========================  ===================================================================
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
+``scale``                  device pointer to fp32 [columns / 128, M], rows of whole 16 bytes; its ``out`` is of bytes
 ``row_weights dweights``   device pointers to float32 by index, or NARROW to the variant's dtype
 ``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
 ``places``                 device pointer to int32: each slot's row in the sorted order, -1 for one of no expert
@@ -45,6 +46,7 @@ BY_TOKEN = 2048
 NARROW = 4096
 NARROW_DWEIGHTS = 8192
 BIASED = 16384
+PICKED = 32768  # QUANTIZE's rows of x are picked by an index; kernels/rowops/quantize.py has the same value
 NOTED_ROWS = 256  # that a program looks at
 # What a launch of SORT_SLOTS does; kernels/rowops/sort.py has the same values.
 COUNTS = 1
@@ -57,6 +59,7 @@ CLEARED_ROWS = 64
 
 _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
+    RowOp.QUANTIZE: (("x", "index", "used", "out", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags")),
     RowOp.ACTIVATION_GRAD: (
         ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"), ("M", "columns", "index_step", "flags"),
@@ -76,7 +79,7 @@ _ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias")
 # Bytes of a row that one thread has at once (of h's gate alone, of each of combine's 8), and the warps of a program.
 _THREADS = {
     RowOp.GATHER: (32, 4), RowOp.ACTIVATION: (16, 4), RowOp.ACTIVATION_GRAD: (8, 2), RowOp.COMBINE: (16, 2),
-    RowOp.CLEAR: (32, 4),
+    RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (16, 4),
 }  # fmt: skip
 ACTIVATION_ROWS = 4  # that a program of ACTIVATION does side by side
 MOST_EXPERTS = 65536  # what a variant's record says: any number
@@ -85,6 +88,7 @@ SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
 _ACTIVATION = "rowops.activation", "c8b191fe1223c717d809b2b9a16944b84891b4709c184014ef6a8129686ada0d"
 _GATHER_COMBINE = "rowops.gather_combine", "2d2d8851bc4f1ad48045863d8c0bae3d6ac7b60bc90184762954bd415b20ee7a"
+_QUANTIZE = "rowops.quantize", "d58af9f450e949b1ae4522bfeb42b124545e4c1caa004a10a58e0a3926a6d42e"
 _SORT = "rowops.sort", "045fe45dc82ef106e078d6057bb809ad873e03c0d5626ab7d9c797525a2fb29e"
 _CLEAR = "rowops.zero_rows", "3594864ecf9116758b1d7caabf263b2ead22471711e153264cf77cbacacccf51"
 ROW_OPS = (
@@ -93,6 +97,7 @@ ROW_OPS = (
     Entry("clear", 1, *_CLEAR, launched_since=1),
     Entry("combine", 2, *_GATHER_COMBINE, launched_since=2),
     Entry("gather", 2, *_GATHER_COMBINE, launched_since=2),
+    Entry("quantize", 1, *_QUANTIZE, launched_since=1),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
 )
 
@@ -172,13 +177,17 @@ def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[RowOpSpec, ...
     passes += [RowOp.ACTIVATION_GRAD] if ops & {Op.DX, Op.DW} else []
     passes += [RowOp.GATHER] if ops else []
     kinds = dict.fromkeys(dtype_of(dtype) for dtype in dtypes)
+    quantised = any(dtype.quantises_x for dtype in dtypes)
     found = [RowOpSpec(one, dtype, alignment) for one in passes for dtype in kinds for alignment in (16, 1)]
+    found += [RowOpSpec(RowOp.QUANTIZE, DType.BF16)] if quantised else []
     found += [RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1)] if ops else []
     return (*found, *([RowOpSpec(RowOp.CLEAR, DType.FP32)] if ops & {Op.FORWARD, Op.DX} else []))
 
 
 def dtype_of(dtype: DType, op: RowOp | None = None) -> DType:
-    """The dtype of the passes beside GEMMs of this one: tf32 is fp32 in memory; what has none is recorded as fp32."""
+    """The dtype of the passes beside GEMMs of this one: what x and y are before and after; fp32 of what has none."""
+    if dtype.quantised:
+        return DType.BF16
     return DType.FP32 if dtype is DType.TF32 or op in (RowOp.SORT_SLOTS, RowOp.CLEAR) else dtype
 
 
@@ -215,5 +224,5 @@ def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
 
     Callers of SORT_SLOTS and CLEAR, and of GATHER in two launches, say it, as M.
     """
-    by_row = op in (RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.SORT_SLOTS, RowOp.CLEAR)
+    by_row = op in (RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.QUANTIZE, RowOp.SORT_SLOTS, RowOp.CLEAR)
     return -(-M // rows) * (1 if by_row else -(-columns // block))

@@ -179,12 +179,16 @@ MIXED_8_BITS_FITTED: tuple[Row, ...] = (
     (128, 256, 64, 8, 5),
     (256, 128, 64, 8, 4),
 )
+BLOCK_SCALED: tuple[Row, ...] = (
+    (128, 256, 128, 8, 4),
+    (128, 256, 128, 8, 3),
+)
 
 
 def candidates(op: Op, dtype: DType) -> list[Config]:
     """The pool of an op and dtype."""
     if dtype.quantised:
-        return _mixed_input(op, dtype)
+        return _block_scaled(op) if dtype.quantises_x else _mixed_input(op, dtype)
     if dtype is DType.FP32:
         return fp32(op)
     if dtype is DType.TF32:
@@ -199,6 +203,13 @@ def _mixed_input(op: Op, dtype: DType) -> list[Config]:
     mixed, tma = Schedule.MIXED_INPUT, Loads.TMA
     pool = configs(MIXED_4_BITS if four else MIXED_8_BITS, mixed, tma)
     return pool + configs(MIXED_4_BITS_FITTED if four else MIXED_8_BITS_FITTED, mixed, tma, fitted=True)
+
+
+def _block_scaled(op: Op) -> list[Config]:
+    if op is not Op.FORWARD:
+        return []
+    scaled, tma = Schedule.BLOCK_SCALED, Loads.TMA
+    return configs(BLOCK_SCALED, scaled, tma) + configs(BLOCK_SCALED, scaled, tma, group_m=16)
 
 
 def _portable(op: Op, dtype: DType) -> list[Config]:

@@ -27,7 +27,8 @@ def shared_bytes_at_least(op: Op, dtype: DType, config: Config, sm: int) -> int:
     """
     rows, columns, depth = config.block_m, config.block_n, config.block_k
     if dtype.quantised:  # every stage is being read or loaded
-        return config.num_stages * depth * (rows * dtype.itemsize + columns * dtype.precision.w.bits // 8)
+        x, w = dtype.precision.x.bits, dtype.precision.w.bits
+        return config.num_stages * depth * (rows * x + columns * w) // 8
     if op is Op.DW:
         rows, columns, depth = config.block_n, config.block_k, config.block_m
     wgmma = arch_of(sm).has(Feature.WGMMA) and config.loads is Loads.TMA and rows >= 64

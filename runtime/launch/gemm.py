@@ -149,7 +149,7 @@ def row_launcher(
         f"{variant.entry}, {config}",
         layout,
         counter_of(kernel),
-        _map_of_rows(kernel, result_columns(columns, variant.fusion), layout.offsets["stride_y_m"]),
+        map_of_rows(kernel, result_columns(columns, variant.fusion), layout.offsets["stride_y_m"]),
     )
     packed, tail = layout.pack, layout.tail
     tiles_n, block_m = -(-columns // config.block_n), config.block_m
@@ -243,7 +243,7 @@ def weight_launcher(
     return Launcher(pack, start, repeater)
 
 
-def _map_of_rows(kernel: LoadedKernel, columns: int, stride_at: int) -> Callable[[int, bytes], bytes] | None:
+def map_of_rows(kernel: LoadedKernel, columns: int, stride_at: int) -> Callable[[int, bytes], bytes] | None:
     """Who describes y, ragged rows, to a kernel that stores through TMA; packed words have y's row stride there."""
     maps = TensorMaps.of(kernel.variant, "y_map", kernel.function.device)
     if maps is None:

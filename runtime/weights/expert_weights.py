@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtype_of
+from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtypes_of
 from .codes import Quantised, cat, quantise, values
 from .given import as_bytes, bad, check_finite, fit, flat, of_dtype, told
 from .order import ORDERS, CodeOrder, reorder
@@ -226,9 +226,9 @@ class ExpertWeights:
         return self._derived
 
     @property
-    def kernel_dtype(self) -> DType | None:
-        """What a bundle's problems with these weights are of: ``precision.dtype_of``."""
-        return dtype_of(self.format)
+    def kernel_dtypes(self) -> tuple[DType, ...]:
+        """What a bundle's problems with these weights can be of: ``precision.dtypes_of``."""
+        return dtypes_of(self.format)
 
     @property
     def outer_scale(self) -> torch.Tensor | None:

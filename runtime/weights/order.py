@@ -8,6 +8,10 @@ each the 16 bytes (8 of codes of 4 bits) that one thread of a tensor core's oper
 
 with the codes of p = 0 in the low half of a word and those of p = 1 in the high one. Where in its half each code's bits
 lie says ``_PLACES``: most become bf16 by an instruction or two. Scales lie by the same blocks: [R, groups of 64 of K].
+
+Order 2, of codes of 8 bits, is the same with a row's 16 bytes exchanged: those of c lie where c ^ R / 2 % 4 would. So a
+block is also an operand of the tensor core in shared memory as TMA's swizzle of 64 bytes would have laid it, for a
+kernel that multiplies the codes themselves (kernels/gemm/hopper/w8a8.py). A row's K is then that of ``K_ORDER``.
 """
 
 from __future__ import annotations
@@ -31,13 +35,14 @@ _PLACES: dict[str, _Places] = {
         ((8, 11), (4, 11), (3, 10)),  # sign at 14, then 13, then 11 and 10
     ),
     "int4": tuple(((15, 4 * i),) for i in range(4)),
-    "e4m3": (
-        ((0x80, 8), (0x7F, 4)),  # sign at 15, the rest at 10 to 4
-        ((0x80, 7), (0x70, 7), (0x0F, 0)),  # sign at 14, three bits at 13 to 11, four at 3 to 0
-    ),
+    "e4m3": (((0xFF, 8),), ((0xFF, 0),)),  # whole, as the tensor core reads them
 }
 _MOST_E8M0 = 128  # a larger scale, 4 or more, has no room in bf16 beside the 2^126 that codes are made too small by
 _E4M3_SHIFT = 120  # log2 of what e4m3 codes are made too small by
+
+
+# Which of a block's 64 of K each byte of a row holds, of codes of 8 bits, before the exchange.
+K_ORDER = tuple(16 * s + 8 * h + 2 * c + p for c in range(4) for s in range(4) for p in range(2) for h in (1, 0))
 
 
 class CodeOrder(NamedTuple):
@@ -90,6 +95,8 @@ def _codes(name: str) -> Callable[[torch.Tensor, bool], torch.Tensor]:
     places = _PLACES[name]
     per_half = len(places)
     four = name != "e4m3"
+    row = torch.arange(BLOCK)[:, None]
+    exchanged = torch.arange(4) ^ row // 2 % 4  # [R, c], its own inverse
 
     def move(codes: torch.Tensor, undo: bool) -> torch.Tensor:
         given = codes.view(torch.uint8)
@@ -99,6 +106,8 @@ def _codes(name: str) -> Callable[[torch.Tensor, bool], torch.Tensor]:
         outer, inner = (2, per_half) if four else (4, per_half)
         if undo:
             halves = given.contiguous().view(torch.int16).view(rows // BLOCK, K // BLOCK, BLOCK, 4, outer, 2)
+            if not four:
+                halves = halves[:, :, row, exchanged]
             wide = halves.to(torch.int32)
             found = torch.zeros((*wide.shape, per_half), dtype=torch.uint8, device=given.device)
             for i, parts in enumerate(places):
@@ -114,6 +123,8 @@ def _codes(name: str) -> Callable[[torch.Tensor, bool], torch.Tensor]:
             one = split[..., i].to(torch.int32)
             for mask, shift in parts:
                 halves |= (one & mask) << shift
+        if not four:
+            halves = halves[:, :, row, exchanged]
         return halves.to(torch.int16).view(torch.uint8).reshape(rows, width).view(codes.dtype)
 
     return move
@@ -181,8 +192,8 @@ def _order(format: str) -> CodeOrder:
         raise AssertionError(f"{format} has no scale")
     if elements.name == "e4m3":
         if scale.rows == 1:
-            return CodeOrder(1, lambda one: _whole(one, BLOCK), codes)
-        return CodeOrder(1, _fits_blocks, codes, derived=_of_blocks)
+            return CodeOrder(2, lambda one: _whole(one, BLOCK), codes)
+        return CodeOrder(2, _fits_blocks, codes, derived=_of_blocks)
     move = _scale(scale.columns)
     if elements.name == "e2m1":
         fits = _fits_e8m0 if scale.name == "e8m0" else _fits_e4m3

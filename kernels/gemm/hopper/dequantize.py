@@ -3,7 +3,8 @@
 w is prepared (runtime/weights/order.py): a block of 64 rows and 64 of K lies together, as int32 [64, 4, W]: a row, the
 thread c of the four that hold a row of the operand, and W words, 2 of codes of 4 bits and 4 of those of 8. With
 K = 16 s + 8 h + 2 c + p, codes of p = 0 are in the low half of a word and those of p = 1 in the high one, in the order
-of (s, h). So one instruction or two make two neighbours of bf16.
+of (s, h). So one instruction or two make two neighbours of bf16. Of codes of 8 bits the four words of a row change
+places, c ^ row / 2 % 4, as in the swizzle of 64 bytes in which wgmma can read them (w8a8.py).
 """
 
 from __future__ import annotations
@@ -51,18 +52,17 @@ def _int4_text() -> str:
 def _e4m3_text() -> str:
     """PTX: $0 ... $7 of the words $8 ... $11: sign at bit 15, the rest at bits 10 to 4, which is the value x 2^-120.
 
-    A half has its first code where it is wanted, and of the second the sign at bit 14, the next three bits at 13 to 11
-    and the last four at 3 to 0. Each result has two registers, of the words' upper bit.
+    A half has its first code in the high byte. Each result has two registers, of the words' upper bit.
     """
     lines = [".reg .b32 t;"]
     for word in range(4):
         at = 4 * (word & 1) + (word >> 1)
         w, first, second = f"${8 + word}", f"${at}", f"${at + 2}"
         lines += [
-            f"and.b32 {first}, {w}, {_both(0x87F0)};",
-            f"shl.b32 t, {w}, 1; and.b32 {second}, t, {_both(0x8000)};",
-            f"shr.u32 t, {w}, 3; lop3.b32 {second}, t, {_both(0x0700)}, {second}, 0xEA;",
-            f"shl.b32 t, {w}, 4; lop3.b32 {second}, t, {_both(0x00F0)}, {second}, 0xEA;",
+            f"and.b32 {first}, {w}, {_both(0x8000)};",
+            f"shr.u32 t, {w}, 4; lop3.b32 {first}, t, {_both(0x07F0)}, {first}, 0xEA;",
+            f"shl.b32 t, {w}, 8; and.b32 {second}, t, {_both(0x8000)};",
+            f"shl.b32 t, {w}, 4; lop3.b32 {second}, t, {_both(0x07F0)}, {second}, 0xEA;",
         ]
     return "\n".join(("{", *lines, "}"))
 
@@ -97,6 +97,14 @@ _FLAT_2: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _FLAT_3: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
+def _swizzled() -> gl.SharedLinearLayout:
+    words = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0]]
+    return gl.SharedLinearLayout([*words, [1, 0, 0], [2, 1, 0], [4, 2, 0], *([1 << bit, 0, 0] for bit in range(3, 6))])
+
+
+_SWIZZLED: gl.constexpr = gl.constexpr(_swizzled())
+
+
 @gluon.constexpr_function
 def codes_of(FORMAT):  # type: ignore[no-untyped-def]
     return CODES[FORMAT].codes
@@ -117,7 +125,7 @@ def _unpack(codes, FORMAT: gl.constexpr):
     """A block in shared memory -> bf16 [64, 2, 2, 2, 4, 2]: row, s (two bits), h, c, p."""
     CODES: gl.constexpr = codes_of(FORMAT)
     if CODES == "e4m3":
-        words = codes._reinterpret(gl.int32, [64, 4, 4], _FLAT_3).load(_WORDS_8)
+        words = codes._reinterpret(gl.int32, [64, 4, 4], _SWIZZLED).load(_WORDS_8)
         o = gl.inline_asm_elementwise(
             _E4M3, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words],
             dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,

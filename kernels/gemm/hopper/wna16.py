@@ -72,7 +72,7 @@ def outer_of(FORMAT):  # type: ignore[no-untyped-def]
 def _load_codes(
     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    EXPERTS: gl.constexpr, FORMAT: gl.constexpr, FITTED: gl.constexpr,
+    EXPERTS: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: see ``rows._load_rows``. A stage has blocks of a tile's columns, and boxes of its rows."""
     WIDE: gl.constexpr = BLOCK_N // BLOCK  # blocks of columns of a tile
@@ -346,7 +346,7 @@ def rows_wna16(
                 )),
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT, FITTED,
+                    m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT,
                 )),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
@@ -366,7 +366,7 @@ def rows_wna16(
                 )),
                 (_load_codes, (
                     x, w, w_scale, a, s, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E,
-                    m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT, FITTED,
+                    m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, FORMAT,
                 )),
             ],
             [4, 1],

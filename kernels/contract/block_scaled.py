@@ -1,0 +1,99 @@
+"""The entry of the kernel for codes of both w and x, with scales of blocks, on Hopper: ``rows_w8a8``."""
+
+from __future__ import annotations
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Op
+from ..codes import BLOCK, WORD_ROW
+from ..hardware.arch import Arch, Feature
+from .config import Loads, Schedule
+from .entry import Box, Constants, KernelEntry, Limits, Tiles
+from .portable import PLAIN
+from .spec import MAX_EXPERTS, Spec
+
+GROUP = 128  # of K, and columns of w, that share a scale
+SCALES = 256  # of x, that TMA loads at once
+_ROWS, _COLUMNS = 128, 256  # of a tile
+_BUFFER_BYTES = 2 * 64 * 64 * 2  # of results on their way out, of both warpgroups
+_MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits
+
+
+def stage_bytes() -> int:
+    """Of shared memory for one step's operands and scales of x."""
+    return (_ROWS + _COLUMNS) * GROUP + 4 * SCALES
+
+
+def scale_columns(M: int) -> int:
+    """Of x's scales, [K / 128, this]: TMA wants rows of whole 16 bytes."""
+    return -(-M // 4) * 4
+
+
+def _boxes(_spec: Spec) -> dict[str, Box]:
+    quarters = BLOCK * BLOCK // 4 // WORD_ROW
+    return {
+        "x": (BLOCK, GROUP),
+        "w": (GROUP // BLOCK, GROUP // BLOCK, quarters, WORD_ROW),
+        "x_scale": (1, SCALES),
+        "y_map": (1, 1, 64, 64),
+    }
+
+
+def _constants(spec: Spec, arch: Arch) -> Constants:
+    stages, tables = spec.config.num_stages, 2 * _ROWS * 8 if spec.fusion else 0
+    room_bytes = arch.limits.shared_per_block_bytes - 512 - tables - stages * stage_bytes()
+    return {
+        "STAGES": stages,
+        "SLOTS": 2 if room_bytes >= 2 * _BUFFER_BYTES else 1,
+        "GROUP_M": spec.config.group_m,
+        "EXPERTS": MAX_EXPERTS,
+        "INDEXED": bool(spec.fusion),
+        "REGISTERS": 216,
+    }
+
+
+def _descriptors(spec: Spec) -> tuple[str, ...]:
+    """Results leave through one where no index says where they go."""
+    return ("x", "w", "x_scale") if spec.fusion else ("x", "w", "x_scale", "y_map")
+
+
+def _absent(spec: Spec) -> tuple[str, ...]:
+    return ("y_map",) if spec.fusion else ()
+
+
+def _required(spec: Spec) -> tuple[str, ...]:
+    return ("x", "w", "x_scale", "w_scale", "y", *(() if spec.fusion else ("y_map",)), "m_sizes", "counter")
+
+
+ROWS_W8A8 = KernelEntry(
+    name="rows_w8a8",
+    revision=1,
+    home="gemm.hopper.w8a8",
+    sha256="37d5cf21b3d1d9de0767f619e75e50eb54a25b36c6e6057177868f7fe6ebe18f",
+    launched_since=1,
+    ops=frozenset((Op.FORWARD,)),
+    dtypes=frozenset((DType.FP8_BLOCK,)),
+    fusions=PLAIN,
+    needs=frozenset((Feature.WGMMA,)),
+    tiles=(
+        Tiles(
+            Limits(MAX_EXPERTS, _MOST_STEPS),
+            {
+                "schedule": (Schedule.BLOCK_SCALED,), "loads": (Loads.TMA,), "block_m": (_ROWS,),
+                "block_n": (_COLUMNS,), "block_k": (GROUP,), "num_warps": (8,), "num_stages": range(2, 5),
+            },
+            zeroes=True,
+        ),
+    ),
+    pointers=(
+        "x", "w", "x_scale", "w_scale", "y", "y_map", "m_sizes", "index", "row_weights", "bias", "counter",
+    ),
+    strides=("stride_y_m",),
+    steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
+    ranks={"x": 2, "w": 4, "x_scale": 2, "y_map": 4},
+    descriptors=_descriptors,
+    absent=_absent,
+    required=_required,
+    boxes=_boxes,
+    constants=_constants,
+    loading_warps=4,
+)  # fmt: skip
