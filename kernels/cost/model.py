@@ -19,8 +19,8 @@ from ..contract.registry import dealt, transposed
 from ..contract.spec import result_columns
 from ..hardware.arch import arch_of
 from ..hardware.chips import Chip
-from .constants import CONSTANTS, Constants, Specialized
 from .block_scaled import block_scaled_us
+from .constants import CONSTANTS, Constants, Specialized
 from .mixed_input import mixed_input_us
 from .profile import Profile, Resources, join, occupancy, profile
 from .routing import ExpectedRows, expected_rows

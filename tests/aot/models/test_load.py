@@ -12,7 +12,7 @@ from pretuned.aot.models.load import LoadedModels, load_models
 from pretuned.aot.models.spec import words
 from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType, dtype_of
+from pretuned.artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType, dtypes_of
 from pretuned.artifacts.records.problem import Layout, Op
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -173,14 +173,14 @@ def test_weights_of_a_spec_go_before_the_checkpoint_s() -> None:
 
 @pytest.mark.parametrize("name", [name for name, one in PRECISIONS.items() if one.quantised])
 def test_a_format_with_code_is_built_where_it_is_asked_for_and_of_others_a_note_is_left(name: str) -> None:
-    loaded, dtype = load_models([f"{MINE.replace('I=240', 'I=256')} weights={name} name=mine"]), dtype_of(name)
+    loaded, dtypes = load_models([f"{MINE.replace('I=240', 'I=256')} weights={name} name=mine"]), dtypes_of(name)
     (shape,) = loaded.shapes
-    if dtype is None:
+    if not dtypes:
         assert shape.dtypes == (DType.BF16,)
         (note,) = loaded.notes
         assert note == f"no kernels for {name} yet: bf16 (or the dtype= given) is built instead for mine"
     else:
-        assert (shape.dtypes, loaded.notes) == ((dtype,), ())
+        assert (shape.dtypes, loaded.notes) == (dtypes, ())
 
 
 @pytest.mark.parametrize("how", ["awq", "bitsandbytes", "compressed-tensors"])

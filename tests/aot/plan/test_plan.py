@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from pretuned.aot.models.layer import LayerGemm, LayerShard
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import pass_specs
+from pretuned.aot.plan.families import Pool, pass_specs
 from pretuned.aot.plan.plan import buckets_between, plan, planned_on, unaligned
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
+from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import code_of
 
 QWEN3 = LayerShard(
@@ -234,10 +235,20 @@ def test_where_there_is_no_such_code_nothing_is_planned_for_it() -> None:
 def test_a_spec_s_weights_are_what_is_planned() -> None:
     loaded = load_models(["shape:E=8,H=512,I=256,k=2 weights=mxfp4,fp8_block,bf16 ops=forward"])
     made = plan(loaded.shapes)
-    assert {one.dtype for one in made.problems} == {DType.MXFP4, DType.FP8_BLOCK_A16, DType.BF16}
+    assert {one.dtype for one in made.problems} == {DType.MXFP4, DType.FP8_BLOCK, DType.FP8_BLOCK_A16, DType.BF16}
     assert loaded.notes == ()
 
 
 def test_the_passes_of_quantised_weights_are_those_of_bf16() -> None:
     quantised, plain = (plan([replace(QWEN3, dtypes=(one,))]).problems for one in (DType.MXFP4, DType.BF16))
-    assert pass_specs(quantised) == pass_specs(plain) == pass_specs((*quantised, *plain))
+    of_both = pass_specs((*quantised, *plain), 90, Pool())
+    assert pass_specs(quantised, 90, Pool()) == pass_specs(plain, 90, Pool()) == of_both
+
+
+def test_x_is_quantised_where_there_is_code_that_reads_it_so() -> None:
+    problems = tuple(plan([replace(QWEN3, dtypes=(DType.FP8_BLOCK, DType.FP8_BLOCK_A16))]).problems)
+    beside = set(pass_specs(problems, 90, Pool())) - set(pass_specs(problems, 80, Pool()))
+    assert beside == {RowOpSpec(RowOp.QUANTIZE, DType.BF16)}
+    only = tuple(one for one in problems if one.dtype is DType.FP8_BLOCK_A16)
+    assert pass_specs(only, 90, Pool()) == pass_specs(problems, 80, Pool())
+

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pretuned.artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType, Elements, Scale, dtype_of
+from pretuned.artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType, Elements, Scale, dtypes_of
 
 
 def test_every_plain_dtype_has_a_row_that_says_the_same() -> None:
@@ -28,16 +28,18 @@ def test_of_a_quantised_dtype_x_and_y_are_bf16() -> None:
         assert row.name == dtype.value
         assert dtype.quantised
         assert row.quantised
-        assert row.x == row.y == PRECISIONS["bf16"].x
-        assert (dtype.itemsize, row.math) == (2, "bf16")
+        assert row.y == PRECISIONS["bf16"].x
+        assert dtype.itemsize == 2
+        assert dtype.quantises_x is (dtype is DType.FP8_BLOCK)
+        assert dtype.quantises_x or (row.x, row.math) == (row.y, "bf16")
 
 
-def test_the_dtype_that_the_kernels_have_for_a_format() -> None:
-    found = {name: dtype_of(name) for name in PRECISIONS}
-    assert {name for name, one in found.items() if one is None} == {"int4_g32_zp", "int4_g64_zp", "int4_g128_zp"}
-    a16 = {name: one.value for name, one in found.items() if one is not None and one.value != name}
-    assert a16 == {"fp8_block": "fp8_block_a16", "fp8_channel": "fp8_channel_a16"}
-    assert dtype_of("nf4") is None
+def test_the_dtypes_that_the_kernels_have_for_a_format() -> None:
+    found = {name: [one.value for one in dtypes_of(name)] for name in PRECISIONS}
+    assert {name for name, some in found.items() if not some} == {"int4_g32_zp", "int4_g64_zp", "int4_g128_zp"}
+    others = {name: some for name, some in found.items() if some not in ([], [name])}
+    assert others == {"fp8_block": ["fp8_block", "fp8_block_a16"], "fp8_channel": ["fp8_channel_a16"]}
+    assert dtypes_of("nf4") == ()
 
 
 def test_the_names_are_those_that_are_promised() -> None:

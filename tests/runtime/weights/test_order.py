@@ -19,7 +19,7 @@ from pretuned.kernels.contract.mixed_input import prepares
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.weights import codes
 from pretuned.runtime.weights.codes import Quantised
-from pretuned.runtime.weights.order import BLOCK, ORDERS, CodeOrder, reorder
+from pretuned.runtime.weights.order import BLOCK, K_ORDER, ORDERS, CodeOrder, reorder
 
 
 def _interleaved(given: torch.Tensor, undo: bool) -> torch.Tensor:
@@ -152,9 +152,8 @@ def same(one: ExpertWeights, other: list[torch.Tensor]) -> list[bool]:
 def test_prepared_weights_are_the_same_and_go_back_bit_for_bit(format: str, N: int, K: int) -> None:
     w = made(format, 2, N, K)
     before, at, values = bits_of(w), w.codes.data_ptr(), w.dequantize(torch.float32)
-    dtype = w.kernel_dtype
-    assert dtype is not None
-    assert w.prepare().order == (1 if prepares(dtype, N, K) else 0)
+    dtype = w.kernel_dtypes[0]
+    assert w.prepare().order == (ORDERS[format].number if prepares(dtype, N, K) else 0)
     if w.order:
         assert not same(w, before)[0]
         assert w.codes.data_ptr() == at
@@ -179,8 +178,7 @@ def test_what_a_kernel_needs_is_what_weights_are_prepared_for(format: str) -> No
     """The plan asks ``prepares`` of sizes alone, before there are weights."""
     for N, K in itertools.product((32, 64, 96, 128, 192), (32, 64, 96, 128, 160, 192)):
         w = made(format, 1, N, K)
-        dtype = w.kernel_dtype
-        assert dtype is not None
+        dtype = w.kernel_dtypes[0]
         assert bool(w.prepare().order) is prepares(dtype, N, K), (N, K)
 
 
@@ -199,7 +197,7 @@ def test_an_fp8_scale_that_has_no_room_leaves_all_as_they_are() -> None:
     w.scale[1, 1, 1] = -128.0
     assert w.prepare().order == 0
     w.scale[1, 1, 1] = -127.0
-    assert w.prepare().order == 1
+    assert w.prepare().order == 2
 
 
 def test_a_negative_nvfp4_scale_leaves_all_as_they_are() -> None:
@@ -330,7 +328,7 @@ def test_the_kernel_s_instructions_read_what_was_written(format: str) -> None:
     wanted, plain = w.dequantize(torch.float32)[0].double(), w.scale[0].clone()
     scale = elements.scale
     assert scale is not None
-    assert w.prepare().order == 1
+    assert w.prepare().order == ORDERS[format].number
     words_each = 4 if elements.bits == 8 else 2
     words = w.codes[0].view(torch.uint8).flatten().view(torch.int32)
     blocks = words.view(N // BLOCK, K // BLOCK, BLOCK, 4, words_each)
@@ -338,7 +336,8 @@ def test_the_kernel_s_instructions_read_what_was_written(format: str) -> None:
     given = made(format, 1, N, K).codes[0].view(torch.uint8)
     given = given if elements.bits == 8 else codes.unpack(given)
     for nb, kb, row, c in itertools.product(range(N // BLOCK), range(K // BLOCK), range(0, BLOCK, 3), range(4)):
-        found = emulated(text, [int(one) & 0xFFFFFFFF for one in blocks[nb, kb, row, c]])
+        at = c ^ row // 2 % 4 if elements.bits == 8 else c  # dequantize._SWIZZLED
+        found = emulated(text, [int(one) & 0xFFFFFFFF for one in blocks[nb, kb, row, at]])
         n = nb * BLOCK + row
         for i, register in enumerate(found):
             s, h = place_of(i, words_each)
@@ -373,4 +372,20 @@ def place_of(register: int, words: int) -> tuple[int, int]:
 def test_all_formats_with_code_have_an_order() -> None:
     formats = {name for name, one in PRECISIONS.items() if one.quantised and not name.endswith("_zp")}
     assert set(ORDERS) == formats
-    assert {one.kernel_dtype for one in map(made, ORDERS)} == {one for one in DType if one.quantised}
+    assert {dtype for one in map(made, ORDERS) for dtype in one.kernel_dtypes} == {
+        one for one in DType if one.quantised
+    }
+
+
+def test_codes_of_8_bits_are_an_operand_in_a_swizzle_of_64_bytes() -> None:
+    """What kernels/gemm/hopper/w8a8.py loads: TMA's image of 64 rows of 64 bytes, each row's K in ``K_ORDER``."""
+    w = made("fp8_block", 1, 128, 128)
+    plain = w.codes[0].view(torch.uint8).clone()
+    blocks = w.prepare().codes[0].view(torch.uint8).view(2, 2, BLOCK * BLOCK)
+    assert sorted(K_ORDER) == list(range(BLOCK))
+    for nb, kb, row in itertools.product(range(2), range(2), range(BLOCK)):
+        for chunk in range(4):
+            at = 64 * row + 16 * chunk
+            at ^= (at >> 3) & 0x30  # CU_TENSOR_MAP_SWIZZLE_64B: bits 4 and 5 by bits 7 and 8
+            wanted = [plain[nb * BLOCK + row, kb * BLOCK + k] for k in K_ORDER[16 * chunk : 16 * chunk + 16]]
+            assert blocks[nb, kb, at : at + 16].tolist() == [int(one) for one in wanted]
