@@ -32,7 +32,7 @@ class ScaledConstants(NamedTuple):
     norm: float
 
 
-SCALED = ScaledConstants(12000.0, 900.0, 330.0, 40.0, 60.0, 0.01, 0.93, 4.0)
+SCALED = ScaledConstants(14907.0, 1006.0, 345.4, 152.1, 59.1, 0.01, 0.887, 6.76)
 
 
 def block_scaled_us(problem: Problem, M: int, config: Config, chip: Chip, c: ScaledConstants = SCALED) -> float:

@@ -18,35 +18,35 @@ def quantize(x, index, used, out, scale, M, columns, top_k, index_step, flags, B
 
     x [M, columns], rows dense; PICKED, row i of x is ``index[i] // top_k`` (int32 words, a step of 2 means int64). With
     USED rows from ``used`` on are left as they are. out is bytes [M, columns], each 64 columns in ``K_ORDER``
-    (runtime/weights/order.py), written as int32; scale is fp32 [columns / 128, M], its rows of whole fours. One program
-    a row.
+    (runtime/weights/order.py), written as int32; scale is fp32 [columns / 128, M], its rows of whole fours. A program
+    does BLOCK elements, which are whole groups, of one row or of several.
     """
-    row = tl.program_id(0).to(tl.int64)
+    GROUPS: tl.constexpr = BLOCK // _GROUP
     end = M
     if (flags & _USED) != 0:
         end = tl.load(used)
-    if row < end:
-        source = row
-        if (flags & _PICKED) != 0:
-            source = (tl.load(index + row * index_step) // top_k).to(tl.int64)
-        width = tl.cdiv(M, 4).to(tl.int64) * 4
-        h = tl.arange(0, 2)[None, None, :, None, None]
-        p = tl.arange(0, 2)[None, None, None, None, :]
-        block = tl.arange(0, BLOCK // 64)[:, None, None]
-        s = tl.arange(0, 4)[None, :, None]
-        c = tl.arange(0, 4)[None, None, :]
-        word_of = block * 16 + 4 * c + s
-        for first in tl.range(0, columns, BLOCK):
-            col = first + tl.arange(0, BLOCK)
-            value = tl.load(x + source * columns + col, mask=col < columns, other=0.0).to(tl.float32)
-            groups = value.reshape(BLOCK // _GROUP, _GROUP)
-            factor = tl.math.div_rn(tl.max(tl.abs(groups), 1), _MOST)
-            factor = tl.where(factor > 0, factor, 1.0)
-            group = first // _GROUP + tl.arange(0, BLOCK // _GROUP)
-            tl.store(scale + group * width + row, factor, mask=group * _GROUP < columns)
-            codes = tl.math.div_rn(groups, tl.broadcast_to(factor[:, None], groups.shape)).to(tl.float8e4nv)
-            # Of 64 columns k = 16 s + 8 h + 2 c + p is byte 16 c + 4 s + 2 p + (1 - h).
-            bits = codes.to(tl.uint8, bitcast=True).to(tl.int32).reshape(BLOCK // 64, 4, 2, 4, 2)
-            words = tl.sum(tl.sum(bits << (8 * (2 * p + 1 - h)), 4), 2)
-            at = first // 4 + word_of
-            tl.store(out + row * (columns // 4) + at, words, mask=4 * at < columns)
+    each = columns // _GROUP  # groups of a row
+    before = tl.program_id(0).to(tl.int64) * GROUPS
+    at = (before % each).to(tl.int32) + tl.arange(0, GROUPS)
+    row, group = before // each + at // each, at % each
+    there = row < end
+    source = row
+    if (flags & _PICKED) != 0:
+        source = (tl.load(index + row * index_step, mask=there, other=0) // top_k).to(tl.int64)
+    first = source * columns + group * _GROUP
+    element = first[:, None] + tl.arange(0, _GROUP)[None, :]
+    value = tl.load(x + element, mask=there[:, None], other=0.0).to(tl.float32)
+    factor = tl.math.div_rn(tl.max(tl.abs(value), 1), _MOST)
+    factor = tl.where(factor > 0, factor, 1.0)
+    tl.store(scale + group * (tl.cdiv(M, 4).to(tl.int64) * 4) + row, factor, mask=there)
+    codes = tl.math.div_rn(value, tl.broadcast_to(factor[:, None], value.shape)).to(tl.float8e4nv)
+    # Of 64 columns k = 16 s + 8 h + 2 c + p is byte 16 c + 4 s + 2 p + (1 - h).
+    bits = codes.to(tl.uint8, bitcast=True).to(tl.int32).reshape(GROUPS, 2, 4, 2, 4, 2)
+    h = tl.arange(0, 2)[None, None, None, :, None, None]
+    p = tl.arange(0, 2)[None, None, None, None, None, :]
+    words = tl.sum(tl.sum(bits << (8 * (2 * p + 1 - h)), 5), 3)  # [GROUPS, half, s, c]
+    half = tl.arange(0, 2)[None, :, None, None]
+    s = tl.arange(0, 4)[None, None, :, None]
+    c = tl.arange(0, 4)[None, None, None, :]
+    place = (row * (columns // 4) + group * (_GROUP // 4))[:, None, None, None] + 16 * half + 4 * c + s
+    tl.store(out + place, words, mask=there[:, None, None, None])

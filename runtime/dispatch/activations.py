@@ -1,0 +1,100 @@
+"""Whether x is quantised, too, for weights whose checkpoints have it so: codes times codes, or codes times bf16.
+
+Codes multiply twice as fast, and x is read as half as many bytes; but a pass has to quantise it (``RowOp.QUANTIZE``),
+and few rows wait for w alone. So x is quantised only where one bundle says of both products, for this very problem and
+bucket, that it pays with the pass added, whose time is ``pass_us``:
+
+- measured, on one GPU: the product of codes and its pass take less than the other, with the pass that gathers its rows
+  where they are gathered;
+- modelled: by more than 5 %, which is what the cost model does not tell apart.
+
+Without a choice of their own for either, both are modelled and compared likewise. A bundle without the pass, a GPU
+whose memory's rate is not known and rows of x that are not dense leave x as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import NamedTuple
+
+from ...artifacts.records.bundle import Source
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Problem, RowOp, bucket_of
+from ...artifacts.records.target import Gpu, LocalGpu
+from ...kernels.contract.rowops import dtype_of
+from ...kernels.hardware import chips
+from . import compare, gather, rowops
+from .decide import Decision, settle
+from .ranking import Candidate, Match
+from .snapshot import Rejected, Snapshot
+
+# Of the time in which the memory, at its published rate, moves the bytes once.
+_FIXED_US, _TRAFFIC_TIMES = 4.0, 1.35
+
+
+class ActivationsVerdict(NamedTuple):
+    """The variant that multiplies codes by codes, or None where x stays as it is; and why."""
+
+    chosen: Candidate | None
+    reason: str
+
+
+def verdict(
+    snapshot: Snapshot, problem: Problem, other: DType, M: int, local: LocalGpu, *, top_k: int
+) -> ActivationsVerdict:
+    """Which product runs M rows: ``problem``, whose x is quantised, or that of ``other``; the module has the rule.
+
+    ``top_k`` sorted rows read each row of x where they are gathered, 0 says that they are not.
+    """
+    bucket = bucket_of(M)
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            return _verdict(snapshot, problem, replace(problem, dtype=other), bucket, local, top_k)
+
+
+def pass_us(M: int, K: int, top_k: int, gpu: Gpu) -> float | None:
+    """What quantising M rows of K elements takes, in us; None for a GPU whose memory's rate is not known.
+
+    It reads M rows of bf16, or M / top_k that an index picks, and writes M rows of codes and scales.
+    """
+    chip = chips.chip_named(gpu.name)
+    if chip is None:
+        return None
+    moved_bytes = 2.0 * K * (M / top_k if top_k else M) + M * (K + K / 32)
+    return _FIXED_US + _TRAFFIC_TIMES * moved_bytes / chip.bandwidth_gbs * 1e-3
+
+
+def _verdict(
+    snapshot: Snapshot, problem: Problem, plain: Problem, bucket: int, local: LocalGpu, top_k: int
+) -> ActivationsVerdict:
+    if not rowops.ranked(snapshot, RowOp.QUANTIZE, dtype_of(problem.dtype), local, aligned=True):
+        return ActivationsVerdict(None, "x stays bf16: no usable bundle has the pass that quantises it")
+    ran = settle(snapshot, plain, bucket, local, True, False)
+    found: Candidate | str
+    if not isinstance(ran, Decision):  # nothing else runs
+        alone = settle(snapshot, problem, bucket, local, True, False)
+        if isinstance(alone, Decision):
+            return ActivationsVerdict(alone.chosen, "x is quantised: no bundle runs the product with x of bf16")
+        return ActivationsVerdict(None, "no bundle runs the product")
+    if ran.chosen.match is Match.EXACT:
+        found = compare.rival(snapshot, ran.chosen, problem, bucket, local, True)
+    else:
+        other = settle(snapshot, problem, bucket, local, True, False)
+        found = other.chosen if isinstance(other, Decision) else "no bundle runs it"
+        if isinstance(found, Candidate) and (found.match, ran.chosen.match) != (Match.COST_MODEL, Match.COST_MODEL):
+            found = "its time and that with x of bf16 are not of one source"
+    if isinstance(found, str):
+        return ActivationsVerdict(None, f"x stays bf16: of the product of codes, {found}")
+    gpu = local.gpu if ran.chosen.gpu is None else ran.chosen.gpu
+    own_us = pass_us(bucket, problem.K, top_k, gpu)
+    gather_us = gather.pass_us(bucket, problem.K, 2, top_k, gpu) if top_k else 0.0
+    if own_us is None or gather_us is None:
+        return ActivationsVerdict(None, "x stays bf16: the memory's rate of this GPU is not known")
+    beside = f" and the gather {gather_us:.1f} us" if gather_us else ""
+    times = f"{found.time_us:.1f} us {found.source.value} and the pass {own_us:.1f} us, with x of bf16 "
+    times += f"{ran.chosen.time_us:.1f} us{beside}"
+    margin = gather.MARGIN if found.source is Source.MODELLED else 1.0
+    if (found.time_us + own_us) * margin >= ran.chosen.time_us + gather_us:
+        return ActivationsVerdict(None, f"x of bf16 is no slower: {times}")
+    return ActivationsVerdict(found, f"x quantised, too, is faster at M near {bucket}: the product {times}")
