@@ -5,9 +5,9 @@
 
 y[g] = x[g] @ w[g].T, rows sorted by expert; ours by the public call with ``ExpertWeights``, x in bf16. In fp8 blocks
 the others multiply an x that is quantised beforehand (w8a8), outside the time: vLLM's kernel by its heuristic, DeepGEMM
-in its contiguous form (every expert's rows padded to 128) and its masked one. In mxfp4 triton_kernels' matmul_ogs. Each
-result is held against fp32 of the dequantised operands (three experts of each). A line of JSON a cell: median
-microseconds, relative errors.
+in its contiguous form (every expert's rows padded to 128) and its masked one; "ours, of codes" is our product of such
+an x, by the choice of the bundle that has it. In mxfp4 triton_kernels' matmul_ogs. Each result is held against fp32 of
+the dequantised operands (three experts of each). A line of JSON a cell: median microseconds, relative errors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from typing import Any
 import torch
 
 from benchmarks.peers import vllm_kernels
+from pretuned.aot.measure.calls import Tensors, caller
 from pretuned.aot.measure.clock import Clock
-from pretuned.aot.measure.inputs import routed_rows
+from pretuned.aot.measure.inputs import codes_of_rows, routed_rows
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.runtime import ExpertWeights, grouped_gemm
+from pretuned.runtime.dispatch.decide import Miss, decide
+from pretuned.runtime.dispatch.snapshot import snapshot
+from pretuned.runtime.driver.device import local_gpu
+from pretuned.runtime.launch.loader import loaded
 
 MODELS = {  # E, H, I, top_k
     "mxfp4": {"gpt-oss-20b": (32, 2880, 2880, 4), "gpt-oss-120b": (128, 2880, 2880, 4)},
@@ -76,6 +83,24 @@ class Cell:
             off += float((y[rows].float() - wanted).square().sum())
             total += float(wanted.square().sum())
         return (off / total) ** 0.5
+
+
+def of_codes(cell: Cell) -> Call:
+    """Our product of an x that is quantised beforehand."""
+    local, problem = local_gpu(0), Problem(Op.FORWARD, DType.FP8_BLOCK, cell.E, cell.N, cell.K)
+    chosen = decide(snapshot(), problem, cell.M, local)
+    if isinstance(chosen, Miss):
+        raise RuntimeError(chosen.reason)
+    kernel = loaded(chosen.chosen.usable.bundle, chosen.chosen.index, 0, local.gpu.sm_count)
+    y = torch.empty(cell.M, cell.N, device="cuda", dtype=torch.bfloat16)
+    on = Tensors(problem, cell.M, cell.x, cell.weights, y, codes=codes_of_rows(cell.x))
+    run = caller(kernel, on, cell.m_sizes.int())
+
+    def call() -> torch.Tensor:
+        run()
+        return y
+
+    return call
 
 
 def vllm_calls(theirs: vllm_kernels.Kernels, cell: Cell, codes: torch.Tensor, scale: torch.Tensor) -> dict[str, Call]:
@@ -199,6 +224,7 @@ def main(args: list[str] | None = None) -> int:
                         else:
                             import deep_gemm
 
+                            calls["ours, of codes"] = of_codes(cell)
                             calls |= vllm_calls(theirs, cell, codes, scale)
                             calls |= deepgemm_calls(deep_gemm, cell, codes, scale)
                         x8, x_scale = cell.quantised() if format != "mxfp4" else (cell.x, None)
