@@ -79,7 +79,7 @@ _ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias")
 # Bytes of a row that one thread has at once (of h's gate alone, of each of combine's 8), and the warps of a program.
 _THREADS = {
     RowOp.GATHER: (32, 4), RowOp.ACTIVATION: (16, 4), RowOp.ACTIVATION_GRAD: (8, 2), RowOp.COMBINE: (16, 2),
-    RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (32, 4),
+    RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (64, 4),
 }  # fmt: skip
 ACTIVATION_ROWS = 4  # that a program of ACTIVATION does side by side
 MOST_EXPERTS = 65536  # what a variant's record says: any number
@@ -88,7 +88,7 @@ SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
 _ACTIVATION = "rowops.activation", "c8b191fe1223c717d809b2b9a16944b84891b4709c184014ef6a8129686ada0d"
 _GATHER_COMBINE = "rowops.gather_combine", "2d2d8851bc4f1ad48045863d8c0bae3d6ac7b60bc90184762954bd415b20ee7a"
-_QUANTIZE = "rowops.quantize", "5e6fa1d49d63ebed5824c0a4768ae3c2d98ceb5cbb1402a0a88f44c36caf8468"
+_QUANTIZE = "rowops.quantize", "e8a483c4048b2f740fe72350661b1f9bd49581bd9c2344f169620082aff618b2"
 _SORT = "rowops.sort", "045fe45dc82ef106e078d6057bb809ad873e03c0d5626ab7d9c797525a2fb29e"
 _CLEAR = "rowops.zero_rows", "3594864ecf9116758b1d7caabf263b2ead22471711e153264cf77cbacacccf51"
 ROW_OPS = (

@@ -39,7 +39,7 @@ def quantize(x, index, used, out, scale, M, columns, top_k, index_step, flags, B
     factor = tl.math.div_rn(tl.max(tl.abs(value), 1), _MOST)
     factor = tl.where(factor > 0, factor, 1.0)
     tl.store(scale + group * (tl.cdiv(M, 4).to(tl.int64) * 4) + row, factor, mask=there)
-    codes = tl.math.div_rn(value, tl.broadcast_to(factor[:, None], value.shape)).to(tl.float8e4nv)
+    codes = (value * tl.math.div_rn(1.0, factor)[:, None]).to(tl.float8e4nv)
     # Of 64 columns k = 16 s + 8 h + 2 c + p is byte 16 c + 4 s + 2 p + (1 - h).
     bits = codes.to(tl.uint8, bitcast=True).to(tl.int32).reshape(GROUPS, 2, 4, 2, 4, 2)
     h = tl.arange(0, 2)[None, None, None, :, None, None]

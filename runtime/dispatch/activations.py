@@ -29,8 +29,8 @@ from .decide import Decision, settle
 from .ranking import Candidate, Match
 from .snapshot import Rejected, Snapshot
 
-# Of the time in which the memory, at its published rate, moves the bytes once.
-_FIXED_US, _TRAFFIC_TIMES = 4.0, 1.35
+_FIXED_US, _TRAFFIC_TIMES = 6.0, 1.35  # of the time in which the memory, at its published rate, moves the bytes once
+_ELEMENTS_PER_SM_US = 7500.0  # measured on an H100: many rows are bound by the arithmetic
 
 
 class ActivationsVerdict(NamedTuple):
@@ -62,7 +62,8 @@ def pass_us(M: int, K: int, top_k: int, gpu: Gpu) -> float | None:
     if chip is None:
         return None
     moved_bytes = 2.0 * K * (M / top_k if top_k else M) + M * (K + K / 32)
-    return _FIXED_US + _TRAFFIC_TIMES * moved_bytes / chip.bandwidth_gbs * 1e-3
+    traffic_us = _TRAFFIC_TIMES * moved_bytes / chip.bandwidth_gbs * 1e-3
+    return _FIXED_US + max(traffic_us, M * K / (chip.sm_count * _ELEMENTS_PER_SM_US))
 
 
 def _verdict(
