@@ -32,7 +32,7 @@ MEASURED = [  # bundle, its journal, the GPU
 ]
 QUANTISED = ("quantised-h100-sm90", "quantised-h100.journal.xz", "NVIDIA H100 80GB HBM3")
 MODELS = {one.stem: "quantised.txt" if one.stem == QUANTISED[0] else "shipped.txt" for one in BUNDLES}
-MOST_BYTES = 24_400_000
+MOST_BYTES = 24_600_000
 
 
 def test_which_there_are_and_how_large() -> None:

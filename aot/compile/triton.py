@@ -18,7 +18,6 @@ from typing import Any
 from ...artifacts.errors import CompileError
 from ...artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import RowOp
 from ...kernels.contract import registry, rowops, words
 from ...kernels.contract.registry import ENTRIES, entry_of, refusal
 from ...kernels.contract.rowops import RowOpSpec
@@ -40,6 +39,7 @@ _POINTS_AT = dict.fromkeys(_WORDS, "*i32") | {
     "w_outer": "*fp32",
     "w_scale": "*fp32",
     "scale": "*fp32",
+    "codes": "*i32",
     "dweights": "*fp32",
     "order": "*i64",
     "named": "*i8",
@@ -222,8 +222,6 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
 def _triton_type(name: str, kind: str, spec: Spec | RowOpSpec, boxes: dict[str, tuple[int, ...]]) -> str:
     element = _ELEMENT.get(spec.dtype, "bf16")
     if kind == "ptr":
-        if spec.op is RowOp.QUANTIZE and name == "out":
-            return "*i32"
         return f"*{element}" if name in _ELEMENTS else _POINTS_AT[name]
     if kind.startswith("desc"):
         box = boxes[name]

@@ -5,7 +5,7 @@ row of a or y):
 
 =========================  ===================================================================
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
-``scale``                  device pointer to fp32 [columns / 128, M], rows of whole 16 bytes; its ``out`` is of bytes
+``codes scale``            device pointers to e4m3 [M, columns], and fp32 [columns / 128, M] in rows of whole 16 bytes
 ``row_weights dweights``   device pointers to float32 by index, or NARROW to the variant's dtype
 ``index experts used``     device pointers to 32-bit words: of each row, of each slot, one
 ``places``                 device pointer to int32: each slot's row in the sorted order, -1 for one of no expert
@@ -59,7 +59,7 @@ CLEARED_ROWS = 64
 
 _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
-    RowOp.QUANTIZE: (("x", "index", "used", "out", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
+    RowOp.QUANTIZE: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags")),
     RowOp.ACTIVATION_GRAD: (
         ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"), ("M", "columns", "index_step", "flags"),
@@ -88,7 +88,7 @@ SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
 _ACTIVATION = "rowops.activation", "c8b191fe1223c717d809b2b9a16944b84891b4709c184014ef6a8129686ada0d"
 _GATHER_COMBINE = "rowops.gather_combine", "2d2d8851bc4f1ad48045863d8c0bae3d6ac7b60bc90184762954bd415b20ee7a"
-_QUANTIZE = "rowops.quantize", "e8a483c4048b2f740fe72350661b1f9bd49581bd9c2344f169620082aff618b2"
+_QUANTIZE = "rowops.quantize", "438eb70dc83326a774b7dc6206f963f29747c6b3edbba2967d472c50bde17763"
 _SORT = "rowops.sort", "045fe45dc82ef106e078d6057bb809ad873e03c0d5626ab7d9c797525a2fb29e"
 _CLEAR = "rowops.zero_rows", "3594864ecf9116758b1d7caabf263b2ead22471711e153264cf77cbacacccf51"
 ROW_OPS = (

@@ -251,4 +251,3 @@ def test_x_is_quantised_where_there_is_code_that_reads_it_so() -> None:
     assert beside == {RowOpSpec(RowOp.QUANTIZE, DType.BF16)}
     only = tuple(one for one in problems if one.dtype is DType.FP8_BLOCK_A16)
     assert pass_specs(only, 90, Pool()) == pass_specs(problems, 80, Pool())
-
