@@ -16,6 +16,7 @@ from ...artifacts.records.problem import Fusion
 from ..check.tensors import row_stride
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
+from . import quantize as launch_quantize
 from . import rowops
 from .program import Step
 from .ready import Ready, index_step, ready_for, ready_for_gated, ready_for_weight
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ..dispatch.pin import Pin
 
 _GATHERED = "rows"  # the operand that rows are gathered into
+_CODES = "codes"  # and the one that they are quantised into
 
 
 class Scratch(NamedTuple):
@@ -51,7 +53,10 @@ class Product(NamedTuple):
 def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | None]:
     """The tensors that kernels read of w, by the names that steps have for them."""
     if isinstance(w, ExpertWeights):
-        return {"w": w.codes, "w_scale": w.kernel_scale if w.order else None, "w_outer": w.outer_scale}
+        found = {"w": w.codes, "w_scale": w.kernel_scale if w.order else None, "w_outer": w.outer_scale}
+        if any(one.quantises_x for one in w.kernel_dtypes):
+            found["w_scales"] = w.scale  # as they are, beside those that are made of them
+        return found
     return {"w": w}
 
 
@@ -93,6 +98,8 @@ def resolve_weight(
 def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end: int) -> Product:
     """``fusion`` is what the call does, in the kernel's words."""
     x, zeroes = call.x, ready.launcher.zeroes
+    if ready.quantize is not None:
+        return _of_codes(ready, ready.quantize, call, fusion & ~Fusion.GATHER, (stride_y, index_end))
     if ready.gather is None:
         index = "index" if call.uses_index else ""
         stride_x = row_stride(x, x.shape[1])
@@ -107,6 +114,38 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
     step = _row_step(ready, call, (_GATHERED, index), (x.shape[1], stride_y, index_end if left else None))
     made = partial(launch_gather.in_range, rows=rows, divisor=call.gather_divisor) if checks else None
     return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), made)
+
+
+def _of_codes(
+    ready: Ready, quantize: rowops.RowOpLauncher, call: Rows, left: Fusion, words: tuple[int, int]
+) -> Product:  # fmt: skip
+    """A product of x quantised by a pass, which gathers its rows where the call does.
+
+    ``left`` is what else the call does; ``words`` are the stride of y's rows and where indices end.
+    """
+    (stride_y, end), x, (rows, K), picks = words, call.x, call.x.shape, bool(call.gather_divisor)
+    checks = picks and call.bounds is None
+    before = launch_quantize.step(
+        quantize, x, top_k=call.gather_divisor, index_step=index_step(call), used=rowops.used(call.bounds),
+        index="in_range" if checks else "index" if picks else "",
+    )  # fmt: skip
+    start, pack, all_of_M = ready.launcher.start, ready.launcher.pack, end == call.M
+
+    def run(
+        M: int, stream: int, codes: int, w: int, y: int, m_sizes: int, w_scale: int, index: int, row_weights: int,
+        bias: int,
+    ) -> None:  # fmt: skip
+        start(pack(
+            x=codes, x_scale=codes + M * K, w=w, w_scale=w_scale, stride_y_m=stride_y, M=M, index=index,
+            row_weights=row_weights, bias=bias, index_end=(M if all_of_M else end) if left else 0,
+        ), y, m_sizes, stream)  # fmt: skip
+
+    index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
+    operands = (_CODES, "w", "y", "m_sizes", "w_scales", index, "row_weights", "bias")
+    step = Step(run, ready.name, operands, all_of_M or not left)
+    made = partial(launch_gather.in_range, rows=rows, divisor=call.gather_divisor) if checks else None
+    scratch = Scratch(_CODES, launch_quantize.bytes_of_row(K), torch.uint8)
+    return Product((before, step), ready.launcher.zeroes, (scratch,), made)
 
 
 def _row_step(ready: Ready, call: Rows, names: tuple[str, str], words: tuple[int, int, int | None]) -> Step:

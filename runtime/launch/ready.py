@@ -20,6 +20,7 @@ from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import capturing, local_gpu, platform_supported, tell_unsupported
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
+from . import quantize as launch_quantize
 from . import rowops
 
 if TYPE_CHECKING:
@@ -39,11 +40,15 @@ _UNKNOWN = object()
 
 
 class Ready(NamedTuple):
-    """A kernel for all calls of a kind, and with ``gather`` what gathers the rows of x before it, which it does not."""
+    """A kernel for all calls of a kind, and what is done to the rows of x before it.
+
+    ``gather`` gathers them, which the kernel does not; ``quantize`` makes codes of them, and gathers them if need be.
+    """
 
     launcher: Launcher
     name: str
     gather: rowops.RowOpLauncher | None = None
+    quantize: rowops.RowOpLauncher | None = None
 
 
 def ready_for(call: Rows, y: torch.Tensor) -> Ready | None:
@@ -83,10 +88,11 @@ def ready_for(call: Rows, y: torch.Tensor) -> Ready | None:
 def _mixed(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     """The same of quantised weights, which are prepared here if they were not; in a graph capture none are.
 
-    Rows are gathered beforehand: no code of these formats does.
+    Rows are gathered beforehand: no code of these formats does. Of weights whose checkpoints quantise x, too, the first
+    of two dtypes is that of products that have it so.
     """
-    x, m_sizes, dtype = call.x, call.m_sizes, w.kernel_dtype
-    if dtype is None or call.op is not Op.FORWARD or x.dtype is not torch.bfloat16:
+    x, m_sizes, dtypes = call.x, call.m_sizes, w.kernel_dtypes
+    if not dtypes or call.op is not Op.FORWARD or x.dtype is not torch.bfloat16:
         return None
     (E, N, K), device = w.shape, x.get_device()
     fusion, size = call.fusion & ~Fusion.GATHER, x.element_size()
@@ -100,11 +106,19 @@ def _mixed(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     step = index_step(call) if call.uses_index else 1
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
     zeroes = call.zero_tail and (few or beside)
-    fixed = (dtype.value, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
-    key = ("mixed", *fixed, bucket_of(call.M), device, first)
+    codes = dtypes[0] if dtypes[0].quantises_x and (first or row_stride(x, K) == K) else None
+    fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
+    key = ("mixed", *fixed, bucket_of(call.M), device, first, codes is None)
 
     def build() -> Ready | None:
-        problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtype)
+        problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtypes[-1])
+        if codes is not None and platform_supported():
+            from .gemm import Fused
+
+            fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
+            ready = _of_codes(dataclasses.replace(problem, dtype=codes), dtypes[-1], call, fused)
+            if ready is not None:
+                return ready
         if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
             return None
         kernel = _kernel(problem, call.M, device, True, None, None)
@@ -213,6 +227,23 @@ def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -
         stride_w_row=stride_w_row, m_sizes_step=_step(call.m_sizes), fused=fused,
     )  # fmt: skip
     return Ready(launcher, name)
+
+
+def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready | None:
+    """A kernel for a product of codes after the pass that quantises x; None where one that leaves x is to run."""
+    device = call.x.get_device()
+    kernel = launch_quantize.kernel(
+        dispatch_snapshot.snapshot(), problem, other, call.M, device, top_k=call.gather_divisor
+    )
+    quantize = rowops.launcher(RowOp.QUANTIZE, DType.BF16, device, aligned=True)
+    if kernel is None or quantize is None:
+        return None
+    from .block_scaled import block_scaled_launcher
+
+    launcher = block_scaled_launcher(
+        kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=_step(call.m_sizes), fused=fused
+    )  # fmt: skip
+    return Ready(launcher, _name(problem, kernel), quantize=quantize)
 
 
 def _after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready | None:
