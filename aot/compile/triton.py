@@ -39,7 +39,7 @@ _POINTS_AT = dict.fromkeys(_WORDS, "*i32") | {
     "w_outer": "*fp32",
     "w_scale": "*fp32",
     "scale": "*fp32",
-    "codes": "*i32",
+    "codes": "*u8",
     "dweights": "*fp32",
     "order": "*i64",
     "named": "*i8",

@@ -75,11 +75,12 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("ids", "experts", "order", "places", "bounds", "m_sizes", "counts"), ("M", "E", "ids_step", "flags"),
     ),
 }  # fmt: skip
-_ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias")
+_ROW_POINTERS = ("h", "a", "da", "dh", "x", "y", "out", "bias", "codes")
+_QUANTIZED_COLUMNS = 128  # that share a scale: rows are of whole such
 # Bytes of a row that one thread has at once (of h's gate alone, of each of combine's 8), and the warps of a program.
 _THREADS = {
     RowOp.GATHER: (32, 4), RowOp.ACTIVATION: (16, 4), RowOp.ACTIVATION_GRAD: (8, 2), RowOp.COMBINE: (16, 2),
-    RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (64, 4),
+    RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (32, 2),
 }  # fmt: skip
 ACTIVATION_ROWS = 4  # that a program of ACTIVATION does side by side
 MOST_EXPERTS = 65536  # what a variant's record says: any number
@@ -88,7 +89,7 @@ SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
 _ACTIVATION = "rowops.activation", "c8b191fe1223c717d809b2b9a16944b84891b4709c184014ef6a8129686ada0d"
 _GATHER_COMBINE = "rowops.gather_combine", "2d2d8851bc4f1ad48045863d8c0bae3d6ac7b60bc90184762954bd415b20ee7a"
-_QUANTIZE = "rowops.quantize", "438eb70dc83326a774b7dc6206f963f29747c6b3edbba2967d472c50bde17763"
+_QUANTIZE = "rowops.quantize", "b16772c72e31fb9ddb15efc812f90b04a3ab0fba20d841fea9e232a129dca85c"
 _SORT = "rowops.sort", "045fe45dc82ef106e078d6057bb809ad873e03c0d5626ab7d9c797525a2fb29e"
 _CLEAR = "rowops.zero_rows", "3594864ecf9116758b1d7caabf263b2ead22471711e153264cf77cbacacccf51"
 ROW_OPS = (
@@ -205,7 +206,8 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
         return {}
     pointers, _ = _ARGUMENTS[spec.op]
     rows = dict.fromkeys((name for name in pointers if name in _ROW_POINTERS), spec.alignment)
-    return rows | {"columns": spec.alignment // spec.dtype.itemsize}
+    elements = _QUANTIZED_COLUMNS if spec.op is RowOp.QUANTIZE else spec.alignment // spec.dtype.itemsize
+    return rows | {"columns": elements}
 
 
 def constants(spec: RowOpSpec) -> dict[str, int]:
@@ -220,11 +222,9 @@ def rows_at_once(op: RowOp) -> int:
 
 
 def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:
-    """The grid: one program for ``rows`` rows, or for each block of their columns; of QUANTIZE of all elements.
+    """The grid: one program for ``rows`` rows, or for each block of their columns.
 
     Callers of SORT_SLOTS and CLEAR, and of GATHER in two launches, say it, as M.
     """
-    if op is RowOp.QUANTIZE:
-        return -(-M * columns // block)
-    by_row = op in (RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.SORT_SLOTS, RowOp.CLEAR)
+    by_row = op in (RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.QUANTIZE, RowOp.SORT_SLOTS, RowOp.CLEAR)
     return -(-M // rows) * (1 if by_row else -(-columns // block))
