@@ -76,7 +76,7 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
         for shard in shards:
             notes.extend(f"{line.where}: {note}" for note in _unprepared(shard))
             for name in shard.weights:
-                if name not in PLAIN and not set(dtypes_of(name)) <= set(shard.dtypes):
+                if name not in PLAIN and not (dtypes_of(name) and set(dtypes_of(name)) <= set(shard.dtypes)):
                     without_code.setdefault(name, {})[shard.name] = None
             facts = (shard.E, shard.k, shard.H, shard.I, shard.gated, shard.shared_experts)
             told, first = layers.setdefault(shard.name, (facts, line.where))

@@ -161,7 +161,7 @@ def test_weights_of_a_spec_go_before_the_checkpoint_s() -> None:
     assert told("deepseek-ai/DeepSeek-V3 weights=bf16") == (("bf16",), (DType.BF16,), 0)
     assert told("deepseek-ai/DeepSeek-V3 weights=fp16") == (("fp16",), (DType.FP16,), 0)
     assert told("deepseek-ai/DeepSeek-V3 dtype=fp16") == (("fp8_block",), (DType.FP16,), 1)
-    both = (("fp8_block", "bf16"), (DType.FP8_BLOCK_A16, DType.BF16), 0)
+    both = (("fp8_block", "bf16"), (DType.FP8_BLOCK, DType.FP8_BLOCK_A16, DType.BF16), 0)
     assert told("deepseek-ai/DeepSeek-V3 weights=fp8_block,bf16") == both
     assert told("Qwen/Qwen3-30B-A3B weights=mxfp4,nvfp4") == (("mxfp4", "nvfp4"), (DType.MXFP4, DType.NVFP4), 0)
     twice = told("Qwen/Qwen3-30B-A3B weights=fp8_channel,fp8_channel_a16")

@@ -17,7 +17,7 @@ from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search.space import candidates, shared_bytes_at_least
 
 CHIP = chip_for(90)
-QUANTISED = [one for one in DType if one.quantised]
+QUANTISED = [one for one in DType if one.quantised and not one.quantises_x]
 SIZES = [(32, 5760, 2880), (128, 1536, 2048), (256, 4096, 7168), (8, 28672, 4096)]
 
 

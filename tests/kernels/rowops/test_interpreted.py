@@ -174,11 +174,10 @@ def test_the_kernels_have_the_flags_of_the_contract() -> None:
 
 @pytest.mark.parametrize("op", RowOp)
 def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
-    from pretuned.kernels.rowops import activation, gather_combine, sort, zero_rows
+    from pretuned.kernels.rowops import activation, gather_combine, quantize, sort, zero_rows
 
-    kernel = next(
-        getattr(one, op.value) for one in (activation, zero_rows, sort, gather_combine) if hasattr(one, op.value)
-    )
+    homes = (activation, zero_rows, sort, gather_combine, quantize)
+    kernel = next(getattr(one, op.value) for one in homes if hasattr(one, op.value))
     constants = rowops.constants(rowops.RowOpSpec(op, DType.BF16))
     assert [*(name for name, _ in rowops.arguments(op)), *constants] == list(kernel.arg_names)
 
@@ -200,7 +199,8 @@ def test_which_passes_go_with_which_gemms() -> None:
     assert of(Op.FORWARD) == [(RowOp.COMBINE, bf16), (RowOp.ACTIVATION, bf16), (RowOp.GATHER, bf16), *rest]
     assert of(Op.DX) == [(RowOp.COMBINE, bf16), (RowOp.ACTIVATION_GRAD, bf16), (RowOp.GATHER, bf16), *rest]
     assert (RowOp.CLEAR, fp32) not in of(Op.DW)
-    assert len(of(*Op)) == len(RowOp)
+    assert of(Op.FORWARD, dtypes=(DType.FP8_BLOCK,)) == [*of(Op.FORWARD)[:3], (RowOp.QUANTIZE, bf16), *rest]
+    assert len(of(*Op, dtypes=(bf16, DType.FP8_BLOCK))) == len(RowOp)
     assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [
         (RowOp.COMBINE, fp32), (RowOp.ACTIVATION, fp32), (RowOp.GATHER, fp32), *rest
     ]  # fmt: skip

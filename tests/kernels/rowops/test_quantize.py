@@ -1,0 +1,40 @@
+"""The pass that makes codes of rows, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels.contract import rowops
+
+WORKER = Path(__file__).parents[2] / "support" / "interpret_quantize.py"
+BASE = {"M": 7, "columns": 384, "block": 256, "top_k": 0, "used": None, "wide": False, "seed": 0}
+
+
+@pytest.mark.slow
+def test_codes_and_scales_of_rows() -> None:
+    """Of all rows or those that count, in their order or as an index picks them; K no multiple of a block, M of 4."""
+    cases = [
+        BASE, BASE | {"M": 8, "columns": 128, "block": 1024}, BASE | {"top_k": 2}, BASE | {"top_k": 3, "wide": True},
+        BASE | {"used": 5}, BASE | {"used": 0}, BASE | {"top_k": 2, "used": 3, "wide": True, "columns": 1152, "seed": 1},
+    ]  # fmt: skip
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, WORKER], input=json.dumps(cases), env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == [[]] * len(cases)
+
+
+def test_a_program_does_a_row() -> None:
+    spec = rowops.RowOpSpec(RowOp.QUANTIZE, DType.BF16)
+    assert rowops.programs(RowOp.QUANTIZE, 9, 7168, spec.config.block) == 9
+    assert rowops.divisibility(spec)["columns"] == 128
+    assert spec.config.block % 128 == 0

@@ -1,0 +1,53 @@
+"""Runs kernels/rowops/quantize.py under Triton's interpreter: cases as JSON on stdin, what is wrong with each on stdout.
+
+Every x is a scale times codes that e4m3 has, the largest of them among each 128: the interpreter's own rounding to
+e4m3 is wrong between two codes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from pretuned.kernels.contract.rowops import PICKED, USED
+from pretuned.kernels.rowops.quantize import quantize
+from pretuned.runtime.weights.order import K_ORDER
+
+
+def wrong(M: int, columns: int, block: int, top_k: int, used: int | None, wide: bool, seed: int) -> list[str]:
+    torch.manual_seed(seed)
+    T, groups, width = max(1, M // max(1, top_k)), columns // 128, -(-M // 4) * 4
+    rows = T if top_k else M
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[torch.isfinite(numbers)]
+    values = numbers[torch.randint(0, len(numbers), (rows, groups, 128))]
+    values[:, :, 0] = 448.0
+    scale = 2.0 ** torch.randint(-3, 4, (rows, groups)).float()
+    values[0, 0] = 0.0  # all of a group
+    scale[0, 0] = 1.0
+    x = (values * scale[..., None]).view(rows, columns)
+    index = torch.randint(0, T * max(1, top_k), (M,), dtype=torch.int64 if wide else torch.int32)
+    codes, scales = torch.full((M, columns), 7, dtype=torch.uint8), torch.full((groups, width), -1.0)
+    count = torch.tensor([M if used is None else used], dtype=torch.int32)
+    flags = (PICKED if top_k else 0) | (0 if used is None else USED)
+    words = index.view(torch.int32)
+    quantize[(M,)](
+        x, words, count, codes, scales, M, columns, max(1, top_k), 2 if wide else 1, flags, BLOCK=block
+    )  # fmt: skip
+    from_row = index // top_k if top_k else torch.arange(M)
+    end, found = int(count), []
+    if not torch.equal(scales[:, :end], scale[from_row[:end]].T):
+        found.append("scales")
+    bits = codes[:end].view(end, columns // 64, 64)
+    natural = torch.empty_like(bits)
+    natural[..., torch.tensor(K_ORDER)] = bits
+    if not torch.equal(natural.view(torch.float8_e4m3fn).float().view(end, -1), values[from_row[:end]].view(end, -1)):
+        found.append("codes")
+    if (codes[end:] != 7).any() or (scales[:, end:] != -1.0).any():
+        found.append("others")
+    return found
+
+
+json.dump([wrong(**case) for case in json.load(sys.stdin)], sys.stdout)
