@@ -1,4 +1,4 @@
-"""Runs kernels/rowops/quantize.py under Triton's interpreter: cases as JSON on stdin, what is wrong with each on stdout.
+"""Runs kernels/rowops/quantize.py under Triton's interpreter: cases as JSON on stdin, what is wrong on stdout.
 
 Every x is a scale times codes that e4m3 has, the largest of them among each 128: the interpreter's own rounding to
 e4m3 is wrong between two codes.
@@ -43,7 +43,9 @@ def wrong(M: int, columns: int, block: int, top_k: int, used: int | None, wide: 
     bits = codes[:end].view(end, columns // 64, 64)
     natural = torch.empty_like(bits)
     natural[..., torch.tensor(K_ORDER)] = bits
-    if not torch.equal(natural.view(torch.float8_e4m3fn).float().view(end, -1), values[from_row[:end]].view(end, -1)):
+    if not torch.equal(
+        natural.view(torch.float8_e4m3fn).float().view(end, columns), values[from_row[:end]].view(end, columns)
+    ):
         found.append("codes")
     if (codes[end:] != 7).any() or (scales[:, end:] != -1.0).any():
         found.append("others")

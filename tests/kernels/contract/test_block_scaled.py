@@ -1,4 +1,4 @@
-"""The entry of the kernel for codes of x and of w: which variants there are, and what a compiler and a launcher are told."""
+"""The entry of the kernel for codes of x and of w: which variants there are, what compiler and launcher are told."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ from pretuned.runtime.launch.mixed_input import mixed_input_launcher
 from pretuned.runtime.ops import products as ops_products
 from pretuned.runtime.ops import routing, zero_rows
 from pretuned.runtime.replay import plan
+from pretuned.runtime.weights.order import ORDERS
 
 E, N, K, T, TOPK = 4, 256, 384, 40, 3
 FEW = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
