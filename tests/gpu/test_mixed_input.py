@@ -18,6 +18,7 @@ from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.ops import quantised
+from pretuned.runtime.weights.order import ORDERS
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -44,8 +45,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
 
     def made(format: str, N: int, K: int) -> ExpertWeights:
         w = ExpertWeights.quantize(torch.randn(E, N, K, generator=torch.Generator().manual_seed(N)) / K**0.5, format)
-        dtype = w.kernel_dtype
-        assert dtype is not None
+        dtype = w.kernel_dtypes[-1]
         for fusion in (Fusion.NONE, Fusion.SCATTER):
             problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK, fusion)
             if not dispatch_snapshot.snapshot().serves(problem, local_gpu(0)):
@@ -93,7 +93,7 @@ def test_a_plain_product(make: Make, format: str, N: int, K: int, M: int, fall: 
     dense, x, m_sizes = w.dequantize(torch.float32), activations(M, K), fallen(M, fall).cuda()
     for _ in range(2):  # the first prepares them, the second has the launcher
         y = grouped_gemm(x, w, m_sizes)
-        assert w.order == 1
+        assert w.order == ORDERS[format].number
         assert off(y, product(x, dense, m_sizes)) < MOST
     assert torch.equal(w.dequantize(torch.float32), dense)
     assert torch.equal(grouped_gemm(x, w, m_sizes.long()), y)
