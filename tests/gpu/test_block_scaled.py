@@ -30,8 +30,8 @@ pytestmark = [
 E, H, I = 8, 512, 384  # noqa: E741
 SIZES = [(2 * I, H), (H, I)]  # N, K of both products
 ROWS = [1, 40, 701, 5000]
-# Of the same codes the kernel is off by 1.7e-3 (benchmarks/results/fp8-peers-h100.jsonl). The pass and torch round a few
-# codes in a thousand to different neighbours, for a scale's last bit is not the same.
+# Of the same codes the kernel is off by 1.7e-3 (benchmarks/results/fp8-peers-h100.jsonl). The pass and torch round a
+# few codes in a thousand to different neighbours, for a scale's last bit is not the same.
 MOST = 8e-3
 SCALE = PRECISIONS["fp8_block"].x.scale
 
