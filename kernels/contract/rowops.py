@@ -83,6 +83,9 @@ _THREADS = {
     RowOp.CLEAR: (32, 4), RowOp.QUANTIZE: (32, 2),
 }  # fmt: skip
 ACTIVATION_ROWS = 4  # that a program of ACTIVATION does side by side
+# Of what GATHER writes, that read each row of x once: with 117 MB two launches take as long as one on an H200, with 134
+# MB less, with 42 MB longer (docs/inside/trials.md, gather-by-token).
+BY_TOKEN_LEAST_BYTES = 128 << 20
 MOST_EXPERTS = 65536  # what a variant's record says: any number
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS
 SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
@@ -219,6 +222,14 @@ def constants(spec: RowOpSpec) -> dict[str, int]:
 def rows_at_once(op: RowOp) -> int:
     """The rows that a program does side by side."""
     return ACTIVATION_ROWS if op is RowOp.ACTIVATION else 1
+
+
+def by_token(M: int, row_bytes: int, slots: int, top_k: int) -> bool:
+    """Whether GATHER reads each row of x once, for all rows that it goes to, which takes a launch more.
+
+    Not where most of the ``slots``, ``top_k`` of each row of x, are not in the index.
+    """
+    return top_k > 1 and M * row_bytes >= BY_TOKEN_LEAST_BYTES and 0 < slots <= 2 * M
 
 
 def programs(op: RowOp, M: int, columns: int, block: int, rows: int = 1) -> int:

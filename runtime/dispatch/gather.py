@@ -26,11 +26,10 @@ from typing import NamedTuple
 from ...artifacts.records.bundle import Source
 from ...artifacts.records.problem import Fusion, Problem, RowOp, bucket_of
 from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.contract.rowops import dtype_of
+from ...kernels.contract.rowops import by_token, dtype_of
 from ...kernels.contract.spec import code_of, gemm_of
 from ...kernels.hardware import chips
 from . import compare, rowops
-from .gather_by_token import by_token
 from .ranking import Candidate, why_not
 from .snapshot import Rejected, Snapshot
 

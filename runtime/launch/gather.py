@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ...artifacts.records.problem import Fusion, Problem
-from ...kernels.contract.rowops import BY_TOKEN, NOTED_ROWS, NOTES
-from ..dispatch.gather_by_token import by_token
+from ...kernels.contract.rowops import BY_TOKEN, NOTED_ROWS, NOTES, by_token
 from ..driver.device import allocator, local_gpu
 from .program import Step
 

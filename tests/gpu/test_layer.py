@@ -10,9 +10,9 @@ import torch
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels.contract import rowops as contract
 from pretuned.kernels.contract.rowops import KINDS
 from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
-from pretuned.runtime.dispatch import gather_by_token
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.ops import activation, tokens, zero_rows
 from pretuned.runtime.ops import routing as ops_routing
@@ -112,7 +112,7 @@ def test_gather(
 ) -> None:
     """A row a program, and each token's row once for all its slots: also those of which the index has several."""
     demand(RowOp.GATHER, dtype, columns)
-    monkeypatch.setattr(gather_by_token, "LEAST_BYTES", least_bytes)
+    monkeypatch.setattr(contract, "BY_TOKEN_LEAST_BYTES", least_bytes)
     T, end = 1230, 1000
     x, index = random(T, columns, dtype=dtype), torch.randperm(T * top_k, device="cuda")
     bounds = torch.tensor([0, end], device="cuda", dtype=torch.int32)
@@ -127,7 +127,7 @@ def test_a_large_gather_reads_each_token_once() -> None:
     launch = rowops.for_rows(RowOp.GATHER, columns, T * top_k, random(1, columns, dtype=torch.bfloat16))
     if launch is None:
         pytest.skip("no bundle here has the pass")
-    assert gather_by_token.by_token(T * top_k, 2 * columns, T * top_k, top_k)
+    assert contract.by_token(T * top_k, 2 * columns, T * top_k, top_k)
     x, index = random(T, columns, dtype=torch.bfloat16), torch.randperm(T * top_k, device="cuda")
     assert torch.equal(tokens.gather(x, index, top_k), x[index // top_k])
 

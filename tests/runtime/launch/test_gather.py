@@ -23,11 +23,12 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract import rowops as contract
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.registry import ENTRIES
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
-from pretuned.runtime.dispatch import compare, epilogue, gather_by_token
+from pretuned.runtime.dispatch import compare, epilogue
 from pretuned.runtime.dispatch import gather as dispatch_gather
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.gather import pass_us, verdict
@@ -96,7 +97,7 @@ def test_the_passes_time_is_that_of_the_benchmark(monkeypatch: pytest.MonkeyPatc
     assert pass_us(M, 2048, 2, 8, H200) == pytest.approx(PASS_US)
     assert pass_us(M, 2048, 2, 8, replace(H200, name="NVIDIA H300")) is None
     once = pass_us(8 * M, 7168, 2, 8, H200)
-    monkeypatch.setattr(gather_by_token, "LEAST_BYTES", 1 << 40)
+    monkeypatch.setattr(contract, "BY_TOKEN_LEAST_BYTES", 1 << 40)
     often = pass_us(8 * M, 7168, 2, 8, H200)
     assert once is not None
     assert often is not None
@@ -351,7 +352,7 @@ def test_any_index_gives_what_the_code_that_gathers_gives(
     results = []
     with pytest.MonkeyPatch.context() as patch:
         host_gpu.on(patch, True)
-        patch.setattr(gather_by_token, "LEAST_BYTES", data.draw(st.sampled_from([0, 1 << 40])))
+        patch.setattr(contract, "BY_TOKEN_LEAST_BYTES", data.draw(st.sampled_from([0, 1 << 40])))
         for device.first in (False, True):
             dispatch_snapshot.snapshot().launchers.clear()
             out = torch.full((T * TOPK if permute_y else len(index), N), 7.0) if into else None

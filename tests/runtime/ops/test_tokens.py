@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.runtime.dispatch import gather_by_token
+from pretuned.kernels.contract import rowops as contract
 from pretuned.runtime.ops import tokens
 
 device = host_gpu.device
@@ -29,7 +29,7 @@ LARGE = 128 << 20
     ],
 )
 def test_when_each_row_is_read_once(M: int, row_bytes: int, slots: int, top_k: int, once: bool) -> None:
-    assert gather_by_token.by_token(M, row_bytes, slots, top_k) is once
+    assert contract.by_token(M, row_bytes, slots, top_k) is once
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -46,7 +46,7 @@ def test_every_index_gives_its_rows(
     end = len(picked) if used is None else used
     with pytest.MonkeyPatch.context() as patch:
         host_gpu.on(patch, True)
-        patch.setattr(gather_by_token, "LEAST_BYTES", 1 << 40 if old else 0)
+        patch.setattr(contract, "BY_TOKEN_LEAST_BYTES", 1 << 40 if old else 0)
         device.passed = []
         got = tokens.gather(x, index, top_k, bounds)
     assert torch.equal(got[:end], x[index.long() // top_k][:end])

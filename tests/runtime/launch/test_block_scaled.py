@@ -1,0 +1,165 @@
+"""What launches of products of codes are told, and of the pass before them: addresses, descriptors, sizes.
+
+The kernels are made up and the driver is read; on the CPU, as in test_mixed_input.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cudaconfig import Launch, LaunchConfig, read_launches, words_of
+
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.bundle import TensorMap, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.launchable import unlaunchable
+from pretuned.kernels.contract.registry import arguments, boxes, entry_of
+from pretuned.kernels.contract.rowops import PICKED, USED
+from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.contract.words import RAGGED_SIZES
+from pretuned.runtime import ExpertWeights
+from pretuned.runtime.driver import cuda
+from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
+from pretuned.runtime.launch import gemm, quantize
+from pretuned.runtime.launch.block_scaled import block_scaled_launcher
+from pretuned.runtime.launch.products import operands_of
+
+E, N, K, SMS = 4, 640, 384, 132
+CONFIG = Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.BLOCK_SCALED)
+_ELEMENTS = {"x": (0, 3), "w": (2, 0), "x_scale": (7, 0), "y_map": (9, 3)}  # CUtensorMapDataType and swizzle
+
+
+def record(fusion: Fusion = Fusion.NONE) -> Variant:
+    spec = Spec(Op.FORWARD, DType.FP8_BLOCK, CONFIG, fusion=fusion)
+    entry = entry_of(spec)
+    return Variant(
+        entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, fusion, 16, 512, CONFIG.pairs(), entry.name,
+        arguments(spec),
+        tuple(TensorMap(name, _ELEMENTS[name][0], box, _ELEMENTS[name][1]) for name, box in boxes(spec).items()),
+        384, 220_000, 168, 0, 0, 4, hashlib.sha256(b"code").digest(),
+    )  # fmt: skip
+
+
+class Driver:
+    """What the driver was given, of one variant."""
+
+    def __init__(self) -> None:
+        self.encoded: list[tuple[str, int, tuple[int, ...], tuple[int, ...]]] = []
+        self.launched: list[tuple[int, dict[str, int | bytes]]] = []
+        self.variant = record()
+
+    def read(self, launch: Launch) -> None:
+        programs = LaunchConfig.from_address(launch.config).grid_x
+        self.launched.append((programs, words_of(self.variant.arguments, launch)))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    found = Driver()
+
+    def encode(self: TensorMaps, key: Any, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+        found.encoded.append((self._plan.argument, key[0], sizes, strides))
+        self.known[key] = f"{self._plan.argument} {key}".encode().ljust(MAP_BYTES, b"\0")
+        return self.known[key]
+
+    with monkeypatch.context() as patch:
+        read_launches(patch, found.read)
+        patch.setattr(TensorMaps, "encode", encode)
+        patch.setattr(cuda, "zeroed", lambda size_bytes, device: 4096)
+        yield found
+
+
+def launcher(driver: Driver, fused: gemm.Fused = gemm.PLAIN, fusion: Fusion = Fusion.NONE) -> Any:
+    driver.variant = record(fusion)
+    kernel = gemm.LoadedKernel(driver.variant, cuda.Function(1, 1, 0, 384, 220_000, 1), SMS)
+    return block_scaled_launcher(kernel, N=N, K=K, E=E, m_sizes_step=2, fused=fused)
+
+
+def test_the_records_here_are_ones_that_could_be_launched() -> None:
+    for fusion in (Fusion.NONE, Fusion.SCATTER):
+        assert unlaunchable(record(fusion)) is None
+
+
+def test_the_words_of_a_launch(driver: Driver) -> None:
+    M, launch = 301, launcher(driver)
+    for _ in range(2):
+        launch(20480, 24576, 0, x=4096, x_scale=8192, w=12288, w_scale=16384, stride_y_m=N + 16, M=M)
+    big = (*RAGGED_SIZES, N)
+    assert [one[:3] for one in driver.encoded] == [  # once: the second launch knows them
+        ("x", 4096, (M, K)), ("w", 12288, (K // 64, E * N // 64, 4, 256)), ("x_scale", 8192, (K // 128, 304)),
+        ("y_map", 20480, big),
+    ]  # fmt: skip
+    strides = {name: given for name, _, _, given in driver.encoded}
+    assert (strides["x"], strides["x_scale"]) == ((K,), (304,))
+    assert strides["w"] == (1024, K // 64 * 1024, 256)
+    (programs, read), again = driver.launched
+    assert again == (programs, read)
+    assert programs == min(SMS, ((M - E) // 128 + E) * 3)
+    for name, value in {"M": M, "N": N, "K": K, "E": E, "y": 20480, "m_sizes": 24576, "m_sizes_step": 2,
+                        "stride_y_m": N + 16, "w_scale": 16384, "flags": 0, "counter": 4096}.items():  # fmt: skip
+        assert read[name] == value, name
+
+
+def test_a_call_that_scatters(driver: Driver) -> None:
+    fused = gemm.Fused(Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS, 2)
+    launch = launcher(driver, fused, Fusion.SCATTER)
+    launch(
+        20480, 24576, 0, x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=8, index=80, row_weights=96, bias=112,
+        index_end=8,
+    )  # fmt: skip
+    ((_, read),) = driver.launched
+    assert int(read["flags"]) & 15 == 2 | 4 | 8
+    words = ("index", "row_weights", "bias", "index_end", "index_step")
+    assert [read[name] for name in words] == [80, 96, 112, 8, 2]
+
+
+def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: Driver) -> None:
+    """The descriptor's blocks are all of the memory and no more; block (k, n) lies where the order has it."""
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block").prepare()
+    launcher(driver).pack(x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=8)
+    ((_, _, sizes, strides),) = [one for one in driver.encoded if one[0] == "w"]
+    assert sizes[0] * sizes[1] * sizes[2] * sizes[3] * 4 == w.codes.nbytes
+    words = w.codes.view(torch.uint8).flatten().view(torch.int32)
+    seen = words.as_strided(sizes, (*strides, 1))
+    e, nb, kb = 2, 3, 5
+    wanted = words.view(E, N // 64, K // 64, 1024)[e, nb, kb]
+    assert torch.equal(seen[kb, e * (N // 64) + nb].flatten(), wanted)
+
+
+def test_too_many_rows_are_refused(driver: Driver) -> None:
+    with pytest.raises(InputError, match=r"the most rows of .* is 2\^30: split the batch"):
+        launcher(driver).pack(x=16, x_scale=32, w=48, w_scale=64, stride_y_m=N, M=2**30 + 1)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_the_words_of_the_pass(top_k: int) -> None:
+    launched: list[tuple[Any, ...]] = []
+    x = torch.empty(5, K, dtype=torch.bfloat16)
+    step = quantize.step(
+        lambda *given: launched.append(given),  # type: ignore[arg-type]
+        x, top_k=top_k, index_step=2, used=(16, USED), index="index" if top_k else "",
+    )  # fmt: skip
+    step.run(15, 7, 4096, 8192, 12288, 1 << 20)
+    flags = USED | (PICKED if top_k else 0)
+    pointers = (4096, 8192, 12288 + 16, 1 << 20, (1 << 20) + 15 * K)
+    assert launched == [(15, K, pointers, (15, K, top_k or 1, 2, flags), 7)]
+
+
+def test_codes_and_their_scales_fit_the_memory_that_is_made_for_them() -> None:
+    for M in range(1, 9):
+        assert M * quantize.bytes_of_row(K) >= M * K + (K // 128) * 4 * (-(-M // 4) * 4)
+
+
+def test_a_product_of_codes_reads_the_scales_as_they_are() -> None:
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block").prepare()
+    assert operands_of(w)["w_scales"] is w.scale
+    given = [one for one in operands_of(w).values() if one is not None]
+    assert len({one.data_ptr() for one in given}) == len(given)  # a program tells its tensors apart by that
+    as_given = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block_a16").prepare()
+    assert "w_scales" not in operands_of(as_given)
