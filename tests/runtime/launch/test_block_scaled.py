@@ -72,6 +72,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         read_launches(patch, found.read)
         patch.setattr(TensorMaps, "encode", encode)
         patch.setattr(cuda, "zeroed", lambda size_bytes, device: 4096)
+        patch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
         yield found
 
 
