@@ -44,7 +44,9 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
     "runtime": frozenset({"torch"}),
     "runtime.dispatch": frozenset(),  # what is chosen needs no torch
     "runtime.integrations.vllm": frozenset({"vllm"}),
+    "runtime.integrations.vllm_configs": frozenset({"vllm"}),
     "runtime.integrations.vllm_experts": frozenset({"torch", "vllm"}),
+    "runtime.integrations.vllm_quantised": frozenset({"torch", "vllm"}),
     "aot": None,
 }
 TRITON = ("kernels.gemm", "kernels.rowops", "aot.compile")  # who may import Triton

@@ -47,6 +47,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.driver", "device"): "runtime/dispatch/test_compiled.py",
     ("runtime.integrations", "transformers_copies"): "runtime/integrations/test_transformers_gates.py",
     ("runtime.integrations", "vllm_experts"): "engines/test_vllm_experts.py",
+    ("runtime.integrations", "vllm_configs vllm_quantised"): "engines/test_vllm_quantised.py",
     ("runtime.ops", "activation"): "runtime/ops/test_layer.py",
     ("runtime.ops", "gradients"): "runtime/ops/test_autograd.py",
     ("runtime.ops", "products"): "runtime/ops/test_torch_fallback.py",
