@@ -45,6 +45,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.driver", "counters"): "runtime/test_fork.py",
     ("runtime.driver", "cuda descriptors launcher"): "runtime/launch/test_row_limits.py",
     ("runtime.driver", "device"): "runtime/dispatch/test_compiled.py",
+    ("runtime.integrations", "sglang sglang_experts"): "engines/test_sglang.py",
     ("runtime.integrations", "transformers_copies"): "runtime/integrations/test_transformers_gates.py",
     ("runtime.integrations", "vllm_experts"): "engines/test_vllm_experts.py",
     ("runtime.integrations", "vllm_configs vllm_quantised"): "engines/test_vllm_quantised.py",
