@@ -8,7 +8,7 @@ Each layer is vLLM's FusedMoE, made as a model makes it, and its modular kernel 
 the router, the same for all, is left out. ``pretuned`` is what vLLM runs with the plug-in (``--moe-backend auto``); the
 others are vLLM's backends by their names. Every call is captured in a CUDA graph, and the graphs are replayed in turns.
 A cell has microseconds a layer, the experts class that ran, and the distance of its result from pretuned's. What fails
-is told in its cell, and the rest goes on. The file is whole after each cell.
+is told in its cell, and the rest goes on; each kind of layer has a process of its own. The file is whole after each.
 
 vLLM need not be installed: ``--vllm`` is where its wheel is unpacked, ``--packages`` a folder with what it imports.
 """
@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -162,15 +163,16 @@ def vllm_of_one(device: str) -> Iterator[None]:
         yield
 
 
-def measure(kind: str, one: Kind, tokens: list[int], keep: Callable[[dict[str, Any]], None]) -> None:
+def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[dict[str, Any]], None]) -> None:
     """All cells of a layer."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
 
     from pretuned.aot.measure.clock import Clock
 
+    one = KINDS[kind]
     clock, sides, failed = Clock(), {}, {}
-    for backend in (OURS, *one.backends):
+    for backend in backends:
         try:
             layer, config = made(kind, one, backend, "cuda")
             with set_current_vllm_config(config), set_forward_context(None, config):
@@ -209,6 +211,7 @@ def arguments(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--packages", type=Path, help="a folder with the packages that vLLM imports")
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--backends", help="some of a kind's, and auto: pretuned; default: all")
     parser.add_argument("--tokens", default=TOKENS)
     given = parser.parse_args(args)
     given.kinds, given.tokens = given.kinds.split(","), [int(T) for T in given.tokens.split(",")]
@@ -231,27 +234,48 @@ def find(given: argparse.Namespace) -> None:
 def main(args: list[str] | None = None) -> int:
     """Measure; 1 where no cell has a time."""
     given = arguments(args)
-    os.environ.setdefault("PRETUNED_VLLM", "1")
-    os.environ.setdefault("DG_JIT_USE_NVRTC", "0")
+    cells: list[dict[str, Any]] = []
+    if len(given.kinds) > 1:
+        for kind in given.kinds:
+            cells += in_a_process(given, kind)
+            given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
+        return 0 if any(cell.get("us") for cell in cells) else 1
+    (kind,) = given.kinds
+    backends = given.backends.split(",") if given.backends else [OURS, *KINDS[kind].backends]
+    for name, value in {
+        "PRETUNED_VLLM": "1", "DG_JIT_USE_NVRTC": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+        "VLLM_NO_USAGE_STATS": "1",
+    }.items():  # fmt: skip
+        os.environ.setdefault(name, value)
     find(given)
     from pretuned.integrations.vllm import register
 
     register()
-    head = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "rounds": ROUNDS}
-    cells: list[dict[str, Any]] = []
+    head = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
 
     def keep(cell: dict[str, Any]) -> None:
-        cells.append(cell)
-        given.json.write_text(json.dumps(head | {"cells": cells}, indent=1))
+        cells.append(head | cell)
+        given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
         print(cell["kind"], cell["tokens"], cell.get("us"), cell.get("distance"), flush=True)
         for name, why in cell["failed"].items():
             print(f"  {name} failed: {why.splitlines()[-1]}", flush=True)
 
-    with vllm_of_one("cuda"):
-        for kind in given.kinds:
-            try:
-                measure(kind, KINDS[kind], given.tokens, keep)
-            except Exception:
-                keep({"kind": kind, "tokens": None, "failed": {"all": traceback.format_exc(limit=-6)}})
-            torch.cuda.empty_cache()
+    try:
+        with vllm_of_one("cuda"):
+            measure(kind, backends, given.tokens, keep)
+    except Exception:
+        keep({"kind": kind, "tokens": None, "failed": {"all": traceback.format_exc(limit=-6)}})
     return 0 if any(cell.get("us") for cell in cells) else 1
+
+
+def in_a_process(given: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
+    """The cells of one kind of layer: a fault of the GPU ends its process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "cells.json"
+        options = {"--vllm": given.vllm, "--packages": given.packages, "--json": out, "--kinds": kind,
+                   "--backends": given.backends, "--tokens": ",".join(map(str, given.tokens))}  # fmt: skip
+        words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+        done = subprocess.run([sys.executable, sys.argv[0], "layers_in_vllm", *words], check=False)
+        if out.is_file():
+            return json.loads(out.read_text())["cells"]  # type: ignore[no-any-return]
+        return [{"kind": kind, "tokens": None, "failed": {"all": f"its process ended with {done.returncode}"}}]

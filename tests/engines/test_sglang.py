@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision_absent
 
 pytestmark = pytest.mark.filterwarnings("default")
 _PLACE = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.create_moe_runner"
@@ -19,6 +20,7 @@ _PLACE = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.creat
 @pytest.fixture(autouse=True)
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """SGLang's registry of hooks, as it is before plug-ins are loaded."""
+    torchvision_absent.stand_in()
     from sglang.srt import plugins
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -38,11 +40,8 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    ours = logging.getLogger("sglang.pretuned")
-    ours.addHandler(caplog.handler)
-    ours.setLevel(logging.INFO)
-    yield caplog
-    ours.removeHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, "sglang.pretuned"):
+        yield caplog
 
 
 def config(**changes: Any) -> Any:
