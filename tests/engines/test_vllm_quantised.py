@@ -136,3 +136,44 @@ def test_methods_of_other_formats_are_passed_over_in_silence() -> None:
     with lines() as said:
         assert take(own, SimpleNamespace(), everywhere=True) is own
     assert not said
+
+
+def loaded(scale: int) -> tuple[Any, Any]:
+    """pretuned's method for a layer in mxfp4, and the layer, whose scales are all 2**(scale - 127)."""
+    import torch
+
+    from pretuned.integrations.vllm_quantised import _FORMATS, PretunedQuantisedMethod
+
+    moe = config(hidden_dim=64, intermediate_size=64)
+    method, layer = PretunedQuantisedMethod(moe, _FORMATS["Mxfp4MoEMethod"](None)), torch.nn.Module()
+    method.create_weights(layer, 4, 64, 64, torch.bfloat16)
+    for name in ("w13_weight_scale", "w2_weight_scale"):
+        getattr(layer, name).data.fill_(scale)
+    return method, layer
+
+
+def test_scales_that_no_kernel_takes_are_an_error_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretuned.artifacts.errors import InputError
+    from pretuned.integrations import vllm_quantised
+
+    monkeypatch.setattr(vllm_quantised, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    method, layer = loaded(scale=130)
+    with pytest.raises(InputError, match=r"no kernel takes the scales of .*mxfp4.* PRETUNED_VLLM=0 serves"):
+        method.process_weights_after_loading(layer)
+
+
+def test_weights_loaded_again_in_another_order_are_an_error() -> None:
+    from pretuned.artifacts.errors import InputError
+    from pretuned.runtime import ExpertWeights
+
+    method, layer = loaded(scale=130)  # which stay as they are
+    _, first = loaded(scale=120)
+    held = tuple(
+        ExpertWeights.mxfp4(first.get_parameter(f"{which}_weight").data, getattr(first, f"{which}_weight_scale").data)
+        .prepare()
+        for which in ("w13", "w2")
+    )  # fmt: skip
+    assert all(one.order for one in held)
+    method.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(weights=held))
+    with pytest.raises(InputError, match=r"the weights loaded again are .* the first were .*: start anew"):
+        method.process_weights_after_loading(layer)
