@@ -137,13 +137,13 @@ def _weights(experts: Any, first: str, dtype: torch.dtype) -> Weights | FrozenWe
 
     Beside quantised weights biases are of ``dtype``.
     """
-    codes = quantised(experts, first), quantised(experts, "down_proj")
-    if codes[0] is not None and codes[1] is not None:
-        _check_held(experts, first, codes[0].shape[0])
+    gate_up, down = quantised(experts, first), quantised(experts, "down_proj")
+    if gate_up is not None and down is not None:
+        _check_held(experts, first, gate_up.shape[0])
         biases = (
             getattr(experts, f"{name}_bias").to(dtype) if experts.has_bias else None for name in (first, "down_proj")
         )
-        return weights_of(*codes, *biases)
+        return weights_of(gate_up, down, *biases)
     w1, w2 = (_usable(experts, name) for name in (first, "down_proj"))
     if not experts.has_bias:
         return Weights(w1, w2, None, None)

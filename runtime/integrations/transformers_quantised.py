@@ -114,7 +114,7 @@ def keep_mxfp4() -> None:
     if auto.AUTO_QUANTIZER_MAPPING["mxfp4"].__module__ == __name__:
         return
 
-    class PackedMxfp4Quantizer(HfQuantizer):  # type: ignore[misc]
+    class PackedMxfp4Quantizer(HfQuantizer):
         """Loads the tensors of experts by their own names."""
 
         def validate_environment(self, *_: Any, **__: Any) -> None:

@@ -150,6 +150,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def __init__(self, moe: Any, format: Format) -> None:
         super().__init__(moe)
         self.format = format
+        self.moe_kernel: Any = None  # until weights were loaded
 
     @property
     def is_monolithic(self) -> bool:
