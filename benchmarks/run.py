@@ -58,6 +58,8 @@ BENCHMARKS = (
     Benchmark("peers", "beside_vllm", "vLLM's kernel and triton_kernels beside ours", f"{GPU}, vLLM's wheel unpacked"),
     Benchmark("peers", "beside_quantised", "quantised products of vLLM, DeepGEMM and triton_kernels beside ours",
               f"{GPU}, vLLM's wheel unpacked"),
+    Benchmark("peers", "layers_in_vllm", "vLLM's own MoE layers beside the same with the plug-in",
+              f"{GPU}, vLLM's wheel unpacked"),
     Benchmark("peers", "beside_quack", "QuACK beside ours", f"{GPU}, quack-kernels"),
     Benchmark("model", "variants", "which variant wins where: a sweep of candidates", f"{GPU}, candidates"),
     Benchmark("model", "kinds", "what specialised kernels gain in a sweep", "any machine, sweeps"),

@@ -1,4 +1,4 @@
-"""``python -m pretuned.runtime [--json]``: print what this machine would use, and why not."""
+"""``python -m pretuned.runtime [--vllm | --sglang] [--json]``: print what this machine would use, and why not."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ def main(arguments: list[str] | None = None) -> int:
         "Exit code 0 where a bundle would be used, or the machine has no GPU; 141 where the reader of the output has "
         "left; 1 otherwise.",
     )
+    engine = parser.add_mutually_exclusive_group()
+    for name, called in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        engine.add_argument(f"--{name}", dest="engine", action="store_const", const=name,
+                            help=f"print whether {called} in this environment would use it")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_args(arguments)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
-        from .inspect.doctor import examine  # imports torch
+        from .inspect import doctor, engines  # imports torch
 
     try:
-        report = examine()
+        report = engines.examine(given.engine) if given.engine else doctor.examine()
     except PretunedError as error:
         print(f"pretuned: {error}", file=sys.stderr)
         return 1

@@ -43,8 +43,13 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
     "kernels.rowops": frozenset({"triton"}),
     "runtime": frozenset({"torch"}),
     "runtime.dispatch": frozenset(),  # what is chosen needs no torch
+    "runtime.integrations.sglang": frozenset({"sglang"}),
+    "runtime.integrations.sglang_experts": frozenset({"sglang", "torch"}),
+    "runtime.integrations.transformers_quantised": frozenset({"torch", "transformers"}),
     "runtime.integrations.vllm": frozenset({"vllm"}),
+    "runtime.integrations.vllm_configs": frozenset({"vllm"}),
     "runtime.integrations.vllm_experts": frozenset({"torch", "vllm"}),
+    "runtime.integrations.vllm_quantised": frozenset({"torch", "vllm"}),
     "aot": None,
 }
 TRITON = ("kernels.gemm", "kernels.rowops", "aot.compile")  # who may import Triton

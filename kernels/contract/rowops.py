@@ -189,10 +189,13 @@ def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[RowOpSpec, ...
 
 
 def dtype_of(dtype: DType, op: RowOp | None = None) -> DType:
-    """The dtype of the passes beside GEMMs of this one: what x and y are before and after; fp32 of what has none."""
-    if dtype.quantised:
-        return DType.BF16
-    return DType.FP32 if dtype is DType.TF32 or op in (RowOp.SORT_SLOTS, RowOp.CLEAR) else dtype
+    """The dtype of the passes beside GEMMs of this one: tf32 is fp32 in memory, beside quantised weights rows are bf16.
+
+    What has none is recorded as fp32.
+    """
+    if dtype is DType.TF32 or op in (RowOp.SORT_SLOTS, RowOp.CLEAR):
+        return DType.FP32
+    return DType.BF16 if dtype.quantised else dtype
 
 
 def arguments(op: RowOp) -> tuple[tuple[str, str], ...]:

@@ -93,7 +93,7 @@ class HostReport:
 def examine() -> HostReport:
     """Look at this machine: initialises CUDA, reads every place, loads nothing."""
     try:
-        gpus, driver = _gpus()
+        gpus, driver = gpus_and_driver()
     except CudaError as error:
         gpus, driver = (), str(error)
     return report(dispatch_snapshot.snapshot(), settings.settings(), gpus, driver)
@@ -140,7 +140,8 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
     )
 
 
-def _gpus() -> tuple[tuple[LocalGpu, ...], str]:
+def gpus_and_driver() -> tuple[tuple[LocalGpu, ...], str]:
+    """The GPUs that torch sees, and the CUDA version of the driver; HostError without one."""
     import torch
 
     from ..driver.cuda import driver_version

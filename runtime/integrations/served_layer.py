@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from ..artifacts.records.precision import DType
-from ..artifacts.records.problem import Layout, Op, Problem
+from ..artifacts.records.problem import Layout, Op, Problem, buckets_between
 from ..artifacts.records.target import LocalGpu
 from ..runtime.dispatch import snapshot as dispatch_snapshot
 from ..runtime.dispatch.decide import Decision, settle
@@ -15,7 +15,8 @@ from ..runtime.driver.device import platform_name, platform_supported
 from ..runtime.inspect.preload import Preloaded, preload
 from ..runtime.ops.activation import Activation
 
-_BUCKETS = (16, 1024)  # rows of a step that decodes, and of one that reads a prompt
+_ROWS = 1 << 16  # more rows than that take what the most that were measured do
+_NEAR = 2  # what was measured at so many times the rows, or at that part of them, holds for these
 
 
 class ServedLayer(NamedTuple):
@@ -41,33 +42,40 @@ class ServedLayer(NamedTuple):
     def build_line(self) -> str:
         """The command that builds a bundle for it and, on a machine with the GPU, measures."""
         options = "" if self.act.gated else " gated=0"
-        options += "" if self.dtype is DType.BF16 else f" dtype={self.dtype.value}"
+        if self.dtype.quantised:
+            options += f" weights={self.dtype.value.removesuffix('_a16')}"
+        elif self.dtype is not DType.BF16:
+            options += f" dtype={self.dtype.value}"
         return f'aot build --models "shape:E={self.E},H={self.H},I={self.I},k={self.top_k}{options} ops=forward"'
 
     def __str__(self) -> str:
         return f"E={self.E} H={self.H} I={self.I} k={self.top_k} {self.dtype.value} {self.act.name}"
 
 
-def lacks(layer: ServedLayer, local: LocalGpu, *, any_variant: bool = False) -> str | None:
-    """Why the bundles are none for this layer on a GPU; None where they are.
+def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool = False) -> str | None:
+    """Why the bundles are none for this layer on a GPU, in steps of 1 to ``tokens`` tokens; None where they are.
 
-    Each product is to have a choice that was made for it and measured on a GPU of this capability. With ``any_variant``
-    it is enough that something runs.
+    Each product is to have choices that were made for it, and measured on a GPU of this capability, near every number
+    of rows that a step can come to. With ``any_variant`` it is enough that something runs.
     """
     if not platform_supported():
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
+    most = min(max(tokens, 1) * layer.top_k, _ROWS)
     for problem in layer.problems:
-        for bucket in _BUCKETS:
+        for bucket in buckets_between(min(layer.top_k, most), most):
             found = settle(dispatch_snapshot.snapshot(), problem, bucket, local, aligned=True, strict=False)
             known = isinstance(found, Decision) and (any_variant or _is_measured(found))
             if not known:
                 what = "has code" if any_variant else "was measured"
-                return f"no bundle {what} for {problem} on {local}. Build one here with: {layer.build_line}"
+                where = f"{problem} at about {bucket} rows on {local}"
+                return f"no bundle {what} for {where}. Build one here with: {layer.build_line}"
     return None
 
 
 def _is_measured(found: Decision) -> bool:
-    return found.chosen.match is not Match.COST_MODEL and found.chosen.origin <= Origin.THIS_CAPABILITY
+    at = found.chosen.bucket
+    near = at <= _NEAR * found.bucket and found.bucket <= _NEAR * at
+    return near and found.chosen.match is not Match.COST_MODEL and found.chosen.origin <= Origin.THIS_CAPABILITY
 
 
 @functools.cache

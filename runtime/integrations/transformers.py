@@ -8,6 +8,19 @@
 
 transformers, from 5.8 on, hands a function so registered the experts' module, with how its weights lie as attributes,
 the tokens and their routing. Nothing here imports it.
+
+Experts that stay in fp8 with a scale for each 128 x 128 (DeepSeek-V3, Qwen3-*-FP8), or in DeepSeek-V4's fp4, go through
+an interface of their own, for the same function:
+
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+
+    FP8ExpertsInterface.register("pretuned", experts_forward)
+
+and gpt-oss's mxfp4, which transformers else dequantises or packs anew, stays as the checkpoint has it after
+
+    from pretuned.integrations.transformers_quantised import keep_mxfp4
+
+    keep_mxfp4()
 """
 
 from __future__ import annotations
@@ -20,8 +33,10 @@ import torch
 from ..runtime.api.grouped_gemm import grouped_gemm
 from ..runtime.api.moe import moe_mlp, sort_routing
 from ..runtime.check.tensors import DTYPES, PLAIN, bad
-from ..runtime.ops.layer import Weights
+from ..runtime.ops.layer import FrozenWeights, Weights, weights_of
+from ..runtime.weights.expert_weights import ExpertWeights
 from .transformers_gates import recognise
+from .transformers_quantised import quantised
 
 _transformed = torch._C._are_functorch_transforms_active
 _COMPUTED = (*DTYPES, torch.float64)
@@ -34,7 +49,8 @@ def experts_forward(
 
     ``self`` is the experts' module: gate_up_proj (up_proj without a gate) and down_proj, [E, N, K] or, with
     ``is_transposed``, [E, K, N]. hidden_states is [T, H], top_k_index and top_k_weights are [T, k]. A product is
-    computed in the dtype of its weight, to which what it multiplies and its bias are cast.
+    computed in the dtype of its weight, to which what it multiplies and its bias are cast; with quantised weights
+    (``transformers_quantised.py``) in that of the tokens, which are not quantised.
 
     One ``moe_mlp`` where what the module does between its products is transformers' own code for an activation that
     ``activate`` has (``transformers_gates.py``); else, and where torch.compile traces it, two grouped GEMMs around the
@@ -44,18 +60,19 @@ def experts_forward(
     Raises
     ------
     InputError
-        for weights that are quantised, or spread over ranks otherwise than by whole experts.
+        for weights that are quantised otherwise, or spread over ranks otherwise than by whole experts.
     """
     gated, normed = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # later ones have it
-    given = _weights(self, "gate_up_proj" if gated else "up_proj")
+    given = _weights(self, "gate_up_proj" if gated else "up_proj", hidden_states.dtype)
     w1, w2, b1, b2 = given
     for name, one in (("hidden_states", hidden_states), ("top_k_weights", top_k_weights)):
         if type(one) not in PLAIN and _is_spread(one):
             bad(name, _spread(one), f"a torch.Tensor of this rank: pass {name}.to_local()", "experts_forward")
-    hidden = hidden_states.to(w1.dtype)
+    first, second = (hidden_states.dtype if isinstance(w, ExpertWeights) else w.dtype for w in (w1, w2))
+    hidden = hidden_states.to(first)
     compiling = torch.compiler.is_compiling()
     sliced = not compiling and _transformed()
-    act = None if compiling or sliced or normed or w1.dtype is not w2.dtype else recognise(self, gated)
+    act = None if compiling or sliced or normed or first is not second else recognise(self, gated)
     if act is not None:
         out = moe_mlp(
             hidden, w1, w2, top_k_index, top_k_weights, act.name, gated=gated, interleaved=act.interleaved,
@@ -66,9 +83,9 @@ def experts_forward(
     ids = top_k_index.long()
     outside = (ids < 0) | (ids >= E)
     if sliced:
-        y = _slot_by_slot(self, hidden, given, ids.masked_fill(outside, 0), gated)
+        y = _slot_by_slot(self, hidden, given, ids.masked_fill(outside, 0), gated, second)
     else:
-        y = _grouped(self, hidden, given, top_k_index, gated)
+        y = _grouped(self, hidden, given, top_k_index, gated, second)
     wide = torch.promote_types(y.dtype, torch.float32)
     if normed:  # what it makes of a row that no expert wrote is no expert's
         y = self.post_expert_norm(y).masked_fill(outside.reshape(-1, 1), 0)
@@ -82,7 +99,10 @@ def _between(experts: Any, h: torch.Tensor, gated: bool, dtype: torch.dtype) -> 
     return a.to(dtype)
 
 
-def _grouped(experts: Any, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, gated: bool) -> torch.Tensor:
+def _grouped(
+    experts: Any, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, gated: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """y [T*k, H] of every slot by two grouped GEMMs; zeros where it has no expert."""
     w1, w2, b1, b2 = given
     k, layout = ids.shape[1], "kn" if experts.is_transposed else "nk"
@@ -90,13 +110,17 @@ def _grouped(experts: Any, hidden: torch.Tensor, given: Weights, ids: torch.Tens
     rows, m_sizes = routing.gather_indices, routing.m_sizes
     # Zeros in rows of no expert: nothing reads them, but a gradient of the module's own code may not make them NaN.
     h = grouped_gemm(hidden, w1, m_sizes, k, rows, permute_x=True, w_layout=layout, bias=b1, zero_tail=True)
-    a = _between(experts, h, gated, w2.dtype)
+    a = _between(experts, h, gated, dtype)
     return grouped_gemm(a, w2, m_sizes, k, rows, permute_y=True, is_first_gemm=False, w_layout=layout, bias=b2)
 
 
-def _slot_by_slot(experts: Any, hidden: torch.Tensor, given: Weights, ids: torch.Tensor, gated: bool) -> torch.Tensor:
+def _slot_by_slot(
+    experts: Any, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, gated: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """As ``_grouped``, in operations that vmap and the other transforms of torch.func know; ids in [0, E)."""
-    w1, w2, b1, b2 = given
+    w1, w2 = (w.dequantize(dtype) if isinstance(w, ExpertWeights) else w for w in given[:2])
+    b1, b2 = given[2:]
     k, chosen = ids.shape[1], ids.reshape(-1)
 
     def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -105,11 +129,21 @@ def _slot_by_slot(experts: Any, hidden: torch.Tensor, given: Weights, ids: torch
         return y if bias is None else y + bias[chosen]
 
     h = product(hidden.repeat_interleave(k, 0), w1, b1)
-    return product(_between(experts, h, gated, w2.dtype), w2, b2)
+    return product(_between(experts, h, gated, dtype), w2, b2)
 
 
-def _weights(experts: Any, first: str) -> Weights:
-    """The module's weights as this rank has them, and its biases in their dtypes; InputError for what can't be used."""
+def _weights(experts: Any, first: str, dtype: torch.dtype) -> Weights | FrozenWeights:
+    """The module's weights as this rank has them, and its biases in their dtypes; InputError for what can't be used.
+
+    Beside quantised weights biases are of ``dtype``.
+    """
+    gate_up, down = quantised(experts, first), quantised(experts, "down_proj")
+    if gate_up is not None and down is not None:
+        _check_held(experts, first, gate_up.shape[0])
+        biases = (
+            getattr(experts, f"{name}_bias").to(dtype) if experts.has_bias else None for name in (first, "down_proj")
+        )
+        return weights_of(gate_up, down, *biases)
     w1, w2 = (_usable(experts, name) for name in (first, "down_proj"))
     if not experts.has_bias:
         return Weights(w1, w2, None, None)
@@ -125,13 +159,18 @@ def _usable(experts: Any, name: str) -> torch.Tensor:
                    "code with model.set_experts_implementation('eager')", "experts_forward")  # fmt: skip
     if type(one) not in PLAIN and _is_spread(one):
         one = _of_this_rank(experts, name, one)
+    _check_held(experts, name, one.shape[0])
+    return one
+
+
+def _check_held(experts: Any, name: str, many: int) -> None:
+    """Raise InputError where ids are told by another number of experts than there are here."""
     held = getattr(experts, "num_experts", None)
-    if getattr(experts, "_is_expert_parallel", False) and held is not None and held != one.shape[0]:
+    if getattr(experts, "_is_expert_parallel", False) and held is not None and held != many:
         # The ids count from the module's number: one that stands for an expert elsewhere would be one of these.
-        bad(name, f"{one.shape[0]} experts", f"the module's num_experts, {held}: ids are told by that number. "
+        bad(name, f"{many} experts", f"the module's num_experts, {held}: ids are told by that number. "
                    "Where experts don't divide by the ranks, set num_experts to those that each rank has",
                    "experts_forward")  # fmt: skip
-    return one
 
 
 def _is_spread(one: torch.Tensor) -> bool:

@@ -49,6 +49,25 @@ def minimax_m3_vl(self: Any, gate_up: torch.Tensor) -> Any:
     return (up + 1.0) * glu
 
 
+def fp8(self: Any, gate_up: torch.Tensor) -> Any:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if self.gate_softcap is not None:
+        input_dtype = gate.dtype
+        gate, up = gate.float(), up.float()
+        gate_factor = torch.tanh(gate / self.gate_softcap) * self.gate_softcap
+        up = torch.tanh(up / self.up_softcap) * self.up_softcap
+        return (gate_factor * torch.sigmoid(gate) * up).to(input_dtype)
+    if self.swiglu_alpha is not None:
+        gate = gate.clamp(max=self.swiglu_limit)
+        up = up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)
+        glu = gate * torch.sigmoid(gate * self.swiglu_alpha)
+        return (up + 1.0) * glu
+    elif self.limit is not None:  # noqa: RET505 (the instructions are transformers')
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+    return self.act_fn(gate) * up
+
+
 def silu(self: Any, input: torch.Tensor) -> Any:
     return nn.functional.silu(input)
 

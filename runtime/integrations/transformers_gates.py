@@ -57,6 +57,13 @@ def recognise(experts: Any, gated: bool) -> Activation | None:
     if own is None:
         return None
     interleaved, alpha, limit = _GATES[own.copy]
+    if own.copy is transformers_copies.fp8:
+        if getattr(experts, "gate_softcap", None) is not None:
+            return None
+        if getattr(experts, alpha, None) is None:
+            alpha = limit = ""
+            if getattr(experts, "limit", None) is not None:
+                return None
     if not limit:
         return _among(GATED, _name_of(getattr(experts, "act_fn", None)), True, interleaved)
     known = _is(getattr(experts, alpha, None), OAI_ALPHA) and _is(getattr(experts, limit, None), OAI_LIMIT)
@@ -198,6 +205,7 @@ _GATES: dict[Callable[..., Any], tuple[bool, str, str]] = {
     transformers_copies.gpt_oss: (True, "alpha", "limit"),
     transformers_copies.openai_privacy_filter: (False, "alpha", "limit"),
     transformers_copies.minimax_m3_vl: (False, "swiglu_alpha", "swiglu_limit"),
+    transformers_copies.fp8: (False, "swiglu_alpha", "swiglu_limit"),
 }
 # Of a class: its forward, and which activation an instance is.
 _CLASSES: dict[tuple[str, str], tuple[Callable[..., Any], Callable[[Any], str | None]]] = {

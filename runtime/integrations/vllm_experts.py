@@ -1,8 +1,9 @@
-"""vLLM's MoE layers without quantisation on pretuned: the class of vLLM's modular kernel, and which layers it is for.
+"""vLLM's MoE layers on pretuned: the class of vLLM's modular kernel, and which layers it is for.
 
-A layer of which any part is none of pretuned's stays with the backend that vLLM chose, and why is told once. Weights
-are used as vLLM loaded them, w13 [E, 2*I, H] and w2 [E, H, I]: nothing is copied, packed or kept, so those that are
-loaded again, or leave the GPU while the engine sleeps and come back, are simply read.
+Those without quantisation are taken here, others in ``vllm_quantised.py``. A layer of which any part is none of
+pretuned's stays with the backend that vLLM chose, and why is told once. Weights are used as vLLM loaded them, w13
+[E, 2*I, H] and w2 [E, H, I]: nothing is copied, packed or kept, so those that are loaded again, or leave the GPU while
+the engine sleeps and come back, are simply read.
 
 Imported inside vLLM alone, by ``vllm.py``.
 """
@@ -18,10 +19,12 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
+from ..artifacts.records.precision import DType
 from ..runtime.api.moe import moe_mlp
 from ..runtime.check.tensors import DTYPES
 from ..runtime.driver.device import current_device, local_gpu
 from ..runtime.ops.activation import OAI_ALPHA, OAI_LIMIT, Activation
+from ..runtime.weights.expert_weights import ExpertWeights
 from .served_layer import ServedLayer, lacks, load
 
 _log = init_logger("vllm.pretuned")
@@ -66,7 +69,7 @@ def take(method: Any, *, everywhere: bool) -> None:
     method.pretuned_took_from = own
     method.experts_cls = PretunedExperts
     method.unquantized_backend = UnquantizedMoeBackend.TRITON  # its weights stay as they are
-    _log.info_once("pretuned: runs the MoE layers of %s", str(layer_of(moe)))
+    tell_taken(layer_of(moe))
 
 
 def keep(method: Any, params_dtype: torch.dtype) -> None:
@@ -81,22 +84,37 @@ def keep(method: Any, params_dtype: torch.dtype) -> None:
 
 def _tell(moe: Any, own: _Own, why: str) -> None:
     what = f"E={moe.num_local_experts} H={moe.hidden_dim} I={moe.intermediate_size_per_partition}"
-    _log.info_once("pretuned: leaves the MoE layers of %s to vLLM's %s backend: %s", what, own.backend.value, why)
+    tell_left(what, own.backend.value, why)
+
+
+def tell_left(what: str, backend: str, why: str) -> None:
+    """Say, once, that layers stay with vLLM, and why."""
+    _log.info_once("pretuned: leaves the MoE layers of %s to vLLM's %s backend: %s", what, backend, why)
+
+
+def tell_taken(layer: ServedLayer) -> None:
+    """Say, once, that layers are pretuned's."""
+    _log.info_once("pretuned: runs the MoE layers of %s", str(layer))
 
 
 def refusal(moe: Any, backend: str, *, everywhere: bool) -> str | None:
     """Why a layer with this FusedMoEConfig, for which vLLM chose this backend, is none of pretuned's; None if it is."""
+    if moe.moe_backend == "auto" and backend not in _BACKENDS:
+        return "its weights lie in an order of its own"
+    settings = tuple(getattr(moe, name, None) for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"))
+    return refusal_of(moe, settings, DTYPES.get(moe.in_dtype), everywhere=everywhere)
+
+
+def refusal_of(moe: Any, settings: tuple[Any, ...], dtype: DType | None, *, everywhere: bool) -> str | None:
+    """The same of what all layers have. ``settings``: limit, alpha and beta of the activation; ``dtype``: of w."""
     parallel = moe.moe_parallel_config
     if moe.moe_backend != "auto":
         return f"--moe-backend {moe.moe_backend} asks for it"
-    if backend not in _BACKENDS:
-        return "its weights lie in an order of its own"
-    if moe.in_dtype not in DTYPES:
+    if moe.in_dtype not in DTYPES or dtype is None:
         return f"the dtype {moe.in_dtype} is none of pretuned's (bfloat16, float16, float32)"
     act = moe.activation.value
     if act not in _ACTIVATIONS or _ACTIVATIONS[act].gated != moe.is_act_and_mul:
         return f"the activation {act} is none of pretuned's ({', '.join(_ACTIVATIONS)})"
-    settings = tuple(getattr(moe, name, None) for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"))
     if not all(one in known for one, known in zip(settings, _SETTINGS.get(act, _PLAIN), strict=True)):
         return f"the activation {act} has a limit, alpha and beta of {settings}, which pretuned has not"
     if parallel.enable_eplb:
@@ -111,29 +129,42 @@ def refusal(moe: Any, backend: str, *, everywhere: bool) -> str | None:
     if not supported:
         return str(reason)
     if current_platform.is_cuda():
-        return lacks(layer_of(moe), local_gpu(current_device()), any_variant=everywhere)
+        layer, local = layer_of(moe, dtype), local_gpu(current_device())
+        return lacks(layer, local, tokens=moe.max_num_tokens, any_variant=everywhere)
     where = current_platform.device_name
     return None if everywhere else f"pretuned has no kernels for the {where} (PRETUNED_VLLM=1 runs its reference there)"
 
 
-def layer_of(moe: Any) -> ServedLayer:
-    """This rank's part of a layer."""
+def layer_of(moe: Any, dtype: DType | None = None) -> ServedLayer:
+    """This rank's part of a layer, whose weights are of the tokens' dtype if None is given."""
     return ServedLayer(
         moe.num_local_experts, moe.hidden_dim, moe.intermediate_size_per_partition, moe.experts_per_token,
-        DTYPES[moe.in_dtype], _ACTIVATIONS[moe.activation.value],
+        dtype or DTYPES[moe.in_dtype], _ACTIVATIONS[moe.activation.value],
     )  # fmt: skip
 
 
+def load_kernels(layer: ServedLayer) -> None:
+    """Load all that a layer can come to on this process's GPU, if it has one, and say so once."""
+    if current_platform.is_cuda():
+        loaded = load(layer, current_device())
+        _log.info_once("pretuned: %d kernels loaded in %.1f ms", loaded.count, loaded.seconds * 1e3)
+
+
 class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-    """One ``moe_mlp`` a layer: sorted, multiplied, weighted and summed over each token's experts."""
+    """One ``moe_mlp`` a layer: sorted, multiplied, weighted and summed over each token's experts.
+
+    With ``weights`` these are multiplied, whatever a call is given: quantised ones have more than its two tensors.
+    """
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
         self._act = _ACTIVATIONS[moe_config.activation.value]
         self._map: tuple[torch.Tensor, torch.Tensor] | None = None
-        if current_platform.is_cuda():
-            loaded = load(layer_of(moe_config), current_device())
-            _log.info_once("pretuned: %d kernels loaded in %.1f ms", loaded.count, loaded.seconds * 1e3)
+        self.weights: tuple[ExpertWeights, ExpertWeights] | None = None  # in place of those that a call is given
+        self._load(moe_config)
+
+    def _load(self, moe_config: Any) -> None:
+        load_kernels(layer_of(moe_config))
 
     @staticmethod
     def activation_format() -> Any:
@@ -188,8 +219,9 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             topk_ids = self._with_none(expert_map)[topk_ids]
         if apply_router_weight_on_input:
             topk_weights = torch.ones_like(topk_weights)
+        gate_up, down = self.weights or (w1, w2)
         out = moe_mlp(
-            hidden_states, w1, w2, topk_ids, topk_weights, self._act.name, gated=self._act.gated,
+            hidden_states, gate_up, down, topk_ids, topk_weights, self._act.name, gated=self._act.gated,
             interleaved=self._act.interleaved, gate_up_bias=self.w1_bias, down_bias=self.w2_bias,
         )  # fmt: skip
         output.copy_(out)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from vllm_engine import Told, generate, lines, run
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_vllm*.py"]
+collect_ignore_glob = [f"test_{one}*.py" for one in ("vllm", "sglang") if not importlib.util.find_spec(one)]
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its layers' calls are counted here

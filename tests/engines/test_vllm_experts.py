@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from made import ON_H200
-from vllm_engine import lines
+from vllm_engine import config, lines
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -27,19 +26,6 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     with set_current_vllm_config(VllmConfig()):
         yield empty
-
-
-def config(**changes: Any) -> Any:
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
-
-    parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), **changes.pop("parallel", {}))
-    given = {
-        "num_experts": 4, "experts_per_token": 2, "hidden_dim": 32, "intermediate_size": 32, "num_local_experts": 4,
-        "num_logical_experts": 4, "activation": MoEActivation.SILU, "device": "cpu",
-        "routing_method": RoutingMethodType.TopK, "moe_parallel_config": parallel, "in_dtype": torch.bfloat16,
-    }  # fmt: skip
-    return FusedMoEConfig(**(given | changes))
 
 
 def load_plugins(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
@@ -166,7 +152,7 @@ def test_on_a_gpu_the_bundles_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why(False) is None
     told = why(False, intermediate_size=400)
     assert told is not None
-    assert told.startswith("no bundle was measured for forward bf16 E=128 N=800 K=2048 on NVIDIA H200")
+    assert told.startswith("no bundle was measured for forward bf16 E=128 N=800 K=2048 at about 8 rows on NVIDIA H200")
     assert told.endswith('aot build --models "shape:E=128,H=2048,I=400,k=8 ops=forward"')
     assert why(True, intermediate_size=400) is None
 

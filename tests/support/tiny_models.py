@@ -54,14 +54,17 @@ VLLM_CLASSES = {
 }
 
 
-def save(name: str, folder: Path, seed: int = 0) -> Path:
-    """A model of ``MODELS`` in bfloat16, saved in ``folder``, with a tokenizer whose tokens are bytes."""
+def save(name: str, folder: Path, seed: int = 0, **sizes: int) -> Path:
+    """A model of ``MODELS`` in bfloat16, saved in ``folder``, with a tokenizer whose tokens are bytes.
+
+    ``sizes`` are others than its own.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     kind, own = MODELS[name]
-    config = AutoConfig.for_model(kind, **(_COMMON | own))
+    config = AutoConfig.for_model(kind, **(_COMMON | own | sizes))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(model).__name__]

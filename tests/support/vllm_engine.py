@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -52,6 +53,21 @@ def lines() -> Iterator[list[str]]:
     finally:
         ours.setLevel(level)
         ours.removeHandler(handler)
+
+
+def config(**changes: Any) -> Any:
+    """vLLM's FusedMoEConfig of a small layer."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+    parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), **changes.pop("parallel", {}))
+    given = {
+        "num_experts": 4, "experts_per_token": 2, "hidden_dim": 32, "intermediate_size": 32, "num_local_experts": 4,
+        "num_logical_experts": 4, "activation": MoEActivation.SILU, "device": "cpu",
+        "routing_method": RoutingMethodType.TopK, "moe_parallel_config": parallel, "in_dtype": torch.bfloat16,
+    }  # fmt: skip
+    return FusedMoEConfig(**(given | changes))
 
 
 @functools.cache

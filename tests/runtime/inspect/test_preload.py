@@ -17,6 +17,7 @@ from pretuned.artifacts.records.bundle import Model
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Problem
 from pretuned.runtime import preload
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.inspect import preload as inspect_preload
 from pretuned.runtime.inspect.preload import _rows, buckets, cells_of, fallbacks_of, problems_of, records_of, rows_of
@@ -195,3 +196,14 @@ def test_tokens_are_a_range() -> None:
 def test_without_a_gpu(clean_places: Path) -> None:
     with pytest.raises(HostError, match="no CUDA GPU here"):
         preload()
+
+
+def test_beside_quantised_weights_rows_are_bf16() -> None:
+    """Products of the bundles that ship; a layer's calls then load no pass."""
+    shipped = dispatch_snapshot.snapshot()
+    first, quantised = (
+        inspect_preload.passes_of([replace(PROBLEM, dtype=dtype)], shipped, ON_H200)
+        for dtype in (DType.BF16, DType.MXFP4)
+    )
+    assert len(first) > 2
+    assert first == quantised

@@ -10,7 +10,7 @@ from made import DRIVER, H200, ON_A100, ON_H200, WIDE, measured, modelled, write
 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
-from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
+from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.integrations.served_layer import ServedLayer, lacks
@@ -33,28 +33,33 @@ def test_its_products() -> None:
 def test_a_layer_is_served_where_both_products_were_measured(clean_places: Path) -> None:
     first, second = LAYER.problems
     path = clean_places / "a.msgpack"
-    missing = "no bundle was measured for {} on NVIDIA H200 (9.0, 132 SMs, 143771 MiB). Build one here with: aot build"
-    assert lacks(LAYER, ON_H200) is not None
+    missing = "no bundle was measured for {} at about {} rows on NVIDIA H200 (9.0, 132 SMs, 143771 MiB). Build one here"
+    few, many = [measured(rows, WIDE, 9) for rows in (4, 16, 64)], [measured(64, WIDE, 9)]
+    assert lacks(LAYER, ON_H200, tokens=1) is not None
     for choices, lacking in (
-        ({first: [measured(64, WIDE, 9)], second: [measured(64, WIDE, 9)]}, None),
-        ({first: [measured(64, WIDE, 9)]}, second),
-        ({second: [measured(64, WIDE, 9)], first: [modelled(64, WIDE)]}, first),
-        ({replace(first, E=9): [measured(64, WIDE, 9)], second: [measured(64, WIDE, 9)]}, first),
+        ({first: few, second: few}, None),
+        ({first: few}, (second, 2)),
+        ({first: few, second: many}, (second, 2)),  # nothing near a token's two rows
+        ({first: few[:2], second: few}, (first, 64)),
+        ({second: few, first: [modelled(4, WIDE)]}, (first, 2)),
+        ({replace(first, E=9): few, second: few}, (first, 2)),
     ):
         write(path, choices, gpus=[H200])
         reload()
-        told = lacks(LAYER, ON_H200)
-        assert told is None if lacking is None else str(told).startswith(missing.format(lacking))
-        assert lacks(LAYER, ON_H200, any_variant=True) is None
-        assert "was measured for" in str(lacks(LAYER, ON_A100))
+        told = lacks(LAYER, ON_H200, tokens=64)
+        assert told is None if lacking is None else str(told).startswith(missing.format(*lacking))
+        assert lacks(LAYER, ON_H200, tokens=64, any_variant=True) is None
+        assert "was measured for" in str(lacks(LAYER, ON_A100, tokens=64))
 
 
 def test_a_gpu_for_which_there_is_no_code_is_told() -> None:
-    told = lacks(LAYER, LocalGpu(70, Gpu("Tesla V100-SXM2-16GB", 80, 16160, DRIVER)), any_variant=True)
-    assert str(told).startswith("no bundle has code for forward bf16 E=8 N=1024 K=768 on Tesla V100-SXM2-16GB (7.0, ")
+    told = lacks(LAYER, LocalGpu(70, Gpu("Tesla V100-SXM2-16GB", 80, 16160, DRIVER)), tokens=1, any_variant=True)
+    assert str(told).startswith(
+        "no bundle has code for forward bf16 E=8 N=1024 K=768 at about 2 rows on Tesla V100-SXM2-16GB (7.0, "
+    )
 
 
-@pytest.mark.parametrize("dtype", [one for one in DType if one in PLAIN_DTYPES])
+@pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("act", [SILU, Activation("relu2", gated=False, interleaved=False)])
 def test_the_command_that_it_names_is_one(dtype: DType, act: Activation) -> None:
     layer = LAYER._replace(dtype=dtype, act=act)
@@ -62,6 +67,14 @@ def test_the_command_that_it_names_is_one(dtype: DType, act: Activation) -> None
     assert set(layer.problems) <= set(plan(load_models([spec]).shapes).problems)
 
 
-def test_the_bundles_that_ship_are_for_this() -> None:
-    layer = ServedLayer(E=128, H=2048, I=768, top_k=8, dtype=DType.BF16, act=SILU)
-    assert lacks(layer, ON_H200) is None
+@pytest.mark.parametrize(
+    ("E", "H", "I", "top_k", "dtype"),
+    [
+        (128, 2048, 768, 8, DType.BF16),
+        (128, 2048, 768, 8, DType.FP8_BLOCK_A16),
+        (256, 7168, 2048, 8, DType.FP8_BLOCK_A16),
+        (128, 2880, 2880, 4, DType.MXFP4),
+    ],
+)
+def test_the_bundles_that_ship_are_for_these(E: int, H: int, I: int, top_k: int, dtype: DType) -> None:  # noqa: E741
+    assert lacks(ServedLayer(E, H, I, top_k, dtype, SILU), ON_H200, tokens=8192) is None

@@ -1,0 +1,281 @@
+"""Times vLLM's own MoE layers beside the same layers with pretuned's plug-in, in one process, in turns.
+
+    pip download --no-deps vllm==0.20.2 && unzip -q vllm-0.20.2-*.whl -d vllm-0.20.2
+    python benchmarks/run.py layers_in_vllm --vllm vllm-0.20.2 --json layers-in-vllm.json
+    python benchmarks/run.py layers_in_vllm --vllm vllm-0.20.2 --kinds bf16,mxfp4 --tokens 1,16 --json some.json
+
+Each layer is vLLM's FusedMoE, made as a model makes it, and its modular kernel is called with a routing that is drawn:
+the router, the same for all, is left out. ``pretuned`` is what vLLM runs with the plug-in (``--moe-backend auto``); the
+others are vLLM's backends by their names. Every call is captured in a CUDA graph, and the graphs are replayed in turns.
+A cell has microseconds a layer, the experts class that ran, and the distance of its result from pretuned's. What fails
+is told in its cell, and the rest goes on; each kind of layer has a process of its own. The file is whole after each.
+
+vLLM need not be installed: ``--vllm`` is where its wheel is unpacked, ``--packages`` a folder with what it imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Kind(NamedTuple):
+    """A layer at a model's own sizes, and the backends of vLLM that it is held against."""
+
+    model: str
+    E: int
+    H: int
+    I: int  # noqa: E741
+    top_k: int
+    backends: tuple[str, ...]
+    activation: str = "silu"
+    has_bias: bool = False
+
+
+KINDS = {
+    "bf16": Kind("Qwen3-30B-A3B", 128, 2048, 768, 8, ("triton",)),
+    "fp8": Kind("DeepSeek-V3", 256, 7168, 2048, 8, ("triton", "deep_gemm", "marlin")),
+    "mxfp4": Kind("gpt-oss-120b", 128, 2880, 2880, 4, ("triton", "marlin"), "swigluoai", True),
+    "int4": Kind("Kimi-K2-Thinking", 384, 7168, 2048, 8, ("marlin",)),
+}
+OURS = "auto"
+ROUNDS = 15
+TOKENS = "1,4,16,64,256,1024,4096,8192"
+
+
+def quantisation(kind: str) -> Any:
+    """vLLM's config of the layer's weights, by its registry, in which the plug-in's stand; None for bf16."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    group = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    said = {
+        "fp8": ("fp8", {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
+        "mxfp4": ("gpt_oss_mxfp4", {"quant_method": "mxfp4"}),
+        "int4": ("compressed-tensors", {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
+        }),
+    }  # fmt: skip
+    if kind not in said:
+        return None
+    name, config = said[kind]
+    return get_quantization_config(name).from_config(config)
+
+
+def made(kind: str, one: Kind, backend: str, device: str) -> Any:
+    """vLLM's layer with weights that are drawn, the same for every backend, processed as after loading."""
+    from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import FusedMoE
+
+    config = VllmConfig(kernel_config=KernelConfig(moe_backend=backend))
+    with set_current_vllm_config(config), torch.device(device):
+        layer = FusedMoE(
+            num_experts=one.E, top_k=one.top_k, hidden_size=one.H, intermediate_size=one.I, params_dtype=torch.bfloat16,
+            quant_config=quantisation(kind), prefix=f"model.layers.0.mlp.experts.{kind}.{backend}",
+            activation=one.activation, has_bias=one.has_bias,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        for name, parameter in sorted(layer.named_parameters()):
+            draw(name, parameter, kind, one)
+        layer.quant_method.process_weights_after_loading(layer)
+    return layer, config
+
+
+def draw(name: str, parameter: torch.Tensor, kind: str, one: Kind) -> None:
+    """Numbers for a parameter: codes of any value, scales of one binade, biases and bf16 weights that are small.
+
+    They are drawn in the checkpoint's shape: a backend may have more room for them, or the matrix turned.
+    """
+    to = parameter.data.zero_()
+    if "g_idx" in name or "shape" in name:
+        return
+    N, K = (2 * one.I, one.H) if name.startswith("w13") else (one.H, one.I)
+    if "scale" in name:
+        rows, columns = (128, 128) if kind == "fp8" else (1, 32)
+    else:
+        rows, columns = 1, {torch.uint8: 2, torch.int32: 8}.get(to.dtype, 1)
+    shape, device = (N // rows, K // columns) if to.dim() == 3 else (N,), to.device
+    for expert in to:
+        if to.dtype is torch.int32:
+            found = torch.randint(-(2**31), 2**31, shape, device=device)
+        elif to.dtype is torch.uint8:
+            found = torch.randint(*((119, 124) if "scale" in name else (0, 256)), shape, device=device)
+        elif "scale" in name:
+            found = (torch.rand(shape, device=device) + 0.5) * 5e-4
+        elif to.dtype is torch.float8_e4m3fn:
+            found = (torch.randn(shape, device=device) * 100).clamp_(-448, 448)
+        else:
+            found = torch.randn(shape, device=device) * 0.02
+        found = found.mT if getattr(parameter, "is_transposed", False) else found
+        expert[tuple(slice(size) for size in found.shape)].copy_(found)
+
+
+def routing(one: Kind, T: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens [T, H], and top_k different experts of each with their weights."""
+    g = torch.Generator(device).manual_seed(T)
+    x = torch.randn(T, one.H, generator=g, device=device).bfloat16()
+    weights, ids = torch.rand(T, one.E, generator=g, device=device).softmax(-1).topk(one.top_k, -1)
+    return x, (weights / weights.sum(-1, keepdim=True)).float(), ids.int()
+
+
+def call_of(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The layer's kernel on these tokens."""
+    return lambda: layer.quant_method.apply(
+        layer=layer, x=x, topk_weights=weights, topk_ids=ids, shared_experts_input=None
+    )
+
+
+def experts_of(layer: Any) -> str:
+    """The class that runs a layer."""
+    kernel = getattr(layer.quant_method, "moe_kernel", None)
+    return type(kernel.fused_experts if kernel is not None else layer.quant_method).__name__
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """|one - other| / |other|."""
+    return float((one.float() - other.float()).norm() / other.float().norm())
+
+
+@contextlib.contextmanager
+def vllm_of_one(device: str) -> Iterator[None]:
+    """vLLM's process groups for one process, and its workspace."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    with set_current_vllm_config(VllmConfig()), tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device == "cuda" else "gloo"
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/group", 0, backend)
+        parallel_state.initialize_model_parallel(1, 1)
+        init_workspace_manager(torch.device(device))
+        yield
+
+
+def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[dict[str, Any]], None]) -> None:
+    """All cells of a layer."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    from pretuned.aot.measure.clock import Clock
+
+    one = KINDS[kind]
+    clock, sides, failed = Clock(), {}, {}
+    for backend in backends:
+        try:
+            layer, config = made(kind, one, backend, "cuda")
+            with set_current_vllm_config(config), set_forward_context(None, config):
+                call_of(layer, *routing(one, max(tokens), "cuda"))()  # the workspace has its size from here on
+            sides[backend] = layer, config
+        except Exception:
+            failed[backend] = traceback.format_exc(limit=-6)
+            torch.cuda.empty_cache()
+    for T in tokens:
+        given, graphs, out, wrong = routing(one, T, "cuda"), {}, {}, dict(failed)
+        for backend, (layer, config) in sides.items():
+            try:
+                with set_current_vllm_config(config), set_forward_context(None, config):
+                    call = call_of(layer, *given)
+                    out[backend] = call().clone()
+                    graphs[backend] = clock.capture(call)
+            except Exception:
+                wrong[backend] = traceback.format_exc(limit=-6)
+        cell: dict[str, Any] = {"kind": kind, "model": one.model, "tokens": T, "failed": wrong}
+        cell["experts"] = {backend: experts_of(layer) for backend, (layer, _) in sides.items()}
+        try:
+            times = clock.rounds_us(list(graphs.values()), ROUNDS)
+            cell["us"] = {name: round(statistics.median(one), 2) for name, one in zip(graphs, times, strict=True)}
+            if OURS in out:
+                cell["distance"] = {name: float(f"{distance(y, out[OURS]):.2e}") for name, y in out.items()}
+        except Exception:
+            cell["failed"]["timing"] = traceback.format_exc(limit=-6)
+        keep(cell)
+        graphs.clear()
+        clock.release()
+
+
+def arguments(args: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--vllm", type=Path, required=True, help="where vLLM's wheel is unpacked")
+    parser.add_argument("--packages", type=Path, help="a folder with the packages that vLLM imports")
+    parser.add_argument("--json", type=Path, required=True, help="the file to write")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--backends", help="some of a kind's, and auto: pretuned; default: all")
+    parser.add_argument("--tokens", default=TOKENS)
+    given = parser.parse_args(args)
+    given.kinds, given.tokens = given.kinds.split(","), [int(T) for T in given.tokens.split(",")]
+    for kind in given.kinds:
+        if kind not in KINDS:
+            parser.error(f"--kinds: {kind!r} is none of {', '.join(KINDS)}")
+    if not (given.vllm / "vllm" / "model_executor").is_dir():
+        parser.error(f"--vllm: {given.vllm} has no folder vllm of an unpacked wheel")
+    return given
+
+
+def find(given: argparse.Namespace) -> None:
+    """Make vLLM importable: its folder first, what it imports last, so that what is installed goes before."""
+    sys.path.insert(0, str(given.vllm.resolve()))
+    sys.path.insert(1, str((given.vllm / "vllm" / "third_party").resolve()))  # triton_kernels
+    if given.packages is not None:
+        sys.path.append(str(given.packages.resolve()))
+
+
+def main(args: list[str] | None = None) -> int:
+    """Measure; 1 where no cell has a time."""
+    given = arguments(args)
+    cells: list[dict[str, Any]] = []
+    if len(given.kinds) > 1:
+        for kind in given.kinds:
+            cells += in_a_process(given, kind)
+            given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
+        return 0 if any(cell.get("us") for cell in cells) else 1
+    (kind,) = given.kinds
+    backends = given.backends.split(",") if given.backends else [OURS, *KINDS[kind].backends]
+    for name, value in {
+        "PRETUNED_VLLM": "1", "DG_JIT_USE_NVRTC": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+        "VLLM_NO_USAGE_STATS": "1",
+    }.items():  # fmt: skip
+        os.environ.setdefault(name, value)
+    find(given)
+    from pretuned.integrations.vllm import register
+
+    register()
+    head = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+
+    def keep(cell: dict[str, Any]) -> None:
+        cells.append(head | cell)
+        given.json.write_text(json.dumps({"rounds": ROUNDS, "cells": cells}, indent=1))
+        print(cell["kind"], cell["tokens"], cell.get("us"), cell.get("distance"), flush=True)
+        for name, why in cell["failed"].items():
+            print(f"  {name} failed: {why.splitlines()[-1]}", flush=True)
+
+    try:
+        with vllm_of_one("cuda"):
+            measure(kind, backends, given.tokens, keep)
+    except Exception:
+        keep({"kind": kind, "tokens": None, "failed": {"all": traceback.format_exc(limit=-6)}})
+    return 0 if any(cell.get("us") for cell in cells) else 1
+
+
+def in_a_process(given: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
+    """The cells of one kind of layer: a fault of the GPU ends its process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "cells.json"
+        options = {"--vllm": given.vllm, "--packages": given.packages, "--json": out, "--kinds": kind,
+                   "--backends": given.backends, "--tokens": ",".join(map(str, given.tokens))}  # fmt: skip
+        words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+        done = subprocess.run([sys.executable, sys.argv[0], "layers_in_vllm", *words], check=False)
+        if out.is_file():
+            return json.loads(out.read_text())["cells"]  # type: ignore[no-any-return]
+        return [{"kind": kind, "tokens": None, "failed": {"all": f"its process ended with {done.returncode}"}}]

@@ -1,0 +1,148 @@
+"""The quantised weights of experts of transformers' models, as they lie in a module, for ``transformers.py``.
+
+A module's codes are put into the kernels' order in place, by the first call on a GPU that has a kernel for them. What
+reads them otherwise finds them as the checkpoint has them: they are put back before the module's state is read or
+loaded, and before another implementation of the experts runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..runtime.weights.codes import e8m0
+from ..runtime.weights.expert_weights import ExpertWeights
+from ..runtime.weights.packings import E8M0
+
+_NAME = "_pretuned_weights"
+_NAMES = (("", "_scale_inv"), ("_blocks", "_scales"))  # of codes and scales: of transformers' fp8, and of gpt-oss
+
+
+class _Held(NamedTuple):
+    """The weights of one product, and the parameters that they lie in."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    weights: ExpertWeights
+
+    def holds(self, codes: torch.Tensor, scale: torch.Tensor) -> bool:
+        """Whether these are the parameters, and nothing has moved them."""
+        return codes is self.codes and scale is self.scale and codes.data_ptr() == self.weights.codes.data_ptr()
+
+
+def quantised(experts: Any, name: str) -> ExpertWeights | None:
+    """A module's weights of a product, if they are quantised: fp8 with a scale for each 128 x 128, or mxfp4.
+
+    Raises
+    ------
+    InputError
+        for scales of other blocks, and what ``ExpertWeights`` refuses.
+    """
+    found = next(
+        (
+            pair
+            for pair in ([getattr(experts, name + end, None) for end in ends] for ends in _NAMES)
+            if pair[1] is not None
+        ),
+        None,
+    )
+    if found is None:
+        return None
+    codes, scale = found
+    if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor) or codes.element_size() != 1:
+        return None
+    every: dict[str, _Held] = experts.__dict__.setdefault(_NAME, {})
+    known = every.get(name)
+    if known is not None and known.holds(codes, scale):
+        return known.weights
+    if not every:
+        _watch(experts)
+    # One that was moved is in the order in which it was.
+    order = known.weights.order if known is not None and codes is known.codes else 0
+    weights = _made(codes.detach(), scale.detach(), order)
+    every[name] = _Held(codes, scale, weights)
+    return weights
+
+
+def _made(codes: torch.Tensor, scale: torch.Tensor, order: int) -> ExpertWeights:
+    if codes.dtype is torch.float8_e4m3fn:
+        factor = e8m0(scale.view(torch.uint8)) if scale.dtype is E8M0 else scale
+        made = ExpertWeights.fp8_block(codes, factor, quantize_x=False)
+    else:
+        made = ExpertWeights.mxfp4(codes.view(torch.uint8), scale.view(torch.uint8))
+    if order:
+        made = ExpertWeights.from_state_dict(made.format, made.state_dict() | {"order": torch.tensor(order)})
+    return made
+
+
+def restore(experts: Any) -> None:
+    """Put a module's codes back into the checkpoint's order."""
+    for one in experts.__dict__.get(_NAME, {}).values():
+        if one.holds(one.codes, one.scale):
+            one.weights.restore()
+
+
+def _watch(experts: Any) -> None:
+    """Have the codes put back before something else reads them."""
+    experts.register_state_dict_pre_hook(_before_state)
+    experts.register_load_state_dict_pre_hook(_before_load)
+    experts.register_forward_pre_hook(_before_forward)
+
+
+def _before_state(experts: Any, prefix: str, keep_vars: bool) -> None:
+    restore(experts)
+
+
+def _before_load(experts: Any, *_: Any) -> None:
+    restore(experts)
+
+
+def _before_forward(experts: Any, _: Any) -> None:
+    if getattr(experts.config, "_experts_implementation", None) != "pretuned":
+        restore(experts)
+
+
+def keep_mxfp4() -> None:
+    """Have transformers load gpt-oss with its experts as the checkpoint has them, for "pretuned" alone.
+
+    It needs no package ``kernels``, and no GPU. A second call does nothing.
+    """
+    from transformers.quantizers import auto
+    from transformers.quantizers.base import HfQuantizer
+
+    if auto.AUTO_QUANTIZER_MAPPING["mxfp4"].__module__ == __name__:
+        return
+
+    class PackedMxfp4Quantizer(HfQuantizer):
+        """Loads the tensors of experts by their own names."""
+
+        def validate_environment(self, *_: Any, **__: Any) -> None:
+            """Nothing is needed."""
+
+        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+            for module in model.modules():
+                if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj") and hasattr(module, "num_experts"):
+                    _pack(module)
+
+        def is_serializable(self) -> bool:
+            return True
+
+        @property
+        def is_trainable(self) -> bool:
+            return False
+
+    auto.AUTO_QUANTIZER_MAPPING["mxfp4"] = PackedMxfp4Quantizer
+
+
+def _pack(experts: Any) -> None:
+    """Give a module of gpt-oss's experts parameters for codes and scales in the place of its weights."""
+    E, H, I = experts.num_experts, experts.hidden_size, experts.intermediate_size  # noqa: E741
+    for name, N, K in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
+        device = getattr(experts, name).device
+        delattr(experts, name)
+        for end, shape in (("_blocks", (E, N, K // 32, 16)), ("_scales", (E, N, K // 32))):
+            one = torch.nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
+            experts.register_parameter(name + end, one)
+    experts.is_transposed = False
+    experts._is_hf_initialized = True  # all of it is in the checkpoint, and what would draw it looks for the weights

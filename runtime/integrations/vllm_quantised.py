@@ -1,0 +1,246 @@
+"""vLLM's MoE layers with quantised weights on pretuned: what is loaded, how it is prepared, and which layers it is for.
+
+Of each layer the tensors of the checkpoint are loaded as they are, and put into the kernels' order in place: nothing is
+repacked beside them. Weights that are loaded again (``reload_weights``) are prepared likewise before vLLM copies them
+to where the first ones lie, so a captured graph goes on.
+
+Imported inside vLLM alone, by ``vllm_configs.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, make_unquantized_moe_kernel
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
+
+from ..artifacts.errors import InputError
+from ..artifacts.records.precision import dtype_of
+from ..runtime.weights.expert_weights import ExpertWeights
+from .vllm_experts import PretunedExperts, layer_of, load_kernels, refusal_of, tell_left, tell_taken
+
+_BLOCK = 128  # of fp8
+_KERNEL_BLOCK = 64  # N and K are multiples of, where a kernel reads codes of other formats
+_GROUPS = (32, 64, 128)  # of int4
+
+
+class Format(NamedTuple):
+    """What a layer's tensors are. ``name`` is one of ``PRECISIONS``, ``codes`` and ``scale`` end the tensors' names.
+
+    ``w`` has the dtype of the codes, and how many weights are in one; ``scales`` their dtype, and the rows and columns
+    of weights that have one. ``loaded_by`` is vLLM's word for how scales are spread over ranks.
+    """
+
+    name: str
+    codes: str
+    scale: str
+    w: tuple[torch.dtype, int]
+    scales: tuple[torch.dtype | None, int, int]
+    loaded_by: str
+
+    def weights(self, codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
+        """The weights of one product, over these tensors."""
+        if self.name == "fp8_block_a16":  # no kernel quantises the tokens
+            return ExpertWeights.fp8_block(codes, scale, quantize_x=False)
+        if self.name == "mxfp4":
+            return ExpertWeights.mxfp4(codes, scale)
+        return ExpertWeights.int4(codes.view(torch.uint8), scale)
+
+
+def _fp8(method: Any) -> Format | str:
+    config, block = getattr(method, "quant_config", None), getattr(method, "weight_block_size", None)
+    if block is None or list(block) != [_BLOCK, _BLOCK]:
+        return f"fp8 with a scale for each {block or 'tensor or row'}: pretuned serves blocks of [128, 128]"
+    if getattr(config, "activation_scheme", "dynamic") != "dynamic":
+        return "static scales of the activations"
+    scale = getattr(method, "weight_scale_name", "weight_scale")
+    return Format("fp8_block_a16", "weight", scale, (torch.float8_e4m3fn, 1), (torch.float32, _BLOCK, _BLOCK), "block")
+
+
+def _mxfp4(codes: str) -> Callable[[Any], Format | str]:
+    return lambda _: Format("mxfp4", codes, "weight_scale", (torch.uint8, 2), (torch.uint8, 1, 32), "group")
+
+
+def _int4(method: Any) -> Format | str:
+    how = method.weight_quant
+    if method.num_bits != 4 or method.group_size not in _GROUPS:
+        return f"{method.num_bits} bits in groups of {method.group_size}: pretuned serves 4 in groups of 32, 64 or 128"
+    if not how.symmetric or getattr(how, "actorder", None) is not None:
+        return "zero points, or groups of another order (actorder)"
+    name, group = f"int4_g{method.group_size}", method.group_size
+    return Format(name, "weight_packed", "weight_scale", (torch.int32, 8), (None, 1, group), "group")
+
+
+# By the name of vLLM's class for such a layer, in 0.20 or later.
+_FORMATS: dict[str, Callable[[Any], Format | str]] = {
+    "Fp8MoEMethod": _fp8,
+    "CompressedTensorsW8A8Fp8MoEMethod": _fp8,
+    "GptOssMxfp4MoEMethod": _mxfp4("weight"),
+    "Mxfp4MoEMethod": _mxfp4("weight"),
+    "CompressedTensorsW4A4Mxfp4MoEMethod": _mxfp4("weight_packed"),
+    "CompressedTensorsWNA16MoEMethod": _int4,
+    "CompressedTensorsWNA16MarlinMoEMethod": _int4,
+}
+_INTERLEAVED = "GptOssMxfp4MoEMethod"  # alone has swigluoai's gate and up in alternating rows of its checkpoint
+
+
+def take(own: Any, layer: Any, *, everywhere: bool) -> Any:
+    """pretuned's method for a layer, or vLLM's ``own`` where pretuned lacks something that it has, which is told once.
+
+    ``everywhere``: as of ``vllm_experts.take``.
+    """
+    read = _FORMATS.get(type(own).__name__)
+    if read is None:
+        return own
+    moe, found = own.moe, read(own)
+    why = found if isinstance(found, str) else refusal(own, layer, found, everywhere=everywhere)
+    if why is not None or isinstance(found, str):
+        form = "" if isinstance(found, str) else f" {found.name}"
+        what = f"E={moe.num_local_experts} H={moe.hidden_dim} I={moe.intermediate_size_per_partition}{form}"
+        tell_left(what, _backend(own), str(why))
+        return own
+    tell_taken(layer_of(moe, dtype_of(found.name)))
+    return PretunedQuantisedMethod(moe, found)
+
+
+def refusal(own: Any, layer: Any, format: Format, *, everywhere: bool) -> str | None:
+    """Why a layer with these weights is none of pretuned's; None if it is."""
+    moe = own.moe
+    H, I = moe.hidden_dim, moe.intermediate_size_per_partition  # noqa: E741
+    wanted = max(_KERNEL_BLOCK, format.scales[2]) if format.name != "mxfp4" else _KERNEL_BLOCK
+    for name, size in (("hidden size", H), ("intermediate size of a rank", I)):
+        if size % wanted:
+            return f"the {name}, {size}, is no multiple of {wanted}"
+    if moe.activation.value == "swigluoai" and type(own).__name__ != _INTERLEAVED:
+        return "swigluoai with gate and up in halves"
+    if current_platform.is_cuda() and moe.in_dtype is not torch.bfloat16:
+        return f"the tokens are {moe.in_dtype}: kernels of quantised weights multiply bfloat16"
+    settings = tuple(
+        getattr(moe, name, None) if getattr(moe, name, None) is not None else getattr(layer, name, None)
+        for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+    )
+    return refusal_of(moe, settings, dtype_of(format.name), everywhere=everywhere)
+
+
+def _backend(own: Any) -> str:
+    """What vLLM would run a layer by."""
+    for name in ("fp8_backend", "mxfp4_backend", "wna16_backend", "kernel_backend"):
+        found = getattr(own, name, None)
+        if found is not None:
+            return str(getattr(found, "value", found))
+    return type(own).__name__
+
+
+class PretunedQuantisedExperts(PretunedExperts):
+    """The same of weights that the method hands over once they are loaded."""
+
+    def _load(self, moe_config: Any) -> None:
+        """Kernels are loaded with the weights, whose dtype says which."""
+
+
+class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """A layer's tensors and their kernel: in the place of vLLM's method for such a layer."""
+
+    def __init__(self, moe: Any, format: Format) -> None:
+        super().__init__(moe)
+        self.format = format
+        self.moe_kernel: Any = None  # until weights were loaded
+
+    @property
+    def is_monolithic(self) -> bool:
+        """The router is vLLM's."""
+        return False
+
+    def create_weights(
+        self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
+        params_dtype: torch.dtype, **attributes: Any,
+    ) -> None:  # fmt: skip
+        """Empty parameters of the checkpoint's shapes, as this rank has them."""
+        E, H, I, one = num_experts, hidden_size, intermediate_size_per_partition, self.format  # noqa: E741
+        layer.num_experts, layer.orig_dtype, layer.params_dtype = E, params_dtype, params_dtype
+        layer.w13_input_scale = layer.w2_input_scale = None
+        attributes.pop("intermediate_size_full", None)
+        attributes |= {"is_transposed": False}
+        wide = 2 * I if self.moe.is_act_and_mul else I
+        scale_dtype, rows, columns = one.scales
+        for which, N, K in (("w13", wide, H), ("w2", H, I)):
+            codes = torch.zeros(E, N, K // one.w[1], dtype=one.w[0])
+            scale = torch.zeros(E, -(-N // rows), -(-K // columns), dtype=scale_dtype or params_dtype)
+            _parameter(layer, f"{which}_{one.codes}", codes, attributes)
+            by_block = attributes | {"quant_method": one.loaded_by, "load_full_w2": False}
+            _parameter(layer, f"{which}_{one.scale}", scale, by_block)
+            if one.codes == "weight_packed" and one.name != "mxfp4":
+                _parameter(layer, f"{which}_weight_shape", torch.zeros(E, 2), by_block)
+            if self.moe.has_bias:
+                _parameter(layer, f"{which}_bias", torch.zeros(E, N, dtype=self.moe.in_dtype), attributes)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Put what was loaded into the kernels' order, in place; the first time, make the kernel of it.
+
+        Raises
+        ------
+        InputError
+            for scales that no kernel takes, and weights loaded later that have another order than the first.
+        """
+        given = tuple(
+            self.format.weights(
+                getattr(layer, f"{which}_{self.format.codes}").data, getattr(layer, f"{which}_{self.format.scale}").data
+            ).prepare()
+            for which in ("w13", "w2")
+        )
+        if current_platform.is_cuda() and not all(one.order for one in given):
+            raise InputError(
+                f"pretuned: no kernel takes the scales of {given}, such as mxfp4's above 2: PRETUNED_VLLM=0 serves "
+                "this checkpoint by vLLM alone"
+            )
+        if self.moe_kernel is None:
+            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+            self.moe_kernel = _kernel(self, layer)
+            self.moe_kernel.fused_experts.weights = given
+            load_kernels(layer_of(self.moe, dtype_of(self.format.name)))
+            return
+        # vLLM copies the parameters to where the first ones lie. What is beside them is copied here.
+        for first, now in zip(self.moe_kernel.fused_experts.weights, given, strict=True):
+            if first.order != now.order:
+                raise InputError(f"pretuned: the weights loaded again are {now}, the first were {first}: start anew")
+            if first.order and first.kernel_scale is not None and first.kernel_scale is not first.scale:
+                first.kernel_scale.copy_(now.kernel_scale)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        """Tokens come as they are; the experts have the weights."""
+        return biased_moe_quant_config(getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None))
+
+    def apply(
+        self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **shared: Any
+    ) -> torch.Tensor:
+        """The routed experts' part of a layer; ``shared`` is what a vLLM hands on for the shared experts."""
+        out: torch.Tensor = self.moe_kernel.apply(
+            x, getattr(layer, f"w13_{self.format.codes}"), getattr(layer, f"w2_{self.format.codes}"),
+            topk_weights=topk_weights, topk_ids=topk_ids, activation=layer.activation,
+            global_num_experts=layer.global_num_experts, expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input, **shared,
+        )  # fmt: skip
+        return out
+
+
+def _parameter(layer: Any, name: str, data: torch.Tensor, attributes: dict[str, Any]) -> None:
+    one = torch.nn.Parameter(data, requires_grad=False)
+    layer.register_parameter(name, one)
+    set_weight_attrs(one, attributes)
+
+
+def _kernel(method: PretunedQuantisedMethod, layer: Any) -> Any:
+    """vLLM's modular kernel with pretuned's experts: of vLLM 0.20, and later, where a layer has no shared experts."""
+    tables = getattr(layer, "_expert_routing_tables", None) or layer._maybe_init_expert_routing_tables
+    takes = inspect.signature(make_unquantized_moe_kernel).parameters
+    return make_unquantized_moe_kernel(
+        quant_config=method.moe_quant_config, moe_config=method.moe, backend=UnquantizedMoeBackend.TRITON,
+        experts_cls=PretunedQuantisedExperts, routing_tables=tables(),
+        **({"shared_experts": layer.shared_experts} if "shared_experts" in takes else {}),
+    )  # fmt: skip

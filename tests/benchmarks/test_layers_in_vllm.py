@@ -1,0 +1,74 @@
+"""vLLM's own layers beside the same with the plug-in: what is asked for, and the weights that are drawn."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    from benchmarks.peers import layers_in_vllm
+
+    return layers_in_vllm
+
+
+def parameter(shape: tuple[int, ...], dtype: torch.dtype, *, turned: bool = False) -> torch.nn.Parameter:
+    one = torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+    one.is_transposed = turned
+    return one
+
+
+def test_every_backend_has_the_same_weights(tool: ModuleType) -> None:
+    """One pads them, another has them turned: what the model has is the same."""
+    E, H, I = 2, 64, 32  # noqa: E741
+    one = tool.Kind("m", E, H, I, 2, ())
+    plain, padded = parameter((E, 2 * I, H // 2), torch.uint8), parameter((E, 128, 64), torch.uint8)
+    straight, turned = parameter((E, H, I // 8), torch.int32), parameter((E, I // 8, H), torch.int32, turned=True)
+    for name, kind, pair in (("w13_weight", "mxfp4", (plain, padded)), ("w2_packed", "int4", (straight, turned))):
+        for each in pair:
+            torch.manual_seed(0)
+            tool.draw(name, each, kind, one)
+    assert torch.equal(padded[:, : 2 * I, : H // 2], plain)
+    assert not padded[:, 2 * I :].any()
+    assert plain.float().std() > 10
+    assert torch.equal(turned.mT, straight)
+    scale = parameter((2, 2, 1), torch.float32)
+    tool.draw("w13_weight_scale_inv", scale, "fp8", tool.Kind("m", 2, 128, 128, 2, ()))
+    assert float(scale.data.min()) > 0
+
+
+def test_a_routing(tool: ModuleType) -> None:
+    x, weights, ids = tool.routing(tool.Kind("m", 8, 64, 32, 3, ()), 5, "cpu")
+    assert (x.shape, weights.shape, ids.dtype) == ((5, 64), (5, 3), torch.int32)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(5))
+    assert all(len(set(row)) == 3 for row in ids.tolist())
+
+
+def test_what_is_asked_for(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "vllm" / "model_executor"
+    place.mkdir(parents=True)
+    given = tool.arguments(["--vllm", str(tmp_path), "--json", "o.json", "--tokens", "1,16"])
+    assert (given.kinds, given.tokens) == (list(tool.KINDS), [1, 16])
+    for wrong, told in ((["--kinds", "fp3"], "'fp3' is none of bf16, fp8"), (["--vllm", "."], "no folder vllm")):
+        with pytest.raises(SystemExit):
+            tool.arguments(["--vllm", str(tmp_path), "--json", "o.json", *wrong])
+        assert told in capsys.readouterr().err
+
+
+def test_a_process_that_fails_is_told_and_the_rest_goes_on(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(There is no vLLM in the folder.)"""
+    (tmp_path / "vllm" / "model_executor").mkdir(parents=True)
+    out = tmp_path / "cells.json"
+    monkeypatch.setattr(sys, "argv", [str(Path(__file__).parents[2] / "benchmarks" / "run.py")])
+    assert tool.main(["--vllm", str(tmp_path), "--json", str(out), "--kinds", "bf16,int4", "--tokens", "1"]) == 1
+    cells = json.loads(out.read_text())["cells"]
+    assert [one["kind"] for one in cells] == ["bf16", "int4"]
+    assert all(one["failed"]["all"] for one in cells)

@@ -1,0 +1,179 @@
+"""Real vLLM engines of quantised checkpoints on the CPU, and what is loaded, prepared and left to vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_quantised
+from tiny_quantised import Pair
+from vllm_engine import NEW_TOKENS, Told, config, generate, lines, run
+
+pytestmark = pytest.mark.filterwarnings("default")
+_KINDS: dict[str, Callable[..., Pair]] = {
+    "fp8": tiny_quantised.fp8, "int4": tiny_quantised.int4, "mxfp4": tiny_quantised.mxfp4,
+}  # fmt: skip
+_TOLD = {
+    "fp8": "E=8 H=128 I=128 k=2 fp8_block_a16 silu", "int4": "E=8 H=128 I=128 k=2 int4_g32 silu",
+    "mxfp4": "E=8 H=64 I=64 k=2 mxfp4 swiglu_oai",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU engine has a backend for such layers with AMX alone, and none for compressed-tensors' int4.
+
+    Here it chooses one, as on a GPU. Its layers are taken, and it never runs.
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    for one in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
+        monkeypatch.setattr(one, "_supports_current_device", staticmethod(lambda: True))
+    monkeypatch.setattr(cpu_moe.CPUExpertsInt4, "_supports_quant_scheme", staticmethod(lambda *_: True))
+
+
+@pytest.fixture(scope="module", params=_KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pair(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return _KINDS[kind](tmp_path_factory.mktemp(kind))
+
+
+def calls_of(llm: Any) -> tuple[Told, list[str]]:
+    """What it says, and by which classes its layers ran."""
+    ran = []
+    (model,) = llm.apply_model(lambda model: model)
+    for one in model.modules():
+        method = getattr(one, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            ran.append(type(method.moe_kernel.fused_experts).__name__)
+    return generate(llm), ran
+
+
+def test_a_quantised_model_says_what_its_twin_says(kind: str, pair: Pair) -> None:
+    own = run(pair.twin, "0", generate, dtype="bfloat16")
+    with lines() as told:
+        said, ran = run(pair.quantised, "1", calls_of, dtype="bfloat16")
+    assert set(ran) == {"PretunedQuantisedExperts"}
+    assert told == [f"pretuned: runs the MoE layers of {_TOLD[kind]}"]
+    twin, _ = run(pair.twin, "1", calls_of, dtype="bfloat16")
+    assert said == twin  # the same arithmetic, of the same weights
+    assert said.logprobs[1][0] == pytest.approx(own.logprobs[1][0], abs=0.05)
+    assert len(said.tokens[0]) == NEW_TOKENS
+
+
+@pytest.mark.parametrize("kind", [one for one in _KINDS if one != "mxfp4"], indirect=True, scope="module")
+def test_weights_that_are_loaded_again(kind: str, pair: Pair, tmp_path: Path) -> None:
+    """(vLLM 0.32 itself says something else after gpt-oss, unquantised as well, is loaded again.)"""
+    other = _KINDS[kind](tmp_path, seed=1)
+    own = run(other.quantised, "1", generate, dtype="bfloat16")
+
+    def ask(llm: Any) -> tuple[Told, Told, bool]:
+        first, before = generate(llm), pointers(llm)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other.quantised)})
+        return first, generate(llm), before == pointers(llm)
+
+    first, second, in_place = run(pair.quantised, "1", ask, dtype="bfloat16", enable_prefix_caching=False)
+    assert first != second
+    assert second == own
+    assert in_place
+
+
+def pointers(llm: Any) -> list[int]:
+    """Where what a layer's kernels read lies."""
+    (model,) = llm.apply_model(lambda model: model)
+    found = []
+    for one in model.modules():
+        kernel = getattr(getattr(one, "quant_method", None), "moe_kernel", None)
+        for weights in kernel.fused_experts.weights if kernel is not None else ():
+            found += [each.data_ptr() for each in weights.tensors().values()]
+            found.append(-1 if weights.kernel_scale is None else weights.kernel_scale.data_ptr())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "has", "changes", "told"),
+    [
+        ("Fp8MoEMethod", {"weight_block_size": None}, {}, "fp8 with a scale for each tensor or row"),
+        ("Fp8MoEMethod", {"weight_block_size": [1, 32]}, {}, "fp8 with a scale for each [1, 32]"),
+        ("Fp8MoEMethod", {"weight_block_size": [128, 128]}, {"intermediate_size": 192}, "192, is no multiple of 128"),
+        ("Mxfp4MoEMethod", {}, {"hidden_dim": 96}, "the hidden size, 96, is no multiple of 64"),
+        ("Mxfp4MoEMethod", {}, {"swiglu_limit": 10.0}, "has a limit, alpha and beta of (10.0, None, None)"),
+        ("Mxfp4MoEMethod", {}, {"moe_backend": "marlin"}, "--moe-backend marlin asks for it"),
+        ("CompressedTensorsWNA16MoEMethod", {"num_bits": 8, "group_size": 32}, {}, "8 bits in groups of 32"),
+        ("CompressedTensorsWNA16MoEMethod", {"num_bits": 4, "group_size": -1}, {}, "4 bits in groups of -1"),
+        ("CompressedTensorsWNA16MoEMethod", {"num_bits": 4, "group_size": 32, "symmetric": False}, {}, "zero points"),
+        ("CompressedTensorsWNA16MarlinMoEMethod", {"num_bits": 4, "group_size": 32, "actorder": "group"}, {},
+         "actorder"),
+    ],
+)  # fmt: skip
+def test_what_stays_with_vllm_and_why(name: str, has: dict[str, Any], changes: dict[str, Any], told: str) -> None:
+    from pretuned.integrations.vllm_quantised import take
+
+    sizes = {"num_experts": 8, "num_local_experts": 8, "num_logical_experts": 8, "hidden_dim": 256,
+             "intermediate_size": 256}  # fmt: skip
+    quant = SimpleNamespace(symmetric=has.pop("symmetric", True), actorder=has.pop("actorder", None))
+    own = type(name, (), {})()
+    own.__dict__.update(has, moe=config(**(sizes | changes)), weight_quant=quant, wna16_backend="Marlin")
+    with lines() as said:
+        assert take(own, SimpleNamespace(), everywhere=True) is own
+    assert len(said) == 1
+    assert said[0].startswith("pretuned: leaves the MoE layers of E=8 H=")
+    assert " to vLLM's Marlin backend: " in said[0]
+    assert told in said[0]
+
+
+def test_methods_of_other_formats_are_passed_over_in_silence() -> None:
+    from pretuned.integrations.vllm_quantised import take
+
+    own = SimpleNamespace(moe=None)
+    with lines() as said:
+        assert take(own, SimpleNamespace(), everywhere=True) is own
+    assert not said
+
+
+def loaded(scale: int) -> tuple[Any, Any]:
+    """pretuned's method for a layer in mxfp4, and the layer, whose scales are all 2**(scale - 127)."""
+    import torch
+
+    from pretuned.integrations.vllm_quantised import _FORMATS, PretunedQuantisedMethod
+
+    moe = config(hidden_dim=64, intermediate_size=64)
+    method, layer = PretunedQuantisedMethod(moe, _FORMATS["Mxfp4MoEMethod"](None)), torch.nn.Module()
+    method.create_weights(layer, 4, 64, 64, torch.bfloat16)
+    for name in ("w13_weight_scale", "w2_weight_scale"):
+        getattr(layer, name).data.fill_(scale)
+    return method, layer
+
+
+def test_scales_that_no_kernel_takes_are_an_error_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretuned.artifacts.errors import InputError
+    from pretuned.integrations import vllm_quantised
+
+    monkeypatch.setattr(vllm_quantised, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    method, layer = loaded(scale=130)
+    with pytest.raises(InputError, match=r"no kernel takes the scales of .*mxfp4.* PRETUNED_VLLM=0 serves"):
+        method.process_weights_after_loading(layer)
+
+
+def test_weights_loaded_again_in_another_order_are_an_error() -> None:
+    from pretuned.artifacts.errors import InputError
+    from pretuned.runtime import ExpertWeights
+
+    method, layer = loaded(scale=130)  # which stay as they are
+    _, first = loaded(scale=120)
+    held = tuple(
+        ExpertWeights.mxfp4(first.get_parameter(f"{which}_weight").data, getattr(first, f"{which}_weight_scale").data)
+        .prepare()
+        for which in ("w13", "w2")
+    )  # fmt: skip
+    assert all(one.order for one in held)
+    method.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(weights=held))
+    with pytest.raises(InputError, match=r"the weights loaded again are .* the first were .*: start anew"):
+        method.process_weights_after_loading(layer)

@@ -1,0 +1,166 @@
+"""Experts of transformers' models that stay quantised, with ``experts_implementation="pretuned"``."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pretuned.artifacts.errors import InputError
+from pretuned.integrations.transformers import experts_forward
+from pretuned.integrations.transformers_gates import recognise
+from pretuned.integrations.transformers_quantised import keep_mxfp4, quantised, restore
+from pretuned.runtime import ExpertWeights
+from pretuned.runtime.ops.activation import Activation
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
+_SIZES = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+          "num_key_value_heads": 2, "intermediate_size": 48, "moe_intermediate_size": 128, "num_experts": 4,
+          "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+IDS = torch.tensor([[5, 9, 11, 40, 7, 8, 96], [3, 3, 3, 60, 61, 62, 63]])
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    found = pytest.importorskip("transformers", minversion="5.23")
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    from transformers.integrations.moe import ExpertsInterface
+
+    for interface in (ExpertsInterface, FP8ExpertsInterface):
+        interface.register("pretuned", experts_forward)
+    return found
+
+
+def pair(library: Any, **config: Any) -> tuple[Any, Any]:
+    """A Qwen3-MoE whose experts transformers has made quantised ones, and the same with what their codes say."""
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    torch.manual_seed(0)
+    given = library.AutoConfig.for_model("qwen3_moe", **_SIZES, experts_implementation="pretuned")
+    twin = library.AutoModelForCausalLM.from_config(given).float().eval()
+    model = copy.deepcopy(twin)
+    how = library.FineGrainedFP8Config(**({"weight_block_size": (128, 128)} | config))
+    if config.get("expert_dtype"):
+        how.expert_dtype = config["expert_dtype"]
+    others = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
+    replace_with_fp8_linear(model, modules_to_not_convert=others, quantization_config=how)
+    for (name, one), whole in zip(experts_of(model), (one for _, one in experts_of(twin)), strict=True):
+        made = one.to_empty(device="cpu")
+        for part in ("gate_up_proj", "down_proj"):
+            w = ExpertWeights.quantize(getattr(whole, part).data, format_of(made, part))
+            codes, scale = getattr(made, part), getattr(made, f"{part}_scale_inv")
+            codes.data.copy_(w.codes.view(codes.dtype))
+            scale.data.view(torch.uint8).copy_(w.scale.view(torch.uint8))
+            getattr(whole, part).data.copy_(w.dequantize(torch.float32))
+        assert name
+    return model, twin
+
+
+def format_of(experts: Any, part: str) -> str:
+    return "mxfp4" if getattr(experts, part).dtype is torch.int8 else "fp8_block"
+
+
+def experts_of(model: Any) -> list[tuple[str, Any]]:
+    return [(name, one) for name, one in model.named_modules() if name.endswith(".experts")]
+
+
+@pytest.mark.parametrize("config", [{}, {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}], ids=["fp8", "fp4"])
+def test_a_model_says_what_its_codes_say(library: Any, config: dict[str, Any]) -> None:
+    model, twin = pair(library, **config)
+    for _, experts in experts_of(model):
+        assert recognise(experts, True) == Activation("silu", True, False)
+    said, own = model(IDS).logits, twin(IDS).logits
+    torch.testing.assert_close(said, own, rtol=1e-5, atol=1e-5)
+    twin.set_experts_implementation("eager")
+    torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gradient_goes_to_what_is_not_quantised(library: Any) -> None:
+    model, twin = pair(library)
+    for one in (model, twin):
+        one(IDS).logits.square().sum().backward()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(model.get_parameter(name).grad, twin.get_parameter(name).grad, rtol=1e-3, atol=1e-4)
+
+
+def test_codes_are_put_back_before_something_else_reads_them(library: Any) -> None:
+    model, _ = pair(library)
+    (_, experts), *_ = experts_of(model)
+    said, before = model(IDS).logits, {name: one.clone() for name, one in experts.state_dict().items()}
+
+    def prepare() -> None:
+        weights = [quantised(experts, part) for part in ("gate_up_proj", "down_proj")]
+        assert all(one is not None and one.prepare().order for one in weights)
+        assert not same(experts.gate_up_proj, before["gate_up_proj"])
+
+    prepare()
+    assert torch.equal(model(IDS).logits, said)
+    assert all(same(one, before[name]) for name, one in experts.state_dict().items())
+    prepare()
+    other = copy.deepcopy(model)  # of what is prepared
+    assert torch.equal(other(IDS).logits, said)
+    assert same(experts_of(other)[0][1].state_dict()["gate_up_proj"], before["gate_up_proj"])
+    prepare()
+    experts._apply(lambda one: one.clone())  # as a move to another device does
+    assert torch.equal(model(IDS).logits, said)
+    prepare()
+    experts.load_state_dict(before)
+    assert torch.equal(model(IDS).logits, said)
+    prepare()
+    experts.gate_up_proj = torch.nn.Parameter(before["gate_up_proj"].clone(), requires_grad=False)  # as accelerate
+    experts.down_proj = torch.nn.Parameter(before["down_proj"].clone(), requires_grad=False)
+    assert torch.equal(model(IDS).logits, said)
+    prepare()
+    experts.config._experts_implementation = "another"
+    for hook in experts._forward_pre_hooks.values():
+        hook(experts, ())
+    assert same(experts.gate_up_proj, before["gate_up_proj"])
+    restore(torch.nn.Module())  # of which nothing is held
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.data.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_other_blocks_are_refused_by_name(library: Any) -> None:
+    model, _ = pair(library)
+    (_, experts), *_ = experts_of(model)
+    experts.down_proj_scale_inv = torch.nn.Parameter(torch.ones(4, 2, 2))
+    with pytest.raises(InputError, match=r"ExpertWeights: scale is of shape \[4, 2, 2\], wanted \[4, 1, 1\]"):
+        model(IDS)
+
+
+def test_gpt_oss_stays_packed(library: Any, tmp_path: Path) -> None:
+    import tiny_quantised
+    from transformers.quantizers import auto
+
+    saved = tiny_quantised.mxfp4(tmp_path)
+    before = auto.AUTO_QUANTIZER_MAPPING["mxfp4"]
+    keep_mxfp4()
+    keep_mxfp4()
+    how = {"experts_implementation": "pretuned", "dtype": torch.float32}
+    try:
+        model = library.AutoModelForCausalLM.from_pretrained(saved.quantised, **how)
+    finally:
+        auto.AUTO_QUANTIZER_MAPPING["mxfp4"] = before
+    twin = library.AutoModelForCausalLM.from_pretrained(saved.twin, **how)
+    (_, experts), *_ = experts_of(model)
+    assert {one.dtype for name, one in experts.named_parameters() if "bias" not in name} == {torch.uint8}
+    assert recognise(experts, True) == Activation("swiglu_oai", True, True)
+    said = model(IDS).logits
+    torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-4, atol=1e-4)
+    twin.set_experts_implementation("eager")
+    torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-3, atol=1e-3)
+    weights = quantised(experts, "down_proj")
+    assert weights is not None
+    blocks = experts.down_proj_blocks.clone()
+    weights.prepare()
+    assert not torch.equal(experts.down_proj_blocks, blocks)
+    assert torch.equal(model(IDS).logits, said)
+    model.save_pretrained(tmp_path / "again")
+    for name, one in load_file(saved.quantised / "model.safetensors").items():
+        assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[name].to(one.dtype), one), name

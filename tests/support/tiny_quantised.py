@@ -1,0 +1,102 @@
+"""Small checkpoints with quantised experts, as models are published, each beside its twin in bfloat16.
+
+All scales are powers of two, so the twin's weights are exactly what the codes say.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tiny_models import save
+
+from pretuned.runtime import ExpertWeights
+
+_OTHERS = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+
+
+class Pair(NamedTuple):
+    """Where the two checkpoints lie."""
+
+    quantised: Path
+    twin: Path
+
+
+def fp8(folder: Path, seed: int = 0) -> Pair:
+    """Qwen3-MoE in fp8 with a scale for each 128 x 128, as Qwen3-*-FP8."""
+    others = [f"model.layers.{i}.{name}" for i in range(2)
+              for name in ("mlp.gate", *(f"self_attn.{p}_proj" for p in "qkvo"))]  # fmt: skip
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+              "modules_to_not_convert": ["lm_head", *others]}  # fmt: skip
+
+    def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        codes, scale = torch.randn(N, K).to(torch.float8_e4m3fn), 2.0 ** torch.randint(-4, -1, (N // 128, K // 128))
+        w = ExpertWeights.fp8_block(codes[None], scale[None], quantize_x=False)
+        return {"weight": codes, "weight_scale_inv": scale}, w.dequantize()[0]
+
+    return _qwen3(folder, seed, config, encode)
+
+
+def int4(folder: Path, seed: int = 0) -> Pair:
+    """Qwen3-MoE in int4 in groups of 32, as Kimi-K2-Thinking."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+              "config_groups": {"group_0": group}, "ignore": _OTHERS}  # fmt: skip
+
+    def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
+        scale = (2.0 ** torch.randint(-6, -3, (N, K // 32))).bfloat16()
+        w = ExpertWeights.int4(codes[None], scale[None])
+        named = {"weight_packed": codes.view(torch.int32), "weight_scale": scale, "weight_shape": torch.tensor([N, K])}
+        return named, w.dequantize()[0]
+
+    return _qwen3(folder, seed, config, encode)
+
+
+def mxfp4(folder: Path, seed: int = 0) -> Pair:
+    """gpt-oss as it is published: packed, gate and up in alternating rows, with biases."""
+    from safetensors.torch import load_file, save_file
+
+    E, H, I = 8, 64, 64  # noqa: E741
+    pair = Pair(*(save("gpt-oss", folder / which, seed) for which in ("quantised", "twin")))
+    given = load_file(pair.twin / "model.safetensors")
+    packed, plain = dict(given), dict(given)
+    torch.manual_seed(seed)
+    for name in [name for name in given if name.endswith(("gate_up_proj", "down_proj"))]:
+        N, K = (2 * I, H) if name.endswith("gate_up_proj") else (H, I)
+        codes = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8)
+        scale = torch.randint(122, 126, (E, N, K // 32), dtype=torch.uint8)
+        del packed[name]
+        packed |= {f"{name}_blocks": codes, f"{name}_scales": scale}
+        plain[name] = ExpertWeights.mxfp4(codes, scale).dequantize().mT.contiguous()
+    for to, tensors in zip(pair, (packed, plain), strict=True):
+        save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    _say(pair.quantised, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    return pair
+
+
+def _qwen3(folder: Path, seed: int, config: dict[str, Any], encode: Any) -> Pair:
+    from safetensors.torch import load_file, save_file
+
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128}
+    pair = Pair(*(save("Qwen3-MoE", folder / which, seed, **sizes) for which in ("quantised", "twin")))
+    given = load_file(pair.twin / "model.safetensors")
+    packed, plain = dict(given), dict(given)
+    torch.manual_seed(seed)
+    for name in sorted(name for name in given if ".experts." in name):
+        named, w = encode(*given[name].shape)
+        del packed[name]
+        packed |= {name.removesuffix("weight") + suffix: one for suffix, one in named.items()}
+        plain[name] = w
+    for to, tensors in zip(pair, (packed, plain), strict=True):
+        save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    _say(pair.quantised, config)
+    return pair
+
+
+def _say(folder: Path, quantization: dict[str, Any]) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
