@@ -43,7 +43,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.dispatch", "places"): "runtime/dispatch/test_snapshot.py",
     ("runtime.dispatch", "rowops"): "runtime/launch/test_rowops.py",
     ("runtime.driver", "counters"): "runtime/test_fork.py",
-    ("runtime.driver", "cuda descriptors launcher"): "runtime/launch/test_row_limits.py",
+    ("runtime.driver", "descriptors launcher"): "runtime/launch/test_row_limits.py",
     ("runtime.driver", "device"): "runtime/dispatch/test_compiled.py",
     ("runtime.integrations", "transformers_copies"): "runtime/integrations/test_transformers_gates.py",
     ("runtime.integrations", "vllm_experts"): "engines/test_vllm_experts.py",

@@ -16,7 +16,7 @@ from ..compile.cache import CompileCache, default_dir
 from ..models.load import load_models
 from ..plan.plan import BuildPlan, plan, planned_on, unaligned
 from ..plan.targets import parse_sm
-from ..process.gpus import native_sm
+from ..process.gpus import is_stub, native_sm
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,7 +94,7 @@ def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[BuildPlan, tu
     mistakes: list[InputError | HostError] = []
     sms: tuple[int, ...] = ()
     try:
-        sms = parse_sm(sm, native_sm)
+        sms = parse_sm(sm, _native_sm)
     except (InputError, HostError) as error:
         mistakes.append(error)
     try:
@@ -106,6 +106,16 @@ def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[BuildPlan, tu
     if mistakes:
         raise InputError("\n".join(map(str, mistakes)))
     return planned_on(plan(loaded.shapes), sms), sms, (*loaded.notes, *unaligned(loaded.shapes))
+
+
+def _native_sm() -> int | None:
+    found = native_sm()
+    if found is None and is_stub():
+        raise HostError(
+            "--sm native: the libcuda.so.1 that was found is a stub to link with, as the CUDA toolkit and conda have "
+            "it, not the driver. Take its directory (stubs) out of LD_LIBRARY_PATH, or name the capabilities"
+        )
+    return found
 
 
 def wanted_ops(text: str | None) -> tuple[Op, ...]:

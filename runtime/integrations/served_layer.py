@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Layout, Op, Problem
 from ..artifacts.records.target import LocalGpu
+from ..kernels.hardware.arch import refusal
 from ..runtime.dispatch import snapshot as dispatch_snapshot
 from ..runtime.dispatch.decide import Decision, settle
 from ..runtime.dispatch.ranking import Match, Origin
@@ -62,7 +63,8 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, any_variant: bool = False) -> 
             known = isinstance(found, Decision) and (any_variant or _is_measured(found))
             if not known:
                 what = "has code" if any_variant else "was measured"
-                return f"no bundle {what} for {problem} on {local}. Build one here with: {layer.build_line}"
+                todo = refusal(local.sm) or f"Build one here with: {layer.build_line}"
+                return f"no bundle {what} for {problem} on {local}. {todo}"
     return None
 
 
