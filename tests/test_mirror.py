@@ -61,7 +61,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("aot.cli", "build compile measure"): "aot/cli/test_tuning.py",
     ("aot.cli", "diff merge prune"): "aot/cli/test_bundle_tools.py",
     ("aot.cli", "doctor inspect main models plan verify versions"): "aot/cli/test_verbs.py",
-    ("aot.cli", "echo options progress table"): "aot/cli/test_verbs.py aot/cli/test_mistakes.py",
+    ("aot.cli", "echo options progress sections table"): "aot/cli/test_verbs.py aot/cli/test_mistakes.py",
     ("aot.compile", "cache"): "attacks/test_caches.py",
     ("aot.compile", "nvidia"): "aot/compile/test_ptx.py",
     ("aot.compile", "toolchain"): "aot/cli/test_verbs.py",

@@ -21,6 +21,9 @@ from ..process.gpus import is_stub, native_sm
 F = TypeVar("F", bound=Callable[..., Any])
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
+quiet = click.option(
+    "--quiet", "-q", is_flag=True, help="Show no progress, notes or advice: the result alone, a line each."
+)
 models = click.option(
     "--models", "-m", "models", multiple=True, metavar="FILE|SPEC",
     help="A models.txt, or one spec with its options in quotes. May be given several times.",
@@ -57,7 +60,7 @@ def what_to_build(function: F) -> F:
         (
             models,
             click.option("--sm", default="native", metavar="LIST",
-                         help="GPU capabilities: 80,90 or sm_90 or 9.0 or native.  [default: this machine's GPU]"),
+                         help="GPU capabilities: 80,90 or sm_90, 9.0, h100 or native.  [default: this machine's GPU]"),
             ops,
             click.option("--cache-dir", type=directory(file_okay=False), metavar="DIR",
                          help="Where compiled variants are kept.  [default: as aot --version shows]"),
