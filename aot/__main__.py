@@ -20,6 +20,11 @@ def main() -> int:
     _open_standard_streams()
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
+        if sys.argv[1:] == ["--version"]:
+            from importlib.metadata import version
+
+            print(f"pretuned       {version('pretuned')}")
+            return 0
         print(f'aot needs the builder\'s packages ({", ".join(missing)} missing): pip install "pretuned[aot]"',
               file=sys.stderr)  # fmt: skip
         return 1

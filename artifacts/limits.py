@@ -25,6 +25,7 @@ MAX_MODEL_ROWS = 1 << 20  # problems of all models together
 
 MAX_NAME_CHARS = 200
 MAX_EXPERTS = 65536
+MAX_WIDTH = 1 << 20  # of the H and I that a model may have
 MAX_DIM = 2**31 - 1  # N, K and every other int32
 MAX_BUCKET_LOG2 = 31  # bucket_of(2**31 - 1) is 2**31
 MAX_TIME_NS = 2**53 - 1  # what every JSON reader still reads exactly

@@ -53,11 +53,19 @@ def read(environ: Mapping[str, str]) -> Settings:
     """Settings from ``environ``."""
     entries = environ.get(BUNDLES, "").split(":")
     return Settings(
-        bundles=tuple(Path(entry) for entry in entries if entry),
+        bundles=tuple(_path(entry) for entry in entries if entry),
         disable_autotune=_switch(environ, DISABLE_AUTOTUNE),
         strict=_switch(environ, STRICT),
         overlay=_overlay(environ),
     )
+
+
+def _path(entry: str) -> Path:
+    """``~`` and ``~user`` written out: a shell does it for the first entry alone, and in quotes not at all."""
+    try:
+        return Path(entry).expanduser()
+    except RuntimeError:  # no such user, or no home: opening it tells
+        return Path(entry)
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 import zipfile
@@ -38,6 +39,7 @@ def test_the_wheel_holds_the_four_layers_and_nothing_else(wheel: zipfile.ZipFile
     sources = {f"pretuned/{path.relative_to(ROOT)}" for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
     bundles = {f"pretuned/{path.relative_to(ROOT)}" for path in (ROOT / "artifacts" / "bundles").glob("*.msgpack")}
     sources = {name.replace("pretuned/runtime/integrations/", "pretuned/integrations/") for name in sources}
+    sources.add("pretuned/__init__.py")
     assert held == sources | {f"pretuned/{name}" for name in DATA} | bundles
 
 
@@ -50,3 +52,11 @@ def test_the_runtime_needs_three_packages(wheel: zipfile.ZipFile) -> None:
 
 def test_the_wheel_carries_the_licence(wheel: zipfile.ZipFile) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+
+
+def test_the_version_stands_where_people_look() -> None:
+    import pretuned
+
+    assert pretuned.__version__ == importlib.metadata.version("pretuned")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        pretuned.nothing  # noqa: B018

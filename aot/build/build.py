@@ -11,7 +11,7 @@ from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
 from ...artifacts.records.bundle import Source
 from ..choose.bundle import assembled
-from ..choose.candidates import read_candidates
+from ..choose.candidates import Candidates, read_candidates
 from ..choose.choices import choose_among_all
 from ..compile.cache import CompileCache
 from ..compile.pool import CompileJob, CompileResult, compile_all
@@ -97,7 +97,7 @@ def build_measured(
     with held(options.out, watch.on_note):
         check_out(final)
         found = picked(plan, final, Shippable(candidates), options, watch)
-        built = _publish(final, found, (), (0, len(candidates.compiled)), begun)
+        built = _publish(final, found, (), (0, _cubins(candidates)), begun)
     return BuildReport((built,), (), time.monotonic() - begun)
 
 
@@ -166,6 +166,11 @@ def _interrupted(jobs: Sequence[CompileJob], cache: CompileCache | None) -> str:
         return "interrupted: without a compile cache nothing is kept"
     kept = sum(cache.has(job.spec, job.sm) for job in jobs)
     return f"interrupted: {kept} of {len(jobs)} variants are compiled and kept; run the same command to go on"
+
+
+def _cubins(candidates: Candidates) -> int:
+    """How many cubins there are: one code serves several variants, as ``_counts`` counts it once too."""
+    return len({one.variant.cubin_sha256 for one in candidates.compiled})
 
 
 def _counts(results: Sequence[CompileResult]) -> tuple[int, int]:

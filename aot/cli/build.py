@@ -28,13 +28,20 @@ from ..process.gpus import native_sm
 from ..process.output_dir import DEFAULT_NAME
 from ..tune.tuner import Entrants, NoGpu, Outcome, TuneObservers
 from .echo import echo, quoted, tell
-from .options import as_json, cache_of, directory, file_path, load, print_json, what_to_build, workers
+from .options import as_json, cache_of, directory, file_path, load, print_json, quiet, what_to_build, workers
 from .progress import Progress
+from .sections import Sectioned
 from .table import duration, size, table
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
 
 
-@click.command()
+@click.command(cls=Sectioned, sections={
+    "What to build": ("models", "sm", "ops", "configs", "candidates"),
+    "Where it goes": ("out", "name"),
+    "Measuring": ("measuring", "journal", "budget", "gpus", "executor"),
+    "Compiling": ("workers", "cache_dir", "no_cache"),
+    "Output": ("verbose", "quiet", "as_json"),
+})  # fmt: skip
 @what_to_build
 @click.option("--out", default=Path("bundles"), show_default=True, metavar="DIR",
               type=directory(file_okay=True), help="Where the bundles go.")  # fmt: skip
@@ -63,11 +70,13 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
               help="Ship at most so many configs an op and dtype: fewer are smaller and slower.")  # fmt: skip
 @budget_and_gpus
 @click.option("--verbose", "-v", is_flag=True, help="Tell every variant that fails or is pruned, and why.")
+@quiet
 @as_json
 def build(
     models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
     out: Path, name: str, workers: int | None, measuring: str, journal: Path | None, candidates: Path | None,
-    configs: int, budget: float | None, gpus: str | None, executor: str | None, verbose: bool, as_json: bool,
+    configs: int, budget: float | None, gpus: str | None, executor: str | None, verbose: bool, quiet: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Compile the kernels that models need, one bundle per GPU capability, and measure them where the GPU is.
 
@@ -91,15 +100,16 @@ def build(
     if measured_sms:
         check_executor(executor, gpus)
     notes = (*notes, *remarks)
-    if cache is None and not no_cache and not as_json:
+    silent = as_json or quiet
+    if cache is None and not no_cache and not silent:
         echo("note: no home directory, so nothing that is compiled is kept; name a place with --cache-dir", err=True)
-    if not as_json:
+    if not silent:
         tell(notes)
     must = measuring == "only" or executor is not None
     tuner = functools.partial(_tune, budget, executor, ordinals(gpus), must)
     options = BuildOptions(out, name, workers, cache, journal=journal, measure=measured_sms,
                       modelled=measuring == "no" and journal is None, configs=configs, tune=tuner)  # fmt: skip
-    with Progress(quiet=as_json, verbose=verbose) as progress, TuneProgress(as_json, budget, progress.pause) as second:
+    with Progress(silent, verbose) as progress, TuneProgress(silent, budget, progress.pause) as second:
         observers = progress.observers(second.observers())
         if candidates is not None:
             report = build_measured(plan, candidates, options, observers)
@@ -107,6 +117,9 @@ def build(
             report = build_bundles(plan, sms, options, observers)
     if as_json:
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
+        return
+    if quiet:
+        echo("\n".join(str(one.path) for one in report.bundles))
         return
     tell(report.notes)
     _show(report, out, verbose)

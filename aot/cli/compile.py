@@ -11,7 +11,7 @@ from ...artifacts.names import printable
 from ..build.build import compile_candidates
 from ..build.options import BuildOptions
 from .echo import echo, quoted, tell
-from .options import as_json, cache_of, file_path, load, print_json, what_to_build, workers
+from .options import as_json, cache_of, file_path, load, print_json, quiet, what_to_build, workers
 from .progress import Progress
 from .table import duration, size
 
@@ -22,10 +22,12 @@ from .table import duration, size
               type=file_path, help="Where the candidates go.")  # fmt: skip
 @workers
 @click.option("--verbose", "-v", is_flag=True, help="Tell every variant that is no candidate, and why.")
+@quiet
 @as_json
 def compile(
     models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
-    out: Path, workers: int | None, verbose: bool, as_json: bool,
+    out: Path, workers: int | None, verbose: bool, quiet: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Compile every candidate that models may run on, for aot measure on the machine that has the GPU.
 
@@ -40,21 +42,25 @@ def compile(
     plan, sms, notes = load(models, sm, ops)
     if len(sms) != 1:
         raise InputError(f"--sm {sm}: candidates are for one capability; run it once for each")
-    if not as_json:
+    if not (as_json or quiet):
         tell(notes)
     options = BuildOptions(out.parent, workers=workers, cache=cache_of(cache_dir, no_cache))
-    with Progress(quiet=as_json, verbose=verbose) as progress:
+    with Progress(as_json or quiet, verbose) as progress:
         report = compile_candidates(plan, sms[0], out, options, progress.observers())
     if as_json:
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
         return
-    tell(report.notes)
     (one,) = report.bundles
+    if quiet:
+        echo(str(one.path))
+        return
+    tell(report.notes)
     for dropped in one.dropped if verbose else ():
         echo(f"{dropped.kind}: {dropped.spec}: {dropped.reason}")
     echo(
-        f"{printable(str(one.path))}: {one.variants} candidates for {one.target}, {size(one.size_bytes)} "
-        f"({one.compiled} compiled, {one.cached} cached, {one.pruned} pruned, {one.failed} failed) "
+        f"{printable(str(one.path))}: {one.variants} candidates for {one.target}, {size(one.size_bytes)}, "
+        f"of {one.compiled + one.cached - one.pruned} cubins ({one.compiled} compiled now and {one.cached} cached, "
+        f"{one.pruned} of these pruned; {one.failed} failed) "
         f"in {duration(one.seconds)}\nNext, where the GPU is:\n"
         f"  aot measure {quoted(one.path)} --models ... --journal FILE"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,13 @@ import click
 
 from .exits import OK, guarded, quiet_without_reader
 
-_VERBS = (  # as --help lists them
-    "build", "compile", "measure", "plan", "models", "inspect", "verify", "diff", "merge", "prune", "report", "doctor",
-)  # fmt: skip
+_SECTIONS = {  # as --help lists them
+    "Build": ("build", "plan", "compile", "measure"),
+    "Look": ("models", "inspect", "report", "doctor"),
+    "Change": ("merge", "prune"),
+    "Check": ("verify", "diff"),
+}
+_VERBS = tuple(verb for verbs in _SECTIONS.values() for verb in verbs)
 _DEBUG = "--debug"
 
 
@@ -37,11 +42,19 @@ class _Verbs(click.Group):
         command: click.Command = getattr(module, cmd_name)
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, verbs in _SECTIONS.items():
+            commands = [(verb, command) for verb in verbs if (command := self.get_command(ctx, verb)) is not None]
+            with formatter.section(title):
+                formatter.write_dl([(verb, command.get_short_help_str(200)) for verb, command in commands])
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _VERBS and not args[0].startswith("-"):
-            raise click.UsageError(f"no verb '{args[0]}'; there are {', '.join(_VERBS)}", ctx)
+            near = difflib.get_close_matches(args[0].lower(), _VERBS, n=1, cutoff=0.6)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(_VERBS)}"
+            raise click.UsageError(f"no verb '{args[0]}'; {hint}", ctx)
         return super().resolve_command(ctx, args)
 
 
@@ -75,9 +88,12 @@ def aot(ctx: click.Context, version: bool, as_json: bool) -> None:
       aot verify bundles/*.msgpack
 
     \b
+    aot help VERB, or aot VERB --help, tells of one verb.
+
+    \b
     Exit codes: 0 ok, 1 the environment (disk, GPU, packages), 2 the input
     (options, models, bundles), 130 interrupted, 141 the reader of the output
-    has left.
+    has left. An error is text on stderr, with --json too: stdout is empty then.
     """
     if version:
         _show_version(as_json)
@@ -91,6 +107,8 @@ def aot(ctx: click.Context, version: bool, as_json: bool) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; returns its exit code."""
     given = [argument for argument in arguments if argument != _DEBUG]
+    if given[:1] == ["help"]:  # aot help build
+        given = [*given[1:], "--help"]
 
     def command() -> int:
         code = aot.main(given, prog_name="aot", standalone_mode=False)

@@ -17,7 +17,7 @@ from ..plan.plan import plan
 from ..tune.shortlist import SHARE
 from ..tune.tuner import Entrants
 from .echo import echo, quoted
-from .options import as_json, file_path, models, ops, print_json, wanted_ops
+from .options import as_json, file_path, models, ops, print_json, quiet, wanted_ops
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, told, tune
 
 
@@ -33,10 +33,12 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 @click.option("--like", metavar="BUNDLE", type=file_path,
               help="Try what this bundle, measured on another GPU of the capability, has for each cell.")  # fmt: skip
 @click.option("--no-torch", is_flag=True, help="Don't time torch's grouped_mm for the report.")
+@quiet
 @as_json
 def measure(
     candidates: Path, models: tuple[str, ...], ops: str | None, journal: Path, budget: float | None, gpus: str | None,
-    executor: str | None, share: float, like: Path | None, no_torch: bool, as_json: bool,
+    executor: str | None, share: float, like: Path | None, no_torch: bool, quiet: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Measure candidates on this machine's GPUs, or a cluster's, into a journal. Needs no Triton and no compiler.
 
@@ -59,7 +61,8 @@ def measure(
     wanted = ordinals(gpus)
     check_executor(executor, gpus)
     planned = plan(load_models(models, only=wanted_ops(ops)).shapes)
-    with TuneProgress(as_json, budget) as progress, with_what_is_there(planned, read_candidates(candidates)) as there:
+    there_is = with_what_is_there(planned, read_candidates(candidates))
+    with TuneProgress(as_json or quiet, budget) as progress, there_is as there:
         file, ships, runs = there
         outcome = tune(
             executor, wanted, planned.buckets, file, journal, observers=progress.observers(), budget_s=budget,
@@ -69,6 +72,8 @@ def measure(
         print_json({**outcome.to_dict(), "journal": str(journal)})
         return
     echo(told(outcome))
+    if quiet:
+        return
     echo(
         f"Next:\n  aot build --models ... --sm {outcome.sm} --candidates {quoted(candidates)} "
         f"--journal {quoted(journal)}"

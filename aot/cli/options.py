@@ -16,11 +16,14 @@ from ..compile.cache import CompileCache, default_dir
 from ..models.load import load_models
 from ..plan.plan import BuildPlan, plan, planned_on, unaligned
 from ..plan.targets import parse_sm
-from ..process.gpus import native_sm
+from ..process.gpus import is_stub, native_sm
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
+quiet = click.option(
+    "--quiet", "-q", is_flag=True, help="Show no progress, notes or advice: the result alone, a line each."
+)
 models = click.option(
     "--models", "-m", "models", multiple=True, metavar="FILE|SPEC",
     help="A models.txt, or one spec with its options in quotes. May be given several times.",
@@ -57,7 +60,7 @@ def what_to_build(function: F) -> F:
         (
             models,
             click.option("--sm", default="native", metavar="LIST",
-                         help="GPU capabilities: 80,90 or sm_90 or 9.0 or native.  [default: this machine's GPU]"),
+                         help="GPU capabilities: 80,90 or sm_90, 9.0, h100 or native.  [default: this machine's GPU]"),
             ops,
             click.option("--cache-dir", type=directory(file_okay=False), metavar="DIR",
                          help="Where compiled variants are kept.  [default: as aot --version shows]"),
@@ -94,7 +97,7 @@ def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[BuildPlan, tu
     mistakes: list[InputError | HostError] = []
     sms: tuple[int, ...] = ()
     try:
-        sms = parse_sm(sm, native_sm)
+        sms = parse_sm(sm, _native_sm)
     except (InputError, HostError) as error:
         mistakes.append(error)
     try:
@@ -106,6 +109,16 @@ def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[BuildPlan, tu
     if mistakes:
         raise InputError("\n".join(map(str, mistakes)))
     return planned_on(plan(loaded.shapes), sms), sms, (*loaded.notes, *unaligned(loaded.shapes))
+
+
+def _native_sm() -> int | None:
+    found = native_sm()
+    if found is None and is_stub():
+        raise HostError(
+            "--sm native: the libcuda.so.1 that was found is a stub to link with, as the CUDA toolkit and conda have "
+            "it, not the driver. Take its directory (stubs) out of LD_LIBRARY_PATH, or name the capabilities"
+        )
+    return found
 
 
 def wanted_ops(text: str | None) -> tuple[Op, ...]:

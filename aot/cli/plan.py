@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -14,20 +15,30 @@ from ..plan.families import fused
 from ..plan.plan import BuildPlan
 from .echo import echo, tell
 from .options import as_json, cache_of, load, print_json, wanted_ops, what_to_build
-from .table import duration, size, table
+from .table import duration, paragraph, size, table
+
+_SHOWN = 8  # names of models in the summary
 
 
 @click.command()
 @what_to_build
+@click.option("--problems", is_flag=True, help="List every problem, and the models that have it.")
 @as_json
 def plan(
-    models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool, as_json: bool
+    models: tuple[str, ...],
+    sm: str,
+    ops: str | None,
+    cache_dir: Path | None,
+    no_cache: bool,
+    problems: bool,
+    as_json: bool,
 ) -> None:
     """Show what aot build would do, without doing it: problems, variants, expected time and size.
 
     \b
     Examples:
       aot plan --models models.txt --sm 80,90
+      aot plan --models models.txt --sm 90 --problems
       aot plan --models "Qwen/Qwen3-30B-A3B tp=1,2,4 ep=1,8" --sm 90 --json
     """
     planned, sms, notes = load(models, sm, ops)
@@ -38,33 +49,31 @@ def plan(
                     "capabilities": [one.to_dict() for one in estimates], "notes": list(notes)})  # fmt: skip
         return
     tell(notes)
-    users = _users(planned)
-    rows = [
-        (
-            one.op.value,
-            one.dtype.value,
-            one.layout.value,
-            fused(one.fusion) or "-",
-            one.E,
-            one.N,
-            one.K,
-            f"{buckets[0]}..{buckets[-1]}",
-            ", ".join(users[one]),
-        )
-        for one, buckets in planned.buckets.items()
-    ]
-    echo(table(("op", "dtype", "w", "fused", "E", "N", "K", "buckets of M", "for"), rows, "<<<<>>>>"))
-    echo()
-    formats = dict.fromkeys((one.name, ",".join(one.weights), ",".join(d.value for d in one.dtypes)) for one in shards)
-    echo(table(("model", "weights", "built in"), list(formats)))
-    echo()
     capabilities = [
         (f"sm_{one.sm}", one.problems, one.choices, one.variants, "?" if one.cached is None else one.cached,
          duration(one.seconds), size(one.size_bytes)) for one in estimates
     ]  # fmt: skip
     head = ("for", "problems", "choices", "variants to compile", "of these cached", "expected time", "expected size")
     echo(table(head, capabilities, "<" + ">" * 6))
-    echo("\nTime and size are estimates. Nothing was built; aot build with the same options does it.")
+    names = list(dict.fromkeys(one.name for one in shards))
+    some = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    told = "Time and size are estimates. Nothing was built; aot build with the same options does it."
+    echo(f"\n{paragraph(f'Of {some}; --problems lists what is built of which. {told}')}")
+    if problems:
+        _show_problems(planned, shards)
+
+
+def _show_problems(planned: BuildPlan, shards: Sequence[LayerShard]) -> None:
+    formats = dict.fromkeys((one.name, ",".join(one.weights), ",".join(d.value for d in one.dtypes)) for one in shards)
+    echo()
+    echo(table(("model", "weights", "built in"), list(formats)))
+    users = _users(planned)
+    rows = [
+        (one.op.value, one.dtype.value, one.layout.value, fused(one.fusion) or "-", one.E, one.N, one.K,
+         f"{buckets[0]}..{buckets[-1]}", ", ".join(users[one])) for one, buckets in planned.buckets.items()
+    ]  # fmt: skip
+    echo()
+    echo(table(("op", "dtype", "w", "fused", "E", "N", "K", "buckets of M", "for"), rows, "<<<<>>>>"))
 
 
 def _users(planned: BuildPlan) -> dict[Problem, list[str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ...artifacts.errors import InputError
 from ..models.load import load_models
 from ..plan.plan import plan
 from ..process.output_file import check_page, is_bundle, write_page
@@ -17,7 +18,7 @@ from .table import size
 
 
 @click.command()
-@click.argument("source", type=click.Path(), metavar="BUNDLE-OR-JOURNAL")
+@click.argument("source", metavar="BUNDLE-OR-JOURNAL")
 @click.option("--out", "-o", default=Path("report.html"), show_default=True, metavar="FILE",
               type=file_path, help="Where the page goes.")  # fmt: skip
 @click.option("--journal", "journals", multiple=True, metavar="FILE", type=file_path,
@@ -48,6 +49,9 @@ def report(
     from ..report.page import page
     from ..report.sources import read
 
+    for path in (Path(source), *journals, *([Path(candidates)] if candidates else ())):
+        if not path.exists():
+            raise InputError(f"'{path}': no such file; wanted a bundle or a journal")
     check_available()
     check_page(out)
     if ops and not models:

@@ -1,21 +1,98 @@
-"""Plain aligned columns: the same in a terminal, a pipe and a log."""
+"""Plain aligned columns: the same in a terminal, a pipe and a log. Where somebody says how wide it is, they fit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
 
 from ...artifacts.names import printable
 
+_LEAST = 16  # columns: no text is wrapped to less
+
+
+def columns() -> int | None:
+    """How wide the output may be: as COLUMNS says, or the terminal; None where neither is there."""
+    given = os.environ.get("COLUMNS", "")
+    if not (given.isdigit() and int(given)) and not sys.stdout.isatty():
+        return None
+    return max(shutil.get_terminal_size().columns, 20)
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: str = "") -> str:
-    """The rows below their heads; the columns that ``right`` marks with ``>`` are right-aligned."""
+    """The rows below their heads; the columns that ``right`` marks with ``>`` are right-aligned.
+
+    Where they are wider than ``columns``, texts are wrapped; where that is not enough, each row is a list of its own.
+    """
     cells = [list(head), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     sides = right.ljust(len(head), "<")
-    lines = ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
-             for row in cells]  # fmt: skip
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    room = columns()
+    if room is not None and not _shrunk(widths, sides, room):
+        return "\n".join(_lists(cells, room))
+    lines = [line for row in cells for line in _wrapped(row, widths, sides)]
+    rule = next(len(_wrapped(row, widths, sides)) for row in cells)
+    lines.insert(rule, "  ".join("-" * width for width in widths))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def facts(pairs: Sequence[tuple[str, object]]) -> str:
+    """Names and values, a line each, the values wrapped to ``columns``."""
+    room, width = columns(), max(len(name) for name, _ in pairs)
+    lines = []
+    for name, value in pairs:
+        first, *rest = _pieces(printable(str(value)), None if room is None else max(room - width - 2, _LEAST))
+        lines += [f"{name:<{width}}  {first}".rstrip(), *(f"{'':<{width}}  {line}" for line in rest)]
+    return "\n".join(lines)
+
+
+def paragraph(text: str) -> str:
+    """A text, wrapped to ``columns``."""
+    return "\n".join(_pieces(printable(text), columns()))
+
+
+def _shrunk(widths: list[int], sides: str, room: int) -> bool:
+    """Take from the widest texts until the row fits; whether it does."""
+    while (over := sum(widths) + 2 * (len(widths) - 1) - room) > 0:
+        texts = [i for i, side in enumerate(sides) if side == "<" and widths[i] > _LEAST]
+        if not texts:
+            return False
+        widest = max(texts, key=lambda i: widths[i])
+        widths[widest] -= min(over, max(widths[widest] // 8, 1), widths[widest] - _LEAST)
+    return True
+
+
+def _wrapped(row: Sequence[str], widths: Sequence[int], sides: str) -> list[str]:
+    pieces = [_pieces(cell, width) for cell, width in zip(row, widths, strict=True)]
+    deep = max(map(len, pieces))
+    return [
+        "  ".join(
+            f"{(one[i] if i < len(one) else ''):{side}{width}}"
+            for one, side, width in zip(pieces, sides, widths, strict=True)
+        )
+        for i in range(deep)
+    ]
+
+
+def _pieces(text: str, width: int | None) -> list[str]:
+    if width is None or len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
+
+
+def _lists(cells: Sequence[Sequence[str]], room: int) -> Iterator[str]:
+    """Each row as its heads and values, one below the other."""
+    head, *rows = cells
+    width = max(map(len, head))
+    for i, row in enumerate(rows):
+        if i:
+            yield ""
+        for name, cell in zip(head, row, strict=True):
+            first, *rest = _pieces(cell, max(room - width - 2, _LEAST))
+            yield f"{name:<{width}}  {first}".rstrip()
+            yield from (f"{'':<{width}}  {line}" for line in rest)
 
 
 def size(count_bytes: int) -> str:

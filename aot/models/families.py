@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ...artifacts.records.problem import Layout
 
 # The same meaning under every name that a family gives it; "a.b" is b in the object a.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts",
+           "moe.num_experts")  # fmt: skip
 PER_TOKEN = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -16,11 +17,13 @@ PER_TOKEN = (
     "moe_top_k",
     "top_k_experts",
     "ffn_config.moe_top_k",
+    "moe.num_experts_per_tok",
 )
-HIDDEN = ("hidden_size", "d_model", "embed_dim")
+HIDDEN = ("hidden_size", "d_model", "embed_dim", "dim")
 LATENT = ("moe_latent_size", "moe_hidden_size")  # where set, the routed experts' width in place of the hidden one
 WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size")
-SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
+SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts",
+                 "moe.num_shared_experts")  # fmt: skip
 SHARED_WIDTHS = (
     "shared_expert_intermediate_size",
     "shared_experts_intermediate_size",
@@ -32,6 +35,7 @@ FFN = "ffn_config"  # dbrx's: fields of the same model, in an object of their ow
 DENSE_WIDTH = ("intermediate_size",)  # the dense layers' width; of some families the experts'
 DENSE_WIDTH_APART = "dense_intermediate_size"  # where it is set, DENSE_WIDTH is the experts'
 
+BY_LAYER = "block_configs"  # an object for each layer, as a model whose sizes were searched for has them
 SWITCH = "enable_moe_block"  # where it is false there are no experts, whatever their number
 # Where a multimodal model keeps its language model.
 NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
@@ -83,6 +87,10 @@ FAMILIES = (
     ConfigFamily("doge", refused="its experts are rows of two embeddings, not matrices: no grouped GEMM computes them"),
     *(ConfigFamily(prefix) for prefix in ("qwen", "deepseek", "glm", "kimi", "dots", "mimo", "ernie4_5", "gemma")),
 )
+
+
+# Mistral's own params.json: no model_type, the sizes of the experts in an object "moe".
+PARAMS = ConfigFamily("", ("moe.expert_hidden_dim", "hidden_dim"))
 
 
 def family_of(model_type: str) -> ConfigFamily | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...artifacts.errors import InputError
 from ...artifacts.names import printable
 from .families import (
+    BY_LAYER,
     DENSE_WIDTH,
     DENSE_WIDTH_APART,
     EXPERTS,
@@ -20,6 +21,7 @@ from .families import (
     HIDDEN,
     LATENT,
     NESTED,
+    PARAMS,
     PER_TOKEN,
     SHARED_COUNTS,
     SHARED_WIDTHS,
@@ -32,6 +34,7 @@ from .layer import ExpertLayer
 from .quant_config import UNQUANTISED, expert_weights
 
 MAX_CONFIG_BYTES = 8 << 20
+_SIZES = (*EXPERTS, *PER_TOKEN, *WIDTHS, *LATENT)  # that may differ between layers
 QUANTISATION = "hf_quant_config.json"  # where modelopt writes what it did
 SHARED = "the shared expert works at"  # begins the note on one that can't be fused
 
@@ -57,6 +60,8 @@ def read_model(path: Path) -> ConfigModel:
     try:
         inside = path.is_dir()
         file = path / "config.json" if inside else path
+        if inside and not file.exists() and (path / "params.json").exists():  # as Mistral publishes its own
+            file = path / "params.json"
         regular = stat.S_ISREG(file.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{path}: no config.json in this directory" if inside else f"{path}: no such file") from None
@@ -126,6 +131,8 @@ def _layers_in(
     family = family_of(model_type)
     if family is not None and family.refused:
         raise InputError(f"{where}: model_type '{model_type}': {family.refused}")
+    if not model_type and isinstance(values.get("moe"), dict):
+        family = PARAMS
     known = family or ConfigFamily("", WIDTHS)
     for part, changed in _variants(values):
         for at, kind in enumerate(known.kinds):
@@ -202,9 +209,26 @@ def _variants(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, 
             if isinstance(count, int) and isinstance(most, int) and count > 1:
                 sizes = {"num_local_experts": count, "num_experts_per_tok": min(most, count)}
                 found.setdefault(f"E{count}", {**values, **sizes})
-    if not isinstance(pyramid, list):
+    blocks = list(_blocks(values))
+    if not blocks and not isinstance(pyramid, list):
         yield "", values
+    yield from blocks if len(blocks) == 1 else ((f"layers{i}", one) for i, (_, one) in enumerate(blocks, 1))
     yield from found.items()
+
+
+def _blocks(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """The object as each kind of layer that has experts of its own sizes sees it."""
+    blocks = values.get(BY_LAYER)
+    kinds: set[str] = set()
+    for block in blocks if isinstance(blocks, list) else ():
+        if not isinstance(block, dict):
+            continue
+        inner = [one for one in block.values() if isinstance(one, dict)]  # {"ffn": {...}}, or the sizes at once
+        own = {name: value for one in (block, *inner) for name, value in one.items()}
+        sizes = {name: own[name] for name in _SIZES if isinstance(own.get(name), (int, float))}
+        if any(sizes.get(name, 0) > 1 for name in EXPERTS) and str(sizes) not in kinds:
+            kinds.add(str(sizes))
+            yield "", {**values, **sizes}
 
 
 def _of_kind(values: Mapping[str, object], at: int, kinds: int) -> Mapping[str, object]:
@@ -227,7 +251,8 @@ def _others(config: Mapping[str, object], main: Mapping[str, object]) -> Iterato
 
 def _has_experts(values: Mapping[str, object]) -> bool:
     fields = _Fields(values, "")
-    return isinstance(values.get("pyramid_num_routed"), list) or any(fields.get(name) is not None for name in EXPERTS)
+    by_layer = isinstance(values.get("pyramid_num_routed"), list) or any(_blocks(values))
+    return by_layer or any(fields.get(name) is not None for name in EXPERTS)
 
 
 def _joined(*parts: str) -> str:
@@ -261,15 +286,24 @@ class _Fields:
         return next(iter(found.values()), None)
 
     def _number(self, name: str, largest: bool) -> int | None:
-        """A whole number, or a list with one per layer: all equal, unless the ``largest`` will do."""
+        """A whole number, or a list with one per layer: all equal, unless the ``largest`` will do.
+
+        In a list, 0 and null stand for layers without experts. A number may be written 8.0.
+        """
         value = self.get(name)
         if value is None:
             return None
         numbers: list[int] = []
         for number in value if isinstance(value, list) and value else [value]:
+            if isinstance(value, list) and number is None:
+                continue
+            if isinstance(number, float) and number.is_integer():
+                number = int(number)
             if isinstance(number, bool) or not isinstance(number, int):
                 raise InputError(f"{self.where}: {name} is {_short(value)}, wanted a whole number")
             numbers.append(number)
+        if isinstance(value, list):
+            numbers = [one for one in numbers if one] or numbers or [0]
         if len(set(numbers)) > 1 and not largest:
             raise InputError(
                 f"{self.where}: {name} differs between layers ({', '.join(str(one) for one in sorted(set(numbers)))}); "

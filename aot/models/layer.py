@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...artifacts.limits import MAX_EXPERTS
+from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Layout, Op
 
-MAX_WIDTH = 1 << 20  # of H and I, in elements
 MAX_TOKENS = 1 << 24
 MAX_ROWS = 1 << 30  # of M: a bucket is a power of two and fits int32
 _SHOWN = 64  # the largest divisor that an error lists

@@ -16,6 +16,7 @@ from ...kernels.contract.mixed_input import SIZES, prepares
 from .catalogue import DEFAULT, catalogue, find, nearest_ids
 from .hf_config import SHARED, read_model
 from .layer import ExpertLayer, LayerShard
+from .names import cached_config, from_url, republished
 from .quant_config import PLAIN
 from .spec import MAX_NAME, SHAPE, SpecOptions, parse_options, parse_shape, words
 
@@ -178,6 +179,7 @@ def _find(word: str, base: Path) -> _Found:
     if word.startswith(SHAPE):
         layer = parse_shape(word)
         return _Found(f"E{layer.E}-H{layer.H}-I{layer.I}-k{layer.k}", (layer,), ())
+    word = from_url(word) or word
     if match := find(word):
         remarks = [] if "/" in word else [f"'{word}' is taken as {match.id}"]
         if match.entry.source == DEFAULT:
@@ -194,6 +196,12 @@ def _find(word: str, base: Path) -> _Found:
         return _Found(config.name, config.layers, config.remarks)
     if word.lower().startswith("shape"):
         raise InputError(f"'{word}': a shape is written {_SHAPE}")
+    if cached := cached_config(word):
+        config = read_model(cached)
+        return _Found(config.name, config.layers, (f"'{word}' is read from {cached}", *config.remarks))
+    if (name := republished(word)) and (match := find(name)):
+        told = f"'{word}' is taken to have the sizes of {match.id}; its own format is not known here: weights= names it"
+        return _Found(match.id, match.layers, (told,))
     near = " or ".join(f"'{one}'" for one in nearest_ids(word))
     other = f"`aot models` lists the catalogue; else give its config.json, or {_SHAPE}"
     hint = f"did you mean {near}?" if near else other

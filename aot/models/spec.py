@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...artifacts.errors import InputError
+from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
 from ...artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType
 from ...artifacts.records.problem import Layout, Op
 from .layer import MAX_TOKENS, ExpertLayer
@@ -122,7 +123,9 @@ def parse_shape(word: str) -> ExpertLayer:
         elif key in sizes:
             problems.append(f"{key}= is given twice")
         elif not re.fullmatch(r"-?[0-9]{1,12}", text):
-            problems.append(f"{key}={text}: wanted a whole number")
+            most = MAX_EXPERTS if key in "Ek" else MAX_WIDTH
+            over = re.fullmatch(r"[0-9]{1,200}", text)
+            problems.append(f"{key}={text}: {f'too large, wanted 1 to {most}' if over else 'wanted a whole number'}")
             sizes[key] = 1
         else:
             sizes[key] = int(text)
@@ -168,11 +171,13 @@ def _listed(key: str, text: str, known: dict[str, T]) -> tuple[T, ...]:
 
 
 def _tokens(key: str, text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?", text)
+    match = re.fullmatch(r"([0-9]{1,200})(?:\.\.([0-9]{1,200}))?", text)
     if match is None:
         raise InputError(f"{key}={text}: wanted least..most, e.g. tokens=1..65536")
     least, most = int(match[1]), int(match[2] or match[1])
-    if not 1 <= least <= most <= MAX_TOKENS:
+    if most > MAX_TOKENS:
+        raise InputError(f"{key}={text}: too large, wanted at most {MAX_TOKENS}")
+    if not 1 <= least <= most:
         raise InputError(f"{key}={text}: wanted 1 <= least <= most <= {MAX_TOKENS}")
     return least, most
 

@@ -16,7 +16,7 @@ _FORM = re.compile(r"(?:sm_?|compute_?)?(?:(?P<dotted>[0-9]{1,2}\.[0-9])|(?P<pla
 
 
 def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
-    """``80,90``, ``sm_90``, ``sm_90a``, ``9.0`` or ``native``, separated by commas -> capabilities, ascending.
+    """``80,90``, ``sm_90``, ``sm_90a``, ``9.0``, ``h100`` or ``native``, with commas -> capabilities, ascending.
 
     ``native_sm`` returns this machine's capability (10 * major + minor), or None where there is no GPU; it is
     called only for ``native``.
@@ -41,6 +41,8 @@ def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
             if match["suffix"] and sm in SUPPORTED and not arch_of(sm).arch_specific:
                 problems.append(f"'{part}': architecture-specific code begins at sm_90a; did you mean {sm}?")
                 continue
+        elif len(named := _of_gpu(part)) == 1:
+            sm = named[0]
         else:
             problems.append(f"'{part}' is no capability{_suggestion(part)}" if part else "an empty part")
             continue

@@ -10,6 +10,8 @@ import subprocess
 _MAJOR = 75
 _MINOR = 76
 
+_STUB_LIBRARY = 34  # CUDA_ERROR_STUB_LIBRARY, cuda.h
+
 
 def gpu_count() -> int:
     """How many GPUs this process may see; 0 without a driver."""
@@ -30,6 +32,14 @@ def native_sm() -> int | None:
         if cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) != 0:
             return None
     return 10 * major.value + minor.value
+
+
+def is_stub() -> bool:
+    """Whether what stands for the driver is a stub to link with, as the CUDA toolkit and conda have one."""
+    try:
+        return bool(ctypes.CDLL("libcuda.so.1").cuInit(0) == _STUB_LIBRARY)
+    except (OSError, AttributeError):
+        return False
 
 
 def driver_version() -> int:

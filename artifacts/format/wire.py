@@ -15,6 +15,7 @@ from ..limits import FORMAT, MAX_FILE_BYTES, MAX_INDEX_BYTES, MAX_NAME_CHARS, OL
 # fixarray 5 | fixstr "pretuned" | uint32 format | uint64 file bytes | uint32 index bytes | bin8 sha256
 _PREAMBLE = struct.Struct(">10sBIBQBI2s32s")
 MAGIC = b"\x95\xa8pretuned"
+_LFS_POINTER = b"version https://git-lfs"
 PREAMBLE_BYTES = _PREAMBLE.size
 DIGESTED_BYTES = PREAMBLE_BYTES - 32  # the digest covers the preamble up to itself, then the index
 BLOB_HEADER_BYTES = 5  # bin32: 0xc6 and a uint32
@@ -55,6 +56,8 @@ def read_preamble(head: bytes, file_bytes: int, where: str) -> Preamble:
     ------
     BundleCorrupt, BundleTooNew, BundleTooOld
     """
+    if head.startswith(_LFS_POINTER):
+        raise corrupt(where, "it is a Git LFS pointer, not the bundle itself. Get that with: git lfs pull")
     if len(head) < PREAMBLE_BYTES:
         raise corrupt(where, f"file is {file_bytes} bytes, the preamble alone says {PREAMBLE_BYTES}")
     magic, t1, version, t2, said_bytes, t3, index_bytes, t4, digest = _PREAMBLE.unpack_from(head)

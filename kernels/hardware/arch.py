@@ -157,6 +157,13 @@ def supported() -> tuple[int, ...]:
     return tuple(sorted(ARCHS))
 
 
+def refusal(sm: int) -> str | None:
+    """Why nothing can be built for capability ``sm``, a sentence without its full stop; None where it can."""
+    if sm in ARCHS:
+        return None
+    return f"No kernels are built for sm_{sm} (only {', '.join(map(str, supported()))})"
+
+
 def arch_of(sm: int) -> Arch:
     """The architecture of capability ``sm`` (10 * major + minor).
 

@@ -19,7 +19,7 @@ from ...artifacts.records.target import LocalGpu
 from .. import hooks
 from ..locks import lock
 from . import compiled
-from .hints import build_line, nearest_shapes
+from .hints import nearest_shapes, remedy
 from .places import Kind
 from .ranking import Candidate, Match, Origin, chosen, modelled
 from .snapshot import Rejected, Snapshot, View
@@ -199,7 +199,7 @@ def miss_reason(problem: Problem, local: LocalGpu, view: View) -> str:
 def _miss_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
     """The same, and what to do."""
     why = miss_reason(problem, local, view)
-    return f"{why}. Build one with: {build_line(problem, bucket, local.sm, view)}" if local.sm else why
+    return f"{why}. {remedy(problem, bucket, local.sm, view)}" if local.sm else why
 
 
 def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
@@ -207,7 +207,7 @@ def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> 
     have = f"The nearest there are: {'; '.join(near)}" if near else "No usable bundle has a problem of this kind"
     return (
         f"PRETUNED_STRICT: no choice for {problem} at M near {bucket} on {local}. {have}. "
-        f"Build it with: {build_line(problem, bucket, local.sm, view)}"
+        f"{remedy(problem, bucket, local.sm, view)}"
     )
 
 
@@ -230,6 +230,6 @@ def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
         _log.debug("pretuned: %s at M near %d on %s: using %s of %s, %s", *what)
     else:
         _log.info(
-            "pretuned: no measured choice for %s at M near %d on %s; using %s of %s, %s; build one with: %s",
-            *what, build_line(known.problem, known.bucket, local.sm, snapshot.view(local, installed=True)),
+            "pretuned: no measured choice for %s at M near %d on %s; using %s of %s, %s. %s",
+            *what, remedy(known.problem, known.bucket, local.sm, snapshot.view(local, installed=True)),
         )  # fmt: skip

@@ -7,11 +7,13 @@ import math
 from dataclasses import replace
 
 from ...artifacts.errors import BundleError
+from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
 from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.spec import result_columns
+from ...kernels.hardware.arch import refusal
 from .snapshot import View
 
 _NEAREST = 3
@@ -22,20 +24,34 @@ _MOST_TOKENS = 1 << 24  # that a spec may say
 _FIRST_GEMM = {(Op.FORWARD, Fusion.GATHER), (Op.DX, Fusion.SCATTER)}
 
 
-def build_line(problem: Problem, bucket: int, sm: int, view: View | None = None) -> str:
+def remedy(problem: Problem, bucket: int, sm: int, view: View | None = None) -> str:
+    """What to do where no bundle has ``problem``, as a sentence without its full stop: the command, or why none is."""
+    line = build_line(problem, bucket, sm, view)
+    if line is not None:
+        return f"Build one with: {line}"
+    return refusal(sm) or (f"aot builds for E up to {MAX_EXPERTS}, and H and I up to {MAX_WIDTH}: torch runs it")
+
+
+def build_line(problem: Problem, bucket: int, sm: int, view: View | None = None) -> str | None:
     """The command that builds this very problem, up to ``bucket`` rows and more, for capability ``sm``.
+
+    None where ``aot build`` would refuse: the capability, or sizes over its limits.
 
     It names the model that the problem is of, if a bundle of ``view`` was built for one of these sizes, in whatever
     dtype. Else the problem is written as a GEMM of a layer without a gate: the second, H = N and I = K, or the first,
     H = K and I = N; with silu in its epilogue the first of one with a gate, I = N/2. (top_k decides nothing about a
     product, so it is 1, or what makes so many rows of the tokens that a spec may have.)
     """
+    if refusal(sm) is not None:
+        return None
     spec = None if view is None else _model_spec(problem, bucket, view)
     if spec is not None:
         return f'aot build --models "{spec}" --sm {sm}'
     gated = Fusion.SILU in problem.fusion
     first = gated or (problem.op, problem.fusion) in _FIRST_GEMM
     H, width = (problem.K, result_columns(problem.N, problem.fusion)) if first else (problem.N, problem.K)
+    if max(H, width) > MAX_WIDTH or problem.E > MAX_EXPERTS:
+        return None
     options = " gated=0" if first and not gated else ""
     options += _options(problem)
     k = min(-(-bucket // _MOST_TOKENS), problem.E)
@@ -44,7 +60,8 @@ def build_line(problem: Problem, bucket: int, sm: int, view: View | None = None)
 
 
 def _options(problem: Problem) -> str:
-    options = "" if problem.dtype is DType.BF16 else f" dtype={problem.dtype.value}"
+    key = "weights" if problem.dtype.quantised else "dtype"
+    options = "" if problem.dtype is DType.BF16 else f" {key}={problem.dtype.value}"
     options += "" if problem.layout is Layout.NK else f" layout={problem.layout.value}"
     return f"{options} ops={problem.op.value}"
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ...artifacts.errors import BundleError, DriverTooOld, TargetMismatch
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
+from ...kernels.hardware.arch import refusal
 from .. import hooks
 from ..locks import lock
 from ..settings import Settings, settings
@@ -298,7 +299,7 @@ def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
     if not bundle.target.runs_on(local.sm):
         return TargetMismatch(
             f"bundle {name!r} holds code for {bundle.target}, this GPU is sm_{local.sm} ({local}). "
-            f"Build one with: aot build --models models.txt --sm {local.sm}"
+            + (refusal(local.sm) or f"Build one with: aot build --models models.txt --sm {local.sm}")
         )
     try:
         least = bundle.min_driver

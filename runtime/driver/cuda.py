@@ -16,6 +16,11 @@ from typing import Any, NamedTuple
 from ...artifacts.errors import CudaError
 
 INVALID_CONTEXT = 201
+STUB_LIBRARY = 34
+STUB = (
+    "the libcuda.so.1 that was found is a stub to link with (CUDA error 34), as the CUDA toolkit and conda have it, "
+    "not the driver. Take its directory (stubs) out of LD_LIBRARY_PATH"
+)
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 _MULTIPROCESSOR_COUNT = 16  # CUdevice_attribute
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
@@ -102,6 +107,8 @@ def argument(address: int) -> object:
 
 def check(code: int, call: str) -> None:
     """Raise CudaError, with the driver's own words, unless ``code`` is success."""
+    if code == STUB_LIBRARY:
+        raise CudaError(f"{call}: {STUB}")
     if code:
         text = c_char_p()
         library().cuGetErrorString(code, byref(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -14,6 +15,7 @@ from ...artifacts.records.target import LocalGpu, cuda_version
 from ...kernels.hardware import arch
 from .. import settings
 from ..dispatch import snapshot as dispatch_snapshot
+from ..dispatch.places import Kind
 from ..dispatch.snapshot import Found, Snapshot, View
 from ..driver.device import local_gpu, platform_name, platform_supported
 
@@ -117,6 +119,7 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
     problems += [
         dispatch_snapshot.blamed(str(one.error)) for one in found if one.error is not None and one.place.names(one.path)
     ]
+    problems += list(_refused_directories(found))
     for view in views:
         problems += [
             dispatch_snapshot.blamed(one.reason)
@@ -138,6 +141,15 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
         notes=tuple(notes),
         problems=tuple(dict.fromkeys(problems)),
     )
+
+
+def _refused_directories(found: tuple[Found, ...]) -> Iterator[str]:
+    """A directory that PRETUNED_BUNDLES names is to give something: what stands there where no file can be opened."""
+    for place in dict.fromkeys(one.place for one in found if one.place.kind is Kind.NAMED):
+        inside = [one for one in found if one.place == place and not place.names(one.path)]
+        if inside and all(one.error is not None for one in inside):
+            more = f" (and {len(inside) - 1} more)" if len(inside) > 1 else ""
+            yield f"PRETUNED_BUNDLES names {place.path}, of which no bundle can be opened: {inside[0].error}{more}"
 
 
 def gpus_and_driver() -> tuple[tuple[LocalGpu, ...], str]:
@@ -164,8 +176,8 @@ def _fix(found: tuple[Found, ...], local: LocalGpu) -> str:
     errors = [dispatch_snapshot.unusable(one.bundle, local) if one.bundle is not None else one.error for one in found]
     if any(isinstance(error, DriverTooOld) for error in errors):
         return "Update the driver, or rebuild with a Triton whose ptxas is older"
-    if local.sm not in arch.ARCHS:
-        return f"No kernels are built for sm_{local.sm} (only {', '.join(map(str, arch.supported()))})"
+    if none := arch.refusal(local.sm):
+        return none
     command = f"aot build --models models.txt --sm {local.sm}"
     if any(not isinstance(error, TargetMismatch) for error in errors if error is not None):
         return f"The bundles found can't be opened, see above; or build new ones: {command}"

@@ -298,9 +298,15 @@ def _gpu_here(device: int | None) -> LocalGpu:
 def fingerprint(device: int | None = None) -> str:
     """Digest (hex) of the usable bundles, in order, and the GPU's identity: ranks with equal ones choose alike.
 
-    ``device`` is an index of torch's; its current device if None.
+    ``device`` is an index of torch's; its current device if None. Without a GPU it is that of machines without one.
     """
-    return bundles.snapshot().fingerprint(local_gpu(current_device() if device is None else device))
+    try:
+        local = local_gpu(current_device() if device is None else device)
+    except HostError:
+        if device is not None:
+            raise
+        local = LocalGpu(0, Gpu("", 0, 0, 0))
+    return bundles.snapshot().fingerprint(local)
 
 
 def made_up_gpu(sm: int) -> LocalGpu:

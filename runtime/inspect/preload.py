@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from ...artifacts.errors import BundleError, InputError, ProblemNotInBundle
+from ...artifacts.errors import BundleError, HostError, InputError, ProblemNotInBundle
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.names import PART
 from ...artifacts.records.bundle import Model
@@ -123,7 +123,8 @@ def preload(
         for a model that no usable bundle knows (the message names the nearest), tokens that are no range, or a w_layout
         that is none.
     HostError, CudaError
-        if there is no GPU, or the driver refuses the code.
+        if there is no such GPU as ``device``, or the driver refuses the code. Where no device is named and there is
+        none, nothing is loaded, and a warning says so.
     """
     began = time.perf_counter()
     if tokens is not None and not isinstance(tokens, range):
@@ -132,7 +133,11 @@ def preload(
         raise InputError(f"preload: w_layout is {w_layout!r}, wanted 'nk' (w is [E, N, K]), 'kn' ([E, K, N]) or None")
     lying = None if w_layout is None else Layout(w_layout)
     models = [models] if isinstance(models, str) else models
-    device = current_device() if device is None else device
+    try:
+        device = current_device() if device is None else device
+    except HostError:
+        _log.warning("pretuned: preload: no CUDA GPU here, nothing is loaded: CPU tensors run the torch reference")
+        return Preloaded(0, 0, 0, time.perf_counter() - began)
     local, snapshot = local_gpu(device), dispatch_snapshot.snapshot()
     view = snapshot.view(local, installed=True)
     view.demand_named_files()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..artifacts.records.precision import DType
 from ..artifacts.records.problem import Layout, Op, Problem, buckets_between
 from ..artifacts.records.target import LocalGpu
+from ..kernels.hardware.arch import refusal
 from ..runtime.dispatch import snapshot as dispatch_snapshot
 from ..runtime.dispatch.decide import Decision, settle
 from ..runtime.dispatch.ranking import Match, Origin
@@ -68,7 +69,8 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
             if not known:
                 what = "has code" if any_variant else "was measured"
                 where = f"{problem} at about {bucket} rows on {local}"
-                return f"no bundle {what} for {where}. Build one here with: {layer.build_line}"
+                todo = refusal(local.sm) or f"Build one here with: {layer.build_line}"
+                return f"no bundle {what} for {where}. {todo}"
     return None
 
 

@@ -68,3 +68,9 @@ def test_the_process_reads_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not settings.settings().strict
     finally:
         settings.forget()
+
+
+def test_a_home_in_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    read_ = read({"PRETUNED_BUNDLES": "/a:~/bundles:~nobody-of-this-name/b"})
+    assert read_.bundles == (Path("/a"), tmp_path / "bundles", Path("~nobody-of-this-name/b"))

@@ -28,6 +28,17 @@ def journal(here, small_bundle):
     return path.name
 
 
+def test_a_file_that_is_not_there_is_named_before_anything_else(aot, here, monkeypatch, journal):
+    """matplotlib is not even asked for."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for arguments in (("nope",), (journal, "--candidates", "nope"), (journal, "--journal", "nope")):
+        ended = aot("report", *arguments)
+        assert (ended.code, ended.out) == (2, "")
+        assert "'nope': no such file" in ended.err
+    ended = aot("report", journal)
+    assert "matplotlib" in ended.err
+
+
 def test_a_bundle(aot, here, small_bundle):
     ended = aot("report", small_bundle)
     assert ended.code == 0, ended.err

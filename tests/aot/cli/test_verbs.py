@@ -36,6 +36,43 @@ def test_help_lists_every_verb(aot):
             assert f"\n  {verb}" in ended.out
 
 
+def test_help_lists_verbs_by_what_they_are_for(aot):
+    found = aot("--help").out
+    titles = [found.index(f"\n{title}:\n") for title in ("Build", "Look", "Change", "Check")]
+    assert titles == sorted(titles)
+    assert "..." not in found[titles[0] :]
+    for verb in _VERBS:
+        assert aot("help", verb).out == aot(verb, "--help").out
+    assert aot("help").out == found
+    assert aot("help", "nope").code == 2
+
+
+def test_the_options_of_a_build_stand_in_sections(aot):
+    found = aot("build", "--help").out
+    for title, option in (("What to build", "--sm"), ("Where it goes", "--out"), ("Measuring", "--budget"),
+                          ("Compiling", "--workers"), ("Output", "--quiet")):  # fmt: skip
+        section = found.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+        assert option in section, title
+    for option in ("--models", "--ops", "--configs", "--candidates", "--name", "--measure", "--journal", "--gpus",
+                   "--executor", "--cache-dir", "--no-cache", "--verbose", "--json"):  # fmt: skip
+        assert option in found
+
+
+@pytest.mark.parametrize(("given", "meant"), [("biuld", "build"), ("Inspect", "inspect"), ("veryfy", "verify")])
+def test_a_misspelt_verb(aot, given, meant):
+    ended = aot(given)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"no verb '{given}'; did you mean '{meant}'?" in ended.err
+    assert "there are build, plan, " in aot("zzz").err
+
+
+@pytest.mark.slow
+def test_quiet(aot, here):
+    ended = aot("build", "--models", f"{MODEL}", "--sm", "90", "-q")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == "bundles/pretuned-sm90.msgpack\n"
+
+
 def test_version(aot):
     ended = aot("--version")
     assert ended.code == 0
@@ -88,7 +125,7 @@ def test_plan_shows_the_formats_of_the_weights_and_what_is_built(aot, here):
     done = aot("plan", "--models", "openai/gpt-oss-20b ops=forward weights=int4_g128_zp", "--sm", "90", "--json")
     (note,) = json.loads(done.out)["notes"]
     assert note.startswith("no kernels for int4_g128_zp yet: bf16")
-    told = aot("plan", "--models", "openai/gpt-oss-20b ops=forward", "--sm", "90")
+    told = aot("plan", "--models", "openai/gpt-oss-20b ops=forward", "--sm", "90", "--problems")
     assert re.search(r"^openai/gpt-oss-20b +mxfp4 +bf16$", told.out, re.M)
     assert "published as mxfp4: weights=mxfp4 builds that" in told.err
 
@@ -103,8 +140,12 @@ def test_plan_tells_of_shards_that_only_fallbacks_run(aot, here):
 def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     ended = aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90")
     assert ended.code == 0
-    assert "Qwen/Qwen3-30B-A3B tp=2 ep=1" in ended.out
+    assert len(ended.out.splitlines()) < 10, "the answer alone"
+    assert ended.out.startswith("for ")
     assert "Nothing was built" in ended.out
+    every = aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90", "--problems")
+    assert every.out.startswith(ended.out)
+    assert "Qwen/Qwen3-30B-A3B tp=2 ep=1" in every.out
     told = json.loads(aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90", "--json").out)
     assert [one["sm"] for one in told["capabilities"]] == [80, 90]
     assert len(told["problems"]) == 24  # forward 6 a shard, dX 4, dW 2
@@ -146,13 +187,34 @@ def test_the_whole_way_in_processes(aot_process, here):
 
 
 def test_inspect_as_a_table(aot, small_bundle):
-    ended = aot("inspect", small_bundle, "--choices")
+    ended = aot("inspect", small_bundle, "--models", "--variants", "--choices")
     assert ended.code == 0
     for word in ("sm_80", "rows", "small", "16x32x64 w4 s2", "modelled"):
         assert word in ended.out
     told = json.loads(aot("inspect", small_bundle, "--json").out)
     assert told["launch_abi"] == str(LAUNCH_ABI)
     assert {one["abi"] for one in told["variants"]} == {LAUNCH_ABI}
+
+
+@pytest.mark.parametrize("columns", ["", "40", "80", "120"])
+def test_what_is_told_of_a_bundle_fits(aot, small_bundle, monkeypatch, columns):
+    """And no digest is printed whole that nobody asked for."""
+    monkeypatch.setenv("COLUMNS", columns)
+    name = small_bundle.name
+    monkeypatch.chdir(small_bundle.parent)
+    summary = aot("inspect", name).out
+    assert len(summary.splitlines()) < 25
+    assert "modelled" in " ".join(summary.split())
+    for arguments in ((), ("--models",), ("--variants",), ("--choices",)):
+        ended = aot("inspect", name, *arguments)
+        assert ended.out.startswith(summary)
+        assert not re.search("[0-9a-f]{40}", ended.out)
+        assert not columns or max(map(len, ended.out.splitlines())) <= int(columns)
+    planned = aot("plan", "--models", MODEL, "--sm", "80,90", "--problems").out
+    assert not columns or max(map(len, planned.splitlines())) <= int(columns)
+    listed = aot("models", "mixtral").out
+    assert not columns or max(map(len, listed.splitlines())) <= int(columns)
+    assert "mistralai/Mixtral-8x7B-v0.1" in "".join(listed.split())
 
 
 def test_verify_tells_each_file(aot, here, small_bundle):
@@ -212,3 +274,31 @@ def test_no_home_directory_is_no_error(here):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "none (no home directory)" in done.stdout
+
+
+def test_the_version_without_the_builder(aot_process):
+    """In an environment that has the runtime alone."""
+    hide = (
+        "import sys, importlib.machinery as m; real = m.PathFinder.find_spec; gone = ('click', 'rich', 'triton'); "
+        "m.PathFinder.find_spec = classmethod(lambda c, n, *r: None if n.split('.')[0] in gone else real(n, *r)); "
+        "sys.argv = ['aot', *sys.argv[1:]]; from pretuned.aot.__main__ import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", hide, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["pretuned", versions()["pretuned"]]
+    done = subprocess.run([sys.executable, "-c", hide, "models"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert 'pip install "pretuned[aot]"' in done.stderr
+
+
+@pytest.mark.slow
+def test_the_counts_of_candidates_add_up(aot, here):
+    """One cubin may be several candidates: builds of them count it once, as compiling does."""
+    done = aot("compile", "--models", MODEL, "--sm", "90", "-o", "c.msgpack")
+    told = re.search(r"of (\d+) cubins \((\d+) compiled now and (\d+) cached, (\d+) of these pruned; (\d+)", done.out)
+    assert told is not None, done.out
+    cubins, now, cached, pruned, _ = map(int, told.groups())
+    assert cubins == now + cached - pruned
+    done = aot("build", "--models", MODEL, "--sm", "90", "--candidates", "c.msgpack", "--json")
+    (built,) = json.loads(done.out)["bundles"]
+    assert (built["compiled"], built["cached"], built["pruned"]) == (0, cubins, 0)

@@ -205,7 +205,7 @@ def test_without_any_bundle_torch_is_the_ordinary_choice(
     assert chosen(fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)) == {None}
     monkeypatch.setenv("PRETUNED_STRICT", "1")
     reload()
-    with pytest.raises(ProblemNotInBundle, match="Build it with: aot build"):
+    with pytest.raises(ProblemNotInBundle, match="Build one with: aot build"):
         fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
 
 

@@ -283,6 +283,55 @@ def test_modelopt_writes_a_file_beside(tmp_path: Path) -> None:
         read_model(tmp_path)
 
 
+def test_a_number_with_a_point() -> None:
+    assert layer_of({**QWEN3, "num_experts": 128.0, "num_experts_per_tok": 8.0}, "c")[0] == QWEN3_LAYER
+
+
+@pytest.mark.parametrize("nothing", [0, None])
+def test_layers_without_experts_in_a_list(nothing: object) -> None:
+    lists = {"num_experts": [nothing, 128, 128], "moe_intermediate_size": [nothing, 768, 768],
+             "num_experts_per_tok": [nothing, 8, 8]}  # fmt: skip
+    assert layer_of({**QWEN3, **lists}, "c")[0] == QWEN3_LAYER
+    with pytest.raises(InputError, match=r"moe_intermediate_size differs between layers \(512, 768\)"):
+        layer_of({**QWEN3, "moe_intermediate_size": [nothing, 512, 768]}, "c")
+
+
+def test_the_params_of_mistral(tmp_path: Path) -> None:
+    own = {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "vocab_size": 32000,
+           "moe": {"num_experts_per_tok": 2, "num_experts": 8}}  # fmt: skip
+    (tmp_path / "params.json").write_text(json.dumps(own))
+    for path in (tmp_path, tmp_path / "params.json"):
+        found = read_model(path)
+        assert found.layers == (MIXTRAL,)
+        assert not found.remarks
+    own["moe"] = {"num_experts_per_tok": 4, "num_experts": 128, "expert_hidden_dim": 4096, "num_shared_experts": 1}
+    assert layers_of({**own, "dim": 7168}, "c")[0] == (ExpertLayer(128, 4, 7168, 4096, 4096),)
+    with pytest.raises(InputError, match="looks dense"):
+        layers_of({"dim": 4096, "hidden_dim": 14336}, "c")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_sizes_of_each_layer(nested: bool) -> None:
+    """A Nemotron-H whose sizes were searched for has them in an object a layer."""
+
+    def block(experts: int, width: int) -> dict[str, object]:
+        sizes = {"n_routed_experts": experts, "moe_intermediate_size": width, "num_experts_per_tok": 6}
+        return {"block_type": "moe", **({"moe": sizes} if nested else sizes)}
+
+    config: dict[str, object] = {"model_type": "nemotron_h", "hidden_size": 2688, "n_shared_experts": 1}
+    dense: list[object] = [{"block_type": "mamba"}, {"block_type": "mlp", "intermediate_size": 8192}]
+    config["block_configs"] = [*dense, block(128, 1856), block(128, 1856)]
+    assert layers_of(config, "c")[0] == (ExpertLayer(128, 6, 2688, 1856, 1856, gated=False),)
+    config["block_configs"] = [*dense, block(128, 1856), block(96, 1856), block(96, 1280), block(96, 1856)]
+    layers = layers_of(config, "c")[0]
+    assert [(one.part, one.E, one.I) for one in layers] == [
+        ("layers1", 128, 1856), ("layers2", 96, 1856), ("layers3", 96, 1280),
+    ]  # fmt: skip
+    config["block_configs"] = dense
+    with pytest.raises(InputError, match="looks dense"):
+        layers_of(config, "c")
+
+
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
 
 
@@ -297,14 +346,14 @@ LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
         ({}, "none of the fields of a language model"),
         ({**QWEN3, "num_experts": "128"}, 'num_experts is "128", wanted a whole number'),
         ({**QWEN3, "num_experts": True}, "num_experts is true"),
-        ({**QWEN3, "num_experts": 128.0}, "num_experts is 128.0"),
+        ({**QWEN3, "num_experts": 128.5}, "num_experts is 128.5"),
         ({**QWEN3, "num_experts": {"a": 1}}, "wanted a whole number"),
         ({**QWEN3, "num_experts": 4}, "k=8 is more than E=4"),
         ({**QWEN3, "hidden_size": -1}, "H=-1: wanted 1 to"),
         ({**QWEN3, "hidden_size": 10**30}, "wanted 1 to"),
         ({**QWEN3, "num_local_experts": 64}, "num_experts=128, num_local_experts=64 mean the same and disagree"),
         ({**QWEN3, "moe_intermediate_size": None}, "'qwen3_moe' with 128 experts lacks moe_intermediate_size"),
-        ({"num_experts": 4}, "lacks num_experts_per_tok or .*, and hidden_size or d_model or embed_dim, and moe_inter"),
+        ({"num_experts": 4}, "lacks num_experts_per_tok or .*, and hidden_size or .* or embed_dim or dim, and moe"),
         ({**QWEN3, "quantization_config": "fp8"}, 'quantization_config is "fp8", wanted an object'),
         (
             {"model_type": "hunyuan", "hidden_size": 2560, "num_experts": 64, "moe_topk": 6,

@@ -321,8 +321,8 @@ def test_an_outcome_is_told_once_at_a_fitting_level(tmp_path: Path, caplog: pyte
     )
     assert caplog.records[1].getMessage() == (
         f"pretuned: no measured choice for {PROBLEM} at M near 64 on NVIDIA H100 80GB HBM3; using 128x128x64 w8 s3 g8 "
-        "persistent of a.msgpack, measured on NVIDIA H200, of this capability, for this problem and M near 64; "
-        f"build one with: {build_line(PROBLEM, 64, 90)}"
+        "persistent of a.msgpack, measured on NVIDIA H200, of this capability, for this problem and M near 64. "
+        f"Build one with: {build_line(PROBLEM, 64, 90)}"
     )
 
 

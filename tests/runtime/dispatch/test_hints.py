@@ -14,7 +14,7 @@ from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.records.bundle import Model
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
-from pretuned.runtime.dispatch.hints import build_line
+from pretuned.runtime.dispatch.hints import build_line, remedy
 from pretuned.runtime.dispatch.snapshot import View
 
 GATE_UP = Problem(Op.FORWARD, DType.FP16, 128, 1536, 2048)
@@ -79,3 +79,26 @@ def test_more_rows_than_tokens_may_make_are_of_a_shape(view: View) -> None:
 
 def test_without_bundles_it_is_a_shape() -> None:
     assert spec_of(build_line(GATE_UP, 64, 90)) == "shape:E=128,H=1536,I=2048,k=1 dtype=fp16 ops=forward"
+
+
+@pytest.mark.parametrize("sm", [70, 75, 101, 110])
+def test_a_gpu_that_nothing_is_built_for_is_not_sent_to_a_build(sm: int, view: View) -> None:
+    assert build_line(GATE_UP, 64, sm, view) is None
+    assert remedy(GATE_UP, 64, sm, view).startswith(f"No kernels are built for sm_{sm} (only 80, 86, ")
+    assert f"Build one with: {build_line(GATE_UP, 64, 90, view)}" == remedy(GATE_UP, 64, 90, view)
+
+
+@pytest.mark.parametrize("problem", [
+    replace(GATE_UP, N=(1 << 20) + 8), replace(GATE_UP, K=1 << 24), replace(GATE_UP, E=65537),
+])  # fmt: skip
+def test_sizes_over_the_limits_of_a_spec_are_not_sent_to_a_build(problem: Problem, view: View) -> None:
+    assert build_line(problem, 64, 90, view) is None
+    assert "aot builds for E up to 65536, and H and I up to 1048576" in remedy(problem, 64, 90, view)
+    assert build_line(replace(GATE_UP, N=1 << 20), 64, 90, view) is not None
+
+
+def test_quantised_weights_are_asked_for_as_a_spec_has_them(view: View) -> None:
+    problem = replace(GATE_UP, dtype=DType("mxfp4"))
+    spec = spec_of(build_line(problem, 64, 90, view) or "")
+    assert "weights=mxfp4" in spec
+    assert problem.dtype in load_models([spec]).shapes[0].dtypes

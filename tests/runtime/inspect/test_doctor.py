@@ -106,6 +106,28 @@ def test_a_named_file_that_cannot_be_used_is_a_problem_beside_a_good_one(tmp_pat
     assert "sm80.msgpack" in found.problems[0]
 
 
+@pytest.mark.parametrize("gpus", [(), (ON_H200,)])
+def test_a_named_directory_of_which_nothing_can_be_opened(gpus: tuple[LocalGpu, ...], tmp_path: Path) -> None:
+    pointer = tmp_path / "named" / "sm90.msgpack"
+    pointer.parent.mkdir()
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 5200000\n")
+    write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    found = report(snapshot(pointer.parent, tmp_path), READ, gpus, "CUDA 12.8")
+    assert not found.ok
+    assert "PRETUNED_BUNDLES names" in found.problems[0]
+    assert "it is a Git LFS pointer, not the bundle itself. Get that with: git lfs pull" in found.problems[0]
+
+
+def test_a_named_directory_that_others_can_write(tmp_path: Path) -> None:
+    """Without a GPU too: a container is checked where it is made."""
+    named = tmp_path / "named"
+    write(named / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    named.chmod(0o777)
+    found = report(snapshot(named), READ, (), "CUDA 12.8")
+    assert not found.ok
+    assert "everybody can write it" in found.problems[0]
+
+
 def test_one_gpu_of_two_without_a_bundle(tmp_path: Path) -> None:
     write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     found = report(snapshot(tmp_path), READ, (ON_H200, ON_A100), "")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from made import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
 
-from pretuned.artifacts.errors import BundleCorrupt, HostError, InputError
+from pretuned.artifacts.errors import BundleCorrupt, CudaError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import BundleFile
 from pretuned.artifacts.records.bundle import Model
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Problem
-from pretuned.runtime import preload
+from pretuned.runtime import fingerprint, preload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.inspect import preload as inspect_preload
@@ -158,13 +158,13 @@ def test_no_collection_delays_it_and_none_is_left_out_afterwards(
 
     def ask() -> int:
         seen.append(gc.isenabled())
-        raise HostError("far enough")
+        raise CudaError("far enough")
 
     monkeypatch.setattr(inspect_preload, "current_device", ask)
     was = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        with pytest.raises(HostError, match="far enough"):
+        with pytest.raises(CudaError, match="far enough"):
             preload()
         assert seen == [False]
         assert gc.isenabled() is enabled
@@ -193,9 +193,16 @@ def test_tokens_are_a_range() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu(clean_places: Path) -> None:
-    with pytest.raises(HostError, match="no CUDA GPU here"):
-        preload()
+def test_without_a_gpu(clean_places: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Code for a GPU machine runs where none is: nothing to load is no error. A GPU that is named is to be there."""
+    done = preload(models=["Qwen/Qwen3-30B-A3B"])
+    assert (done.count, done.problems, done.cells) == (0, 0, 0)
+    assert "no CUDA GPU here, nothing is loaded" in caplog.text
+    assert fingerprint() == fingerprint()
+    with pytest.raises((HostError, CudaError)):
+        preload(device=0)
+    with pytest.raises((HostError, CudaError)):
+        fingerprint(device=0)
 
 
 def test_beside_quantised_weights_rows_are_bf16() -> None:

@@ -1,0 +1,64 @@
+"""What people call a model beside its id in the catalogue: a URL, a repackager's name of it, one in the local cache."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+# Who publishes others' models anew, under their names.
+_REPACKAGERS = ("unsloth/", "redhatai/", "nvidia/", "amd/")
+# What is put behind the name of a model whose weights are in another format. (As long as one fits, it is taken off.)
+_SUFFIX = re.compile(
+    r"-(?:unsloth|bnb|4bit|8bit|bf16|gguf|fp8(?:-?dynamic|-?block)?|nvfp4|mxfp4|fp4|awq|gptq(?:-?int[48])?|int[48]|w[48]a(?:16|8)"
+    r"|quantized\.w[48]a(?:16|8))$",
+    re.I,
+)
+_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co|modelscope\.cn/models)/+([^?#]+)", re.I)
+_IN_REPOSITORY = ("tree", "blob", "resolve", "raw", "commits", "discussions")
+
+
+def from_url(word: str) -> str | None:
+    """org/model of a page of a model hub; None where ``word`` is no such address."""
+    match = _URL.fullmatch(word.partition("?")[0].partition("#")[0].rstrip("/"))
+    if match is None:
+        return None
+    parts = [part for part in match[1].split("/") if part]
+    end = next((i for i, part in enumerate(parts) if part in _IN_REPOSITORY), len(parts))
+    return "/".join(parts[:end][-2:])
+
+
+def republished(word: str) -> str | None:
+    """The last part of the name of the model that ``word`` is another format of, going by its name; None if of none.
+
+    ``unsloth/Qwen3-30B-A3B-bnb-4bit`` is ``Qwen3-30B-A3B``.
+    """
+    name = word.rpartition("/")[2]
+    while (shorter := _SUFFIX.sub("", name)) != name:
+        name = shorter
+    changed = name != word.rpartition("/")[2] or word.lower().startswith(_REPACKAGERS)
+    return name if changed and name else None
+
+
+def cached_config(word: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The config.json of ``org/model`` in the Hugging Face cache: of the revision that ``main`` is, else the newest.
+
+    Where that cache is: huggingface_hub's environment variables reference (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME).
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", word):
+        return None
+    xdg = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environ.get("HF_HOME") or f"{xdg}/huggingface"
+    try:
+        hub = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+        model = hub / ("models--" + word.replace("/", "--"))
+        snapshots = model / "snapshots"
+        main = model / "refs" / "main"
+        wanted = snapshots / main.read_text().strip() / "config.json" if main.is_file() else None
+        if wanted is not None and wanted.is_file():
+            return wanted
+        found = [one for one in snapshots.glob("*/config.json") if one.is_file()]
+        return max(found, key=lambda one: one.stat().st_mtime, default=None)
+    except (OSError, RuntimeError, ValueError):
+        return None
