@@ -46,6 +46,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.driver", "cuda descriptors launcher"): "runtime/launch/test_row_limits.py",
     ("runtime.driver", "device"): "runtime/dispatch/test_compiled.py",
     ("runtime.integrations", "transformers_copies"): "runtime/integrations/test_transformers_gates.py",
+    ("runtime.integrations", "unsloth_cache"): "runtime/integrations/test_unsloth.py",
     ("runtime.integrations", "vllm_experts"): "engines/test_vllm_experts.py",
     ("runtime.ops", "activation"): "runtime/ops/test_layer.py",
     ("runtime.ops", "gradients"): "runtime/ops/test_autograd.py",
