@@ -66,7 +66,7 @@ def _unknown(found: Any) -> str | None:
     if proxy._forward_hooks or proxy._forward_pre_hooks or found._forward_hooks or found._forward_pre_hooks:
         return "it has hooks"
     factors = proxy.lhs, proxy.rhs
-    if type(original) not in PLAIN or any(type(one) not in PLAIN for one in factors):
+    if original is None or type(original) not in PLAIN or any(type(one) not in PLAIN for one in factors):
         return f"its tensors are {', '.join(type(one).__name__ for one in (original, *factors))}"
     if not isinstance(proxy.scaling, (int, float)) or any(one.dim() != 3 for one in (original, *factors)):
         return "its factors are no matrices of each expert"
