@@ -321,7 +321,8 @@ def _product(name: str) -> Iterator[None]:
 def _composed(
     x: torch.Tensor, gate_up_weight: torch.Tensor | ExpertWeights, down_weight: torch.Tensor | ExpertWeights,
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, how: Layer, gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None, weights_on: str, w_layout: str, lora: tuple[Lora | None, Lora | None],
+    down_bias: torch.Tensor | None, weights_on: str, w_layout: str,
+    lora: tuple[Lora | None, Lora | None] = (None, None),
 ) -> torch.Tensor:  # fmt: skip
     """The layer out of calls that torch can trace."""
     T, k = topk_ids.shape
