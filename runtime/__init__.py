@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .api.gradients import grouped_gemm_dW, grouped_gemm_dX
     from .api.grouped_gemm import grouped_gemm
+    from .api.lora import Lora
     from .api.moe import moe_mlp, sort_routing
     from .hooks import allow_jit, register_compiler, register_tuner, reload
     from .inspect.explain import Explanation, explain, fingerprint
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "ExpertWeights": "weights.expert_weights",
     "Explanation": "inspect.explain",
+    "Lora": "api.lora",
     "Preloaded": "inspect.preload",
     "activate": "ops.activation",
     "allow_jit": "hooks",
@@ -44,6 +46,7 @@ _PUBLIC = {
 __all__ = [
     "ExpertWeights",
     "Explanation",
+    "Lora",
     "Preloaded",
     "activate",
     "allow_jit",

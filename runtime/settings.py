@@ -12,6 +12,7 @@ from .locks import lock
 
 BUNDLES = "PRETUNED_BUNDLES"
 DISABLE_AUTOTUNE = "PRETUNED_DISABLE_AUTOTUNE"
+UNSLOTH_DISABLE_AUTOTUNE = "UNSLOTH_MOE_DISABLE_AUTOTUNE"  # of code that was written for Unsloth's kernels
 STRICT = "PRETUNED_STRICT"
 
 _log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     entries = environ.get(BUNDLES, "").split(":")
     return Settings(
         bundles=tuple(_path(entry) for entry in entries if entry),
-        disable_autotune=_switch(environ, DISABLE_AUTOTUNE),
+        disable_autotune=_switch(environ, DISABLE_AUTOTUNE) or _switch(environ, UNSLOTH_DISABLE_AUTOTUNE),
         strict=_switch(environ, STRICT),
         overlay=_overlay(environ),
     )
@@ -69,7 +70,7 @@ def _path(entry: str) -> Path:
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:
-    """Both switches make pretuned do less, so a value that nobody defined counts as on."""
+    """All switches make pretuned do less, so a value that nobody defined counts as on."""
     value = environ.get(name, "")
     if value.strip().lower() in ("", "0", "false"):
         return False

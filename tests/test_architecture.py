@@ -64,6 +64,7 @@ MANY_MODULES = ("aot.cli",)  # a file a verb
 # Signatures that are others' or the command line's, and what hands them on.
 MANY_PARAMETERS = {
     "grouped_gemm", "traced", "explain",  # the documented parameters of grouped_gemm
+    "moe_mlp",  # its own documented ones
     "build",  # the options of aot build
     "rows",  # kernels/reference.py: every fused form in one equation
 }  # fmt: skip

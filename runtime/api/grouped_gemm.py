@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Op
 from ..check import tensors
 from ..check.form import form_of
@@ -25,6 +26,7 @@ from ..replay import guard
 from ..replay import plan as replay_plan
 from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
+from .lora import Lora, composed
 
 if TYPE_CHECKING:
     from ..dispatch.pin import KernelPair, Pin
@@ -66,6 +68,7 @@ def grouped_gemm(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     zero_tail: bool = False,
+    lora: Lora | None = None,
 ) -> torch.Tensor:
     """y[to(i)] = t(i) * (x[from(i)] @ w[e].T + bias[e]) for every sorted row i of expert e, in one launch.
 
@@ -123,6 +126,10 @@ def grouped_gemm(
         is looked at where a plain call on CUDA is the first of its kind.
     zero_tail
         Whether rows of y past the sum of ``m_sizes`` are zeroed; otherwise they are left unwritten. Their dx is zero.
+    lora
+        An adapter, whose product joins w's before the weights and beside the bias:
+        y[to(i)] = t(i) * (x[from(i)] @ w[e].T + scale * (x[from(i)] @ A[e].T) @ B[e].T + bias[e]). Not with dX_only or
+        dW_only: what requires a gradient tells which are computed.
 
     Returns
     -------
@@ -145,6 +152,20 @@ def grouped_gemm(
     it, with one warning. On other devices it is a torch reference, slow. In a torch.autocast region float32
     x, w and bias are cast. torch.compile and torch.export see one operator. A gradient can't be differentiated again.
     """
+    if lora is not None:
+        if dX_only or dW_only:
+            raise InputError("grouped_gemm: dX_only or dW_only with lora: which gradients are computed is told by what "
+                             "requires one. Leave it out, and w.requires_grad_(False)")  # fmt: skip
+        moves = {
+            "topk": topk, "gather_indices": gather_indices, "permute_x": permute_x, "permute_y": permute_y,
+            "topk_weights": topk_weights, "fuse_mul_post": fuse_mul_post, "zero_tail": zero_tail,
+        }  # fmt: skip
+        rest = {
+            "kernel_config_fwd": kernel_config_fwd, "kernel_config_bwd_dX": kernel_config_bwd_dX,
+            "kernel_config_bwd_dW": kernel_config_bwd_dW, "autotune": autotune, "is_first_gemm": is_first_gemm,
+            "w_layout": w_layout, "bias": bias, "out": out,
+        }  # fmt: skip
+        return composed(grouped_gemm, x, w, m_sizes, lora, moves, rest)
     if _tracing() or _jit_state() is not None:
         from .torch_library import traced
 

@@ -23,6 +23,7 @@ from ..replay import plan as replay_plan
 from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
 from .grouped_gemm import grouped_gemm
+from .lora import Lora
 
 _tracing = torch.compiler.is_dynamo_compiling
 _transformed = torch._C._are_functorch_transforms_active
@@ -85,6 +86,7 @@ def moe_mlp(
     down_bias: torch.Tensor | None = None,
     weights_on: str = "output",
     w_layout: str = "nk",
+    lora: tuple[Lora | None, Lora | None] | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over slots s of weight[t, s] * (act(hidden[t] @ gate_up[e].T) @ down[e].T), e = topk_ids[t, s].
 
@@ -107,6 +109,9 @@ def moe_mlp(
     weights_on
         ``"output"``: the expert's result is weighted, as above. ``"input"``: what it reads is (Llama-4),
         act((weight[t, s] * hidden[t]) @ ...).
+    lora
+        The adapters of the two products, (gate_up, down), either of which may be None: A [E, r, H] and B [E, 2*I, r]
+        of the first, A [E, r, I] and B [E, H, r] of the second, whatever ``w_layout`` is.
 
     Returns
     -------
@@ -116,8 +121,8 @@ def moe_mlp(
     Notes
     -----
     An expert's result is rounded to hidden's dtype before it is weighted: in float16 one over 65504 is infinite. Where
-    torch traces the call, and with ``weights_on="input"``, the second product stores rows by an index, weighted before
-    they are rounded.
+    torch traces the call, with ``lora``, and with ``weights_on="input"``, the second product stores rows by an
+    index, weighted before they are rounded.
 
     Where nothing needs a gradient, silu(gate) * up of halves without a bias is computed in the first product's epilogue
     if a bundle's times say that this is faster (``runtime/dispatch/epilogue.py`` has the rule); then the product is
@@ -142,7 +147,7 @@ def moe_mlp(
                 at = gate_up_weight.data_ptr(), down_weight.data_ptr()  # type: ignore[union-attr]
             else:
                 at = (*replay_plan.key_of(gate_up_weight), *replay_plan.key_of(down_weight))
-            if type(T) is int:  # (else it is traced, and what looks at it fixes it)
+            if type(T) is int and lora is None:  # (else it is traced, and what looks at it fixes it)
                 key = (
                     *at, k, bucket_of(T * k), activation, gated, interleaved, gate_up_bias is None, down_bias is None,
                     weights_on, w_layout, hidden.dim(),
@@ -184,9 +189,11 @@ def moe_mlp(
     if gated and (wide := layer.columns(gate_up_weight, how.layout)) % 2:
         raise InputError(f"moe_mlp: gate and up have {wide} columns together, wanted an even number")
     others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
-    if weights_on == "input" or api_call.is_traced(x, gate_up_weight, topk_ids, *others):
+    adapters = _adapters(lora)
+    if any(adapters) or weights_on == "input" or api_call.is_traced(x, gate_up_weight, topk_ids, *others):
         out = _composed(
-            x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout
+            x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout,
+            adapters,
         )  # fmt: skip
     else:
         weights = weights_of(gate_up_weight, down_weight, gate_up_bias, down_bias)
@@ -197,6 +204,15 @@ def moe_mlp(
         if plan is not None and snapshot is not None and plan.programs:
             replay_plan.remember(snapshot.layers, key, plan)
     return out.to(hidden.dtype).view(hidden.shape)
+
+
+def _adapters(lora: object) -> tuple[Lora | None, Lora | None]:
+    if lora is None:
+        return None, None
+    if not (isinstance(lora, (tuple, list)) and len(lora) == 2) or isinstance(lora, Lora):
+        tensors.bad("lora", f"a {type(lora).__name__}", "(of the first product, of the second), each a Lora or None",
+                    "moe_mlp")  # fmt: skip
+    return lora[0], lora[1]
 
 
 def _check_tensors(every: dict[str, torch.Tensor | ExpertWeights], **biases: torch.Tensor | None) -> None:
@@ -304,6 +320,7 @@ def _composed(
     x: torch.Tensor, gate_up_weight: torch.Tensor | ExpertWeights, down_weight: torch.Tensor | ExpertWeights,
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, how: Layer, gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None, weights_on: str, w_layout: str,
+    lora: tuple[Lora | None, Lora | None] = (None, None),
 ) -> torch.Tensor:  # fmt: skip
     """The layer out of calls that torch can trace."""
     T, k = topk_ids.shape
@@ -313,20 +330,20 @@ def _composed(
         first = weights_on == "input"
         h = grouped_gemm(
             x, gate_up_weight, m_sizes, k, index, permute_x=True, topk_weights=topk_weights if first else None,
-            fuse_mul_post=first, w_layout=w_layout, bias=gate_up_bias,
+            fuse_mul_post=first, w_layout=w_layout, bias=gate_up_bias, lora=lora[0],
         )  # fmt: skip
     else:
         wide = torch.promote_types(x.dtype, torch.float32)
         weighted = (x[:, None, :].to(wide) * topk_weights[:, :, None].to(wide)).to(x.dtype)
         h = grouped_gemm(
             weighted.reshape(T * k, x.shape[1]), gate_up_weight, m_sizes, 1, index, permute_x=True, w_layout=w_layout,
-            bias=gate_up_bias,
+            bias=gate_up_bias, lora=lora[0],
         )  # fmt: skip
     h = activate(h, activation, gated=gated, interleaved=interleaved)
     last = weights_on == "output"
     # Without weights T is told by y's rows alone, which are those of the index: T*k.
     y = grouped_gemm(
         h, down_weight, m_sizes, k, index, permute_y=True, topk_weights=topk_weights if last else None,
-        fuse_mul_post=last, is_first_gemm=False, w_layout=w_layout, bias=down_bias,
+        fuse_mul_post=last, is_first_gemm=False, w_layout=w_layout, bias=down_bias, lora=lora[1],
     )  # fmt: skip
     return y.view(T, k, y.shape[-1]).sum(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -99,6 +99,19 @@ def preferred(
     return None
 
 
+def nearest(
+    snapshot: Snapshot, wish: Mapping[str, int], problem: Problem, local: LocalGpu, *, aligned: bool
+) -> Config | None:
+    """The config that comes nearest to a wish, of those that usable bundles have for a form of call; None without any.
+
+    ``wish`` has values of some of a config's knobs by name; the others may be anything.
+    """
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            there = sorted({one for one, *_ in _configs(snapshot, problem, local, aligned)})
+            return min(there, key=lambda one: _distance(one, wish), default=None)
+
+
 def find(
     snapshot: Snapshot, pin: Config | Choice, problem: Problem, local: LocalGpu, *, aligned: bool
 ) -> tuple[Usable, int]:
@@ -136,22 +149,23 @@ def _configs(
 
 
 def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str:
+    from ...kernels.contract.config import FIELDS
+
     configs = sorted({config for config, *_ in there})
     if not configs:
         return "there are none for this kind of problem. Build some with `aot build`"
     if near is not None:
-        configs.sort(key=lambda config: (_distance(config, near), config))
+        wish = {name: getattr(near, name) for name in FIELDS}
+        configs.sort(key=lambda config: (_distance(config, wish), config))
     return f"the nearest of {len(configs)}: {'; '.join(map(str, configs[:_SHOWN]))}"
 
 
-def _distance(one: Config, other: Config) -> float:
-    """How many doublings lie between two configs; a knob that is no number counts as one where it differs."""
-    from ...kernels.contract.config import FIELDS, RANGES
+def _distance(one: Config, wish: Mapping[str, int]) -> float:
+    """How many doublings a config lies from a wish; a knob that is no number counts as one where it differs."""
+    from ...kernels.contract.config import RANGES
 
     apart = (
-        abs(math.log2(getattr(one, name) / getattr(other, name)))
-        if name in RANGES
-        else float(getattr(one, name) != getattr(other, name))
-        for name in FIELDS
+        abs(math.log2(getattr(one, name) / wanted)) if name in RANGES else float(getattr(one, name) != wanted)
+        for name, wanted in wish.items()
     )
     return math.fsum(apart)

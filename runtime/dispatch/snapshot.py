@@ -124,6 +124,7 @@ class Snapshot:
         self.recent: dict[Any, Any] = {}
         self.plans: dict[Any, Any] = {}
         self.layers: dict[Any, Any] = {}
+        self.wishes: dict[Any, Any] = {}
 
     def found(self, *, installed: bool) -> tuple[Found, ...]:
         """Every bundle, in the order of the places, those that this process made last; installed ones if asked."""

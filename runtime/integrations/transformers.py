@@ -26,17 +26,21 @@ and gpt-oss's mxfp4, which transformers else dequantises or packs anew, stays as
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ..runtime.api.grouped_gemm import grouped_gemm
+from ..runtime.api.lora import Lora
 from ..runtime.api.moe import moe_mlp, sort_routing
 from ..runtime.check.tensors import DTYPES, PLAIN, bad
 from ..runtime.ops.layer import FrozenWeights, Weights, weights_of
 from ..runtime.weights.expert_weights import ExpertWeights
 from .transformers_gates import recognise
+from .transformers_lora import adapted
 from .transformers_quantised import quantised
+
+_Adapters: TypeAlias = tuple[Lora | None, Lora | None]
 
 _transformed = torch._C._are_functorch_transforms_active
 _COMPUTED = (*DTYPES, torch.float64)
@@ -48,9 +52,11 @@ def experts_forward(
     """out[t] = sum over slots s of weight[t, s] * expert[t, s](hidden[t]); an id outside [0, E) takes no part.
 
     ``self`` is the experts' module: gate_up_proj (up_proj without a gate) and down_proj, [E, N, K] or, with
-    ``is_transposed``, [E, K, N]. hidden_states is [T, H], top_k_index and top_k_weights are [T, k]. A product is
-    computed in the dtype of its weight, to which what it multiplies and its bias are cast; with quantised weights
-    (``transformers_quantised.py``) in that of the tokens, which are not quantised.
+    ``is_transposed``, [E, K, N]. Where one has an adapter by PEFT's ``target_parameters``, that runs beside its
+    product, and W + s B A is not made (``transformers_lora.py``). hidden_states is [T, H], top_k_index and
+    top_k_weights are [T, k]. A product is computed in the dtype of its weight, to which what it multiplies and its
+    bias are cast; with quantised weights (``transformers_quantised.py``) in that of the tokens, which are not
+    quantised.
 
     One ``moe_mlp`` where what the module does between its products is transformers' own code for an activation that
     ``activate`` has (``transformers_gates.py``); else, and where torch.compile traces it, two grouped GEMMs around the
@@ -63,20 +69,22 @@ def experts_forward(
         for weights that are quantised otherwise, or spread over ranks otherwise than by whole experts.
     """
     gated, normed = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # later ones have it
-    given = _weights(self, "gate_up_proj" if gated else "up_proj", hidden_states.dtype)
+    compiling = torch.compiler.is_compiling()
+    sliced = not compiling and _transformed()
+    first_name = "gate_up_proj" if gated else "up_proj"
+    given, lora = _weights(self, first_name, hidden_states.dtype, as_read=compiling or sliced)
     w1, w2, b1, b2 = given
     for name, one in (("hidden_states", hidden_states), ("top_k_weights", top_k_weights)):
         if type(one) not in PLAIN and _is_spread(one):
             bad(name, _spread(one), f"a torch.Tensor of this rank: pass {name}.to_local()", "experts_forward")
     first, second = (hidden_states.dtype if isinstance(w, ExpertWeights) else w.dtype for w in (w1, w2))
     hidden = hidden_states.to(first)
-    compiling = torch.compiler.is_compiling()
-    sliced = not compiling and _transformed()
     act = None if compiling or sliced or normed or first is not second else recognise(self, gated)
     if act is not None:
         out = moe_mlp(
             hidden, w1, w2, top_k_index, top_k_weights, act.name, gated=gated, interleaved=act.interleaved,
             gate_up_bias=b1, down_bias=b2, w_layout="kn" if self.is_transposed else "nk",
+            lora=lora,
         )  # fmt: skip
         return out.to(hidden_states.dtype)
     (T, k), E = top_k_index.shape, w1.shape[0]
@@ -85,7 +93,7 @@ def experts_forward(
     if sliced:
         y = _slot_by_slot(self, hidden, given, ids.masked_fill(outside, 0), gated, second)
     else:
-        y = _grouped(self, hidden, given, top_k_index, gated, second)
+        y = _grouped(self, hidden, given, top_k_index, gated, second, lora)
     wide = torch.promote_types(y.dtype, torch.float32)
     if normed:  # what it makes of a row that no expert wrote is no expert's
         y = self.post_expert_norm(y).masked_fill(outside.reshape(-1, 1), 0)
@@ -101,7 +109,7 @@ def _between(experts: Any, h: torch.Tensor, gated: bool, dtype: torch.dtype) -> 
 
 def _grouped(
     experts: Any, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, gated: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype, lora: _Adapters,
 ) -> torch.Tensor:  # fmt: skip
     """y [T*k, H] of every slot by two grouped GEMMs; zeros where it has no expert."""
     w1, w2, b1, b2 = given
@@ -109,9 +117,13 @@ def _grouped(
     routing = sort_routing(ids, w1.shape[0])
     rows, m_sizes = routing.gather_indices, routing.m_sizes
     # Zeros in rows of no expert: nothing reads them, but a gradient of the module's own code may not make them NaN.
-    h = grouped_gemm(hidden, w1, m_sizes, k, rows, permute_x=True, w_layout=layout, bias=b1, zero_tail=True)
+    h = grouped_gemm(
+        hidden, w1, m_sizes, k, rows, permute_x=True, w_layout=layout, bias=b1, zero_tail=True, lora=lora[0]
+    )  # fmt: skip
     a = _between(experts, h, gated, dtype)
-    return grouped_gemm(a, w2, m_sizes, k, rows, permute_y=True, is_first_gemm=False, w_layout=layout, bias=b2)
+    return grouped_gemm(
+        a, w2, m_sizes, k, rows, permute_y=True, is_first_gemm=False, w_layout=layout, bias=b2, lora=lora[1]
+    )  # fmt: skip
 
 
 def _slot_by_slot(
@@ -132,10 +144,13 @@ def _slot_by_slot(
     return product(_between(experts, h, gated, dtype), w2, b2)
 
 
-def _weights(experts: Any, first: str, dtype: torch.dtype) -> Weights | FrozenWeights:
-    """The module's weights as this rank has them, and its biases in their dtypes; InputError for what can't be used.
+def _weights(
+    experts: Any, first: str, dtype: torch.dtype, *, as_read: bool
+) -> tuple[Weights | FrozenWeights, _Adapters]:  # fmt: skip
+    """The module's weights as this rank has them, its biases in their dtypes, and the adapters of the weights.
 
-    Beside quantised weights biases are of ``dtype``.
+    InputError for what can't be used. Beside quantised weights biases are of ``dtype``, and there are no adapters.
+    ``as_read``: adapters are not looked for, but in the weights.
     """
     gate_up, down = quantised(experts, first), quantised(experts, "down_proj")
     if gate_up is not None and down is not None:
@@ -143,16 +158,18 @@ def _weights(experts: Any, first: str, dtype: torch.dtype) -> Weights | FrozenWe
         biases = (
             getattr(experts, f"{name}_bias").to(dtype) if experts.has_bias else None for name in (first, "down_proj")
         )
-        return weights_of(gate_up, down, *biases)
-    w1, w2 = (_usable(experts, name) for name in (first, "down_proj"))
+        return weights_of(gate_up, down, *biases), (None, None)
+    names = first, "down_proj"
+    found = [(getattr(experts, name), None) if as_read else adapted(experts, name) for name in names]
+    w1, w2 = (_usable(experts, name, w) for name, (w, _) in zip(names, found, strict=True))
+    lora = found[0][1], found[1][1]
     if not experts.has_bias:
-        return Weights(w1, w2, None, None)
-    b1, b2 = (_usable(experts, f"{name}_bias") for name in (first, "down_proj"))
-    return Weights(w1, w2, b1.to(w1.dtype), b2.to(w2.dtype))
+        return Weights(w1, w2, None, None), lora
+    b1, b2 = (_usable(experts, f"{name}_bias", getattr(experts, f"{name}_bias")) for name in names)
+    return Weights(w1, w2, b1.to(w1.dtype), b2.to(w2.dtype)), lora
 
 
-def _usable(experts: Any, name: str) -> torch.Tensor:
-    one: torch.Tensor = getattr(experts, name)
+def _usable(experts: Any, name: str, one: torch.Tensor) -> torch.Tensor:
     if one.dtype not in _COMPUTED:
         bad(name, f"{one.dtype}", "torch.bfloat16, torch.float16, torch.float32 (the CPU: torch.float64). "
                    "Quantised weights don't run here: dequantise them, or leave these experts to transformers' own "

@@ -88,3 +88,9 @@ def torch_s_silu(self: Any, input: torch.Tensor) -> Any:
 
 def torch_s_gelu(self: Any, input: torch.Tensor) -> Any:
     return F.gelu(input, approximate=self.approximate)
+
+
+def peft_factors(self: Any, W: Any) -> Any:
+    """PEFT's parameter with one adapter."""
+    with torch.autocast(device_type=W.device.type, enabled=False):
+        return torch.baddbmm(W, self.lhs, self.rhs, alpha=self.scaling)

@@ -141,7 +141,7 @@ def _own(function: Any, copies: Any) -> _Own | None:
     if home is None or function.__globals__ is not vars(home) or function.__defaults__ or function.__kwdefaults__:
         return None
     for copy in copies:
-        if _instructions(function.__code__) == _instructions(copy.__code__):
+        if instructions(function.__code__) == instructions(copy.__code__):
             reads = _reads(function)
             if reads is None:
                 return None
@@ -157,7 +157,7 @@ def _holds(own: _Own, function: FunctionType) -> bool:
     return all([space.get(name) is meant for space, name, meant in own.reads])  # noqa: C419 (of a generator it is slow)
 
 
-def _instructions(code: CodeType) -> object:
+def instructions(code: CodeType) -> object:
     """All that a function does, without its lines and its docstring."""
     does = [(one.opname, one.argval) for one in dis.get_instructions(code)]
     return code.co_argcount, code.co_kwonlyargcount, code.co_varnames, code.co_flags & 12, does  # *args, **kwargs

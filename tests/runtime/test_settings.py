@@ -27,6 +27,7 @@ def test_off(value: str, caplog: pytest.LogCaptureFixture) -> None:
 def test_on(value: str, caplog: pytest.LogCaptureFixture) -> None:
     assert read({"PRETUNED_STRICT": value}) == Settings(strict=True)
     assert read({"PRETUNED_DISABLE_AUTOTUNE": value}) == Settings(disable_autotune=True)
+    assert read({"UNSLOTH_MOE_DISABLE_AUTOTUNE": value}) == Settings(disable_autotune=True)
     assert not caplog.records
 
 

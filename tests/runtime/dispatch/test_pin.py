@@ -11,7 +11,7 @@ from made import ANY, NARROW, ON_A100, ON_H200, PROBLEM, SPECS, WIDE, measured, 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.config import FIELDS, Cache, Config, Edge, Loads, Schedule, TileRows
-from pretuned.runtime.dispatch.pin import _distance, find
+from pretuned.runtime.dispatch.pin import _distance, find, nearest
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
 
@@ -61,8 +61,17 @@ def test_configs_that_differ_are_apart() -> None:
         "rows": TileRows.FITTED,
     }  # fmt: skip
     assert set(others) == set(FIELDS)
-    found = {name: _distance(one, dataclasses.replace(one, **{name: value})) for name, value in others.items()}
-    assert _distance(one, one) == 0.0
+    same = {name: getattr(one, name) for name in FIELDS}
+    found = {name: _distance(one, {**same, name: value}) for name, value in others.items()}
+    assert _distance(one, same) == 0.0
     assert min(found.values()) > 0.4
     assert {found[name] for name in ("block_m", "loads", "schedule", "cache", "edge", "rows")} == {1.0}
     assert found["block_k"] == 2.0
+
+
+def test_a_wish_gets_the_nearest_that_can_run(found: Snapshot) -> None:
+    wishes = {WIDE: {"block_m": 256, "block_n": 256}, NARROW: {"block_m": 16}, ANY: {"block_k": 16, "num_stages": 2}}
+    for index, wish in wishes.items():
+        assert nearest(found, wish, PROBLEM, ON_H200, aligned=True) == SPECS[index].config
+    assert nearest(found, wishes[WIDE], PROBLEM, ON_H200, aligned=False) == SPECS[ANY].config
+    assert nearest(found, {}, PROBLEM, ON_A100, aligned=True) is None

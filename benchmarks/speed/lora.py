@@ -1,0 +1,210 @@
+"""Times one MoE block with LoRA adapters on both products, forward and backward: ms and peak memory.
+
+    python benchmarks/run.py lora --json lora-h100.json
+    python benchmarks/run.py lora --json - --sizes 8,64,32,2 --tokens 64 --rounds 1      # any machine: does it run
+
+The experts are frozen; hidden, the routing weights, A and B have gradients. Four ways to compute the same:
+
+- ``frozen``: ``moe_mlp`` without adapters, what all is held against;
+- ``ours``: ``moe_mlp(..., lora=...)``;
+- ``torch``: by hand, ``torch._grouped_mm`` for W, A and B, as a careful user would write it;
+- ``whole``: W + s B A of every expert made in every step (``torch.baddbmm``, as PEFT does), then ``moe_mlp``.
+
+On a GPU by CUDA events, eagerly, the ways in turns, the median; the peak is what a step allocates above what lies
+there before it (weights, adapters, inputs), of one step alone. out and dA, dB of the last three are compared first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import silu
+
+from benchmarks.method import MODELS
+from pretuned.runtime import Lora, moe_mlp
+
+MAX_DIFFERENCE = 3e-2  # of two bf16 layers or their gradients, relative
+WAYS = ("frozen", "ours", "torch", "whole")
+
+
+class Block(NamedTuple):
+    """The tensors of a block: gate_up [E, 2*I, H], down [E, H, I], the adapters of both."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    first: Lora
+    second: Lora
+
+
+class Step(NamedTuple):
+    """What a step is given: hidden [T, H], ids and weights [T, k]."""
+
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    dout: torch.Tensor
+
+
+def frozen(block: Block, step: Step) -> torch.Tensor:
+    return moe_mlp(step.hidden, block.gate_up, block.down, step.ids, step.weights)
+
+
+def ours(block: Block, step: Step) -> torch.Tensor:
+    lora = block.first, block.second
+    return moe_mlp(step.hidden, block.gate_up, block.down, step.ids, step.weights, lora=lora)
+
+
+def by_hand(block: Block, step: Step) -> torch.Tensor:
+    """The block in torch."""
+    T, top_k = step.ids.shape
+    order = step.ids.reshape(-1).argsort(stable=True)
+    counts = torch.bincount(step.ids.reshape(-1), minlength=block.gate_up.shape[0])
+    ends = counts.cumsum(0).to(torch.int32)
+
+    def product(x: torch.Tensor, w: torch.Tensor, lora: Lora) -> torch.Tensor:
+        low = torch._grouped_mm(x, lora.A.transpose(1, 2), offs=ends) * lora.scale
+        y = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
+        return y + torch._grouped_mm(low, lora.B.transpose(1, 2), offs=ends)
+
+    gate, up = product(step.hidden[order // top_k], block.gate_up, block.first).chunk(2, dim=-1)
+    y = product(silu(gate) * up, block.down, block.second)
+    y = torch.empty_like(y).index_copy(0, order, y)
+    return (y.view(T, top_k, -1).float() * step.weights[:, :, None]).sum(1).to(step.hidden.dtype)
+
+
+def whole(block: Block, step: Step) -> torch.Tensor:
+    adapters = (block.gate_up, block.first), (block.down, block.second)
+    gate_up, down = (torch.baddbmm(w, one.B, one.A, alpha=one.scale) for w, one in adapters)
+    return moe_mlp(step.hidden, gate_up, down, step.ids, step.weights)
+
+
+LAYERS: dict[str, Callable[[Block, Step], torch.Tensor]] = dict(
+    zip(WAYS, (frozen, ours, by_hand, whole), strict=True)
+)  # fmt: skip
+
+
+def made(sizes: tuple[int, int, int], r: int, device: str) -> Block:
+    E, H, I = sizes  # noqa: E741
+    torch.manual_seed(0)
+
+    def random(*shape: int, spread: float = 1.0) -> torch.Tensor:
+        return (spread * torch.randn(shape, device=device)).to(torch.bfloat16)
+
+    first = Lora(random(E, r, H, spread=H**-0.5), random(E, 2 * I, r, spread=0.1), 2.0)
+    second = Lora(random(E, r, I, spread=I**-0.5), random(E, H, r, spread=0.1), 2.0)
+    for one in (*first[:2], *second[:2]):
+        one.requires_grad_()
+    return Block(random(E, 2 * I, H, spread=H**-0.5), random(E, H, I, spread=I**-0.5), first, second)
+
+
+def step_of(sizes: tuple[int, int, int], T: int, top_k: int, device: str) -> Step:
+    E, H, _ = sizes
+    g = torch.Generator().manual_seed(T * 31 + E)
+    logits = torch.randn(T, E, generator=g) - 0.3 * torch.log(torch.randperm(E, generator=g) + 1.0)
+    weights, ids = logits.softmax(-1).topk(top_k, -1)
+    hidden, dout = (torch.randn(T, H, generator=g).to(device, torch.bfloat16) for _ in range(2))
+    return Step(hidden.requires_grad_(), ids.to(device), weights.to(device).requires_grad_(), dout)
+
+
+def gradients(way: str, block: Block, step: Step) -> list[torch.Tensor]:
+    """out and the gradients of a way's leaves."""
+    leaves = [step.hidden, step.weights, *(() if way == "frozen" else (*block.first[:2], *block.second[:2]))]
+    out = LAYERS[way](block, step)
+    return [out.detach(), *torch.autograd.grad(out, leaves, step.dout)]
+
+
+def off(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.float() - other.float()).norm() / other.float().norm())
+
+
+def ms_of(calls: dict[str, Callable[[], object]], rounds: int, cuda: bool) -> dict[str, float]:
+    """Medians of calls that take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for number in range(rounds + 2):
+        for i in range(len(names)):
+            name = names[(i + number) % len(names)]
+            if cuda:
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                torch.cuda.synchronize()
+                start.record()
+                calls[name]()
+                end.record()
+                torch.cuda.synchronize()
+                took = start.elapsed_time(end)
+            else:
+                begun = time.perf_counter()
+                calls[name]()
+                took = 1e3 * (time.perf_counter() - begun)
+            if number >= 2:
+                times[name].append(took)
+    return {name: statistics.median(row) for name, row in times.items()}
+
+
+def peak_gb(call: Callable[[], object]) -> float:
+    """What a call allocates at most above what lies there, in GB (1e9 bytes)."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+def measure(sizes: tuple[int, int, int], top_k: int, T: int, r: int, rounds: int, device: str) -> dict[str, Any]:
+    block, step = made(sizes, r, device), step_of(sizes, T, top_k, device)
+    cuda = device == "cuda"
+    found = {way: gradients(way, block, step) for way in WAYS[1:]}
+    difference = {
+        way: max(off(one, other) for one, other in zip(found[way], found["torch"], strict=True))
+        for way in ("ours", "whole")
+    }
+    del found
+    calls = {way: (lambda way=way: gradients(way, block, step)) for way in WAYS}
+    times = ms_of(calls, rounds, cuda)  # type: ignore[arg-type]
+    peaks = {way: peak_gb(calls[way]) for way in WAYS} if cuda else {}
+    weights_gb = sum(one.nbytes for one in block[:2]) / 1e9
+    return {"T": T, "r": r, "E, H, I": sizes, "top_k": top_k, "weights_gb": weights_gb, "ms": times, "peak_gb": peaks,
+            "difference_from_torch": difference}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True, help="the file to write, - for standard output")
+    parser.add_argument("--model", default="qwen3-30b", choices=[one[0] for one in MODELS])
+    parser.add_argument("--sizes", help="E,H,I,top_k instead of a model's")
+    parser.add_argument("--tokens", default="1024,8192")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    if args.sizes:
+        E, H, I, top_k = map(int, args.sizes.split(","))  # noqa: E741
+    else:
+        E, H, I, top_k = next(one[1:] for one in MODELS if one[0] == args.model)  # noqa: E741
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cells = []
+    for T in map(int, args.tokens.split(",")):
+        cell = measure((E, H, I), top_k, T, args.rank, args.rounds, device)
+        cells.append(cell)
+        base = cell["ms"]["frozen"]
+        for way in WAYS:
+            peak = f", peak {cell['peak_gb'][way]:.2f} GB" if cell["peak_gb"] else ""
+            line = f"T={T:<5} {way:7} {cell['ms'][way]:8.2f} ms, {cell['ms'][way] / base:.2f} x frozen{peak}"
+            print(line, file=sys.stderr, flush=True)
+    report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+              "torch": torch.__version__, "cells": cells}  # fmt: skip
+    text = json.dumps(report, indent=1) + "\n"
+    if args.json == "-":
+        print(text, end="")
+    else:
+        Path(args.json).write_text(text)
+    wrong = [one for cell in cells for one in cell["difference_from_torch"].values() if not one < MAX_DIFFERENCE]
+    sys.exit(f"{len(wrong)} results differ from torch" if wrong else 0)

@@ -1,0 +1,97 @@
+"""LoRA adapters of experts: a product with the low-rank part y += scale * (x @ A[e].T) @ B[e].T beside it.
+
+Composed of the products that there are, with their gradients: x A.T and its product with B.T are grouped GEMMs of the
+same rows, added to the base product's y. w is read as it is, never copied; A and B are small. The module is all that
+knows how, so that a kernel that has the low-rank part as one more step of its reduction can take its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...artifacts.errors import InputError
+from ..check import tensors
+
+MAX_RANK = 256
+
+
+class Lora(NamedTuple):
+    """The adapter of one product: y[i] += scale * (x[i] @ A[e].T) @ B[e].T for every row i of expert e.
+
+    ``A`` is [E, r, K] and ``B`` [E, N, r], r from 1 to 256, in x's dtype or another floating-point one, to which they
+    are cast; [1, r, K] and [1, N, r] are one adapter for all experts. ``scale`` is a number (PEFT's lora_alpha / r).
+    Both are differentiable.
+    """
+
+    A: torch.Tensor
+    B: torch.Tensor
+    scale: float = 1.0
+
+
+def composed(
+    product: Callable[..., torch.Tensor], x: torch.Tensor, w: object, m_sizes: torch.Tensor, lora: Lora,
+    moves: Mapping[str, Any], rest: Mapping[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """``product(x, w, m_sizes, **moves, **rest)`` and the adapter's part of it.
+
+    ``product`` is ``grouped_gemm``; ``moves`` are its parameters that say where rows come from, go, and are weighted
+    with, ``rest`` those of the base product alone.
+
+    Raises
+    ------
+    InputError
+        for an adapter that doesn't fit the product.
+    """
+    A, B = _usable(x, m_sizes, lora)
+    if rest["out"] is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad):
+        raise InputError("grouped_gemm: out with a lora that requires grad has no gradient. Leave out away, or use "
+                         "torch.no_grad()")  # fmt: skip
+    y = product(x, w, m_sizes, **moves, **rest)
+    if B.shape[1] != y.shape[1]:
+        tensors.bad("lora.B", f"of shape {list(lora.B.shape)}", f"[E or 1, N={y.shape[1]}, r={A.shape[1]}]")
+    index, topk, weights = moves["gather_indices"], moves["topk"], moves["topk_weights"]
+    how = {name: moves[name] for name in ("permute_y", "fuse_mul_post", "zero_tail")}
+    if moves["permute_x"]:
+        u = product(x, A, m_sizes, topk, index, permute_x=True)
+        # Rows that pad an expert are not written, and B's gradient multiplies them by zero: they have to be finite.
+        u = u.masked_fill(((index < 0) | (index >= x.shape[0] * topk))[:, None], 0)
+    else:
+        u = product(x, A, m_sizes)
+    if lora.scale != 1:
+        u = u * lora.scale
+    if how["permute_y"] and weights is None and y.shape[0] != u.shape[0]:  # weights tell how many rows y has
+        weights, how["fuse_mul_post"] = x.new_ones((y.shape[0] // topk, topk), dtype=torch.float32), True
+    low = product(u, B, m_sizes, topk, index, topk_weights=weights, is_first_gemm=False, **how)
+    return y.add_(low)
+
+
+def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [E, r, K] and B [E, N, r] as the products take them."""
+    if not isinstance(lora, Lora):
+        tensors.bad("lora", f"a {type(lora).__name__}", "a pretuned.runtime.Lora(A, B, scale)")
+    tensors.tensors(**{"x": x, "m_sizes": m_sizes, "lora.A": lora.A, "lora.B": lora.B})
+    tensors.check_sizes(m_sizes)
+    if not isinstance(lora.scale, (int, float)) or isinstance(lora.scale, bool):
+        tensors.bad("lora.scale", repr(lora.scale), "a number")
+    E, K, r = m_sizes.shape[0], x.shape[-1] if x.dim() else 0, lora.A.shape[1] if lora.A.dim() == 3 else 0
+    wanted = {"lora.A": f"[E, r, K] = [{E} or 1, 1 to {MAX_RANK}, {K}]", "lora.B": f"[E, N, r] = [{E} or 1, N, {r}]"}
+    fits = {
+        "lora.A": lora.A.dim() == 3 and lora.A.shape[2] == K and 1 <= r <= MAX_RANK,
+        "lora.B": lora.B.dim() == 3 and lora.B.shape[2] == r,
+    }
+    found = []
+    for name, one in (("lora.A", lora.A), ("lora.B", lora.B)):
+        if not fits[name] or one.shape[0] not in (1, E):
+            tensors.bad(name, f"of shape {list(one.shape)}", wanted[name])
+        if not one.dtype.is_floating_point:
+            tensors.bad(name, f"{one.dtype}", "a floating-point type")
+        if one.device != x.device:
+            tensors.bad(name, f"on {one.device}", f"x's device, {x.device}")
+        one = one.to(x.dtype)
+        if one.stride(2) != 1 and one.shape[2] != 1:
+            one = one.contiguous()
+        found.append(one.expand(E, -1, -1))
+    return found[0], found[1]

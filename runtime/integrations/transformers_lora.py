@@ -1,0 +1,81 @@
+"""Adapters that PEFT's ``target_parameters`` put on experts, recognised: run beside the product, W as it is.
+
+While a wrapped module runs, PEFT has its parameter parametrised: reading it makes W + scaling * lhs @ rhs, of every
+expert. Where the parametrization is exactly that, PEFT's own code (compared with a copy, ``transformers_copies.py``),
+the parameter below it and the two factors are taken instead. Of anything else nothing is assumed: it is read, as PEFT
+has it, and why is told once. Nothing here imports PEFT.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from ..runtime.api.lora import MAX_RANK, Lora
+from ..runtime.check.tensors import PLAIN
+from . import transformers_copies
+from .transformers_gates import instructions
+
+_PEFT = "peft.tuners.lora.layer"
+
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+def adapted(experts: Any, name: str) -> tuple[torch.Tensor, Lora | None]:
+    """A parameter of the experts' module and its adapter; as it reads where there is none that is recognised."""
+    lists = experts.__dict__.get("_modules", {}).get("parametrizations")
+    if lists is not None and name in lists:
+        found = lists[name]
+        why = _unknown(found)
+        if why is None:
+            return found.original, _lora(found[0], experts.is_transposed)
+        if why not in _told:
+            _told.add(why)
+            _log.warning("pretuned: %s is read as its parametrization makes it, for all experts at once: %s", name, why)
+    one: torch.Tensor = getattr(experts, name)
+    return one, None
+
+
+def _lora(proxy: Any, transposed: bool) -> Lora:
+    """lhs @ rhs is of W's shape: B A, or with W [E, K, N] its transpose."""
+    A, B = (proxy.lhs.transpose(1, 2), proxy.rhs.transpose(1, 2)) if transposed else (proxy.rhs, proxy.lhs)
+    return Lora(A, B, float(proxy.scaling))
+
+
+def _unknown(found: Any) -> str | None:
+    """Why the parametrizations of a parameter are not one adapter of PEFT's as it is known here."""
+    if len(found) != 1:
+        return f"it has {len(found)} parametrizations"
+    proxy, original = found[0], getattr(found, "original", None)
+    kind = type(proxy)
+    layer = sys.modules.get(_PEFT)
+    if layer is None or kind.__module__ != _PEFT or getattr(layer, kind.__name__, None) is not kind:
+        return f"a {kind.__module__}.{kind.__qualname__} is no adapter of PEFT's"
+    if kind.__name__ != "_LoraFactorsProxy":
+        because = "several active adapters, one expert, 8-bit weights, or a peft before 0.21"
+        return f"PEFT's {kind.__name__} has no factors ({because})"
+    forward = vars(kind).get("forward")
+    if not isinstance(forward, FunctionType) or not _is_known(forward.__code__) or "forward" in proxy.__dict__:
+        return "this peft's code for it is not the one that is known here"
+    if proxy._forward_hooks or proxy._forward_pre_hooks or found._forward_hooks or found._forward_pre_hooks:
+        return "it has hooks"
+    factors = proxy.lhs, proxy.rhs
+    if original is None or type(original) not in PLAIN or any(type(one) not in PLAIN for one in factors):
+        return f"its tensors are {', '.join(type(one).__name__ for one in (original, *factors))}"
+    if not isinstance(proxy.scaling, (int, float)) or any(one.dim() != 3 for one in (original, *factors)):
+        return "its factors are no matrices of each expert"
+    rank = proxy.lhs.shape[2]
+    if not 1 <= rank <= MAX_RANK:
+        return f"its rank is {rank}, more than {MAX_RANK}"
+    return None
+
+
+@functools.lru_cache(maxsize=16)
+def _is_known(code: CodeType) -> bool:
+    return instructions(code) == instructions(transformers_copies.peft_factors.__code__)

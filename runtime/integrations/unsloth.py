@@ -1,0 +1,348 @@
+"""The documented calls of Unsloth's MoE kernels, by their names and parameters, on pretuned: change the import.
+
+    from pretuned.integrations.unsloth import grouped_gemm, get_or_autotune_moe_kernels
+
+Written from that project's documentation alone. What a caller says of tiles, warps, stages and TMA is a wish: of the
+configs that a bundle has for the call, the nearest runs; said at level DEBUG. Nothing of Unsloth is imported, and
+Triton and ``pretuned.aot`` only where tuning is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from ..artifacts.errors import HostError
+from ..artifacts.records.precision import DType
+from ..artifacts.records.problem import Fusion, Layout, Op, Problem
+from ..runtime.api.gradients import grouped_gemm_dW as _dW
+from ..runtime.api.gradients import grouped_gemm_dX as _dX
+from ..runtime.api.grouped_gemm import grouped_gemm as _grouped_gemm
+from ..runtime.check.tensors import DTYPES
+from ..runtime.dispatch import snapshot as dispatch_snapshot
+from ..runtime.dispatch.pin import KernelPair, Preference, nearest
+from ..runtime.driver.device import local_gpu
+from .unsloth_cache import clear_cache, load_cached_config, save_cached_config
+
+if TYPE_CHECKING:
+    from ..kernels.contract.config import Config
+
+__all__ = [
+    "GroupedGemm",
+    "KernelConfig",
+    "KernelConfigBackward_dW",
+    "KernelConfigBackward_dX",
+    "KernelConfigForward",
+    "clear_cache",
+    "get_or_autotune_moe_kernels",
+    "grouped_gemm",
+    "grouped_gemm_dW",
+    "grouped_gemm_dX",
+    "grouped_gemm_forward",
+    "load_cached_config",
+    "save_cached_config",
+]
+
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+@dataclasses.dataclass
+class KernelConfig:
+    """A wish for a kernel: a tile, its warps and stages. What pretuned has no knob for changes nothing.
+
+    ``permute_x``, ``permute_y`` and ``fuse_mul_post`` are told by the call's own parameters; ``flatten`` and
+    ``use_tma_store`` have no counterpart here.
+    """
+
+    BLOCK_SIZE_M: int = 32
+    BLOCK_SIZE_N: int = 32
+    BLOCK_SIZE_K: int = 32
+    num_warps: int = 4
+    num_stages: int = 2
+    flatten: bool = True
+    permute_x: bool = False
+    permute_y: bool = False
+    fuse_mul_post: bool = False
+    use_tma_store: bool = False
+
+    @property
+    def wish(self) -> dict[str, int]:
+        """The same by the names of a ``Config``'s knobs."""
+        from ..kernels.contract.config import Loads
+
+        named = {"block_m": self.BLOCK_SIZE_M, "block_n": self.BLOCK_SIZE_N, "block_k": self.BLOCK_SIZE_K}
+        loads = any(getattr(self, f"use_tma_load_{name}", False) for name in ("w", "x", "dy"))
+        more = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**named, **more, "loads": Loads.TMA if loads else Loads.POINTER}
+
+
+@dataclasses.dataclass
+class KernelConfigForward(KernelConfig):
+    """Of the forward."""
+
+    use_tma_load_w: bool = False
+    use_tma_load_x: bool = False
+
+
+@dataclasses.dataclass
+class KernelConfigBackward_dX(KernelConfig):  # noqa: N801, the documented name
+    """Of the gradient of X."""
+
+    use_tma_load_dy: bool = False
+    use_tma_load_w: bool = False
+
+
+@dataclasses.dataclass
+class KernelConfigBackward_dW(KernelConfig):  # noqa: N801, the documented name
+    """Of the gradient of W."""
+
+    use_tma_load_dy: bool = False
+    use_tma_load_x: bool = False
+
+
+_Given: TypeAlias = "KernelConfig | KernelPair | Preference | Config | None"
+
+
+def grouped_gemm(
+    X: torch.Tensor,
+    W: torch.Tensor,
+    m_sizes: torch.Tensor,
+    topk: int,
+    gather_indices: torch.Tensor | None = None,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    topk_weights: torch.Tensor | None = None,
+    fuse_mul_post: bool = False,
+    kernel_config_fwd: _Given = None,
+    kernel_config_bwd_dX: _Given = None,
+    kernel_config_bwd_dW: _Given = None,
+    autotune: bool = False,
+    is_first_gemm: bool = True,
+    dX_only: bool = False,
+    dW_only: bool = False,
+) -> torch.Tensor:
+    """As ``pretuned.runtime.grouped_gemm``, whose page says all of it: X [M or T, K], W [E, N, K] or [E*N, K].
+
+    A ``kernel_config`` may be one of the KernelConfig classes here, what ``get_or_autotune_moe_kernels`` returned, or
+    all that ``pretuned.runtime.grouped_gemm`` takes.
+
+    Raises
+    ------
+    InputError
+        for a tensor that can't be used, or parameters that make no sense together.
+    """
+    fwd, dX, dW = (
+        _resolved(one, op, X, W, m_sizes)
+        for one, op in zip((kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW), Op, strict=True)
+    )
+    return _grouped_gemm(
+        X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post, fwd, dX, dW,
+        autotune and _can_tune(X), is_first_gemm, dX_only, dW_only,
+    )  # fmt: skip
+
+
+class _Applied:
+    """``grouped_gemm`` as the documented autograd function: ``GroupedGemm.apply`` takes the same parameters."""
+
+    apply = staticmethod(grouped_gemm)
+
+
+GroupedGemm = _Applied
+
+
+def grouped_gemm_forward(
+    X: torch.Tensor,
+    W: torch.Tensor,
+    topk: int,
+    m_sizes: torch.Tensor,
+    gather_indices: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    fuse_mul_post: bool = False,
+    autotune: bool = False,
+    **wish: Any,
+) -> torch.Tensor:
+    """The forward alone: y without a gradient.
+
+    ``wish`` are the documented knobs: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, num_warps, num_stages, use_tma_load_w,
+    use_tma_load_x, use_tma_store, flatten and debug. Without one of them the bundles' best choice runs.
+
+    Raises
+    ------
+    InputError
+        as ``grouped_gemm``.
+    TypeError
+        for a parameter that is none of these.
+    """
+    config = None if autotune else _wished(KernelConfigForward, "grouped_gemm_forward", wish)
+    with torch.no_grad():
+        return grouped_gemm(
+            X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post,
+            kernel_config_fwd=config, autotune=autotune,
+        )  # fmt: skip
+
+
+def grouped_gemm_dX(
+    dY: torch.Tensor,
+    W: torch.Tensor,
+    *,
+    m_sizes: torch.Tensor,
+    topk: int,
+    gather_indices: torch.Tensor | None = None,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    autotune: bool = False,
+    **wish: Any,
+) -> torch.Tensor:
+    """The gradient of X, as ``pretuned.runtime.grouped_gemm_dX``: [M, K], or [T, K] with ``permute_x``, where a
+    token's slots are summed.
+
+    ``wish``: as ``grouped_gemm_forward``, with use_tma_load_dy and use_tma_load_w.
+
+    Raises
+    ------
+    InputError, TypeError
+        as ``grouped_gemm_forward``.
+    """
+    config = None if autotune else _wished(KernelConfigBackward_dX, "grouped_gemm_dX", wish)
+    pin = _resolved(config, Op.DX, dY, W, m_sizes)
+    return _dX(dY, W, m_sizes, topk, gather_indices, permute_x, permute_y, kernel_config_bwd_dX=pin)
+
+
+def grouped_gemm_dW(
+    X: torch.Tensor,
+    dY: torch.Tensor,
+    *,
+    m_sizes: torch.Tensor,
+    topk: int,
+    gather_indices: torch.Tensor | None = None,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    autotune: bool = False,
+    **wish: Any,
+) -> torch.Tensor:
+    """The gradient of W [E, N, K], as ``pretuned.runtime.grouped_gemm_dW``.
+
+    ``wish``: as ``grouped_gemm_forward``, with use_tma_load_dy and use_tma_load_x.
+
+    Raises
+    ------
+    InputError, TypeError
+        as ``grouped_gemm_forward``.
+    """
+    config = None if autotune else _wished(KernelConfigBackward_dW, "grouped_gemm_dW", wish)
+    pin = _resolved(config, Op.DW, dY, None, m_sizes, X.shape[-1])
+    return _dW(dY, X, m_sizes, topk, gather_indices, permute_x, permute_y, kernel_config_bwd_dW=pin)
+
+
+def get_or_autotune_moe_kernels(
+    num_experts: int,
+    hidden_dim: int,
+    intermediate_dim: int,
+    top_k: int,
+    dtype: torch.dtype,
+    force_autotune: bool = False,
+    seq_len: int = 8192,
+) -> tuple[KernelPair, KernelPair, KernelPair]:
+    """The configs of a gated layer's two products for the forward, dX and dW: ``pretuned.aot``'s call of this name.
+
+    Where it can't be asked (no GPU here, or no builder installed) they name nothing, so that the bundles' own choice
+    runs; said once, as a warning.
+
+    Raises
+    ------
+    InputError
+        on a GPU, for sizes that no layer can have, or a dtype that no kernel computes.
+    """
+    why = _no_tuner()
+    if why is None:
+        try:
+            found: tuple[KernelPair, KernelPair, KernelPair] = importlib.import_module(
+                "pretuned.aot"
+            ).get_or_autotune_moe_kernels(
+                num_experts, hidden_dim, intermediate_dim, top_k, dtype, force_autotune, seq_len
+            )
+            return found
+        except HostError as error:
+            why = str(error)
+    _tell(f"get_or_autotune_moe_kernels: {why}: the configs are the ordinary choices")
+    fwd, dX, dW = (KernelPair(op) for op in Op)
+    return fwd, dX, dW
+
+
+def _no_tuner() -> str | None:
+    """Why nothing can be tuned here."""
+    try:
+        importlib.import_module("pretuned.aot")  # not by an import: the runtime does without it. It registers a tuner
+    except ImportError as error:
+        return f"no builder is installed ({error}; pip install 'pretuned[aot]')"
+    return None if torch.cuda.is_available() else "no CUDA GPU here"
+
+
+def _can_tune(X: torch.Tensor) -> bool:
+    if not (isinstance(X, torch.Tensor) and X.is_cuda):
+        return False
+    why = _no_tuner()
+    if why is not None:
+        _tell(f"autotune=True: {why}: the ordinary choices run")
+    return why is None
+
+
+def _tell(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        _log.warning("pretuned: %s", text)
+
+
+def _wished(kind: type[KernelConfig], call: str, wish: dict[str, Any]) -> KernelConfig | None:
+    """The config of documented keywords; None where there are none of them."""
+    wish = {name: value for name, value in wish.items() if name != "debug"}
+    known = {field.name for field in dataclasses.fields(kind)} - {"permute_x", "permute_y", "fuse_mul_post"}
+    unknown = sorted(wish.keys() - known)
+    if unknown:
+        raise TypeError(f"{call}() got unexpected keyword arguments {unknown}, wanted of {sorted(known)}, debug")
+    return kind(**wish) if wish else None
+
+
+def _resolved(
+    given: Any, op: Op, x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor, K: int = 0
+) -> Any:  # fmt: skip
+    """What the runtime takes: of a wish the nearest configs that bundles have for the product, all else as it is.
+
+    x is dY for the gradients; without w, K is X's columns.
+    """
+    if not isinstance(given, KernelConfig):
+        return given
+    if not (isinstance(x, torch.Tensor) and x.is_cuda and x.dtype in DTYPES):
+        _log.debug("pretuned: %s: no kernel is launched, nothing to choose", given)
+        return None
+    E, columns = m_sizes.shape[0], x.shape[-1]
+    if w is None:
+        N = columns
+    else:
+        N, K = w.numel() // (E * w.shape[-1]) if E and w.shape[-1] else 0, w.shape[-1]
+    return _nearest(given, op, DTYPES[x.dtype], (E, N, K), x.get_device())
+
+
+def _nearest(given: KernelConfig, op: Op, dtype: DType, sizes: tuple[int, int, int], device: int) -> Preference:
+    snapshot, local, wish = dispatch_snapshot.snapshot(), local_gpu(device), given.wish
+    key = (op, dtype, sizes, device, tuple(wish.items()))
+    known: Preference | None = snapshot.wishes.get(key)
+    if known is None:
+        found = []
+        for form in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER):
+            if op is Op.DW and form is not Fusion.NONE:
+                continue  # it has plain code alone
+            config = nearest(snapshot, wish, Problem(op, dtype, *sizes, Layout.NK, form), local, aligned=True)
+            if config is not None:
+                found.append((form, config))
+        known = snapshot.wishes[key] = Preference(tuple(found))
+        _log.debug("pretuned: %s of %s E=%d N=%d K=%d: the nearest are %s", given, op.value, *sizes,
+                   ", ".join(str(config) for _, config in found) or "none")  # fmt: skip
+    return known

@@ -1,0 +1,19 @@
+"""The benchmark of LoRA runs at a tiny size, and its ways compute the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
+
+
+def test_its_ways_agree() -> None:
+    command = [sys.executable, RUN, "lora", "--json", "-", "--sizes", "4,64,32,2", "--tokens", "40", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (cell,) = json.loads(done.stdout)["cells"]
+    assert set(cell["ms"]) == {"frozen", "ours", "torch", "whole"}
+    assert all(0 < one < 3e-2 for one in cell["difference_from_torch"].values())

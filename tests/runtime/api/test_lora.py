@@ -1,0 +1,173 @@
+"""Products with an adapter against float64 ones with W + scale * B A written out, and their gradients."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from pretuned.artifacts.errors import InputError
+from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, sort_routing
+
+E, T, TOPK, N, K, R = 4, 11, 2, 12, 10, 4
+SCALE = 0.75
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+def whole(w: torch.Tensor, lora: Lora, layout: str = "nk") -> torch.Tensor:
+    delta = lora.scale * lora.B @ lora.A
+    return w + (delta if layout == "nk" else delta.transpose(1, 2))
+
+
+FORMS = [dict(zip(("permute_x", "permute_y", "weigh", "bias", "kn"), on, strict=True))
+         for on in itertools.product((False, True), repeat=5)]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "+".join(name for name, on in form.items() if on) or "plain")
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_form_and_its_gradients(form: dict[str, bool], shared: bool) -> None:
+    torch.manual_seed(0)
+    routing = sort_routing(torch.stack([torch.randperm(E + 1)[:TOPK] for _ in range(T)]), E)  # E: on another rank
+    x, w = random(T if form["permute_x"] else T * TOPK, K), random(E, N, K)
+    one = 1 if shared else E
+    lora = Lora(random(one, R, K), random(one, N, R), SCALE)
+    weights, bias = random(T, TOPK), random(E, N)
+    layout = "kn" if form["kn"] else "nk"
+    if form["kn"]:
+        w = w.detach().transpose(1, 2).contiguous().requires_grad_()
+    how: dict[str, Any] = {
+        "topk": TOPK, "gather_indices": routing.gather_indices, "permute_x": form["permute_x"],
+        "permute_y": form["permute_y"], "w_layout": layout, "zero_tail": True, "bias": bias if form["bias"] else None,
+    }  # fmt: skip
+    if form["weigh"]:
+        how |= {"topk_weights": weights, "fuse_mul_post": True}
+    leaves = [x, lora.A, lora.B, *([weights] if form["weigh"] else []), *([bias] if form["bias"] else [])]
+    want = grouped_gemm(x, whole(w, lora, layout), routing.m_sizes, **how)
+    got = grouped_gemm(x, w, routing.m_sizes, lora=lora, **how)
+    torch.testing.assert_close(got, want)
+    dy = torch.randn_like(got)
+    torch.testing.assert_close(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy))
+
+
+def test_a_frozen_weight_is_not_copied_and_gets_no_gradient() -> None:
+    """What the graph keeps beside the operands is x A.T, [M, r]: nothing of w's size."""
+    w = random(E, N, K).detach()
+    lora, x, m_sizes = Lora(random(E, R, K), random(E, N, R), SCALE), random(9, K), torch.tensor([2, 3, 0, 4])
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        y = grouped_gemm(x, w, m_sizes, lora=lora)
+    mine = {one.data_ptr() for one in (x, w, lora.A, lora.B, m_sizes)}
+    assert {one.shape for one in kept if one.data_ptr() not in mine} == {(9, R)}
+    y.sum().backward()
+    assert w.grad is None
+    assert lora.A.grad is not None
+
+
+def test_padding_rows_and_more_of_them_than_slots() -> None:
+    torch.manual_seed(0)
+    index = torch.tensor([0, 2, -1, 1, 3, -1, 5, 4, -1])  # 3 tokens of 2 slots; one row of padding an expert
+    m_sizes, x, w = torch.tensor([3, 3, 0, 3]), random(3, K), random(E, N, K)
+    lora = Lora(random(E, R, K), random(E, N, R), SCALE)
+    how: dict[str, Any] = {"topk": 2, "gather_indices": index, "permute_x": True, "permute_y": True}
+    got = grouped_gemm(x, w, m_sizes, lora=lora, **how)
+    want = grouped_gemm(x, whole(w, lora), m_sizes, **how)
+    torch.testing.assert_close(got, want)
+    leaves = (x, lora.A, lora.B)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves))
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp4", "int4_g64"])
+def test_quantised_weights(format: str) -> None:
+    torch.manual_seed(0)
+    w = ExpertWeights.quantize(torch.randn(E, 128, 128) / 11, format)
+    m_sizes, dense = torch.tensor([2, 3, 0, 4]), w.dequantize(torch.float32)
+    x = torch.randn(9, 128).bfloat16().requires_grad_()
+    lora = Lora(*((torch.randn(shape) / 11).requires_grad_() for shape in ((E, R, 128), (E, 128, R))), 2.0)  # float32
+    y = grouped_gemm(x, w, m_sizes, lora=lora)
+    dy = torch.randn_like(y)
+    got = torch.autograd.grad(y, (x, lora.A, lora.B), dy)
+    whole_x = x.detach().float().requires_grad_()
+    want = grouped_gemm(whole_x, whole(dense, lora), m_sizes)
+    wanted = torch.autograd.grad(want, (whole_x, lora.A, lora.B), dy.float())
+    assert [one.dtype for one in got] == [torch.bfloat16, torch.float32, torch.float32]
+    for one, other in ((y, want), *zip(got, wanted, strict=True)):
+        assert float((one.float() - other).detach().norm() / other.detach().norm()) < (
+            5e-2 if format == "fp8_block" else 1e-2
+        )
+
+
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+@pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_whole_layer(weights_on: str, which: tuple[bool, bool], gated: bool) -> None:
+    torch.manual_seed(0)
+    H, I = 10, 6  # noqa: E741
+    wide = 2 * I if gated else I
+    hidden, ids, weights = random(T, H), torch.randint(0, E, (T, TOPK)), random(T, TOPK)
+    up, down = random(E, wide, H), random(E, H, I)
+    pair = Lora(random(E, R, H), random(E, wide, R), SCALE), Lora(random(E, R, I), random(E, H, R), SCALE)
+    lora = pair[0] if which[0] else None, pair[1] if which[1] else None
+    more: dict[str, Any] = {"gated": gated, "weights_on": weights_on, "gate_up_bias": random(E, wide)}
+    got = moe_mlp(hidden, up, down, ids, weights, "silu", lora=lora, **more)
+    both = whole(up, pair[0]) if which[0] else up, whole(down, pair[1]) if which[1] else down
+    want = moe_mlp(hidden, *both, ids, weights, "silu", **more)
+    torch.testing.assert_close(got, want)
+    leaves = [hidden, weights, up, *(one for part in lora if part is not None for one in part[:2])]
+    dout = torch.randn_like(got)
+    torch.testing.assert_close(torch.autograd.grad(got, leaves, dout), torch.autograd.grad(want, leaves, dout))
+    torch.testing.assert_close(moe_mlp(hidden, up, down, ids, weights, "silu", lora=(None, None), **more),
+                               moe_mlp(hidden, up, down, ids, weights, "silu", **more))  # fmt: skip
+
+
+def test_it_is_traced() -> None:
+    torch.manual_seed(0)
+    x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([2, 3, 0, 4])
+    A, B = torch.randn(E, R, K).requires_grad_(), torch.randn(E, N, R).requires_grad_()
+
+    def step(x: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return grouped_gemm(x, w, m_sizes, lora=Lora(A, B, SCALE)).square().sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    wanted = torch.autograd.grad(step(x, A, B), (A, B))
+    torch.testing.assert_close(torch.autograd.grad(compiled(x, A, B), (A, B)), wanted)
+
+
+def test_autocast_and_out() -> None:
+    torch.manual_seed(0)
+    x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([2, 3, 0, 4])
+    lora = Lora(torch.randn(E, R, K), torch.randn(E, N, R), SCALE)
+    want = grouped_gemm(x, whole(w, lora), m_sizes)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = grouped_gemm(x, w, m_sizes, lora=lora)
+    assert y.dtype is torch.bfloat16
+    assert float((y.float() - want).norm() / want.norm()) < 1e-2
+    out = torch.empty(9, N)
+    assert grouped_gemm(x, w, m_sizes, lora=lora, out=out) is out
+    torch.testing.assert_close(out, want)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([2, 3, 0, 4])
+    A, B = torch.randn(E, R, K), torch.randn(E, N, R)
+    for lora, told in (
+        ((A, B), "lora is a tuple, wanted a pretuned.runtime.Lora"),
+        (Lora(A[:2], B), r"lora.A is of shape \[2, 4, 10\], wanted \[E, r, K\] = \[4 or 1, 1 to 256, 10\]"),
+        (Lora(A, B[:, :, :3]), r"lora.B is of shape \[4, 12, 3\], wanted \[E, N, r\] = \[4 or 1, N, 4\]"),
+        (Lora(A, B[:, :5]), r"lora.B is of shape \[4, 5, 4\], wanted \[E or 1, N=12, r=4\]"),
+        (Lora(A, B.long()), "lora.B is torch.int64, wanted a floating-point type"),
+        (Lora(A, None), "lora.B is a NoneType"),  # type: ignore[arg-type]
+        (Lora(A, B, torch.ones(1)), r"lora.scale is tensor"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InputError, match=told):
+            grouped_gemm(x, w, m_sizes, lora=lora)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="dX_only or dW_only with lora"):
+        grouped_gemm(x, w, m_sizes, lora=Lora(A, B), dX_only=True)
+    with pytest.raises(InputError, match="out with a lora that requires grad"):
+        grouped_gemm(x, w, m_sizes, lora=Lora(A, B.requires_grad_()), out=torch.empty(9, N))
+    with pytest.raises(InputError, match="moe_mlp: lora is a Lora, wanted"):
+        moe_mlp(x, w, w, torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), lora=Lora(A, B))  # type: ignore[arg-type]

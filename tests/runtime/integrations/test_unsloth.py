@@ -1,0 +1,184 @@
+"""The documented calls of Unsloth's MoE kernels, run on pretuned."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import made
+import pytest
+import torch
+from torch.nn import functional
+
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.integrations import unsloth
+from pretuned.integrations.unsloth import (
+    GroupedGemm,
+    KernelConfigBackward_dW,
+    KernelConfigBackward_dX,
+    KernelConfigForward,
+    get_or_autotune_moe_kernels,
+    grouped_gemm,
+    grouped_gemm_dW,
+    grouped_gemm_dX,
+    grouped_gemm_forward,
+)
+from pretuned.runtime import reload, sort_routing
+from pretuned.runtime.dispatch.pin import KernelPair
+
+E, H, I, K, T = 4, 16, 12, 2, 10  # noqa: E741
+
+
+@pytest.fixture
+def layer() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+    routing = sort_routing(ids, E)
+    return {
+        "x": torch.randn(T, H, requires_grad=True), "up": (torch.randn(E, 2 * I, H) / 4).requires_grad_(),
+        "down": (torch.randn(E, H, I) / 4).requires_grad_(), "ids": ids, "weights": torch.rand(T, K),
+        "rows": routing.gather_indices, "m_sizes": routing.m_sizes,
+    }  # fmt: skip
+
+
+def block(layer: dict[str, torch.Tensor], product: Any = grouped_gemm, **how: Any) -> torch.Tensor:
+    """The block that the documentation describes: two grouped GEMMs, silu and mul between, weighted and summed."""
+    up, down = layer["up"].reshape(-1, H), layer["down"].reshape(-1, I)  # flattened, [E*N, K]
+    h = product(layer["x"], up, layer["m_sizes"], K, layer["rows"], permute_x=True, is_first_gemm=True, **how)
+    gate, wide = h.chunk(2, -1)
+    y = product(
+        functional.silu(gate) * wide, down, layer["m_sizes"], K, layer["rows"], permute_y=True, is_first_gemm=False,
+        **how,
+    )  # fmt: skip
+    return (y.view(T, K, H) * layer["weights"][..., None]).sum(1)
+
+
+def wanted(layer: dict[str, torch.Tensor]) -> torch.Tensor:
+    rows = []
+    for t in range(T):
+        found = torch.zeros(H)
+        for s in range(K):
+            e = int(layer["ids"][t, s])
+            gate, wide = (layer["up"][e] @ layer["x"][t]).chunk(2)
+            found = found + layer["weights"][t, s] * (layer["down"][e] @ (functional.silu(gate) * wide))
+        rows.append(found)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("product", [grouped_gemm, GroupedGemm.apply])
+@pytest.mark.parametrize("how", ["plain", "configs", "tuned"])
+def test_the_documented_block_and_its_gradients(layer: dict[str, torch.Tensor], product: Any, how: str) -> None:
+    configs: dict[str, Any] = {}
+    if how == "configs":
+        configs = {
+            "kernel_config_fwd": KernelConfigForward(
+                BLOCK_SIZE_M=64, BLOCK_SIZE_N=128, BLOCK_SIZE_K=64, num_warps=8, num_stages=3, use_tma_load_w=True
+            ),
+            "kernel_config_bwd_dX": KernelConfigBackward_dX(use_tma_load_dy=True),
+            "kernel_config_bwd_dW": KernelConfigBackward_dW(use_tma_load_x=True),
+        }
+    elif how == "tuned":
+        names = ("kernel_config_fwd", "kernel_config_bwd_dX", "kernel_config_bwd_dW")
+        configs = dict(zip(names, get_or_autotune_moe_kernels(E, H, I, K, torch.float32), strict=True))
+    leaves = [layer[name] for name in ("x", "up", "down")]
+    grads = torch.autograd.grad(wanted(layer).square().sum(), leaves)
+    out = block(layer, product, **configs)
+    torch.testing.assert_close(out, wanted(layer))
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), leaves), grads, rtol=1e-4, atol=1e-4)
+
+
+def test_the_single_calls(layer: dict[str, torch.Tensor]) -> None:
+    wish = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "num_warps": 4, "num_stages": 3,
+            "use_tma_store": False, "flatten": True, "debug": False}  # fmt: skip
+    how = {"topk": K, "m_sizes": layer["m_sizes"], "gather_indices": layer["rows"], "permute_x": True}
+    y = grouped_gemm_forward(layer["x"], layer["up"].reshape(-1, H), use_tma_load_w=True, use_tma_load_x=False, **how,
+                             **wish)  # fmt: skip
+    assert not y.requires_grad
+    again = grouped_gemm(layer["x"], layer["up"], layer["m_sizes"], K, layer["rows"], permute_x=True)
+    torch.testing.assert_close(y, again.detach())
+    dy = torch.randn_like(y)
+    dx, dw = torch.autograd.grad(again, (layer["x"], layer["up"]), dy)
+    flat = layer["up"].detach().reshape(-1, H)
+    torch.testing.assert_close(grouped_gemm_dX(dy, flat, use_tma_load_dy=True, use_tma_load_w=True, **how, **wish), dx)
+    x = layer["x"].detach()
+    torch.testing.assert_close(grouped_gemm_dW(x, dy, use_tma_load_dy=True, use_tma_load_x=True, **how, **wish), dw)
+    with pytest.raises(TypeError, match=r"grouped_gemm_dX\(\) got unexpected keyword arguments \['use_tma_load_x'\]"):
+        grouped_gemm_dX(dy, flat, use_tma_load_x=True, **how)
+
+
+def test_signatures_are_the_documented_ones() -> None:
+    names = list(inspect.signature(grouped_gemm).parameters)
+    assert ", ".join(names) == (
+        "X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post, kernel_config_fwd, "
+        "kernel_config_bwd_dX, kernel_config_bwd_dW, autotune, is_first_gemm, dX_only, dW_only"
+    )
+    fields = {one.name for one in dataclasses.fields(KernelConfigForward)}
+    assert fields == {
+        "BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps", "num_stages", "flatten", "permute_x", "permute_y",
+        "fuse_mul_post", "use_tma_store", "use_tma_load_w", "use_tma_load_x",
+    }  # fmt: skip
+
+
+def test_a_wish_becomes_the_nearest_config_of_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.write(tmp_path / "a.msgpack", {made.PROBLEM: [made.modelled(64, made.WIDE)]}, tag="a")
+    snapshot = made.snapshot(tmp_path)
+    monkeypatch.setattr(unsloth.dispatch_snapshot, "snapshot", lambda: snapshot)
+    monkeypatch.setattr(unsloth, "local_gpu", lambda device: made.ON_H200)
+    sizes = made.PROBLEM.E, made.PROBLEM.N, made.PROBLEM.K
+    for given, index in ((KernelConfigForward(16, 64, 128, 4, 3), made.NARROW), (KernelConfigForward(), made.ANY)):
+        found = unsloth._nearest(given, Op.FORWARD, DType.BF16, sizes, 0)
+        assert found.of(Fusion.NONE) == made.SPECS[index].config
+        assert unsloth._nearest(given, Op.FORWARD, DType.BF16, sizes, 0) is found  # looked up once
+    assert unsloth._nearest(KernelConfigBackward_dW(), Op.DW, DType.BF16, sizes, 0).configs == ()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_configs_are_the_ordinary_choices(caplog: pytest.LogCaptureFixture) -> None:
+    unsloth._told.clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = get_or_autotune_moe_kernels(128, 2048, 768, 8, torch.bfloat16)
+    assert found == tuple(KernelPair(op) for op in Op)
+    (record,) = caplog.records
+    assert "no CUDA GPU here" in record.getMessage()
+
+
+@pytest.fixture
+def overlay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    reload()
+    yield tmp_path / "pretuned"
+    monkeypatch.undo()
+    reload()
+    unsloth.clear_cache()
+
+
+def test_configs_are_kept_under_a_name(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = KernelConfigForward(64, 128, 64), KernelConfigBackward_dX(), KernelConfigBackward_dW()
+    assert unsloth.load_cached_config("a layer") is None
+    unsloth.save_cached_config("a layer", *given, metadata={"seq_len": 8192})
+    for _ in range(2):
+        found = unsloth.load_cached_config("a layer")
+        assert found is not None
+        assert KernelConfigForward(**found["config_fwd"]) == given[0]
+        assert found["metadata"] == {"seq_len": 8192}
+        unsloth.clear_cache()  # the file stays
+    (path,) = overlay.rglob("*.json")
+    path.write_bytes(b"damaged")
+    assert unsloth.load_cached_config("a layer") is None
+    with pytest.raises(InputError, match="config_fwd is a int"):
+        unsloth.save_cached_config("b", 3, *given[1:])
+    with pytest.raises(InputError, match="what JSON can say"):
+        unsloth.save_cached_config("b", *given, metadata={"a": {1, 2}})
+    monkeypatch.setenv("UNSLOTH_MOE_DISABLE_AUTOTUNE", "1")
+    reload()
+    unsloth.save_cached_config("c", *get_or_autotune_moe_kernels(128, 2048, 768, 8, torch.bfloat16))
+    assert unsloth.load_cached_config("c") is not None
+    unsloth.clear_cache()
+    assert unsloth.load_cached_config("c") is None  # nothing was written

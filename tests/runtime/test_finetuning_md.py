@@ -1,0 +1,51 @@
+"""The examples of docs/runtime/finetuning.md, and examples/finetune_lora.py, run as they stand on small models."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "runtime" / "finetuning.md"
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' and PEFT's own
+
+
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.8")
+    pytest.importorskip("peft", minversion="0.21")
+    config = transformers.AutoConfig.for_model(
+        "qwen3_moe", vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, intermediate_size=48,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "Qwen3-30B-A3B")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 3
+    names: dict[str, Any] = {"__name__": "example"}
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)  # our own page
+        if "model" in names and "first" not in names:
+            grads = {name for name, one in names["model"].named_parameters() if one.grad is not None}
+            assert any("experts" in name for name in grads)
+            assert all("lora_" in name for name in grads)
+            assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+        else:
+            assert all(names[name].B.grad.any() for name in ("first", "second"))
+    assert "is read as its parametrization" not in caplog.text
+
+
+def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft", minversion="0.21")
+    out = tmp_path / "adapter"
+    given = ["--tiny", "--steps", "12", "--batch", "2", "--length", "32", "--rank", "4", "--rate", "2e-2"]
+    monkeypatch.setattr(sys, "argv", ["finetune_lora.py", *given, "--out", str(out)])
+    losses = runpy.run_path(str(ROOT / "examples" / "finetune_lora.py"))["main"]()
+    assert losses[-1] < losses[0] - 0.05
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert (out / "adapter_config.json").exists()
