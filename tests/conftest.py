@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+os.environ.pop("COLUMNS", None)  # a worker of xdist is told its terminal's: output is then as wide as that
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 sys.path.append(str(ROOT / "tests" / "support"))  # spawned workers get this path too
 with contextlib.suppress(ImportError):  # tests/gpu needs no hypothesis

@@ -60,7 +60,7 @@ VENDOR_FREE = (
 # (torch says cuda of every vendor's GPU; cubin_sha256 and ptxas are names of the bundle format's fields.)
 VENDOR = re.compile(r"libcuda|\bptx\b|sm_\d+|nvidia", re.IGNORECASE)
 MOST_MODULES, MOST_LINES, MOST_PARAMETERS = 12, 400, 12
-MANY_MODULES = ("aot.cli",)  # a file a verb
+MANY_MODULES = ("aot.cli", "runtime.integrations")  # a file a verb, and a few files an engine
 # Signatures that are others' or the command line's, and what hands them on.
 MANY_PARAMETERS = {
     "grouped_gemm", "traced", "explain",  # the documented parameters of grouped_gemm

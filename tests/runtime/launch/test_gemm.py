@@ -64,7 +64,7 @@ def test_y_has_half_of_the_columns_and_flags_are_free_of_silu(monkeypatch: pytes
 def test_the_launcher_describes_y_by_its_own_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(cuda, "launch_kernel", lambda: None)
-    monkeypatch.setattr(gemm, "_map_of_rows", lambda _kernel, columns, _stride_at: asked.append(columns))
+    monkeypatch.setattr(gemm, "map_of_rows", lambda _kernel, columns, _stride_at: asked.append(columns))
     for fusion, columns in ((Fusion.SILU, N // 2), (Fusion.NONE, N)):
         variant = record(fusion)
         kernel = gemm.LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 132)

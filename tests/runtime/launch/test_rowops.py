@@ -149,7 +149,7 @@ def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, monkeypatch: pyt
     block = Block.from_pairs(kernel.variant.config).block
     side_by_side = 4 if op is RowOp.ACTIVATION else 1
     grid = rowops.programs(op, rows, columns, block, side_by_side)
-    by_row = op in (RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.SORT_SLOTS, RowOp.CLEAR)
+    by_row = op in (RowOp.ACTIVATION_GRAD, RowOp.GATHER, RowOp.QUANTIZE, RowOp.SORT_SLOTS, RowOp.CLEAR)
     assert grid == -(-rows // side_by_side) * (1 if by_row else -(-columns // block))
     wanted = ([*pointers, *numbers], [0, 0], [grid, 1, 1, 256, 1, 1], 4096, 79, None, 0)
     assert seen == [wanted] * 2
