@@ -147,8 +147,7 @@ def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
 def pass_specs(problems: Iterable[Problem]) -> tuple[RowOpSpec, ...]:
     """The passes over rows that go with these problems: a layer of theirs needs them in each dtype, for any shape."""
     every = tuple(problems)
-    dtypes = (DType.BF16 if one.dtype.quantised else one.dtype for one in every)
-    return rowops.specs(tuple(dict.fromkeys(dtypes)), frozenset(one.op for one in every))
+    return rowops.specs(tuple(dict.fromkeys(one.dtype for one in every)), frozenset(one.op for one in every))
 
 
 def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:

@@ -178,8 +178,8 @@ def specs(dtypes: tuple[DType, ...], ops: frozenset[Op]) -> tuple[RowOpSpec, ...
 
 
 def dtype_of(dtype: DType, op: RowOp | None = None) -> DType:
-    """The dtype of the passes beside GEMMs of this one: tf32 is fp32 in memory; what has none is recorded as fp32."""
-    return DType.FP32 if dtype is DType.TF32 or op in (RowOp.SORT_SLOTS, RowOp.CLEAR) else dtype
+    """The dtype of the passes beside GEMMs of this one, which is that of x in memory; what has none is of fp32."""
+    return DType.FP32 if op in (RowOp.SORT_SLOTS, RowOp.CLEAR) else DType(dtype.precision.x.name)
 
 
 def arguments(op: RowOp) -> tuple[tuple[str, str], ...]:
