@@ -53,6 +53,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.integrations", "vllm_configs vllm_quantised"): "engines/test_vllm_quantised.py",
     ("runtime.ops", "activation"): "runtime/ops/test_layer.py",
     ("runtime.ops", "gradients"): "runtime/ops/test_autograd.py",
+    ("runtime.inspect", "asked"): "runtime/inspect/test_explain.py",
     ("runtime.launch", "ready"): "runtime/launch/test_products.py",
     ("runtime.ops", "products"): "runtime/ops/test_torch_fallback.py",
     ("runtime.ops", "quantised"): "runtime/api/test_quantised.py",

@@ -143,6 +143,7 @@ def moe_mlp(
         try:
             T, k = topk_ids.shape
             dense = type(gate_up_weight) is not ExpertWeights and type(down_weight) is not ExpertWeights
+            at: tuple[object, ...]
             if dense:
                 at = gate_up_weight.data_ptr(), down_weight.data_ptr()  # type: ignore[union-attr]
             else:

@@ -44,6 +44,11 @@ MARGIN = 1.05  # of modelled times
 _INDEXED = 1.05  # what an index costs the plain product
 
 
+def never_on_load(problem: Problem) -> bool:
+    """Whether there is no code at all that gathers rows as it loads them: none of quantised weights does."""
+    return problem.dtype.quantised
+
+
 class GatherVerdict(NamedTuple):
     """The variant that multiplies rows gathered beforehand, or None for the code that gathers; and why.
 

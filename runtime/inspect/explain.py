@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import BundleError, HostError, InputError, PretunedError, TargetMismatch
-from ...artifacts.limits import MAX_DIM
 from ...artifacts.names import printable
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
 from ...artifacts.records.target import Gpu, LocalGpu
 from ...kernels.contract.words import has_aligned_rows
 from ...kernels.hardware import arch, chips
@@ -23,13 +21,15 @@ from ..dispatch.hints import build_line
 from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled
 from ..dispatch.snapshot import Rejected, Skipped, Snapshot
 from ..driver.device import current_device, local_gpu
+from .asked import check_numbers, of_numbers, of_tensors
 
 if TYPE_CHECKING:
     import torch
 
+    from ..weights.expert_weights import ExpertWeights
+
 _SHOWN = 8
 _MOST = 1 << 16
-_NUMBERS = {"M": "the number of rows", "top_k": "the number of experts of a token"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,15 @@ class Explanation:
         return self.candidates[0] if self.candidates else None
 
     @property
+    def steps(self) -> tuple[str, ...]:
+        """What the call launches of a bundle's kernels, one after another; () where something else runs it."""
+        best = self.chosen
+        if best is None:
+            return ()
+        first = (f"gather the rows of x into a scratch [{self.M}, K]",) if self.gathered_first else ()
+        return *first, f"{best.variant.entry} {best.config}"
+
+    @property
     def runs(self) -> str:
         """What runs the call: ``bundle``, ``jit`` or ``torch``."""
         return "bundle" if self.candidates else "jit" if self.compiles else "torch"
@@ -81,6 +90,7 @@ class Explanation:
             "runs": self.runs,
             "raises": self.raises,
             "gathered_first": self.gathered_first,
+            "steps": list(self.steps),
             "assumed": self.assumed,
             "reason": self.reason,
             "build": self.build,
@@ -99,6 +109,7 @@ class Explanation:
         lines.append(f"  {'runs' if self.raises is None else 'else'}: {best.config if best else otherwise}")
         if self.gathered_first:
             lines.append("  after a pass that gathers the rows of x, into a scratch [M, K]")
+        lines += [f"  step {place}: {one}" for place, one in enumerate(self.steps, 1)]
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
         lines.append(f"  why:  {self.reason}")
@@ -125,7 +136,7 @@ class Explanation:
 
 def explain(
     x: torch.Tensor | Problem | None = None,
-    w: torch.Tensor | None = None,
+    w: torch.Tensor | ExpertWeights | None = None,
     m_sizes: torch.Tensor | None = None,
     *,
     w_layout: str = "nk",
@@ -146,7 +157,8 @@ def explain(
     Parameters
     ----------
     x, w, m_sizes
-        The tensors of a call, on CUDA or (with ``sm``) anywhere; or a Problem in place of x, with ``M``.
+        The tensors of a call, on CUDA or (with ``sm``) anywhere; or a Problem in place of x, with ``M``. w may be
+        ``ExpertWeights``, which are left as they are.
     E, N, K, M, dtype
         The call in numbers, 1 to 2^31 - 1: w is [E, N, K], x is [M, K]; dtype is bf16, fp16, fp32 or tf32, or torch's.
     sm
@@ -168,16 +180,16 @@ def explain(
         if there is neither a GPU nor ``sm``.
     """
     if isinstance(x, Problem):
-        _check_numbers(E=x.E, N=x.N, K=x.K)
+        check_numbers(E=x.E, N=x.N, K=x.K)
         problem, natural = x, has_aligned_rows(x)
     elif x is not None:
-        problem, M, natural, device = _of_tensors(x, w, m_sizes, w_layout, device)
+        problem, M, natural, device = of_tensors(x, w, m_sizes, w_layout, device)
     else:
-        problem = _of_numbers(E, N, K, dtype, w_layout)
+        problem = of_numbers(E, N, K, dtype, w_layout)
         natural = has_aligned_rows(problem)
-    _check_numbers(M=M)
+    check_numbers(M=M)
     if top_k is not None:
-        _check_numbers(top_k=top_k)
+        check_numbers(top_k=top_k)
     local = made_up_gpu(sm) if sm is not None else _gpu_here(device)
     strict = settings.settings().strict
     return examine(
@@ -199,6 +211,10 @@ def examine(
         top_k, assumed = _assumed(snapshot, problem, local)
         told = examine(snapshot, problem, M, local, aligned=aligned, strict=strict, top_k=top_k)
         return replace(told, assumed=assumed)
+    if Fusion.GATHER in problem.fusion and gather.never_on_load(problem):
+        left = replace(problem, fusion=problem.fusion & ~Fusion.GATHER)
+        told = examine(snapshot, left, M, local, aligned=aligned, strict=strict, top_k=top_k)
+        return replace(told, problem=problem, gathered_first=told.chosen is not None)
     if Fusion.SILU in problem.fusion:
         ruled = epilogue.verdict(snapshot, problem, M, local, aligned=aligned, top_k=top_k)
         if ruled.chosen is None:
@@ -321,47 +337,6 @@ def made_up_gpu(sm: int) -> LocalGpu:
         raise InputError(f"sm={sm!r} is not supported, wanted one of {', '.join(map(str, arch.supported()))}")
     chip = chips.chip_for(sm)
     return LocalGpu(sm, Gpu("", chip.sm_count, chip.memory_gib << 10, 0))
-
-
-def _check_numbers(**given: int | None) -> None:
-    """Raise InputError for what is no size of a call."""
-    for name, value in given.items():
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_DIM:
-            what = _NUMBERS.get(name, "a size of w (or tensors: x, w, m_sizes)")
-            raise InputError(f"explain: {name} is {value!r}, wanted {what}, an int of at least 1 and at most {MAX_DIM}")
-
-
-def _of_numbers(E: int | None, N: int | None, K: int | None, dtype: str | torch.dtype, w_layout: str) -> Problem:
-    from ..check.tensors import DTYPES
-
-    torchs: Mapping[Any, DType] = DTYPES
-    _check_numbers(E=E, N=N, K=K)
-    try:
-        return Problem(Op.FORWARD, torchs.get(dtype) or DType(dtype), E or 0, N or 0, K or 0, Layout(w_layout))
-    except (TypeError, ValueError) as error:  # TypeError: something that has no hash
-        dtypes, layouts = (", ".join(one.value for one in kind) for kind in (DType, Layout))
-        raise InputError(
-            f"explain: {error}, wanted a dtype of {dtypes} (or torch's of the first three) and a w_layout of {layouts}"
-        ) from None
-
-
-def _of_tensors(
-    x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor | None, w_layout: str, device: int | None
-) -> tuple[Problem, int, bool, int | None]:
-    from ..check import operands, tensors
-    from ..launch import ready
-
-    if w is None or m_sizes is None:
-        raise InputError("explain: wanted x, w and m_sizes, got x alone (or a Problem and M)")
-    call = tensors.check(x, w, m_sizes, w_layout)
-    rows = operands.Rows(Op.FORWARD, call.x, call.w, m_sizes, call.layout, call.M)
-    aligned = ready.rows_aligned(rows, call.x.new_empty((0, call.N)))
-    if call.x.is_cuda:
-        device = call.x.get_device()
-        problem = ready.problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
-        return problem, call.M, aligned, device
-    dtype = tensors.check_cuda_dtype(call.x)
-    return Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout), call.M, aligned, device
 
 
 def _basis(candidate: Candidate) -> str:

@@ -165,8 +165,8 @@ class Program:
     returns what it comes to, None for what the first call had none of. Memory that no later step reads is given back
     as soon as the last one is launched.
 
-    It is run as one function in Python, which is compiled of what was written down: a loop over it would take a layer
-    10 us more (docs/inside/trials.md, programs).
+    It is run as one function in Python, which is compiled of what was written down: a loop over it takes a layer an
+    eighth longer (docs/inside/trials.md, programs).
     """
 
     __slots__ = ("run", "steps")

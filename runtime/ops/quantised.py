@@ -15,7 +15,6 @@ from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.records.problem import Op
 from .. import settings
 from ..check.operands import Rows
-from ..weights.codes import quantise_rows
 from ..weights.dequantised import Dequantised
 from ..weights.expert_weights import ExpertWeights
 
@@ -29,6 +28,8 @@ def operands(call: Rows, weights: ExpertWeights) -> tuple[torch.Tensor, Dequanti
         return call.x, Dequantised(weights, call.x.dtype, transposed=True)
     if scale is None:
         return call.x, Dequantised(weights, call.x.dtype, transposed=False)
+    from ..weights.codes import quantise_rows
+
     return quantise_rows(call.x, scale), Dequantised(weights, torch.float32, transposed=False)
 
 

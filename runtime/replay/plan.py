@@ -302,12 +302,9 @@ def plan_layer(
     return None if same is None else LayerPlan(how, hidden, given, same, any(one.requires_grad for one in tensors))
 
 
-def key_of(w: torch.Tensor | ExpertWeights) -> tuple[int, int]:
-    """By what a plan is found for these weights: where they begin, and how the codes of quantised ones are ordered.
-
-    Of a dense w that is -1: whose codes are not in a kernel's order have no plan.
-    """
-    return (w.codes.data_ptr(), w.order) if isinstance(w, ExpertWeights) else (w.data_ptr(), -1)
+def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:
+    """By what a plan is found for these weights: where they begin; of quantised ones what and how ordered they are."""
+    return (w.codes.data_ptr(), w.order, w.format) if isinstance(w, ExpertWeights) else (w.data_ptr(),)
 
 
 def remember(table: dict[object, Any], key: object, made: _Plan) -> None:

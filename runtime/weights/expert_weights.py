@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtypes_of
-from .codes import Quantised, cat, quantise, values
 from .given import as_bytes, bad, check_finite, fit, flat, of_dtype, told
-from .order import ORDERS, CodeOrder, reorder
+
+if TYPE_CHECKING:
+    from .codes import Quantised
+    from .order import CodeOrder
 
 _SCALE_DTYPES = {"fp32": (torch.float32,), "e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,),
                  "bf16": (torch.bfloat16, torch.float16, torch.float32)}  # fmt: skip
@@ -139,6 +141,8 @@ class ExpertWeights:
             raise bad("w", told(w), "an even K: two codes share a byte")
         if not torch.isfinite(w).all():
             raise bad("w", "NaN or infinite in places", "finite numbers")
+        from .codes import cat, quantise  # here, as most processes have no quantised weights
+
         every = [quantise(format, one.detach()) for one in w]
         codes, scale = cat([one.codes[None] for one in every], 0), cat([one.scale[None] for one in every], 0)
         zeros = [one.zero[None] for one in every if one.zero is not None]
@@ -196,6 +200,8 @@ class ExpertWeights:
         N or K that are no multiples of 64 (of 128 where a scale is of so many), or a mxfp4 scale above 2. No call
         may use them meanwhile.
         """
+        from .order import ORDERS
+
         order = ORDERS.get(self.format)
         if order is not None and self.order != order.number:
             self.restore()
@@ -275,6 +281,8 @@ class ExpertWeights:
 
     def _values(self, expert: int) -> torch.Tensor:
         """w[expert] in float32."""
+        from .codes import Quantised, values
+
         codes, scale = self.codes[expert], self.scale[expert]
         if self.order:
             codes, scale = _order_of(self).undone(codes, scale)
@@ -283,15 +291,21 @@ class ExpertWeights:
 
     @property
     def _quantised(self) -> Quantised:
+        from .codes import Quantised
+
         return Quantised(self.codes, self.scale, self.zero, self.global_scale)
 
     def _reorder(self, order: CodeOrder, *, undo: bool) -> None:
+        from .order import reorder
+
         with torch.inference_mode():  # (tensors that were made there can be changed nowhere else)
             reorder(self._quantised, order, undo=undo)
 
 
 def _order_of(weights: ExpertWeights) -> CodeOrder:
     """The order that the codes are in."""
+    from .order import ORDERS
+
     order = ORDERS.get(weights.format)
     if order is None or order.number != weights.order:
         raise bad("order", f"{weights.order}", f"one that this version knows for {weights.format}: 0"

@@ -297,7 +297,7 @@ def test_prepared_weights_give_the_same() -> None:
         (lambda x, w, m: moe_mlp(x, w, w.to("meta"), m[:, None], torch.ones(5, 1)), "down_weight is on meta"),
         (lambda x, w, m: moe_mlp(w, w, w, m[:, None], torch.ones(5, 1)), "hidden is a ExpertWeights"),
         (lambda x, w, m: grouped_gemm_dX(x, w, m), r"dy is of shape \[5, 64\], wanted \[rows of y, N=32\]"),
-        (lambda x, w, m: explain(x, w, m), "w is a ExpertWeights, wanted a torch.Tensor"),
+        (lambda x, w, m: explain(x[:, :32], w, m, sm=90), "with K=32, x's last dimension"),
     ],
 )
 def test_what_does_not_fit_is_told(call: Any, told: str) -> None:

@@ -13,9 +13,11 @@ from made import H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, m
 
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.records.bundle import Source
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.hardware import arch
-from pretuned.runtime import explain, reload
+from pretuned.runtime import ExpertWeights, explain, reload
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.ranking import Match
 from pretuned.runtime.inspect.explain import examine, made_up_gpu
@@ -226,3 +228,25 @@ def test_a_dtype_that_no_bundle_has_ends_in_the_line_that_builds_it() -> None:
     assert told.to_dict()["build"] == line
     assert line not in told.reason
     assert explain(E=128, N=1536, K=2048, M=64, sm=90).build is None
+
+
+def test_quantised_weights_are_explained_as_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the bundle that ships: gpt-oss-20b's gate and up in mxfp4."""
+    monkeypatch.delenv("PRETUNED_BUNDLES", raising=False)
+    reload()
+    w = ExpertWeights.mxfp4(
+        torch.zeros(32, 5760, 1440, dtype=torch.uint8), torch.full((32, 5760, 90), 120, dtype=torch.uint8)
+    )
+    x, m_sizes = torch.randn(4096, 2880).bfloat16(), torch.full((32,), 128, dtype=torch.int32)
+    told = explain(x, w, m_sizes, sm=90)
+    assert (told.problem.dtype, told.M, told.aligned, told.runs) == (DType.MXFP4, 4096, True, "bundle")
+    assert w.order == 0  # they are left as they are
+    assert len(told.steps) == 1
+    assert told.steps[0].startswith("rows_wna16")
+    assert f"step 1: {told.steps[0]}" in str(told)
+    gathered = explain(replace(told.problem, fusion=Fusion.GATHER), M=4096, sm=90)
+    assert gathered.gathered_first
+    assert [one.split()[0] for one in gathered.steps] == ["gather", "rows_wna16"]
+    assert gathered.to_dict()["steps"] == list(gathered.steps)
+    assert not explain(x.half(), w, m_sizes, sm=90).aligned  # no kernel reads fp16 beside them
+    reload()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cudaconfig import Launch, LaunchConfig, read_launches, words_of
+from host_gpu import watch_programs
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.bundle import TensorMap, Variant
@@ -25,7 +26,7 @@ from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.registry import arguments, boxes, entry_of
 from pretuned.kernels.contract.spec import Spec
-from pretuned.runtime import ExpertWeights, grouped_gemm
+from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp
 from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda
@@ -190,7 +191,7 @@ Use = Callable[[DType], None]
 
 
 @pytest.fixture
-def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
+def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Use:
     """Has calls find a made-up kernel for a dtype's problems."""
 
     def gather(
@@ -210,9 +211,8 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
             return loaded(driver.running[-1])
 
         monkeypatch.setattr(ready, "_kernel", kernel)
-        dispatch_snapshot.snapshot().launchers.clear()
+        monkeypatch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))  # without earlier calls
 
-    dispatch_snapshot.snapshot().launchers.clear()
     monkeypatch.setattr(dispatch_snapshot.Snapshot, "serves", lambda *_: True)
     monkeypatch.setattr(launch_rowops, "launcher", passes)
     monkeypatch.setattr(zero_rows, "LEAST_BYTES", 0)
@@ -224,8 +224,7 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
         monkeypatch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", SMS, 1 << 17, 0)))
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     monkeypatch.setattr(check_tensors, "on_gpu", lambda tensor: not tensor.is_meta)
-    yield only
-    dispatch_snapshot.snapshot().launchers.clear()
+    return only
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
@@ -339,3 +338,61 @@ def test_weights_that_do_not_fit_and_other_calls_stay_torch_s(driver: Driver, us
         assert not driver.launched
         assert w.order == 0
         assert bool(torch.isfinite(y).all())
+
+
+def test_calls_that_come_again_are_replayed_until_the_weights_are_put_back(
+    driver: Driver, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(DType.MXFP4)
+    replayed: list[int] = []
+    watch_programs(monkeypatch, lambda _, M: replayed.append(M))
+    w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4")
+    index, m_sizes = torch.randperm(T * TOPK).to(torch.int32), torch.full((E,), T * TOPK // E, dtype=torch.int32)
+    x, sorted_x = torch.randn(T, K).bfloat16(), torch.randn(T * TOPK, K).bfloat16()
+
+    def plain() -> torch.Tensor:
+        return grouped_gemm(sorted_x, w, m_sizes)
+
+    def gathered() -> torch.Tensor:
+        return grouped_gemm(x, w, m_sizes, topk=TOPK, gather_indices=index, permute_x=True, permute_y=True)
+
+    plain()  # prepares them
+    for call in (plain, gathered):
+        replayed.clear()
+        call()  # written down
+        assert replayed == []
+        _, first = driver.launched[-1]
+        y = call()
+        assert replayed == [T * TOPK]
+        _, again = driver.launched[-1]
+        changes = {"y", "x", *(name for name in again if name.endswith("_map"))}
+        same = {name: one for name, one in again.items() if name not in changes}
+        assert same == {name: first[name] for name in same}
+        assert again["y"] == y.data_ptr()
+    w.restore()
+    replayed.clear()
+    plain()  # its codes are in another order: looked at anew, and prepared again
+    assert replayed == []
+    assert w.order == 1
+
+
+def test_a_layer_of_quantised_weights_is_replayed(driver: Driver, use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(DType.MXFP4)
+    replayed: list[int] = []
+    watch_programs(monkeypatch, lambda _, M: replayed.append(M))
+
+    class Pass:
+        block, most_experts = 1 << 20, 1 << 16
+
+        def __call__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(launch_rowops, "launcher", lambda op, *_, **__: None if op is RowOp.SORT_SLOTS else Pass())
+    up = ExpertWeights.quantize(torch.randn(E, 2 * N, K), "mxfp4").prepare()
+    down = ExpertWeights.quantize(torch.randn(E, K, N), "mxfp4").prepare()
+    ids, weights = torch.randint(0, E, (T, TOPK)), torch.rand(T, TOPK)
+    for tokens in (T, T, T - 1):  # of one bucket
+        moe_mlp(torch.randn(tokens, K).bfloat16(), up, down, ids[:tokens], weights[:tokens])
+    assert replayed == [T * TOPK, (T - 1) * TOPK]
+    assert len(driver.launched) == 6
+    assert [read["w"] for _, read in driver.launched[::2]] == [driver.launched[0][1]["w"]] * 3
+    assert [read["M"] for _, read in driver.launched] == [T * TOPK] * 4 + [(T - 1) * TOPK] * 2

@@ -120,6 +120,8 @@ def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path:
     taken = snapshot(write(tmp_path / "a.msgpack", [*of_rows, *of_none, record(RowOp.COMBINE, dtype=DType.FP16)]))
     first, end = 3 + len(of_rows), 3 + len(of_rows) + len(of_none)
     assert sorted(index for _, index in passes_of([PROBLEM], taken, ON_H200)) == list(range(3, end))
+    quantised = replace(PROBLEM, dtype=DType.MXFP4)  # its x and y are bf16
+    assert passes_of([quantised], taken, ON_H200) == passes_of([PROBLEM], taken, ON_H200)
     tf32 = passes_of([replace(PROBLEM, dtype=DType.TF32)], taken, ON_H200)
     assert sorted(index for _, index in tf32) == list(range(first, end))
 

@@ -1,0 +1,90 @@
+"""What ``explain`` is asked of: a call in numbers or in tensors, as the problem that is looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...artifacts.errors import InputError
+from ...artifacts.limits import MAX_DIM
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...kernels.contract.words import has_aligned_rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..weights.expert_weights import ExpertWeights
+
+_NUMBERS = {"M": "the number of rows", "top_k": "the number of experts of a token"}
+
+
+def check_numbers(**given: int | None) -> None:
+    """Raise InputError for what is no size of a call."""
+    for name, value in given.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_DIM:
+            what = _NUMBERS.get(name, "a size of w (or tensors: x, w, m_sizes)")
+            raise InputError(f"explain: {name} is {value!r}, wanted {what}, an int of at least 1 and at most {MAX_DIM}")
+
+
+def of_numbers(E: int | None, N: int | None, K: int | None, dtype: str | torch.dtype, w_layout: str) -> Problem:
+    """The forward's problem; InputError for what is no call."""
+    from ..check.tensors import DTYPES
+
+    torchs: Mapping[Any, DType] = DTYPES
+    check_numbers(E=E, N=N, K=K)
+    try:
+        return Problem(Op.FORWARD, torchs.get(dtype) or DType(dtype), E or 0, N or 0, K or 0, Layout(w_layout))
+    except (TypeError, ValueError) as error:  # TypeError: something that has no hash
+        dtypes, layouts = (", ".join(one.value for one in kind) for kind in (DType, Layout))
+        raise InputError(
+            f"explain: {error}, wanted a dtype of {dtypes} (or torch's of the first three) and a w_layout of {layouts}"
+        ) from None
+
+
+def of_tensors(
+    x: torch.Tensor,
+    w: torch.Tensor | ExpertWeights | None,
+    m_sizes: torch.Tensor | None,
+    w_layout: str,
+    device: int | None,
+) -> tuple[Problem, int, bool, int | None]:
+    """Problem, rows, whether all is aligned, and torch's index of the GPU; InputError for what is no call."""
+    from ..check import operands, tensors
+    from ..launch import ready
+    from ..weights.expert_weights import ExpertWeights
+
+    if w is None or m_sizes is None:
+        raise InputError("explain: wanted x, w and m_sizes, got x alone (or a Problem and M)")
+    if isinstance(w, ExpertWeights):
+        return _of_quantised(x, w, m_sizes, w_layout, device)
+    call = tensors.check(x, w, m_sizes, w_layout)
+    rows = operands.Rows(Op.FORWARD, call.x, call.w, m_sizes, call.layout, call.M)
+    aligned = ready.rows_aligned(rows, call.x.new_empty((0, call.N)))
+    if call.x.is_cuda:
+        device = call.x.get_device()
+        problem = ready.problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, Fusion.NONE)
+        return problem, call.M, aligned, device
+    dtype = tensors.check_cuda_dtype(call.x)
+    return Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout), call.M, aligned, device
+
+
+def _of_quantised(
+    x: torch.Tensor, w: ExpertWeights, m_sizes: torch.Tensor, w_layout: str, device: int | None
+) -> tuple[Problem, int, bool, int | None]:
+    import torch
+
+    from ..check import tensors
+    from ..weights.codes import Quantised
+    from ..weights.order import ORDERS
+
+    call = tensors.check(x, tensors.outline(w, x, w_layout), m_sizes, w_layout)
+    dtype = w.kernel_dtype
+    if dtype is None:
+        raise InputError(f"explain: no kernel is for {w.format} weights: torch dequantises them, expert by expert")
+    order = ORDERS[w.format]
+    ordered = w.order == order.number or order.fits(Quantised(w.codes, w.scale, w.zero, w.global_scale))
+    E, N, K = w.shape
+    problem = Problem(Op.FORWARD, dtype, E, N, K)
+    aligned = ordered and has_aligned_rows(problem) and tensors.rows_usable(call.x) and x.dtype is torch.bfloat16
+    return problem, call.M, aligned, call.x.get_device() if call.x.is_cuda else device
