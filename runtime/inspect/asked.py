@@ -79,7 +79,7 @@ def _of_quantised(
     from ..weights.order import ORDERS
 
     call = tensors.check(x, tensors.outline(w, x, w_layout), m_sizes, w_layout)
-    dtype = w.kernel_dtype
+    dtype = next(reversed(w.kernel_dtypes), None)  # of which x stays as it is
     if dtype is None:
         raise InputError(f"explain: no kernel is for {w.format} weights: torch dequantises them, expert by expert")
     order = ORDERS[w.format]

@@ -21,7 +21,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from ..artifacts.errors import InputError
-from ..artifacts.records.precision import dtype_of
+from ..artifacts.records.precision import DType, dtypes_of
 from ..runtime.weights.expert_weights import ExpertWeights
 from .vllm_experts import PretunedExperts, layer_of, load_kernels, refusal_of, tell_left, tell_taken
 
@@ -105,8 +105,13 @@ def take(own: Any, layer: Any, *, everywhere: bool) -> Any:
         what = f"E={moe.num_local_experts} H={moe.hidden_dim} I={moe.intermediate_size_per_partition}{form}"
         tell_left(what, _backend(own), str(why))
         return own
-    tell_taken(layer_of(moe, dtype_of(found.name)))
+    tell_taken(layer_of(moe, _dtype(found.name)))
     return PretunedQuantisedMethod(moe, found)
+
+
+def _dtype(format: str) -> DType | None:
+    """What the products are of: x stays as it is."""
+    return next(reversed(dtypes_of(format)), None)
 
 
 def refusal(own: Any, layer: Any, format: Format, *, everywhere: bool) -> str | None:
@@ -125,7 +130,7 @@ def refusal(own: Any, layer: Any, format: Format, *, everywhere: bool) -> str | 
         getattr(moe, name, None) if getattr(moe, name, None) is not None else getattr(layer, name, None)
         for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
     )
-    return refusal_of(moe, settings, dtype_of(format.name), everywhere=everywhere)
+    return refusal_of(moe, settings, _dtype(format.name), everywhere=everywhere)
 
 
 def _backend(own: Any) -> str:
@@ -203,7 +208,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
             self.moe_kernel = _kernel(self, layer)
             self.moe_kernel.fused_experts.weights = given
-            load_kernels(layer_of(self.moe, dtype_of(self.format.name)))
+            load_kernels(layer_of(self.moe, _dtype(self.format.name)))
             return
         # vLLM copies the parameters to where the first ones lie. What is beside them is copied here.
         for first, now in zip(self.moe_kernel.fused_experts.weights, given, strict=True):
