@@ -6,6 +6,8 @@ an argument that no launcher fills, or fills with something else, must be found 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, RowOp
@@ -79,7 +81,7 @@ def unlaunchable(variant: Variant) -> str | None:
     return _wrong_threads(variant)
 
 
-def _words_of(variant: Variant) -> dict[str, tuple[str, ...]]:
+def _words_of(variant: Variant) -> Mapping[str, tuple[str, ...]]:
     if variant.dtype.quantised:
         return _SCALED if variant.dtype.quantises_x else _CODES
     return _WEIGHT if variant.op is Op.DW else _ROWS
