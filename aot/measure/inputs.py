@@ -115,7 +115,7 @@ def codes_of_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         groups = x[first : first + step].float().view(-1, K // GROUP, GROUP)
         factor = groups.abs().amax(2) / E4M3_MOST
         factor = torch.where(factor > 0, factor, 1)
-        scale[:, first : first + step] = factor.T
+        scale[:, first : first + len(factor)] = factor.T
         bits = (groups / factor[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
         codes[first : first + step] = bits.view(-1, K // BLOCK, BLOCK)[..., order]
     return codes.view(M, K).view(torch.float8_e4m3fn), scale

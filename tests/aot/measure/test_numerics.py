@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from pretuned.aot.measure.calls import Tensors
-from pretuned.aot.measure.inputs import activations, quantised_weights, routed_rows, weights
+from pretuned.aot.measure.inputs import (
+    activations,
+    codes_of_rows,
+    quantised_weights,
+    routed_rows,
+    values_of_rows,
+    weights,
+)
 from pretuned.aot.measure.numerics import NumericsCheck
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
@@ -111,3 +118,30 @@ def test_the_judge_takes_quantised_weights(dtype: DType, fusion: Fusion) -> None
     assert not judge.error(on, wanted) < 1e-2
     with pytest.raises(AssertionError, match="has quantised weights"):
         _ = on.dense
+
+
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
+def test_the_judge_reads_the_codes_of_a_product_that_quantises_x(fusion: Fusion) -> None:
+    """A result of x's codes is right; one of x itself is off by what quantising loses, which is more than is let be."""
+    count, N, K, M = 3, 256, 384, 50
+    problem = Problem(Op.FORWARD, DType.FP8_BLOCK, count, N, K, Layout.NK, fusion)
+    w = quantised_weights(count, N, K, DType.FP8_BLOCK, "cpu")
+    dense, m_sizes = w.dequantize(torch.float32), torch.tensor([20, 0, 30], dtype=torch.int32)
+    index = torch.randperm(M, generator=torch.Generator().manual_seed(1)).to(torch.int32) if fusion else None
+    row_weights = torch.exp2(torch.arange(M) % 3 - 1) if fusion else None
+    rows = activations(M, K, torch.bfloat16, "cpu")
+    codes = codes_of_rows(rows)
+
+    def judged(x: torch.Tensor, read: tuple[torch.Tensor, torch.Tensor] | None) -> float:
+        y = torch.cat((x[:20] @ dense[0].T, x[20:] @ dense[2].T))
+        if index is not None and row_weights is not None:
+            at = index.long()
+            y = torch.empty_like(y).index_copy_(0, at, y * row_weights[at][:, None])
+        on = Tensors(problem, M, rows, w, y.bfloat16(), index, 1, row_weights, read)
+        judge = NumericsCheck(problem, w, torch.device("cpu"))
+        return judge.error(on, judge.reference(on, m_sizes.tolist()))
+
+    quantised = values_of_rows(*codes, slice(0, M))
+    assert 2e-4 < judged(quantised, codes) < 6e-3
+    assert judged(rows.float(), codes) > 1e-2
+    assert judged(quantised, None) > 1e-2
