@@ -92,7 +92,7 @@ SORTED_EXPERTS = 32  # for which one program of SORT_SLOTS adds up the counts
 
 _ACTIVATION = "rowops.activation", "c8b191fe1223c717d809b2b9a16944b84891b4709c184014ef6a8129686ada0d"
 _GATHER_COMBINE = "rowops.gather_combine", "2d2d8851bc4f1ad48045863d8c0bae3d6ac7b60bc90184762954bd415b20ee7a"
-_QUANTIZE = "rowops.quantize", "b16772c72e31fb9ddb15efc812f90b04a3ab0fba20d841fea9e232a129dca85c"
+_QUANTIZE = "rowops.quantize", "6746b9ea111cc690cbd0b53ca596cf7b3bb980c107dd3f435a635fd6363ce83c"
 _SORT = "rowops.sort", "045fe45dc82ef106e078d6057bb809ad873e03c0d5626ab7d9c797525a2fb29e"
 _CLEAR = "rowops.zero_rows", "3594864ecf9116758b1d7caabf263b2ead22471711e153264cf77cbacacccf51"
 ROW_OPS = (

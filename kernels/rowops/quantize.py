@@ -10,11 +10,14 @@ _USED: tl.constexpr = tl.constexpr(32)
 _PICKED: tl.constexpr = tl.constexpr(32768)
 _GROUP: tl.constexpr = tl.constexpr(128)  # columns that share a scale
 _MOST: tl.constexpr = tl.constexpr(448.0)  # of e4m3
+_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
 
 
 @triton.jit
 def quantize(x, index, used, codes, scale, M, columns, top_k, index_step, flags, BLOCK: tl.constexpr):
-    """scale[g, i] = max |x[i, 128 g : 128 (g + 1)]| / 448, or 1; codes[i, k] = x[i, k] / scale[k // 128, i] as e4m3.
+    """scale[g, i] = max |x[i, 128 g : 128 (g + 1)]| / 448, 2^-126 at least, or 1 of zeros.
+
+    codes[i, k] = x[i, k] / scale[k // 128, i] as e4m3.
 
     x [M, columns], rows dense; PICKED, row i of x is ``index[i] // top_k`` (int32 words, a step of 2 means int64). With
     USED rows from ``used`` on are left as they are. codes are bytes [M, columns], each 64 columns in ``K_ORDER``
@@ -41,7 +44,7 @@ def quantize(x, index, used, codes, scale, M, columns, top_k, index_step, flags,
             value = tl.load(x + source * columns + first + read, mask=first + read < columns, other=0.0).to(tl.float32)
             value = value.reshape(GROUPS, _GROUP)
             factor = tl.max(tl.abs(value), 1) * (1.0 / _MOST)
-            factor = tl.where(factor > 0, factor, 1.0)
+            factor = tl.where(factor > 0, tl.maximum(factor, _LEAST), 1.0)
             at = first // _GROUP + group
             tl.store(scale + at.to(tl.int64) * width + row, factor, mask=at * _GROUP < columns)
             rounded = (value * (1.0 / factor)[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)

@@ -135,6 +135,14 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     assert not bool(torch.isfinite(again[411]).any())
 
 
+def test_rows_too_small_for_a_scale_of_their_own_are_finite() -> None:
+    """The inverse of their scale would be infinite, and their zeros times that NaN."""
+    w, x, m_sizes = made(*SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
+    x[300] = 0
+    x[300, 5] = 1e-37
+    assert bool(torch.isfinite(grouped_gemm(x, w, m_sizes)).all())
+
+
 def test_a_graph_of_it() -> None:
     w, x, m_sizes = made(*SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
     y = grouped_gemm(x, w, m_sizes)

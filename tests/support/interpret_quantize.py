@@ -27,6 +27,9 @@ def wrong(M: int, columns: int, block: int, top_k: int, used: int | None, wide: 
     scale = 2.0 ** torch.randint(-3, 4, (rows, groups)).float()
     values[0, 0] = 0.0  # all of a group
     scale[0, 0] = 1.0
+    if rows > 1:  # a group whose own scale would have no inverse: 2^-126 is the least, and codes are the smaller for it
+        scale[1, 0] = 2.0**-126
+        values[1, 0] *= (values[1, 0].abs() >= 2.0) / 16
     x = (values * scale[..., None]).view(rows, columns)
     index = torch.randint(0, T * max(1, top_k), (M,), dtype=torch.int64 if wide else torch.int32)
     codes, scales = torch.full((M, columns), 7, dtype=torch.uint8), torch.full((groups, width), -1.0)
