@@ -68,3 +68,10 @@ def test_the_readme_is_read_in_a_few_minutes() -> None:
     assert len(text.split()) < 600
     first = text.partition("## What runs where")[2].partition("\n## ")[0]
     assert re.search(r"measured.*modelled.*torch", first, re.DOTALL | re.IGNORECASE)
+
+
+def test_ci_finds_the_readmes_test_command() -> None:
+    pattern = re.search(r"grep -m1 -E '([^']+)' README.md", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    assert pattern
+    found = re.search(pattern[1], (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found, f".ci/run looks for a line {pattern[1]} in README.md"
