@@ -33,7 +33,8 @@ def linked(checkout: Path, folder: Path) -> Path:
 def measured(path: Path, out: Path) -> dict[str, float]:
     """The medians of one process."""
     command = [sys.executable, str(ROOT / "benchmarks/run.py"), "host", "--out", str(out)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(path)})
+    places = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": places})
     return {name: one["median"] for name, one in json.loads(out.read_text())["calls"].items()}
 
 
