@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -229,6 +230,10 @@ def find(given: argparse.Namespace) -> None:
     sys.path.insert(1, str((given.vllm / "vllm" / "third_party").resolve()))  # triton_kernels
     if given.packages is not None:
         sys.path.append(str(given.packages.resolve()))
+    if not (given.vllm / "vllm" / "vllm_flash_attn").is_dir():  # attention, which a wheel that was cut may lack
+        absent = types.ModuleType("vllm.vllm_flash_attn")
+        absent.__getattr__ = lambda name: None  # type: ignore[method-assign]
+        sys.modules |= {absent.__name__: absent, f"{absent.__name__}.flash_attn_interface": absent}
 
 
 def main(args: list[str] | None = None) -> int:
