@@ -27,6 +27,7 @@ from .lora import Lora
 
 _tracing = torch.compiler.is_dynamo_compiling
 _transformed = torch._C._are_functorch_transforms_active
+_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 # Function.apply does this and, for calls inside torch.func's transforms, more.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, MoeLayer).apply
 
@@ -87,6 +88,7 @@ def moe_mlp(
     weights_on: str = "output",
     w_layout: str = "nk",
     lora: tuple[Lora | None, Lora | None] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over slots s of weight[t, s] * (act(hidden[t] @ gate_up[e].T) @ down[e].T), e = topk_ids[t, s].
 
@@ -112,6 +114,8 @@ def moe_mlp(
     lora
         The adapters of the two products, (gate_up, down), either of which may be None: A [E, r, H] and B [E, 2*I, r]
         of the first, A [E, r, I] and B [E, H, r] of the second, whatever ``w_layout`` is.
+    out
+        Contiguous, in hidden's shape and dtype: written and returned, without a gradient. It may be hidden itself.
 
     Returns
     -------
@@ -152,7 +156,7 @@ def moe_mlp(
                 key = (
                     *at, k, bucket_of(T * k), activation, gated, interleaved, gate_up_bias is None, down_bias is None,
                     weights_on, w_layout, hidden.dim(),
-                    hidden.requires_grad,
+                    hidden.requires_grad, out is None,
                 )  # fmt: skip
                 if snapshot is None and tensors.on_gpu(hidden):
                     snapshot = dispatch_snapshot.snapshot()
@@ -162,9 +166,9 @@ def moe_mlp(
         if plan is not None:
             made = Weights if dense else FrozenWeights
             given = made(gate_up_weight, down_weight, gate_up_bias, down_bias)  # type: ignore[arg-type]
-            out = _again(plan, hidden, given, topk_ids, topk_weights)
-            if out is not None:
-                return out
+            found = _again(plan, hidden, given, topk_ids, topk_weights, out)
+            if found is not None:
+                return found
     _check_tensors(
         {"hidden": hidden, "gate_up_weight": gate_up_weight, "down_weight": down_weight, "topk_ids": topk_ids,
          "topk_weights": topk_weights}, gate_up_bias=gate_up_bias, down_bias=down_bias,
@@ -191,20 +195,46 @@ def moe_mlp(
         raise InputError(f"moe_mlp: gate and up have {wide} columns together, wanted an even number")
     others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
     adapters = _adapters(lora)
+    if out is not None:
+        _check_out(out, hidden, [hidden, gate_up_weight, *others], adapters, topk_weights, down_bias)
     if any(adapters) or weights_on == "input" or api_call.is_traced(x, gate_up_weight, topk_ids, *others):
-        out = _composed(
+        found = _composed(
             x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout,
             adapters,
         )  # fmt: skip
+        if out is not None:
+            return out.copy_(found.view(out.shape))
     else:
         weights = weights_of(gate_up_weight, down_weight, gate_up_bias, down_bias)
         plan = None
         if key is not None and snapshot is not None:
-            plan = replay_plan.plan_layer(how, hidden, weights, topk_ids, topk_weights)
-        out = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan)
+            plan = replay_plan.plan_layer(how, hidden, weights, topk_ids, topk_weights, out)
+        found = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out)
         if plan is not None and snapshot is not None and plan.programs:
             replay_plan.remember(snapshot.layers, key, plan)
-    return out.to(hidden.dtype).view(hidden.shape)
+    if out is not None:
+        _written(out)
+        return out
+    return found.to(hidden.dtype).view(hidden.shape)
+
+
+def _check_out(
+    out: torch.Tensor, hidden: torch.Tensor, every: list[torch.Tensor | ExpertWeights],
+    adapters: tuple[Lora | None, Lora | None], topk_weights: torch.Tensor, down_bias: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Raise InputError unless ``out`` can take what a layer comes to."""
+    tensors.tensors("moe_mlp", out=out)
+    told = f"{list(out.shape)} {out.dtype} on {out.device}"
+    if out.shape != hidden.shape or out.dtype is not hidden.dtype or out.device != hidden.device:
+        wanted = f"hidden's {list(hidden.shape)} {hidden.dtype} on {hidden.device}"
+        tensors.bad("out", told, wanted, "moe_mlp")
+    if not out.is_contiguous():
+        tensors.bad("out", f"with strides {list(out.stride())}", "a contiguous tensor", "moe_mlp")
+    learns = [one for one in (out, *every) if isinstance(one, torch.Tensor)]
+    if torch.is_grad_enabled() and (any(adapters) or any(one.requires_grad for one in learns)):
+        tensors.bad("out", "given to a call that needs a gradient", "None, or torch.no_grad()", "moe_mlp")
+    if not _tracing():
+        tensors.check_apart(out, "moe_mlp", topk_weights=topk_weights, down_bias=down_bias)
 
 
 def _adapters(lora: object) -> tuple[Lora | None, Lora | None]:
@@ -247,28 +277,32 @@ def _check_tensors(every: dict[str, torch.Tensor | ExpertWeights], **biases: tor
 
 def _again(
     plan: replay_plan.LayerPlan, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor,
-    weights: torch.Tensor,
+    weights: torch.Tensor, out: torch.Tensor | None,
 ) -> torch.Tensor | None:  # fmt: skip
     """The call by a plan; None where it is another one."""
-    if not plan.takes(hidden, given, ids, weights):
+    if not plan.takes(hidden, given, ids, weights, out):
         return None
-    grad = plan.grad and torch.is_grad_enabled()
-    if grad and _transformed():
+    grad = torch.is_grad_enabled() and (plan.grad or (out is not None and out.requires_grad))
+    if grad and (out is not None or _transformed()):
         return None
     x = hidden if hidden.dim() == 2 else hidden.view(-1, hidden.shape[-1])
     routing = _sorted(ids, given.gate_up.shape[0])
+    if out is not None:
+        plan.forward(plan.how, x, given, routing, weights, keeps_h=False, into=out.view(x.shape))
+        _written(out)
+        return out
     if grad:
-        out = _apply(x, *given, weights, routing, plan.how, plan)
+        found = _apply(x, *given, weights, routing, plan.how, plan)
     else:
-        out, _ = plan.forward(plan.how, x, given, routing, weights, keeps_h=False)
-    return out if hidden.dim() == 2 else out.view(hidden.shape)
+        found, _ = plan.forward(plan.how, x, given, routing, weights, keeps_h=False)
+    return found if hidden.dim() == 2 else found.view(hidden.shape)
 
 
 def _fused(
     x: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
-    w_layout: str, plan: replay_plan.LayerPlan | None,
+    w_layout: str, plan: replay_plan.LayerPlan | None, into: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The layer as one function, with its own gradient; ``plan`` writes it down."""
+    """The layer as one function, with its own gradient; ``plan`` writes it down, ``into`` takes what it comes to."""
     x, gate_up, gate_up_bias = check_call.autocast(x, given.gate_up, given.gate_up_bias)
     _, down, down_bias = check_call.autocast(x, given.down, given.down_bias)
     given = weights_of(gate_up, down, gate_up_bias, down_bias)
@@ -279,7 +313,10 @@ def _fused(
             out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how, plan)  # type: ignore[no-untyped-call]
             return out
         run = layer.forward if plan is None else plan.forward
-        return run(how, x, given, routing, weights, keeps_h=False)[0]
+        into = None if into is None else into.view(-1, into.shape[-1])
+        if into is None or into.dtype is x.dtype:
+            return run(how, x, given, routing, weights, keeps_h=False, into=into)[0]
+        return into.copy_(run(how, x, given, routing, weights, keeps_h=False)[0])  # autocast: x has another dtype
 
 
 def _checked(

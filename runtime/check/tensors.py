@@ -140,7 +140,7 @@ def check_out(out: torch.Tensor, call: RowGemm, **read: torch.Tensor | None) -> 
     check_apart(out, x=call.x, w=call.w, m_sizes=call.m_sizes, **read)
 
 
-def check_apart(out: torch.Tensor, **read: torch.Tensor | None) -> None:
+def check_apart(out: torch.Tensor, call: str = "grouped_gemm", /, **read: torch.Tensor | None) -> None:
     """Raise InputError where ``out`` has bytes of a tensor that is read while it is written: 1 to 2 us."""
     if _transformed() or not out.data_ptr():  # what stands for a tensor tells no memory
         return
@@ -151,7 +151,7 @@ def check_apart(out: torch.Tensor, **read: torch.Tensor | None) -> None:
             continue
         if begin < one.data_ptr() + one.untyped_storage().nbytes() and _share(out, one):
             bad("out", f"in the memory of {name}", f"memory of its own, as {name} is read while out is written: pass "
-                f"another out, or a clone of {name}")  # fmt: skip
+                f"another out, or a clone of {name}", call)  # fmt: skip
 
 
 def extent(tensor: torch.Tensor) -> int:

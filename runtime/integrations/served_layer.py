@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ..artifacts.records.precision import DType
+from ..artifacts.records.precision import DType, dtypes_of
 from ..artifacts.records.problem import Layout, Op, Problem, buckets_between
 from ..artifacts.records.target import LocalGpu
 from ..kernels.hardware.arch import refusal
@@ -21,7 +21,10 @@ _NEAR = 2  # what was measured at so many times the rows, or at that part of the
 
 
 class ServedLayer(NamedTuple):
-    """What one rank has of a layer: ``E`` experts of [H -> I -> H], ``top_k`` of them for each token."""
+    """What one rank has of a layer: ``E`` experts of [H -> I -> H], ``top_k`` of them for each token.
+
+    ``dtype`` is that of the weights, as their checkpoint has them.
+    """
 
     E: int
     H: int
@@ -32,11 +35,20 @@ class ServedLayer(NamedTuple):
 
     @property
     def problems(self) -> tuple[Problem, Problem]:
-        """Its two products: of gate and up together, and down."""
+        """Its two products, of gate and up together, and down, that leave x as it is: they run any number of rows."""
+        *_, dtype = dtypes_of(self.dtype.value)
+        return self._products(dtype)
+
+    @property
+    def all_problems(self) -> tuple[Problem, ...]:
+        """These, and those whose x is quantised, too, where the checkpoint says so."""
+        return tuple(problem for dtype in dtypes_of(self.dtype.value) for problem in self._products(dtype))
+
+    def _products(self, dtype: DType) -> tuple[Problem, Problem]:
         wide = 2 * self.I if self.act.gated else self.I
         return (
-            Problem(Op.FORWARD, self.dtype, self.E, wide, self.H, Layout.NK),
-            Problem(Op.FORWARD, self.dtype, self.E, self.H, self.I, Layout.NK),
+            Problem(Op.FORWARD, dtype, self.E, wide, self.H, Layout.NK),
+            Problem(Op.FORWARD, dtype, self.E, self.H, self.I, Layout.NK),
         )
 
     @property
@@ -83,4 +95,4 @@ def _is_measured(found: Decision) -> bool:
 @functools.cache
 def load(layer: ServedLayer, device: int) -> Preloaded:
     """Load all that the layer's calls can come to: later ones load nothing, and can be captured in a graph."""
-    return preload(problems=layer.problems, device=device)
+    return preload(problems=layer.all_problems, device=device)

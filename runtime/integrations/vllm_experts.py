@@ -220,11 +220,10 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         if apply_router_weight_on_input:
             topk_weights = torch.ones_like(topk_weights)
         gate_up, down = self.weights or (w1, w2)
-        out = moe_mlp(
+        moe_mlp(
             hidden_states, gate_up, down, topk_ids, topk_weights, self._act.name, gated=self._act.gated,
-            interleaved=self._act.interleaved, gate_up_bias=self.w1_bias, down_bias=self.w2_bias,
+            interleaved=self._act.interleaved, gate_up_bias=self.w1_bias, down_bias=self.w2_bias, out=output,
         )  # fmt: skip
-        output.copy_(out)
 
     def _with_none(self, expert_map: torch.Tensor) -> torch.Tensor:
         """The map with one -1 more at its end, where an id of -1 looks (of padding, and of other ranks' experts)."""

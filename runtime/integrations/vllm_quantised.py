@@ -46,8 +46,8 @@ class Format(NamedTuple):
 
     def weights(self, codes: torch.Tensor, scale: torch.Tensor) -> ExpertWeights:
         """The weights of one product, over these tensors."""
-        if self.name == "fp8_block_a16":  # no kernel quantises the tokens
-            return ExpertWeights.fp8_block(codes, scale, quantize_x=False)
+        if self.name == "fp8_block":
+            return ExpertWeights.fp8_block(codes, scale)
         if self.name == "mxfp4":
             return ExpertWeights.mxfp4(codes, scale)
         return ExpertWeights.int4(codes.view(torch.uint8), scale)
@@ -60,7 +60,7 @@ def _fp8(method: Any) -> Format | str:
     if getattr(config, "activation_scheme", "dynamic") != "dynamic":
         return "static scales of the activations"
     scale = getattr(method, "weight_scale_name", "weight_scale")
-    return Format("fp8_block_a16", "weight", scale, (torch.float8_e4m3fn, 1), (torch.float32, _BLOCK, _BLOCK), "block")
+    return Format("fp8_block", "weight", scale, (torch.float8_e4m3fn, 1), (torch.float32, _BLOCK, _BLOCK), "block")
 
 
 def _mxfp4(codes: str) -> Callable[[Any], Format | str]:
@@ -110,8 +110,8 @@ def take(own: Any, layer: Any, *, everywhere: bool) -> Any:
 
 
 def _dtype(format: str) -> DType | None:
-    """What the products are of: x stays as it is."""
-    return next(reversed(dtypes_of(format)), None)
+    """The dtype of the weights; None where no kernel is for them."""
+    return next(iter(dtypes_of(format)), None)
 
 
 def refusal(own: Any, layer: Any, format: Format, *, everywhere: bool) -> str | None:

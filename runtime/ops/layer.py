@@ -92,9 +92,9 @@ def weights_of(
 
 def forward(
     layer: Layer, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing, weights: torch.Tensor, *,
-    keeps_h: bool, do: Now = NOW,
+    keeps_h: bool, do: Now = NOW, into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """out [T, H] and h [T*k, 2*I] of x [T, H] and the routing weights [T, k].
+    """out [T, H] and h [T*k, 2*I] of x [T, H] and the routing weights [T, k]; out is ``into`` if it is given.
 
     Without ``keeps_h`` there is none, and silu(gate) * up may be the first product's own work (``epilogue.py``).
     """
@@ -111,7 +111,7 @@ def forward(
         a = activation.forward(h, act, bounds, do)
     second = Rows(Op.FORWARD, a, given.down, m_sizes, layout, M)
     y = rows(second, do.new(x, (M, columns(given.down, layout))), do)
-    out = tokens.combine(y, places, k, slot_weights(weights, x, do), experts, down_bias, do)
+    out = tokens.combine(y, places, k, slot_weights(weights, x, do), experts, down_bias, do, into=into)
     return out, h if keeps_h else None
 
 

@@ -38,19 +38,21 @@ def gather(
 
 def combine(
     y: torch.Tensor, places: torch.Tensor, top_k: int, weights: torch.Tensor | None = None,
-    experts: torch.Tensor | None = None, bias: torch.Tensor | None = None, do: Now = NOW,
+    experts: torch.Tensor | None = None, bias: torch.Tensor | None = None, do: Now = NOW, *,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """out[t] = sum over slots s, in their order, of weights[t, s] * (y[places[t, s]] + bias[experts[t, s]]).
 
     y [T*top_k, H] in the sorted order, ``places`` and ``experts`` (``layer.Routing``) int32 [T*top_k], ``weights``
     [T*top_k] float32 or in y's dtype (else one), beside them bias [E, H] in y's dtype (else zero). Summed in float32
-    (or wider) and rounded once. Of slots without a place nothing is read.
+    (or wider) and rounded once. Of slots without a place nothing is read. out is ``into`` [T, H], dense, if given.
     """
     T, H = y.shape[0] // top_k, y.shape[1]
-    launch = rowops.for_rows(RowOp.COMBINE, H, T, *(one for one in (y, bias) if one is not None))
+    launch = rowops.for_rows(RowOp.COMBINE, H, T, *(one for one in (y, bias, into) if one is not None))
     if launch is None:
         do.unplanned()
-        return _combined_by_torch(y, places, top_k, weights, experts, bias)
+        made = _combined_by_torch(y, places, top_k, weights, experts, bias)
+        return made if into is None else into.copy_(made)
     flags = rowops.weighing(weights) | (0 if bias is None else BIASED)
 
     def run(M: int, stream: int, *pointers: int) -> None:
@@ -58,7 +60,7 @@ def combine(
         launch(T, H, pointers, (T, H, top_k, flags), stream)
 
     with on(y.get_device()):
-        out: torch.Tensor = do.new(y, (T, H), per=top_k)
+        out: torch.Tensor = do.new(y, (T, H), per=top_k) if into is None else into
         step = Step(run, f"sum of {top_k} rows of {H} columns", ("y", "places", "weights", "experts", "bias", "out"))
         do.run(step, y.shape[0], y, places, weights, experts, bias, out)
     return out

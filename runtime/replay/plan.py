@@ -204,12 +204,20 @@ class LayerPlan(_Plan):
         self.programs: dict[bool, Program] = {}  # by whether h is kept
 
     def takes(
-        self, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor
-    ) -> bool:
+        self, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> bool:  # fmt: skip
         """Whether a call on these tensors, of as many rows by bucket, is like the first."""
         biases = [one for one in given[2:] if one is not None]
         matrices = given[:2] if self._dense else _guarded(given)
-        if not self._same(hidden, *matrices, ids, weights, *biases):
+        if out is None:
+            if not self._same(hidden, *matrices, ids, weights, *biases):
+                return False
+        elif (
+            out.shape != hidden.shape
+            or not self._same(hidden, *matrices, ids, weights, *biases, out)
+            or not _takes_results(out, (hidden, weights, *biases))
+        ):
             return False
         T = ids.shape[0]
         return (
@@ -224,16 +232,16 @@ class LayerPlan(_Plan):
 
     def forward(
         self, how: Layer, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing, weights: torch.Tensor, *,
-        keeps_h: bool,
+        keeps_h: bool, into: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """As ``layer.forward``, without a look at the tensors: ``takes``, or every check, had one."""
         M = x.shape[0] * how.top_k
-        every: Any = (x, *(given[:2] if self._dense else _operands(given)), *given[2:], weights, *routing)
+        every: Any = (x, *(given[:2] if self._dense else _operands(given)), *given[2:], weights, *routing, into)
         program = self.programs.get(keeps_h)
         if program is not None:
             return program.run(M, stream_of(self._device), every)  # type: ignore[return-value]
         found, program = self._recorded(
-            M, every, lambda do: layer.forward(how, x, given, routing, weights, keeps_h=keeps_h, do=do)
+            M, every, lambda do: layer.forward(how, x, given, routing, weights, keeps_h=keeps_h, do=do, into=into)
         )
         if program is not None:
             self.programs[keeps_h] = program
@@ -281,8 +289,9 @@ def plan(
 
 
 def plan_layer(
-    how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor
-) -> LayerPlan | None:
+    how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> LayerPlan | None:  # fmt: skip
     """The same for a layer, on the tensors that the caller passed."""
     T, H, M = ids.shape[0], hidden.shape[-1], ids.numel()
     wide = columns(given.gate_up, how.layout)
@@ -297,9 +306,15 @@ def plan_layer(
         if not (one.order if isinstance(one, ExpertWeights) else one.dtype is hidden.dtype):
             return None
     tensors = [hidden, *_guarded(given), ids, weights, *biases]
-    at = 1 + len(_guarded(given))
-    same = guard.guard(*tensors, loose=(0, at, at + 1))  # a row a token
-    return None if same is None else LayerPlan(how, hidden, given, same, any(one.requires_grad for one in tensors))
+    grad, at = any(one.requires_grad for one in tensors), 1 + len(_guarded(given))
+    loose = [0, at, at + 1]  # a row a token
+    if out is not None:
+        if not _takes_results(out, (hidden, weights, *biases)):
+            return None
+        loose.append(len(tensors))
+        tensors.append(out)
+    same = guard.guard(*tensors, loose=loose)
+    return None if same is None else LayerPlan(how, hidden, given, same, grad)
 
 
 def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:
@@ -312,6 +327,14 @@ def remember(table: dict[object, Any], key: object, made: _Plan) -> None:
     if len(table) >= _MOST_PLANS:
         table.clear()
     table[key] = made
+
+
+def _takes_results(out: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
+    """Whether a program may write a layer's result there: as new memory lies, apart from these contiguous tensors."""
+    at = out.data_ptr()
+    end = at + out.nbytes
+    apart = all(end <= one.data_ptr() or one.data_ptr() + one.nbytes <= at for one in read)
+    return apart and not at & _LOW and out.is_contiguous()
 
 
 def _operands(given: Weights | FrozenWeights) -> list[torch.Tensor | None]:

@@ -306,6 +306,21 @@ def test_a_step_is_captured_and_replayed_with_other_routing() -> None:
         assert torch.equal(one, want)
 
 
+def test_out_takes_what_a_layer_comes_to() -> None:
+    given = layer(torch.bfloat16, True, "nk", False)
+    weights, ids = torch.rand(128, TOPK, device="cuda"), torch.randint(-1, E, (128, TOPK), device="cuda")
+    for T in (128, 128, 100, 127):  # the second and later ones by a program
+        hidden = random(T, H, seed=T)
+        want = moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], **given)
+        out = torch.full_like(hidden, torch.nan)
+        assert moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], out=out, **given) is out
+        assert torch.equal(out, want)
+        shifted = torch.full((T * H + 1,), torch.nan, device="cuda", dtype=out.dtype)[1:].view(T, H)
+        assert torch.equal(moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], out=shifted, **given), want)
+        moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], out=hidden, **given)
+        assert torch.equal(hidden, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
 @pytest.mark.parametrize("experts", [1, 8, 31, 128, 256, 257, 512, 513])
 def test_routing_is_that_of_the_host(experts: int, dtype: torch.dtype) -> None:

@@ -302,3 +302,67 @@ def test_the_layers_own_gradient_is_that_of_the_calls_that_torch_traces(
         found = torch.autograd.grad(out, asked, dout), torch.autograd.grad(want, asked, dout)
         for got, other in zip(*found, strict=True):
             torch.testing.assert_close(got, other)
+
+
+def given_of(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    """hidden, both matrices, ids and routing weights of a layer that learns nothing."""
+    x, up, down, weights, *_ = (one.detach().to(dtype) for one in layer())
+    return x, up, down, IDS, weights
+
+
+@pytest.mark.parametrize("shape", [(T, H), (1, T, H)])
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+def test_out_is_written_and_returned(shape: tuple[int, ...], weights_on: str) -> None:
+    x, *others = given_of()
+    x = x.view(shape)
+    want = moe_mlp(x, *others, weights_on=weights_on)
+    out = torch.full_like(x, torch.nan)
+    version = out._version
+    assert moe_mlp(x, *others, weights_on=weights_on, out=out) is out
+    assert torch.equal(out, want)
+    assert out._version > version
+    assert moe_mlp(x, *others, weights_on=weights_on, out=x) is x  # hidden is read before out is written
+    assert torch.equal(x, want)
+
+
+def test_an_out_that_can_not_be_written_is_told() -> None:
+    x, up, down, ids, weights = given = given_of()
+    wide = torch.empty(T, 2 * H, dtype=x.dtype)
+    for out, told in (
+        (torch.empty(T, H), "out is [9, 8] torch.float32 on cpu, wanted hidden's [9, 8] torch.bfloat16 on cpu"),
+        (torch.empty_like(x[:-1]), "out is [8, 8] torch.bfloat16"),
+        (wide[:, :H], r"out is with strides [16, 1], wanted a contiguous tensor"),
+        ([1], "out is a list"),
+        (torch.empty_like(x).requires_grad_(), "out is given to a call that needs a gradient"),
+        (weights.new_empty(T * H + T * TOPK), "in the memory of topk_weights"),
+    ):
+        more = weights
+        if isinstance(out, torch.Tensor) and out.dim() == 1:
+            more, out = out[T * H - T * TOPK : T * H].view(T, TOPK).copy_(weights), out[: T * H].view(T, H)
+        with pytest.raises(InputError, match="moe_mlp: ") as error:
+            moe_mlp(x, up, down, ids, more, out=out)
+        assert told in str(error.value)
+    with pytest.raises(InputError, match="needs a gradient"):
+        moe_mlp(x.clone().requires_grad_(), *given[1:], out=torch.empty_like(x))
+    with torch.no_grad():
+        out = torch.empty_like(x)
+        assert torch.equal(moe_mlp(x.clone().requires_grad_(), *given[1:], out=out), moe_mlp(*given))
+
+
+def test_out_under_autocast_keeps_its_own_dtype() -> None:
+    given = given_of(torch.float32)
+    out = torch.empty_like(given[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        moe_mlp(*given, out=out)
+        assert torch.equal(out, moe_mlp(*given))
+
+
+def test_out_is_traced() -> None:
+    x, *others = given_of()
+
+    def call(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return moe_mlp(x, *others, out=out)
+
+    out = torch.empty_like(x)
+    torch.compile(call, backend="eager", fullgraph=True)(x, out)
+    assert torch.allclose(out.float(), moe_mlp(x, *others).float(), atol=0.05, rtol=0.02)

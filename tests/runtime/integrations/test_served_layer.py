@@ -28,6 +28,13 @@ def test_its_products() -> None:
     )
     ungated = LAYER._replace(act=Activation("relu2", gated=False, interleaved=False))
     assert [one.N for one in ungated.problems] == [512, 768]
+    assert LAYER.all_problems == LAYER.problems
+
+
+def test_products_of_which_x_is_quantised_too_are_loaded_beside_those_where_it_is_not() -> None:
+    layer = LAYER._replace(dtype=DType.FP8_BLOCK)
+    assert [one.dtype for one in layer.problems] == [DType.FP8_BLOCK_A16] * 2
+    assert [one.dtype for one in layer.all_problems] == [DType.FP8_BLOCK] * 2 + [DType.FP8_BLOCK_A16] * 2
 
 
 def test_a_layer_is_served_where_both_products_were_measured(clean_places: Path) -> None:
@@ -72,7 +79,7 @@ def test_the_command_that_it_names_is_one(dtype: DType, act: Activation) -> None
     [
         (128, 2048, 768, 8, DType.BF16),
         (128, 2048, 768, 8, DType.FP8_BLOCK_A16),
-        (256, 7168, 2048, 8, DType.FP8_BLOCK_A16),
+        (256, 7168, 2048, 8, DType.FP8_BLOCK),
         (128, 2880, 2880, 4, DType.MXFP4),
     ],
 )
