@@ -67,7 +67,9 @@ def check(component: str, status: os.stat_result, path: str) -> None:
     """Raise BundleUntrusted unless the owner and mode of a component of ``path`` can be trusted."""
     mode = stat.S_IMODE(status.st_mode)
     fault = ""
-    if status.st_uid not in (0, os.geteuid()) and status.st_uid not in _package()[0]:
+    if status.st_uid == _overflow("uid"):
+        fault = "its owner is the id that stands for all whom this user namespace does not know"
+    elif status.st_uid not in (0, os.geteuid()) and status.st_uid not in _package()[0]:
         fault = "its owner is neither root, nor you, nor the owner of the installed pretuned"
     elif stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX):
         pass  # a link has no mode of its own; in a sticky directory others can't replace what is not theirs
@@ -87,17 +89,41 @@ def _package() -> tuple[frozenset[int], frozenset[int], str]:
     """Owners and groups who can write the installed package itself, and its directory."""
     package = Path(__file__).resolve().parent
     chain = [(folder, folder.stat()) for folder in (package, *package.parents)]
-    groups = {0, *(status.st_gid for _, status in chain if status.st_mode & stat.S_IWGRP)}
+    groups = {status.st_gid for _, status in chain if status.st_mode & stat.S_IWGRP}
     return frozenset({chain[0][1].st_uid}), frozenset(groups), str(package)
 
 
 def _trusted_group(component: str, status: os.stat_result) -> bool:
     """Whether those of the component's group are trusted: by their group, by the place, or as they are its owner."""
-    if status.st_gid == 0:
+    if status.st_gid == _overflow("gid"):
+        return False
+    if status.st_gid == 0 and not _is_anothers_group(0):
         return True
     _, groups, package = _package()
     inside = component == package or component.startswith(package + "/")
     return inside or status.st_gid in groups or _own_group(status.st_uid, status.st_gid)
+
+
+@functools.cache
+def _overflow(kind: str) -> int:
+    """The uid or gid that the kernel shows for every one that it can't tell: nobody's, so never trusted."""
+    try:
+        return int(Path(f"/proc/sys/kernel/overflow{kind}").read_bytes())
+    except (OSError, ValueError):
+        return 65534
+
+
+def _is_anothers_group(gid: int) -> bool:
+    """Whether a user namespace shows one group of outside, maybe one that users share, by this other number.
+
+    (A range is different: root allotted it to the namespace. A user may map no group but his own.)
+    """
+    try:
+        lines = Path("/proc/self/gid_map").read_text().splitlines()
+    except OSError:  # a kernel without user namespaces
+        return False
+    rows = [tuple(map(int, line.split())) for line in lines]
+    return any(count == 1 and inside == gid != outside for inside, outside, count in rows)
 
 
 def _on_read_only_mount(component: str, status: os.stat_result) -> bool:
@@ -110,6 +136,8 @@ def _own_group(uid: int, gid: int) -> bool:
     import grp
     import pwd
 
+    if _is_anothers_group(gid):  # its name here is not its own
+        return False
     try:
         user = pwd.getpwuid(uid)
     except KeyError:  # a container's arbitrary uid

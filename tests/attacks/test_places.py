@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,13 +19,21 @@ ME, OTHER, THIRD, GROUP = 23456, 34567, 45678, 56789  # nobody has these
 RANDOM_UID = 1000650000  # as OpenShift gives
 
 READ = """
-import grp, os, pwd, sys  # all imports before the rights to read them go
+import ctypes, grp, os, pwd, sys  # all imports before the rights to read them go
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleError
 if len(sys.argv) > 2:
     os.setgroups([])
     os.setgid(int(sys.argv[3]))
     os.setuid(int(sys.argv[2]))
+if len(sys.argv) > 4:  # a user namespace of its own, in which it is root, as by `unshare -U -r`
+    libc, who = ctypes.CDLL(None, use_errno=True), (os.geteuid(), os.getegid())
+    libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: else /proc/self is root's since setuid
+    if libc.unshare(0x10000000):  # CLONE_NEWUSER
+        sys.exit(f"no user namespace: {os.strerror(ctypes.get_errno())}")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {who[0]} 1"), ("gid_map", f"0 {who[1]} 1")):
+        with open("/proc/self/" + name, "w") as file:
+            file.write(text)
 try:
     open_bundle(sys.argv[1]).load()
 except BundleError as error:
@@ -72,17 +81,20 @@ def install(path: Path, mode: int, uid: int, gid: int) -> Path:
     return path
 
 
-def verdict(path: Path, uid: int = ME, gid: int = GROUP, package: Path | None = None) -> str:
-    """What a process of this user gets: "ok", or the error."""
+def verdict(
+    path: Path, uid: int = ME, gid: int = GROUP, package: Path | None = None, *, namespace: bool = False
+) -> str:
+    """What a process of this user gets: "ok", or the error. ``namespace``: as the root of a user namespace."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"} | ({"PYTHONPATH": str(package)} if package else {})
     done = subprocess.run(
-        [sys.executable, "-c", READ, str(path), str(uid), str(gid)],
-        capture_output=True, text=True, check=True, env=environment, cwd="/",
+        [sys.executable, "-c", READ, str(path), str(uid), str(gid), *(["namespace"] if namespace else [])],
+        capture_output=True, text=True, env=environment, cwd="/",
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def refused(path: Path, component: Path, mode: str, **who: int) -> None:
+def refused(path: Path, component: Path, mode: str, **who: Any) -> None:
     """The error names the component that is at fault, and its mode."""
     got = verdict(path, **who)
     assert got.startswith("BundleUntrusted"), got
@@ -223,6 +235,34 @@ def test_a_users_private_group(root):
     refused(path, path, "0664")
     path = put(root / "e", 0o664, 1, ME)
     refused(path, path, "0664", uid=1, gid=1)
+
+
+def test_root_of_a_user_namespace(root):
+    assert verdict(put(root / "b"), uid=0, gid=0, namespace=True) == "ok"  # root's own, mapped
+
+
+def test_whom_a_user_namespace_does_not_map_is_no_owner_of_the_package(root):
+    package = install(root / "venv", 0o755, OTHER, OTHER)
+    place = folder(root / "bundles", 0o755, THIRD, THIRD)
+    path = put(place / "b", 0o644, THIRD, THIRD)
+    refused(path, place, "0755", uid=0, gid=0, package=package)
+    refused(path, place, "0755", uid=0, gid=0, package=package, namespace=True)  # both owners look like 65534 there
+
+
+def test_the_overflow_ids_are_nobodys(root):
+    path = put(root / "b", 0o644, 65534, 65534)
+    refused(path, path, "0644", uid=65534, gid=65534)
+    path = put(root / "c", 0o664, 0, 65534)
+    refused(path, path, "0664")
+    package = install(root / "venv", 0o775, 0, 65534)
+    inside = put(package / "pretuned" / "artifacts" / "b", 0o644)
+    refused(inside, package, "0775", package=package)
+
+
+def test_a_shared_group_is_no_roots_group_in_a_user_namespace(root):
+    path = put(root / "b", 0o664, 0, THIRD)
+    refused(path, path, "0664", uid=0, gid=THIRD)
+    refused(path, path, "0664", uid=0, gid=THIRD, namespace=True)  # there it looks like gid 0's
 
 
 def kubernetes(place: Path) -> Path:
