@@ -50,7 +50,7 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, late
         raise trust.unreadable(where, error if isinstance(error, OSError) else OSError(str(error))) from error
     try:
         if sha256 is None:
-            trust.check(real, os.fstat(fd), where)
+            trust.check(real, os.fstat(fd), where, fd)
         return BundleFile(fd, where, sha256, later=later and sha256 is None)
     except BaseException:
         os.close(fd)

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from ..errors import BundleUnreadable, BundleUntrusted
 from ..limits import MAX_LINKS
+from . import acl
+
+_UNMAPPED = 2**32 - 1  # what the kernel puts into an ACL for whom a user namespace does not map
 
 
 def resolve(path: str) -> str:
@@ -63,25 +66,60 @@ def unreadable(path: str, error: OSError) -> BundleUnreadable:
     return BundleUnreadable(f"bundle {path!r}: can't be read: {error.strerror or error}")
 
 
-def check(component: str, status: os.stat_result, path: str) -> None:
-    """Raise BundleUntrusted unless the owner and mode of a component of ``path`` can be trusted."""
-    mode = stat.S_IMODE(status.st_mode)
-    fault = ""
-    if status.st_uid == _overflow("uid"):
-        fault = "its owner is the id that stands for all whom this user namespace does not know"
-    elif status.st_uid not in (0, os.geteuid()) and status.st_uid not in _package()[0]:
-        fault = "its owner is neither root, nor you, nor the owner of the installed pretuned"
-    elif stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX):
-        pass  # a link has no mode of its own; in a sticky directory others can't replace what is not theirs
-    elif mode & stat.S_IWOTH and not _on_read_only_mount(component, status):
-        fault = "everybody can write it"
-    elif mode & stat.S_IWGRP and not _trusted_group(component, status):
-        fault = f"group {status.st_gid} can write it"
+def check(component: str, status: os.stat_result, path: str, fd: int | None = None) -> None:
+    """Raise BundleUntrusted unless the owner, mode and ACL of a component of ``path`` can be trusted; ``fd`` is it, open.
+
+    Raises
+    ------
+    BundleUntrusted
+    BundleUnreadable
+        where its ACL can't be read.
+    """
+    fault = _fault(component, status, path, component if fd is None else fd)
     if fault:
         raise BundleUntrusted(
-            f"bundle {path!r}: {component!r} (uid {status.st_uid}, gid {status.st_gid}, mode {mode:04o}) "
-            f"is no safe place to load code from: {fault}. Move the bundle, or chmod or chown that."
+            f"bundle {path!r}: {component!r} (uid {status.st_uid}, gid {status.st_gid}, "
+            f"mode {stat.S_IMODE(status.st_mode):04o}) is no safe place to load code from: {fault}. "
+            "Move the bundle, or chmod or chown that."
         )
+
+
+def _fault(component: str, status: os.stat_result, path: str, file: int | str) -> str:
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid == _overflow("uid"):
+        return "its owner is the id that stands for all whom this user namespace does not know"
+    if not _trusted_user(status.st_uid):
+        return "its owner is neither root, nor you, nor the owner of the installed pretuned"
+    if stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX):
+        return ""  # a link has no mode of its own; in a sticky directory others can't replace what is not theirs
+    if mode & stat.S_IWOTH and not _on_read_only_mount(component, status):
+        return "everybody can write it"
+    if not mode & stat.S_IWGRP:  # with an ACL that is its mask: then nobody whom it names can write either
+        return ""
+    try:
+        listed = acl.writers(file)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    users = () if listed is None else listed.users
+    groups = {status.st_gid} if listed is None or listed.own_group else set()
+    for uid in users:
+        if uid == _overflow("uid") or not _trusted_user(uid):
+            return f"its ACL lets user {_number(uid)} write it"
+    for gid in groups:
+        if not _trusted_group(component, gid, status.st_uid):
+            return f"group {gid} can write it"
+    for gid in () if listed is None else listed.groups:
+        if not _trusted_group(component, gid, status.st_uid):
+            return f"its ACL lets group {_number(gid)} write it"
+    return ""
+
+
+def _number(who: int) -> str:
+    return "unknown here" if who == _UNMAPPED else str(who)
+
+
+def _trusted_user(uid: int) -> bool:
+    return uid in (0, os.geteuid()) or uid in _package()[0]
 
 
 @functools.cache
@@ -89,19 +127,28 @@ def _package() -> tuple[frozenset[int], frozenset[int], str]:
     """Owners and groups who can write the installed package itself, and its directory."""
     package = Path(__file__).resolve().parent
     chain = [(folder, folder.stat()) for folder in (package, *package.parents)]
-    groups = {status.st_gid for _, status in chain if status.st_mode & stat.S_IWGRP}
+    groups = {status.st_gid for folder, status in chain if status.st_mode & stat.S_IWGRP and _has_group(folder)}
     return frozenset({chain[0][1].st_uid}), frozenset(groups), str(package)
 
 
-def _trusted_group(component: str, status: os.stat_result) -> bool:
-    """Whether those of the component's group are trusted: by their group, by the place, or as they are its owner."""
-    if status.st_gid == _overflow("gid"):
+def _has_group(folder: Path) -> bool:
+    """Whether a directory that its mode lets a group write lets its own group: with an ACL the mode says less."""
+    try:
+        listed = acl.writers(str(folder))
+    except OSError:
         return False
-    if status.st_gid == 0 and not _is_anothers_group(0):
+    return listed is None or listed.own_group
+
+
+def _trusted_group(component: str, gid: int, owner: int) -> bool:
+    """Whether those of a group are trusted: by their group, by the place, or as they are the owner alone."""
+    if gid in (_overflow("gid"), _UNMAPPED):
+        return False
+    if gid == 0 and not _is_anothers_group(0):
         return True
     _, groups, package = _package()
     inside = component == package or component.startswith(package + "/")
-    return inside or status.st_gid in groups or _own_group(status.st_uid, status.st_gid)
+    return inside or gid in groups or _own_group(owner, gid)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -263,6 +264,53 @@ def test_a_shared_group_is_no_roots_group_in_a_user_namespace(root):
     path = put(root / "b", 0o664, 0, THIRD)
     refused(path, path, "0664", uid=0, gid=THIRD)
     refused(path, path, "0664", uid=0, gid=THIRD, namespace=True)  # there it looks like gid 0's
+
+
+def grant(path: Path, *entries: tuple[int, int, int], mask: int = 7) -> Path:
+    """An ACL beside the mode: entries of (tag, rights, id), 2 a user's and 8 a group's, as setfacl writes them."""
+    mode = path.stat().st_mode
+    rows = [(1, mode >> 6 & 7, -1), *entries, (4, mode >> 3 & 7, -1), (16, mask, -1), (32, mode & 7, -1)]
+    value = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *row) for row in sorted(rows, key=lambda row: row[0]))
+    try:
+        os.setxattr(path, "system.posix_acl_access", value)
+    except OSError as error:
+        pytest.skip(f"this file system has no POSIX ACLs: {error}")
+    return path
+
+
+def test_a_file_that_an_acl_lets_a_stranger_write(root):
+    path = grant(put(root / "b"), (2, 6, OTHER))
+    refused(path, path, "0674", uid=0, gid=0)
+    refused(path, path, "0674", uid=0, gid=0, namespace=True)  # where the kernel tells no number of his
+    assert verdict(grant(put(root / "c"), (2, 4, OTHER))) == "ok"
+    assert verdict(grant(put(root / "d"), (2, 6, OTHER), mask=4)) == "ok"  # the mask takes it away
+    assert verdict(grant(put(root / "e"), (2, 6, ME))) == "ok"
+    assert verdict(grant(put(root / "f"), (2, 6, 0), (8, 6, 0))) == "ok"
+
+
+def test_a_directory_that_an_acl_lets_a_stranger_write(root):
+    place = grant(folder(root / "place"), (2, 7, OTHER))
+    refused(put(place / "b"), place, "0775", uid=0, gid=0)
+    another = grant(folder(root / "another"), (8, 7, THIRD))
+    refused(put(another / "b"), another, "0775", uid=0, gid=0)
+
+
+def test_an_acl_that_takes_from_the_group_what_the_mode_seems_to_give(root):
+    path = put(root / "b", 0o644, 0, THIRD)
+    assert verdict(grant(path, (8, 6, 0))) == "ok"
+    assert path.stat().st_mode & 0o777 == 0o674
+    # A package in a directory whose mode, not its ACL, lets its group write: that group's bundles are strangers'.
+    package = install(root / "venv", 0o755, OTHER, THIRD)
+    grant(package, (2, 7, OTHER))
+    path = put(root / "c", 0o664, 0, THIRD)
+    refused(path, path, "0664", package=package)
+
+
+def test_a_project_directory_with_an_acl_of_the_group_that_can_write_the_package(root):
+    package = install(root / "venv", 0o775, OTHER, THIRD)
+    inside = grant(put(package / "pretuned" / "artifacts" / "b", 0o664, OTHER, THIRD), (8, 6, THIRD))
+    assert verdict(inside, package=package) == "ok"
+    assert verdict(grant(put(root / "c", 0o644), (8, 6, THIRD)), package=package) == "ok"
 
 
 def kubernetes(place: Path) -> Path:
