@@ -67,55 +67,52 @@ def unreadable(path: str, error: OSError) -> BundleUnreadable:
 
 
 def check(component: str, status: os.stat_result, path: str, fd: int | None = None) -> None:
-    """Raise BundleUntrusted unless the owner, mode and ACL of a component of ``path`` can be trusted; ``fd`` is it, open.
-
-    Raises
-    ------
-    BundleUntrusted
-    BundleUnreadable
-        where its ACL can't be read.
-    """
-    fault = _fault(component, status, path, component if fd is None else fd)
+    """Raise BundleUntrusted unless owner, mode and ACL of a component of ``path``, ``fd`` if open, can be trusted."""
+    try:
+        fault, command = _fault(component, status, component if fd is None else fd)
+    except OSError as error:  # of reading its ACL
+        raise unreadable(path, error) from error
     if fault:
+        import shlex  # here, as next to no process comes here
+
+        mend = f"run: {command} {shlex.quote(component)}" if command else "have a user write it who is known here"
         raise BundleUntrusted(
             f"bundle {path!r}: {component!r} (uid {status.st_uid}, gid {status.st_gid}, "
             f"mode {stat.S_IMODE(status.st_mode):04o}) is no safe place to load code from: {fault}. "
-            "Move the bundle, or chmod or chown that."
+            f"Move the bundle, or {mend}"
         )
 
 
-def _fault(component: str, status: os.stat_result, path: str, file: int | str) -> str:
+def _fault(component: str, status: os.stat_result, file: int | str) -> tuple[str, str]:
+    """What is wrong with a component and the command that mends it; nothing where it can be trusted."""
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid == _overflow("uid"):
-        return "its owner is the id that stands for all whom this user namespace does not know"
+        return "its owner is the id that stands for all whom this user namespace does not know", ""
     if not _trusted_user(status.st_uid):
-        return "its owner is neither root, nor you, nor the owner of the installed pretuned"
+        fault = "its owner is neither root, nor you, nor the owner of the installed pretuned"
+        return fault, "chown -h root" if stat.S_ISLNK(status.st_mode) else "chown root"
     if stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX):
-        return ""  # a link has no mode of its own; in a sticky directory others can't replace what is not theirs
+        return "", ""  # a link has no mode of its own; in a sticky directory others can't replace what is not theirs
     if mode & stat.S_IWOTH and not _on_read_only_mount(component, status):
-        return "everybody can write it"
+        return "everybody can write it", "chmod go-w" if mode & stat.S_IWGRP else "chmod o-w"
     if not mode & stat.S_IWGRP:  # with an ACL that is its mask: then nobody whom it names can write either
-        return ""
-    try:
-        listed = acl.writers(file)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    users = () if listed is None else listed.users
-    groups = {status.st_gid} if listed is None or listed.own_group else set()
-    for uid in users:
-        if uid == _overflow("uid") or not _trusted_user(uid):
-            return f"its ACL lets user {_number(uid)} write it"
-    for gid in groups:
-        if not _trusted_group(component, gid, status.st_uid):
-            return f"group {gid} can write it"
-    for gid in () if listed is None else listed.groups:
-        if not _trusted_group(component, gid, status.st_uid):
-            return f"its ACL lets group {_number(gid)} write it"
-    return ""
+        return "", ""
+    listed = acl.writers(file)
+    if (listed is None or listed.own_group) and not _trusted_group(component, status.st_gid, status.st_uid):
+        return f"group {status.st_gid} can write it", "chmod g-w"
+    for who in () if listed is None else listed.users:
+        if who in (_overflow("uid"), _UNMAPPED) or not _trusted_user(who):
+            return _by_acl("user", who)
+    for who in () if listed is None else listed.groups:
+        if not _trusted_group(component, who, status.st_uid):
+            return _by_acl("group", who)
+    return "", ""
 
 
-def _number(who: int) -> str:
-    return "unknown here" if who == _UNMAPPED else str(who)
+def _by_acl(kind: str, who: int) -> tuple[str, str]:
+    if who == _UNMAPPED:
+        return f"its ACL lets a {kind} write it who is unknown here", "setfacl -b"
+    return f"its ACL lets {kind} {who} write it", f"setfacl -x {kind[0]}:{who}"
 
 
 def _trusted_user(uid: int) -> bool:

@@ -59,6 +59,16 @@ class Place(NamedTuple):
             _log.warning("pretuned: can't list %s: %s", printable(str(self)), error.strerror or error)
             return []
 
+    def unlisted(self) -> str:
+        """Why a directory that is there can't be listed; "" where it can, or is none."""
+        try:
+            os.listdir(self.path)  # noqa: PTH208 - as ``files`` does
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
     def __str__(self) -> str:
         return f"{self.path} ({self.kind.value})"
 

@@ -20,7 +20,7 @@ ME, OTHER, THIRD, GROUP = 23456, 34567, 45678, 56789  # nobody has these
 RANDOM_UID = 1000650000  # as OpenShift gives
 
 READ = """
-import ctypes, grp, os, pwd, sys  # all imports before the rights to read them go
+import ctypes, grp, os, pwd, shlex, sys  # all imports before the rights to read them go
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleError
 if len(sys.argv) > 2:
@@ -311,6 +311,21 @@ def test_a_project_directory_with_an_acl_of_the_group_that_can_write_the_package
     inside = grant(put(package / "pretuned" / "artifacts" / "b", 0o664, OTHER, THIRD), (8, 6, THIRD))
     assert verdict(inside, package=package) == "ok"
     assert verdict(grant(put(root / "c", 0o644), (8, 6, THIRD)), package=package) == "ok"
+
+
+def test_the_command_that_an_error_names_mends_it(root):
+    place = folder(root / "a place", 0o777)
+    paths = [put(place / "b"), put(root / "c", 0o664, ME, THIRD), put(root / "d", 0o644, OTHER)]
+    if shutil.which("setfacl"):
+        paths.append(grant(put(root / "f"), (2, 6, OTHER)))
+    (root / "tmp").mkdir()
+    (root / "tmp" / "link").symlink_to(paths[0])
+    os.chown(root / "tmp" / "link", OTHER, OTHER, follow_symlinks=False)
+    for path in [*paths, root / "tmp" / "link"]:
+        got = verdict(path)
+        assert got.startswith("BundleUntrusted"), got
+        subprocess.run(got.rpartition(" or run: ")[2], shell=True, check=True)
+        assert verdict(path) == "ok"
 
 
 def kubernetes(place: Path) -> Path:
