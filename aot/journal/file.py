@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError, InputError
+from ...artifacts.files.lock import make_lock_file
+from ...artifacts.files.publish import make_folder
 from ...artifacts.format.checks import digest, integer, name, shown
 from ...artifacts.limits import MAX_DIM
 from ...artifacts.names import is_label, is_text
@@ -197,9 +199,10 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
             f"(xz -dk '{path}') and name '{path.with_suffix('')}' with --journal"
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
     except OSError as error:
         raise HostError(f"can't make the directory '{path.parent}': {error.strerror}") from error
+    make_lock_file(Path(f"{path}.lock"))
     lock = filelock.FileLock(f"{path}.lock")
     try:
         try:
