@@ -178,6 +178,8 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+    except Exception as error:  # what importlib meets in another package or in sys.path
+        return f"unknown: {error}"
 
 
 def _fix(found: tuple[Found, ...], local: LocalGpu) -> str:

@@ -178,6 +178,18 @@ def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     assert run({}, "--nonsense").returncode == 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_command_among_packages_that_end_a_process(tmp_path: Path) -> None:
+    (tmp_path / "bad-1.0.dist-info").mkdir()
+    (tmp_path / "bad-1.0.dist-info" / "entry_points.txt").write_text("[pretuned.bundles]\nbad = leaves.bundles\n")
+    (tmp_path / "leaves").mkdir()
+    (tmp_path / "leaves" / "__init__.py").write_text("import sys; sys.exit(7)")
+    done = run({"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert "bad = leaves.bundles can't be found: 7" in done.stderr
+    assert "ok        yes" in done.stdout
+
+
 @pytest.mark.parametrize("arguments", [[], ["--json"]], ids=" ".join)
 def test_a_reader_that_has_left(tmp_path: Path, arguments: list[str]) -> None:
     """As ``python -m pretuned.runtime --json | head -5``: no word, and the code that a shell shows for SIGPIPE."""
