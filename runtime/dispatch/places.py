@@ -13,6 +13,7 @@ from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 from typing import NamedTuple
 
+from ...artifacts.limits import MAX_FILES
 from ...artifacts.names import printable
 from ..settings import Settings
 
@@ -53,7 +54,11 @@ class Place(NamedTuple):
             return [self.path]
         try:
             names = os.listdir(self.path)  # noqa: PTH208 - most are no bundles
-            return [self.path / name for name in sorted(names) if name.endswith(SUFFIX) and _is_shown(name)]
+            wanted = sorted(name for name in names if name.endswith(SUFFIX) and _is_shown(name))
+            if len(wanted) > MAX_FILES:
+                text = "pretuned: %s holds %d bundles: the first %d by name are read. Take out, or merge, the others"
+                _log.warning(text, printable(str(self)), len(wanted), MAX_FILES)
+            return [self.path / name for name in wanted[:MAX_FILES]]
         except FileNotFoundError:
             return []
         except OSError as error:
