@@ -34,4 +34,6 @@ MAX_THREADS = 1024
 MAX_SHARED_BYTES = 1 << 20
 MAX_REGISTERS = 1024
 
+MAX_OPEN_BUNDLES = 64  # descriptors that a process holds; more bundles are opened again when they are read
+MAX_FILES = 4096  # of one directory that are looked at
 MAX_LINKS = 40  # symbolic links followed for one path, as Linux does

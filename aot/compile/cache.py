@@ -8,6 +8,7 @@ from pathlib import Path
 import msgpack
 
 from ...artifacts.files.blob import read_checked, write_checked
+from ...artifacts.files.publish import make_folder
 from ...artifacts.format.schema import pack_variant, read_variant
 from ...artifacts.limits import MAX_CUBIN_BYTES
 from ...kernels.contract.registry import entry_of
@@ -53,7 +54,7 @@ class CompileCache:
             return
         path = self._path(spec, sm)
         try:
-            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            make_folder(path.parent)
             write_checked(path, _pack(compiled))
             if read_checked(path) is None:
                 self.trouble = (

@@ -15,6 +15,7 @@ from typing import Protocol
 from ...artifacts.errors import BundleError, HostError, LockBusy, PretunedError
 from ...artifacts.files.bundle_file import open_bytes
 from ...artifacts.files.lock import lock
+from ...artifacts.files.publish import make_folder
 from ...artifacts.format import codec
 from ...artifacts.names import printable
 from ...artifacts.records.bundle import Bundle, Choice, Model
@@ -317,7 +318,7 @@ def _turn() -> Iterator[bool | None]:
     with contextlib.ExitStack() as stack:
         try:
             if place is not None:
-                place.mkdir(mode=0o755, parents=True, exist_ok=True)
+                make_folder(place)
                 try:
                     stack.enter_context(lock(place, 0.0, required=True))
                 except LockBusy:

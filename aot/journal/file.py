@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError, InputError
+from ...artifacts.files.lock import make_lock_file
+from ...artifacts.files.publish import make_folder
 from ...artifacts.format.checks import digest, integer, name, shown
 from ...artifacts.limits import MAX_DIM
 from ...artifacts.names import is_label, is_text
@@ -197,9 +199,11 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
             f"(xz -dk '{path}') and name '{path.with_suffix('')}' with --journal"
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
     except OSError as error:
         raise HostError(f"can't make the directory '{path.parent}': {error.strerror}") from error
+    _check_lock(Path(f"{path}.lock"))
+    make_lock_file(Path(f"{path}.lock"))
     lock = filelock.FileLock(f"{path}.lock")
     try:
         try:
@@ -223,12 +227,26 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
         lock.release()
 
 
+def _check_lock(path: Path) -> None:
+    """Refuse a lock's name that is another file's, as uv.lock is: older filelocks empty it."""
+    try:
+        with open(path, "rb", opener=without_waiting) as file:
+            begin = file.read(80)
+    except OSError:  # not there; or the lock tells
+        return
+    if begin and not begin.split(b"\n")[0].isdigit():  # (a process's number is what a filelock may leave)
+        raise InputError(f"'{path}' is there and is no lock: it is left as it is. Name another file with --journal")
+
+
 def _begun(path: Path, fd: int, header: Header, note: Callable[[str], None]) -> Journal:
     size = _size(fd, path)
     data = os.pread(fd, size, 0)
     if b"\n" not in data:  # new, or killed while its first line was written
-        if data and not _begins_header(data):
-            raise InputError(f"journal '{path}': it is no journal; name another file with --journal")
+        if not _line(_header_value(header)).startswith(data):
+            raise InputError(
+                f"journal '{path}': it is no journal, nor how this one would begin: it is left as it is. "
+                "Name another file with --journal"
+            )
         os.ftruncate(fd, 0)
         journal = Journal(path, fd, Contents(header, (), 0, 0))
         journal._write(_line(_header_value(header)))
@@ -273,12 +291,6 @@ def described(gpu: Gpu, sm: int) -> str:
 def _line(value: dict[str, object]) -> bytes:
     text = json.dumps(value, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def _begins_header(data: bytes) -> bool:
-    """Whether a file without a whole line may be the begin of a header."""
-    head = data[:8]
-    return all(byte in b"0123456789abcdef" for byte in head) and data[8:9] in (b"", b" ")
 
 
 def _checked(line: bytes) -> dict[str, object] | None:

@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ...artifacts.errors import HostError, InputError, LockBusy
+from ...artifacts.errors import BundleError, HostError, InputError, LockBusy
 from ...artifacts.files.lock import LOCK_NAME, lock
+from ...artifacts.files.publish import make_folder
+from ...artifacts.files.trust import resolve
 
 DEFAULT_NAME = "pretuned"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -42,7 +44,7 @@ def check_writable(directory: Path, option: str) -> None:
         if it can't be made or written.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
     except OSError as error:
         raise HostError(
             f"can't make the directory '{directory}': {error.strerror}. Name one that can be written with {option}"
@@ -60,12 +62,18 @@ def check_writable(directory: Path, option: str) -> None:
 def held(directory: Path, note: Callable[[str], None]) -> Iterator[None]:
     """Hold the directory, made if it is missing; where another build has it, say so and wait.
 
+    Where the runtime would load nothing from it, that is said, too.
+
     Raises
     ------
     HostError
         if it can't be made, written or locked, before anything is compiled.
     """
     check_writable(directory, "--out DIR")
+    try:
+        resolve(str(directory))
+    except BundleError as error:
+        note(f"pretuned will load nothing from here as it is: {error}")
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock(directory, 0.0, required=True))

@@ -33,7 +33,7 @@ def read_checked(path: str | os.PathLike[str]) -> bytes | None:
         fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
-            trust.check(real, status, real)
+            trust.check(real, status, real, fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BLOB_BYTES + _HEAD_BYTES:
                 return None
             data = file.read(status.st_size + 1)

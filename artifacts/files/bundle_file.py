@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import stat
+import weakref
+from collections.abc import Callable
 from types import TracebackType
 
 from ..errors import BundleError, BundleUnreadable, BundleUntrusted, HostError
 from ..format import codec
 from ..format.index import GLANCED_BYTES, Index, glance, glance_at_gpus
 from ..format.wire import BLOB_HEADER_BYTES, PREAMBLE_BYTES, blob_header, check_index, corrupt, read_preamble
-from ..limits import MAX_FILE_BYTES
+from ..limits import MAX_FILE_BYTES, MAX_OPEN_BUNDLES
 from ..records.bundle import Bundle, Choice, Kernel, Model, Producer, Variant
 from ..records.problem import Problem
 from ..records.target import Gpu, Target
 from . import trust
 
 _CHUNK_BYTES = 1 << 20
+_open: dict[int, weakref.ref[BundleFile]] = {}  # by id, those opened first before: they rest first
 
 
 def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, later: bool = False) -> BundleFile:
@@ -33,28 +37,58 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, late
     BundleUnreadable, BundleUntrusted, BundleCorrupt, BundleTooNew, BundleTooOld
     """
     where = os.fspath(path)
-    if sha256 is None:
-        real = trust.resolve(where)
-        flags = os.O_NOFOLLOW
-    else:
+    if sha256 is not None:
         sha256 = sha256.lower()
         if len(sha256) != 64 or set(sha256) - set("0123456789abcdef"):
             raise BundleUntrusted(
                 f"bundle {where!r}: the pin {sha256[:80]!r} is not 64 hex digits, as sha256sum prints"
             )
-        real = where
-        flags = 0
+    held = _opened(where, trusted=sha256 is not None)
+    again = where if where.startswith("/") else f"{os.getcwd()}/{where}"  # noqa: PTH109 - plain text, '..' kept
+    bundle = BundleFile(
+        held, where, sha256, later=later and sha256 is None,
+        again=functools.partial(_opened, again, trusted=sha256 is not None),
+    )  # fmt: skip
+    _hold(bundle)
+    return bundle
+
+
+def _opened(where: str, *, trusted: bool) -> _Descriptor:
+    """The file, open; unless a pin makes it ``trusted`` its place is checked."""
+    real = where if trusted else trust.resolve(where)
+    flags = 0 if trusted else os.O_NOFOLLOW
     try:
-        fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+        held = _Descriptor(os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags))
     except (OSError, ValueError) as error:
         raise trust.unreadable(where, error if isinstance(error, OSError) else OSError(str(error))) from error
-    try:
-        if sha256 is None:
-            trust.check(real, os.fstat(fd), where)
-        return BundleFile(fd, where, sha256, later=later and sha256 is None)
-    except BaseException:
-        os.close(fd)
-        raise
+    if not trusted:
+        trust.check(real, os.fstat(held.fd), where, held.fd)
+    return held
+
+
+def _hold(bundle: BundleFile) -> None:
+    """Have at most ``MAX_OPEN_BUNDLES`` files open: those that were opened first are closed, until they are read again.
+
+    (An application needs its descriptors for itself.)
+    """
+    _open.pop(id(bundle), None)
+    _open[id(bundle)] = weakref.ref(bundle)
+    while len(_open) > MAX_OPEN_BUNDLES:
+        with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread is at it, too
+            first = _open.pop(next(iter(_open)))()
+            if first is not None:
+                first.rest()
+
+
+class _Descriptor:
+    """A file descriptor that is closed when nobody has it any more: no thread loses what it reads from."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
 
 
 def open_bytes(data: bytes, where: str) -> BundleFile:
@@ -68,15 +102,11 @@ def open_bytes(data: bytes, where: str) -> BundleFile:
         where there is no memory for it.
     """
     try:
-        fd = os.memfd_create("pretuned", os.MFD_CLOEXEC)
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-            return BundleFile(fd, where, None)
-        except BaseException:
-            os.close(fd)
-            raise
+        held = _Descriptor(os.memfd_create("pretuned", os.MFD_CLOEXEC))
+        view = memoryview(data)
+        while view:
+            view = view[os.write(held.fd, view) :]
+        return BundleFile(held, where, None)
     except OSError as error:
         if isinstance(error, BundleUnreadable):
             raise
@@ -90,8 +120,20 @@ class BundleFile:
     record is checked when it is first touched, and a cubin each time it is read; BundleCorrupt says what is wrong.
     """
 
-    def __init__(self, fd: int, where: str, sha256: str | None, *, later: bool = False) -> None:
-        self._fd = -1
+    def __init__(
+        self,
+        held: _Descriptor,
+        where: str,
+        sha256: str | None,
+        *,
+        later: bool = False,
+        again: Callable[[], _Descriptor] | None = None,
+    ) -> None:
+        """``again`` opens the file once more; without it the descriptor is all there is, and it stays open."""
+        self._closed = False
+        self._held: _Descriptor | None = held
+        self._again = again
+        fd = held.fd
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise BundleUnreadable(f"bundle {where!r}: it is no regular file (mode {status.st_mode:o})")
@@ -107,7 +149,24 @@ class BundleFile:
         self._known: Index | BundleError | None = None
         if self._glanced is None:
             self._known = self._read_index(fd, sha256)
-        self._fd = fd
+
+    def _descriptor(self) -> _Descriptor:
+        """The open file, opened again where it rests: its header, whose digest stands for all, must be the same."""
+        held, again = self._held, self._again
+        if held is None and again is not None and not self._closed:
+            held = again()
+            if _read(held.fd, 0, PREAMBLE_BYTES, self.path) != self._head:
+                raise corrupt(self.path, "the file was changed after it was opened")
+            self._held = held
+            _hold(self)
+        if held is None:
+            raise BundleUnreadable(f"bundle {self.path!r}: it was closed")
+        return held
+
+    def rest(self) -> None:
+        """Let the descriptor go until something is read that was not before: the place is then checked again."""
+        if self._again is not None:
+            self._held = None
 
     def _read_index(self, fd: int, sha256: str | None) -> Index:
         where, preamble = self.path, self._preamble
@@ -128,7 +187,8 @@ class BundleFile:
         """The index, checked; read now if ``later`` put it off, once: what was wrong with it then stays wrong."""
         if self._known is None:
             try:
-                self._known = self._read_index(self._fd, None)
+                held = self._descriptor()
+                self._known = self._read_index(held.fd, None)
             except BundleError as error:
                 self._known = error
         if isinstance(self._known, BundleError):
@@ -210,11 +270,13 @@ class BundleFile:
         """The code of variant ``i``: the very bytes whose digest was checked. IndexError if there is none."""
         sha256 = self._index.variant(i).cubin_sha256
         offset, size = self._index.place(i)
-        return codec.check_cubin(_read(self._fd, offset, size, self.path), i, sha256, self.path)
+        held = self._descriptor()
+        return codec.check_cubin(_read(held.fd, offset, size, self.path), i, sha256, self.path)
 
     def load(self) -> Bundle:
         """The whole bundle, every part and digest checked."""
-        data = _read(self._fd, 0, self._file_bytes, self.path)
+        held = self._descriptor()
+        data = _read(held.fd, 0, self._file_bytes, self.path)
         bundle = codec.decode(data, self.path)
         if data[:PREAMBLE_BYTES] != self._head:
             raise corrupt(self.path, "the file was changed after it was opened")
@@ -222,9 +284,7 @@ class BundleFile:
 
     def close(self) -> None:
         """Close the file. What was decoded stays usable; ``cubin`` and ``load`` then raise BundleUnreadable."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._closed, self._held = True, None
 
     def __enter__(self) -> BundleFile:
         return self
@@ -234,15 +294,9 @@ class BundleFile:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
-            self.close()
-
 
 def _read(fd: int, offset: int, size: int, where: str) -> bytes:
     """``size`` bytes at ``offset``; fewer at the end of the file, which the digests then tell."""
-    if fd < 0:
-        raise BundleUnreadable(f"bundle {where!r}: it was closed")
     parts = []
     while size:
         try:

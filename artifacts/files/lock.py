@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import HostError, LockBusy
+from .publish import make_folder
 
 LOCK_NAME = ".pretuned.lock"
 
@@ -27,6 +28,7 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
     import filelock  # here, as it brings asyncio and sqlite3 along, and most processes never lock anything
 
     path = Path(directory) / LOCK_NAME
+    make_lock_file(path)
     held = filelock.FileLock(path, timeout=timeout_s)
     failed: HostError | None = None
     try:
@@ -44,6 +46,16 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
         yield failed is None
     finally:
         held.release()
+
+
+def make_lock_file(path: Path) -> None:
+    """Make a lock's file and its directory, where they are missing: not everybody's to write, whatever the umask.
+
+    Where that fails, so will the lock, which says why.
+    """
+    with contextlib.suppress(OSError):
+        make_folder(path.parent)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o664))
 
 
 @contextlib.contextmanager

@@ -42,6 +42,27 @@ def publish(path: str | os.PathLike[str], data: bytes) -> bool:
         raise _refused(final, len(data), error) from error
 
 
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Make a directory and those above it, where they are missing, that nobody but their owner can write.
+
+    Whatever the umask: nothing would be loaded from what others can write.
+
+    Raises
+    ------
+    OSError
+        where one can't be made, or is no directory.
+    """
+    folder = Path(path)
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        if folder == folder.parent:
+            break
+        folder = folder.parent
+    for one in reversed(missing):
+        one.mkdir(mode=0o755, exist_ok=True)
+
+
 def _refused(final: Path, size: int, error: OSError | ValueError) -> HostError:
     reason = getattr(error, "strerror", None) or str(error)
     refused = HostError(

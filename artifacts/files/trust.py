@@ -13,6 +13,9 @@ from pathlib import Path
 
 from ..errors import BundleUnreadable, BundleUntrusted
 from ..limits import MAX_LINKS
+from . import acl
+
+_UNMAPPED = 2**32 - 1  # what the kernel puts into an ACL for whom a user namespace does not map
 
 
 def resolve(path: str) -> str:
@@ -63,23 +66,57 @@ def unreadable(path: str, error: OSError) -> BundleUnreadable:
     return BundleUnreadable(f"bundle {path!r}: can't be read: {error.strerror or error}")
 
 
-def check(component: str, status: os.stat_result, path: str) -> None:
-    """Raise BundleUntrusted unless the owner and mode of a component of ``path`` can be trusted."""
-    mode = stat.S_IMODE(status.st_mode)
-    fault = ""
-    if status.st_uid not in (0, os.geteuid()) and status.st_uid not in _package()[0]:
-        fault = "its owner is neither root, nor you, nor the owner of the installed pretuned"
-    elif stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX):
-        pass  # a link has no mode of its own; in a sticky directory others can't replace what is not theirs
-    elif mode & stat.S_IWOTH and not _on_read_only_mount(component, status):
-        fault = "everybody can write it"
-    elif mode & stat.S_IWGRP and not _trusted_group(component, status):
-        fault = f"group {status.st_gid} can write it"
+def check(component: str, status: os.stat_result, path: str, fd: int | None = None) -> None:
+    """Raise BundleUntrusted unless owner, mode and ACL of a component of ``path``, ``fd`` if open, can be trusted."""
+    try:
+        fault, command = _fault(component, status, component if fd is None else fd)
+    except OSError as error:  # of reading its ACL
+        raise unreadable(path, error) from error
     if fault:
+        import shlex  # here, as next to no process comes here
+
+        mend = f"run: {command} {shlex.quote(component)}" if command else "have a user write it who is known here"
         raise BundleUntrusted(
-            f"bundle {path!r}: {component!r} (uid {status.st_uid}, gid {status.st_gid}, mode {mode:04o}) "
-            f"is no safe place to load code from: {fault}. Move the bundle, or chmod or chown that."
+            f"bundle {path!r}: {component!r} (uid {status.st_uid}, gid {status.st_gid}, "
+            f"mode {stat.S_IMODE(status.st_mode):04o}) is no safe place to load code from: {fault}. "
+            f"Move the bundle, or {mend}"
         )
+
+
+def _fault(component: str, status: os.stat_result, file: int | str) -> tuple[str, str]:
+    """What is wrong with a component and the command that mends it; nothing where it can be trusted."""
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid == _overflow("uid"):
+        return "its owner is the id that stands for all whom this user namespace does not know", ""
+    if not _trusted_user(status.st_uid):
+        fault = "its owner is neither root, nor you, nor the owner of the installed pretuned"
+        return fault, "chown -h root" if stat.S_ISLNK(status.st_mode) else "chown root"
+    if stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX):
+        return "", ""  # a link has no mode of its own; in a sticky directory others can't replace what is not theirs
+    if mode & stat.S_IWOTH and not _on_read_only_mount(component, status):
+        return "everybody can write it", "chmod go-w" if mode & stat.S_IWGRP else "chmod o-w"
+    if not mode & stat.S_IWGRP:  # with an ACL that is its mask: then nobody whom it names can write either
+        return "", ""
+    listed = acl.writers(file)
+    if (listed is None or listed.own_group) and not _trusted_group(component, status.st_gid, status.st_uid):
+        return f"group {status.st_gid} can write it", "chmod g-w"
+    for who in () if listed is None else listed.users:
+        if who in (_overflow("uid"), _UNMAPPED) or not _trusted_user(who):
+            return _by_acl("user", who)
+    for who in () if listed is None else listed.groups:
+        if not _trusted_group(component, who, status.st_uid):
+            return _by_acl("group", who)
+    return "", ""
+
+
+def _by_acl(kind: str, who: int) -> tuple[str, str]:
+    if who == _UNMAPPED:
+        return f"its ACL lets a {kind} write it who is unknown here", "setfacl -b"
+    return f"its ACL lets {kind} {who} write it", f"setfacl -x {kind[0]}:{who}"
+
+
+def _trusted_user(uid: int) -> bool:
+    return uid in (0, os.geteuid()) or uid in _package()[0]
 
 
 @functools.cache
@@ -87,17 +124,50 @@ def _package() -> tuple[frozenset[int], frozenset[int], str]:
     """Owners and groups who can write the installed package itself, and its directory."""
     package = Path(__file__).resolve().parent
     chain = [(folder, folder.stat()) for folder in (package, *package.parents)]
-    groups = {0, *(status.st_gid for _, status in chain if status.st_mode & stat.S_IWGRP)}
+    groups = {status.st_gid for folder, status in chain if status.st_mode & stat.S_IWGRP and _has_group(folder)}
     return frozenset({chain[0][1].st_uid}), frozenset(groups), str(package)
 
 
-def _trusted_group(component: str, status: os.stat_result) -> bool:
-    """Whether those of the component's group are trusted: by their group, by the place, or as they are its owner."""
-    if status.st_gid == 0:
+def _has_group(folder: Path) -> bool:
+    """Whether a directory that its mode lets a group write lets its own group: with an ACL the mode says less."""
+    try:
+        listed = acl.writers(str(folder))
+    except OSError:
+        return False
+    return listed is None or listed.own_group
+
+
+def _trusted_group(component: str, gid: int, owner: int) -> bool:
+    """Whether those of a group are trusted: by their group, by the place, or as they are the owner alone."""
+    if gid in (_overflow("gid"), _UNMAPPED):
+        return False
+    if gid == 0 and not _is_anothers_group(0):
         return True
     _, groups, package = _package()
     inside = component == package or component.startswith(package + "/")
-    return inside or status.st_gid in groups or _own_group(status.st_uid, status.st_gid)
+    return inside or gid in groups or _own_group(owner, gid)
+
+
+@functools.cache
+def _overflow(kind: str) -> int:
+    """The uid or gid that the kernel shows for every one that it can't tell: nobody's, so never trusted."""
+    try:
+        return int(Path(f"/proc/sys/kernel/overflow{kind}").read_bytes())
+    except (OSError, ValueError):
+        return 65534
+
+
+def _is_anothers_group(gid: int) -> bool:
+    """Whether a user namespace shows one group of outside, maybe one that users share, by this other number.
+
+    (A range is different: root allotted it to the namespace. A user may map no group but his own.)
+    """
+    try:
+        lines = Path("/proc/self/gid_map").read_text().splitlines()
+    except OSError:  # a kernel without user namespaces
+        return False
+    rows = [tuple(map(int, line.split())) for line in lines]
+    return any(count == 1 and inside == gid != outside for inside, outside, count in rows)
 
 
 def _on_read_only_mount(component: str, status: os.stat_result) -> bool:
@@ -110,6 +180,8 @@ def _own_group(uid: int, gid: int) -> bool:
     import grp
     import pwd
 
+    if _is_anothers_group(gid):  # its name here is not its own
+        return False
     try:
         user = pwd.getpwuid(uid)
     except KeyError:  # a container's arbitrary uid

@@ -13,12 +13,14 @@ from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 from typing import NamedTuple
 
+from ...artifacts.limits import MAX_FILES
 from ...artifacts.names import printable
 from ..settings import Settings
 
 SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
 ENTRY_POINTS = "pretuned.bundles"
 SUFFIX = ".msgpack"
+_MAX_ENTRY_POINTS_BYTES = 16 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +54,26 @@ class Place(NamedTuple):
             return [self.path]
         try:
             names = os.listdir(self.path)  # noqa: PTH208 - most are no bundles
-            return [self.path / name for name in sorted(names) if name.endswith(SUFFIX) and _is_shown(name)]
+            wanted = sorted(name for name in names if name.endswith(SUFFIX) and _is_shown(name))
+            if len(wanted) > MAX_FILES:
+                text = "pretuned: %s holds %d bundles: the first %d by name are read. Take out, or merge, the others"
+                _log.warning(text, printable(str(self)), len(wanted), MAX_FILES)
+            return [self.path / name for name in wanted[:MAX_FILES]]
         except FileNotFoundError:
             return []
         except OSError as error:
             _log.warning("pretuned: can't list %s: %s", printable(str(self)), error.strerror or error)
             return []
+
+    def unlisted(self) -> str:
+        """Why a directory that is there can't be listed; "" where it can, or is none."""
+        try:
+            os.listdir(self.path)  # noqa: PTH208 - as ``files`` does
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
     def __str__(self) -> str:
         return f"{self.path} ({self.kind.value})"
@@ -81,8 +97,10 @@ def installed_places() -> tuple[Place, ...]:
     for point in sorted(_entry_points(), key=lambda p: (p.name, p.value)):
         try:
             spec = importlib.util.find_spec(_module(point))
-        except Exception as error:  # a module's parent is imported, and may raise anything
-            told = map(printable, (point.name, point.value, str(error)))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module's parent is imported, and may raise anything, or call sys.exit
+            told = map(printable, (point.name, point.value, str(error) or type(error).__name__))
             _log.warning("pretuned: entry point %s = %s can't be found: %s", *told)
             continue
         directories.update(dict.fromkeys(_directories(spec)))
@@ -95,21 +113,22 @@ def _entry_points() -> Iterator[EntryPoint]:
     (It makes an object of every package, and parses the entry points of each.)
     """
     word = ENTRY_POINTS.encode()
-    for folder in dict.fromkeys(sys.path):
+    for folder in dict.fromkeys(one for one in sys.path if isinstance(one, str)):  # of others nothing is imported
         try:
             names = os.listdir(folder or os.curdir)  # noqa: PTH208 - hundreds of names, each asked one thing
-        except OSError:  # an archive, or not there
+        except (OSError, ValueError):  # an archive, or not there, or no path
             continue
         for name in names:
             if name.endswith((".dist-info", ".egg-info")):
                 package = os.path.join(folder, name)  # noqa: PTH118
-                if _holds(f"{package}/entry_points.txt", word):
-                    try:
-                        points = Distribution.at(package).entry_points
-                    except (TypeError, ValueError) as error:  # importlib's words for text that is none
-                        _log.warning("pretuned: the entry points of %s can't be read: %s", printable(package), error)
+                try:
+                    if not _holds(f"{package}/entry_points.txt", word):
                         continue
-                    yield from points.select(group=ENTRY_POINTS)
+                    points = Distribution.at(package).entry_points
+                except Exception as error:  # importlib has many words for text that is none
+                    _log.warning("pretuned: the entry points of %s can't be read: %s", printable(package), error)
+                    continue
+                yield from points.select(group=ENTRY_POINTS)
 
 
 def _module(point: EntryPoint) -> str:
@@ -120,13 +139,22 @@ def _module(point: EntryPoint) -> str:
 
 
 def _holds(path: str, word: bytes) -> bool:
-    """Whether there is such a file, with this word in it; of one that is no file nothing is waited for."""
+    """Whether there is such a file, with this word in it; of one that is no file nothing is waited for.
+
+    Raises
+    ------
+    ValueError
+        for a file that is larger than any package's.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        return word in os.read(fd, os.fstat(fd).st_size)
+        size = os.fstat(fd).st_size
+        if size > _MAX_ENTRY_POINTS_BYTES:
+            raise ValueError(f"entry_points.txt is {size} bytes, the limit is {_MAX_ENTRY_POINTS_BYTES}")
+        return word in os.read(fd, size)
     except OSError:
         return False
     finally:

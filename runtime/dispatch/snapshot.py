@@ -370,6 +370,8 @@ def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, Bu
         error = one.error
         if one.bundle is not None:
             error = rejected.get(one.bundle) or unusable(one.bundle, local)
+            if error is not None or one.bundle.digest in seen:
+                one.bundle.rest()  # of another GPU, perhaps, which reads it again
             if error is None and one.bundle.digest in seen:
                 skipped.append(Skipped(one.place, one.path, None, f"the same as {seen[one.bundle.digest]}"))
                 continue

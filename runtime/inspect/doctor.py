@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from ...artifacts.errors import BundleError, CudaError, DriverTooOld, TargetMismatch
+from ...artifacts.errors import BundleError, BundleUntrusted, CudaError, DriverTooOld, TargetMismatch
 from ...artifacts.names import printable
 from ...artifacts.records.target import LocalGpu, cuda_version
 from ...kernels.hardware import arch
 from .. import settings
 from ..dispatch import snapshot as dispatch_snapshot
-from ..dispatch.places import Kind
+from ..dispatch.places import Kind, Place
 from ..dispatch.snapshot import Found, Snapshot, View
 from ..driver.device import local_gpu, platform_name, platform_supported
 
@@ -119,7 +119,7 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
     problems += [
         dispatch_snapshot.blamed(str(one.error)) for one in found if one.error is not None and one.place.names(one.path)
     ]
-    problems += list(_refused_directories(found))
+    problems += list(_refused_directories(snapshot.places, found))
     for view in views:
         problems += [
             dispatch_snapshot.blamed(one.reason)
@@ -143,13 +143,22 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
     )
 
 
-def _refused_directories(found: tuple[Found, ...]) -> Iterator[str]:
-    """A directory that PRETUNED_BUNDLES names is to give something: what stands there where no file can be opened."""
-    for place in dict.fromkeys(one.place for one in found if one.place.kind is Kind.NAMED):
+def _refused_directories(places: tuple[Place, ...], found: tuple[Found, ...]) -> Iterator[str]:
+    """What keeps a directory that PRETUNED_BUNDLES names from giving what was wanted of it.
+
+    It can't be listed, a file in it may be a stranger's, or none of its files can be opened.
+    """
+    for place in dict.fromkeys(one for one in places if one.kind is Kind.NAMED):
         inside = [one for one in found if one.place == place and not place.names(one.path)]
-        if inside and all(one.error is not None for one in inside):
-            more = f" (and {len(inside) - 1} more)" if len(inside) > 1 else ""
-            yield f"PRETUNED_BUNDLES names {place.path}, of which no bundle can be opened: {inside[0].error}{more}"
+        refused = [one.error for one in inside if isinstance(one.error, BundleUntrusted)]
+        errors = refused or [one.error for one in inside if one.error is not None]
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        if reason := place.unlisted():
+            yield f"PRETUNED_BUNDLES names {place.path}, which can't be listed: {reason}"
+        elif refused:
+            yield f"PRETUNED_BUNDLES names {place.path}, of which a bundle is refused: {errors[0]}{more}"
+        elif inside and len(errors) == len(inside):
+            yield f"PRETUNED_BUNDLES names {place.path}, of which no bundle can be opened: {errors[0]}{more}"
 
 
 def gpus_and_driver() -> tuple[tuple[LocalGpu, ...], str]:
@@ -169,6 +178,8 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+    except Exception as error:  # what importlib meets in another package or in sys.path
+        return f"unknown: {error}"
 
 
 def _fix(found: tuple[Found, ...], local: LocalGpu) -> str:

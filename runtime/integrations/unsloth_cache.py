@@ -11,6 +11,7 @@ from typing import Any
 
 from ..artifacts.errors import HostError, InputError
 from ..artifacts.files.blob import read_checked, write_checked
+from ..artifacts.files.publish import make_folder
 from ..runtime.dispatch.pin import KernelPair
 from ..runtime.settings import settings
 
@@ -63,7 +64,7 @@ def save_cached_config(
     if path is None or settings().disable_autotune:  # which says that nothing is written
         return
     try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_checked(path, payload)
     except (OSError, HostError) as error:
         _log.info("pretuned: the configs are not kept: %s", error)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,13 +20,21 @@ ME, OTHER, THIRD, GROUP = 23456, 34567, 45678, 56789  # nobody has these
 RANDOM_UID = 1000650000  # as OpenShift gives
 
 READ = """
-import grp, os, pwd, sys  # all imports before the rights to read them go
+import ctypes, grp, os, pwd, shlex, sys  # all imports before the rights to read them go
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleError
 if len(sys.argv) > 2:
     os.setgroups([])
     os.setgid(int(sys.argv[3]))
     os.setuid(int(sys.argv[2]))
+if len(sys.argv) > 4:  # a user namespace of its own, in which it is root, as by `unshare -U -r`
+    libc, who = ctypes.CDLL(None, use_errno=True), (os.geteuid(), os.getegid())
+    libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: else /proc/self is root's since setuid
+    if libc.unshare(0x10000000):  # CLONE_NEWUSER
+        sys.exit(f"no user namespace: {os.strerror(ctypes.get_errno())}")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {who[0]} 1"), ("gid_map", f"0 {who[1]} 1")):
+        with open("/proc/self/" + name, "w") as file:
+            file.write(text)
 try:
     open_bundle(sys.argv[1]).load()
 except BundleError as error:
@@ -72,17 +82,20 @@ def install(path: Path, mode: int, uid: int, gid: int) -> Path:
     return path
 
 
-def verdict(path: Path, uid: int = ME, gid: int = GROUP, package: Path | None = None) -> str:
-    """What a process of this user gets: "ok", or the error."""
+def verdict(
+    path: Path, uid: int = ME, gid: int = GROUP, package: Path | None = None, *, namespace: bool = False
+) -> str:
+    """What a process of this user gets: "ok", or the error. ``namespace``: as the root of a user namespace."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"} | ({"PYTHONPATH": str(package)} if package else {})
     done = subprocess.run(
-        [sys.executable, "-c", READ, str(path), str(uid), str(gid)],
-        capture_output=True, text=True, check=True, env=environment, cwd="/",
+        [sys.executable, "-c", READ, str(path), str(uid), str(gid), *(["namespace"] if namespace else [])],
+        capture_output=True, text=True, env=environment, cwd="/",
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def refused(path: Path, component: Path, mode: str, **who: int) -> None:
+def refused(path: Path, component: Path, mode: str, **who: Any) -> None:
     """The error names the component that is at fault, and its mode."""
     got = verdict(path, **who)
     assert got.startswith("BundleUntrusted"), got
@@ -223,6 +236,96 @@ def test_a_users_private_group(root):
     refused(path, path, "0664")
     path = put(root / "e", 0o664, 1, ME)
     refused(path, path, "0664", uid=1, gid=1)
+
+
+def test_root_of_a_user_namespace(root):
+    assert verdict(put(root / "b"), uid=0, gid=0, namespace=True) == "ok"  # root's own, mapped
+
+
+def test_whom_a_user_namespace_does_not_map_is_no_owner_of_the_package(root):
+    package = install(root / "venv", 0o755, OTHER, OTHER)
+    place = folder(root / "bundles", 0o755, THIRD, THIRD)
+    path = put(place / "b", 0o644, THIRD, THIRD)
+    refused(path, place, "0755", uid=0, gid=0, package=package)
+    refused(path, place, "0755", uid=0, gid=0, package=package, namespace=True)  # both owners look like 65534 there
+
+
+def test_the_overflow_ids_are_nobodys(root):
+    path = put(root / "b", 0o644, 65534, 65534)
+    refused(path, path, "0644", uid=65534, gid=65534)
+    path = put(root / "c", 0o664, 0, 65534)
+    refused(path, path, "0664")
+    package = install(root / "venv", 0o775, 0, 65534)
+    inside = put(package / "pretuned" / "artifacts" / "b", 0o644)
+    refused(inside, package, "0775", package=package)
+
+
+def test_a_shared_group_is_no_roots_group_in_a_user_namespace(root):
+    path = put(root / "b", 0o664, 0, THIRD)
+    refused(path, path, "0664", uid=0, gid=THIRD)
+    refused(path, path, "0664", uid=0, gid=THIRD, namespace=True)  # there it looks like gid 0's
+
+
+def grant(path: Path, *entries: tuple[int, int, int], mask: int = 7) -> Path:
+    """An ACL beside the mode: entries of (tag, rights, id), 2 a user's and 8 a group's, as setfacl writes them."""
+    mode = path.stat().st_mode
+    rows = [(1, mode >> 6 & 7, -1), *entries, (4, mode >> 3 & 7, -1), (16, mask, -1), (32, mode & 7, -1)]
+    value = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *row) for row in sorted(rows, key=lambda row: row[0]))
+    try:
+        os.setxattr(path, "system.posix_acl_access", value)
+    except OSError as error:
+        pytest.skip(f"this file system has no POSIX ACLs: {error}")
+    return path
+
+
+def test_a_file_that_an_acl_lets_a_stranger_write(root):
+    path = grant(put(root / "b"), (2, 6, OTHER))
+    refused(path, path, "0674", uid=0, gid=0)
+    refused(path, path, "0674", uid=0, gid=0, namespace=True)  # where the kernel tells no number of his
+    assert verdict(grant(put(root / "c"), (2, 4, OTHER))) == "ok"
+    assert verdict(grant(put(root / "d"), (2, 6, OTHER), mask=4)) == "ok"  # the mask takes it away
+    assert verdict(grant(put(root / "e"), (2, 6, ME))) == "ok"
+    assert verdict(grant(put(root / "f"), (2, 6, 0), (8, 6, 0))) == "ok"
+
+
+def test_a_directory_that_an_acl_lets_a_stranger_write(root):
+    place = grant(folder(root / "place"), (2, 7, OTHER))
+    refused(put(place / "b"), place, "0775", uid=0, gid=0)
+    another = grant(folder(root / "another"), (8, 7, THIRD))
+    refused(put(another / "b"), another, "0775", uid=0, gid=0)
+
+
+def test_an_acl_that_takes_from_the_group_what_the_mode_seems_to_give(root):
+    path = put(root / "b", 0o644, 0, THIRD)
+    assert verdict(grant(path, (8, 6, 0))) == "ok"
+    assert path.stat().st_mode & 0o777 == 0o674
+    # A package in a directory whose mode, not its ACL, lets its group write: that group's bundles are strangers'.
+    package = install(root / "venv", 0o755, OTHER, THIRD)
+    grant(package, (2, 7, OTHER))
+    path = put(root / "c", 0o664, 0, THIRD)
+    refused(path, path, "0664", package=package)
+
+
+def test_a_project_directory_with_an_acl_of_the_group_that_can_write_the_package(root):
+    package = install(root / "venv", 0o775, OTHER, THIRD)
+    inside = grant(put(package / "pretuned" / "artifacts" / "b", 0o664, OTHER, THIRD), (8, 6, THIRD))
+    assert verdict(inside, package=package) == "ok"
+    assert verdict(grant(put(root / "c", 0o644), (8, 6, THIRD)), package=package) == "ok"
+
+
+def test_the_command_that_an_error_names_mends_it(root):
+    place = folder(root / "a place", 0o777)
+    paths = [put(place / "b"), put(root / "c", 0o664, ME, THIRD), put(root / "d", 0o644, OTHER)]
+    if shutil.which("setfacl"):
+        paths.append(grant(put(root / "f"), (2, 6, OTHER)))
+    (root / "tmp").mkdir()
+    (root / "tmp" / "link").symlink_to(paths[0])
+    os.chown(root / "tmp" / "link", OTHER, OTHER, follow_symlinks=False)
+    for path in [*paths, root / "tmp" / "link"]:
+        got = verdict(path)
+        assert got.startswith("BundleUntrusted"), got
+        subprocess.run(got.rpartition(" or run: ")[2], shell=True, check=True)
+        assert verdict(path) == "ok"
 
 
 def kubernetes(place: Path) -> Path:

@@ -183,6 +183,11 @@ def test_another_driver_or_a_little_memory_is_the_same_gpu(tmp_path: Path) -> No
         (b"hello\n", "no journal, or its first line is damaged"),
         (b"\x82\xa6bundle\n\n", "no journal"),
         (b"not one line of it", "it is no journal"),
+        (b"1", "it is no journal"),
+        (b"12345", "it is no journal"),
+        (b"deadbeef is all that stands in these notes", "it is no journal"),
+        (b"20261125 buy milk", "it is no journal"),
+        (b"\0" * 300, "it is no journal"),
     ],
 )
 def test_another_file_is_refused_and_left_alone(tmp_path: Path, data: bytes, message: str) -> None:
@@ -191,6 +196,17 @@ def test_another_file_is_refused_and_left_alone(tmp_path: Path, data: bytes, mes
     with pytest.raises(InputError, match=message), open_journal(path, HEADER):
         pass
     assert path.read_bytes() == data
+
+
+def test_another_file_of_the_locks_name_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "uv.lock").write_text("version = 1\n")
+    with pytest.raises(InputError, match="is there and is no lock"), open_journal(tmp_path / "uv", HEADER):
+        pass
+    assert (tmp_path / "uv.lock").read_text() == "version = 1\n"
+    assert not (tmp_path / "uv").exists()
+    (tmp_path / "uv.lock").write_text("4711\n")
+    with open_journal(tmp_path / "uv", HEADER):
+        pass
 
 
 def test_a_later_format_and_a_missing_file_are_told(tmp_path: Path) -> None:

@@ -350,6 +350,8 @@ def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch
         ("x = my-bundles", "names no module"),
         ("x =", "names no module"),
         ("x = broken.bundles", "no licence"),
+        ("x = leaves.bundles", "x = leaves.bundles can't be found: 7"),
+        ("x = generator.bundles", "x = generator.bundles can't be found: GeneratorExit"),
         ("x = gone.bundles", "gone"),
         ("x", "can't be read"),
         ("x = \udcff", "can't be read"),
@@ -362,7 +364,12 @@ def test_an_entry_point_that_is_wrong_is_passed_over(
         (tmp_path / name).mkdir()
         written = f"[{ENTRY_POINTS}]\n{line}\n".encode(errors="surrogateescape")
         (tmp_path / name / "entry_points.txt").write_bytes(written)
-    for name, line in {"broken": "raise RuntimeError('no licence')", "whole": ""}.items():
+    for name, line in {
+        "broken": "raise RuntimeError('no licence')",
+        "whole": "",
+        "leaves": "raise SystemExit(7)",
+        "generator": "raise GeneratorExit",
+    }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(line)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
@@ -371,3 +378,20 @@ def test_an_entry_point_that_is_wrong_is_passed_over(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert says in record.getMessage()
+
+
+def test_packages_that_no_scan_should_fall_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    huge = tmp_path / "huge-1.0.dist-info" / "entry_points.txt"
+    huge.parent.mkdir()
+    huge.touch()
+    os.truncate(huge, 1 << 40)
+    (tmp_path / "good-1.0.dist-info").mkdir()
+    (tmp_path / "good-1.0.dist-info" / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\ngood = whole\n")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [os.fsencode(tmp_path), *sys.path, str(tmp_path), "a\0b"])
+    assert tmp_path / "whole" in [place.path for place in installed_places()]
+    (record,) = caplog.records
+    assert "huge-1.0.dist-info can't be read: entry_points.txt is 1099511627776 bytes" in record.getMessage()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -125,7 +126,27 @@ def test_a_named_directory_that_others_can_write(tmp_path: Path) -> None:
     named.chmod(0o777)
     found = report(snapshot(named), READ, (), "CUDA 12.8")
     assert not found.ok
-    assert "everybody can write it" in found.problems[0]
+    assert f"everybody can write it. Move the bundle, or run: chmod go-w {named}" in found.problems[0]
+
+
+def test_a_named_directory_of_which_one_file_is_refused(tmp_path: Path) -> None:
+    """What was named is wanted: a stranger who can write it, or a bundle that root alone can read, is no detail."""
+    write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    other = write(tmp_path / "other.msgpack", {OTHER: [modelled(64, WIDE)]})
+    other.chmod(0o666)
+    found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
+    assert not found.ok
+    assert f"Move the bundle, or run: chmod go-w {other}" in found.problems[0]
+
+
+def test_a_named_directory_that_can_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: object) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("os.listdir", denied)  # root lists every directory
+    found = report(snapshot(tmp_path), READ, (), "CUDA 12.8")
+    assert not found.ok
+    assert f"PRETUNED_BUNDLES names {tmp_path}, which can't be listed: Permission denied" in found.problems[0]
 
 
 def test_one_gpu_of_two_without_a_bundle(tmp_path: Path) -> None:
@@ -155,6 +176,18 @@ def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     assert Path(plain["bundles"][0]["path"]).name == "sm90.msgpack"  # then those that ship
     assert any("no GPU here" in note for note in plain["notes"])
     assert run({}, "--nonsense").returncode == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_command_among_packages_that_end_a_process(tmp_path: Path) -> None:
+    (tmp_path / "bad-1.0.dist-info").mkdir()
+    (tmp_path / "bad-1.0.dist-info" / "entry_points.txt").write_text("[pretuned.bundles]\nbad = leaves.bundles\n")
+    (tmp_path / "leaves").mkdir()
+    (tmp_path / "leaves" / "__init__.py").write_text("import sys; sys.exit(7)")
+    done = run({"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert "bad = leaves.bundles can't be found: 7" in done.stderr
+    assert "ok        yes" in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]], ids=" ".join)
