@@ -79,9 +79,10 @@ def full(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full(shape, UNTOUCHED, dtype=dtype, device="cpu")
 
 
-def off(got: torch.Tensor, want: torch.Tensor, most: float) -> str | None:
+def off(got: torch.Tensor, want: torch.Tensor, most: float, above: int = 0) -> str | None:
     """The first element of ``got`` that is not what is wanted, in words; None where all are.
 
+    ``above`` of the rows come before the result's first.
     An element may be off by ``most`` times (its size + the root mean square of its row). NaN is wanted where it is NaN,
     and where ``want`` is untouched nothing may have been stored.
     """
@@ -96,7 +97,7 @@ def off(got: torch.Tensor, want: torch.Tensor, most: float) -> str | None:
         return None
     wrong = (~right).nonzero()
     at = tuple(wrong[0].tolist())
-    place = ", ".join(map(str, at))
+    place = ", ".join(map(str, (at[0] - above, *at[1:])))
     stored = "left as it was" if bool(untouched[at]) else f"{float(want[at]):.4g}"
     return f"[{place}] is {float(found[at]):.4g}, wanted {stored} ({len(wrong)} of {want.numel()} elements are wrong)"
 
@@ -268,7 +269,7 @@ def _activation_grad(on: _On) -> str | None:
 def _with_slopes(
     kind: str, h: torch.Tensor, da: torch.Tensor, gated: bool, interleaved: bool
 ) -> tuple[_Floats, _Floats]:  # fmt: skip
-    """act(h) and act'(h) * da in float32, the slopes as differences in float64: no autograd, which a fork can't have."""
+    """act(h) and act'(h) * da in float32, of float64. The slopes are differences: a child of fork has no autograd."""
     gates, ups = _halves(torch.arange(h.shape[1], dtype=torch.int64, device="cpu")[None], gated, interleaved)
     dh = torch.zeros_like(h)
     for part in (gates,) if ups is None else (gates, ups):
