@@ -171,7 +171,7 @@ def preload(
         found = [_usable(bundle, index, device, snapshot, local) for bundle, index in more]
         if None not in found:
             break
-    kernels.update(found)
+    kernels.update(one for one in found if one is not None)
     done = Preloaded(len(kernels), len(wanted), len(cells), time.perf_counter() - began)
     _log.info("pretuned: %d variants preloaded for %d problems in %.1f ms", done.count, done.problems,
               done.seconds * 1e3)  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ...artifacts.errors import BundleError
 from ...artifacts.files.bundle_file import BundleFile
@@ -19,7 +18,8 @@ from ..dispatch.snapshot import Snapshot
 from ..launch.proof import complaint, judged_on
 
 
-class Unproven(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Unproven:
     """A variant of a bundle's file that nobody has run on a GPU's capability."""
 
     bundle: BundleFile

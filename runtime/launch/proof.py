@@ -197,13 +197,13 @@ def _tried(kernel: gemm.LoadedKernel, here: Ground) -> str | None:
 def ground(device: int) -> Iterator[Ground]:
     """A GPU's memory and a stream of its own, also while another stream is captured."""
     with cuda.relaxed(device), torch.cuda.device(device), torch.no_grad():
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
         def wait() -> None:
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
             end = time.monotonic() + _LONGEST_S
-            while not done.query():
+            while not done.query():  # type: ignore[no-untyped-call]
                 if time.monotonic() > end:
                     raise Unfinished(f"what was launched did not end within {_LONGEST_S:.0f} s")
                 time.sleep(50e-6)

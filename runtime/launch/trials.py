@@ -192,10 +192,11 @@ def _act(kind: str, gate: _Floats, up: _Floats | None) -> _Floats:
     if kind == "swiglu_oai" and up is not None:
         gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
         return (up + 1) * gate * torch.sigmoid(_OAI_ALPHA * gate)
-    made = {
+    known: dict[str, Callable[[_Floats], _Floats]] = {
         "silu": functional.silu, "gelu": functional.gelu, "relu2": lambda h: functional.relu(h).square(),
         "gelu_tanh": lambda h: functional.gelu(h, approximate="tanh"),
-    }[kind](gate)  # fmt: skip
+    }  # fmt: skip
+    made = known[kind](gate)
     return made if up is None else made * up
 
 
@@ -225,9 +226,7 @@ def _activation(on: _On) -> str | None:
     draw, I, M = Draw(), on.columns, _T * _TOP_K  # noqa: E741
     used = on.words(torch.tensor([_USED], dtype=torch.int32, device="cpu"))
     for kind, gated, interleaved in _ACTS:
-        host = draw.normal(M, I * (1 + gated)) * 3
-        host[_NAN_TOKEN] = float("nan")
-        h, a = on.rows(host), on.rows(full(M + 1, I))
+        h, a = on.rows(draw.normal(M, I * (1 + gated)) * 3), on.rows(full(M + 1, I))
         on.run(M, I, (h, a, used), (M, I, _flags(kind, gated, interleaved)))
         want = _act(kind, *_halves(h.cpu().float(), gated, interleaved))
         wrong = on.judged(a[:_USED], want[:_USED], f"{kind} a") or on.judged(a[M:], full(1, I), "past a")

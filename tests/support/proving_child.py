@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.runtime.inspect.prove import serve
@@ -16,7 +17,7 @@ from pretuned.runtime.launch.proof import Unfinished
 
 
 def tried(device: int, path: str, index: int) -> str | None:
-    assert (device, os.path.basename(path)) == (0, "a.msgpack")
+    assert (device, Path(path).name) == (0, "a.msgpack")
     how = sys.argv[1:][index]
     print("some library's own words on standard output")
     if how == "hang":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import host_gpu
 import proving
 import pytest
 import torch
-from host_gpu import SPECIALIZED, device  # noqa: F401
+from host_gpu import SPECIALIZED, device  # noqa: F401 - a fixture
 from made import ELF, L40S, ON_A100, ON_H200, ON_L40S, Spec, bundle, measured, modelled, places, write
 
 from pretuned.artifacts.errors import CudaError
@@ -248,10 +249,10 @@ def operands(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def machine(
-    device: host_gpu.Device,
+    device: host_gpu.Device,  # noqa: F811
     faults: proving.Faults,
     clean_places: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Machine:
     made = Machine(monkeypatch, clean_places, faults)
     specs = [Spec(config, dtype=DType.FP32) for config in (TILE, SMALL)]
@@ -416,22 +417,14 @@ def test_a_fault_names_the_code_and_the_next_process_leaves_it_out(
         if broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nand so on")
 
-    real = proving.on_host
-
-    def ground(device: int) -> Any:
-        class Here:
-            def __enter__(self) -> Any:
-                with real(device) as here:
-                    return here._replace(wait=wait)
-
-            def __exit__(self, *_: object) -> None:
-                pass
-
-        return Here()
+    @contextlib.contextmanager
+    def ground(number: int) -> Iterator[Any]:
+        with proving.on_host(number) as here:
+            yield here._replace(wait=wait)
 
     monkeypatch.setattr(proof, "ground", ground)
     machine.spoil(0, spoil=faults)
-    with pytest.raises(CudaError, match="illegal memory access.*left out from now on: start this process anew"):
+    with pytest.raises(CudaError, match=r"illegal memory access.*left out from now on: start this process anew"):
         machine.call()
     assert "Please file this line" in caplog.text
     with pytest.raises(RuntimeError, match="illegal memory access"):  # no other code is blamed
