@@ -129,8 +129,10 @@ class _Child:
 
     def __enter__(self) -> _Child:
         try:
-            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-            self._process = subprocess.Popen(CHILD, **pipes, text=True, errors="replace")
+            self._process = subprocess.Popen(
+                CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+                errors="replace",
+            )  # fmt: skip
         except OSError as error:
             raise HostError(f"can't start {CHILD[0]!r}: {error.strerror or error}") from error
         self._errors: list[str] = []
