@@ -1,4 +1,4 @@
-"""``python -m pretuned.runtime [--vllm | --sglang] [--json]``: print what this machine would use, and why not."""
+"""``python -m pretuned.runtime [--vllm | --sglang | --prove] [--json]``: what this machine would use, and why not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import warnings
+from typing import Any
 
 from ..artifacts.errors import PretunedError
 
@@ -19,21 +20,25 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m pretuned.runtime",
         description="Show what this machine would use, and why not: GPUs, driver, places, bundles.",
         epilog="Examples: python -m pretuned.runtime; python -m pretuned.runtime --json | head -20. "
-        "Exit code 0 where a bundle would be used, or the machine has no GPU; 141 where the reader of the output has "
-        "left; 1 otherwise.",
+        "Exit code 0 where a bundle would be used (--prove: where nothing is wrong), or the machine has no GPU; 141 "
+        "where the reader of the output has left; 1 otherwise.",
     )
     engine = parser.add_mutually_exclusive_group()
     for name, called in (("vllm", "vLLM"), ("sglang", "SGLang")):
         engine.add_argument(f"--{name}", dest="engine", action="store_const", const=name,
                             help=f"print whether {called} in this environment would use it")  # fmt: skip
+    engine.add_argument("--prove", action="store_true",
+                        help="run all code that was never run on this GPU's capability, in a process of its own, and "
+                        "leave out what is wrong")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_args(arguments)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
-        from .inspect import doctor, engines  # imports torch
+        from .inspect import doctor, engines, prove  # imports torch
 
     try:
-        report = engines.examine(given.engine) if given.engine else doctor.examine()
+        report: Any = prove.examine() if given.prove else None
+        report = report or (engines.examine(given.engine) if given.engine else doctor.examine())
     except PretunedError as error:
         print(f"pretuned: {error}", file=sys.stderr)
         return 1

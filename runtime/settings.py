@@ -1,4 +1,4 @@
-"""The environment variables, read once, at first use. No variable switches a check off."""
+"""The environment variables, read once, at first use. No variable switches off a check of where code comes from."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .locks import lock
 
 BUNDLES = "PRETUNED_BUNDLES"
 DISABLE_AUTOTUNE = "PRETUNED_DISABLE_AUTOTUNE"
+DISABLE_PROOF = "PRETUNED_DISABLE_PROOF"
 UNSLOTH_DISABLE_AUTOTUNE = "UNSLOTH_MOE_DISABLE_AUTOTUNE"  # of code that was written for Unsloth's kernels
 STRICT = "PRETUNED_STRICT"
 
@@ -29,6 +30,7 @@ class Settings:
 
     bundles: tuple[Path, ...] = ()
     disable_autotune: bool = False
+    disable_proof: bool = False
     strict: bool = False
     overlay: Path | None = None
 
@@ -56,6 +58,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     return Settings(
         bundles=tuple(_path(entry) for entry in entries if entry),
         disable_autotune=_switch(environ, DISABLE_AUTOTUNE) or _switch(environ, UNSLOTH_DISABLE_AUTOTUNE),
+        disable_proof=_switch(environ, DISABLE_PROOF),
         strict=_switch(environ, STRICT),
         overlay=_overlay(environ),
     )

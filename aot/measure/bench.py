@@ -27,12 +27,13 @@ from ...kernels.contract.words import FLAGS
 from ...runtime.driver.device import local_gpu
 from ...runtime.launch import gemm
 from ...runtime.weights.expert_weights import ExpertWeights
+from ...runtime.weights.row_codes import codes_of_rows
 from ..journal.records import AGAIN, FAULT, LONG_NS, ROUTINGS, WRONG, Failure, Measured, Rematch, Timing
 from ..journal.timings import LEAST_BAND, plain_of
 from ..process.gpus import busy, gpu_uuid
 from .calls import TORCH, Tensors, caller, torch_caller
 from .clock import Clock
-from .inputs import MAX_ERROR, codes_of_rows, measured_routings, quantised_weights, top_k_of, weights
+from .inputs import MAX_ERROR, measured_routings, quantised_weights, top_k_of, weights
 from .job import MeasureJob, MeasureResult, Setup, WorkerInfo
 from .numerics import GatedNumericsCheck, NumericsCheck
 

@@ -15,7 +15,7 @@ from ...runtime.launch import gemm as launch_gemm
 from ...runtime.launch.block_scaled import block_scaled_launcher
 from ...runtime.launch.mixed_input import mixed_input_launcher
 from ...runtime.weights.expert_weights import ExpertWeights
-from .inputs import values_of_rows
+from ...runtime.weights.row_codes import values_of_rows
 
 TORCH = {one: torch.bfloat16 for one in DType if one.quantised} | {
     DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32,
@@ -30,7 +30,7 @@ class Tensors:
     ``problem.layout`` says, or quantised and prepared, or x [M, K] for dW. ``result`` is y, dx or dw. ``index``, int32
     [M], says which rows are moved; x's row is ``index // top_k``. With silu ``result`` is [M, N/2]. ``row_weights``,
     float32 [M] by index, are multiplied with. ``codes`` are ``rows`` as a product reads them that quantises x
-    (``inputs.codes_of_rows``).
+    (``runtime/weights/row_codes.py``).
     """
 
     problem: Problem

@@ -258,6 +258,10 @@ class BundleFile:
         """The choices for ``problem``, ascending by bucket; () if it is not in the bundle."""
         return self._index.find(problem)
 
+    def judged_on(self, i: int) -> Gpu | None:
+        """A GPU that variant ``i`` was measured on, and so judged; None where no measured choice names it."""
+        return self._index.judged_on(i)
+
     def problems(self) -> tuple[Problem, ...]:
         """All problems, in the bundle's order."""
         return tuple(self._index.problems())

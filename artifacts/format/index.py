@@ -23,6 +23,7 @@ from .schema import (
     read_gpu,
     read_kernel,
     read_kind,
+    read_measured,
     read_problem,
     read_producer,
     read_target,
@@ -68,7 +69,8 @@ class Index:
     """
 
     __slots__ = (
-        "_choices", "_keys", "_kinds", "_models", "_offsets", "_variant_records", "_variants",
+        "_choices", "_judged", "_judged_rows", "_keys", "_kinds", "_models", "_offsets", "_variant_records",
+        "_variants",
         "cubin_bytes", "gpus", "kernels", "min_driver", "producer", "target", "where",
     )  # fmt: skip
 
@@ -111,6 +113,8 @@ class Index:
         if type(models) is not bytes:
             raise Malformed("models is no bin")
         self._models = models
+        self._judged: dict[int, int] = {}
+        self._judged_rows = 0
         # Every other form of the same values is longer. (To pack it all again costs more than the rest of opening.)
         empty: tuple[object, ...] = ([], sizes, {}, b"")
         least = len(pack(dict(zip(FIELDS, (target, min_driver, producer, kernels, gpus, *empty), strict=True))))
@@ -171,7 +175,30 @@ class Index:
             check_fits({i: self._kind(i) for i in used}, problem)
         except Malformed as error:
             raise self._corrupt(f"choices for {problem}", error) from None
+        for choice in choices:
+            if choice.gpu is not None:
+                self._judged.setdefault(choice.variant, choice.gpu)
+                if choice.runner_up is not None:
+                    self._judged.setdefault(choice.runner_up, choice.gpu)
         return choices
+
+    def judged_on(self, i: int) -> Gpu | None:
+        """A GPU that variant ``i`` was measured on, where its result is judged before it is timed; else None.
+
+        Choices that were asked for tell it. Else all are read from the first on, as far as it takes and once; those of
+        a bundle without GPUs not.
+        """
+        while self.gpus and i not in self._judged and self._judged_rows < len(self._keys):
+            row = self._judged_rows
+            try:
+                measured = read_measured(self._choices[self._keys[row]], len(self.gpus))
+            except Malformed as error:
+                raise self._corrupt(f"choices {row}", error) from None
+            for variant, gpu in measured:
+                self._judged.setdefault(variant, gpu)
+            self._judged_rows = row + 1  # last: another thread may read the same row, and finds the same
+        found = self._judged.get(i)
+        return None if found is None else self.gpus[found]
 
     def _kind(self, i: int) -> VariantKind:
         kind = self._kinds.get(i)

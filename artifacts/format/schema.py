@@ -143,6 +143,16 @@ def read_choices(record: bytes, variants: int, gpus: int) -> tuple[Choice, ...]:
     return choices
 
 
+def read_measured(record: bytes, gpus: int) -> list[tuple[int, int]]:
+    """(variant, GPU) of the measured choices of a record, and of their runners-up. Reads no more than that needs."""
+    found: list[tuple[int, int]] = []
+    for row in items(parse(record, max_items=lim.MAX_BUCKET_LOG2 + 1), "choices", 1, lim.MAX_BUCKET_LOG2 + 1):
+        _, variant, _, _, runner_up, _, gpu = items(row, "choice", 7, 7)
+        if type(gpu) is int and 0 <= gpu < gpus:
+            found += [(one, gpu) for one in (variant, runner_up) if type(one) is int]
+    return found
+
+
 def _choice(row: object, variants: int, gpus: int) -> Choice:
     log2, variant, source, time_ns, runner_up, runner_up_ns, gpu = items(row, "choice", 7, 7)
     where = SOURCES[integer(source, "choice.source", 0, 1)]

@@ -25,7 +25,7 @@ import torch
 from benchmarks.peers import vllm_kernels
 from pretuned.aot.measure.calls import Tensors, caller
 from pretuned.aot.measure.clock import Clock
-from pretuned.aot.measure.inputs import codes_of_rows, routed_rows
+from pretuned.aot.measure.inputs import routed_rows
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.runtime import ExpertWeights, grouped_gemm
@@ -33,6 +33,7 @@ from pretuned.runtime.dispatch.decide import Miss, decide
 from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch.loader import loaded
+from pretuned.runtime.weights.row_codes import codes_of_rows
 
 MODELS = {  # E, H, I, top_k
     "mxfp4": {"gpt-oss-20b": (32, 2880, 2880, 4), "gpt-oss-120b": (128, 2880, 2880, 4)},

@@ -28,6 +28,7 @@ from benchmarks.method import MODELS
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels.contract.rowops import Block, RowOpSpec, dtype_of
+from pretuned.runtime.driver.launcher import RowOpLauncher
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.launch.gemm import load_kernel
 from pretuned.runtime.ops import activation, tokens, zero_rows
@@ -81,7 +82,7 @@ def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def compiled(op: RowOp, block: Block) -> rowops.RowOpLauncher:
+def compiled(op: RowOp, block: Block) -> RowOpLauncher:
     """A pass with another block, compiled here."""
     from pretuned.aot.compile.triton import compile_variant
 
@@ -90,7 +91,8 @@ def compiled(op: RowOp, block: Block) -> rowops.RowOpLauncher:
     device = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(device)
     made = compile_variant(spec, 10 * properties.major + properties.minor)
-    return rowops.RowOpLauncher(load_kernel(made.variant, made.cubin, device, properties.multi_processor_count), op)
+    kernel = load_kernel(made.variant, made.cubin, device, properties.multi_processor_count)
+    return RowOpLauncher(kernel.variant, kernel.function, op)
 
 
 def measure(models: list[str], blocks: list[Block]) -> list[dict[str, Any]]:

@@ -88,6 +88,7 @@ class Arch:
     vendor: Vendor = Vendor.NVIDIA
     code: CodeKind = CodeKind.CUBIN
     warp: int = 32  # threads that run together
+    tested: bool = False  # tests/gpu runs here before each release, fallbacks and passes over rows included
 
     @property
     def target(self) -> Target:
@@ -135,7 +136,7 @@ ARCHS: Mapping[int, Arch] = {
         _ampere(86, Generation.AMPERE_SMALL, SmLimits(100 * KIB, 99 * KIB, 1536, 16, fp32_lanes=128)),
         _ampere(87, Generation.AMPERE_SMALL, SmLimits(164 * KIB, 163 * KIB, 1536, 16, fp32_lanes=128)),
         _ampere(89, Generation.AMPERE_SMALL, _SMALL_SM, Feature.FP8),
-        Arch(90, Generation.HOPPER, _LARGE_SM, _HOPPER, arch_specific=True),
+        Arch(90, Generation.HOPPER, _LARGE_SM, _HOPPER, arch_specific=True, tested=True),
         _blackwell(100, Generation.BLACKWELL, _LARGE_SM, _BLACKWELL),
         _blackwell(103, Generation.BLACKWELL, _LARGE_SM, _BLACKWELL),
         _blackwell(120, Generation.AMPERE_SMALL, _SMALL_SM, _RTX_BLACKWELL),

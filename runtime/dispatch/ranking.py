@@ -32,6 +32,7 @@ from ...kernels.contract import registry, words
 from ...kernels.contract.config import Config
 from ...kernels.contract.spec import Spec
 from ...kernels.hardware import arch, chips
+from .. import verdicts
 from .places import Kind
 from .snapshot import Snapshot, Usable, View
 
@@ -219,6 +220,8 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
         return f"it needs {variant.alignment}-byte alignment"
     if variant.max_experts < problem.E:
         return f"it takes {variant.max_experts} experts at most"
+    if verdicts.is_wrong(variant, local):
+        return "it was found to compute wrong results on this GPU"
     known = arch.ARCHS.get(local.sm)
     if known is not None and variant.shared_bytes > (most := known.limits.shared_per_block_bytes):
         return f"it needs {variant.shared_bytes} bytes of shared memory, sm_{local.sm} has {most}"

@@ -13,6 +13,7 @@ from ...kernels.contract import words
 from ...kernels.contract.launchable import unlaunchable
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.hardware import arch
+from .. import verdicts
 from .snapshot import Rejected, Snapshot, Usable
 
 
@@ -47,4 +48,5 @@ def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
     first, last = words.READS_ABI
     known = arch.ARCHS.get(local.sm)
     fits = known is None or variant.shared_bytes <= known.limits.shared_per_block_bytes
-    return first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)
+    could = first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)
+    return could and not verdicts.is_wrong(variant, local)

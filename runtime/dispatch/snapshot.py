@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from ...artifacts.errors import BundleError, DriverTooOld, TargetMismatch
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from ...kernels.hardware.arch import refusal
-from .. import hooks
+from .. import hooks, verdicts
 from ..locks import lock
 from ..settings import Settings, settings
 from .places import Kind, Place, installed_places, places
@@ -94,7 +94,8 @@ class Snapshot:
     All that hangs on which bundles there are lives and dies with the snapshot that it was made from. Of dispatch:
     ``decisions``, ``rankers``, and ``told``, what it has logged. Of the rooms above, each by a key of its own:
     ``launchers`` of products and ``passes`` of row operations; ``calls``, kinds of plain calls, and ``recent``, those
-    on the same operands; ``plans`` of other calls and ``layers`` of layers that come again.
+    on the same operands; ``plans`` of other calls and ``layers`` of layers that come again. ``put_off`` counts how
+    often code that is not proven was not used for now, in a graph capture: nothing that was chosen meanwhile is kept.
     A child of ``fork`` goes on with its parent's.
     """
 
@@ -125,6 +126,7 @@ class Snapshot:
         self.plans: dict[Any, Any] = {}
         self.layers: dict[Any, Any] = {}
         self.wishes: dict[Any, Any] = {}
+        self.put_off = 0
 
     def found(self, *, installed: bool) -> tuple[Found, ...]:
         """Every bundle, in the order of the places, those that this process made last; installed ones if asked."""
@@ -221,6 +223,12 @@ class Snapshot:
             with contextlib.suppress(Rejected):
                 return any(self.variants(one.bundle, problem) for one in self.view(local, installed=True).usable)
 
+    def reconsider(self) -> None:
+        """Decide all anew: some code was found to be wrong on a GPU (``verdicts.py``). What is in use stays."""
+        with lock("bundles"):
+            self.rankers.clear()
+            self.decisions.clear()
+
     def reject(self, bundle: BundleFile, error: BundleError) -> None:
         """Drop a bundle whose damage showed only when it was read: every view and decision is made anew."""
         with lock("bundles"):
@@ -230,12 +238,16 @@ class Snapshot:
             self.decisions.clear()
 
     def fingerprint(self, local: LocalGpu) -> str:
-        """Digest (hex) of the usable bundles, in order, and the GPU's identity: equal on ranks that choose alike."""
+        """Digest (hex) of the usable bundles, in order, and the GPU's identity: equal on ranks that choose alike.
+
+        Code that is known to be wrong there counts, too.
+        """
         gpu = local.gpu
         digest = hashlib.sha256(f"{gpu.name}\n{local.sm}\n{gpu.sm_count}\n{gpu.memory_mib}\n".encode())
         for usable in self.view(local, installed=True).usable:
             if usable.place.kind is not Kind.PROCESS or usable.bundle.gpus:  # what is compiled hangs on the calls
                 digest.update(usable.bundle.digest)
+        digest.update(b"".join(verdicts.left_out(local)))
         if hooks.jit_allowed():
             digest.update(b"jit")
         return digest.hexdigest()

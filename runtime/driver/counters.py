@@ -42,6 +42,11 @@ class Counters:
             word = self._by_stream.setdefault(key, self._new())
         return word
 
+    def forget(self, stream: int) -> None:
+        """Have the next launch on ``stream`` take another word: this one may not be zero."""
+        for key in [one for one in self._by_stream if one[0] == stream]:
+            self._by_stream.pop(key, None)
+
     def _new(self) -> int:
         with lock("counters"):
             if self._next == self._end:

@@ -179,8 +179,8 @@ def make_current(device: int) -> None:
 
 
 @contextmanager
-def _loading(device: int) -> Iterator[None]:
-    """In the device's context, and in relaxed capture mode: loading code is then legal inside a graph capture."""
+def relaxed(device: int) -> Iterator[None]:
+    """In the device's context, and in relaxed capture mode: loading code is then legal while a graph is captured."""
     lib, mode, context = library(), c_int(_STREAM_CAPTURE_MODE_RELAXED), c_void_p()
     check(lib.cuCtxPushCurrent_v2(primary_context(device)), "cuCtxPushCurrent")
     try:
@@ -202,7 +202,7 @@ def load(cubin: bytes, entry: str, *, threads: int, shared_bytes: int, device: i
         where the driver refuses the code.
     """
     lib, module, handle, per_sm = library(), c_void_p(), c_void_p(), c_int()
-    with _loading(device):
+    with relaxed(device):
         check(lib.cuModuleLoadData(byref(module), cubin), f"cuModuleLoadData({entry}, {len(cubin)} bytes)")
         check(lib.cuModuleGetFunction(byref(handle), module, entry.encode()), f"cuModuleGetFunction({entry})")
         if shared_bytes > _SHARED_WITHOUT_ASKING_BYTES:
@@ -228,7 +228,7 @@ def zeroed(size_bytes: int, device: int) -> int:
         where the driver refuses.
     """
     lib, memory, stream = library(), c_void_p(), c_void_p()
-    with _loading(device):
+    with relaxed(device):
         check(lib.cuMemAlloc_v2(byref(memory), size_bytes), f"cuMemAlloc({size_bytes} bytes)")
         check(lib.cuStreamCreate(byref(stream), _STREAM_NON_BLOCKING), "cuStreamCreate")
         check(lib.cuMemsetD8Async(memory, 0, size_bytes, stream), "cuMemsetD8Async")

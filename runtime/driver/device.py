@@ -29,7 +29,8 @@ class Device:
     """What this process has on one GPU, the one that torch calls ``cuda:index``. It lasts as long as the process.
 
     ``kernels`` are those that were loaded, by the record of the variant; ``places`` the same by where a bundle has
-    them, its digest and the variant's number there (``launch/loader.py``). What asks the driver is imported where that
+    them, its digest and the variant's number there (``launch/loader.py``). Those places are in ``trusted`` whose code
+    was judged on this capability, or proven (``launch/proof.py``). What asks the driver is imported where that
     is first asked: a process without a GPU has none.
     """
 
@@ -37,6 +38,7 @@ class Device:
         self.index = index
         self.kernels: dict[Hashable, Any] = {}
         self.places: dict[tuple[bytes, int], Any] = {}
+        self.trusted: set[tuple[bytes, int]] = set()
         self._counters: Counters | None = None
         self._gpu: LocalGpu | None = None
 

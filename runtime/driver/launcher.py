@@ -11,8 +11,14 @@ from ctypes import c_char
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from ...artifacts.errors import InputError
+from ...artifacts.records.bundle import Variant
+from ...artifacts.records.problem import RowOp
+from ...kernels.contract.rowops import Block, programs, rows_at_once
 from . import cuda
 from .block import BlockLayout
+
+_MOST_PROGRAMS = 2**31 - 1
 
 # As block.Block, with its two addresses as the driver's function takes them.
 _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
@@ -175,3 +181,34 @@ def starter(
         return again if counter_of is None and map_of is None else counted
 
     return start, repeater
+
+
+class RowOpLauncher:
+    """Launches one loaded pass. It does not synchronise, and any thread may call it."""
+
+    __slots__ = ("_launch", "_op", "_rows", "_tail", "block", "most_experts")
+
+    def __init__(self, variant: Variant, function: cuda.Function, op: RowOp) -> None:
+        layout = BlockLayout(
+            variant.arguments, given=variant.arguments, threads=function.threads, shared_bytes=function.shared_bytes
+        )
+        self._launch, self._tail = whole_launch(function, variant.entry, layout), layout.tail
+        self._op, self._rows = op, rows_at_once(op)
+        self.block, self.most_experts = Block.from_pairs(variant.config).block, variant.max_experts
+
+    def __call__(
+        self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...], stream: int
+    ) -> None:
+        """Launch over ``rows`` rows; ``pointers`` and ``numbers`` are the arguments.
+
+        Raises
+        ------
+        InputError
+            where that makes more programs than a launch can have.
+        CudaError
+            where the driver refuses the launch.
+        """
+        grid = programs(self._op, rows, columns, self.block, self._rows)
+        if grid > _MOST_PROGRAMS:
+            raise InputError(f"{rows} rows of {columns} columns make {grid} programs, the most is 2^31 - 1: split them")
+        self._launch((*pointers, *numbers, grid, self._tail, stream))

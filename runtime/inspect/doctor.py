@@ -18,8 +18,9 @@ from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.places import Kind, Place
 from ..dispatch.snapshot import Found, Snapshot, View
 from ..driver.device import local_gpu, platform_name, platform_supported
+from .survey import survey
 
-_VARIABLES = (settings.BUNDLES, settings.DISABLE_AUTOTUNE, settings.STRICT)
+_VARIABLES = (settings.BUNDLES, settings.DISABLE_AUTOTUNE, settings.DISABLE_PROOF, settings.STRICT)
 _PACKAGES = ("pretuned", "torch", "msgpack", "filelock", "triton")
 
 
@@ -108,7 +109,8 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
     counts: dict[str, int] = {str(place): 0 for place in snapshot.places}
     for one in found:
         counts[str(one.place)] = counts.get(str(one.place), 0) + 1
-    notes = [] if gpus else ["no GPU here: nothing would be launched, CPU tensors run the torch reference"]
+    notes = [note for i, local in enumerate(gpus) for note in _unproven(snapshot, i, local)]
+    notes += [] if gpus else ["no GPU here: nothing would be launched, CPU tensors run the torch reference"]
     if not platform_supported():
         notes.append(f"bundles run on linux x86_64 and aarch64, this is {platform_name()}: torch runs everything")
     problems = [
@@ -141,6 +143,18 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
         notes=tuple(notes),
         problems=tuple(dict.fromkeys(problems)),
     )
+
+
+def _unproven(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
+    """What of the code for a GPU nobody has run on its capability, and what is wrong there."""
+    found = survey(snapshot, local)
+    yield from (f"GPU {gpu}: {line}" for line in found.wrong)
+    if found.left:
+        told = f"GPU {gpu}: {len(found.left)} variants were never run on its capability; "
+        if settings.settings().disable_proof:
+            yield f"{told}{settings.DISABLE_PROOF} has them used as they are"
+        else:
+            yield f"{told}the first use of each proves it, `python -m pretuned.runtime --prove` all of them now"
 
 
 def _refused_directories(places: tuple[Place, ...], found: tuple[Found, ...]) -> Iterator[str]:

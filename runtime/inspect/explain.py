@@ -13,7 +13,7 @@ from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
 from ...artifacts.records.target import Gpu, LocalGpu
 from ...kernels.contract.words import has_aligned_rows
 from ...kernels.hardware import arch, chips
-from .. import settings
+from .. import settings, verdicts
 from ..dispatch import compiled, epilogue, gather
 from ..dispatch import snapshot as bundles
 from ..dispatch.decide import Decision, miss_reason, reason, settle
@@ -41,8 +41,9 @@ class Explanation:
     it, or else what the cost model expects. With ``gathered_first`` a pass gathers the rows of x beforehand, and the
     first is for the product that is left: its time is without the pass, whose time ``reason`` has. ``raises`` is the
     error that the call ends with instead, if any: of strict mode, or of a file that PRETUNED_BUNDLES names. ``assumed``
-    says, of rows that are gathered, which top_k was taken where none was given. Where no bundle can run it ``build`` is
-    the command that makes one that can, and the last line of ``str()``.
+    says, of rows that are gathered, which top_k was taken where none was given. ``proof`` says where the code that runs
+    was judged or proven on this capability, or that its first use proves it (``launch/proof.py``). Where no bundle can
+    run it ``build`` is the command that makes one that can, and the last line of ``str()``.
     """
 
     problem: Problem
@@ -57,6 +58,7 @@ class Explanation:
     gathered_first: bool = False
     assumed: str | None = None
     build: str | None = None
+    proof: str | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -93,6 +95,7 @@ class Explanation:
             "steps": list(self.steps),
             "assumed": self.assumed,
             "reason": self.reason,
+            "proof": self.proof,
             "build": self.build,
             "candidates": [_row(candidate) for candidate in self.candidates],
             "skipped": [{"path": str(one.path), "reason": one.reason} for one in self.skipped],
@@ -113,6 +116,7 @@ class Explanation:
         if best is not None:
             lines.append(f"  from: {best.usable.path}, {best.usable.place.kind.value}, variant {best.index}")
         lines.append(f"  why:  {self.reason}")
+        lines += [f"  code: {self.proof}"] if self.proof is not None else []
         shown = self.candidates[:_SHOWN]
         config = max((len(str(one.config)) for one in shown), default=0)
         basis = max((len(_basis(one)) for one in shown), default=0)
@@ -192,10 +196,17 @@ def explain(
         check_numbers(top_k=top_k)
     local = made_up_gpu(sm) if sm is not None else _gpu_here(device)
     strict = settings.settings().strict
-    return examine(
+    verdicts.recall(local)
+    told = examine(
         bundles.snapshot(), problem, M or 0, local, aligned=natural if aligned is None else aligned, strict=strict,
         top_k=top_k,
     )  # fmt: skip
+    best = told.chosen
+    if best is None:
+        return told
+    from ..launch.proof import standing  # here, as it brings all that launches along
+
+    return replace(told, proof=standing(best.usable.bundle, best.index, best.variant, local))
 
 
 def examine(

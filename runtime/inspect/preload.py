@@ -28,6 +28,7 @@ from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
 from ..launch.loader import loaded, prepare
+from ..launch.proof import stands
 from ..locks import lock
 from ..settings import settings
 
@@ -95,7 +96,7 @@ def preload(
     device: int | None = None,
     w_layout: str | None = None,
 ) -> Preloaded:
-    """Load every variant that the calls of a deployment can come to; afterwards such calls load nothing.
+    """Load every variant that the calls of a deployment can come to; afterwards such calls load and prove nothing.
 
     Every form of a product counts, whatever is fused with it, and tensors that are not aligned to 16 bytes do too; so
     do the passes over rows.
@@ -165,16 +166,28 @@ def preload(
         if kernel is not None:
             kernels.add(kernel.function.handle)
     met = dict.fromkeys(problem for problem, _ in cells)
-    more = *rivals_of(cells, snapshot, local), *fallbacks_of(met, snapshot, local), *passes_of(met, snapshot, local)
-    for bundle, index in more:
-        try:
-            kernels.add(loaded(bundle, index, device, local.gpu.sm_count).function.handle)
-        except BundleError as error:
-            snapshot.reject(bundle, error)
+    while True:  # each turn but the last finds code that is damaged or wrong: others take its place
+        more = *rivals_of(cells, snapshot, local), *fallbacks_of(met, snapshot, local), *passes_of(met, snapshot, local)
+        found = [_usable(bundle, index, device, snapshot, local) for bundle, index in more]
+        if None not in found:
+            break
+    kernels.update(one for one in found if one is not None)
     done = Preloaded(len(kernels), len(wanted), len(cells), time.perf_counter() - began)
     _log.info("pretuned: %d variants preloaded for %d problems in %.1f ms", done.count, done.problems,
               done.seconds * 1e3)  # fmt: skip
     return done
+
+
+def _usable(bundle: BundleFile, index: int, device: int, snapshot: Snapshot, local: LocalGpu) -> int | None:
+    """The handle of a variant that was loaded and is proven; None where it is damaged, or wrong on this GPU."""
+    try:
+        kernel = loaded(bundle, index, device, local.gpu.sm_count)
+        if stands(bundle, index, kernel, local) is not False:
+            return kernel.function.handle
+        snapshot.reconsider()
+    except BundleError as error:
+        snapshot.reject(bundle, error)
+    return None
 
 
 def rivals_of(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:

@@ -20,6 +20,7 @@ from ..dispatch.snapshot import Rejected, Snapshot, Usable
 from ..driver.device import device as device_of
 from ..driver.device import devices, local_gpu
 from ..locks import lock
+from . import proof
 from .gemm import LoadedKernel, load_kernel
 
 
@@ -50,17 +51,26 @@ def load_first(
 ) -> LoadedKernel | None:
     """The variant that ``choose`` names (a bundle, and its number there), loaded; None where it names none.
 
-    A bundle whose code turns out damaged is dropped with a warning, and ``choose`` asked again.
+    A bundle whose code turns out damaged is dropped with a warning, and ``choose`` asked again; so it is where code is
+    wrong on this GPU (``proof.py``). In a graph capture it is None, too, for code that is not proven yet.
     """
-    while True:  # each turn drops a bundle
+    while True:  # each turn drops a bundle, or a variant
         chosen = choose()
         if chosen is None:
             return None
         usable, index = chosen
         try:
-            return loaded(usable.bundle, index, device, local.gpu.sm_count)
+            kernel = loaded(usable.bundle, index, device, local.gpu.sm_count)
+            stands = proof.stands(usable.bundle, index, kernel, local)
         except BundleError as error:
             snapshot.reject(usable.bundle, error)
+            continue
+        if stands is None:
+            snapshot.put_off += 1
+            return None
+        if stands:
+            return kernel
+        snapshot.reconsider()
 
 
 def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:

@@ -24,6 +24,7 @@ from .ready import Ready, index_step, ready_for, ready_for_gated, ready_for_weig
 if TYPE_CHECKING:
     from ..check.operands import Rows
     from ..dispatch.pin import Pin
+    from ..driver.launcher import RowOpLauncher
 
 _GATHERED = "rows"  # the operand that rows are gathered into
 _CODES = "codes"  # and the one that they are quantised into
@@ -117,7 +118,7 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
 
 
 def _of_codes(
-    ready: Ready, quantize: rowops.RowOpLauncher, call: Rows, left: Fusion, words: tuple[int, int]
+    ready: Ready, quantize: RowOpLauncher, call: Rows, left: Fusion, words: tuple[int, int]
 ) -> Product:  # fmt: skip
     """A product of x quantised by a pass, which gathers its rows where the call does.
 

@@ -14,8 +14,8 @@ from .program import Step
 
 if TYPE_CHECKING:
     from ..dispatch.snapshot import Snapshot, Usable
+    from ..driver.launcher import RowOpLauncher
     from .gemm import LoadedKernel
-    from .rowops import RowOpLauncher
 
 
 def kernel(

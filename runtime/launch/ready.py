@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..check.operands import Rows
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Snapshot, Usable
-    from ..driver.launcher import Launcher
+    from ..driver.launcher import Launcher, RowOpLauncher
     from .gemm import Fused, LoadedKernel
 
 _MOST_LAUNCHERS = 1 << 14
@@ -47,8 +47,8 @@ class Ready(NamedTuple):
 
     launcher: Launcher
     name: str
-    gather: rowops.RowOpLauncher | None = None
-    quantize: rowops.RowOpLauncher | None = None
+    gather: RowOpLauncher | None = None
+    quantize: RowOpLauncher | None = None
 
 
 def ready_for(call: Rows, y: torch.Tensor) -> Ready | None:
@@ -260,14 +260,18 @@ def _name(problem: Problem, kernel: LoadedKernel) -> str:
 
 
 def _known(key: tuple[object, ...], build: Callable[[], Ready | None]) -> Ready | None:
-    known = dispatch_snapshot.snapshot().launchers
+    snapshot = dispatch_snapshot.snapshot()
+    known = snapshot.launchers
     found: Any = known.get(key, _UNKNOWN)  # one look: another thread may clear the table after it
     if found is _UNKNOWN:
         if len(known) >= _MOST_LAUNCHERS:
             known.clear()
+        before = snapshot.put_off
         found = build()
         if found is None and hooks.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
             return None
+        if snapshot.put_off != before:  # nor is anything proven
+            return found  # type: ignore[no-any-return]
         known[key] = found
     ready: Ready | None = found
     return ready

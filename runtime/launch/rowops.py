@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import RowOp
-from ...kernels.contract.rowops import NARROW, USED, WEIGHTED, Block, programs, rows_at_once
+from ...kernels.contract.rowops import NARROW, USED, WEIGHTED
 from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from ..check import tensors as check_tensors
 from ..check.tensors import DTYPES
@@ -22,47 +21,12 @@ from ..driver.device import local_gpu, platform_supported
 
 if TYPE_CHECKING:
     from ..dispatch.snapshot import Snapshot, Usable
+    from ..driver.launcher import RowOpLauncher
     from .gemm import LoadedKernel
 
-_MOST_PROGRAMS = 2**31 - 1
 _COUNT_BYTES = 4  # of an entry of bounds
 
 _log = logging.getLogger(__name__)
-
-
-class RowOpLauncher:
-    """Launches one loaded pass. It does not synchronise, and any thread may call it."""
-
-    __slots__ = ("_launch", "_op", "_rows", "_tail", "block", "most_experts")
-
-    def __init__(self, kernel: LoadedKernel, op: RowOp) -> None:
-        from ..driver.block import BlockLayout  # here, as a process without a GPU has no launcher
-        from ..driver.launcher import whole_launch
-
-        variant, function = kernel.variant, kernel.function
-        layout = BlockLayout(
-            variant.arguments, given=variant.arguments, threads=function.threads, shared_bytes=function.shared_bytes
-        )
-        self._launch, self._tail = whole_launch(function, variant.entry, layout), layout.tail
-        self._op, self._rows = op, rows_at_once(op)
-        self.block, self.most_experts = Block.from_pairs(variant.config).block, variant.max_experts
-
-    def __call__(
-        self, rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...], stream: int
-    ) -> None:
-        """Launch over ``rows`` rows; ``pointers`` and ``numbers`` are the arguments.
-
-        Raises
-        ------
-        InputError
-            where that makes more programs than a launch can have.
-        CudaError
-            where the driver refuses the launch.
-        """
-        grid = programs(self._op, rows, columns, self.block, self._rows)
-        if grid > _MOST_PROGRAMS:
-            raise InputError(f"{rows} rows of {columns} columns make {grid} programs, the most is 2^31 - 1: split them")
-        self._launch((*pointers, *numbers, grid, self._tail, stream))
 
 
 def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLauncher | None:
@@ -80,8 +44,14 @@ def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLau
     known: dict[tuple[RowOp, DType, bool, int], RowOpLauncher | None] = snapshot.passes
     key = (op, dtype, aligned, device)
     if key not in known:
+        from ..driver.launcher import RowOpLauncher
+
+        before = snapshot.put_off
         kernel = _kernel(snapshot, op, dtype, device, aligned)
-        known[key] = None if kernel is None else RowOpLauncher(kernel, op)
+        found = None if kernel is None else RowOpLauncher(kernel.variant, kernel.function, op)
+        if snapshot.put_off != before:
+            return found
+        known[key] = found
         if kernel is None:
             _log.info("pretuned: no usable bundle has a kernel for %s %s: torch does it; aot build adds it to new ones",
                       op.value, dtype.value)  # fmt: skip

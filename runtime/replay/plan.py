@@ -22,7 +22,7 @@ from ..check.call import Call
 from ..check.form import Fusions
 from ..check.tensors import in_memory
 from ..dispatch import snapshot as dispatch_snapshot
-from ..driver.device import current_stream, device_is_current, only_device, without_autocast
+from ..driver.device import capturing, current_stream, device_is_current, only_device, without_autocast
 from ..launch.products import operands_of
 from ..launch.program import Program, Recorder
 from ..ops import autograd, gradients, layer
@@ -69,9 +69,10 @@ class _Plan:
     def _recorded(
         self, M: int, given: _Given, compute: Callable[[Recorder], _Results]
     ) -> tuple[_Results, Program | None]:
-        recorder = Recorder(M, given, varies=self._varies)
+        snapshot = dispatch_snapshot.snapshot()
+        before, recorder = snapshot.put_off, Recorder(M, given, varies=self._varies)
         found = compute(recorder)
-        return found, recorder.program(*found)
+        return found, recorder.program(*found) if snapshot.put_off == before else None
 
     def _again(self, known: _Gradient, M: int, given: _Given, loose: int = 0) -> _Results | None:
         """A gradient by its program; None where its tensors are not as the first ones were.
@@ -111,7 +112,7 @@ class _Plan:
             found, program = self._recorded(M, given, compute)
         if program is not None:
             self._gradients[needs] = _Gradient(program, same, [one.data_ptr() & _LOW for one in some], guarded)
-        elif not hooks.jit_allowed():  # else the next call asks again
+        elif not hooks.jit_allowed() and not capturing():  # else the next call asks again
             self._gradients[needs] = None
         return found
 

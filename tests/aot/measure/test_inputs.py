@@ -6,18 +6,8 @@ import pytest
 import torch
 
 from pretuned.aot.journal.records import ROUTINGS
-from pretuned.aot.measure import inputs
-from pretuned.aot.measure.inputs import (
-    codes_of_rows,
-    measured_routings,
-    quantised_weights,
-    routed_rows,
-    top_k_of,
-    values_of_rows,
-)
-from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.runtime.weights.codes import quantise_rows
-from pretuned.runtime.weights.order import K_ORDER
+from pretuned.aot.measure.inputs import measured_routings, quantised_weights, routed_rows, top_k_of
+from pretuned.artifacts.records.precision import DType
 
 
 def tiles(m_sizes: torch.Tensor, block: int) -> int:
@@ -81,33 +71,3 @@ def test_quantised_weights_are_prepared_finite_and_as_wide_as_others(dtype: DTyp
     assert len(raw.unique()) == (254 if dtype.precision.w.bits == 8 else 256)  # every code, but NaN
     again = quantised_weights(2, 256, 384, dtype, "cpu")
     assert torch.equal(again.dequantize(torch.float32), values)
-
-
-@pytest.mark.parametrize("M", [1, 4, 7])
-def test_codes_of_rows_are_those_of_a_product_that_quantises_x(monkeypatch: pytest.MonkeyPatch, M: int) -> None:
-    K, scale_of = 384, PRECISIONS["fp8_block"].x.scale
-    assert scale_of is not None
-    x = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).bfloat16()
-    x[0, 128:256] = 0
-    codes, scale = codes_of_rows(x)
-    assert (codes.dtype, codes.shape) == (torch.float8_e4m3fn, (M, K))
-    assert (scale.dtype, scale.shape) == (torch.float32, (3, -(-M // 4) * 4))  # rows of whole 16 bytes
-    assert float(scale[1, 0]) == 1
-    wanted = quantise_rows(x, scale_of)
-    for here in (slice(0, M), slice(M // 2, M), slice(0, 1)):
-        assert torch.equal(values_of_rows(codes, scale, here), wanted[here])
-    monkeypatch.setattr(inputs, "_CHUNK_ELEMENTS", 2 * K)  # two rows at a time
-    for one, again in zip((codes, scale), codes_of_rows(x), strict=True):
-        assert torch.equal(one.view(torch.uint8), again.view(torch.uint8))
-
-
-def test_codes_of_rows_lie_in_the_kernel_s_order() -> None:
-    """Of 64 columns k = 16 s + 8 h + 2 c + p is byte 16 c + 4 s + 2 p + (1 - h)."""
-    numbers = torch.arange(1, 65, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    x = torch.cat((numbers, numbers))
-    x[127] = 448  # the scale is 1: each code is its own value
-    bits = codes_of_rows(x[None].bfloat16())[0].view(torch.uint8)[0, :64].tolist()
-    for k in range(64):
-        s, h, c, p = k // 16, k // 8 % 2, k // 2 % 4, k % 2
-        assert bits[16 * c + 4 * s + 2 * p + 1 - h] == k + 1
-    assert [one - 1 for one in bits] == list(K_ORDER)

@@ -6,18 +6,12 @@ import pytest
 import torch
 
 from pretuned.aot.measure.calls import Tensors
-from pretuned.aot.measure.inputs import (
-    activations,
-    codes_of_rows,
-    quantised_weights,
-    routed_rows,
-    values_of_rows,
-    weights,
-)
+from pretuned.aot.measure.inputs import activations, quantised_weights, routed_rows, weights
 from pretuned.aot.measure.numerics import NumericsCheck
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
+from pretuned.runtime.weights.row_codes import codes_of_rows, values_of_rows
 
 E = 16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

@@ -27,8 +27,9 @@ from pretuned.kernels.contract.rowops import Block, RowOpSpec
 from pretuned.runtime.dispatch import rowops as dispatch_rowops
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver.cuda import Function
+from pretuned.runtime.driver.launcher import RowOpLauncher
 from pretuned.runtime.inspect.preload import passes_of
-from pretuned.runtime.launch import loader
+from pretuned.runtime.launch import loader, proof
 from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.launch.gemm import LoadedKernel
 
@@ -145,7 +146,7 @@ def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, monkeypatch: pyt
 
     read_launches(monkeypatch, read)
     kernel = LoadedKernel(record(op), Function(5, 6, 2, 256, 4096, 8), 132)
-    launcher = launch_rowops.RowOpLauncher(kernel, op)
+    launcher = RowOpLauncher(kernel.variant, kernel.function, op)
     for _ in range(2):
         launcher(rows, columns, pointers, numbers, 79)
     block = Block.from_pairs(kernel.variant.config).block
@@ -172,14 +173,15 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return LoadedKernel(bundle.variant(index), Function(5, 6, device, 256, 0, 8), sm_count)
 
     monkeypatch.setattr(loader, "loaded", loaded)
+    monkeypatch.setattr(proof, "stands", lambda *_: True)
     return codes
 
 
 GIVEN = (1, 2, 3, 4, 5, 6), (2, 3, 1, 0), 0  # pointers and numbers of COMBINE, a stream
 
 
-def made(op: RowOp = RowOp.COMBINE) -> launch_rowops.RowOpLauncher:
-    return launch_rowops.RowOpLauncher(LoadedKernel(record(op), Function(5, 6, 0, 256, 0, 8), 132), op)
+def made(op: RowOp = RowOp.COMBINE) -> RowOpLauncher:
+    return RowOpLauncher(record(op), Function(5, 6, 0, 256, 0, 8), op)
 
 
 def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(

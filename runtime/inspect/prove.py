@@ -1,0 +1,236 @@
+"""``python -m pretuned.runtime --prove``: all code that was never run on these GPUs' capability, in a child process.
+
+A first use proves code, too, but in the process that serves: code that hangs or faults takes that along. Here it takes
+a child along, and the next child goes on after it. What is found is remembered (``runtime/verdicts.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from ...artifacts.errors import BundleError, CudaError, HostError
+from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.names import printable
+from ...artifacts.records.target import LocalGpu
+from .. import verdicts
+from ..dispatch import snapshot as dispatch_snapshot
+from ..driver.device import local_gpu
+from ..launch.loader import loaded
+from ..launch.proof import Unfinished, tried
+from .doctor import gpus_and_driver
+from .survey import Unproven, survey
+
+CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prove")
+START_S = 300.0  # until a child has imported torch and begun
+LONGEST_S = 60.0  # for one variant
+_END_S = 10.0  # for it to end, once it is told to
+_MARK = "pretuned-proof "  # begins a child's lines
+
+_Tried = Callable[[int, str, int], "str | None"]  # (device, path, variant): what it gets wrong
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProof:
+    """What was proven on one GPU; ``wrong`` has a line to file for each variant that is left out from now on."""
+
+    gpu: str
+    judged: int
+    proven: int
+    wrong: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProofReport:
+    """What ``prove`` found."""
+
+    gpus: tuple[GpuProof, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong; true where there is no GPU."""
+        return not any(one.wrong for one in self.gpus)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {"ok": self.ok, "gpus": [asdict(one) for one in self.gpus]}
+
+    def __str__(self) -> str:
+        lines = [] if self.gpus else ["GPU       none: nothing to prove"]
+        for i, one in enumerate(self.gpus):
+            lines.append(f"GPU {i}     {one.gpu}")
+            lines.append(f"judged    {one.judged} variants, before, on this capability")
+            lines.append(f"proven    {one.proven} variants, on this GPU ({one.seconds:.1f} s)")
+            lines += [f"wrong     {line}" for line in one.wrong] or ["wrong     none"]
+        return "\n".join(map(printable, (*lines, "ok        " + ("yes" if self.ok else "no"))))
+
+
+def examine() -> ProofReport:
+    """Prove all that is left on every GPU of this machine; without one there is nothing to prove.
+
+    Raises
+    ------
+    HostError
+        where no process can be had that does it, or its GPU has no room.
+    """
+    try:
+        gpus, _ = gpus_and_driver()
+    except CudaError:  # no driver
+        gpus = ()
+    return prove(gpus)
+
+
+def prove(gpus: Sequence[LocalGpu]) -> ProofReport:
+    """The same on these GPUs, one after another."""
+    snapshot = dispatch_snapshot.snapshot()
+    found = []
+    for device, local in enumerate(gpus):
+        began = time.perf_counter()
+        for one, wrong in _proofs(device, survey(snapshot, local).left):
+            verdicts.note(one.variant, local, verdicts.verdict(wrong is None, wrong or ""))
+        snapshot.reconsider()
+        after = survey(snapshot, local)
+        found.append(
+            GpuProof(str(local), after.judged, after.proven, after.wrong, time.perf_counter() - began)
+        )  # fmt: skip
+    return ProofReport(tuple(found))
+
+
+def _proofs(device: int, left: Sequence[Unproven]) -> Iterator[tuple[Unproven, str | None]]:
+    """What each gets wrong. A child that hangs or dies over one is followed by another, which begins after it."""
+    while left:
+        done = 0
+        with _Child(device, left) as child:
+            for found in child.found():
+                yield left[done], found
+                done += 1
+        if not done:
+            raise HostError(f"a process that proves code could not begin: {child.last_words()}")
+        left = left[done:]
+
+
+class _Child:
+    """A process that tries variants one after another and tells of each when it begins and what it found."""
+
+    def __init__(self, device: int, left: Sequence[Unproven]) -> None:
+        self._asked = json.dumps([device, [[one.bundle.path, one.index] for one in left]])
+        self._count = len(left)
+        self._lines: queue.Queue[str | None] = queue.Queue()
+
+    def __enter__(self) -> _Child:
+        try:
+            self._process = subprocess.Popen(
+                CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+                errors="replace",
+            )  # fmt: skip
+        except OSError as error:
+            raise HostError(f"can't start {CHILD[0]!r}: {error.strerror or error}") from error
+        self._errors: list[str] = []
+        self._readers = [threading.Thread(target=one, daemon=True) for one in (self._read_lines, self._read_errors)]
+        for one in self._readers:
+            one.start()
+        with contextlib.suppress(OSError):  # it died already: its end is read below
+            self._stdin.write(self._asked)
+            self._stdin.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds is left to it
+            self._process.wait(_END_S)
+        for one in self._readers:
+            one.join(_END_S)
+
+    @property
+    def _stdin(self) -> IO[str]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    def _read_lines(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                if line.startswith(_MARK):
+                    self._lines.put(line.removeprefix(_MARK))
+        self._lines.put(None)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self._errors = [*self._errors[-20:], line.strip()]
+
+    def found(self) -> Iterator[str | None]:
+        """What each variant gets wrong, in order, up to the one that ends the process: of that, how."""
+        begun = False
+        for _ in range(2 * self._count):
+            try:
+                line = self._lines.get(timeout=LONGEST_S if begun else START_S)
+            except queue.Empty:
+                if begun:
+                    yield f"it did not end within {LONGEST_S:.0f} s"
+                return
+            if line is None:
+                if begun:
+                    yield self._ending()
+                return
+            told = json.loads(line)
+            if "stopped" in told:
+                raise HostError(f"a process that proves code can't go on: {told['stopped']}")
+            begun = "begin" in told
+            if not begun:
+                yield told["wrong"]
+
+    def _ending(self) -> str:
+        try:
+            code = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return "the process that ran it closed its output and went on"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"the process that ran it ended by {signal.Signals(-code).name}"
+        return f"the process that ran it ended with exit code {code}: {self.last_words()}"
+
+    def last_words(self) -> str:
+        """The last line that it wrote to its standard error."""
+        self._readers[1].join(_END_S)
+        return next((line for line in reversed(self._errors) if line), "it said nothing")
+
+
+def serve(given: IO[str], told: IO[str], one_tried: _Tried) -> int:
+    """What a child does: try what it is asked, until something leaves the GPU unusable. Returns its exit code."""
+    device, asked = json.load(given)
+    for path, index in asked:
+        print(_MARK + json.dumps({"begin": index}), file=told, flush=True)
+        try:
+            wrong, goes_on = one_tried(device, path, index), True
+        except Unfinished as error:
+            wrong, goes_on = str(error), False
+        except BundleError as error:  # its code is damaged: the runtime drops the bundle
+            wrong, goes_on = str(error), True
+        except Exception as error:  # no fault of the code's: there is no room on the GPU, say
+            print(_MARK + json.dumps({"stopped": f"{type(error).__name__}: {error}"}), file=told, flush=True)
+            return 1
+        print(_MARK + json.dumps({"wrong": wrong}), file=told, flush=True)
+        if not goes_on:
+            return 1
+    return 0
+
+
+def _tried_here(device: int, path: str, index: int) -> str | None:
+    with open_bundle(path) as bundle:
+        return tried(loaded(bundle, index, device, local_gpu(device).gpu.sm_count))
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.stdin, sys.stdout, _tried_here))

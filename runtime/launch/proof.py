@@ -1,0 +1,383 @@
+"""Code that nobody ran on a GPU's capability is proven before it is used: by a small product against torch.
+
+A bundle says of a variant where it was measured, and so judged (``BundleFile.judged_on``). On any other capability, and
+for code that no measurement ran, the first use on a machine is a trial of some milliseconds on that very GPU
+(``trials.py`` and here). What it shows is kept (``runtime/verdicts.py``). Code that is wrong is left out from then on:
+dispatch takes another choice, or torch. In a graph capture nothing can be tried: code that is not proven is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ...artifacts.errors import CudaError, PretunedError
+from ...artifacts.files.bundle_file import BundleFile
+from ...artifacts.names import printable
+from ...artifacts.records.bundle import Variant
+from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
+from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
+from ...artifacts.records.target import Gpu, LocalGpu, cuda_version
+from ...kernels import reference
+from ...kernels.hardware import arch
+from .. import verdicts
+from ..check.tensors import address_of
+from ..driver import cuda
+from ..driver.device import capturing
+from ..driver.device import device as device_of
+from ..driver.launcher import Launcher
+from ..locks import lock
+from ..settings import settings
+from ..weights.expert_weights import ExpertWeights
+from ..weights.row_codes import codes_of_rows, values_of_rows
+from . import gemm
+from .block_scaled import block_scaled_launcher
+from .mixed_input import mixed_input_launcher
+from .trials import TORCH, UNTOUCHED, Draw, Ground, full, off, rounding, trial_of_pass
+
+_LONGEST_S = 30.0  # that a trial may take: others may be using the GPU
+_COUNTS = (37, 0, 300, 1, 2, 24)  # rows of each expert
+_NAN_ROW = 338  # the first of the fifth's
+_NAN_TOKEN = 100
+_M = 370  # the last 6 belong to no expert
+_TOP_K = 2  # sorted rows for each row of x, where they are gathered
+
+_log = logging.getLogger(__name__)
+
+
+def judged_on(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> Gpu | None:
+    """The GPU of this capability where the variant was run and judged before it was shipped; None where it was not.
+
+    What no choice can name, fallbacks for tensors that are not aligned and passes over rows, is run by this project's
+    own tests, on the capabilities that they have.
+    """
+    if bundle.target.sm != local.sm or not bundle.gpus:
+        return None
+    tested = local.sm in arch.ARCHS and arch.ARCHS[local.sm].tested
+    if tested and (isinstance(variant.op, RowOp) or variant.alignment == 1):
+        return bundle.gpus[0]
+    return bundle.judged_on(index)
+
+
+def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> str:
+    """Where the variant was proven for such a GPU, in words."""
+    gpu = judged_on(bundle, index, variant, local)
+    if gpu is not None:
+        return f"judged on {gpu.name}"
+    if settings().disable_proof:
+        return "never run on this capability, and PRETUNED_DISABLE_PROOF has it used as it is"
+    found = verdicts.known(variant, local) if local.gpu.name else None
+    if found is None:
+        return "never run on this capability: its first use proves it (not in a graph capture)"
+    return f"proven on this GPU on {found.day}" if found.right else f"wrong on this GPU ({found.day}): {found.why}"
+
+
+def stands(bundle: BundleFile, index: int, kernel: gemm.LoadedKernel, local: LocalGpu) -> bool | None:
+    """Whether a loaded variant may be used: it was judged on this capability or is proven, now if need be.
+
+    False where it is wrong, None where that can't be told in a graph capture.
+
+    Raises
+    ------
+    CudaError
+        where the trial left the GPU unusable to this process. The next process leaves that variant out.
+    """
+    variant, there = kernel.variant, device_of(kernel.function.device)
+    key = (bundle.digest, index)
+    if key in there.trusted:
+        return True
+    if settings().disable_proof:
+        return True
+    if judged_on(bundle, index, variant, local) is None:
+        found = verdicts.known(variant, local)
+        if found is None:
+            if capturing():
+                return None
+            with lock("proving"):
+                found = verdicts.known(variant, local) or _proven(bundle, kernel, local)
+        if not found.right:
+            return False
+    there.trusted.add(key)
+    return True
+
+
+def _proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> verdicts.Verdict:
+    """The verdict of a trial now, kept; of a wrong one a line is told."""
+    began = time.perf_counter()
+    broken = None
+    try:
+        wrong = tried(kernel)
+    except Unfinished as error:
+        wrong, broken = str(error), error
+    found = verdicts.verdict(wrong is None, wrong or "")
+    verdicts.note(kernel.variant, local, found)
+    if wrong is None:
+        _log.info("pretuned: %s is proven on %s, in %.1f ms", _named(kernel.variant), local.gpu.name,
+                  (time.perf_counter() - began) * 1e3)  # fmt: skip
+        return found
+    _log.error("%s", complaint(bundle.path, kernel.variant, local, wrong))
+    if broken is not None:
+        raise CudaError(f"{broken}. It is left out from now on: start this process anew") from broken
+    return found
+
+
+def complaint(path: str, variant: Variant, local: LocalGpu, why: str) -> str:
+    """The one line about code that is wrong: all that a maintainer needs."""
+    name, gpu = path.rpartition("/")[2], local.gpu
+    return printable(
+        f"pretuned: wrong on this GPU and left out from now on (other code, or torch, runs in its place): "
+        f"{_named(variant)}, revision {variant.revision}, of {name}, cubin sha256 {variant.cubin_sha256.hex()}, "
+        f"on {gpu.name} of {local.sm // 10}.{local.sm % 10}, driver for CUDA {cuda_version(gpu.driver)}: {why}. "
+        "Please file this line as an issue of pretuned"
+    )
+
+
+def _named(variant: Variant) -> str:
+    config = " ".join(f"{name}={value}" for name, value in variant.config)
+    what = f"{variant.entry} {variant.op.value} {variant.dtype.value} w={variant.layout.value}"
+    fused = f" {variant.fusion}" if variant.fusion else ""
+    return f"{what}{fused} {config}" + (" unaligned" if variant.alignment == 1 else "")
+
+
+class Unfinished(CudaError):
+    """A trial that did not end, or ended in a fault: this process can't use the GPU any more."""
+
+
+def tried(kernel: gemm.LoadedKernel) -> str | None:
+    """What the variant gets wrong in a trial on its GPU, in words; None where it is right.
+
+    It runs in a thread of its own, which has none of the caller's modes: autocast, gradients, a trace, another stream.
+
+    Raises
+    ------
+    Unfinished
+        where it faults, or does not end.
+    """
+    found: list[str | BaseException | None] = []
+
+    def work() -> None:
+        try:
+            with ground(kernel.function.device) as here:
+                here.wait()  # what is wrong already is not this code's doing
+                found.append(_tried(kernel, here))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work, name="pretuned-proof", daemon=True)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def _tried(kernel: gemm.LoadedKernel, here: Ground) -> str | None:
+    try:
+        return trial(kernel, here)
+    except (torch.cuda.OutOfMemoryError, Unfinished):
+        raise
+    except (PretunedError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        try:
+            here.wait()
+        except Exception:
+            raise Unfinished(f"{_named(kernel.variant)}: {reason}") from error
+        return reason  # the driver refused the launch
+    finally:
+        device_of(kernel.function.device).counters.forget(here.stream)  # wrong code may have left anything there
+
+
+@contextlib.contextmanager
+def ground(device: int) -> Iterator[Ground]:
+    """A GPU's memory and a stream of its own, also while another stream is captured."""
+    with cuda.relaxed(device), torch.cuda.device(device), torch.no_grad():
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+        def wait() -> None:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(stream)
+            end = time.monotonic() + _LONGEST_S
+            while not done.query():  # type: ignore[no-untyped-call]
+                if time.monotonic() > end:
+                    raise Unfinished(f"what was launched did not end within {_LONGEST_S:.0f} s")
+                time.sleep(50e-6)
+
+        with torch.cuda.stream(stream):
+            yield Ground(torch.device("cuda", device), stream.cuda_stream, wait)
+
+
+def trial(kernel: gemm.LoadedKernel, here: Ground) -> str | None:
+    """A small run of a variant, in each form of call that runs it: what it gets wrong, in words, or None.
+
+    Raises
+    ------
+    CudaError
+        where the driver refuses a launch, or what was launched does not end.
+    """
+    variant = kernel.variant
+    if isinstance(variant.op, RowOp):
+        return trial_of_pass(variant, kernel.function, variant.op, here)
+    if variant.op is Op.DW:
+        return _weight(kernel, here)
+    on = _operands(variant, here)
+    for form, zero_tail in _FORMS[variant.fusion]:
+        wrong = _rows(kernel, here, on, form, zero_tail)
+        if wrong:
+            return f"{f'{form.name} ' if form else ''}y{' with zero_tail' if zero_tail else ''}{wrong}"
+    return None
+
+
+_MOVED = Fusion.WEIGHT | Fusion.BIAS
+_FORMS = {
+    Fusion.NONE: ((Fusion.NONE, False), (Fusion.NONE, True)),
+    Fusion.SCATTER: ((Fusion.BIAS, True), (Fusion.SCATTER, True), (Fusion.SCATTER | _MOVED, False)),
+    Fusion.GATHER: ((Fusion.GATHER, False), (Fusion.GATHER | Fusion.SCATTER | _MOVED, True)),
+    Fusion.SILU: ((Fusion.SILU, False),),
+    Fusion.SILU | Fusion.GATHER: ((Fusion.SILU | Fusion.GATHER, False),),
+}  # of call, and whether with zero_tail, by the code that runs them
+
+
+class _Operands(NamedTuple):
+    """x [M, reduction] and w as they are on the GPU, and their values in float32 on the host.
+
+    w's are [E, columns, reduction]. ``scale`` are x's scales, where it is of codes.
+    """
+
+    columns: int
+    reduction: int
+    w_kn: bool
+    x: torch.Tensor
+    w: torch.Tensor | ExpertWeights
+    x_values: torch.Tensor
+    w_values: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+def _operands(variant: Variant, here: Ground) -> _Operands:
+    draw, E = Draw(), len(_COUNTS)
+    if variant.dtype.quantised:
+        return _of_codes(variant.dtype, draw, here)
+    aligned, dtype = variant.alignment > 1, TORCH[variant.dtype]
+    columns, reduction = (272, 200) if aligned else (134, 67)
+    kn = (variant.layout is Layout.KN) == (variant.op is Op.FORWARD)
+    x = _some_nan(_rows_of_x(draw, reduction)).to(dtype)
+    w = (draw.normal(E, columns, reduction) * reduction**-0.5).to(dtype)
+    placed = here.put(w.transpose(1, 2).contiguous() if kn else w, aligned=aligned)
+    return _Operands(columns, reduction, kn, here.put(x, aligned=aligned), placed, x.float(), w.float())
+
+
+def _rows_of_x(draw: Draw, reduction: int) -> torch.Tensor:
+    """One row of NaN, and those that belong to no expert."""
+    x = draw.normal(_M, reduction)
+    x[_NAN_ROW] = x[sum(_COUNTS) :] = float("nan")
+    return x
+
+
+def _some_nan(x: torch.Tensor) -> torch.Tensor:
+    """The same with a row of NaN among the first, which are those that are gathered."""
+    x[_NAN_TOKEN] = float("nan")
+    return x
+
+
+def _of_codes(dtype: DType, draw: Draw, here: Ground) -> _Operands:
+    columns = reduction = 256
+    format = next(name for name in PRECISIONS if dtype in dtypes_of(name))
+    w = ExpertWeights.quantize(draw.normal(len(_COUNTS), columns, reduction) * reduction**-0.5, format)
+    values = w.dequantize(torch.float32)
+    placed, x = w.prepare().to(here.device), _some_nan(_rows_of_x(draw, reduction)).bfloat16()
+    if not dtype.quantises_x:
+        return _Operands(columns, reduction, False, here.put(x), placed, x.float(), values)
+    codes, scale = codes_of_rows(x)
+    known, every = values_of_rows(codes, scale, slice(0, _M)), here.put(codes.view(torch.uint8))
+    return _Operands(columns, reduction, False, every, placed, known, values, here.put(scale))
+
+
+def _rows(kernel: gemm.LoadedKernel, here: Ground, on: _Operands, form: Fusion, zero_tail: bool) -> str | None:
+    """y of one form of call, and the memory around it."""
+    variant, draw, E = kernel.variant, Draw(), len(_COUNTS)
+    gathers, scatters, silu = (one in form for one in (Fusion.GATHER, Fusion.SCATTER, Fusion.SILU))
+    aligned, dtype = variant.alignment > 1, TORCH[variant.dtype]
+    used, wide = sum(_COUNTS), on.columns // 2 if silu else on.columns
+    index, weights, bias = draw.order(_M), draw.normal(_M), draw.normal(E, on.columns).to(dtype)
+    if scatters:
+        index[5], index[40] = -1, _M  # rows that go nowhere
+    x_rows = slice(0, _M // _TOP_K) if gathers else slice(0, _M)
+    memory = full(_M + 2, wide + 8, dtype=dtype)
+    placed = here.put(memory, aligned=aligned)
+    y = placed[1:-1]
+    indexed = gathers or scatters or Fusion.WEIGHT in form
+    fused = gemm.Fused(form, 1, _TOP_K if gathers else 1, zero_tail)
+    launch = _launcher(kernel, on, fused)
+    words = {"x": on.x.data_ptr(), "stride_y_m": wide + 8, "M": _M}
+    keep = [here.put(index), here.put(weights), here.put(bias, aligned=aligned)]
+    at = [one.data_ptr() for one in keep]
+    words |= {"index": at[0] if indexed else 0, "index_end": _M if indexed else 0}
+    words |= {"row_weights": at[1] if Fusion.WEIGHT in form else 0, "bias": at[2] if Fusion.BIAS in form else 0}
+    if isinstance(on.w, ExpertWeights):
+        words["w"] = on.w.codes.data_ptr()
+        if on.scale is not None:
+            words |= {"x_scale": on.scale.data_ptr(), "w_scale": on.w.scale.data_ptr()}
+        else:
+            words |= {"w_scale": address_of(on.w.kernel_scale), "w_outer": address_of(on.w.outer_scale)}
+    else:
+        words["w"] = on.w.data_ptr()
+    if on.scale is None:
+        words["stride_x_m"] = on.reduction
+    counts = torch.tensor(_COUNTS, dtype=torch.int32, device="cpu")
+    m_sizes = here.put(counts)
+    for _ in range(2):  # what it counts with is as it was
+        launch(y.data_ptr(), m_sizes.data_ptr(), here.stream, **words)
+    want = memory.float()
+    result = want[1:-1, :wide]
+    reference.rows(
+        on.x_values[x_rows], on.w_values, counts, result, M=_M, layout=Layout.NK,
+        index=index if indexed else None, index_end=_M, gather_divisor=_TOP_K if gathers else 0, scatter=scatters,
+        row_weights=weights if Fusion.WEIGHT in form else None, bias=bias.float() if Fusion.BIAS in form else None,
+        silu=silu,
+    )  # fmt: skip
+    if launch.zeroes:
+        rest = (result == UNTOUCHED).all(1) if scatters else torch.arange(_M, device="cpu") >= used
+        result[rest] = 0
+    here.wait()
+    return off(placed, want, rounding(variant.dtype), above=1)
+
+
+def _launcher(kernel: gemm.LoadedKernel, on: _Operands, fused: gemm.Fused) -> Launcher:
+    E = len(_COUNTS)
+    if isinstance(on.w, ExpertWeights):
+        make = mixed_input_launcher if on.scale is None else block_scaled_launcher
+        return make(kernel, N=on.columns, K=on.reduction, E=E, m_sizes_step=1, fused=fused)
+    row = on.columns if on.w_kn else on.reduction
+    return gemm.row_launcher(
+        kernel, columns=on.columns, reduction=on.reduction, E=E, w_kn=on.w_kn, stride_w_e=on.columns * on.reduction,
+        stride_w_row=row, m_sizes_step=1, fused=fused,
+    )  # fmt: skip
+
+
+def _weight(kernel: gemm.LoadedKernel, here: Ground) -> str | None:
+    """dw, and the memory around it."""
+    variant, draw, E = kernel.variant, Draw(), len(_COUNTS)
+    aligned, dtype = variant.alignment > 1, TORCH[variant.dtype]
+    N, K = (264, 200) if aligned else (131, 67)
+    dy, x = (_rows_of_x(draw, columns).to(dtype) for columns in (N, K))
+    memory = full(E * N + 2, K, dtype=dtype)
+    placed, dy_there, x_there = (here.put(one, aligned=aligned) for one in (memory, dy, x))
+    counts = torch.tensor(_COUNTS, dtype=torch.int32, device="cpu")
+    m_sizes = here.put(counts)
+    launch = gemm.weight_launcher(kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=1)
+    for _ in range(2):
+        launch(
+            placed[1:].data_ptr(), m_sizes.data_ptr(), here.stream, dy=dy_there.data_ptr(), x=x_there.data_ptr(),
+            stride_dy_m=N, stride_x_m=K, M=_M,
+        )  # fmt: skip
+    want = memory.float()
+    want[1:-1] = reference.grad_weight(dy.float(), x.float(), counts).view(E * N, K)
+    here.wait()
+    wrong = off(placed, want, rounding(variant.dtype), above=1)
+    return None if wrong is None else f"dw, its rows one after another, {wrong}"

@@ -1,0 +1,373 @@
+"""Small trials of code on a GPU, held against torch on the host: where they run, how they are judged, those of passes.
+
+Each is made so that what code of its kind can get wrong shows: experts with several tiles of rows, with one row and
+with none, a row of NaN, no whole tile, rows that belong to no expert, and memory around the result that has to stay as
+it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.nn import functional
+
+from ...artifacts.records.bundle import Variant
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import RowOp
+from ...kernels.contract import rowops
+from ...kernels.contract.block_scaled import scale_columns
+from ..driver import cuda
+from ..driver.launcher import RowOpLauncher
+from ..weights.row_codes import codes_of_rows, values_of_rows
+
+UNTOUCHED = 96.0  # what a result holds beforehand; every dtype has it, and no trial comes to it
+_T, _TOP_K, _USED = 24, 2, 41  # tokens, slots of each, and how many of the slots belong to an expert
+_NAN_TOKEN = 3
+_QUANTISED = 0.13  # two codes that lie side by side differ by an eighth
+_OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702  # of swiglu_oai, see ops/activation.py
+_STEP = 1e-6
+_ROUNDING = {DType.FP16: 2e-3, DType.FP32: 1e-4, DType.TF32: 4e-3}
+
+# (rows, columns, tensors, numbers): a launch
+_Run: TypeAlias = Callable[[int, int, Sequence["torch.Tensor | None"], tuple[int, ...]], None]
+_Floats: TypeAlias = "torch.Tensor"
+
+
+class Ground(NamedTuple):
+    """Where a trial runs: a GPU's memory and a stream of its own; ``wait`` waits for all that was launched."""
+
+    device: torch.device
+    stream: int
+    wait: Callable[[], None]
+
+    def put(self, host: torch.Tensor, *, aligned: bool = True) -> torch.Tensor:
+        """A copy there, dense; unaligned it begins an element later than it would."""
+        flat = torch.empty(host.numel() + 1, dtype=host.dtype, device=self.device)
+        placed = flat[not aligned :][: host.numel()].view(host.shape)
+        placed.copy_(host)
+        return placed
+
+
+class Draw:
+    """Random operands, the same in every process, on the host. torch's own generator is left alone."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(11)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """float32, N(0, 1)."""
+        return torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+
+    def integers(self, low: int, high: int, count: int) -> torch.Tensor:
+        """int32 [count], low to high - 1."""
+        return torch.randint(low, high, (count,), generator=self._generator, dtype=torch.int32, device="cpu")
+
+    def order(self, count: int) -> torch.Tensor:
+        """int32 [count]: a permutation."""
+        return torch.randperm(count, generator=self._generator, dtype=torch.int64, device="cpu").to(torch.int32)
+
+
+def rounding(dtype: DType) -> float:
+    """How far a result of this dtype may be off, as ``off`` takes it."""
+    return 3e-2 if dtype.quantised else _ROUNDING.get(dtype, 1.6e-2)
+
+
+def full(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Memory on the host that nothing was stored to."""
+    return torch.full(shape, UNTOUCHED, dtype=dtype, device="cpu")
+
+
+def off(got: torch.Tensor, want: torch.Tensor, most: float, above: int = 0) -> str | None:
+    """The first element of ``got`` that is not what is wanted, in words; None where all are.
+
+    ``above`` of the rows come before the result's first.
+    An element may be off by ``most`` times (its size + the root mean square of its row). NaN is wanted where it is NaN,
+    and where ``want`` is untouched nothing may have been stored.
+    """
+    found = got.cpu().float()
+    untouched = want == UNTOUCHED
+    counts = ~untouched & ~want.isnan()
+    squares = torch.where(counts, want, 0.0).square().sum(-1, keepdim=True)
+    scale = (squares / counts.sum(-1, keepdim=True).clamp(min=1)).sqrt() + want.abs()
+    near = (found - want).abs() <= most * scale
+    right = torch.where(untouched, found == want, near | (found.isnan() & want.isnan()))
+    if bool(right.all()):
+        return None
+    wrong = (~right).nonzero()
+    at = tuple(wrong[0].tolist())
+    place = ", ".join(map(str, (at[0] - above, *at[1:])))
+    stored = "left as it was" if bool(untouched[at]) else f"{float(want[at]):.4g}"
+    return f"[{place}] is {float(found[at]):.4g}, wanted {stored} ({len(wrong)} of {want.numel()} elements are wrong)"
+
+
+def trial_of_pass(variant: Variant, function: cuda.Function, op: RowOp, ground: Ground) -> str | None:
+    """What a pass over rows gets wrong, in words; None where it is right.
+
+    Raises
+    ------
+    CudaError
+        where the driver refuses the launch.
+    """
+    launch = RowOpLauncher(variant, function, op)
+
+    def run(rows: int, columns: int, tensors: Sequence[torch.Tensor | None], numbers: tuple[int, ...]) -> None:
+        addresses = tuple(0 if one is None else one.data_ptr() for one in tensors)
+        launch(rows, columns, addresses, numbers, ground.stream)
+
+    on = _On(run, ground, variant, launch.block)
+    return _TRIALS[op](on)
+
+
+class _On(NamedTuple):
+    """A pass, and where it runs."""
+
+    run: _Run
+    ground: Ground
+    variant: Variant
+    block: int
+
+    @property
+    def columns(self) -> int:
+        """Of a row: no whole block of them."""
+        return 264 if self.variant.alignment > 1 else 131
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return TORCH[self.variant.dtype]
+
+    def put(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy on the GPU, as badly aligned as the code allows."""
+        return self.ground.put(host, aligned=self.variant.alignment > 1)
+
+    def words(self, host: torch.Tensor) -> torch.Tensor:
+        """The same of int32 and float32 words, which are always aligned to themselves."""
+        return self.ground.put(host)
+
+    def rows(self, host: torch.Tensor) -> torch.Tensor:
+        """The same in the code's dtype."""
+        return self.put(host.to(self.dtype))
+
+    def judged(self, got: torch.Tensor, want: torch.Tensor, what: str, most: float | None = None) -> str | None:
+        self.ground.wait()
+        wrong = off(got, want, rounding(self.variant.dtype) if most is None else most)
+        return None if wrong is None else f"{what}{wrong}"
+
+
+TORCH = dict.fromkeys(DType, torch.bfloat16) | {
+    DType.FP16: torch.float16, DType.FP32: torch.float32, DType.TF32: torch.float32,
+}  # of x and y  # fmt: skip
+
+
+def _gather(on: _On) -> str | None:
+    """out[i] = x[index[i] // top_k], in one launch and in the two that read each row of x once."""
+    draw, C, M = Draw(), on.columns, _T * _TOP_K
+    host = draw.normal(_T, C)
+    host[_NAN_TOKEN] = float("nan")
+    x, order, used = on.rows(host), draw.order(M), on.words(torch.tensor([_USED], dtype=torch.int32, device="cpu"))
+    index = on.words(order)
+    want = x.cpu().float()[order.long() // _TOP_K]
+
+    def out_of(given: torch.Tensor, programs: int, flags: int) -> str | None:
+        out = on.rows(full(M + 1, C))
+        on.run(programs, C, (x, index, given, out), (M, C, _TOP_K, 1, flags))
+        return on.judged(out[:_USED], want[:_USED], "out") or on.judged(out[M:], full(1, C), "past out")
+
+    wrong = out_of(used, M, rowops.USED)
+    if wrong:
+        return wrong
+    looks, noted = -(-M // rowops.NOTED_ROWS), on.words(torch.zeros(1 + M, dtype=torch.int32, device="cpu"))
+    on.run(looks, C, (x, index, used, noted), (M, C, M, 1, rowops.USED | rowops.NOTES))
+    on.ground.wait()
+    notes = noted.cpu()
+    there = notes[1 + order[:_USED].long()] == torch.arange(_USED, dtype=torch.int32, device="cpu")
+    if int(notes[0]) != _USED or not bool(there.all()):  # the next launch would store by them
+        return "where the rows go is noted wrongly"
+    return out_of(noted, _T + looks, rowops.BY_TOKEN)
+
+
+def _act(kind: str, gate: _Floats, up: _Floats | None) -> _Floats:
+    """The activations of ``rowops.KINDS`` in float32."""
+    if kind == "swiglu_oai" and up is not None:
+        gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
+        return (up + 1) * gate * torch.sigmoid(_OAI_ALPHA * gate)
+    known: dict[str, Callable[[_Floats], _Floats]] = {
+        "silu": functional.silu, "gelu": functional.gelu, "relu2": lambda h: functional.relu(h).square(),
+        "gelu_tanh": lambda h: functional.gelu(h, approximate="tanh"),
+    }  # fmt: skip
+    made = known[kind](gate)
+    return made if up is None else made * up
+
+
+def _halves(h: _Floats, gated: bool, interleaved: bool) -> tuple[_Floats, _Floats | None]:
+    if not gated:
+        return h, None
+    if interleaved:
+        return h[:, ::2], h[:, 1::2]
+    gate, up = h.chunk(2, 1)
+    return gate, up
+
+
+# Each kind once, with a gate or without, gate and up side by side or in turns.
+_ACTS = (
+    ("silu", True, False), ("gelu", True, True), ("gelu_tanh", False, False), ("swiglu_oai", True, True),
+    ("relu2", False, False),
+)  # fmt: skip
+
+
+def _flags(kind: str, gated: bool, interleaved: bool) -> int:
+    turns = rowops.INTERLEAVED if interleaved else 0
+    return rowops.KINDS.index(kind) | (rowops.GATED if gated else 0) | turns | rowops.USED
+
+
+def _activation(on: _On) -> str | None:
+    """a = act(gate) * up."""
+    draw, I, M = Draw(), on.columns, _T * _TOP_K  # noqa: E741
+    used = on.words(torch.tensor([_USED], dtype=torch.int32, device="cpu"))
+    for kind, gated, interleaved in _ACTS:
+        h, a = on.rows(draw.normal(M, I * (1 + gated)) * 3), on.rows(full(M + 1, I))
+        on.run(M, I, (h, a, used), (M, I, _flags(kind, gated, interleaved)))
+        want = _act(kind, *_halves(h.cpu().float(), gated, interleaved))
+        wrong = on.judged(a[:_USED], want[:_USED], f"{kind} a") or on.judged(a[M:], full(1, I), "past a")
+        if wrong:
+            return wrong
+    return None
+
+
+def _activation_grad(on: _On) -> str | None:
+    """dh = act'(h) * (t * da), a = t * act(h), dweights[index] = dot(da, act(h)), t = weights[index]."""
+    draw, I, M = Draw(), on.columns, _T * _TOP_K  # noqa: E741
+    used = on.words(torch.tensor([_USED], dtype=torch.int32, device="cpu"))
+    order, scale = draw.order(M), draw.normal(M)
+    index, weights, flat = on.words(order), on.words(scale), order.long()
+    more = rowops.WEIGHTED | rowops.WRITES_DH | rowops.WRITES_A | rowops.WRITES_DWEIGHTS
+    for kind, gated, interleaved in _ACTS:
+        host = (draw.normal(M, I * (1 + gated)) * 3).to(on.dtype)
+        h = on.rows(torch.where(host.abs() == _OAI_LIMIT, 1.0, host))  # where the slope has a step nobody is wrong
+        da = on.rows(draw.normal(M, I))
+        dh, a = on.rows(full(M + 1, I * (1 + gated))), on.rows(full(M + 1, I))
+        dweights = on.words(full(M))
+        flags = _flags(kind, gated, interleaved) | more
+        on.run(M, I, (h, da, weights, index, used, dh, a, dweights), (M, I, 1, flags))
+        grad, t = da.cpu().float(), scale[flat][:, None]
+        made, want = _with_slopes(kind, h.cpu().double(), grad * t, gated, interleaved)
+        dots = torch.zeros(M, dtype=torch.float32, device="cpu")
+        dots[flat[:_USED]] = (made * grad).sum(1)[:_USED]
+        wrong = (
+            on.judged(dh[:_USED], want[:_USED], f"{kind} dh")
+            or on.judged(a[:_USED], (made * t)[:_USED], f"{kind} a")
+            or on.judged(dweights, dots, f"{kind} dweights")
+            or on.judged(dh[M:], full(1, dh.shape[1]), "past dh")
+        )
+        if wrong:
+            return wrong
+    return None
+
+
+def _with_slopes(
+    kind: str, h: torch.Tensor, da: torch.Tensor, gated: bool, interleaved: bool
+) -> tuple[_Floats, _Floats]:  # fmt: skip
+    """act(h) and act'(h) * da in float32, of float64. The slopes are differences: a child of fork has no autograd."""
+    gates, ups = _halves(torch.arange(h.shape[1], dtype=torch.int64, device="cpu")[None], gated, interleaved)
+    dh = torch.zeros_like(h)
+    for part in (gates,) if ups is None else (gates, ups):
+        step = torch.zeros(h.shape[1], dtype=torch.float64, device="cpu")
+        step[part[0]] = _STEP
+        after, before = (_act(kind, *_halves(h + one, gated, interleaved)) for one in (step, -step))
+        dh[:, part[0]] = (after - before) / (2 * _STEP) * da
+    return _act(kind, *_halves(h, gated, interleaved)).float(), dh.float()
+
+
+def _combine(on: _On) -> str | None:
+    """out[t] = the sum over t's slots of weight * (y[place] + bias[expert]), of those that have a place."""
+    draw, C, M, E = Draw(), on.columns, _T * _TOP_K, 5
+    order, scale, expert = draw.order(M), draw.normal(M), draw.integers(0, E, M)
+    place = torch.where(order < _USED, order, -1)
+    here = place >= 0
+    expert = torch.where(here, expert, E)
+    y, bias, out = on.rows(draw.normal(M, C)), on.rows(draw.normal(E, C)), on.rows(full(_T + 1, C))
+    places, weights, experts = on.words(place), on.words(scale), on.words(expert)
+    on.run(_T, C, (y, places, weights, experts, bias, out), (_T, C, _TOP_K, rowops.WEIGHTED | rowops.BIASED))
+    rows, added = y.cpu().float()[place.clamp(min=0).long()], bias.cpu().float()[expert.clamp(max=E - 1).long()]
+    every = torch.where(here[:, None], (rows + added) * scale[:, None], 0.0)
+    want = every.view(_T, _TOP_K, C).sum(1)
+    return on.judged(out[:_T], want, "out") or on.judged(out[_T:], full(1, C), "past out")
+
+
+def _sort_slots(on: _On) -> str | None:
+    """Slots in the order of their experts: of few, in one launch, and of several chunks, in three."""
+    for M in (min(100, on.block), 2 * on.block + 55):
+        wrong = _sorted(on, M, E=6)
+        if wrong:
+            return f"of {M} slots {wrong}"
+    return None
+
+
+def _sorted(on: _On, M: int, E: int) -> str | None:
+    chunks, given = -(-M // on.block), Draw().integers(-1, E + 2, M)
+
+    def words(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return on.words(torch.full((count,), 77, dtype=dtype, device="cpu"))
+
+    expert = torch.where((given >= 0) & (given < E), given, E).long()
+    order, sizes = expert.argsort(stable=True), expert.bincount(minlength=E + 1)[:E]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(M, dtype=torch.int64, device="cpu")
+    place = torch.where(place < sizes.sum(), place, -1)
+    ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    ids, experts, places, bounds, m_sizes = on.words(given), words(chunks * on.block), words(M), words(E + 1), words(E)
+    found, counts = words(M, torch.int64), words(chunks * (E + 1)) if chunks > 1 else None
+    every = (ids, experts, found, places, bounds, m_sizes, counts)
+    if counts is None:
+        on.run(1, 0, every, (M, E, 1, rowops.COUNTS | rowops.PLACES))
+    else:
+        on.run(chunks, 0, every, (M, E, 1, rowops.COUNTS))
+        on.run(-(-(E + 1) // rowops.SORTED_EXPERTS), 0, every, (M, E, 1, rowops.ADDS))
+        on.run(chunks, 0, every, (M, E, 1, rowops.PLACES))
+    on.ground.wait()
+    pairs = (
+        ("order", found, order), ("m_sizes", m_sizes, sizes), ("bounds", bounds, ends), ("places", places, place),
+        ("experts", experts[:M], expert),
+    )  # fmt: skip
+    wrong = [name for name, got, want in pairs if not torch.equal(got.cpu().long(), want)]
+    return f"{', '.join(wrong)} are wrong" if wrong else None
+
+
+def _clear(on: _On) -> str | None:
+    """Rows of y that no index names become zero, the others stay."""
+    draw, C, M, rows, E = Draw(), 264, 300, 200, 3
+    counts = torch.tensor([200, 0, 60], dtype=torch.int32, device="cpu")
+    given, host = draw.integers(-2, rows // 2, M), draw.normal(rows + 1, C)
+    y, index, m_sizes = on.words(host), on.words(given), on.words(counts)
+    named = on.words(torch.zeros(rows, dtype=torch.int8, device="cpu"))
+    numbers = M, rows, C, E, rows, 1, 1
+    on.run(-(-M // on.block), 0, (y, index, m_sizes, named), (*numbers, rowops.NAMES))
+    on.run(-(-rows // rowops.CLEARED_ROWS), 0, (y, index, m_sizes, named), (*numbers, 0))
+    used = given[: int(counts.sum())]
+    stays = torch.zeros(rows + 1, dtype=torch.bool, device="cpu")
+    stays[used[used >= 0].long()] = True
+    stays[rows] = True
+    return on.judged(y, torch.where(stays[:, None], host, 0.0), "y", 0.0)
+
+
+def _quantize(on: _On) -> str | None:
+    """Codes and scales of rows that an index picks."""
+    draw, C, M = Draw(), 256, _T * _TOP_K
+    x, order, used = on.rows(draw.normal(_T, C)), draw.order(M), on.words(
+        torch.tensor([M], dtype=torch.int32, device="cpu")
+    )  # fmt: skip
+    codes = on.words(torch.zeros(M, C, dtype=torch.uint8, device="cpu"))
+    scale = on.words(torch.zeros(C // 128, scale_columns(M), dtype=torch.float32, device="cpu"))
+    flags = rowops.USED | rowops.PICKED
+    on.run(M, C, (x, on.words(order), used, codes, scale), (M, C, _TOP_K, 1, flags))
+    on.ground.wait()
+    picked, every = x.cpu()[order.long() // _TOP_K], slice(0, M)
+    got = values_of_rows(codes.cpu().view(torch.float8_e4m3fn), scale.cpu(), every)
+    return on.judged(got, values_of_rows(*codes_of_rows(picked), every), "codes", _QUANTISED)
+
+
+_TRIALS: dict[RowOp, Callable[[_On], str | None]] = {
+    RowOp.GATHER: _gather, RowOp.ACTIVATION: _activation, RowOp.ACTIVATION_GRAD: _activation_grad,
+    RowOp.COMBINE: _combine, RowOp.SORT_SLOTS: _sort_slots, RowOp.CLEAR: _clear, RowOp.QUANTIZE: _quantize,
+}  # fmt: skip

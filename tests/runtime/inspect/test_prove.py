@@ -1,0 +1,146 @@
+"""All code of a GPU proven in child processes: what hangs, dies or is wrong is left out, and the rest goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import proving_child
+import pytest
+from made import A100, ON_A100, SPECS, Spec, measured, modelled, places, write
+
+from pretuned.artifacts.errors import CudaError, HostError
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.kernels.contract.config import Config
+from pretuned.runtime import __main__ as command
+from pretuned.runtime import verdicts
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.snapshot import Snapshot
+from pretuned.runtime.inspect import doctor, prove
+from pretuned.runtime.inspect import survey as inspect_survey
+from pretuned.runtime.inspect.doctor import report
+from pretuned.runtime.inspect.survey import survey
+from pretuned.runtime.settings import Settings
+
+PROBLEM = Problem(Op.FORWARD, SPECS[0].dtype, 8, 1024, 768)
+
+Make = Callable[..., Snapshot]
+
+
+@pytest.fixture
+def made(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A bundle of so many variants, and children over which each is as it is told."""
+    monkeypatch.setattr(inspect_survey, "unlaunchable", lambda variant: None)  # they have few arguments
+    for name, empty in (("_known", {}), ("_wrong", {}), ("_read", set()), ("_told", set())):
+        monkeypatch.setattr(verdicts, name, empty)
+
+    def make(*how: str) -> Snapshot:
+        specs = [Spec(Config(16 << i % 4, 64 << i // 4, 64, 4, 3)) for i in range(len(how))]
+        write(clean_places / "a.msgpack", {PROBLEM: [modelled(64, 0)]}, sm=80, specs=specs)
+        monkeypatch.setattr(prove, "CHILD", (sys.executable, proving_child.__file__, *how))
+        taken = Snapshot(places(clean_places))
+        monkeypatch.setattr(dispatch_snapshot, "current", taken)
+        return taken
+
+    return make
+
+
+@pytest.mark.slow
+def test_what_is_right_is_proven_and_not_again(made: Make) -> None:
+    taken = made("right", "right", "right")
+    assert len(survey(taken, ON_A100).left) == 3
+    (found,) = prove.prove([ON_A100]).gpus
+    assert (found.judged, found.proven, found.wrong) == (0, 3, ())
+    assert survey(taken, ON_A100).left == ()
+    made("die", "die", "die")  # nothing is run again
+    assert prove.prove([ON_A100]).ok
+
+
+@pytest.mark.slow
+def test_what_is_wrong_or_ends_its_process_is_left_out_and_the_rest_goes_on(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "LONGEST_S", 2.0)
+    taken = made("right", "die", "wrong", "hang", "exit", "fault", "damaged", "right")
+    told = prove.prove([ON_A100])
+    (found,) = told.gpus
+    assert not told.ok
+    assert found.proven == 2
+    reasons = (
+        "ended by SIGSEGV", "y[0, 0] is 1, wanted 2", "did not end within 2 s",
+        "exit code 1: the driver's last words", "CUDA error: an illegal memory access", "its cubin is not what",
+    )  # fmt: skip
+    assert len(found.wrong) == len(reasons)
+    for line, reason in zip(found.wrong, reasons, strict=True):
+        assert reason in line
+        assert "Please file this line" in line
+        assert f"wrong     {line}" in str(told)
+    assert survey(taken, ON_A100).left == ()
+    assert len(verdicts.left_out(ON_A100)) == 6
+
+
+def test_a_child_that_cannot_begin_proves_nothing(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made("right")
+    monkeypatch.setattr(prove, "CHILD", (sys.executable, "-c", "raise SystemExit('no torch here')"))
+    with pytest.raises(HostError, match="could not begin: no torch here"):
+        prove.prove([ON_A100])
+    monkeypatch.setattr(prove, "CHILD", ("/no/such/python",))
+    with pytest.raises(HostError, match="can't start '/no/such/python'"):
+        prove.prove([ON_A100])
+    assert verdicts.left_out(ON_A100) == ()
+
+
+@pytest.mark.slow
+def test_what_is_no_fault_of_the_code_is_an_error(made: Make) -> None:
+    taken = made("right", "broken", "right")
+    with pytest.raises(HostError, match="can't go on: RuntimeError: no room on the GPU"):
+        prove.prove([ON_A100])
+    assert len(survey(taken, ON_A100).left) == 2
+
+
+def test_what_was_measured_elsewhere_on_the_capability_is_not_run(made: Make, clean_places: Path) -> None:
+    specs = [Spec(Config(16, 64, 64, 4, 3)), Spec(Config(32, 64, 64, 4, 3))]
+    made("right")
+    write(clean_places / "a.msgpack", {PROBLEM: [measured(64, 0, 5)]}, sm=80, specs=specs, gpus=[A100])
+    found = survey(Snapshot(places(clean_places)), ON_A100)
+    assert found.judged == 1
+    assert [one.index for one in found.left] == [1]
+
+
+@pytest.mark.slow
+def test_the_report_on_a_machine_says_what_is_left_and_what_is_wrong(made: Make) -> None:
+    taken = made("right", "wrong")
+    told = str(report(taken, Settings(), (ON_A100,), ""))
+    assert "note      GPU 0: 2 variants were never run on its capability; the first use of each proves it" in told
+    prove.prove([ON_A100])
+    found = report(taken, Settings(), (ON_A100,), "")
+    assert found.ok  # other code, or torch, runs
+    (note,) = found.notes
+    assert note.startswith("GPU 0: pretuned: wrong on this GPU and left out")
+
+
+@pytest.mark.slow
+def test_the_command(made: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    made("right", "wrong")
+    monkeypatch.setattr(prove, "gpus_and_driver", lambda: ((ON_A100,), "CUDA 13.0"))
+    assert command.main(["--prove"]) == 1
+    text = capsys.readouterr().out
+    assert "proven    1 variants, on this GPU" in text
+    assert "ok        no" in text
+    assert command.main(["--prove", "--json"]) == 1
+    (gpu,) = json.loads(capsys.readouterr().out)["gpus"]
+    assert (gpu["proven"], len(gpu["wrong"])) == (1, 1)
+
+
+def test_without_a_gpu_there_is_nothing_to_prove(
+    clean_places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none() -> None:
+        raise CudaError("no CUDA driver")
+
+    monkeypatch.setattr(prove, "gpus_and_driver", none)
+    assert command.main(["--prove"]) == 0
+    assert "nothing to prove" in capsys.readouterr().out
+    assert doctor.examine().ok

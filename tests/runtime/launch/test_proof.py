@@ -1,0 +1,453 @@
+"""Code that was never run on a GPU's capability: tried before its first use, and left out where it is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import host_gpu
+import proving
+import pytest
+import torch
+from host_gpu import SPECIALIZED, device  # noqa: F401 - a fixture
+from made import ELF, L40S, ON_A100, ON_H200, ON_L40S, Spec, bundle, measured, modelled, places, write
+
+from pretuned.artifacts.errors import CudaError
+from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Kernel, Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.kernels import reference
+from pretuned.kernels.contract import rowops
+from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.registry import ENTRIES
+from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.runtime import explain, grouped_gemm, preload, reload, verdicts
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.snapshot import Snapshot
+from pretuned.runtime.driver import device as driver_device
+from pretuned.runtime.inspect import explain as inspect_explain
+from pretuned.runtime.inspect import preload as inspect_preload
+from pretuned.runtime.launch import loader, proof, ready
+from pretuned.runtime.launch import rowops as launch_rowops
+from pretuned.runtime.launch.gemm import LoadedKernel
+from pretuned.runtime.ops import products
+
+SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
+LAUNCHER = launch_rowops.launcher
+KERNEL, GATED, GATHERED = ready._kernel, ready._gated_kernel, ready._gathered_kernel
+TILE, SMALL = Config(64, 64, 32, 4, 2), Config(16, 64, 64, 4, 2)
+E, N, K, M = 4, 8, 12, 20
+PROBLEM = Problem(Op.FORWARD, DType.FP32, E, N, K)
+CODE = "code of a.msgpack"
+
+every_form = pytest.mark.parametrize(
+    ("op", "fusion"),
+    [
+        *((op, fusion) for op in (Op.FORWARD, Op.DX) for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)),
+        (Op.FORWARD, Fusion.SILU), (Op.FORWARD, Fusion.SILU | Fusion.GATHER), (Op.DW, Fusion.NONE),
+    ],
+)  # fmt: skip
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> proving.Faults:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return proving.install(monkeypatch)
+
+
+def code(op: Op, fusion: Fusion, layout: Layout, alignment: int, config: Config = TILE) -> LoadedKernel:
+    return proving.kernel(Spec(config, alignment, 49152, 512, 1, DType.FP32, fusion, op, layout))
+
+
+@every_form
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("alignment", [16, 1])
+@pytest.mark.parametrize("config", [SMALL, SPECIALIZED])
+def test_right_code_is_right(
+    op: Op, fusion: Fusion, layout: Layout, alignment: int, config: Config, faults: proving.Faults
+) -> None:
+    """Against the launches of host_gpu.py, which know nothing of the trial: no right code is ever left out."""
+    assert proof.tried(code(op, fusion, layout, alignment, config)) is None
+    assert faults.launches >= 2
+
+
+def last_column(result: int, words: dict[str, int]) -> None:
+    """One column too many is stored, in the memory beside y."""
+    host_gpu.at(result + 4 * (words["stride_y_m"] - 8), 1)[0] = 1.0
+
+
+def row_before(result: int, words: dict[str, int]) -> None:
+    host_gpu.at(result - 4, 1)[0] = 1.0
+
+
+def nan_of_another(result: int, words: dict[str, int]) -> None:
+    """A NaN leaves its row."""
+    host_gpu.at(result, 8)[7] = float("nan")
+
+
+@every_form
+@pytest.mark.parametrize("spoil", [proving.one_element, row_before, nan_of_another])
+def test_wrong_code_is_found_and_what_it_did_is_told(
+    op: Op, fusion: Fusion, spoil: Callable[..., None], faults: proving.Faults
+) -> None:
+    kernel = code(op, fusion, Layout.NK, 16)
+    faults.spoilt[kernel.variant.cubin_sha256] = spoil
+    wrong = proof.tried(kernel)
+    assert wrong is not None
+    assert "elements are wrong" in wrong
+
+
+def test_what_lies_beside_the_rows_stays_and_is_judged(faults: proving.Faults) -> None:
+    kernel = code(Op.FORWARD, Fusion.NONE, Layout.NK, 16)
+    faults.spoilt[kernel.variant.cubin_sha256] = last_column
+    assert "wanted left as it was" in str(proof.tried(kernel))
+
+
+def test_an_expert_without_rows_needs_zeros_in_dw(faults: proving.Faults) -> None:
+    """A trial of M rows has one without any."""
+    kernel = code(Op.DW, Fusion.NONE, Layout.NK, 16)
+
+    def leaves(result: int, words: dict[str, int]) -> None:
+        host_gpu.at(result + 4 * 264 * 200, 1)[0] = 1e-3  # the second expert's
+
+    faults.spoilt[kernel.variant.cubin_sha256] = leaves
+    assert "wanted 0 (1 of" in str(proof.tried(kernel))
+
+
+def pass_record(op: RowOp, alignment: int, dtype: DType = DType.FP32, cubin: bytes = b"code") -> Variant:
+    spec = RowOpSpec(op, dtype, alignment)
+    return Variant(
+        op.value, ENTRIES[op.value].revision, 1, op, dtype, Layout.NK, Fusion.NONE, alignment, spec.max_experts,
+        spec.config.pairs(), op.value, rowops.arguments(op), (), 256, 0, 40, 0, 0, len(cubin),
+        hashlib.sha256(cubin).digest(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("alignment", [16, 1])
+@pytest.mark.parametrize("op", [op for op in RowOp if op is not RowOp.QUANTIZE])  # (that one is tried on a GPU)
+def test_passes_over_rows(op: RowOp, alignment: int, faults: proving.Faults) -> None:
+    variant = pass_record(op, alignment)
+    kernel = LoadedKernel(variant, proving.FUNCTION, 132)
+    assert proof.tried(kernel) is None
+    faults.spoilt[variant.cubin_sha256] = proving.one_element
+    assert "wrong" in str(proof.tried(kernel))
+
+
+def test_a_trial_has_none_of_the_callers_modes(faults: proving.Faults) -> None:
+    """Its thread is its own: neither autocast, nor a default dtype, nor the generator are its business."""
+    seen = []
+    kernel = code(Op.FORWARD, Fusion.NONE, Layout.NK, 16)
+    faults.spoilt[kernel.variant.cubin_sha256] = lambda *_: seen.append(
+        (threading.current_thread().name, torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled())
+    )
+    before = torch.get_rng_state()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+            assert proof.tried(kernel) is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert set(seen) == {("pretuned-proof", False, False)}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_the_driver_refuses_is_wrong_and_the_process_goes_on(faults: proving.Faults) -> None:
+    kernel = code(Op.FORWARD, Fusion.NONE, Layout.NK, 16)
+
+    def refuses(*_: object) -> None:
+        raise CudaError("cuLaunchKernelEx(rows): CUDA error 701, too many resources requested for launch\nmore")
+
+    faults.spoilt[kernel.variant.cubin_sha256] = refuses
+    assert proof.tried(kernel) == "cuLaunchKernelEx(rows): CUDA error 701, too many resources requested for launch"
+
+
+def test_shipped_code_for_tested_capabilities_is_judged_and_other_code_is_not() -> None:
+    """Every variant of a bundle that was measured costs nothing on its capability; all the others are to be proven."""
+    for path in sorted(SHIPPED.glob("*.msgpack")):
+        with open_bundle(path) as file:
+            here = LocalGpu(file.target.sm, Gpu("a GPU", 100, 1 << 16, 13000))
+            found = {proof.judged_on(file, i, one, here) for i, one in enumerate(file.variants())}
+            assert found == ({file.gpus[0]} if file.gpus else {None}), path.name
+            assert bool(file.gpus) == (file.target.sm == 90)
+
+
+def test_a_measured_choice_judges_its_variant_and_its_runner_up_alone(tmp_path: Path) -> None:
+    specs = [Spec(config, alignment) for config, alignment in ((TILE, 16), (SMALL, 16), (SPECIALIZED, 16), (TILE, 1))]
+    other = replace(host_problem(), N=2048)
+    rows = {host_problem(): [measured(64, 1, 5, second=0)], other: [modelled(64, 2)]}
+    for sm, there in ((90, ON_H200), (80, ON_A100)):
+        path = write(tmp_path / f"{sm}.msgpack", rows, specs=specs, gpus=[there.gpu], sm=sm)
+        for asked in (True, False):  # whether its choices were read before
+            with open_bundle(path) as file:
+                if asked:
+                    file.find(host_problem())
+                found = [proof.judged_on(file, i, one, there) for i, one in enumerate(file.variants())]
+                # What no choice names is run by this project's own tests on 9.0.
+                assert found == [there.gpu, there.gpu, None, there.gpu if sm == 90 else None]
+                for elsewhere in (ON_L40S, LocalGpu(86, there.gpu)):
+                    assert proof.judged_on(file, 0, file.variant(0), elsewhere) is None
+
+
+def host_problem() -> Problem:
+    return Problem(Op.FORWARD, DType.BF16, 8, 1024, 768)
+
+
+# Calls, through dispatch and the loader
+
+
+class Machine:
+    """A machine whose GPU is host memory, with one directory of bundles for it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, faults: proving.Faults) -> None:
+        self.patch, self.folder, self.faults, self.gpu, self.loads = patch, folder, faults, ON_L40S, 0
+        self.capturing = False
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return dispatch_snapshot.snapshot()
+
+    def anew(self, *, driver: int = L40S.driver) -> None:
+        """Another process begins."""
+        for name, empty in (("_known", {}), ("_wrong", {}), ("_read", set()), ("_told", set())):
+            self.patch.setattr(verdicts, name, empty)
+        self.patch.setattr(driver_device, "devices", {})
+        self.gpu = LocalGpu(89, replace(L40S, driver=driver))
+        self.faults.tried.clear()
+        reload()
+        self.patch.setattr(dispatch_snapshot, "current", Snapshot(places(self.folder)))
+
+    def spoil(self, *indices: int, tag: str = "a", spoil: Callable[..., None] = proving.one_element) -> None:
+        for index in indices:
+            self.faults.spoilt[hashlib.sha256(cubin(tag, index)).digest()] = spoil
+
+    def call(self, rows: int = M) -> bool:
+        """Whether a product is right."""
+        x, w, m_sizes = operands(rows)
+        y = grouped_gemm(x, w, m_sizes)
+        return torch.allclose(y, reference.forward(x, w, m_sizes), rtol=1e-4, atol=1e-4)
+
+
+def cubin(tag: str, index: int) -> bytes:
+    return ELF + f"{tag} 89 {index}".encode()  # as made.bundle has them
+
+
+def operands(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x, w = torch.randn(rows, K, generator=generator), torch.randn(E, N, K, generator=generator)
+    return x, w, torch.tensor([rows - 7, 0, 7, 0], dtype=torch.int32)
+
+
+@pytest.fixture
+def machine(
+    device: host_gpu.Device,  # noqa: F811
+    faults: proving.Faults,
+    clean_places: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Machine:
+    made = Machine(monkeypatch, clean_places, faults)
+    specs = [Spec(config, dtype=DType.FP32) for config in (TILE, SMALL)]
+    write(clean_places / "a.msgpack", {PROBLEM: [modelled(16, 0, second=1)]}, sm=89, specs=specs, tag="a")
+    host_gpu.on(monkeypatch, simulated=True)
+    for name, real in (("_kernel", KERNEL), ("_gated_kernel", GATED), ("_gathered_kernel", GATHERED)):
+        monkeypatch.setattr(ready, name, real)
+    for module in (ready, products, loader, inspect_preload, inspect_explain, launch_rowops):
+        monkeypatch.setattr(module, "local_gpu", lambda _device: made.gpu)
+    for module in (inspect_preload, inspect_explain):
+        monkeypatch.setattr(module, "current_device", lambda: 0)
+
+    def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
+        made.loads += 1
+        return LoadedKernel(bundle.variant(index), proving.FUNCTION, sm_count)
+
+    for module in (loader, inspect_preload):
+        monkeypatch.setattr(module, "loaded", loaded)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
+    made.anew()
+    return made
+
+
+def configs(machine: Machine) -> list[Config]:
+    return [Config.from_pairs(one.config) for one in machine.faults.tried]
+
+
+def test_a_first_use_proves_code_and_no_later_one_does(machine: Machine) -> None:
+    assert machine.call()
+    assert configs(machine) == [TILE]
+    assert machine.call()
+    assert machine.call(rows=21)  # of the same bucket
+    assert len(machine.faults.tried) == 1
+
+
+def test_another_process_remembers_and_another_driver_does_not(machine: Machine) -> None:
+    assert machine.call()
+    machine.anew()
+    assert machine.call()
+    assert configs(machine) == []
+    machine.anew(driver=13000)
+    assert machine.call()
+    assert configs(machine) == [TILE]
+
+
+def test_wrong_code_is_left_out_told_once_and_remembered(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.spoil(0)
+    assert machine.call()  # by the runner-up
+    assert machine.call(rows=300)  # another bucket
+    assert configs(machine) == [TILE, SMALL]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    for told in ("left out from now on", "rows_pointer forward fp32 w=nk", "block_m=64", "a.msgpack", "NVIDIA L40S",
+                 "of 8.9", "driver for CUDA 12.8", hashlib.sha256(cubin("a", 0)).hexdigest(), "y[0, 2] is",
+                 "Please file this line"):  # fmt: skip
+        assert told in line
+    assert "\n" not in line
+    caplog.clear()
+    machine.anew()
+    assert machine.call()
+    assert configs(machine) == []
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_where_all_is_wrong_torch_runs(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.spoil(0, 1)
+    assert machine.call()
+    assert machine.call()
+    assert len(machine.faults.tried) == 2
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [line for line in lines if "grouped GEMM runs on torch" in line]
+    assert len([line for line in lines if "left out" in line]) == 2
+
+
+def test_in_a_graph_capture_nothing_is_tried_and_nothing_unproven_runs(machine: Machine) -> None:
+    launches = machine.faults.launches
+    machine.capturing = True
+    with pytest.raises(Exception, match="graph capture"):  # float32: torch's own loop can't be captured
+        machine.call()
+    assert machine.faults.launches == launches
+    assert machine.faults.tried == []
+    machine.capturing = False
+    assert machine.call()  # the next call outside proves it: nothing was kept of the capture
+    assert configs(machine) == [TILE]
+    machine.anew()
+    machine.capturing = True
+    assert machine.call()  # what is remembered may run
+    assert machine.faults.tried == []
+
+
+def test_a_pass_that_is_not_proven_is_asked_for_again_after_a_capture(machine: Machine) -> None:
+    base = bundle({PROBLEM: [modelled(16, 0)]}, sm=89, specs=[Spec(TILE, dtype=DType.FP32)], tag="b")
+    every = replace(
+        base, variants=(*base.variants, pass_record(RowOp.COMBINE, 16, cubin=ELF)), cubins=(*base.cubins, ELF),
+        kernels=(Kernel("combine", ENTRIES["combine"].revision, bytes(32)), *base.kernels),
+    )  # fmt: skip
+    publish(machine.folder / "b.msgpack", encode(every))
+    machine.anew()
+    machine.capturing = True
+    assert LAUNCHER(RowOp.COMBINE, DType.FP32, 0, aligned=True) is None
+    assert machine.snapshot.passes == {}
+    machine.capturing = False
+    assert proof.judged_on(open_bundle(machine.folder / "b.msgpack"), 1, every.variants[1], machine.gpu) is None
+    machine.patch.setattr("pretuned.runtime.driver.launcher.RowOpLauncher", lambda *given: given)
+    assert LAUNCHER(RowOp.COMBINE, DType.FP32, 0, aligned=True) is not None
+    assert [one.op for one in machine.faults.tried] == [RowOp.COMBINE]
+
+
+def test_it_can_be_switched_off(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRETUNED_DISABLE_PROOF", "1")
+    machine.anew()
+    machine.spoil(0)
+    assert not machine.call()
+    assert machine.faults.tried == []
+    assert "PRETUNED_DISABLE_PROOF" in str(explain(PROBLEM, M=M))
+
+
+def test_what_was_measured_on_this_capability_is_used_as_it_is(machine: Machine) -> None:
+    """On another GPU of it, too; and no verdict is looked for."""
+    write(
+        machine.folder / "a.msgpack", {PROBLEM: [measured(16, 0, 5)]}, sm=89,
+        specs=[Spec(TILE, dtype=DType.FP32)], gpus=[Gpu("NVIDIA L4", 58, 23034, 12080)], tag="m",
+    )  # fmt: skip
+    machine.anew()
+    assert machine.call()
+    assert machine.faults.tried == []
+    assert verdicts._read == set()
+    assert "judged on NVIDIA L4" in str(explain(PROBLEM, M=M))
+
+
+def test_explain_says_what_is_known(machine: Machine) -> None:
+    told = explain(PROBLEM, M=M)
+    assert told.proof == "never run on this capability: its first use proves it (not in a graph capture)"
+    assert machine.call()
+    told = explain(PROBLEM, M=M)
+    assert told.proof is not None
+    assert told.proof.startswith("proven on this GPU on 20")
+    assert f"code: {told.proof}" in str(told)
+    assert told.to_dict()["proof"] == told.proof
+
+
+def test_preload_proves_what_it_loads(machine: Machine) -> None:
+    machine.spoil(0)
+    done = preload(problems=[PROBLEM], tokens=range(1, 5))
+    assert done.count == 1
+    assert configs(machine) == [TILE, SMALL]
+    tried = len(machine.faults.tried)
+    machine.capturing = True
+    assert machine.call(rows=16)
+    assert len(machine.faults.tried) == tried
+
+
+def test_a_fault_names_the_code_and_the_next_process_leaves_it_out(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken: list[bool] = []
+
+    def faults(*_: object) -> None:
+        broken.append(True)
+
+    def wait() -> None:
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nand so on")
+
+    @contextlib.contextmanager
+    def ground(number: int) -> Iterator[Any]:
+        with proving.on_host(number) as here:
+            yield here._replace(wait=wait)
+
+    monkeypatch.setattr(proof, "ground", ground)
+    machine.spoil(0, spoil=faults)
+    with pytest.raises(CudaError, match=r"illegal memory access.*left out from now on: start this process anew"):
+        machine.call()
+    assert "Please file this line" in caplog.text
+    with pytest.raises(RuntimeError, match="illegal memory access"):  # no other code is blamed
+        machine.call()
+    broken.clear()
+    machine.anew()
+    assert machine.call()
+    assert configs(machine) == [SMALL]
+
+
+def test_ranks_that_leave_out_other_code_have_other_fingerprints(machine: Machine) -> None:
+    before = machine.snapshot.fingerprint(machine.gpu)
+    machine.spoil(0)
+    assert machine.call()
+    assert machine.snapshot.fingerprint(machine.gpu) != before
+
+
+def test_two_threads_prove_code_once(machine: Machine) -> None:
+    found: list[bool] = []
+    threads = [threading.Thread(target=lambda: found.append(machine.call())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+    assert configs(machine) == [TILE]
