@@ -16,7 +16,7 @@ from ..limits import MAX_FILE_BYTES
 from ..records.bundle import Bundle, Choice, Kernel, Model, Producer, Variant
 from ..records.problem import Problem
 from ..records.target import Gpu, Target
-from . import trust
+from . import packed, trust
 
 _CHUNK_BYTES = 1 << 20
 
@@ -27,6 +27,7 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, late
     ``sha256``, 64 hex digits as ``sha256sum`` prints them, pins the whole file: it replaces the check of the place.
     ``later``: the index is checked when more is asked for than the target and ``may_be_of``, which are all that a
     bundle for other GPUs is asked.
+    A file whose name ends with .msgpack.xz is unpacked into memory (``packed``), its limits those of a bundle.
 
     Raises
     ------
@@ -51,10 +52,33 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, late
     try:
         if sha256 is None:
             trust.check(real, os.fstat(fd), where)
-        return BundleFile(fd, where, sha256, later=later and sha256 is None)
+        if not where.endswith(packed.SUFFIX):
+            return BundleFile(fd, where, sha256, later=later and sha256 is None)
+        data = _packed(fd, where, sha256)
     except BaseException:
         os.close(fd)
         raise
+    os.close(fd)
+    return open_bytes(packed.unpack(data, where), where)
+
+
+def _packed(fd: int, where: str, sha256: str | None) -> bytes:
+    """The bytes of a file that is packed, of which ``sha256`` is."""
+    size = _size_of(fd, where)
+    data = _read(fd, 0, size, where)
+    if sha256 is not None:
+        _check_pin(fd, data, size, sha256, where)
+    return data
+
+
+def _size_of(fd: int, where: str) -> int:
+    """The size of a regular file, within the limit."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise BundleUnreadable(f"bundle {where!r}: it is no regular file (mode {status.st_mode:o})")
+    if status.st_size > MAX_FILE_BYTES:
+        raise corrupt(where, f"file is {status.st_size} bytes, the limit is {MAX_FILE_BYTES}")
+    return status.st_size
 
 
 def open_bytes(data: bytes, where: str) -> BundleFile:
@@ -92,16 +116,12 @@ class BundleFile:
 
     def __init__(self, fd: int, where: str, sha256: str | None, *, later: bool = False) -> None:
         self._fd = -1
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise BundleUnreadable(f"bundle {where!r}: it is no regular file (mode {status.st_mode:o})")
-        if status.st_size > MAX_FILE_BYTES:
-            raise corrupt(where, f"file is {status.st_size} bytes, the limit is {MAX_FILE_BYTES}")
+        size = _size_of(fd, where)
         begin = _read(fd, 0, PREAMBLE_BYTES + (GLANCED_BYTES if later else 0), where)
         self._head = begin[:PREAMBLE_BYTES]
-        self._preamble = read_preamble(self._head, status.st_size, where)
+        self._preamble = read_preamble(self._head, size, where)
         self.path = where
-        self._file_bytes = status.st_size
+        self._file_bytes = size
         self._begin = begin[PREAMBLE_BYTES:]
         self._glanced = glance(self._begin) if later else None
         self._known: Index | BundleError | None = None
