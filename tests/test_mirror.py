@@ -71,7 +71,6 @@ COVERED: dict[tuple[str, str], str] = {
     ("aot.cli", "echo options progress sections table"): "aot/cli/test_verbs.py aot/cli/test_mistakes.py",
     ("aot.compile", "cache"): "attacks/test_caches.py",
     ("aot.compile", "nvidia"): "aot/compile/test_ptx.py",
-    ("aot.compile", "toolchain"): "aot/cli/test_verbs.py",
     ("aot.demand", "api cache"): "aot/demand/test_tuner.py",
     ("aot.executors", "dask_worker"): "aot/executors/test_dask.py",
     ("aot.executors", "local"): "aot/tune/test_tuner.py",

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("artifacts", "kernels", "runtime", "aot")
+MOST_BYTES = 25_000_000
 DATA = {"artifacts/FORMAT.md", "aot/models/catalogue.tsv"} | {f"{layer}/py.typed" for layer in LAYERS}
 
 
@@ -37,17 +38,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_the_wheel_holds_the_four_layers_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = {f"pretuned/{path.relative_to(ROOT)}" for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
-    bundles = {f"pretuned/{path.relative_to(ROOT)}" for path in (ROOT / "artifacts" / "bundles").glob("*.msgpack")}
+    bundles = {f"pretuned/{path.relative_to(ROOT)}" for path in (ROOT / "artifacts" / "bundles").glob("*.msgpack*")}
     sources = {name.replace("pretuned/runtime/integrations/", "pretuned/integrations/") for name in sources}
     sources.add("pretuned/__init__.py")
     assert held == sources | {f"pretuned/{name}" for name in DATA} | bundles
 
 
-def test_the_runtime_needs_three_packages(wheel: zipfile.ZipFile) -> None:
+def test_the_runtime_needs_three_packages_and_only_who_develops_triton(wheel: zipfile.ZipFile) -> None:
     metadata = next(wheel.read(name).decode() for name in wheel.namelist() if name.endswith("METADATA"))
     needs = [line.split(": ", 1)[1] for line in metadata.splitlines() if line.startswith("Requires-Dist")]
     assert sorted(need.split(">")[0] for need in needs if "extra ==" not in need) == ["filelock", "msgpack", "torch"]
-    assert any(need.startswith("triton") and "aot" in need for need in needs)
+    assert [need.split("extra == ")[1] for need in needs if need.startswith("triton")] == ['"dev"']
+
+
+def test_the_wheel_is_no_larger_than_an_index_takes_with_ease(wheel: zipfile.ZipFile) -> None:
+    assert wheel.fp is not None
+    assert wheel.fp.seek(0, 2) < MOST_BYTES
 
 
 def test_the_wheel_carries_the_licence(wheel: zipfile.ZipFile) -> None:

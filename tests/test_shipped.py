@@ -7,17 +7,22 @@ from pathlib import Path
 import pytest
 
 from pretuned.aot.bundle.verify import sound
+from pretuned.aot.compile.cache import asked_for, made_of
+from pretuned.aot.compile.pool import CompileJob, compile_all
 from pretuned.aot.compile.revisions import source_sha256
+from pretuned.aot.compile.shipped import Shipped, file_name
 from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import Measured
 from pretuned.aot.models.catalogue import catalogue
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import CONFIG_LIMIT
+from pretuned.aot.plan.families import CONFIG_LIMIT, Pool, pass_specs, specs, to_compile
+from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.kernels.contract.registry import ENTRIES, entry_of
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.ranking import Origin
@@ -25,6 +30,7 @@ from pretuned.runtime.dispatch.snapshot import Snapshot
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "bundles"
 BUNDLES = sorted(FOLDER.glob("*.msgpack"))
+CANDIDATES = sorted(FOLDER.glob("*.msgpack.xz"))
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MEASURED = [  # bundle, its journal, the GPU
     ("catalogue-sm90", "catalogue-h200.journal.xz", "NVIDIA H200"),
@@ -33,6 +39,7 @@ MEASURED = [  # bundle, its journal, the GPU
 QUANTISED = ("quantised-h100-sm90", "quantised-h100.journal.xz", "NVIDIA H100 80GB HBM3")
 MODELS = {one.stem: "quantised.txt" if one.stem == QUANTISED[0] else "shipped.txt" for one in BUNDLES}
 MOST_BYTES = 24_600_000
+MOST_CANDIDATE_BYTES = 9_000_000
 
 
 def test_which_there_are_and_how_large() -> None:
@@ -40,6 +47,39 @@ def test_which_there_are_and_how_large() -> None:
     names = ["catalogue-h100-sm90", *(f"catalogue-sm{sm}" for sm in capabilities), QUANTISED[0]]
     assert [path.stem for path in BUNDLES] == names
     assert sum(path.stat().st_size for path in BUNDLES) < MOST_BYTES
+    assert [path.name for path in CANDIDATES] == [file_name(sm) for sm in capabilities]
+    assert sum(path.stat().st_size for path in CANDIDATES) < MOST_CANDIDATE_BYTES
+
+
+@pytest.mark.parametrize("path", CANDIDATES, ids=lambda path: path.name.partition(".")[0])
+def test_the_candidates_are_all_that_would_be_compiled_of_these_kernels(path: Path) -> None:
+    """No more, and no less: what ``aot compile`` would be asked for benchmarks/candidates.txt today."""
+    anew = f"{path.name} is stale: make it anew (docs/use/build.md, What ships)"
+    with open_bundle(path) as bundle:
+        assert path.name == file_name(bundle.target.sm)
+        for kernel in bundle.kernels:
+            assert kernel.source_sha256.hex() == source_sha256(kernel.name), f"{anew}: {kernel.name} changed"
+            assert kernel.revision == ENTRIES[kernel.name].revision, f"{anew}: {kernel.name} has another revision"
+        sm, there = bundle.target.sm, {made_of(one) for one in bundle.variants()}
+    listed = plan(load_models([str(RESULTS.parent / "candidates.txt")]).shapes)
+    problems = planned_on(listed, (sm,)).problems
+    wanted = {asked_for(one) for one in (*specs(problems, sm, Pool()), *pass_specs(problems, sm, Pool()))}
+    assert there == wanted, anew
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 90])
+def test_the_candidates_are_what_this_triton_compiles(sm: int) -> None:
+    """One of each kernel, byte for byte: what is no kernel's source decides its code, too."""
+    found = Shipped.found(sm)
+    listed = plan(load_models([str(RESULTS.parent / "candidates.txt")]).shapes)
+    firsts = {entry_of(one).name: one for one in reversed(to_compile(planned_on(listed, (sm,)).problems, sm, Pool()))}
+    results = compile_all([CompileJob(one, sm) for one in firsts.values()])
+    for result in results:
+        ready = found.get(result.job.spec, sm)
+        assert result.compiled is not None, result.reason
+        assert ready is not None
+        assert result.compiled.cubin == ready.cubin, f"candidates-sm{sm} are stale: {result.job.spec}"
 
 
 @pytest.mark.parametrize("path", BUNDLES, ids=lambda path: path.stem)

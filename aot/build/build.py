@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ...artifacts.errors import InputError
+from ...artifacts.errors import HostError, InputError
+from ...artifacts.files.packed import SUFFIX, pack
 from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
 from ...artifacts.records.bundle import Source
+from ...kernels.contract.rowops import RowOpSpec
+from ...kernels.contract.spec import Spec
 from ..choose.bundle import assembled
 from ..choose.candidates import Candidates, read_candidates
 from ..choose.choices import choose_among_all
 from ..compile.cache import CompileCache
 from ..compile.pool import CompileJob, CompileResult, compile_all
+from ..compile.shipped import Shipped
 from ..compile.toolchain import toolchain
+from ..compile.triton import Compiled
 from ..journal.file import read_journal
 from ..plan.families import to_compile
 from ..plan.plan import BuildPlan, planned_on
@@ -55,11 +61,11 @@ def build(
     for sm in sms:
         target_of(sm)
         _check_journal(sm, options)
-    toolchain()
+    shipped = _shipped(sms, options, watch)
     with held(options.out, watch.on_note):
         for path in paths.values():
             check_out(path)
-        results = _compile(plan, sms, options, watch)
+        results = _compile(plan, sms, options, watch, shipped)
         plans = {sm: planned_on(plan, (sm,), options.space) for sm in sms}
         made = {sm: usable(plans[sm], sm, options.space, results[sm]) for sm in sms}
         for sm, one in made.items():
@@ -97,14 +103,19 @@ def build_measured(
     with held(options.out, watch.on_note):
         check_out(final)
         found = picked(plan, final, Shippable(candidates), options, watch)
-        built = _publish(final, found, (), (0, _cubins(candidates)), begun)
+        built = _publish(final, found, (), (0, _cubins(candidates), 0), begun)
     return BuildReport((built,), (), time.monotonic() - begun)
 
 
 def compile_candidates(
-    plan: BuildPlan, sm: int, path: Path, options: BuildOptions, observers: Observers | None = None
-) -> BuildReport:
+    plan: BuildPlan, sm: int, path: Path, options: BuildOptions, observers: Observers | None = None,
+    *, keep_pruned: bool = False,
+) -> BuildReport:  # fmt: skip
     """Every variant that compiles and fits, into one bundle at ``path``: for ``aot measure``. The choices are modelled.
+
+    All is compiled here, nothing is taken of what ships. ``keep_pruned``: with the variants that take too much, which
+    no choice names, so that whoever has the file need not compile them to know. A path that ends with .msgpack.xz is
+    pressed (``artifacts.files.packed``).
 
     Raises
     ------
@@ -118,11 +129,16 @@ def compile_candidates(
     check_writable(path.parent, "-o")
     check_out(path)
     plan = planned_on(plan, (sm,), options.space)
-    results = _compile(plan, (sm,), options, watch)[sm]
+    results = _compile(plan, (sm,), options, watch, {sm: Shipped()})[sm]
     found = usable(plan, sm, options.space, results)
     found.demand_every_family(plan)
     chosen = choose_among_all(plan, found.candidates.compiled, sm)
-    bundle = assembled(plan, found.candidates, chosen, None)
+    every = found.candidates
+    if keep_pruned:
+        every = usable(plan, sm, options.space, results, lambda variant, arch: None).candidates
+        able = set(chosen.variants)
+        chosen = replace(chosen, variants=(*chosen.variants, *(one for one in every.compiled if one not in able)))
+    bundle = assembled(plan, every, chosen, None)
     built = _publish(path, Picked(bundle, chosen), found.dropped, _counts(results), begun)
     return BuildReport((built,), _trouble(options), time.monotonic() - begun)
 
@@ -142,9 +158,13 @@ def _check_journal(sm: int, options: BuildOptions) -> None:
 
 
 def _compile(
-    plan: BuildPlan, sms: Sequence[int], options: BuildOptions, watch: Observers
+    plan: BuildPlan, sms: Sequence[int], options: BuildOptions, watch: Observers, shipped: Mapping[int, Shipped]
 ) -> dict[int, list[CompileResult]]:
     """Every cubin of every capability, all in one queue."""
+
+    def ready(spec: Spec | RowOpSpec, sm: int) -> Compiled | None:
+        return shipped[sm].get(spec, sm)
+
     jobs = [CompileJob(spec, sm) for sm in sms for spec in to_compile(plan.problems, sm, options.space)]
     watch.on_start(len(jobs))
     try:
@@ -155,10 +175,25 @@ def _compile(
             on_result=watch.on_result,
             timeout_s=options.timeout_s,
             compile_one=options.compile_one,
+            shipped=ready,
         )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(jobs, options.cache)) from None
     return {sm: [result for result in results if result.job.sm == sm] for sm in sms}
+
+
+def _shipped(sms: Sequence[int], options: BuildOptions, watch: Observers) -> dict[int, Shipped]:
+    """What need not be compiled; HostError where nothing of a capability is there, and nothing compiles here."""
+    found = {sm: options.shipped(sm) for sm in sms}
+    try:
+        toolchain()
+    except HostError as error:
+        if not all(found.values()):
+            raise
+        watch.on_note(f"note: the candidates that ship compiled are taken, and nothing is compiled: {error}")
+    for text in dict.fromkeys(text for one in found.values() for text in one.trouble):
+        watch.on_note(f"note: not used: {text}")
+    return found
 
 
 def _interrupted(jobs: Sequence[CompileJob], cache: CompileCache | None) -> str:
@@ -173,19 +208,20 @@ def _cubins(candidates: Candidates) -> int:
     return len({one.variant.cubin_sha256 for one in candidates.compiled})
 
 
-def _counts(results: Sequence[CompileResult]) -> tuple[int, int]:
-    """(compiled now, cached)."""
-    cached = sum(result.cached for result in results)
-    return sum(result.compiled is not None for result in results) - cached, cached
+def _counts(results: Sequence[CompileResult]) -> tuple[int, int, int]:
+    """(compiled now, cached, shipped)."""
+    cached, shipped = sum(result.cached for result in results), sum(result.shipped for result in results)
+    return sum(result.compiled is not None for result in results) - cached - shipped, cached, shipped
 
 
 def _publish(
-    path: Path, picked: Picked, dropped: tuple[Dropped, ...], counts: tuple[int, int], begun: float
+    path: Path, picked: Picked, dropped: tuple[Dropped, ...], counts: tuple[int, int, int], begun: float
 ) -> Built:  # fmt: skip
     bundle, chosen = picked.bundle, picked.chosen
     data = codec.encode(bundle)
+    data = pack(data) if path.name.endswith(SUFFIX) else data
     written = publish(path, data)
-    compiled, cached = counts
+    compiled, cached, shipped = counts
     measured = sum(one.source is Source.MEASURED for row in bundle.choices.values() for one in row)
     return Built(
         path=path,
@@ -199,6 +235,7 @@ def _publish(
         variants=len(chosen.variants),
         compiled=compiled,
         cached=cached,
+        shipped=shipped,
         dropped=dropped,
         worst_loss=max((loss.max_loss for loss in chosen.losses), default=0.0),
         size_bytes=len(data),

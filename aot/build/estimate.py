@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...artifacts.errors import HostError
@@ -11,6 +11,7 @@ from ...kernels.contract.spec import Spec
 from ...kernels.hardware.arch import Feature, arch_of
 from ..compile.cache import CompileCache
 from ..compile.pool import default_workers
+from ..compile.shipped import Shipped
 from ..plan.families import Pool, families, to_compile
 from ..plan.plan import BuildPlan, planned_on
 
@@ -29,11 +30,14 @@ _SHIPPED = 7  # variants of a family: fewer where few shapes are asked for
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One capability. ``variants`` are those to compile; ``cached`` is None where no Triton is installed to tell."""
+    """One capability. ``shipped`` variants are there compiled, ``variants`` are those to compile, of which ``cached``
+    were before: None where no Triton is installed to tell.
+    """
 
     sm: int
     problems: int
     choices: int
+    shipped: int
     variants: int
     cached: int | None
     seconds: float
@@ -45,6 +49,7 @@ class Estimate:
             "sm": self.sm,
             "problems": self.problems,
             "choices": self.choices,
+            "shipped": self.shipped,
             "variants": self.variants,
             "cached": self.cached,
             "expected_seconds": round(self.seconds, 1),
@@ -53,8 +58,9 @@ class Estimate:
 
 
 def estimate(
-    plan: BuildPlan, sms: Sequence[int], cache: CompileCache | None, workers: int | None = None
-) -> list[Estimate]:
+    plan: BuildPlan, sms: Sequence[int], cache: CompileCache | None, workers: int | None = None,
+    shipped: Callable[[int], Shipped] = Shipped.found,
+) -> list[Estimate]:  # fmt: skip
     """An estimate per capability; the times add up, as the capabilities share the workers."""
     found = []
     for sm in sms:
@@ -62,14 +68,20 @@ def estimate(
         wanted = to_compile(here.problems, sm, Pool())
         passes = sum(isinstance(spec, RowOpSpec) for spec in wanted)
         count = len(families(here.problems))
-        fresh = _fresh(wanted, sm, cache)
-        cached = None if fresh is None else len(wanted) - len(fresh)
-        fresh = wanted if fresh is None else fresh
+        there = shipped(sm)
+        needed = [spec for spec in wanted if not there.has(spec, sm)]
+        fresh = _fresh(needed, sm, cache)
+        cached = None if fresh is None else len(needed) - len(fresh)
+        fresh = needed if fresh is None else fresh
         seconds = sum(map(_cpu_s, fresh)) / (workers or default_workers()) + _PROBLEM_S * len(here.problems)
         seconds += _START_S if fresh and sm == sms[0] else 0.0
         size = count * _SHIPPED * (_TMA_CUBIN_BYTES if arch_of(sm).has(Feature.TMA) else _CUBIN_BYTES)
         size += passes * _PASS_BYTES + here.choices * _CHOICE_BYTES
-        found.append(Estimate(sm, len(here.problems), here.choices, len(wanted), cached, seconds, size))
+        found.append(
+            Estimate(
+                sm, len(here.problems), here.choices, len(wanted) - len(needed), len(needed), cached, seconds, size
+            )
+        )
     return found
 
 

@@ -12,6 +12,7 @@ from ..choose.bundle import Ships
 from ..choose.incumbents import Incumbents, RunsOn
 from ..compile.cache import CompileCache
 from ..compile.pool import TIMEOUT_S, Compile, CompileResult
+from ..compile.shipped import Shipped
 from ..compile.triton import compile_variant
 from ..plan.families import CONFIG_LIMIT, Pool
 from ..process.output_dir import DEFAULT_NAME
@@ -56,6 +57,7 @@ class BuildOptions:
     configs: int = CONFIG_LIMIT  # of an op and dtype, at most
     tune: Tune = tune_now
     found: Callable[[Path], Incumbents] = Incumbents.found  # what is there, but for the file that is built
+    shipped: Callable[[int], Shipped] = lambda sm: Shipped()  # a capability's candidates that need no compiler
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...artifacts.errors import CompileError, InputError
 from ...artifacts.files.publish import publish
 from ...artifacts.format import codec
-from ...artifacts.records.bundle import Bundle
+from ...artifacts.records.bundle import Bundle, Variant
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
-from ...kernels.hardware.arch import arch_of
+from ...kernels.hardware.arch import Arch, arch_of
 from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shipping
 from ..choose.candidates import Candidates
 from ..choose.choices import Chosen, choose_among_all
@@ -24,12 +24,26 @@ from ..compile.pool import CompileResult
 from ..compile.triton import Compiled
 from ..journal.file import read_journal
 from ..journal.timings import Timings, cell_of
-from ..plan.families import CONFIG_LIMIT, Family, Pool, by_code, families, named, optional, pass_specs, rejection, specs
+from ..plan.families import (
+    CONFIG_LIMIT,
+    Family,
+    Pool,
+    by_code,
+    families,
+    named,
+    optional,
+    pass_specs,
+    rejection,
+    serves,
+    specs,
+)
 from ..plan.plan import BuildPlan
 from ..process.scratch import scratch_folder
 from ..tune.tuner import Outcome
 from .options import BuildOptions, Observers
 from .summary import Dropped
+
+Reject = Callable[[Variant, Arch], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +55,20 @@ class Shippable:
     reasons: Mapping[Family, Sequence[str]] = field(default_factory=dict)
 
     def demand_every_family(self, plan: BuildPlan, candidates: Candidates | None = None) -> None:
-        """CompileError with the reasons, if a family of the plan has no variant, in ``candidates`` or what is here."""
+        """CompileError with the reasons, if a problem of the plan has no variant, in ``candidates`` or what is here."""
         every = candidates or self.candidates
-        able = {Family.of(one.variant) for one in every.every}
+        able: dict[Family, list[Variant]] = {}
+        for one in every.every:
+            able.setdefault(Family.of(one.variant), []).append(one.variant)
         for family, members in families(plan.problems).items():
-            if family not in able and not optional(family):
+            variants = able.get(family, ())
+            lacking = [one for one in members if not any(serves(variant, one) for variant in variants)]
+            if lacking and not optional(family):
+                where = f" for E={max(one.E for one in lacking)}" if variants else ""
                 listed = "\n".join(f"  {reason}" for reason in list(self.reasons.get(family, ()))[:5])
                 raise CompileError(
-                    f"sm_{every.target.sm}: not one variant of {named(members)} can be used. What went wrong:\n{listed}"
+                    f"sm_{every.target.sm}: not one variant of {named(lacking)} can be used{where}. What went wrong:\n"
+                    f"{listed}"
                 )
 
 
@@ -62,7 +82,9 @@ class Picked:
     held_against: HeldAgainst | None = None
 
 
-def usable(plan: BuildPlan, sm: int, space: Pool, results: Sequence[CompileResult]) -> Shippable:
+def usable(
+    plan: BuildPlan, sm: int, space: Pool, results: Sequence[CompileResult], reject: Reject = rejection
+) -> Shippable:
     """What can ship of what was compiled, and all that can not, each with its reason."""
     found: dict[Spec | RowOpSpec, Compiled] = {}
     dropped: list[Dropped] = []
@@ -72,7 +94,7 @@ def usable(plan: BuildPlan, sm: int, space: Pool, results: Sequence[CompileResul
     for result, group in zip(results, groups, strict=True):
         code, reason, kind = result.compiled, result.reason, "failed"
         if code is not None:
-            reason, kind = rejection(code.variant, arch_of(sm)) or "", "pruned"
+            reason, kind = reject(code.variant, arch_of(sm)) or "", "pruned"
             if not reason:
                 found |= {spec: code.relabelled(spec) for spec in group}
                 continue

@@ -27,7 +27,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """One bundle. ``variants`` ship, of those ``compiled`` now or ``cached``.
+    """One bundle. ``variants`` ship, of those ``compiled`` now, ``cached``, or ``shipped`` compiled.
 
     ``measured`` of the ``choices`` were measured, on ``gpus``; ``tuned`` is what this build did for it.
     ``held_against`` tells what it runs faster than what ran before.
@@ -54,6 +54,7 @@ class Built:
     seconds: float
     tuned: Outcome | None = None
     held_against: HeldAgainst | None = None
+    shipped: int = 0
 
     @property
     def source(self) -> str:
@@ -84,8 +85,8 @@ class Built:
         reason = reason if len(reason) <= _REASON_CHARS else f"{reason[:_REASON_CHARS]}..."
         more = f", and {len(others)} other reasons" if len(others) > 1 else ", and another reason" if others else ""
         instead = "; what bundles here have of them took part instead" if self.held_against else ""
-        every = self.compiled + self.cached + len(failed)
-        text = f"{len(failed)} of {every} variants do not compile with this Triton, of the kernels {kernels}"
+        every = self.compiled + self.cached + self.shipped + len(failed)
+        text = f"{len(failed)} of {every} variants could not be compiled here, of the kernels {kernels}"
         return f"{text} ({reason}{more}){instead}"
 
     def to_dict(self) -> dict[str, object]:
@@ -104,6 +105,7 @@ class Built:
             "variants": self.variants,
             "compiled": self.compiled,
             "cached": self.cached,
+            "shipped": self.shipped,
             "pruned": self.pruned,
             "failed": self.failed,
             "lost": self.lost,

@@ -9,10 +9,11 @@ from pathlib import Path
 from ...artifacts.errors import CompileError, InputError
 from ...artifacts.records.bundle import Kernel, Producer
 from ...artifacts.records.target import Target
+from ...kernels.hardware.arch import arch_of
 from ..bundle.assemble import combined
 from ..bundle.verify import sound
-from ..compile.triton import Compiled, driver_for, kernels_of, producer_of
-from ..plan.families import Family, families, named, optional
+from ..compile.triton import Compiled, Maker, driver_for, kernels_of, producer_of
+from ..plan.families import Family, families, named, optional, rejection
 from ..plan.plan import BuildPlan
 from ..plan.targets import target_of
 from .incumbents import Carried
@@ -39,9 +40,15 @@ class Candidates:
 
     @classmethod
     def made_here(cls, sm: int, compiled: tuple[Compiled, ...]) -> Candidates:
-        """What this machine's tools have compiled for a capability."""
-        producer = producer_of(sm)
-        return cls(target_of(sm), driver_for(sm, producer), producer, kernels_of(compiled), compiled)
+        """What this machine's tools have compiled for a capability, or was compiled of the same sources before."""
+        makers = [_maker_here(sm) if one is None else one for one in dict.fromkeys(one.maker for one in compiled)]
+        return cls(
+            target_of(sm),
+            max((one.min_driver for one in makers), default=0),
+            combined([one.producer for one in makers]) if makers else _NOTHING,
+            kernels_of(compiled),
+            compiled,
+        )
 
     @classmethod
     def of_bundles(cls, sm: int, carried: Sequence[Carried]) -> Candidates:
@@ -87,24 +94,35 @@ class Candidates:
         )
 
 
+_NOTHING = Producer("none", "none", "none", ())  # of no variant: what a bundle holds is then carried
+
+
+def _maker_here(sm: int) -> Maker:
+    producer = producer_of(sm)
+    return Maker(driver_for(sm, producer), producer)
+
+
 def _kernel_key(kernel: Kernel) -> tuple[str, int]:
     return kernel.name, kernel.revision
 
 
 def read_candidates(path: str | Path, plan: BuildPlan | None = None) -> Candidates:
-    """A bundle's variants, all of them checked as ``aot verify`` does.
+    """A bundle's variants that can ship, all of it checked as ``aot verify`` does.
 
     Raises
     ------
     BundleError
         if it can't be read, is damaged, or has code that this version can't launch.
     InputError
-        if it has no variants for a problem of ``plan``.
+        if it is for a capability that is not supported, or has no variants for a problem of ``plan``.
     """
     bundle = sound(str(path))
-    compiled = tuple(map(Compiled, bundle.variants, bundle.cubins))
+    target_of(bundle.target.sm)
+    arch = arch_of(bundle.target.sm)
+    every = map(Compiled, bundle.variants, bundle.cubins)
+    compiled = tuple(one for one in every if rejection(one.variant, arch) is None)
     if plan is not None:
-        there = {Family.of(variant) for variant in bundle.variants}
+        there = {Family.of(one.variant) for one in compiled}
         wanted = families(plan.problems).items()
         missing = [named(members) for family, members in wanted if family not in there and not optional(family)]
         if missing:

@@ -21,6 +21,7 @@ from ..build.options import BuildOptions
 from ..build.summary import BuildReport, Built
 from ..choose.bundle import Ships
 from ..choose.incumbents import RunsOn
+from ..compile.shipped import Shipped
 from ..journal.file import OtherJournal
 from ..plan.families import CONFIG_LIMIT
 from ..plan.targets import parse_sm
@@ -69,13 +70,15 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 @click.option("--configs", type=click.IntRange(4, CONFIG_LIMIT), default=CONFIG_LIMIT, show_default=True,
               help="Ship at most so many configs an op and dtype: fewer are smaller and slower.")  # fmt: skip
 @budget_and_gpus
+@click.option("--compile-all", is_flag=True, help="Compile also what ships compiled.")
 @click.option("--verbose", "-v", is_flag=True, help="Tell every variant that fails or is pruned, and why.")
 @quiet
 @as_json
 def build(
     models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
     out: Path, name: str, workers: int | None, measuring: str, journal: Path | None, candidates: Path | None,
-    configs: int, budget: float | None, gpus: str | None, executor: str | None, verbose: bool, quiet: bool,
+    configs: int, budget: float | None, gpus: str | None, executor: str | None, compile_all: bool, verbose: bool,
+    quiet: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Compile the kernels that models need, one bundle per GPU capability, and measure them where the GPU is.
@@ -108,7 +111,8 @@ def build(
     must = measuring == "only" or executor is not None
     tuner = functools.partial(_tune, budget, executor, ordinals(gpus), must)
     options = BuildOptions(out, name, workers, cache, journal=journal, measure=measured_sms,
-                      modelled=measuring == "no" and journal is None, configs=configs, tune=tuner)  # fmt: skip
+                      modelled=measuring == "no" and journal is None, configs=configs, tune=tuner,
+                      shipped=(lambda sm: Shipped()) if compile_all else Shipped.found)  # fmt: skip
     with Progress(silent, verbose) as progress, TuneProgress(silent, budget, progress.pause) as second:
         observers = progress.observers(second.observers())
         if candidates is not None:
@@ -175,14 +179,15 @@ def _tune(
 
 
 def _show(report: BuildReport, out: Path, verbose: bool) -> None:
-    head = ("bundle", "for", "models", "problems", "choices", "variants", "compiled", "cached", "pruned", "failed",
-            "size", "time")  # fmt: skip
+    head = ("bundle", "for", "models", "problems", "choices", "variants", "shipped", "compiled", "cached",
+            "pruned", "failed", "size", "time")  # fmt: skip
     rows = [
         (str(one.path) + (" (unchanged)" if one.unchanged else ""), one.target, one.models, one.problems, one.choices,
-         one.variants, one.compiled, one.cached, one.pruned, one.failed, size(one.size_bytes), duration(one.seconds))
+         one.variants, one.shipped, one.compiled, one.cached, one.pruned, one.failed,
+         size(one.size_bytes), duration(one.seconds))
         for one in report.bundles
     ]  # fmt: skip
-    echo(table(head, rows, "<<" + ">" * 10))
+    echo(table(head, rows, "<<" + ">" * 11))
     for one in report.bundles:
         if verbose:
             for dropped in one.dropped:

@@ -21,13 +21,14 @@ from .table import duration, size
 @click.option("--out", "-o", default=Path("candidates.msgpack"), show_default=True, metavar="FILE",
               type=file_path, help="Where the candidates go.")  # fmt: skip
 @workers
+@click.option("--keep-pruned", is_flag=True,
+              help="Keep what takes too much, too: who has the file need not compile it to know.")  # fmt: skip
 @click.option("--verbose", "-v", is_flag=True, help="Tell every variant that is no candidate, and why.")
 @quiet
 @as_json
 def compile(
     models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
-    out: Path, workers: int | None, verbose: bool, quiet: bool,
-    as_json: bool,
+    out: Path, workers: int | None, keep_pruned: bool, verbose: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile every candidate that models may run on, for aot measure on the machine that has the GPU.
 
@@ -46,7 +47,7 @@ def compile(
         tell(notes)
     options = BuildOptions(out.parent, workers=workers, cache=cache_of(cache_dir, no_cache))
     with Progress(as_json or quiet, verbose) as progress:
-        report = compile_candidates(plan, sms[0], out, options, progress.observers())
+        report = compile_candidates(plan, sms[0], out, options, progress.observers(), keep_pruned=keep_pruned)
     if as_json:
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
         return
@@ -57,9 +58,10 @@ def compile(
     tell(report.notes)
     for dropped in one.dropped if verbose else ():
         echo(f"{dropped.kind}: {dropped.spec}: {dropped.reason}")
+    cubins = one.compiled + one.cached - (0 if keep_pruned else one.pruned)
     echo(
         f"{printable(str(one.path))}: {one.variants} candidates for {one.target}, {size(one.size_bytes)}, "
-        f"of {one.compiled + one.cached - one.pruned} cubins ({one.compiled} compiled now and {one.cached} cached, "
+        f"of {cubins} cubins ({one.compiled} compiled now and {one.cached} cached, "
         f"{one.pruned} of these pruned; {one.failed} failed) "
         f"in {duration(one.seconds)}\nNext, where the GPU is:\n"
         f"  aot measure {quoted(one.path)} --models ... --journal FILE"

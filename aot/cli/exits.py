@@ -20,7 +20,7 @@ INPUT = 2  # what was asked for or given: an option, a spec, a bundle
 INTERRUPTED = 130
 READER_LEFT = 141  # 128 + SIGPIPE: what a shell says of a program whose reader (head, less) closed the pipe
 
-_EXTRA = {"click", "rich", "pebble", "platformdirs", "triton"}  # the packages of pretuned[aot]
+_EXTRA = {"click", "rich", "pebble", "platformdirs"}  # the packages of pretuned[aot]
 
 
 def guarded(command: Callable[[], int], debug: bool) -> int:

@@ -12,8 +12,10 @@ from ...artifacts.errors import InputError
 from ...runtime import settings
 from ..build.pick import with_what_is_there
 from ..choose.candidates import read_candidates
+from ..compile.shipped import shipped_file
 from ..models.load import load_models
 from ..plan.plan import plan
+from ..process.gpus import native_sm
 from ..tune.shortlist import SHARE
 from ..tune.tuner import Entrants
 from .echo import echo, quoted
@@ -22,7 +24,7 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 
 
 @click.command()
-@click.argument("candidates", type=file_path, metavar="CANDIDATES")
+@click.argument("candidates", type=file_path, metavar="[CANDIDATES]", required=False)
 @models
 @ops
 @click.option("--journal", "-J", required=True, metavar="FILE", type=file_path,
@@ -36,16 +38,19 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
 @quiet
 @as_json
 def measure(
-    candidates: Path, models: tuple[str, ...], ops: str | None, journal: Path, budget: float | None, gpus: str | None,
-    executor: str | None, share: float, like: Path | None, no_torch: bool, quiet: bool,
+    candidates: Path | None, models: tuple[str, ...], ops: str | None, journal: Path, budget: float | None,
+    gpus: str | None, executor: str | None, share: float, like: Path | None, no_torch: bool, quiet: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Measure candidates on this machine's GPUs, or a cluster's, into a journal. Needs no Triton and no compiler.
+
+    CANDIDATES is a file of aot compile's; those that ship for this machine's GPU where none is named.
 
     Stopped, killed or out of time, the same command goes on where it was.
 
     \b
     Examples:
+      aot measure --models models.txt --journal h200.journal    # of the candidates that ship
       aot measure candidates.msgpack --models models.txt --journal h200.journal
       aot measure candidates.msgpack --models models.txt --journal h200.journal --budget 1h --gpus 0,1
       aot measure candidates.msgpack --models models.txt --journal h200.journal --executor dask://scheduler:8786
@@ -61,7 +66,7 @@ def measure(
     wanted = ordinals(gpus)
     check_executor(executor, gpus)
     planned = plan(load_models(models, only=wanted_ops(ops)).shapes)
-    there_is = with_what_is_there(planned, read_candidates(candidates))
+    there_is = with_what_is_there(planned, read_candidates(candidates or shipped_file(native_sm())))
     with TuneProgress(as_json or quiet, budget) as progress, there_is as there:
         file, ships, runs = there
         outcome = tune(
@@ -74,7 +79,5 @@ def measure(
     echo(told(outcome))
     if quiet:
         return
-    echo(
-        f"Next:\n  aot build --models ... --sm {outcome.sm} --candidates {quoted(candidates)} "
-        f"--journal {quoted(journal)}"
-    )
+    named = "" if candidates is None else f"--candidates {quoted(candidates)} "
+    echo(f"Next:\n  aot build --models ... --sm {outcome.sm} {named}--journal {quoted(journal)}")

@@ -50,11 +50,20 @@ def plan(
         return
     tell(notes)
     capabilities = [
-        (f"sm_{one.sm}", one.problems, one.choices, one.variants, "?" if one.cached is None else one.cached,
-         duration(one.seconds), size(one.size_bytes)) for one in estimates
+        (f"sm_{one.sm}", one.problems, one.choices, one.shipped, one.variants,
+         "?" if one.cached is None else one.cached, duration(one.seconds), size(one.size_bytes)) for one in estimates
     ]  # fmt: skip
-    head = ("for", "problems", "choices", "variants to compile", "of these cached", "expected time", "expected size")
-    echo(table(head, capabilities, "<" + ">" * 6))
+    head = (
+        "for",
+        "problems",
+        "choices",
+        "variants that ship",
+        "to compile",
+        "of these cached",
+        "expected time",
+        "expected size",
+    )
+    echo(table(head, capabilities, "<" + ">" * 7))
     names = list(dict.fromkeys(one.name for one in shards))
     some = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     told = "Time and size are estimates. Nothing was built; aot build with the same options does it."

@@ -106,11 +106,11 @@ class Progress:
 
     def _result(self, result: CompileResult) -> None:
         self._done += 1
-        self._cached += result.cached
+        self._cached += result.cached or result.shipped
         self._failed += result.compiled is None
         if result.compiled is None and self._verbose:
             self._shown.say(f"failed: {result.reason}")
-        if result.cached:
+        if result.cached or result.shipped:
             return
         left = self._total - self._done
         left_s = (time.monotonic() - self._begun) / (self._done - self._cached) * left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable
 from pathlib import Path
 
 import msgpack
@@ -11,6 +12,7 @@ from ...artifacts.files.blob import read_checked, write_checked
 from ...artifacts.files.publish import make_folder
 from ...artifacts.format.schema import pack_variant, read_variant
 from ...artifacts.limits import MAX_CUBIN_BYTES
+from ...artifacts.records.bundle import Variant
 from ...kernels.contract.registry import entry_of
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
@@ -85,8 +87,16 @@ def _unpack(payload: bytes, spec: Spec | RowOpSpec) -> Compiled | None:
             return None
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
         return None
-    have = (variant.kernel, variant.op, variant.dtype, variant.layout, variant.fusion, variant.alignment,
-            variant.max_experts, variant.config, variant.arguments)  # fmt: skip
-    want = (entry_of(spec).name, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
+    return Compiled(variant, cubin) if made_of(variant) == asked_for(spec) else None
+
+
+def made_of(one: Variant) -> Hashable:
+    """What a variant is compiled from, but for the sources and the capability; see ``asked_for``."""
+    return (one.kernel, one.op, one.dtype, one.layout, one.fusion, one.alignment, one.max_experts, one.config,
+            one.arguments)  # fmt: skip
+
+
+def asked_for(spec: Spec | RowOpSpec) -> Hashable:
+    """The same of what is to be compiled."""
+    return (entry_of(spec).name, spec.op, spec.dtype, spec.layout, spec.fusion, spec.alignment, spec.max_experts,
             spec.config.pairs(), arguments_of(spec))  # fmt: skip
-    return Compiled(variant, cubin) if have == want else None

@@ -22,11 +22,17 @@ from ..process.child import how_ended
 from ..process.orphan import end_with_parent
 from ..process.scratch import scratch_folder
 from .cache import CompileCache
+from .toolchain import unable
 from .triton import Compiled, compile_variant
 
 TIMEOUT_S = 300.0  # a variant takes 0.2 to 5 s; a compiler that hangs is killed
 
 Compile = Callable[[Spec | RowOpSpec, int], Compiled]
+Ready = Callable[[Spec | RowOpSpec, int], Compiled | None]
+
+
+def none_shipped(spec: Spec | RowOpSpec, sm: int) -> None:
+    """Everything is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +45,15 @@ class CompileJob:
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """What became of a job: ``compiled``, or the ``reason`` why not. ``cached``: nothing had to be compiled."""
+    """What became of a job: ``compiled``, or the ``reason`` why not. ``cached``: nothing had to be compiled, and
+    ``shipped`` nor was it ever here.
+    """
 
     job: CompileJob
     compiled: Compiled | None
     reason: str = ""
     cached: bool = False
+    shipped: bool = False
 
 
 def default_workers() -> int:
@@ -60,12 +69,13 @@ def compile_all(
     on_result: Callable[[CompileResult], None] = lambda result: None,
     timeout_s: float = TIMEOUT_S,
     compile_one: Compile = compile_variant,
+    shipped: Ready = none_shipped,
 ) -> list[CompileResult]:
-    """Compile every job; the results come in the order of the jobs.
+    """Compile every job that ``shipped`` does not have; the results come in the order of the jobs.
 
     A variant that fails, hangs or takes its process down is a Result with a reason, never an
-    exception. Finished variants are in ``cache`` at once, so an interrupted run loses only what is
-    in flight. ``on_result`` hears of each as it finishes, the cached ones first.
+    exception. So is one that no Triton here can compile. Finished variants are in ``cache`` at once, so an
+    interrupted run loses only what is in flight. ``on_result`` hears of each as it is ready.
 
     Raises
     ------
@@ -81,6 +91,14 @@ def compile_all(
 
     waiting = []
     for job in dict.fromkeys(jobs):
+        compiled = shipped(job.spec, job.sm)
+        if compiled is not None:
+            done(CompileResult(job, compiled, shipped=True))
+            continue
+        reason = unable(job.spec)
+        if reason is not None:
+            done(CompileResult(job, None, f"{job.spec} for sm_{job.sm}: {reason}"))
+            continue
         compiled = cache.get(job.spec, job.sm) if cache else None
         if compiled is not None:
             done(CompileResult(job, compiled, cached=True))

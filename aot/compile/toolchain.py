@@ -12,9 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError
+from ...kernels.contract.rowops import RowOpSpec
+from ...kernels.contract.spec import Spec
 from ...kernels.hardware.arch import Assembler, arch_of
 
 _TOOL_TIMEOUT_S = 60
+
+# The releases of Triton, from the first to the last, whose code is known to be right: of the plain kernels, and of the
+# warp-specialised ones, which are written in Gluon. 3.6 has no gl.barrier; 3.8 refuses views of shared memory that are
+# wider than what they begin in, which these kernels have, and 3.9 has another name for views beside that.
+KNOWN = ((3, 6, 0), (3, 9, 0))
+KNOWN_GLUON = ((3, 7, 1), (3, 7, 1))
+BUILDER = "3.7.1"  # makes all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +47,49 @@ def toolchain() -> Toolchain:
     Raises
     ------
     HostError
-        if Triton is not installed, or has no assembler that runs.
+        if Triton is not installed, is no release that is known to make right code, or has no assembler that runs.
     """
     folder = triton_folder()
     if folder is None:
-        raise HostError('Triton is not installed, and compiling needs it: pip install "pretuned[aot]"')
+        raise HostError(f"Triton is not installed, and compiling needs it: pip install triton=={BUILDER}")
     found = re.search(r"^__version__ = ['\"]([^'\"]+)", (folder / "__init__.py").read_text(), re.MULTILINE)
     if not found:
         raise HostError(f"{folder / '__init__.py'} names no __version__: is this Triton?")
+    if not _within(found[1], KNOWN):
+        raise HostError(
+            f"Triton {found[1]} is installed, and pretuned knows of {_named(KNOWN)} alone that their code is right: "
+            f"nothing is compiled with it. Where torch wants it, compile in an environment of its own that has "
+            f"triton=={BUILDER}"
+        )
     ptxas = _release(folder, "ptxas")
     if ptxas is None:
         tool, machine = folder / "backends/nvidia/bin/ptxas", platform.machine()
         raise HostError(f"{tool} does not run: reinstall Triton for this machine, {machine}")
     return Toolchain(found[1], ptxas, _release(folder, "ptxas-blackwell") or ptxas)
+
+
+def unable(spec: Spec | RowOpSpec) -> str | None:
+    """Why nothing is compiled for ``spec`` on this machine, whatever the capability; None where it is."""
+    try:
+        triton = toolchain().triton
+    except HostError as error:
+        return str(error)
+    gluon = isinstance(spec, Spec) and spec.config.schedule.warp_specialized
+    if gluon and not _within(triton, KNOWN_GLUON):
+        return f"warp-specialised kernels are compiled with Triton {_named(KNOWN_GLUON)} alone, this is {triton}"
+    return None
+
+
+def _within(version: str, known: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Whether a version, such as 3.7.1+cu130, is of these releases; of the last one, its patches too."""
+    release = tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))
+    first, last = known
+    return first <= release and release[:2] <= last[:2]
+
+
+def _named(known: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    first, last = (".".join(map(str, one)) for one in known)
+    return first if first == last else f"{first} to {last}"
 
 
 def triton_folder() -> Path | None:

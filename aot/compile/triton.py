@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ...kernels.contract.spec import Spec
 from .nvidia import OUTPUT_LIMIT_CHARS, min_driver, resources
 from .ptx import rewrites, rewriting, source_of_rewrites_sha256
 from .revisions import source_sha256
-from .toolchain import toolchain
+from .toolchain import toolchain, unable
 
 # Same code for everyone: no line info (it embeds paths and triples the size), fused multiply-add stated
 # because its default changes between Triton versions.
@@ -65,11 +65,20 @@ _SHARED = (
 
 
 @dataclass(frozen=True, slots=True)
+class Maker:
+    """What compiled a variant elsewhere, and the least driver that loads what it made."""
+
+    min_driver: int
+    producer: Producer
+
+
+@dataclass(frozen=True, slots=True)
 class Compiled:
-    """A variant and its cubin."""
+    """A variant and its cubin. ``maker`` is None for what this machine's tools made."""
 
     variant: Variant
     cubin: bytes
+    maker: Maker | None = field(default=None, compare=False)
 
     def relabelled(self, spec: Spec | RowOpSpec) -> Compiled:
         """The same, as that of another spec of its group (``variants.by_code``)."""
@@ -142,6 +151,7 @@ def compile_variant(spec: Spec | RowOpSpec, sm: int) -> Compiled:
         refused = isinstance(spec, Spec) and refusal(spec, sm)
     except LookupError as error:
         refused = str(error)
+    refused = refused or unable(spec)
     if refused:
         raise CompileError(f"{spec} for sm_{sm}: {refused}")
     entry = entry_of(spec)

@@ -30,6 +30,7 @@ from ..choose.incumbents import Carried, Incumbents
 from ..choose.subset import select
 from ..compile.cache import CompileCache
 from ..compile.pool import CompileJob, compile_all
+from ..compile.shipped import Shipped
 from ..compile.triton import Compiled
 from ..journal.file import read_journal
 from ..plan.families import by_code, rejection, serves
@@ -137,7 +138,7 @@ def _specs_of(cells: Mapping[Problem, Sequence[int]], sm: int, first: int = 0) -
 
 
 def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) -> tuple[Compiled, ...]:
-    """What of it compiles and fits, in that order.
+    """What of it is there compiled, or compiles, and fits, in that order.
 
     Raises
     ------
@@ -148,7 +149,9 @@ def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) ->
     """
     specs = list(specs)
     groups = by_code(specs, sm)
-    results = compile_all([CompileJob(group[0], sm) for group in groups], cache=cache)
+    results = compile_all(
+        [CompileJob(group[0], sm) for group in groups], cache=cache, shipped=Shipped.found(sm).get
+    )  # fmt: skip
     usable: dict[Spec, Compiled] = {}
     reasons: dict[str, None] = {}
     for result, group in zip(results, groups, strict=True):

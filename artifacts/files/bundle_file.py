@@ -19,7 +19,7 @@ from ..limits import MAX_FILE_BYTES, MAX_OPEN_BUNDLES
 from ..records.bundle import Bundle, Choice, Kernel, Model, Producer, Variant
 from ..records.problem import Problem
 from ..records.target import Gpu, Target
-from . import trust
+from . import packed, trust
 
 _CHUNK_BYTES = 1 << 20
 _open: dict[int, weakref.ref[BundleFile]] = {}  # by id, those opened first before: they rest first
@@ -31,6 +31,7 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, late
     ``sha256``, 64 hex digits as ``sha256sum`` prints them, pins the whole file: it replaces the check of the place.
     ``later``: the index is checked when more is asked for than the target and ``may_be_of``, which are all that a
     bundle for other GPUs is asked.
+    A file whose name ends with .msgpack.xz is unpacked into memory (``packed``), its limits those of a bundle.
 
     Raises
     ------
@@ -44,6 +45,8 @@ def open_bundle(path: str | os.PathLike[str], *, sha256: str | None = None, late
                 f"bundle {where!r}: the pin {sha256[:80]!r} is not 64 hex digits, as sha256sum prints"
             )
     held = _opened(where, trusted=sha256 is not None)
+    if where.endswith(packed.SUFFIX):
+        return open_bytes(packed.unpack(_packed(held.fd, where, sha256), where), where)
     again = where if where.startswith("/") else f"{os.getcwd()}/{where}"  # noqa: PTH109 - plain text, '..' kept
     bundle = BundleFile(
         held, where, sha256, later=later and sha256 is None,
@@ -91,6 +94,25 @@ class _Descriptor:
             os.close(self.fd)
 
 
+def _packed(fd: int, where: str, sha256: str | None) -> bytes:
+    """The bytes of a file that is packed, of which ``sha256`` is."""
+    size = _size_of(fd, where)
+    data = _read(fd, 0, size, where)
+    if sha256 is not None:
+        _check_pin(fd, data, size, sha256, where)
+    return data
+
+
+def _size_of(fd: int, where: str) -> int:
+    """The size of a regular file, within the limit."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise BundleUnreadable(f"bundle {where!r}: it is no regular file (mode {status.st_mode:o})")
+    if status.st_size > MAX_FILE_BYTES:
+        raise corrupt(where, f"file is {status.st_size} bytes, the limit is {MAX_FILE_BYTES}")
+    return status.st_size
+
+
 def open_bytes(data: bytes, where: str) -> BundleFile:
     """A bundle that was made in this process, opened as a file is; ``where`` names it in errors. Linux only.
 
@@ -134,16 +156,12 @@ class BundleFile:
         self._held: _Descriptor | None = held
         self._again = again
         fd = held.fd
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise BundleUnreadable(f"bundle {where!r}: it is no regular file (mode {status.st_mode:o})")
-        if status.st_size > MAX_FILE_BYTES:
-            raise corrupt(where, f"file is {status.st_size} bytes, the limit is {MAX_FILE_BYTES}")
+        size = _size_of(fd, where)
         begin = _read(fd, 0, PREAMBLE_BYTES + (GLANCED_BYTES if later else 0), where)
         self._head = begin[:PREAMBLE_BYTES]
-        self._preamble = read_preamble(self._head, status.st_size, where)
+        self._preamble = read_preamble(self._head, size, where)
         self.path = where
-        self._file_bytes = status.st_size
+        self._file_bytes = size
         self._begin = begin[PREAMBLE_BYTES:]
         self._glanced = glance(self._begin) if later else None
         self._known: Index | BundleError | None = None

@@ -44,15 +44,47 @@ def test_without_the_command_lines_packages(names: set[str], tmp_path: Path) -> 
     assert all(name in done.stderr for name in names)
 
 
-@pytest.mark.parametrize("name", ["triton", "pebble", "platformdirs"])
+@pytest.mark.parametrize("name", ["pebble", "platformdirs"])
 def test_without_the_builders_packages(name: str, tmp_path: Path) -> None:
-    arguments = ("build", "--models", "shape:E=8,H=256,I=128,k=2", "--sm", "80", "--no-cache")
+    arguments = ("build", "--models", "shape:E=8,H=256,I=128,k=2", "--sm", "80", "--compile-all", "--no-cache")
     done = without({name}, *(arguments[:-1] if name == "platformdirs" else arguments), cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     assert name in done.stderr.lower()
     assert done.stderr.rstrip().endswith('pip install "pretuned[aot]"')
     assert not list(tmp_path.glob("bundles/*.msgpack"))
+
+
+@pytest.mark.parametrize("model", ["shape:E=8,H=256,I=128,k=2 dtype=fp16", "shape:E=8,H=256,I=128,k=2"])
+def test_a_build_without_triton(model: str, tmp_path: Path) -> None:
+    """Of candidates that ship; where none do, it says why."""
+    arguments = ["build", "--models", model, "--sm", "80", "--ops", "forward", "--measure", "no"]
+    done = without({"triton"}, *arguments, cwd=tmp_path)
+    assert "Triton is not installed" in done.stderr
+    assert "candidates that ship compiled are taken" in done.stderr
+    if "fp16" in model:
+        assert done.returncode == 1
+        assert "not one variant of forward fp16 can be used" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        checked = without({"triton"}, "verify", "bundles/pretuned-sm80.msgpack", cwd=tmp_path)
+        assert checked.stdout.startswith("ok ")
+    without_them = without({"triton"}, *arguments, "--compile-all", cwd=tmp_path)
+    assert without_them.returncode == 1
+    assert "pip install triton==3.7.1" in without_them.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["plan", "-m", "shape:E=8,H=256,I=128,k=2", "--sm", "80"], ["models"], ["doctor"], ["measure", "--help"],
+     ["inspect", str(ROOT / "artifacts/bundles/catalogue-sm80.msgpack")],
+     ["verify", str(ROOT / "artifacts/bundles/candidates-sm80.msgpack.xz")]],
+    ids=lambda arguments: arguments[0],
+)  # fmt: skip
+def test_the_other_verbs_need_no_triton(arguments: list[str], tmp_path: Path) -> None:
+    done = without({"triton"}, *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 def test_the_version_without_triton(tmp_path: Path) -> None:

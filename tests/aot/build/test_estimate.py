@@ -8,6 +8,7 @@ import pytest
 
 from pretuned.aot.build.estimate import estimate
 from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.compile.shipped import Shipped
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import BuildPlan, plan
 from pretuned.kernels.contract.rowops import RowOpSpec
@@ -29,13 +30,14 @@ def planned() -> BuildPlan:
 
 
 def test_it_is_near_what_a_build_took(planned: BuildPlan) -> None:
-    for one in estimate(planned, (80, 90), None, workers=1):
+    for one in estimate(planned, (80, 90), None, 1, lambda sm: Shipped()):
+        assert one.shipped == 0
         assert one.seconds == pytest.approx(CPU_S[one.sm], rel=0.15)
         assert one.size_bytes == pytest.approx(SIZE_BYTES[one.sm], rel=0.15)
 
 
 def test_workers_share_the_time(planned: BuildPlan) -> None:
-    one, two = (estimate(planned, (90,), None, workers=workers)[0] for workers in (1, 2))
+    one, two = (estimate(planned, (90,), None, workers, lambda sm: Shipped())[0] for workers in (1, 2))
     assert 0.5 * one.seconds < two.seconds < 0.53 * one.seconds
 
 

@@ -1,0 +1,106 @@
+"""Candidates that ship compiled: what would be compiled here, as the package's own builder has compiled it.
+
+Each is a bundle of one capability's variants, pressed with xz, in a folder that an installed package names under the
+entry points ``pretuned.bundles``. The runtime reads none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+from ...artifacts.code.cubin import mismatch, other_parameters
+from ...artifacts.errors import BundleError, InputError
+from ...artifacts.files.bundle_file import BundleFile, open_bundle
+from ...artifacts.files.packed import SUFFIX
+from ...artifacts.format.wire import corrupt
+from ...kernels.contract.launchable import unlaunchable
+from ...kernels.contract.registry import ENTRIES
+from ...kernels.contract.rowops import RowOpSpec
+from ...kernels.contract.spec import Spec
+from ...kernels.contract.words import LAUNCH_ABI, parameter_bytes
+from ...runtime.dispatch.places import Place, installed_places
+from ..process.gpus import driver_version
+from .cache import asked_for, made_of
+from .revisions import source_sha256
+from .triton import Compiled, Maker
+
+
+def file_name(sm: int) -> str:
+    """What the file of a capability is called."""
+    return f"candidates-sm{sm}{SUFFIX}"
+
+
+def shipped_file(sm: int | None) -> Path:
+    """Where a capability's candidates are; InputError where none ship."""
+    for place in installed_places() if sm is not None else ():
+        path = place.path / file_name(sm)
+        if path.is_file():
+            return path
+    what = "there is no GPU here" if sm is None else f"none ship for sm_{sm}"
+    raise InputError(f"no candidates are named, and {what}: name a file that aot compile made")
+
+
+class Shipped:
+    """The variants of some such bundles that are of today's sources and that this machine's driver loads (where there
+    is one). The first that has a variant counts. ``trouble`` says which files, or variants, can't be used, and why.
+    """
+
+    def __init__(self, bundles: Sequence[BundleFile] = (), trouble: Sequence[str] = ()) -> None:
+        self.trouble = list(trouble)
+        self._places: dict[Hashable, tuple[BundleFile, int]] = {}
+        for bundle in bundles:
+            try:
+                self._add(bundle)
+            except BundleError as error:
+                self.trouble.append(str(error))
+
+    @classmethod
+    def found(cls, sm: int, places: Sequence[Place] | None = None) -> Shipped:
+        """Those of a capability in the installed packages."""
+        bundles: list[BundleFile] = []
+        trouble: list[str] = []
+        for place in installed_places() if places is None else places:
+            path = place.path / file_name(sm)
+            if path.is_file():
+                try:
+                    bundles.append(open_bundle(path))
+                except BundleError as error:
+                    trouble.append(str(error))
+        return cls([one for one in bundles if one.target.sm == sm], trouble)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def has(self, spec: Spec | RowOpSpec, sm: int) -> bool:
+        """Whether there is a variant for ``sm``; its code is not looked at."""
+        return (sm, asked_for(spec)) in self._places
+
+    def get(self, spec: Spec | RowOpSpec, sm: int) -> Compiled | None:
+        """The variant for ``sm``, its code checked as ``aot verify`` does; None if there is none."""
+        bundle, i = self._places.get((sm, asked_for(spec)), (None, 0))
+        if bundle is None:
+            return None
+        try:
+            variant, cubin = bundle.variant(i), bundle.cubin(i)
+            wrong = mismatch(cubin, bundle.target)
+            wrong = wrong or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
+            if wrong:
+                raise corrupt(bundle.path, f"variant {i}: {wrong}")
+        except BundleError as error:
+            self.trouble.append(str(error))
+            return None
+        return Compiled(variant, cubin, Maker(bundle.min_driver, bundle.producer))
+
+    def _add(self, bundle: BundleFile) -> None:
+        if 0 < driver_version() < bundle.min_driver:
+            return
+        current = {
+            (one.name, one.revision)
+            for one in bundle.kernels
+            if one.name in ENTRIES and source_sha256(one.name) == one.source_sha256.hex()
+        }
+        for i, variant in enumerate(bundle.variants()):
+            known = (variant.kernel, variant.revision) in current and variant.abi == LAUNCH_ABI
+            if known and unlaunchable(variant) is None:
+                self._places.setdefault((bundle.target.sm, made_of(variant)), (bundle, i))

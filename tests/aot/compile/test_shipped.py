@@ -1,0 +1,147 @@
+"""Candidates that ship compiled: what of them is taken, what is not, and a build where nothing compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretuned.aot.build.build import build
+from pretuned.aot.build.options import BuildOptions, Observers
+from pretuned.aot.compile import toolchain
+from pretuned.aot.compile.cache import asked_for, made_of
+from pretuned.aot.compile.shipped import Shipped, file_name, shipped_file
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.families import Pool, to_compile
+from pretuned.aot.plan.plan import BuildPlan, plan
+from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.files.packed import pack
+from pretuned.artifacts.format.codec import decode, encode
+from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts.records.problem import Op
+from pretuned.kernels.contract.rowops import RowOpSpec
+from pretuned.kernels.contract.spec import Spec
+from pretuned.runtime.dispatch.places import Kind, Place
+
+BUNDLES = Path(__file__).parents[3] / "artifacts" / "bundles"
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    """A bundle that ships: some of the candidates."""
+    path = BUNDLES / "catalogue-sm80.msgpack"
+    return decode(path.read_bytes(), str(path))
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Spec | RowOpSpec]:
+    layer = plan(load_models(["shape:E=8,H=256,I=128,k=2"], (Op.FORWARD,)).shapes)
+    return list(to_compile(layer.problems, 80, Pool()))  # some of the bundle's, and more
+
+
+@pytest.fixture
+def layer() -> BuildPlan:
+    return plan(load_models(["shape:E=8,H=256,I=128,k=2 tokens=1..64 name=nobodys"], (Op.FORWARD,)).shapes)
+
+
+@pytest.fixture
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(toolchain, "triton_folder", lambda: None)
+    toolchain.toolchain.cache_clear()
+    yield
+    toolchain.toolchain.cache_clear()
+
+
+def installed(folder: Path, bundle: Bundle | bytes) -> list[Place]:
+    data = bundle if isinstance(bundle, bytes) else pack(encode(bundle))
+    (folder / file_name(80)).write_bytes(data)
+    return [Place(Kind.INSTALLED, folder)]
+
+
+def test_what_was_compiled_of_these_sources_is_taken(
+    tmp_path: Path, bundle: Bundle, wanted: list[Spec | RowOpSpec]
+) -> None:
+    found = Shipped.found(80, installed(tmp_path, bundle))
+    assert len(found) == len({made_of(one) for one in bundle.variants})
+    taken = 0
+    for spec in wanted:
+        one = found.get(spec, 80)
+        if one is not None:
+            taken += 1
+            assert made_of(one.variant) == asked_for(spec)
+            assert bundle.cubins[bundle.variants.index(one.variant)] == one.cubin
+            assert one.maker is not None
+            assert (one.maker.producer, one.maker.min_driver) == (bundle.producer, bundle.min_driver)
+        assert found.get(spec, 86) is None
+    assert 10 < taken < len(wanted)
+    assert not found.trouble
+    assert not Shipped.found(86, [Place(Kind.INSTALLED, tmp_path)])
+
+
+def test_what_was_compiled_of_other_sources_is_not(
+    tmp_path: Path, bundle: Bundle, wanted: list[Spec | RowOpSpec]
+) -> None:
+    kernels = tuple(replace(one, source_sha256=bytes(32)) if one.name == "rows" else one for one in bundle.kernels)
+    found = Shipped.found(80, installed(tmp_path, replace(bundle, kernels=kernels)))
+    others = [one for one in bundle.variants if one.kernel != "rows"]
+    assert 0 < len(found) == len({made_of(one) for one in others})
+    taken = [one.variant.kernel for one in (found.get(spec, 80) for spec in wanted) if one is not None]
+    assert "combine" in taken
+    assert "rows" not in taken
+
+
+def test_what_is_no_code_for_the_capability_is_not(
+    tmp_path: Path, bundle: Bundle, wanted: list[Spec | RowOpSpec]
+) -> None:
+    path = BUNDLES / "catalogue-sm86.msgpack"
+    other = replace(decode(path.read_bytes(), str(path)), target=bundle.target)
+    found = Shipped.found(80, installed(tmp_path, other))
+    assert len(found) > 10
+    assert not any(found.get(one, 80) for one in wanted)
+    assert "candidates-sm80.msgpack.xz" in found.trouble[0]
+    assert "code for sm_86, the bundle says sm_80" in found.trouble[0]
+
+
+@pytest.mark.parametrize("damage", ["cut", "writable"])
+def test_a_file_that_can_not_be_used_is_told(tmp_path: Path, bundle: Bundle, damage: str) -> None:
+    data = pack(encode(bundle))
+    places = installed(tmp_path, data[:-100] if damage == "cut" else data)
+    if damage == "writable":
+        (tmp_path / file_name(80)).chmod(0o666)
+    found = Shipped.found(80, places)
+    assert not found
+    assert len(found.trouble) == 1
+    assert "candidates-sm80.msgpack.xz" in found.trouble[0]
+
+
+def test_where_none_ships() -> None:
+    with pytest.raises(InputError, match="none ship for sm_75: name a file"):
+        shipped_file(75)
+    with pytest.raises(InputError, match="no GPU here"):
+        shipped_file(None)
+
+
+@pytest.mark.usefixtures("no_triton")
+def test_a_build_where_nothing_compiles(tmp_path: Path, bundle: Bundle, layer: BuildPlan) -> None:
+    places = installed(tmp_path, bundle)
+    notes: list[str] = []
+    options = BuildOptions(tmp_path / "out", shipped=lambda sm: Shipped.found(sm, places))
+    (built,) = build(layer, (80,), options, Observers(on_note=notes.append)).bundles
+    assert (built.compiled, built.cached) == (0, 0)
+    assert built.shipped > 10
+    assert built.failed > 0
+    assert "Triton is not installed" in built.lost
+    assert len(notes) == 1
+    assert "nothing is compiled: Triton is not installed" in notes[0]
+    made = decode(built.path.read_bytes(), "it")
+    assert made.producer == bundle.producer
+    assert {one.cubin_sha256 for one in made.variants} <= {one.cubin_sha256 for one in bundle.variants}
+
+
+@pytest.mark.usefixtures("no_triton")
+def test_a_build_where_nothing_compiles_and_nothing_ships(tmp_path: Path, layer: BuildPlan) -> None:
+    with pytest.raises(HostError, match="Triton is not installed, and compiling needs it"):
+        build(layer, (80,), BuildOptions(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,65 @@
+"""Bundles pressed with xz: the same content, and nothing but an error of the tree where they are damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+from pathlib import Path
+
+import made
+import pytest
+
+from pretuned.artifacts.errors import BundleCorrupt, BundleUntrusted
+from pretuned.artifacts.files import packed
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.format.codec import encode
+
+
+@pytest.fixture
+def data() -> bytes:
+    return encode(made.bundle({made.PROBLEM: [made.modelled(64, 0)]}))
+
+
+def test_a_packed_bundle_is_the_bundle(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "one.msgpack.xz"
+    path.write_bytes(packed.pack(data))
+    with open_bundle(path) as bundle:
+        assert encode(bundle.load()) == data
+        assert bundle.path == str(path)
+    pin = hashlib.sha256(path.read_bytes()).hexdigest()
+    with open_bundle(path, sha256=pin) as bundle:
+        assert bundle.size_bytes == len(data)
+    with pytest.raises(BundleUntrusted, match="the pin says"):
+        open_bundle(path, sha256="0" * 64)
+
+
+@pytest.mark.parametrize("damage", ["cut", "appended", "flipped", "other", "empty", "inside"])
+def test_what_is_damaged_is_refused(tmp_path: Path, data: bytes, damage: str) -> None:
+    whole = packed.pack(data)
+    changed = {
+        "cut": whole[:-20],
+        "appended": whole + b"\0\0\0\0more",
+        "flipped": whole[:40] + bytes([whole[40] ^ 1]) + whole[41:],
+        "other": data,
+        "empty": b"",
+        "inside": packed.pack(data[:-1]),
+    }
+    path = tmp_path / "one.msgpack.xz"
+    path.write_bytes(changed[damage])
+    with pytest.raises(BundleCorrupt, match=r"one\.msgpack\.xz"):
+        open_bundle(path)
+
+
+def test_it_unpacks_to_no_more_than_a_bundle_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(BundleCorrupt, match="more than 1000 bytes"):
+        packed.unpack(lzma.compress(bytes(1001)), "it")
+    assert packed.unpack(lzma.compress(bytes(1000)), "it") == bytes(1000)
+
+
+def test_others_can_not_write_it(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "one.msgpack.xz"
+    path.write_bytes(packed.pack(data))
+    path.chmod(0o666)
+    with pytest.raises(BundleUntrusted, match="everybody can write it"):
+        open_bundle(path)
