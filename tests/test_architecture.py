@@ -26,8 +26,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         "integrations",
     ),
     "aot": (
-        "process models", "compile journal plan", "measure bundle", "executors choose report", "tune", "build demand",
-        "cli",
+        "process models", "compile journal plan", "measure bundle", "executors choose report pack", "tune",
+        "build demand", "cli",
     ),
 }  # fmt: skip
 LAYERS = tuple(ORDER)

@@ -14,7 +14,7 @@ from .exits import OK, guarded, quiet_without_reader
 _SECTIONS = {  # as --help lists them
     "Build": ("build", "plan", "compile", "measure"),
     "Look": ("models", "inspect", "report", "doctor"),
-    "Change": ("merge", "prune"),
+    "Change": ("merge", "prune", "pack"),
     "Check": ("verify", "diff"),
 }
 _VERBS = tuple(verb for verbs in _SECTIONS.values() for verb in verbs)
