@@ -13,7 +13,7 @@ from .exits import OK, guarded, quiet_without_reader
 
 _SECTIONS = {  # as --help lists them
     "Build": ("build", "plan", "compile", "measure"),
-    "Look": ("models", "inspect", "report", "doctor"),
+    "Look": ("bench", "models", "inspect", "report", "doctor"),
     "Change": ("merge", "prune", "pack"),
     "Check": ("verify", "diff"),
 }

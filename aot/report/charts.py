@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,13 @@ def check_available() -> None:
 
     if find_spec("matplotlib") is None:
         raise HostError('a report needs matplotlib: pip install "pretuned[report]"')
+
+
+@contextlib.contextmanager
+def drawn_with() -> Iterator[Callable[[float, float], Figure]]:
+    """Makes figures of a width and height in inches, in the report's style."""
+    with _style():
+        yield _figure
 
 
 class Charts:
