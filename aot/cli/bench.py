@@ -49,12 +49,10 @@ def bench(
     """
     wanted, asked = _numbers(tokens), wanted_ops(ops)
     shards = load_models(models, only=asked).shapes
-    from ..compare.plot import kind_of
+    from ..compare.plot import check_available, kind_of
 
     kind = None if plot is None else kind_of(plot)
     if plot is not None:
-        from ..report.charts import check_available
-
         if kind is None:
             raise InputError(f"--plot '{plot}': wanted a file's name that ends in .png or .svg")
         check_available()

@@ -54,7 +54,8 @@ def pack(
         "name": name, "version": version, "targets": list(packed.targets),
         "bundles": [{"file": one.file, "sha256": one.sha256, "size_bytes": len(one.data)} for one in packed.items],
     }  # fmt: skip
-    lines, notes = [], []
+    lines: list[str] = []
+    notes: list[str] = []
     if wheels:
         path, data = wheels / file_name(packed), wheel(packed)
         publish(path, data)

@@ -13,7 +13,7 @@ from ...artifacts.errors import HostError
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem
 from ...runtime import explain
-from ..measure.clock import Clock, HostClock
+from ..measure.clock import Clock, HostClock, Replayed
 from ..measure.inputs import MAX_ERROR, activations, routed_rows, weights
 from ..models.layer import LayerGemm, LayerShard
 from .libraries import Libraries, Library, Made, NoCall, PeerProduct, found, reason
@@ -124,21 +124,21 @@ class _Compared:
                     errors[library.name] = float(f"{error:.3g}")
                 else:
                     left_out[library.name] = f"wrong: relative error {error:.2g}, wanted below {MAX_ERROR}"
-        times = self._times([*graphs])
+        times = self._times(graphs)
         return ComparedCell(
             str(shard.name), shard.tp, shard.ep, gemm.role, op.value, T, M, gemm.E, gemm.N, gemm.K,
             self._runs(Problem(op, DType.BF16, gemm.E, gemm.N, gemm.K), M),
             {name: round(us, 3) for name, us in zip(names, times, strict=True)}, errors, left_out,
         )  # fmt: skip
 
-    def _times(self, graphs: Sequence[object]) -> list[float]:
+    def _times(self, graphs: Sequence[Replayed]) -> list[float]:
         """The medians in microseconds, in turns; the first two rounds warm up and tell how many there is time for."""
         if not graphs:
             return []
         least, most = _ROUNDS
-        once = sum(row[-1] for row in self._clock.rounds_us(graphs, 2))  # type: ignore[arg-type]
+        once = sum(row[-1] for row in self._clock.rounds_us(graphs, 2))
         rounds = max(least, min(most, int(len(graphs) * self._budget_ms * 1000 / max(once, 1.0))))
-        return [statistics.median(row) for row in self._clock.rounds_us(graphs, rounds)]  # type: ignore[arg-type]
+        return [statistics.median(row) for row in self._clock.rounds_us(graphs, rounds)]
 
     def _runs(self, problem: Problem, M: int) -> str:
         """What ran ours: a variant's config, ``torch`` where no bundle has code for it, ``reference`` on the CPU."""

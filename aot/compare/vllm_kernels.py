@@ -60,7 +60,7 @@ def functions(source: Path, triton: Any, language: Any) -> dict[str, Any]:
         "current_platform": SimpleNamespace(is_rocm=lambda: False),
     }  # fmt: skip
     exec(  # noqa: S102 - vLLM's own file, as it is installed
-        compile(ast.Module(wanted, []), str(source), "exec"), names
+        compile(ast.Module([*wanted], []), str(source), "exec"), names
     )
     return {name: names[name] for name in TAKEN}
 
@@ -124,14 +124,14 @@ class TritonKernels:
         routing = self.ogs.RoutingData(
             None, inputs.m_sizes, len(w), 1, expt_data=self.metadata(inputs.m_sizes, len(rows))
         )
-        return lambda: self.ogs.matmul_ogs(rows, w, None, routing)  # type: ignore[no-any-return]
+        return lambda: self.ogs.matmul_ogs(rows, w, None, routing)
 
     def _weight(self, inputs: Inputs, dy: torch.Tensor) -> Call:
         """dw: the rows of both, padded as it wants them, lie ready."""
         m_sizes, left, right = inputs.m_sizes, padded(dy, inputs.m_sizes), padded(inputs.x, inputs.m_sizes)
         base = self.ogs.RoutingData(None, m_sizes, len(m_sizes), 1, expt_data=self.metadata(m_sizes, len(dy)))
         inner = self.ogs.InnerRoutingData(base, ROWS_A_STEP, x_is_padded=True, w_is_padded=True)
-        return lambda: self.ogs.matmul_ogs(left.t(), right, None, inner_routing_data=inner)  # type: ignore[no-any-return]
+        return lambda: self.ogs.matmul_ogs(left.t(), right, None, inner_routing_data=inner)
 
 
 class Kernels(FusedMoe, TritonKernels):
