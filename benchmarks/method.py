@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import torch
-
+from pretuned.aot.compare.products import Inputs, relative_error
 from pretuned.aot.measure.clock import Clock
 from pretuned.aot.measure.inputs import MAX_ERROR, activations, routed_rows, weights
 
@@ -60,45 +58,6 @@ def floor_us(M: int, N: int, K: int, active: int, itemsize: int = 2) -> float:
 def bytes_us(M: int, N: int, K: int, active: int, itemsize: int = 2) -> float:
     """Every byte moved once."""
     return 1e6 * itemsize * (active * N * K + M * K + M * N) / BYTES_PER_S
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One problem's tensors on the GPU: x [M, K], w [E, N, K], m_sizes [E], and for a gradient dy [M, N]."""
-
-    x: torch.Tensor
-    w: torch.Tensor
-    m_sizes: torch.Tensor
-    dy: torch.Tensor | None = None
-
-
-def relative_error(result: torch.Tensor, inputs: Inputs, op: str = "forward") -> float:
-    """||result - ref|| / ||ref||, ref in fp32, expert by expert. NaN where anything is not finite.
-
-    forward: y[g] = x[g] @ w[g].T; dX: dx[g] = dy[g] @ w[g]; dW: dw[g] = dy[g].T @ x[g];
-    silu: silu(gate) * up of the forward's left and right half of columns.
-    """
-    wrong = total = torch.zeros((), dtype=torch.float64, device=result.device)  # read once: E may be hundreds
-    start = 0
-    torch.backends.cuda.matmul.allow_tf32 = False  # whatever the call under test was allowed
-    for expert, rows in enumerate(inputs.m_sizes.tolist()):
-        here = slice(start, start + rows)
-        start += rows
-        if not rows and op != "dW":
-            continue
-        if op in ("forward", "silu"):
-            want = inputs.x[here].float() @ inputs.w[expert].float().T
-            if op == "silu":
-                gate, up = want.chunk(2, 1)
-                want = torch.nn.functional.silu(gate) * up
-        else:
-            assert inputs.dy is not None
-            dy = inputs.dy[here].float()
-            want = dy @ inputs.w[expert].float() if op == "dX" else dy.T @ inputs.x[here].float()
-        got = result[expert if op == "dW" else here].float()
-        wrong = wrong + (got - want).square().sum(dtype=torch.float64)
-        total = total + want.square().sum(dtype=torch.float64)
-    return float((wrong / total).sqrt()) if total else 0.0
 
 
 def median_us(clock: Clock, call: Callable[[], object], repeats: int = 20, budget_ms: float = 30.0) -> float:

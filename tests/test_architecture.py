@@ -26,8 +26,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         "api", "integrations",
     ),
     "aot": (
-        "process models", "compile journal plan", "measure bundle", "executors choose report", "tune", "build demand",
-        "cli",
+        "process models", "compile journal plan", "measure bundle", "executors choose report pack", "tune compare",
+        "build demand", "cli",
     ),
 }  # fmt: skip
 LAYERS = tuple(ORDER)
@@ -52,7 +52,7 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
     "runtime.integrations.vllm_quantised": frozenset({"torch", "vllm"}),
     "aot": None,
 }
-TRITON = ("kernels.gemm", "kernels.rowops", "aot.compile")  # who may import Triton
+TRITON = ("kernels.gemm", "kernels.rowops", "aot.compile", "aot.compare")  # who may import Triton
 VENDOR_FREE = (
     "runtime.weights", "runtime.dispatch", "runtime.check", "runtime.ops", "runtime.replay", "runtime.api",
     "aot.choose", "aot.tune", "aot.journal",

@@ -13,8 +13,8 @@ from .exits import OK, guarded, quiet_without_reader
 
 _SECTIONS = {  # as --help lists them
     "Build": ("build", "plan", "compile", "measure"),
-    "Look": ("models", "inspect", "report", "doctor"),
-    "Change": ("merge", "prune"),
+    "Look": ("bench", "models", "inspect", "report", "doctor"),
+    "Change": ("merge", "prune", "pack"),
     "Check": ("verify", "diff"),
 }
 _VERBS = tuple(verb for verbs in _SECTIONS.values() for verb in verbs)

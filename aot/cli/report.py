@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import click
@@ -13,7 +12,6 @@ from ..plan.plan import plan
 from ..process.output_file import check_page, is_bundle, write_page
 from .echo import echo, tell
 from .options import as_json, file_path, print_json, wanted_ops
-from .progress import Shown
 from .table import size
 
 
@@ -35,8 +33,7 @@ def report(
 ) -> None:  # fmt: skip
     """Write one HTML page: how fast each problem is, against the GPU's limits, the model and torch.
 
-    The page loads nothing from anywhere: it can be mailed, kept and printed. Needs matplotlib
-    (pip install "pretuned[report]").
+    The page loads nothing from anywhere: it can be mailed, kept and printed. Its cells can be filtered and sorted.
 
     \b
     Examples:
@@ -45,35 +42,27 @@ def report(
       aot report tuned.msgpack --journal h200.journal --candidates candidates.msgpack
       aot report bundles/pretuned-sm90.msgpack --models models.txt      # what is missing of these
     """
-    from ..report.charts import check_available
-    from ..report.page import page
+    from ..report.page import headline, page
     from ..report.sources import read
 
     for path in (Path(source), *journals, *([Path(candidates)] if candidates else ())):
         if not path.exists():
             raise InputError(f"'{path}': no such file; wanted a bundle or a journal")
-    check_available()
     check_page(out)
     if ops and not models:
         raise click.UsageError("--ops says which ops of --models are wanted; give --models too")
     wanted = plan(load_models(models, only=wanted_ops(ops)).shapes) if models else None
     sheet = read(source, is_bundle(Path(source)), journals, candidates, wanted)
-    begun = time.monotonic()
-    with Shown("drawing", as_json) as shown:
-
-        def on_chart(done: int, total: int) -> None:
-            if done == 1:
-                shown.start(total)
-            left = f"charts, about {(time.monotonic() - begun) / done * (total - done):.0f} s left"
-            shown.show(done, left, f"{done} of {total} {left}", last=False)
-
-        written = write_page(out, page(sheet, on_chart))
+    written = write_page(out, page(sheet))
     cells = sheet.cells
     counts = {state: sum(cell.state.value == state for cell in cells) for state in ("measured", "modelled", "missing")}
     if as_json:
-        print_json({"path": str(out), "size_bytes": written, "gemms": len(sheet.gemms), "cells": len(cells), **counts,
-                    "notes": list(sheet.notes)})  # fmt: skip
+        print_json({
+            "path": str(out), "headline": headline(sheet), "size_bytes": written, "gemms": len(sheet.gemms),
+            "cells": len(cells), **counts, "notes": list(sheet.notes),
+        })  # fmt: skip
         return
     tell(sheet.notes)
+    echo(headline(sheet))
     told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     echo(f"{out}: {len(sheet.gemms)} GEMMs, {len(cells)} cells ({told}), {size(written)}")

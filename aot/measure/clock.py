@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +31,12 @@ def orders(count: int, rounds: int) -> list[list[int]]:
         if len(new) >= math.factorial(count):
             new = []
     return found[:rounds]
+
+
+class Replayed(Protocol):
+    """What was captured, and runs again."""
+
+    def replay(self) -> None: ...
 
 
 class Clock:
@@ -71,7 +78,7 @@ class Clock:
         finally:
             graph.capture_end()
 
-    def rounds_us(self, graphs: Sequence[torch.cuda.CUDAGraph], rounds: int) -> list[list[float]]:
+    def rounds_us(self, graphs: Sequence[Replayed], rounds: int) -> list[list[float]]:
         """The times of each graph in each round, [graphs][rounds]: in turns."""
         count = len(graphs)
         while len(self._events) < 2 * count * rounds:
@@ -88,3 +95,38 @@ class Clock:
                 marks[number].append((start, end))
         torch.cuda.synchronize(self._device)
         return [[1000.0 * start.elapsed_time(end) for start, end in pairs] for pairs in marks]
+
+
+class HostClock:
+    """The same of calls on the CPU, by the host's clock: nothing is captured, a replay calls."""
+
+    def __init__(self) -> None:
+        self.flush = torch.empty(1 << 20, dtype=torch.int8)
+
+    def capture(self, call: Callable[[], object], *, warm: bool = True) -> Replayed:
+        """What calls ``call``; ``warm`` calls it once before."""
+        if warm:
+            call()
+        return _Again(call)
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def rounds_us(self, graphs: Sequence[Replayed], rounds: int) -> list[list[float]]:
+        """As the clock of a GPU: the times of each in each round, in turns."""
+        found: list[list[float]] = [[] for _ in graphs]
+        for turns in orders(len(graphs), rounds):
+            for number in turns:
+                self.flush.zero_()
+                begun = time.perf_counter()
+                graphs[number].replay()
+                found[number].append(1e6 * (time.perf_counter() - begun))
+        return found
+
+
+class _Again:
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def replay(self) -> None:
+        self._call()

@@ -14,6 +14,7 @@ from ...artifacts.format.wire import MAGIC
 from ...artifacts.records.bundle import Bundle
 
 _PAGE = b"<!doctype html>"
+_IMAGES = {"png": b"\x89PNG", "svg": b"<?xml"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,11 @@ def check_out(path: Path) -> None:
 def check_page(path: Path) -> None:
     """As ``check_out``, for an HTML page."""
     _check(path, _PAGE, "HTML page")
+
+
+def check_image(path: Path, kind: str) -> None:
+    """As ``check_out``, for an image of ``kind`` png or svg."""
+    _check(path, _IMAGES[kind], f"{kind} image")
 
 
 def write_bundle(path: Path, bundle: Bundle) -> Written:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 
 from .cells import Cell, State
-
-
-def us(time_us: float | None) -> str:
-    """Microseconds; nothing where there is no time."""
-    if time_us is None or math.isnan(time_us):
-        return ""
-    return f"{time_us:.2f}" if time_us < 100 else f"{time_us:.1f}"
 
 
 def percent(fraction: float | None) -> str:
@@ -61,22 +53,9 @@ def told(cells: Sequence[Cell]) -> str:
     return ", ".join(f"{count} {state.value}" for state, count in counts(cells).items() if count)
 
 
-def summary(cells: Sequence[Cell]) -> str:
-    """The states, and the median of the roofline."""
-    middle = median(cell.fraction for cell in cells if cell.state is not State.MISSING)
-    return told(cells) + (f"; median {percent(middle)} % of the roofline" if middle is not None else "")
-
-
 def dot(state: State) -> str:
     """A state with its colour."""
     return f'<span class="dot {state.value}"></span>{state.value}'
-
-
-def boxes(cells: Sequence[Cell]) -> str:
-    """A coloured box for each bucket."""
-    return "".join(
-        f'<i class="box {cell.state.value}" title="M near {cell.bucket}: {cell.state.value}"></i>' for cell in cells
-    )
 
 
 def strip(cells: Sequence[Cell]) -> str:

@@ -61,6 +61,9 @@ def _chip(gpu: Gpu | None, sm: int) -> Chip:
     return chip_for(sm) if gpu is None else chip_of(gpu, sm)
 
 
+_MODELLED_CELLS = 400  # whose every candidate the cost model is asked for: it takes a second, and shows what all would
+
+
 class _Reader:
     """Makes cells, one after the other."""
 
@@ -74,6 +77,16 @@ class _Reader:
     ) -> None:
         self._sm, self._default, self._bundle = sm, default, bundle
         self._variants, self._found = variants, found
+        self._chips: dict[Gpu | None, Chip] = {}
+        self._texts: dict[int, str] = {}  # by id: to hash a variant takes as long
+        self._resources: dict[bytes, Resources] = {}
+        searched = [key for key, there in found.items() if there]
+        self._modelled = set(searched[:: 1 + len(searched) // _MODELLED_CELLS])
+
+    def _chip(self, gpu: Gpu | None) -> Chip:
+        if gpu not in self._chips:
+            self._chips[gpu] = _chip(gpu, self._sm)
+        return self._chips[gpu]
 
     def cell(self, problem: Problem, bucket: int) -> Cell:
         """The bundle's choice where there is one, else the search's; with the search's candidates."""
@@ -98,10 +111,10 @@ class _Reader:
             problem,
             choice.bucket,
             State.MEASURED if choice.source is Source.MEASURED else State.MODELLED,
-            roofline(problem, choice.bucket, _chip(gpu, self._sm)),
-            config=config_text(variant),
+            roofline(problem, choice.bucket, self._chip(gpu)),
+            config=self._text(variant),
             time_us=choice.time_ns / 1e3,
-            runner_up=config_text(second) if second is not None else "",
+            runner_up=self._text(second) if second is not None else "",
             runner_up_us=None if choice.runner_up_ns is None else choice.runner_up_ns / 1e3,
             model_us=self._model_us(problem, choice.bucket, variant.cubin_sha256, gpu),
             torch_us=search.torch_us if search is not None else None,
@@ -111,7 +124,7 @@ class _Reader:
         )
 
     def _searched(self, problem: Problem, bucket: int, gpu: Gpu | None, search: Search | None) -> Cell:
-        line = roofline(problem, bucket, _chip(gpu, self._sm))
+        line = roofline(problem, bucket, self._chip(gpu))
         candidates, failures = self._candidates(problem, bucket, search), self._failures(search)
         if search is None or search.choice is None:
             return Cell(problem, bucket, State.MISSING, line, gpu=gpu, candidates=candidates, failures=failures)
@@ -135,8 +148,11 @@ class _Reader:
     def _candidates(self, problem: Problem, bucket: int, search: Search | None) -> tuple[TimedCandidate, ...]:
         if search is None:
             return ()
+        modelled = cell_of(problem, bucket) in self._modelled
         return tuple(
-            TimedCandidate(self._name(sha), time_us, self._model_us(problem, bucket, sha, search.gpu))
+            TimedCandidate(
+                self._name(sha), time_us, self._model_us(problem, bucket, sha, search.gpu) if modelled else None
+            )
             for time_us, sha in search.fastest
         )
 
@@ -146,14 +162,21 @@ class _Reader:
 
     def _name(self, sha: bytes) -> str:
         variant = self._variants.get(sha)
-        return config_text(variant) if variant is not None else f"cubin {sha.hex()[:12]}"
+        return self._text(variant) if variant is not None else f"cubin {sha.hex()[:12]}"
+
+    def _text(self, variant: Variant) -> str:
+        if id(variant) not in self._texts:
+            self._texts[id(variant)] = config_text(variant)
+        return self._texts[id(variant)]
 
     def _model_us(self, problem: Problem, bucket: int, sha: bytes, gpu: Gpu | None) -> float | None:
         variant = self._variants.get(sha)
         if variant is None or self._sm not in ARCHS:
             return None
         try:
-            time_us = estimate_us(problem.canonical, bucket, Resources.of(variant), _chip(gpu, self._sm))
+            if sha not in self._resources:
+                self._resources[sha] = Resources.of(variant)
+            time_us = estimate_us(problem.canonical, bucket, self._resources[sha], self._chip(gpu))
         except ValueError:  # a config of another version
             return None
         return time_us if math.isfinite(time_us) else None

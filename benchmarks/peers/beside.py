@@ -12,7 +12,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,55 +20,27 @@ from typing import Any
 import torch
 
 from benchmarks import method
-from benchmarks.speed.kernels import dense, geometric_mean, ours_and_torch
+from benchmarks.speed.kernels import dense, geometric_mean
+from pretuned.aot.compare.products import Call, grouped_mm, ours
+from pretuned.aot.compare.timing import Taken, replayed_error, taken
 
 OPS = ("forward", "dX", "dW")
 OURS, TORCH, DENSE = "ours", "torch_grouped_mm", "dense_same_flops"
 BEHIND = 0.97
 
-Call = Callable[[], torch.Tensor]
 Maker = Callable[[], Call]  # makes what the call needs first, outside the time
-
-
-@dataclass
-class Taken:
-    """A call in a graph, and the tensor that a replay writes; what the call holds is read by every replay."""
-
-    call: Call
-    graph: torch.cuda.CUDAGraph
-    result: torch.Tensor
-
-
-def taken(clock: method.Clock, call: Call) -> Taken:
-    held: list[torch.Tensor] = []
-
-    def once() -> torch.Tensor:
-        held[:] = [call()]
-        return held[0]
-
-    clock.flush.zero_()  # a counter that lies there, too
-    return Taken(call, clock.capture(once), held[0])
-
-
-def replayed_error(clock: method.Clock, one: Taken, inputs: method.Inputs, op: str) -> float:
-    """The error of what a replay writes over NaN."""
-    one.result.fill_(float("nan"))
-    clock.flush.zero_()
-    one.graph.replay()
-    return method.relative_error(one.result, inputs, op)
 
 
 def measure_cell(
     clock: method.Clock, op: str, inputs: method.Inputs, theirs: Mapping[str, Maker], budget_ms: float = 100.0
 ) -> dict[str, Any]:
     """Errors and medians of all on one problem, by name, for ``budget_ms`` each; what fails is told of and left out."""
-    ours, grouped_mm = ours_and_torch(op, inputs)
     product = dense(op, inputs)
     one_expert = replace(inputs, w=inputs.w[:1], m_sizes=torch.tensor([len(inputs.x)]))
     problems: dict[str, tuple[Maker, method.Inputs]] = {
-        OURS: (lambda: ours, inputs),
+        OURS: (lambda: ours(op, inputs), inputs),
         **{name: (maker, inputs) for name, maker in theirs.items()},
-        TORCH: (lambda: grouped_mm, inputs),
+        TORCH: (lambda: grouped_mm(op, inputs), inputs),
         DENSE: (lambda: (lambda: product()[None]) if op == "dW" else product, one_expert),
     }
     kept: dict[str, Taken] = {}

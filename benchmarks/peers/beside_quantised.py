@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers import vllm_kernels
+from pretuned.aot.compare import vllm_kernels
 from pretuned.aot.measure.calls import Tensors, caller
 from pretuned.aot.measure.clock import Clock
 from pretuned.aot.measure.inputs import routed_rows

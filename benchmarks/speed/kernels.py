@@ -15,7 +15,6 @@ peers were measured on, by name, or what ``aot build --models`` takes. QuACK: be
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import statistics
@@ -29,9 +28,10 @@ import torch
 
 from benchmarks import method
 from benchmarks.method import MODELS
+from pretuned.aot.compare.products import grouped_mm, matmul_loop, ours
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op, Problem
-from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
+from pretuned.runtime import explain
 
 PEERS = Path(__file__).parents[1] / "peers" / "h200.jsonl"
 LOOP = "matmul_loop"  # no library: it needs the rows on the host, and is timed here in the same run
@@ -43,48 +43,11 @@ COLUMNS = (
 LAUNCH_US = 4.06  # an empty graph
 
 
-def ours_and_torch(
-    op: str, inputs: method.Inputs, w_layout: str = "nk"
-) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """The two calls to time. With ``kn`` inputs.w is a view of [E, K, N], and ours of dW gives dw as [E, K, N]."""
-    x, w, dy, m_sizes = inputs.x, inputs.w, inputs.dy, inputs.m_sizes
-    given = w if w_layout == "nk" else w.transpose(1, 2)
-    ends = m_sizes.cumsum(0).to(torch.int32)
-    torchs = functools.partial(torch._grouped_mm, offs=ends)
-    if op == "forward":
-        ours = functools.partial(grouped_gemm, x, given, m_sizes, w_layout=w_layout)
-        return ours, functools.partial(torchs, x, w.transpose(1, 2))
-    assert dy is not None
-    if op == "dX":
-        ours = functools.partial(grouped_gemm_dX, dy, given, m_sizes, w_layout=w_layout)
-        return ours, functools.partial(torchs, dy, w)
-    return functools.partial(grouped_gemm_dW, dy, x, m_sizes, w_layout=w_layout), functools.partial(torchs, dy.t(), x)
-
-
 def problem(op: str, E: int, N: int, K: int, w_layout: str) -> Problem:
     """What a call looks up; dW of [E, K, N] is dW of [E, N, K] with dy and x in each other's place."""
     if op == "dW":
         return Problem(Op.DW, DType.BF16, E, *((N, K) if w_layout == "nk" else (K, N)))
     return Problem(Op(op), DType.BF16, E, N, K, Layout(w_layout))
-
-
-def matmul_loop(op: str, inputs: method.Inputs) -> Callable[[], None]:
-    """One torch.matmul an expert, its rows known on the host."""
-    ends = inputs.m_sizes.cumsum(0).tolist()
-    spans = [
-        (e, slice(end - n, end)) for e, (end, n) in enumerate(zip(ends, inputs.m_sizes.tolist(), strict=True)) if n
-    ]
-
-    def call() -> None:
-        for expert, rows in spans:
-            if op == "forward":
-                inputs.x[rows] @ inputs.w[expert].T
-            elif op == "dX":
-                inputs.dy[rows] @ inputs.w[expert]
-            else:
-                inputs.dy[rows].T @ inputs.x[rows]
-
-    return call
 
 
 def dense(op: str, inputs: method.Inputs) -> Callable[[], torch.Tensor]:
@@ -168,13 +131,13 @@ def measure(
                     m_sizes = method.routed_rows(E, top_k, T).cuda()
                     dy = None if op == "forward" else method.activations(M, N, w.dtype)
                     inputs = method.Inputs(method.activations(M, K, w.dtype), w, m_sizes, dy)
-                    ours, torchs = ours_and_torch(op, inputs, w_layout)
-                    result = ours().transpose(1, 2) if op == "dW" and w_layout == "kn" else ours()
+                    own, torchs = ours(op, inputs, w_layout), grouped_mm(op, inputs)
+                    result = own().transpose(1, 2) if op == "dW" and w_layout == "kn" else own()
                     error = method.relative_error(result, inputs, op)
                     del result
                     active = E if op == "dW" else int((m_sizes > 0).sum())
                     beside = [torchs, matmul_loop(op, inputs), dense(op, inputs)] if T >= 1024 else [torchs]
-                    ours_us, torch_us, *others_us = in_turns(clock, ours, *beside)
+                    ours_us, torch_us, *others_us = in_turns(clock, own, *beside)
                     cell = {
                         "model": name if w_layout == "nk" else f"{name} kn", "gemm": gemm, "op": op, "tokens": T,
                         "M": M, "E": E, "N": N, "K": K,

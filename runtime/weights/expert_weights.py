@@ -182,7 +182,7 @@ class ExpertWeights:
         return self.codes.device
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16, expert: int | None = None) -> torch.Tensor:
-        """w [E, N, K], or w[expert] [N, K], in ``dtype``: computed in float32 and rounded once."""
+        """w [E, N, K], or [N, K] of one ``expert``, in ``dtype``: computed in float32 and rounded once."""
         E, N, K = self.shape
         if expert is not None:
             if not -E <= expert < E:

@@ -19,7 +19,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def tools() -> tuple[ModuleType, ModuleType, ModuleType]:
-    from benchmarks.peers import beside, beside_vllm, vllm_kernels
+    from benchmarks.peers import beside, beside_vllm
+    from pretuned.aot.compare import vllm_kernels
 
     return beside, beside_vllm, vllm_kernels
 

@@ -7,6 +7,7 @@ its heuristic are taken as they stand; the rest of the package, which wants vLLM
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import sys
 from importlib.util import find_spec
@@ -16,8 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import method
-from benchmarks.peers.beside import Call
+from .products import Call, Inputs
 
 VERSION = "0.20.2"
 INSTALL = f"pip download --no-deps vllm=={VERSION} && unzip -q vllm-{VERSION}-*.whl -d vllm-{VERSION}"
@@ -59,12 +59,14 @@ def functions(source: Path, triton: Any, language: Any) -> dict[str, Any]:
         "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
         "current_platform": SimpleNamespace(is_rocm=lambda: False),
     }  # fmt: skip
-    exec(compile(ast.Module(wanted, []), str(source), "exec"), names)
+    exec(  # noqa: S102 - vLLM's own file, as it is installed
+        compile(ast.Module([*wanted], []), str(source), "exec"), names
+    )
     return {name: names[name] for name in TAKEN}
 
 
-class Kernels:
-    """What is called of both libraries; ``place`` is the folder of the package vllm."""
+class FusedMoe:
+    """vLLM's fused_moe kernel; ``place`` is the folder of the package vllm. Needs Triton."""
 
     def __init__(self, place: Path) -> None:
         import triton
@@ -73,25 +75,22 @@ class Kernels:
         self.configs = place / Path(KERNEL_FILE).parent / "configs"
         self.fused_moe = functions(place / KERNEL_FILE, triton, language)
         self.bf16 = language.bfloat16
-        sys.path.insert(0, str(place / "third_party"))
-        from triton_kernels import matmul_ogs
-        from triton_kernels.tensor import make_ragged_tensor_metadata
 
-        self.ogs, self.metadata = matmul_ogs, make_ragged_tensor_metadata
-
-    def configs_of(self, E: int, N: int, K: int, width: int, top_k: int, T: int) -> dict[str, dict[str, int]]:
-        """vLLM's configurations for T tokens, by whence: tuned for an H200 where it has a file, and by its heuristic.
+    def configs_of(
+        self, E: int, N: int, K: int, width: int, top_k: int, T: int, device: str = "NVIDIA_H200"
+    ) -> dict[str, dict[str, int]]:
+        """vLLM's configurations for T tokens, by whence: tuned for ``device`` where it has a file, and its heuristic's.
 
         ``width``: I, by which its files are named.
         """
         found = {"heuristic": self.fused_moe["get_default_config"](T, E, width, K, top_k, None)}
-        file = self.configs / f"E={E},N={width},device_name=NVIDIA_H200.json"
+        file = self.configs / f"E={E},N={width},device_name={device}.json"
         if file.is_file():
             tuned = {int(T): config for T, config in json.loads(file.read_text()).items() if T.isdigit()}
             found["tuned"] = tuned[min(tuned, key=lambda known: abs(known - T))]
         return found
 
-    def vllm(self, inputs: method.Inputs, config: dict[str, int]) -> Call:
+    def vllm(self, inputs: Inputs, config: dict[str, int]) -> Call:
         """y[g] = x[g] @ w[g].T by fused_moe_kernel; which rows are whose lies ready, as vLLM would say it."""
         M, N = len(inputs.x), inputs.w.shape[1]
         slots, experts, padded = assignment(inputs.m_sizes, M, config["BLOCK_SIZE_M"])
@@ -107,23 +106,40 @@ class Kernels:
 
         return call
 
-    def triton_kernels(self, op: str, inputs: method.Inputs) -> Call:
+
+class TritonKernels:
+    """triton_kernels' matmul_ogs: the one in vLLM's folder ``place``, or None for one that is installed by itself."""
+
+    def __init__(self, place: Path | None) -> None:
+        if place is not None:
+            sys.path.insert(0, str(place / "third_party"))
+        self.ogs: Any = importlib.import_module("triton_kernels.matmul_ogs")
+        self.metadata: Any = importlib.import_module("triton_kernels.tensor").make_ragged_tensor_metadata
+
+    def triton_kernels(self, op: str, inputs: Inputs) -> Call:
         """y[g] = x[g] @ w[g].T, dx[g] = dy[g] @ w[g] or dw[g] = dy[g].T @ x[g], by matmul_ogs as it chooses itself."""
-        rows, w = (inputs.x, inputs.w.transpose(1, 2)) if op == "forward" else (inputs.dy, inputs.w)
-        assert rows is not None
         if op == "dW":
-            return self._weight(inputs, rows)
+            return self._weight(inputs, inputs.grad)
+        rows, w = (inputs.x, inputs.w.transpose(1, 2)) if op == "forward" else (inputs.grad, inputs.w)
         routing = self.ogs.RoutingData(
             None, inputs.m_sizes, len(w), 1, expt_data=self.metadata(inputs.m_sizes, len(rows))
         )
         return lambda: self.ogs.matmul_ogs(rows, w, None, routing)
 
-    def _weight(self, inputs: method.Inputs, dy: torch.Tensor) -> Call:
+    def _weight(self, inputs: Inputs, dy: torch.Tensor) -> Call:
         """dw: the rows of both, padded as it wants them, lie ready."""
         m_sizes, left, right = inputs.m_sizes, padded(dy, inputs.m_sizes), padded(inputs.x, inputs.m_sizes)
         base = self.ogs.RoutingData(None, m_sizes, len(m_sizes), 1, expt_data=self.metadata(m_sizes, len(dy)))
         inner = self.ogs.InnerRoutingData(base, ROWS_A_STEP, x_is_padded=True, w_is_padded=True)
         return lambda: self.ogs.matmul_ogs(left.t(), right, None, inner_routing_data=inner)
+
+
+class Kernels(FusedMoe, TritonKernels):
+    """Both, of one folder of the package vllm."""
+
+    def __init__(self, place: Path) -> None:
+        FusedMoe.__init__(self, place)
+        TritonKernels.__init__(self, place)
 
 
 def padded(rows: torch.Tensor, m_sizes: torch.Tensor) -> torch.Tensor:

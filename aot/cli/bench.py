@@ -1,0 +1,136 @@
+"""aot bench."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ...artifacts.errors import HostError, InputError
+from ...artifacts.files.publish import publish
+from ..compare.result import OURS, Comparison
+from ..models.load import load_models
+from ..process.output_file import check_image
+from .echo import echo, tell
+from .exits import ENVIRONMENT, OK
+from .options import as_json, file_path, print_json, quiet, wanted_ops
+from .progress import Shown
+from .table import duration, table
+
+_TOKENS = "1,16,128,1024,8192"
+_MOST_TOKENS = 1 << 17
+
+
+@click.command()
+@click.option("--models", "-m", multiple=True, required=True, metavar="FILE|SPEC",
+              help="The models to time, as for aot build; again for more.")  # fmt: skip
+@click.option("--tokens", default=_TOKENS, show_default=True, metavar="LIST", help="Tokens of one step.")
+@click.option("--ops", metavar="LIST", help="Only some of forward, dX, dW.  [default: all; gradients from 1024 tokens]")
+@click.option("--plot", metavar="FILE", type=file_path, help="Draw the ratios into a .png or .svg. Needs matplotlib.")
+@click.option("--budget-ms", type=click.FloatRange(1, 10_000), default=60.0, show_default=True,
+              help="Time for each library in each cell.")  # fmt: skip
+@click.option("--device", hidden=True, type=click.Choice(["cuda", "cpu"]), default="cuda")
+@quiet
+@as_json
+def bench(
+    models: tuple[str, ...], tokens: str, ops: str | None, plot: Path | None, budget_ms: float, device: str,
+    quiet: bool, as_json: bool,
+) -> int:  # fmt: skip
+    """Time your model's products on this GPU, beside torch and whatever of vLLM, triton_kernels and DeepGEMM is here.
+
+    In bf16, all in one process and in turns; each result is held against fp32 before it is timed. A library that
+    refuses a shape is left out there, with its reason.
+
+    \b
+    Examples:
+      aot bench --models Qwen/Qwen3-30B-A3B
+      aot bench --models "Qwen/Qwen3-30B-A3B tp=2" --tokens 1,64,4096 --ops forward --plot bench.png
+      aot bench --models "shape:E=8,H=1000,I=333,k=2" --json
+    """
+    wanted, asked = _numbers(tokens), wanted_ops(ops)
+    shards = load_models(models, only=asked).shapes
+    from ..compare.plot import check_available, kind_of
+
+    kind = None if plot is None else kind_of(plot)
+    if plot is not None:
+        if kind is None:
+            raise InputError(f"--plot '{plot}': wanted a file's name that ends in .png or .svg")
+        check_available()
+        check_image(plot, kind)
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise HostError("aot bench needs torch, which is not installed here") from None
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            "no GPU that torch can use is here, and aot bench times one: run the same command on the machine that "
+            "serves the model (in a container, with --gpus all); python -m pretuned.runtime says what is amiss"
+        )
+    from ..compare.run import FIRST_OF_TRAINING, cells_of, compare
+
+    if not cells_of(shards, asked, wanted):
+        raise InputError(f"nothing to time: gradients are timed from {FIRST_OF_TRAINING} tokens on; see --tokens")
+    with Shown("timing", as_json or quiet) as shown:
+
+        def on_cell(done: int, total: int) -> None:
+            if done == 1:
+                shown.start(total)
+            shown.show(done, "cells", f"{done} of {total} cells", last=done == total)
+
+        found = compare(shards, asked, wanted, torch.device(device), budget_ms, on_cell)
+    if plot is not None and kind is not None:
+        from ..compare.plot import plot as draw
+
+        publish(plot, draw(found, kind))
+    if as_json:
+        print_json({**found.to_dict(), **({"plot": str(plot)} if plot else {})})
+        return ENVIRONMENT if found.wrong else OK
+    if not quiet:
+        echo(_table(found))
+        echo()
+    for line in found.headlines():
+        echo(line)
+    if not quiet:
+        _tell(found)
+        if plot:
+            echo(f"plot: {plot}")
+    for cell in found.wrong:
+        echo(f"error: ours is wrong, {cell.model} {cell.where}: {cell.left_out[OURS]}", err=True)
+    return ENVIRONMENT if found.wrong else OK
+
+
+def _table(found: Comparison) -> str:
+    """A row a cell: our time and rate, and how many times it each library takes."""
+    names = found.libraries
+    many = len({(cell.model, cell.tp, cell.ep) for cell in found.cells}) > 1
+    rows = []
+    for cell in found.cells:
+        us, tflops = cell.us.get(OURS), cell.tflops
+        rows.append([
+            *([f"{cell.model} tp={cell.tp} ep={cell.ep}"] if many else []), cell.gemm, cell.op, cell.tokens,
+            "wrong" if us is None else f"{us:.1f}", "-" if tflops is None else f"{tflops:.1f}",
+            *("-" if (ratio := cell.ratio(name)) is None else f"{ratio:.2f}" for name in names),
+        ])  # fmt: skip
+    head = (*(("model",) if many else ()), "product", "op", "tokens", "us", "TFLOP/s", *(f"x {name}" for name in names))
+    return table(head, rows, "<" * (2 + many) + ">" * (3 + len(names)))
+
+
+def _tell(found: Comparison) -> None:
+    """On what it was measured, who was left out, and where no bundle ran."""
+    versions = ", ".join(f"{name} {said}" for name, said in found.versions.items())
+    echo(f"{found.device}, bf16, in {duration(found.seconds)}; {versions}")
+    tell(f"left out: {line}" for line in found.omissions())
+    without = sum(cell.runs in ("torch", "jit") for cell in found.cells)
+    if without:
+        tell([f"in {without} of {len(found.cells)} cells no bundle here has code for this GPU, and torch ran ours: "
+              "python -m pretuned.runtime says what to build"])  # fmt: skip
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(1 <= one <= _MOST_TOKENS for one in found):
+        raise InputError(f"--tokens {text}: wanted numbers of 1 to {_MOST_TOKENS}, such as {_TOKENS}")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,79 @@
+"""aot pack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ...artifacts.files.publish import publish
+from ..pack.contents import contents, write_directory
+from ..pack.image import ARCHITECTURES, check_layout, tag, write_image
+from ..pack.wheel import file_name, wheel
+from ..process.output_dir import check_writable
+from .echo import echo, quoted, tell
+from .options import as_json, directory, print_json
+from .table import size
+
+
+@click.command()
+@click.argument("bundles", nargs=-1, required=True, type=click.Path(), metavar="BUNDLE...")
+@click.option("--wheel", "wheels", type=directory(file_okay=False), metavar="DIR",
+              help="Write a wheel into this directory. Installed, the runtime finds its bundles.")  # fmt: skip
+@click.option("--oci", type=directory(file_okay=False), metavar="DIR",
+              help="Write an OCI image layout: one layer, /opt/pretuned/bundles. Other tags of DIR stay.")  # fmt: skip
+@click.option("--dir", "folder", type=directory(file_okay=False), metavar="DIR",
+              help="Write the bundles as files, with modes that the runtime accepts.")  # fmt: skip
+@click.option("--name", default="pretuned-bundles", show_default=True, help="The package's name.")
+@click.option("--version", default="1.0", show_default=True, help="The package's version, and the image's tag.")
+@click.option("--arch", type=click.Choice(ARCHITECTURES), default=ARCHITECTURES[0], show_default=True,
+              help="The machine that the image says it is for; bundles are the same for all.")  # fmt: skip
+@as_json
+def pack(
+    bundles: tuple[str, ...], wheels: Path | None, oci: Path | None, folder: Path | None, name: str, version: str,
+    arch: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Make bundles ready to ship: a wheel for pip, an image for COPY --from, or a directory.
+
+    Each bundle is checked whole first. The same input gives the same bytes, and the same image digest.
+
+    \b
+    Examples:
+      aot pack bundles/*.msgpack --wheel dist --name acme-bundles --version 1.0
+      aot pack bundles/*.msgpack --oci image --version 2026.11
+      aot pack bundles/*.msgpack --dir /opt/pretuned/bundles
+    """
+    if not (wheels or oci or folder):
+        raise click.UsageError("nothing to write: give --wheel DIR, --oci DIR or --dir DIR")
+    if wheels:
+        check_writable(wheels, "--wheel DIR")
+    if oci:
+        check_layout(oci)
+    packed = contents(bundles, name, version)
+    found: dict[str, object] = {
+        "name": name, "version": version, "targets": list(packed.targets),
+        "bundles": [{"file": one.file, "sha256": one.sha256, "size_bytes": len(one.data)} for one in packed.items],
+    }  # fmt: skip
+    lines: list[str] = []
+    notes: list[str] = []
+    if wheels:
+        path, data = wheels / file_name(packed), wheel(packed)
+        publish(path, data)
+        found["wheel"] = {"path": str(path), "size_bytes": len(data)}
+        lines.append(f"wheel  {path}, {size(len(data))}: pip install {quoted(path)}")
+    if oci:
+        digest = write_image(oci, packed, arch)
+        image = f"{oci}:{tag(packed)}"
+        found["oci"] = {"path": str(oci), "tag": tag(packed), "digest": digest}
+        lines.append(f"image  {image}, {digest}: skopeo copy oci:{quoted(Path(image))} docker://REGISTRY/{name}")
+    if folder:
+        notes += write_directory(folder, packed)
+        found["dir"] = {"path": str(folder)}
+        lines.append(f"files  {folder}")
+    if as_json:
+        print_json({**found, "notes": notes})
+        return
+    tell(notes)
+    total = size(sum(len(one.data) for one in packed.items))
+    echo(f"{len(packed.items)} bundles, {total}, for {', '.join(packed.targets)}")
+    echo("\n".join(lines))

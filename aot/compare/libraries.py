@@ -1,0 +1,158 @@
+"""The libraries beside ours: which are here, and their calls on rows sorted by expert.
+
+What each wants to know beforehand of which rows are whose lies ready, outside the time, so that none
+looks worse than it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from . import vllm_kernels
+from .products import Call, Inputs, grouped_mm, matmul_loop
+
+TORCH, LOOP = "torch grouped_mm", "torch matmul loop"
+VLLM, TRITON_KERNELS, DEEPGEMM, HUMMING = "vLLM", "triton_kernels", "DeepGEMM", "Humming"
+_ROWS_A_BLOCK = 128  # of DeepGEMM's contiguous form: an expert's rows fill whole blocks
+
+
+class NoCall(Exception):
+    """The library has no call for this product; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProduct:
+    """One cell, as the libraries choose by it: ``width`` is I of the layer, ``top_k`` experts a token."""
+
+    op: str
+    inputs: Inputs
+    width: int
+    top_k: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A call; ``at``, of a result with padding, says where the sorted rows stand in it."""
+
+    call: Call
+    at: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One that is here. ``make`` gives its call, or raises what it raises where it can't."""
+
+    name: str
+    version: str
+    make: Callable[[PeerProduct], Made]
+
+
+@dataclass(frozen=True, slots=True)
+class Libraries:
+    """Which libraries can be timed here, and of the others why not."""
+
+    here: tuple[Library, ...]
+    absent: dict[str, str]
+
+
+def found(device: torch.device) -> Libraries:
+    """Look for all of them. Nothing of a library that is not installed is imported."""
+    here = [
+        Library(TORCH, torch.__version__, lambda one: Made(grouped_mm(one.op, one.inputs))),
+        Library(LOOP, torch.__version__, lambda one: Made(matmul_loop(one.op, one.inputs))),
+    ]
+    absent: dict[str, str] = {}
+    for name, look in ((VLLM, _vllm), (TRITON_KERNELS, _triton_kernels), (DEEPGEMM, _deepgemm), (HUMMING, _humming)):
+        try:
+            here.append(look(device))
+        except NoCall as why:
+            absent[name] = str(why)
+        except Exception as error:  # a package of another version, or one that fails to import
+            absent[name] = reason(error)
+    return Libraries(tuple(here), absent)
+
+
+def reason(error: Exception) -> str:
+    """Why a library fails, in one line."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _needs_gpu(package: str, device: torch.device) -> None:
+    if find_spec(package) is None:
+        raise NoCall("not installed")
+    if device.type != "cuda":
+        raise NoCall("runs on a GPU alone")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _vllm(device: torch.device) -> Library:
+    _needs_gpu("vllm", device)
+    place = vllm_kernels.package(None)
+    kernels = vllm_kernels.FusedMoe(place)
+
+    def make(one: PeerProduct) -> Made:
+        if one.op != "forward":
+            raise NoCall("its kernel has no gradients")
+        E, N, K = one.inputs.w.shape
+        device_name = torch.cuda.get_device_name(device).replace(" ", "_")
+        configs = kernels.configs_of(E, N, K, one.width, one.top_k, one.tokens, device_name)
+        return Made(kernels.vllm(one.inputs, configs.get("tuned", configs["heuristic"])))
+
+    return Library(VLLM, vllm_kernels.version_of(place), make)
+
+
+def _triton_kernels(device: torch.device) -> Library:
+    bundled = find_spec("triton_kernels") is None and find_spec("vllm") is not None
+    _needs_gpu("vllm" if bundled else "triton_kernels", device)
+    kernels = vllm_kernels.TritonKernels(vllm_kernels.package(None) if bundled else None)
+    said = f"of vLLM {_version('vllm')}" if bundled else _version("triton_kernels")
+    return Library(TRITON_KERNELS, said, lambda one: Made(kernels.triton_kernels(one.op, one.inputs)))
+
+
+def _deepgemm(device: torch.device) -> Library:
+    _needs_gpu("deep_gemm", device)
+    deep_gemm: Any = importlib.import_module("deep_gemm")
+    if not hasattr(deep_gemm, "m_grouped_bf16_gemm_nt_contiguous"):
+        raise NoCall(f"its version {_version('deep_gemm')} has no grouped product of bf16")
+    return Library(DEEPGEMM, _version("deep_gemm"), partial(_deepgemm_call, deep_gemm))
+
+
+def _deepgemm_call(deep_gemm: Any, one: PeerProduct) -> Made:
+    """Its contiguous form: an expert's rows fill whole blocks, padded beforehand, and the padding is in its result."""
+    if one.op != "forward":
+        raise NoCall("its gradients want other layouts")
+    x, w, n = one.inputs.x, one.inputs.w, one.inputs.m_sizes.long()
+    whole = (n + _ROWS_A_BLOCK - 1) // _ROWS_A_BLOCK * _ROWS_A_BLOCK
+    experts = torch.repeat_interleave(torch.arange(len(w), device=x.device), whole).int()
+    shift = (whole.cumsum(0) - whole) - (n.cumsum(0) - n)
+    at = torch.arange(len(x), device=x.device) + torch.repeat_interleave(shift, n)
+    rows = x.new_zeros(len(experts), x.shape[1])
+    rows[at] = x
+    y = x.new_empty(len(experts), w.shape[1])
+
+    def call() -> torch.Tensor:
+        deep_gemm.m_grouped_bf16_gemm_nt_contiguous(rows, w, y, experts)
+        return y
+
+    return Made(call, at)
+
+
+def _humming(device: torch.device) -> Library:
+    _needs_gpu("humming", device)
+    raise NoCall("reads quantised weights alone; these are bf16")

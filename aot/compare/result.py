@@ -1,0 +1,108 @@
+"""What a comparison found: cells, their ratios, and the words and rows that tell them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OURS = "pretuned"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedCell:
+    """One product and number of tokens. ``us``: median microseconds by library, ours among them; ``error`` likewise.
+
+    ``left_out``: the libraries that are here and have no time, with the reason. ``runs``: what ran ours.
+    """
+
+    model: str
+    tp: int
+    ep: int
+    gemm: str
+    op: str
+    tokens: int
+    M: int
+    E: int
+    N: int
+    K: int
+    runs: str
+    us: dict[str, float]
+    error: dict[str, float]
+    left_out: dict[str, str]
+
+    @property
+    def where(self) -> str:
+        """In words."""
+        return f"{self.gemm} {self.op} at {self.tokens} tokens"
+
+    @property
+    def tflops(self) -> float | None:
+        """2 M N K over our time, in 1e12/s."""
+        return 2e-6 * self.M * self.N * self.K / self.us[OURS] if OURS in self.us else None
+
+    def ratio(self, library: str) -> float | None:
+        """A library's time over ours: above 1 ours is faster. None where either has no time."""
+        if library not in self.us or OURS not in self.us:
+            return None
+        return self.us[library] / self.us[OURS]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All of a run. ``versions``: of the libraries that are here; ``absent``: why the others could not be tried."""
+
+    device: str
+    versions: dict[str, str]
+    absent: dict[str, str]
+    cells: tuple[ComparedCell, ...]
+    seconds: float
+
+    @property
+    def libraries(self) -> list[str]:
+        """Those with a time in some cell."""
+        return [name for name in self.versions if any(name in cell.us for cell in self.cells)]
+
+    @property
+    def wrong(self) -> list[ComparedCell]:
+        """Cells in which ours is wrong."""
+        return [cell for cell in self.cells if OURS not in cell.us]
+
+    def headlines(self) -> Iterator[str]:
+        """One for each library: how many times as fast ours is."""
+        for name in self.libraries:
+            known = [(ratio, cell) for cell in self.cells if (ratio := cell.ratio(name)) is not None]
+            if not known:
+                continue
+            mean = statistics.geometric_mean(ratio for ratio, _ in known)
+            least, most = (choose(known, key=lambda one: one[0]) for choose in (min, max))
+            yield (
+                f"{mean:.2f} x {name} over {_cells(len(known))}: least {least[0]:.2f} ({least[1].where}), "
+                f"most {most[0]:.2f} ({most[1].where})"
+            )
+
+    def omissions(self) -> Iterator[str]:
+        """Who was left out, where, and why."""
+        found = Counter((name, why) for cell in self.cells for name, why in cell.left_out.items())
+        for (name, why), count in found.items():
+            yield f"{name} in {_cells(count)} of {len(self.cells)}: {why}"
+        for name, why in self.absent.items():
+            yield f"{name}: {why}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        cells = [
+            {**asdict(cell), "tflops": cell.tflops, "ratio": {name: cell.ratio(name) for name in self.libraries}}
+            for cell in self.cells
+        ]
+        return {
+            "device": self.device, "seconds": round(self.seconds, 1), "versions": self.versions,
+            "absent": self.absent, "headlines": list(self.headlines()), "left_out": list(self.omissions()),
+            "cells": cells,
+        }  # fmt: skip
+
+
+def _cells(count: int) -> str:
+    return f"{count} cell{'' if count == 1 else 's'}"

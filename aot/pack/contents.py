@@ -1,0 +1,134 @@
+"""What is packed: bundles, each checked whole, with the names under which the runtime lists them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...artifacts.errors import BundleUntrusted, HostError, InputError
+from ...artifacts.files.publish import publish
+from ...artifacts.files.trust import resolve
+from ...artifacts.records.bundle import Bundle
+from ...runtime.dispatch.places import SUFFIX
+from ..bundle.verify import sound
+
+# Letters that a file's name, a wheel's entry and a tar's entry all hold as they are.
+_FILE = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,99}}{re.escape(SUFFIX)}")
+_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]{0,63}[A-Za-z0-9])?")
+# The canonical form of https://packaging.python.org/en/latest/specifications/version-specifiers/, without an epoch.
+_VERSION = re.compile(
+    r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){0,5}((a|b|rc)(0|[1-9]\d*))?(\.post(0|[1-9]\d*))?(\.dev(0|[1-9]\d*))?"
+    r"(\+[a-z0-9]+(\.[a-z0-9]+)*)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One bundle: the name of its file, its bytes, and what they hold."""
+
+    file: str
+    data: bytes
+    bundle: Bundle
+
+    @property
+    def sha256(self) -> str:
+        """Of the whole file, in hex."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """What goes into one package, sorted by file name. ``name`` and ``version`` are the package's."""
+
+    name: str
+    version: str
+    items: tuple[Item, ...]
+
+    @property
+    def module(self) -> str:
+        """The folder that a wheel installs, and that its entry point names."""
+        return re.sub(r"[-_.]+", "_", self.name).lower()
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The capabilities that the bundles are for."""
+        return tuple(dict.fromkeys(str(one.bundle.target) for one in self.items))
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The GPUs that they were measured on."""
+        return tuple(dict.fromkeys(gpu.name for one in self.items for gpu in one.bundle.gpus))
+
+    @property
+    def about(self) -> str:
+        """One sentence of what is in it."""
+        measured = f", measured on {', '.join(self.gpus)}" if self.gpus else ", modelled"
+        return f"Precompiled MoE kernels for pretuned: {', '.join(self.targets)}{measured}"
+
+
+def contents(paths: Sequence[str], name: str, version: str) -> Package:
+    """Read the bundles and check all of each.
+
+    Raises
+    ------
+    InputError
+        for a name or version that a package can't have, and two files of one name.
+    BundleError
+        where a file is no sound bundle, or lies where others can write.
+    """
+    if not _NAME.fullmatch(name):
+        raise InputError(
+            f"--name {name!r} can be no package's: wanted 1 to 65 of A-Z a-z 0-9 . _ -, a letter first, no mark last"
+        )
+    if not _VERSION.fullmatch(version):
+        raise InputError(f"--version {version!r} can be no package's: wanted one such as 1.0, 2026.11 or 1.0+h100")
+    found = Package(name, version, tuple(sorted(map(_item, dict.fromkeys(paths)), key=lambda one: one.file)))
+    if found.module.split("_")[0] == "pretuned" and found.module != "pretuned_bundles":
+        raise InputError(
+            f"--name {name!r}: names that begin with pretuned are ours; wanted your own, e.g. acme-bundles"
+        )
+    for before, after in zip(found.items, found.items[1:], strict=False):
+        if before.file == after.file:
+            raise InputError(f"two bundles are named '{after.file}': a package has them in one directory. Rename one")
+    return found
+
+
+def _item(path: str) -> Item:
+    file = Path(path).name
+    if not _FILE.fullmatch(file):
+        raise InputError(
+            f"'{path}': the runtime would not list it under that name, wanted 1 to 100 of A-Z a-z 0-9 . _ - and "
+            f"{SUFFIX} after them. Rename the file"
+        )
+    sound(path)  # the place too
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise HostError(f"can't read '{path}': {error.strerror}") from error
+    return Item(file, data, sound(path, hashlib.sha256(data).hexdigest()))  # these very bytes
+
+
+def write_directory(directory: Path, packed: Package) -> tuple[str, ...]:
+    """The bundles as files of mode 0644 in a directory of mode 0755; returns what the user should know.
+
+    Raises
+    ------
+    HostError
+        where the system refuses.
+    """
+    try:
+        if not directory.is_dir():
+            directory.mkdir(parents=True)
+            directory.chmod(0o755)
+    except OSError as error:
+        raise HostError(f"can't make the directory '{directory}': {error.strerror}. Name another with --dir") from error
+    for item in packed.items:
+        publish(directory / item.file, item.data)
+    try:
+        resolve(str(directory / packed.items[0].file))
+    except BundleUntrusted as error:
+        return (f"where it lies now, the runtime refuses it: {error}",)
+    return ()
