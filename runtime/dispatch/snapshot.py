@@ -100,10 +100,7 @@ class Snapshot:
     """
 
     def __init__(
-        self,
-        asked: Sequence[Place],
-        installed: Callable[[], Sequence[Place]] = tuple,
-        without: Path | None = None,
+        self, asked: Sequence[Place], installed: Callable[[], Sequence[Place]] = tuple, without: Path | None = None
     ) -> None:
         """``without`` is a file that is as if it were not there: a build leaves out the one that it replaces."""
         self._installed = installed
