@@ -175,12 +175,19 @@ def _on_read_only_mount(component: str, status: os.stat_result) -> bool:
     return status.st_uid == 0 and stat.S_ISDIR(status.st_mode) and bool(os.statvfs(component).f_flag & os.ST_RDONLY)
 
 
+@functools.cache
 def _own_group(uid: int, gid: int) -> bool:
-    """Whether the group is the user's private one (umask 002 goes with those)."""
+    """Whether the group is the user's private one (umask 002 goes with those): no other account is of it.
+
+    A group's own list leaves out those whose first group it is. (Accounts that a directory service does not list
+    are not seen.)
+    """
     import grp
     import pwd
 
     if _is_anothers_group(gid):  # its name here is not its own
+        return False
+    if any(one.pw_gid == gid and one.pw_uid not in (0, uid) for one in pwd.getpwall()):
         return False
     try:
         user = pwd.getpwuid(uid)
