@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.lock import make_lock_file
+from ...artifacts.files.lock import make_lock_file, release
 from ...artifacts.files.publish import make_folder
 from ...artifacts.format.checks import digest, integer, name, shown
 from ...artifacts.limits import MAX_DIM
@@ -228,7 +228,7 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
         finally:
             os.close(fd)
     finally:
-        lock.release()
+        release(lock, Path(lock.lock_file))
 
 
 def _check_lock(path: Path) -> None:
