@@ -377,6 +377,37 @@ def test_kubernetes_config_map_on_a_read_only_mount(root):
         subprocess.run(["umount", place], check=True)
 
 
+def test_a_read_only_bind_mount_of_what_everybody_can_write(root):
+    """Whoever can write the directory by its own path swaps its files: for an older bundle, or for none."""
+    own, place = folder(root / "own", 0o777), folder(root / "place")
+    put(own / "b")
+    subprocess.run(["mount", "--bind", own, place], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+        refused(place / "b", place, "0777")
+        kubernetes(own)  # a config map is mounted so, and nobody reaches where it lies
+        assert verdict(place / "b.msgpack", uid=RANDOM_UID) == "ok"
+        (own / "..data").unlink()
+        (own / "..data").symlink_to(own)
+        os.chown(own / "..data", OTHER, OTHER, follow_symlinks=False)
+        refused(place / "b", place, "0777")
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_read_only_file_system(root):
+    place = folder(root / "volume")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", place], check=True)
+    try:
+        place.chmod(0o777)
+        path = put(place / "b")
+        refused(path, place, "0777")
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        assert verdict(path, uid=RANDOM_UID) == "ok"
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
 def test_a_place_that_can_not_be_searched(root):
     place = folder(root / "closed", 0o700)
     got = verdict(put(place / "b"))
