@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...artifacts.code.cubin import mismatch, other_parameters
+from ...artifacts.code.cubin import mismatch, other_limits, other_parameters
 from ...artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.records.bundle import Bundle
-from ...kernels.contract.launchable import unlaunchable
+from ...kernels.contract.launchable import undeclared, unlaunchable
 from ...kernels.contract.words import READS_ABI, parameter_bytes
+from ...kernels.hardware.arch import arch_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ def sound(path: str, sha256: str | None = None) -> Bundle:
         if variant.abi < READS_ABI[0]:
             raise BundleTooOld(f"{where}: launch ABI {variant.abi}, this version reads {_reads()}. Build it again")
         wrong = unlaunchable(variant) or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
+        wrong = wrong or other_limits(cubin, variant.entry, variant.threads, variant.registers)
+        wrong = wrong or undeclared(variant, arch_of(bundle.target.sm).limits)
         if wrong:
             raise BundleCorrupt(f"{where}: {wrong}. Build it again with aot build, or upgrade pretuned")
     return bundle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import os
@@ -62,6 +63,13 @@ _SHARED = (
     "NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={bits}, rank={rank}, transposed=False, "
     "fp4_padded=False, cga_layout=[])"
 )
+
+
+# A variant that meets one of these would compile on another day.
+_MACHINE = (
+    errno.EACCES, errno.EPERM, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE,
+    errno.ENOMEM, errno.ESTALE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +170,17 @@ def compile_variant(spec: Spec | RowOpSpec, sm: int) -> Compiled:
             except (OSError, MemoryError):
                 raise  # the machine's fault, not the variant's
             except Exception as error:  # whatever Triton, MLIR or ptxas raises is the reason
-                raise CompileError(f"{spec} for sm_{sm}: {_reason(error, output)}") from None
+                reason = _reason(error, output)
+                if machine := _of_the_machine(error, reason):
+                    raise OSError(machine) from error
+                raise CompileError(f"{spec} for sm_{sm}: {reason}") from None
         cubin = bytes(kernel.asm["cubin"])
-        registers, stack_bytes, local_bytes = resources(Path(scratch), cubin, entry.name)
+        try:
+            registers, stack_bytes, local_bytes = resources(Path(scratch), cubin, entry.name)
+        except CompileError as error:
+            if machine := _of_the_machine(error, ""):
+                raise OSError(machine) from error
+            raise
     threads = re.search(r"^\.reqntid (\d+)", kernel.asm["ptx"], re.MULTILINE)
     maps = kernel.metadata.tensordesc_meta or ()
     names = [name for name, kind in arguments_of(spec) if kind.startswith("desc")]
@@ -262,6 +278,23 @@ def _captured(path: Path) -> Iterator[Path]:
         for number, copy in enumerate(saved, start=1):
             os.dup2(copy, number)
             os.close(copy)
+
+
+def _of_the_machine(error: BaseException, reason: str) -> str:
+    """What the machine refused, where that and not the variant is why there is no code; "" else.
+
+    Triton and ptxas may wrap it, or only say it: such a variant is not lost, the build stops and is run again.
+    """
+    told = f"{error} {reason}"
+    for number in _MACHINE:
+        if os.strerror(number) in told:
+            return told.strip()
+    cause = error.__cause__ or error.__context__
+    if cause is None:
+        return ""
+    if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _MACHINE):
+        return f"{reason}: {cause}"
+    return _of_the_machine(cause, "")
 
 
 def _reason(error: Exception, output: Path) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import json
 import os
 import stat
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.lock import make_lock_file
+from ...artifacts.files.lock import make_lock_file, release
 from ...artifacts.files.publish import make_folder
 from ...artifacts.format.checks import digest, integer, name, shown
 from ...artifacts.limits import MAX_DIM
@@ -34,6 +35,7 @@ from .records import ROUTINGS, Record, from_value, to_value
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
+MAX_LINES = 1 << 20
 COMPRESSED = ".xz"
 _MOST_MEMORY = 1 << 27  # of a decompressor: its largest preset takes half of that
 _LONGEST_WAIT_S = 24 * 3600.0
@@ -116,8 +118,10 @@ def _size(fd: int, path: Path) -> int:
 
 def _parse(data: bytes, path: Path) -> Contents:
     sound = data.rfind(b"\n") + 1
-    lines = data[:sound].split(b"\n")[:-1]
-    first = _checked(lines[0]) if lines else None
+    if (count := data.count(b"\n")) > MAX_LINES:
+        raise InputError(f"journal '{path}': {count:,} lines, the limit is {MAX_LINES:,}")
+    lines = (line.rstrip(b"\n") for line in io.BytesIO(data[:sound]))  # (one at a time: all at once are many objects)
+    first = _checked(next(lines, b""))
     if first is None or first.get("record") != "header":
         raise InputError(f"journal '{path}': it does not begin with a header: no journal, or its first line is damaged")
     form = first.get("format")
@@ -132,7 +136,7 @@ def _parse(data: bytes, path: Path) -> Contents:
         ) from None
     records: list[Record] = []
     damaged = 0
-    for line in lines[1:]:
+    for line in lines:
         value = _checked(line)
         try:
             if value is None:
@@ -224,7 +228,7 @@ def open_journal(path: Path, header: Header, note: Callable[[str], None] = lambd
         finally:
             os.close(fd)
     finally:
-        lock.release()
+        release(lock, Path(lock.lock_file))
 
 
 def _check_lock(path: Path) -> None:

@@ -306,10 +306,16 @@ class _Fields:
             numbers = [one for one in numbers if one] or numbers or [0]
         if len(set(numbers)) > 1 and not largest:
             raise InputError(
-                f"{self.where}: {name} differs between layers ({', '.join(str(one) for one in sorted(set(numbers)))}); "
+                f"{self.where}: {name} differs between layers ({_few(sorted(set(numbers)))}); "
                 "give each as a spec of its own, shape:E=..,H=..,I=..,k=.."
             )
         return max(numbers)
+
+
+def _few(numbers: list[int]) -> str:
+    """Numbers, the first 20 of many."""
+    more = f" and {len(numbers) - 20:,} more" if len(numbers) > 20 else ""
+    return ", ".join(_short(one) for one in numbers[:20]) + more
 
 
 def _language_model(config: Mapping[str, object]) -> Mapping[str, object]:

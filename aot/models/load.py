@@ -21,6 +21,10 @@ from .quant_config import PLAIN
 from .spec import MAX_NAME, SHAPE, SpecOptions, parse_options, parse_shape, words
 
 MAX_FILE_BYTES = 4 << 20
+MAX_SHARDS_OF_A_SPEC = 1024
+MAX_SHARDS = 65_536
+MAX_MISTAKES = 50  # that are listed
+_LONGEST_MISTAKE = 2000  # characters
 CATALOGUE = "catalogue"  # the spec that means all of it
 _GIVE = "give its config.json"
 _SHAPE = f"{SHAPE}E=128,H=2048,I=768,k=8"  # an example
@@ -66,10 +70,16 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
     seen: dict[LayerShard, str] = {}
     layers: dict[str, tuple[tuple[object, ...], str]] = {}
     without_code: dict[str, dict[str, None]] = {}
+    unread = 0
     for line in itertools.chain.from_iterable(_each_of_catalogue(one, problems) for one in _lines(values, problems)):
+        if len(problems) >= MAX_MISTAKES:
+            unread += 1
+            continue
         try:
             found, options = _resolve(line)
             shards = list(_shards(found, options, only))
+            if len(seen) + len(shards) > MAX_SHARDS:
+                raise InputError(f"over {MAX_SHARDS} shards in all, which is the limit; build them in parts")
         except InputError as error:
             problems.extend(f"{line.where}: {problem}" for problem in str(error).split("\n"))
             continue
@@ -92,14 +102,27 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
     if not problems and not seen:
         problems.append("no models are given; name a models.txt, or a model, e.g. --models Qwen/Qwen3-30B-A3B")
     if problems:
-        head = [] if len(problems) == 1 else [f"{len(problems)} mistakes in what to build for:"]
-        raise InputError("\n".join(head + problems))
+        raise InputError(_listed(problems, unread))
     for name, models in without_code.items():
         built = f"bf16 (or the dtype= given) is built instead for {', '.join(models)}"
         there = bool(dtypes_of(name))
         notes.append(f"{built}, published as {name}: weights={name} builds that" if there
                      else f"no kernels for {name} yet: {built}")  # fmt: skip
     return LoadedModels(tuple(seen), tuple(notes))
+
+
+def _listed(problems: Sequence[str], unread: int) -> str:
+    """Mistakes, a line each, the first of many and the ends of long ones."""
+    ends = _LONGEST_MISTAKE // 2
+    told = [
+        one if len(one) <= _LONGEST_MISTAKE else f"{one[:ends]} [...] {one[-ends:]}" for one in problems[:MAX_MISTAKES]
+    ]
+    if len(problems) > len(told):
+        told.append(f"and {len(problems) - len(told):,} more")
+    if unread:
+        told.append(f"(the {unread:,} lines after these were not looked at)")
+    head = [] if len(told) == 1 else [f"{len(problems)} mistakes in what to build for:"]
+    return "\n".join(head + told)
 
 
 def _lines(values: Sequence[str], problems: list[str]) -> Iterator[_Line]:
@@ -231,6 +254,12 @@ def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator
     """Kinds of experts x tp x ep. Raises InputError with every contradiction, a line each."""
     problems: list[str] = []
     shards: list[LayerShard] = []
+    count = len(found.layers) * len(options.tp) * len(options.ep)
+    if count > MAX_SHARDS_OF_A_SPEC:
+        raise InputError(
+            f"{found.name}: {count:,} shards of one spec ({len(options.tp)} of tp x {len(options.ep)} of ep), wanted "
+            f"at most {MAX_SHARDS_OF_A_SPEC}; give the degrees that are deployed"
+        )
     ops = tuple(op for op in options.ops or Op if op in only)
     if not ops:
         given, wanted = (",".join(op.value for op in some) for some in (options.ops or Op, only))

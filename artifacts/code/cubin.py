@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ..records.target import Target
@@ -32,6 +33,11 @@ _SIZED = 4
 _PARAMETER = 0x17
 _PARAMETER_INFO = struct.Struct("<IHHI")
 _SIZE_SHIFT = 18
+# Two more, of (x, y, z) threads of a block, in a kernel's own section (EIATTR_REQNTID), and of (symbol, registers of a
+# thread) in the section of all kernels, .nv.info (EIATTR_REGCOUNT).
+_ALL = b".nv.info"
+_THREADS = {0x10: 12}
+_REGISTERS = {0x2F: 8}
 _MOST_CHARS = 300  # of a reason
 
 
@@ -98,7 +104,9 @@ def parameters(cubin: bytes, entry: str) -> tuple[int, ...] | None:
     place = sections.get(entry)
     if place is None:
         raise ValueError(
-            f"it has no kernel {entry!r}, but {', '.join(sorted(sections)) or 'none at all'}"[:_MOST_CHARS]
+            f"it has no kernel {entry!r}, but {', '.join(sorted(filter(None, sections))) or 'none at all'}"[
+                :_MOST_CHARS
+            ]
         )
     found: dict[int, tuple[int, int]] = {}
     at, end = place
@@ -142,8 +150,53 @@ def other_parameters(cubin: bytes, entry: str, wanted: tuple[int, ...]) -> str |
     return f"parameter {first} of kernel {entry!r} takes {found[first]} bytes, its record says {wanted[first]}"
 
 
+def other_limits(cubin: bytes, entry: str, threads: int, registers: int) -> str | None:
+    """Why kernel ``entry`` is not compiled for such a block of threads, or takes other registers; or None.
+
+    Also None where the code doesn't say. A launch of fewer threads would leave out parts of every tile.
+    """
+    try:
+        sections = _kernels(cubin)
+        if not sections or entry not in sections:
+            return None
+        for _, value in _attributes(cubin, sections[entry], _THREADS):
+            block = struct.unpack("<III", value)
+            if block != (threads, 1, 1):
+                return f"kernel {entry!r} is compiled for {block} threads, its record says {threads}"
+        counts = [value for _, value in _attributes(cubin, sections.get("", (0, 0)), _REGISTERS)]
+    except ValueError as error:
+        return str(error)
+    if len(counts) == 1 and len(sections) == 2 and (found := struct.unpack("<II", counts[0])[1]) != registers:
+        return f"kernel {entry!r} takes {found} registers a thread, its record says {registers}"
+    return None
+
+
+def _attributes(cubin: bytes, place: tuple[int, int], wanted: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
+    """(kind, value) of the attributes of the wanted kinds, which have so many bytes.
+
+    Raises
+    ------
+    ValueError
+        where one ends beyond its section.
+    """
+    at, end = place
+    while at + _ATTRIBUTE.size <= end:
+        form, kind, count = _ATTRIBUTE.unpack_from(cubin, at)
+        at += _ATTRIBUTE.size
+        if form != _SIZED:
+            continue
+        if at + count > end:
+            raise ValueError("what it says of itself ends in the middle")
+        if wanted.get(kind) == count:
+            yield kind, cubin[at : at + count]
+        at += count
+
+
 def _kernels(cubin: bytes) -> dict[str, tuple[int, int]] | None:
-    """Where in the file it is told of each kernel, by name: from, to. None where nothing here can find that."""
+    """Where in the file it is told of each kernel, by name: from, to. None where nothing here can find that.
+
+    Of all kernels together under the name "".
+    """
     try:
         read_header(cubin)
     except UnknownAbi:
@@ -159,8 +212,11 @@ def _kernels(cubin: bytes) -> dict[str, tuple[int, int]] | None:
     _, names, _ = headers[names_of]
     found = {}
     for name, offset, size in headers:
-        if cubin.startswith(_INFO, names + name):
-            entry = cubin[names + name + len(_INFO) : cubin.find(b"\0", names + name)].decode("utf-8", "replace")
+        if cubin.startswith(_ALL + b"\0", names + name) and offset + size <= len(cubin):
+            found[""] = (offset, offset + size)
+        elif cubin.startswith(_INFO, names + name):
+            end = cubin.find(b"\0", names + name)
+            entry = cubin[names + name + len(_INFO) : end].decode("utf-8", "replace")
             if offset + size > len(cubin):
                 raise ValueError(f"what it says of kernel {entry!r} ends at byte {offset + size} of {len(cubin)}")
             found[entry] = (offset, offset + size)

@@ -6,9 +6,13 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import HostError, LockBusy
 from .publish import make_folder
+
+if TYPE_CHECKING:
+    import filelock
 
 LOCK_NAME = ".pretuned.lock"
 
@@ -45,7 +49,24 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
     try:
         yield failed is None
     finally:
+        release(held, path)
+
+
+def release(held: filelock.BaseFileLock, path: Path) -> None:
+    """Let a lock go.
+
+    Raises
+    ------
+    HostError
+        where the file system refuses, as NFS does without its lock server: whoever waits for it may wait long.
+    """
+    try:
         held.release()
+    except OSError as error:
+        raise HostError(
+            f"can't unlock {str(path)!r}: {error.strerror or error}. What was done under the lock is done; "
+            "the file system must have locks"
+        ) from error
 
 
 def make_lock_file(path: Path) -> None:

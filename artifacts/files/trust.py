@@ -171,16 +171,44 @@ def _is_anothers_group(gid: int) -> bool:
 
 
 def _on_read_only_mount(component: str, status: os.stat_result) -> bool:
-    """Kubernetes mounts a config map as a directory of root's, mode 0777, on a read-only mount."""
-    return status.st_uid == 0 and stat.S_ISDIR(status.st_mode) and bool(os.statvfs(component).f_flag & os.ST_RDONLY)
+    """Kubernetes mounts a config map as a directory of root's, mode 0777, on a read-only mount.
+
+    A file system that is read-only keeps everybody out. A bind mount of a writable one keeps out only those who come
+    this way: there it must be what the kubelet writes, below a directory of the node's that no user reaches, and which
+    has a link ``..data`` of root's.
+    """
+    if status.st_uid != 0 or not stat.S_ISDIR(status.st_mode) or not os.statvfs(component).f_flag & os.ST_RDONLY:
+        return False
+    try:
+        link = os.lstat(f"{component}/..data")
+        return link.st_uid == 0 and stat.S_ISLNK(link.st_mode)
+    except OSError:
+        return _read_only_file_system(status.st_dev)
 
 
+def _read_only_file_system(device: int) -> bool:
+    """Whether all of it is, and not this mount alone; false where that can't be told."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(line.split()[2] == number and "ro" in line.rsplit(None, 1)[-1].split(",") for line in lines)
+
+
+@functools.cache
 def _own_group(uid: int, gid: int) -> bool:
-    """Whether the group is the user's private one (umask 002 goes with those)."""
+    """Whether the group is the user's private one (umask 002 goes with those): no other account is of it.
+
+    A group's own list leaves out those whose first group it is. (Accounts that a directory service does not list
+    are not seen.)
+    """
     import grp
     import pwd
 
     if _is_anothers_group(gid):  # its name here is not its own
+        return False
+    if any(one.pw_gid == gid and one.pw_uid not in (0, uid) for one in pwd.getpwall()):
         return False
     try:
         user = pwd.getpwuid(uid)

@@ -2,17 +2,20 @@
 
 A bundle's own checks end at what the format says. What the names mean is launch ABI 1 (kernels/contract/registry.py):
 an argument that no launcher fills, or fills with something else, must be found before a kernel is launched with it.
+What a kernel declares of its launches (boxes, swizzles, words, threads) stands in its entry: a record says the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from ...artifacts.records.bundle import Variant
+from ...artifacts.records.bundle import TensorMap, Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, RowOp
+from ..hardware.arch import SmLimits
 from .config import Config, Loads
-from .registry import ENTRIES, refusal, required
+from .registry import ENTRIES, arguments, boxes, refusal, required, threads
 from .rowops import Block
 from .rowops import arguments as arguments_of_pass
 from .spec import Spec
@@ -40,6 +43,11 @@ _ELEMENTS_OF_CODES = {"x": (9,), "w": (2,), "w_scale": (0,)}
 _ELEMENTS_OF_BOTH = {"x": (0,), "w": (2,), "x_scale": (7,), "y_map": (9,)}
 _ELEMENTS = {DType.BF16: (9,), DType.FP16: (6,), DType.FP32: (7,), DType.TF32: (7, 11)}  # CUtensorMapDataType
 _WARP = 32
+_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # of an element, by CUtensorMapDataType
+_SPAN_BYTES = 128  # the widest that rows of a box are swizzled over: wider tiles take several boxes
+_SWIZZLES = {128: 3, 64: 2, 32: 1}  # CUtensorMapSwizzle by the bytes of a box's row
+_PLAIN = ("w", "w_scale", "x_scale")  # of codes: their rows are laid out for the hardware, and not swizzled
+_STORED = ("y_map", "dw")  # descriptors that results go through, in shared memory that others have left
 
 
 def unlaunchable(variant: Variant) -> str | None:
@@ -79,6 +87,59 @@ def unlaunchable(variant: Variant) -> str | None:
         if one.element not in (elements[:1] if one.argument == "dw" else elements):  # results are not rounded to tf32
             return f"the tensor map of {one.argument} has elements of the type {one.element}, not {variant.dtype.value}"
     return _wrong_threads(variant)
+
+
+def undeclared(variant: Variant, limits: SmLimits) -> str | None:
+    """Why a record is not what its kernel declares for its config, or None, also where ``unlaunchable`` says why.
+
+    The record is data: a box, a swizzle or an order of words other than those that the code was compiled with reads
+    and writes other memory. One of another revision of the kernel is passed: what that declared nobody here knows.
+    """
+    if variant.shared_bytes > limits.shared_per_block_bytes:
+        return f"it wants {variant.shared_bytes} bytes of shared memory, a block has {limits.shared_per_block_bytes}"
+    entry = ENTRIES.get(variant.kernel)
+    if isinstance(variant.op, RowOp) or entry is None or variant.revision != entry.revision:
+        return None
+    try:
+        config = Config.from_pairs(variant.config)
+    except ValueError:
+        return None
+    spec = Spec(
+        variant.op, variant.dtype, config, variant.layout, variant.fusion, variant.alignment, variant.max_experts
+    )
+    if refusal(spec):
+        return None
+    if variant.arguments != (wanted := arguments(spec)):
+        pairs = zip(variant.arguments, wanted, strict=False)
+        first = next(
+            (i for i, (got, want) in enumerate(pairs) if got != want), min(len(variant.arguments), len(wanted))
+        )
+        told = _told(variant.arguments[first : first + 1]) or "there are too few"
+        return f"its arguments are not those of {variant.kernel}, from argument {first} on: {told}"
+    if variant.threads != threads(spec):
+        return f"it has {variant.threads} threads, {variant.kernel} of {config} has {threads(spec)}"
+    blocks = boxes(spec)
+    for one in variant.tensor_maps:
+        quantised = variant.dtype.quantised
+        box, swizzle = _map(one, tuple(blocks.get(one.argument, ())), plain=quantised and one.argument in _PLAIN)
+        if (one.box, one.swizzle) != (box, swizzle):
+            got = f"boxes of {one.box}, swizzle {one.swizzle}"
+            return f"the tensor map of {one.argument} has {got}: wanted {box}, swizzle {swizzle}"
+    least = sum(
+        _BYTES.get(one.element, 1) * math.prod(one.box) for one in variant.tensor_maps if one.argument not in _STORED
+    )
+    if variant.shared_bytes < least:
+        return f"it wants {variant.shared_bytes} bytes of shared memory, its boxes alone take {least}"
+    return None
+
+
+def _map(one: TensorMap, block: tuple[int, ...], *, plain: bool) -> tuple[tuple[int, ...], int]:
+    """The box of a descriptor's block, and how its rows are swizzled."""
+    if plain or not block:
+        return block, 0
+    size = _BYTES.get(one.element, 1)
+    columns = min(block[-1], _SPAN_BYTES // size)
+    return (*block[:-1], columns), _SWIZZLES.get(columns * size, 0)
 
 
 def _words_of(variant: Variant) -> Mapping[str, tuple[str, ...]]:

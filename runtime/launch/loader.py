@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from ...artifacts.code.cubin import mismatch, other_parameters
+from ...artifacts.code.cubin import mismatch, other_limits, other_parameters
 from ...artifacts.errors import BundleError
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.format.wire import corrupt
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.problem import Problem
 from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.launchable import undeclared
 from ...kernels.contract.words import parameter_bytes
+from ...kernels.hardware.arch import arch_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide
 from ..dispatch.pin import Pin, Preference, find, preferred
@@ -104,6 +106,8 @@ def _load(bundle: BundleFile, index: int, variant: Variant, device: int, sm_coun
     cubin = bundle.cubin(index)
     wrong = mismatch(cubin, bundle.target, later_abi=True)
     wrong = wrong or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
+    wrong = wrong or other_limits(cubin, variant.entry, variant.threads, variant.registers)
+    wrong = wrong or undeclared(variant, arch_of(bundle.target.sm).limits)
     if wrong:
         raise corrupt(bundle.path, f"variant {index}: {wrong}")
     return load_kernel(variant, cubin, device, sm_count, f"bundle {bundle.path!r}: variant {index}")

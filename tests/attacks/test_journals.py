@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -269,3 +270,14 @@ def test_a_cell_with_the_most_and_the_least_of_everything_is_drawn(tmp_path: Pat
     contents = read_journal(written(tmp_path / "journal", HEADER, *records))
     assert contents.damaged == 0
     assert "<svg" in page(sheet("t", {}, None, [contents], None))
+
+
+def test_a_journal_of_a_hundred_million_empty_lines(tmp_path: Path) -> None:
+    path = written(tmp_path / "j", HEADER)
+    with path.open("ab") as file:
+        for _ in range(100):
+            file.write(b"\n" * 1_000_000)
+    begin = time.perf_counter()
+    with pytest.raises(InputError, match=r"100,000,001 lines, the limit is 1,048,576"):
+        read_journal(path)
+    assert time.perf_counter() - begin < 10

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import golden_bundles
 import pytest
 
 from pretuned.aot.bundle.verify import sound
-from pretuned.artifacts.code.cubin import mismatch, other_parameters, parameters
+from pretuned.artifacts.code.cubin import mismatch, other_limits, other_parameters, parameters
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle, open_bytes
 from pretuned.artifacts.files.publish import publish
@@ -22,10 +24,11 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.artifacts.records.target import Target
 from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.launchable import unlaunchable
+from pretuned.kernels.contract.launchable import undeclared, unlaunchable
 from pretuned.kernels.contract.registry import arguments, boxes, entry_of, threads
 from pretuned.kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from pretuned.kernels.contract.words import parameter_bytes
+from pretuned.kernels.hardware.arch import arch_of
 from pretuned.runtime.launch.loader import loaded
 
 SHIPPED = sorted((Path(__file__).parents[2] / "artifacts" / "bundles").glob("*.msgpack"))
@@ -284,6 +287,75 @@ def test_a_record_of_other_parameters_is_refused(path: Path, name: str, tmp_path
         sound(str(tmp_path / "broken.msgpack"))
 
 
+def _maps(one: Variant, **fields: object) -> Variant:
+    first, *rest = one.tensor_maps
+    return replace(one, tensor_maps=(replace(first, **fields), *rest))  # type: ignore[arg-type]
+
+
+def _swapped(one: Variant, a: str, b: str) -> Variant:
+    """Two arguments of one kind in each other's place."""
+    names = {a: b, b: a}
+    return replace(one, arguments=tuple((names.get(name, name), kind) for name, kind in one.arguments))
+
+
+LIES: dict[str, tuple[Callable[[Variant], Variant], str]] = {
+    "no shared memory": (lambda one: replace(one, shared_bytes=0), "0 bytes of shared memory, its boxes alone take"),
+    "more shared memory than there is": (lambda one: replace(one, shared_bytes=1 << 20), "a block has 232448"),
+    "32 threads": (lambda one: replace(one, threads=32), "compiled for .* threads, its record says 32"),
+    "1024 threads": (lambda one: replace(one, threads=1024), "compiled for .* threads, its record says 1024"),
+    "fewer registers": (lambda one: replace(one, registers=8), "registers a thread, its record says 8"),
+    "two pointers exchanged": (
+        lambda one: _swapped(one, *[name for name, kind in one.arguments if kind == "ptr"][:2]),
+        "its arguments are not those of",
+    ),
+    "M and N exchanged": (lambda one: _swapped(one, "M", "N"), "its arguments are not those of .*N i32"),
+    "K and E exchanged": (lambda one: _swapped(one, "K", "E"), "its arguments are not those of .*E i32"),
+    "a narrower box": (lambda one: _maps(one, box=(*one.tensor_maps[0].box[:-1], 32)), "boxes of .*: wanted"),
+    "a higher box": (lambda one: _maps(one, box=(*one.tensor_maps[0].box[:-2], 256, 64)), "boxes of .*: wanted"),
+    "no swizzle": (lambda one: _maps(one, swizzle=0), "swizzle 0: wanted .*, swizzle [23]"),
+    "another swizzle": (lambda one: _maps(one, swizzle=1), "swizzle 1: wanted"),
+    "another tile's config": (
+        lambda one: replace(one, config=tuple((k, 2 * v if k == "block_m" else v) for k, v in one.config)), "variant 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_record_that_lies_of_its_code_is_refused(name: str, tmp_path: Path) -> None:
+    """With digests made right. Of each kernel that goes through TMA, a variant that ships."""
+    change, reason = LIES[name]
+    with open_bundle(next(one for one in SHIPPED if one.stem == "catalogue-sm90")) as file:
+        whole = file.load()
+    kernels = {one.kernel: i for i, one in enumerate(whole.variants) if len(one.tensor_maps) > 1}
+    assert len(kernels) == 5
+    for i in kernels.values():
+        changed = change(whole.variants[i])
+        assert changed != whole.variants[i]
+        made = replace(whole, variants=(changed,), cubins=(whole.cubins[i],), choices={}, models=(), kernels=tuple(
+            one for one in whole.kernels if (one.name, one.revision) == (changed.kernel, changed.revision)
+        ))  # fmt: skip
+        broken = pytest.raises(BundleCorrupt, match=f"variant 0: .*({reason})" if reason != "variant 0" else reason)
+        with open_bytes(codec.encode(made), "broken") as file, broken:
+            loaded(file, 0, 0, 132)
+        publish(tmp_path / "broken.msgpack", codec.encode(made))
+        with pytest.raises(BundleCorrupt):
+            sound(str(tmp_path / "broken.msgpack"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_what_ships_is_what_its_kernels_declare_and_is_looked_at_in_no_time(path: Path) -> None:
+    with open_bundle(path) as file:
+        limits = arch_of(file.target.sm).limits
+        codes = [file.cubin(i) for i in range(file.variant_count)]
+        took = []
+        for one, code in zip(file.variants(), codes, strict=True):
+            begin = time.perf_counter()
+            assert other_limits(code, one.entry, one.threads, one.registers) is None
+            assert undeclared(one, limits) is None
+            took.append(time.perf_counter() - begin)
+        assert sorted(took)[len(took) // 2] < 1e-3
+
+
 def test_code_that_is_cut_or_changed_is_refused_or_read_and_nothing_else() -> None:
     """Its digest would tell; what reads it must be sound all the same."""
     with open_bundle(SHIPPED[-1]) as file:
@@ -299,6 +371,7 @@ def test_code_that_is_cut_or_changed_is_refused_or_read_and_nothing_else() -> No
         else:
             del changed[rng.randrange(len(cubin)) :]
         wrong = other_parameters(bytes(changed), one.entry, wanted)
+        other_limits(bytes(changed), one.entry, one.threads, one.registers)
         told[wrong and ""] += 1
     assert min(told.values()) > 100
 

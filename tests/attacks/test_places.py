@@ -83,12 +83,18 @@ def install(path: Path, mode: int, uid: int, gid: int) -> Path:
 
 
 def verdict(
-    path: Path, uid: int = ME, gid: int = GROUP, package: Path | None = None, *, namespace: bool = False
-) -> str:
-    """What a process of this user gets: "ok", or the error. ``namespace``: as the root of a user namespace."""
+    path: Path, uid: int = ME, gid: int = GROUP, package: Path | None = None, *, namespace: bool = False,
+    accounts: Path | None = None,
+) -> str:  # fmt: skip
+    """What a process of this user gets: "ok", or the error. ``namespace``: as the root of a user namespace.
+
+    ``accounts``: a directory whose passwd and group are those of /etc.
+    """
+    etc = 'mount --bind "$0/passwd" /etc/passwd && mount --bind "$0/group" /etc/group && exec "$@"'
+    before = ["unshare", "-m", "sh", "-c", etc, str(accounts)] if accounts else []
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"} | ({"PYTHONPATH": str(package)} if package else {})
     done = subprocess.run(
-        [sys.executable, "-c", READ, str(path), str(uid), str(gid), *(["namespace"] if namespace else [])],
+        [*before, sys.executable, "-c", READ, str(path), str(uid), str(gid), *(["namespace"] if namespace else [])],
         capture_output=True, text=True, env=environment, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -328,6 +334,22 @@ def test_the_command_that_an_error_names_mends_it(root):
         assert verdict(path) == "ok"
 
 
+def test_a_group_that_is_another_accounts_first_one_is_not_private(root):
+    etc = folder(root / "etc")
+    (etc / "group").write_text(f"me:x:{THIRD}:\n")
+    passwd = f"root:x:0:0::/:/bin/sh\nme:x:{ME}:{THIRD}::/:/bin/sh\n"
+    (etc / "passwd").write_text(passwd)
+    path = put(root / "b", 0o664, ME, THIRD)
+    assert verdict(path, accounts=etc) == "ok"
+    (etc / "passwd").write_text(passwd + f"another:x:{OTHER}:{THIRD}::/:/bin/sh\n")
+    refused(path, path, "0664", accounts=etc)
+    (etc / "group").write_text("")  # and it has no name
+    path = put(root / "c", 0o664, ME, ME)
+    assert verdict(path, accounts=etc) == "ok"
+    (etc / "passwd").write_text(passwd + f"another:x:{OTHER}:{ME}::/:/bin/sh\n")
+    refused(path, path, "0664", accounts=etc)
+
+
 def kubernetes(place: Path) -> Path:
     """What the kubelet's atomic writer makes in a volume."""
     version = folder(place / "..2026_11_20_21_00_00.123", 0o755)
@@ -348,6 +370,37 @@ def test_kubernetes_config_map_on_a_read_only_mount(root):
     try:
         place.chmod(0o777)  # as the kubelet leaves it
         path = kubernetes(place)
+        refused(path, place, "0777")
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        assert verdict(path, uid=RANDOM_UID) == "ok"
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_read_only_bind_mount_of_what_everybody_can_write(root):
+    """Whoever can write the directory by its own path swaps its files: for an older bundle, or for none."""
+    own, place = folder(root / "own", 0o777), folder(root / "place")
+    put(own / "b")
+    subprocess.run(["mount", "--bind", own, place], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+        refused(place / "b", place, "0777")
+        kubernetes(own)  # a config map is mounted so, and nobody reaches where it lies
+        assert verdict(place / "b.msgpack", uid=RANDOM_UID) == "ok"
+        (own / "..data").unlink()
+        (own / "..data").symlink_to(own)
+        os.chown(own / "..data", OTHER, OTHER, follow_symlinks=False)
+        refused(place / "b", place, "0777")
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_read_only_file_system(root):
+    place = folder(root / "volume")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", place], check=True)
+    try:
+        place.chmod(0o777)
+        path = put(place / "b")
         refused(path, place, "0777")
         subprocess.run(["mount", "-o", "remount,ro", place], check=True)
         assert verdict(path, uid=RANDOM_UID) == "ok"

@@ -302,3 +302,22 @@ def test_a_lock_holder_stopped_or_killed(folder, how):
     finally:
         holder.kill()
         holder.communicate()
+
+
+def test_a_lock_that_can_not_be_let_go_is_named(tmp_path):
+    """As on NFS whose lock server is gone."""
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace")
+    code = f"""
+from pretuned.artifacts.errors import HostError
+from pretuned.artifacts.files.lock import lock
+try:
+    with lock({str(tmp_path)!r}, 0):
+        pass
+except HostError as error:
+    print(error)
+"""
+    inject = ("-e", "trace=flock", "-e", "inject=flock:error=ENOLCK:when=2")
+    command = ["strace", "-f", "-o", "/dev/null", *inject, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"can't unlock '{tmp_path}/.pretuned.lock': No locks available" in done.stdout

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 from pretuned.aot.compile import triton
 from pretuned.aot.compile.triton import job_key
+from pretuned.artifacts.errors import CompileError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
 from pretuned.kernels.contract import registry, rowops
@@ -88,3 +90,41 @@ def clean() -> str:
 def test_what_a_debugger_sets_for_triton_changes_no_code(name: str, value: str, clean: str) -> None:
     """It is in no job's name: what it made would be every later build's."""
     assert compiled_with(**{name: value}) == clean
+
+
+class Wrapped(Exception):
+    """As Triton's and MLIR's own errors, which say nothing of what they wrap."""
+
+
+def failing(text: str, cause: BaseException | None) -> Any:
+    def compile_(*given: object) -> None:
+        os.write(2, text.encode())
+        raise Wrapped("no code") from cause
+
+    return compile_
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("", PermissionError(errno.EACCES, "Permission denied", "/scratch/x.ptx")),
+        ("", Wrapped(OSError(errno.ENOSPC, "No space left on device"))),
+        ("ptxas fatal   : can't write x.cubin: Input/output error\n", None),
+        ("", MemoryError()),
+    ],
+)
+def test_a_variant_that_the_machine_kept_from_compiling_stops_the_build(
+    text: str, cause: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "_triton_compile", failing(text, cause))
+    with pytest.raises(OSError, match=r"denied|No space|Input/output|no code"):
+        triton.compile_variant(SPEC, 90)
+
+
+@pytest.mark.parametrize("cause", [None, FileNotFoundError(errno.ENOENT, "No such file"), ValueError("odd")])
+def test_one_that_the_compiler_refuses_is_lost_alone(
+    cause: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "_triton_compile", failing("error: no such instruction\n", cause))
+    with pytest.raises(CompileError, match="no such instruction"):
+        triton.compile_variant(SPEC, 90)
