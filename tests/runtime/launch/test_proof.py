@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import host_gpu
 import proving
 import pytest
 import torch
+from cudaconfig import read_launches
 from host_gpu import SPECIALIZED, device  # noqa: F401 - a fixture
 from made import ELF, L40S, ON_A100, ON_H200, ON_L40S, Spec, bundle, measured, modelled, places, write
 
@@ -34,6 +36,7 @@ from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.runtime import explain, grouped_gemm, preload, reload, verdicts
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot
+from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver import device as driver_device
 from pretuned.runtime.inspect import explain as inspect_explain
 from pretuned.runtime.inspect import preload as inspect_preload
@@ -70,9 +73,10 @@ def code(op: Op, fusion: Fusion, layout: Layout, alignment: int, config: Config 
 
 
 @every_form
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("alignment", [16, 1])
-@pytest.mark.parametrize("config", [SMALL, SPECIALIZED])
+@pytest.mark.parametrize(
+    ("layout", "alignment", "config"),
+    [(Layout.NK, 16, SMALL), (Layout.KN, 16, SPECIALIZED), (Layout.NK, 1, SMALL), (Layout.KN, 1, SMALL)],
+)
 def test_right_code_is_right(
     op: Op, fusion: Fusion, layout: Layout, alignment: int, config: Config, faults: proving.Faults
 ) -> None:
@@ -96,15 +100,20 @@ def nan_of_another(result: int, words: dict[str, int]) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("spoil", [proving.one_element, row_before, nan_of_another])
-def test_wrong_code_is_found_and_what_it_did_is_told(
-    op: Op, fusion: Fusion, spoil: Callable[..., None], faults: proving.Faults
-) -> None:
+def test_wrong_code_is_found_and_what_it_did_is_told(op: Op, fusion: Fusion, faults: proving.Faults) -> None:
     kernel = code(op, fusion, Layout.NK, 16)
+    faults.spoilt[kernel.variant.cubin_sha256] = proving.one_element
+    assert "elements are wrong" in str(proof.tried(kernel))
+
+
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DW])
+@pytest.mark.parametrize(("spoil", "told"), [(row_before, "[-1, "), (nan_of_another, "is nan, wanted")])
+def test_memory_beside_the_result_and_rows_of_nan_are_looked_at(
+    op: Op, spoil: Callable[..., None], told: str, faults: proving.Faults
+) -> None:
+    kernel = code(op, Fusion.NONE, Layout.NK, 16)
     faults.spoilt[kernel.variant.cubin_sha256] = spoil
-    wrong = proof.tried(kernel)
-    assert wrong is not None
-    assert "elements are wrong" in wrong
+    assert told in str(proof.tried(kernel))
 
 
 def test_what_lies_beside_the_rows_stays_and_is_judged(faults: proving.Faults) -> None:
@@ -169,6 +178,29 @@ def test_what_the_driver_refuses_is_wrong_and_the_process_goes_on(faults: provin
 
     faults.spoilt[kernel.variant.cubin_sha256] = refuses
     assert proof.tried(kernel) == "cuLaunchKernelEx(rows): CUDA error 701, too many resources requested for launch"
+
+
+@pytest.mark.parametrize("name", ["catalogue-h100-sm90", "quantised-h100-sm90", "catalogue-sm100"])
+def test_code_that_does_nothing_is_found_whatever_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of shipped variant, by the runtime's own launchers, on a driver that launches nothing."""
+    launched: list[object] = []
+    read_launches(monkeypatch, launched.append)
+    monkeypatch.setattr(cuda, "library", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
+    monkeypatch.setattr(cuda, "zeroed", lambda size, _device: 1 << 40)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(proof, "ground", proving.on_host)
+    kinds: set[object] = set()
+    with open_bundle(SHIPPED / f"{name}.msgpack") as file:
+        for one in file.variants():
+            kind = one.op, one.dtype, one.layout, one.fusion, one.alignment, one.kernel
+            if kind not in kinds:
+                kinds.add(kind)
+                before = len(launched)
+                wrong = proof.tried(LoadedKernel(one, proving.FUNCTION, 132))
+                assert wrong is not None
+                assert "wrong" in wrong, wrong
+                assert len(launched) > before, wrong
+    assert len(kinds) > 10
 
 
 def test_shipped_code_for_tested_capabilities_is_judged_and_other_code_is_not() -> None:
