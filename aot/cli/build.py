@@ -40,7 +40,7 @@ from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, tol
     "What to build": ("models", "sm", "ops", "configs", "candidates"),
     "Where it goes": ("out", "name"),
     "Measuring": ("measuring", "journal", "budget", "gpus", "executor"),
-    "Compiling": ("workers", "cache_dir", "no_cache"),
+    "Compiling": ("compile_all", "workers", "cache_dir", "no_cache"),
     "Output": ("verbose", "quiet", "as_json"),
 })  # fmt: skip
 @what_to_build
@@ -83,8 +83,9 @@ def build(
 ) -> None:  # fmt: skip
     """Compile the kernels that models need, one bundle per GPU capability, and measure them where the GPU is.
 
-    Needs no GPU: without one the choices are modelled. What is compiled or measured is kept: an interrupted
-    build goes on where it was, and a second one compiles and measures nothing.
+    What ships compiled is taken, the rest is compiled: without Triton a build is of what ships. Needs no GPU: without
+    one the choices are modelled. What is compiled or measured is kept: an interrupted build goes on where it was, and a
+    second one compiles and measures nothing.
 
     \b
     Examples:

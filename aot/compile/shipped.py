@@ -33,12 +33,13 @@ def file_name(sm: int) -> str:
 
 def shipped_file(sm: int | None) -> Path:
     """Where a capability's candidates are; InputError where none ship."""
-    for place in installed_places() if sm is not None else ():
+    if sm is None:
+        raise InputError("no candidates are named, and there is no GPU here: name a file that aot compile made")
+    for place in installed_places():
         path = place.path / file_name(sm)
         if path.is_file():
             return path
-    what = "there is no GPU here" if sm is None else f"none ship for sm_{sm}"
-    raise InputError(f"no candidates are named, and {what}: name a file that aot compile made")
+    raise InputError(f"no candidates are named, and none ship for sm_{sm}: name a file that aot compile made")
 
 
 class Shipped:

@@ -16,13 +16,13 @@ from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem, buckets_between
 from ...kernels.contract.config import Config
-from ...kernels.contract.registry import limits_of, refusal, threads
+from ...kernels.contract.registry import limits_of, threads
 from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.arch import arch_of
 from ...kernels.hardware.chips import chip_for
-from ...kernels.search.space import candidates, fallbacks, shared_bytes_at_least
+from ...kernels.search.space import fallbacks, shared_bytes_at_least
 from ..choose.bundle import assembled, measured_bundle
 from ..choose.candidates import Candidates
 from ..choose.choices import choose, choose_among_all
@@ -33,7 +33,7 @@ from ..compile.pool import CompileJob, compile_all
 from ..compile.shipped import Shipped
 from ..compile.triton import Compiled
 from ..journal.file import read_journal
-from ..plan.families import by_code, rejection, serves
+from ..plan.families import Family, Pool, by_code, rejection, serves
 from ..plan.plan import BuildPlan
 from ..tune.tuner import Entrants, tune_problems
 
@@ -212,9 +212,8 @@ def _ranked(problem: Problem, bucket: int, sm: int) -> list[tuple[float, Config]
 
 
 def _candidates(problem: Problem, sm: int) -> list[Config]:
-    """Those that have code of the problem's form."""
-    every = candidates(problem.op, problem.dtype, sm)
-    return [one for one in every if not refusal(Spec(problem.op, problem.dtype, one, fusion=problem.fusion), sm)]
+    """Those that a build would compile for the problem's form: what ships compiled."""
+    return list(Pool().candidates(Family.of(problem), sm, (problem.op,)))
 
 
 def _likely(problem: Problem, config: Config, sm: int) -> Resources:

@@ -10,19 +10,22 @@ import pytest
 
 from pretuned.aot.build.build import build
 from pretuned.aot.build.options import BuildOptions, Observers
+from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.compile import toolchain
 from pretuned.aot.compile.cache import asked_for, made_of
 from pretuned.aot.compile.shipped import Shipped, file_name, shipped_file
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import Pool, to_compile
+from pretuned.aot.plan.families import Pool, rejection, to_compile
 from pretuned.aot.plan.plan import BuildPlan, plan
-from pretuned.artifacts.errors import HostError, InputError
+from pretuned.artifacts.errors import CompileError, HostError, InputError
+from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.packed import pack
 from pretuned.artifacts.format.codec import decode, encode
 from pretuned.artifacts.records.bundle import Bundle
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.hardware.arch import arch_of
 from pretuned.runtime.dispatch.places import Kind, Place
 
 BUNDLES = Path(__file__).parents[3] / "artifacts" / "bundles"
@@ -145,3 +148,26 @@ def test_a_build_where_nothing_compiles_and_nothing_ships(tmp_path: Path, layer:
     with pytest.raises(HostError, match="Triton is not installed, and compiling needs it"):
         build(layer, (80,), BuildOptions(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_triton")
+def test_what_takes_too_much_is_pruned_without_a_compiler(tmp_path: Path, layer: BuildPlan) -> None:
+    """The candidates in the wheel have it, so that nobody compiles it to know."""
+    (built,) = build(layer, (120,), BuildOptions(tmp_path / "out", shipped=Shipped.found)).bundles
+    assert (built.compiled, built.cached, built.failed, built.lost) == (0, 0, 0, "")
+    assert 0 < built.pruned < built.shipped
+    candidates = BUNDLES / file_name(120)
+    with open_bundle(candidates) as bundle:
+        every, problems = tuple(bundle.variants()), tuple(bundle.problems())
+        named = {every[choice.variant] for problem in problems for choice in bundle.find(problem)}
+    able = {one.variant for one in read_candidates(candidates).compiled}
+    assert able < {*every}
+    assert named <= able
+    assert {one for one in every if rejection(one, arch_of(120)) is None} == able
+
+
+@pytest.mark.usefixtures("no_triton")
+def test_a_problem_that_no_shipped_code_is_for(tmp_path: Path) -> None:
+    many = plan(load_models(["shape:E=1024,H=256,I=128,k=2 tokens=1..64"], (Op.DW,)).shapes)
+    with pytest.raises(CompileError, match=r"(?s)not one variant of dW bf16 can be used for E=1024\..*not installed"):
+        build(many, (90,), BuildOptions(tmp_path / "out", shipped=Shipped.found))

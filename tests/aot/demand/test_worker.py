@@ -11,7 +11,10 @@ import faketimer
 import made
 import pytest
 
+from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.choose.incumbents import Incumbents
+from pretuned.aot.compile import toolchain
+from pretuned.aot.compile.shipped import shipped_file
 from pretuned.aot.demand import tuner, worker
 from pretuned.aot.demand.api import key_for
 from pretuned.aot.executors.local import LocalExecutor
@@ -156,3 +159,23 @@ def test_what_this_process_made_goes_to_the_child(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(snapshot, "snapshot", lambda: one)
         assert list(tuner._made_here(90).values()) == [path.read_bytes()]
         assert tuner._made_here(80) == {}
+
+
+def test_without_triton_the_candidates_that_ship_are_measured(
+    layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only what the bundles have: the model's best of each cell."""
+    monkeypatch.setattr(toolchain, "triton_folder", lambda: None)
+    toolchain.toolchain.cache_clear()
+    try:
+        tuned = measured(layer, tmp_path / "answer")
+    finally:
+        toolchain.toolchain.cache_clear()
+    assert {*tuned.choices} == {*layer.problems}
+    assert {choice.source for row in tuned.choices.values() for choice in row} == {Source.MEASURED}
+    with open_bundle(tmp_path / "answer.candidates") as bundle:
+        took_part = {one.cubin_sha256 for one in bundle.variants()}
+    in_bundles = {one.code.variant.cubin_sha256 for one in Incumbents.found().codes(layer.problems, 90)}
+    shipped = {one.variant.cubin_sha256 for one in read_candidates(shipped_file(90)).compiled}
+    assert took_part - in_bundles
+    assert took_part <= in_bundles | shipped
