@@ -92,7 +92,11 @@ def matmul_loop(op: str, inputs: Inputs) -> Call:
         (e, slice(end - n, end)) for e, (end, n) in enumerate(zip(ends, inputs.m_sizes.tolist(), strict=True)) if n
     ]
 
+    without = [e for e, n in enumerate(inputs.m_sizes.tolist()) if not n] if op == "dW" else []
+
     def call() -> torch.Tensor:
+        for e in without:
+            out[e].zero_()
         for e, rows in spans:
             if op == "forward":
                 torch.mm(inputs.x[rows], inputs.w[e].T, out=out[rows])
