@@ -81,7 +81,7 @@ class Progress:
 
     def __init__(self, quiet: bool, verbose: bool) -> None:
         self._verbose, self._shown = verbose, Shown("compiling", quiet)
-        self._total = self._done = self._cached = self._failed = 0
+        self._total = self._done = self._shipped = self._cached = self._failed = 0
         self._begun = time.monotonic()
 
     def observers(self, tune: TuneObservers | None = None) -> Observers:
@@ -106,15 +106,16 @@ class Progress:
 
     def _result(self, result: CompileResult) -> None:
         self._done += 1
-        self._cached += result.cached or result.shipped
+        self._shipped += result.shipped
+        self._cached += result.cached
         self._failed += result.compiled is None
         if result.compiled is None and self._verbose:
             self._shown.say(f"failed: {result.reason}")
         if result.cached or result.shipped:
             return
         left = self._total - self._done
-        left_s = (time.monotonic() - self._begun) / (self._done - self._cached) * left
-        counts = (("cached", self._cached), ("failed", self._failed))
+        left_s = (time.monotonic() - self._begun) / (self._done - self._cached - self._shipped) * left
+        counts = (("shipped", self._shipped), ("cached", self._cached), ("failed", self._failed))
         text = "variants" + "".join(f", {count} {name}" for name, count in counts if count)
         text += f", about {left_s:.0f} s left" if left else ""
         self._shown.show(self._done, text, f"{self._done} of {self._total} {text}", last=not left)

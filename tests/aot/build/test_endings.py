@@ -38,7 +38,7 @@ class Place:
 
     def command(self, model: str = MODEL, *options: str) -> list[str]:
         return [sys.executable, "-m", "pretuned.aot", "build", "--models", model, "--sm", "80", "--out", str(self.out),
-                "--cache-dir", str(self.cache), "--workers", "2", *options]  # fmt: skip
+                "--cache-dir", str(self.cache), "--workers", "2", "--compile-all", *options]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, "TMPDIR": str(self.tmp)}
