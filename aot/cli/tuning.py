@@ -44,7 +44,8 @@ def budget_and_gpus(function: F) -> F:
                          "none. The same command goes on later."),
             click.option("--gpus", metavar="LIST", help="Measure on these only, e.g. 0,1.  [default: all there are]"),
             click.option("--executor", metavar="dask://HOST:PORT", help="Measure on the workers of a Dask cluster that "
-                         "offer the resource of the capability (sm90), instead of here. Needs pretuned[dask]."),
+                         "offer the resource of the capability (sm90), instead of here; tls://HOST:PORT by its "
+                         "certificates. Needs pretuned[dask]."),
         )
     ):  # fmt: skip
         function = option(function)

@@ -14,6 +14,7 @@ import contextlib
 import importlib.metadata
 import logging
 import re
+import ssl
 import threading
 import time
 import uuid
@@ -39,17 +40,20 @@ T = TypeVar("T")
 
 
 def scheduler_address(text: str) -> str:
-    """``dask://scheduler:8786`` as Dask has it.
+    """``dask://scheduler:8786`` or, encrypted and with certificates on both sides, ``tls://``, as Dask has it.
 
     Raises
     ------
     InputError
         if it is none.
     """
-    found = re.fullmatch(r"dask://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})/?", text)
-    if found is None or not 0 < int(found[2]) < 1 << 16:
-        raise InputError(f"--executor {text}: wanted dask://HOST:PORT of a Dask scheduler, e.g. dask://scheduler:8786")
-    return f"tcp://{found[1]}:{found[2]}"
+    found = re.fullmatch(r"(dask|tls)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})/?", text)
+    if found is None or not 0 < int(found[3]) < 1 << 16:
+        raise InputError(
+            f"--executor {text}: wanted dask://HOST:PORT of a Dask scheduler, e.g. dask://scheduler:8786, or "
+            "tls://HOST:PORT of one with certificates"
+        )
+    return f"{found[1].replace('dask', 'tcp')}://{found[2]}:{found[3]}"
 
 
 class DaskGpu:
@@ -272,6 +276,11 @@ def connected(executor: str, connect_s: float = CONNECT_S) -> Iterator[Any]:
     with _quiet():
         try:
             client = Client(address, timeout=connect_s, set_as_default=False, name="pretuned")
+        except (TypeError, RuntimeError, ssl.SSLError) as error:  # Dask's words for certificates that lack or are none
+            raise HostError(
+                f"--executor {executor}: {first_line(error)}. Dask's own settings name the certificates: "
+                "distributed.comm.tls.ca-file, client.cert and client.key (DASK_DISTRIBUTED__COMM__TLS__CA_FILE, ...)"
+            ) from None
         except OSError as error:
             raise HostError(
                 f"--executor {executor}: no Dask scheduler answers there within {connect_s:.0f} s "

@@ -164,7 +164,7 @@ def _refused_directories(places: tuple[Place, ...], found: tuple[Found, ...]) ->
     """
     for place in dict.fromkeys(one for one in places if one.kind is Kind.NAMED):
         inside = [one for one in found if one.place == place and not place.names(one.path)]
-        refused = [one.error for one in inside if isinstance(one.error, BundleUntrusted)]
+        refused: list[BundleError] = [one.error for one in inside if isinstance(one.error, BundleUntrusted)]
         errors = refused or [one.error for one in inside if one.error is not None]
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         if reason := place.unlisted():

@@ -414,7 +414,11 @@ def test_a_missing_dask_says_what_to_install(
 
 @pytest.mark.parametrize(
     ("text", "address"),
-    [("dask://scheduler:8786", "tcp://scheduler:8786"), ("dask://[::1]:8786/", "tcp://[::1]:8786")],
+    [
+        ("dask://scheduler:8786", "tcp://scheduler:8786"),
+        ("dask://[::1]:8786/", "tcp://[::1]:8786"),
+        ("tls://scheduler:8786", "tls://scheduler:8786"),
+    ],
 )
 def test_addresses(text: str, address: str) -> None:
     assert scheduler_address(text) == address
@@ -427,3 +431,43 @@ def test_nothing_of_dask_is_imported_before_it_is_asked_for() -> None:
         "assert run(['measure', '--help']) == 0; assert not {'distributed', 'dask'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
+
+
+def test_a_cluster_with_certificates(tmp_path: Path) -> None:
+    """A real scheduler that takes no connection without a certificate of its authority."""
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
+            "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]  # fmt: skip
+    subprocess.run(make, check=True, capture_output=True)
+    tls = "DASK_DISTRIBUTED__COMM__TLS__"
+    ours = {f"{tls}CA_FILE": str(tmp_path / "cert.pem")}
+    for role in ("CLIENT", "SCHEDULER"):
+        ours |= {f"{tls}{role}__CERT": str(tmp_path / "cert.pem"), f"{tls}{role}__KEY": str(tmp_path / "key.pem")}
+    told = tmp_path / "scheduler.json"
+    command = ["scheduler", "--protocol", "tls", "--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--no-show",
+               "--scheduler-file", told]  # fmt: skip
+    scheduler = subprocess.Popen(
+        [sys.executable, "-m", "dask", *map(str, command)], env={**os.environ, **ours}, stderr=subprocess.DEVNULL
+    )
+    code = (
+        "import sys\nfrom pretuned.aot.executors.dask import connected\n"
+        "with connected(sys.argv[1], 10.0) as client: print(client.scheduler.address, client.scheduler_info()['type'])"
+    )
+    try:
+        address = ""
+        while not address:
+            assert scheduler.poll() is None
+            with contextlib.suppress(OSError, ValueError):
+                address = json.loads(told.read_text())["address"]
+            time.sleep(0.05)
+        assert address.startswith("tls://")
+        for executor, environment, wanted in (
+            (address, ours, f"{address} Scheduler"),
+            (address, {}, "Dask's own settings name the certificates"),
+            (address.replace("tls:", "dask:"), ours, "no Dask scheduler answers there"),
+        ):
+            asked = [sys.executable, "-c", code, executor]
+            done = subprocess.run(asked, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+            assert wanted in done.stdout + done.stderr
+    finally:
+        scheduler.kill()
+        scheduler.wait()
