@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...artifacts.code.cubin import mismatch, other_limits, other_parameters
 from ...artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.files.packed import SUFFIX
 from ...artifacts.records.bundle import Bundle
 from ...kernels.contract.launchable import undeclared, unlaunchable
 from ...kernels.contract.words import READS_ABI, parameter_bytes
@@ -37,13 +38,14 @@ def verify(path: str, sha256: str | None = None) -> Verified:
     BundleError
         naming the first thing that is wrong.
     """
-    bundle = sound(path, sha256)
+    bundle = sound(path, sha256, pruned=path.endswith(SUFFIX))
     choices = sum(map(len, bundle.choices.values()))
     return Verified(path, str(bundle.target), len(bundle.variants), len(bundle.choices), choices)
 
 
-def sound(path: str, sha256: str | None = None) -> Bundle:
-    """The whole bundle, all of it checked as ``verify`` does.
+def sound(path: str, sha256: str | None = None, *, pruned: bool = False) -> Bundle:
+    """The whole bundle, all of it checked as ``verify`` does. ``pruned``: variants may want more shared memory than a
+    block has, as among candidates that ship.
 
     Raises
     ------
@@ -62,7 +64,10 @@ def sound(path: str, sha256: str | None = None) -> Bundle:
             raise BundleTooOld(f"{where}: launch ABI {variant.abi}, this version reads {_reads()}. Build it again")
         wrong = unlaunchable(variant) or other_parameters(cubin, variant.entry, parameter_bytes(variant.arguments))
         wrong = wrong or other_limits(cubin, variant.entry, variant.threads, variant.registers)
-        wrong = wrong or undeclared(variant, arch_of(bundle.target.sm).limits)
+        limits = arch_of(bundle.target.sm).limits
+        if pruned:
+            limits = replace(limits, shared_per_block_bytes=max(limits.shared_per_block_bytes, variant.shared_bytes))
+        wrong = wrong or undeclared(variant, limits)
         if wrong:
             raise BundleCorrupt(f"{where}: {wrong}. Build it again with aot build, or upgrade pretuned")
     return bundle

@@ -116,7 +116,7 @@ def read_candidates(path: str | Path, plan: BuildPlan | None = None) -> Candidat
     InputError
         if it is for a capability that is not supported, or has no variants for a problem of ``plan``.
     """
-    bundle = sound(str(path))
+    bundle = sound(str(path), pruned=True)
     target_of(bundle.target.sm)
     arch = arch_of(bundle.target.sm)
     every = map(Compiled, bundle.variants, bundle.cubins)

@@ -10,6 +10,7 @@ import pytest
 
 from pretuned.aot.build.build import build
 from pretuned.aot.build.options import BuildOptions, Observers
+from pretuned.aot.bundle.verify import verify
 from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.compile import toolchain
 from pretuned.aot.compile.cache import asked_for, made_of
@@ -160,6 +161,7 @@ def test_what_takes_too_much_is_pruned_without_a_compiler(tmp_path: Path, layer:
     with open_bundle(candidates) as bundle:
         every, problems = tuple(bundle.variants()), tuple(bundle.problems())
         named = {every[choice.variant] for problem in problems for choice in bundle.find(problem)}
+    assert verify(str(candidates)).variants == len(every)
     able = {one.variant for one in read_candidates(candidates).compiled}
     assert able < {*every}
     assert named <= able
