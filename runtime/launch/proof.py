@@ -129,11 +129,11 @@ def _proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> v
 
 def complaint(path: str, variant: Variant, local: LocalGpu, why: str) -> str:
     """The one line about code that is wrong: all that a maintainer needs."""
-    name, gpu = path.rpartition("/")[2], local.gpu
+    name = path.rpartition("/")[2]
     return printable(
         f"pretuned: wrong on this GPU and left out from now on (other code, or torch, runs in its place): "
         f"{_named(variant)}, revision {variant.revision}, of {name}, cubin sha256 {variant.cubin_sha256.hex()}, "
-        f"on {gpu.name} of {local.sm // 10}.{local.sm % 10}, driver for CUDA {cuda_version(gpu.driver)}: {why}. "
+        f"on {local}, driver for CUDA {cuda_version(local.gpu.driver)}: {why}. "
         "Please file this line as an issue of pretuned"
     )
 

@@ -187,7 +187,7 @@ def test_no_file_descriptor_is_left(path, tmp_path):
         with pytest.raises(BundleCorrupt):
             open_bundle(broken)
     gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # bundles of other tests may rest by now
 
 
 @pytest.mark.parametrize(

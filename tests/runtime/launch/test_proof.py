@@ -338,7 +338,7 @@ def test_wrong_code_is_left_out_told_once_and_remembered(machine: Machine, caplo
     assert configs(machine) == [TILE, SMALL]
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     for told in ("left out from now on", "rows_pointer forward fp32 w=nk", "block_m=64", "a.msgpack", "NVIDIA L40S",
-                 "of 8.9", "driver for CUDA 12.8", hashlib.sha256(cubin("a", 0)).hexdigest(), "y[0, 2] is",
+                 "(8.9, ", "driver for CUDA 12.8", hashlib.sha256(cubin("a", 0)).hexdigest(), "y[0, 2] is",
                  "Please file this line"):  # fmt: skip
         assert told in line
     assert "\n" not in line
