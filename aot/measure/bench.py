@@ -32,7 +32,7 @@ from ..journal.records import AGAIN, FAULT, LONG_NS, ROUTINGS, WRONG, Failure, M
 from ..journal.timings import LEAST_BAND, plain_of
 from ..process.gpus import busy, gpu_uuid
 from .calls import TORCH, Tensors, caller, torch_caller
-from .clock import Clock
+from .clock import Clock, Replayed
 from .inputs import MAX_ERROR, measured_routings, quantised_weights, top_k_of, weights
 from .job import MeasureJob, MeasureResult, Setup, WorkerInfo
 from .numerics import GatedNumericsCheck, NumericsCheck
@@ -155,7 +155,7 @@ class Bench:
         on = self._tensors(job.problem, job.bucket)
         routings = measured_routings(job.problem.E, job.bucket, self.device)
         failures: list[Failure] = []
-        graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        graphs: dict[int, list[Replayed]] = {}
         errors: dict[int, float] = {}
         judge = self._judge(job.problem, on)
         references = [judge.reference(on, m_sizes.tolist()) for m_sizes in routings]
@@ -199,7 +199,7 @@ class Bench:
         return judge.error(on, reference)
 
     def _timed(
-        self, job: MeasureJob, graphs: dict[int, list[torch.cuda.CUDAGraph]], peers: list[torch.cuda.CUDAGraph] | None,
+        self, job: MeasureJob, graphs: dict[int, list[Replayed]], peers: list[Replayed] | None,
         errors: dict[int, float],
     ) -> Measured:  # fmt: skip
         """``peers``: torch's call, or of a form the plain product."""
@@ -238,7 +238,7 @@ class Bench:
         return Timing(self._sha(i), tuple(map(_ns, rows)), round(noise, 6), least, float(f"{error:.4g}"))
 
     def _duel(
-        self, graphs: dict[int, list[torch.cuda.CUDAGraph]], fastest: int, modelled: int, again: bool
+        self, graphs: dict[int, list[Replayed]], fastest: int, modelled: int, again: bool
     ) -> Rematch:  # fmt: skip
         """The two in turns: the ratio is of times of the same round, so a clock that drifts moves both."""
         ratios, spreads, both = [], [], []
@@ -256,7 +256,7 @@ class Bench:
         )  # fmt: skip
 
     def _rounds(
-        self, graphs: Sequence[torch.cuda.CUDAGraph], budget_us: float, limits: tuple[int, int], again: bool
+        self, graphs: Sequence[Replayed], budget_us: float, limits: tuple[int, int], again: bool
     ) -> list[list[float]]:
         """The first round only warms up, and tells how many there is time for. ``again``: thrice as many."""
         once = [row[0] for row in self.clock.rounds_us(graphs, 1)]
@@ -268,7 +268,7 @@ class Bench:
     def _drift(self) -> float:
         return statistics.median(self.clock.rounds_us([self._reference], 3)[0]) / self._reference_us
 
-    def _plain_graphs(self, i: int, on: Tensors, routings: Sequence[torch.Tensor]) -> list[torch.cuda.CUDAGraph] | None:
+    def _plain_graphs(self, i: int, on: Tensors, routings: Sequence[torch.Tensor]) -> list[Replayed] | None:
         """The plain product by variant ``i``, which was found right in a cell of its own; None without room for it."""
         with self._guilty(i):
             try:
@@ -276,7 +276,7 @@ class Bench:
             except (CudaError, BundleError, torch.cuda.OutOfMemoryError):
                 return None
 
-    def _torch_graphs(self, on: Tensors, routings: Sequence[torch.Tensor]) -> list[torch.cuda.CUDAGraph] | None:
+    def _torch_graphs(self, on: Tensors, routings: Sequence[torch.Tensor]) -> list[Replayed] | None:
         """torch's grouped_mm, where this torch has it and there is room for its result."""
         if not hasattr(torch, "_grouped_mm"):
             return None

@@ -39,6 +39,17 @@ class Replayed(Protocol):
     def replay(self) -> None: ...
 
 
+class Captured:
+    """A graph, and the call that it is of: a replay reads what the call holds, so both live as long."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, call: Callable[[], object]) -> None:
+        self._graph, self.call = graph, call
+
+    def replay(self) -> None:
+        """Run it again, on the current stream."""
+        self._graph.replay()
+
+
 class Clock:
     """Times launches on one GPU, alone or in turns."""
 
@@ -51,8 +62,8 @@ class Clock:
         # emptied. A graph of nothing much holds it.
         self._holder: torch.cuda.CUDAGraph | None = None
 
-    def capture(self, call: Callable[[], object], *, warm: bool = True) -> torch.cuda.CUDAGraph:
-        """A graph of ``call``; ``warm`` runs it once before, for what a first call does."""
+    def capture(self, call: Callable[[], object], *, warm: bool = True) -> Captured:
+        """A graph of ``call``, which it keeps; ``warm`` runs it once before, for what a first call does."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -65,7 +76,7 @@ class Clock:
                 self._captured(self._holder, self.flush[:16].zero_)
             self._captured(graph, call, self._holder.pool())
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return graph
+        return Captured(graph, call)
 
     def release(self) -> None:
         """Let go of the graphs' memory: the next capture begins anew. No graph is in use any more."""

@@ -89,9 +89,11 @@ class _Descriptor:
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self.fd)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        try:  # (as the interpreter ends, modules have no names any more)
+            close(self.fd)
+        except OSError:
+            pass
 
 
 def _packed(fd: int, where: str, sha256: str | None) -> bytes:

@@ -18,6 +18,7 @@ from pretuned.kernels import reference
 from pretuned.runtime import allow_jit, explain, grouped_gemm, reload
 from pretuned.runtime.dispatch import compiled, snapshot
 from pretuned.runtime.dispatch.ranking import Origin
+from pretuned.runtime.driver.device import device
 from pretuned.runtime.launch.loader import loaded_count
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -47,6 +48,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(snapshot, "installed_places", tuple)
+    monkeypatch.setattr(device(0), "kernels", {})  # nothing is loaded yet, whatever ran before
     snapshot.forget_made()
     compiled.forget()
     reload()

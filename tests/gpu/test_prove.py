@@ -105,10 +105,14 @@ def write(folder: Path, *, faulty: bool = False) -> Path:
     """
     whole, i, turned, other = pair()
     cubin = whole.cubins[turned]
-    forged = replace(whole.variants[i], cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest())
-    variants, cubins = [forged, whole.variants[other]], [cubin, whole.cubins[other]]
+    forged = replace(
+        whole.variants[i], cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest(),
+        registers=whole.variants[turned].registers,
+    )  # fmt: skip
+    right = replace(whole.variants[other], spill_bytes=whole.variants[other].spill_bytes + 8)  # the record of none that ships
+    variants, cubins = [forged, right], [cubin, whole.cubins[other]]
     if faulty:
-        variants.append(replace(whole.variants[other], shared_bytes=0))
+        variants.append(replace(right, shared_bytes=0))
         cubins.append(whole.cubins[other])
     kernels = {(one.kernel, one.revision) for one in variants}
     choice = Choice(bucket_of(M), 0, Source.MODELLED, 1000, 1, 2000)

@@ -410,3 +410,14 @@ def test_digest_stands_for_the_whole_content():
     variant = dataclasses.replace(bundle.variants[0], cubin_sha256=hashlib.sha256(cubin).digest())
     other = dataclasses.replace(bundle, variants=(variant, *bundle.variants[1:]), cubins=(cubin, *bundle.cubins[1:]))
     assert codec.encode(other)[31:63] != MEDIUM[31:63]
+
+
+def test_a_descriptor_closes_after_modules_have_lost_their_names(tmp_path, monkeypatch):
+    """As the interpreter ends: nothing is said of an ignored exception, and the file is closed."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    held = bundle_file._Descriptor(fd)
+    for name in ("os", "contextlib"):
+        monkeypatch.setattr(bundle_file, name, None)
+    del held
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
