@@ -123,18 +123,32 @@ def draw(name: str, parameter: torch.Tensor, kind: str, one: Kind) -> None:
         expert[tuple(slice(size) for size in found.shape)].copy_(found)
 
 
-def routing(one: Kind, T: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens [T, H], and top_k different experts of each with their weights."""
+class Routed(NamedTuple):
+    """Tokens [T, H], what a router says of each [T, E], and by that top_k different experts with their weights."""
+
+    x: torch.Tensor
+    logits: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
+def routing(one: Kind, T: int, device: str) -> Routed:
+    """Drawn tokens."""
     g = torch.Generator(device).manual_seed(T)
     x = torch.randn(T, one.H, generator=g, device=device).bfloat16()
-    weights, ids = torch.rand(T, one.E, generator=g, device=device).softmax(-1).topk(one.top_k, -1)
-    return x, (weights / weights.sum(-1, keepdim=True)).float(), ids.int()
+    logits = torch.rand(T, one.E, generator=g, device=device)
+    weights, ids = logits.softmax(-1).topk(one.top_k, -1)
+    return Routed(x, logits, (weights / weights.sum(-1, keepdim=True)).float(), ids.int())
 
 
-def call_of(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The layer's kernel on these tokens."""
-    return lambda: layer.quant_method.apply(
-        layer=layer, x=x, topk_weights=weights, topk_ids=ids, shared_experts_input=None
+def call_of(layer: Any, given: Routed) -> Callable[[], torch.Tensor]:
+    """The layer's kernel on these tokens; one that routes itself is given what the router says."""
+    method = layer.quant_method
+    if method.is_monolithic:
+        logits = given.logits.bfloat16()
+        return lambda: method.apply_monolithic(layer=layer, x=given.x, router_logits=logits)
+    return lambda: method.apply(
+        layer=layer, x=given.x, topk_weights=given.weights, topk_ids=given.ids, shared_experts_input=None
     )
 
 
@@ -177,7 +191,7 @@ def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[d
         try:
             layer, config = made(kind, one, backend, "cuda")
             with set_current_vllm_config(config), set_forward_context(None, config):
-                call_of(layer, *routing(one, max(tokens), "cuda"))()  # the workspace has its size from here on
+                call_of(layer, routing(one, max(tokens), "cuda"))()  # the workspace has its size from here on
             sides[backend] = layer, config
         except Exception:
             failed[backend] = traceback.format_exc(limit=-6)
@@ -187,7 +201,7 @@ def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[d
         for backend, (layer, config) in sides.items():
             try:
                 with set_current_vllm_config(config), set_forward_context(None, config):
-                    call = call_of(layer, *given)
+                    call = call_of(layer, given)
                     out[backend] = call().clone()
                     graphs[backend] = clock.capture(call)
             except Exception:

@@ -1,4 +1,4 @@
-"""``aot bench`` on a real GPU: every cell has a time of ours and of torch's, and each result was right before it was timed."""
+"""``aot bench`` on a real GPU: every cell has a time of ours and of torch's, each of a result that was right."""
 
 from __future__ import annotations
 

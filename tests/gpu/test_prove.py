@@ -109,7 +109,9 @@ def write(folder: Path, *, faulty: bool = False) -> Path:
         whole.variants[i], cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest(),
         registers=whole.variants[turned].registers,
     )  # fmt: skip
-    right = replace(whole.variants[other], spill_bytes=whole.variants[other].spill_bytes + 8)  # the record of none that ships
+    right = replace(
+        whole.variants[other], spill_bytes=whole.variants[other].spill_bytes + 8
+    )  # the record of none that ships
     variants, cubins = [forged, right], [cubin, whole.cubins[other]]
     if faulty:
         variants.append(replace(right, shared_bytes=0))
