@@ -90,9 +90,9 @@ class _Descriptor:
         self.fd = fd
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        try:
+        try:  # noqa: SIM105 (as the interpreter ends, modules have lost their names: contextlib, too)
             close(self.fd)
-        except OSError:  # noqa: SIM105 (as the interpreter ends, modules have lost their names: contextlib, too)
+        except OSError:
             pass
 
 
