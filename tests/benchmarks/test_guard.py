@@ -24,17 +24,18 @@ def cell(us: float, torch_us: float | None = None, config: str = "a") -> dict[st
     return {"us": us, "torch_us": torch_us, "config": config}
 
 
-def test_the_sample_is_fixed_and_of_all_ops_and_forms(guard: ModuleType) -> None:
+def test_the_sample_is_fixed_and_of_all_ops_forms_and_formats(guard: ModuleType) -> None:
     found = guard.sample()
     names = sorted(map(guard.name_of, found))
     assert len(names) == len(set(names)) == guard.CELLS
     assert {one.op for one, _ in found} == set(Op)
-    assert {one.layout for one, _ in found} == set(Layout)
+    assert {one.layout for one, _ in found} == {Layout.NK, Layout.KN}
+    assert {one.dtype.value for one, _ in found} == {"bf16", "mxfp4", "fp8_block", "fp8_block_a16", "int4_g128"}
     forms = {Fusion.NONE, Fusion.GATHER, Fusion.SCATTER, Fusion.SILU, Fusion.SILU | Fusion.GATHER}
     assert {one.fusion for one, _ in found} == forms
     assert len({M for _, M in found}) > 10
     # Another digest is another sample: the records in benchmarks/results are then to be made anew.
-    assert hashlib.sha256("\n".join(names).encode()).hexdigest()[:16] == "6afac6cb95211707"
+    assert hashlib.sha256("\n".join(names).encode()).hexdigest()[:16] == "934822642549d291"
 
 
 def test_weights_are_made_once(guard: ModuleType) -> None:
@@ -107,3 +108,10 @@ def test_what_is_no_record_is_told(
         guard.main()
     assert ended.value.code == 2
     assert "has no times that --record kept" in capsys.readouterr().err
+
+
+def test_of_several_looks_the_middle_one_counts(guard: ModuleType) -> None:
+    looks = [{"a": cell(us, 2 * us, str(us)), "b": cell(1)} for us in (12.0, 10.0, 11.0)]
+    assert guard.middle(looks) == {"a": cell(11.0, 22.0, "11.0"), "b": cell(1)}
+    looks[2]["b"] = {"failed": "it hangs"}
+    assert guard.middle(looks)["b"] == {"failed": "it hangs"}
