@@ -25,6 +25,8 @@ from .pipeline import (
     before,
     begin,
     take,
+    tma_store,
+    view,
 )
 from .tf32 import MMA, multiply_rows
 
@@ -153,11 +155,11 @@ def store_box(
     if ACROSS:
         row, col = col, row
     if WEIGHT:
-        box = buffer._reinterpret(part.dtype, [1, 64, 64], y.layout)
-        tma.async_copy_shared_to_global(y, [expert, row, col], box)
+        box = view(buffer, part.dtype, [1, 64, 64], y.layout)
+        tma_store(y, [expert, row, col], box)
     else:
-        box = buffer._reinterpret(part.dtype, [1, 1, 64, 64], y.layout)
-        tma.async_copy_shared_to_global(y, [INDEX_END, row_end, INDEX_END - row_end + row, col], box)
+        box = view(buffer, part.dtype, [1, 1, 64, 64], y.layout)
+        tma_store(y, [INDEX_END, row_end, INDEX_END - row_end + row, col], box)
 
 
 @gluon.jit
@@ -216,9 +218,9 @@ def _tile(
             fence_async_shared()
         a_tile = a.index(stage * 2 + half)
         if B_NK:
-            b_tile = b.index(stage * 2)._reinterpret(b.dtype, [WIDTH, DEPTH], b.layout).permute((1, 0))
+            b_tile = view(b.index(stage * 2), b.dtype, [WIDTH, DEPTH], b.layout).permute((1, 0))
         else:
-            b_tile = b.index(stage * 2)._reinterpret(b.dtype, [DEPTH, WIDTH], b.layout)
+            b_tile = view(b.index(stage * 2), b.dtype, [DEPTH, WIDTH], b.layout)
         if TF32:
             acc = multiply_rows(a_tile, b_tile, acc)
             gl.barrier()

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+# What has another name from Triton 3.8 or 3.9 on. A view has a dtype, a shape and a layout of its own.
+view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
 NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's word: only the left half of its columns counts
