@@ -25,6 +25,7 @@ from .pipeline import (
     before,
     begin,
     take,
+    tile_of,
     tma_store,
     view,
 )
@@ -217,10 +218,7 @@ def _tile(
         if GATHER:
             fence_async_shared()
         a_tile = a.index(stage * 2 + half)
-        if B_NK:
-            b_tile = view(b.index(stage * 2), b.dtype, [WIDTH, DEPTH], b.layout).permute((1, 0))
-        else:
-            b_tile = view(b.index(stage * 2), b.dtype, [DEPTH, WIDTH], b.layout)
+        b_tile = tile_of(b, stage, 2, WIDTH, DEPTH).permute((1, 0)) if B_NK else tile_of(b, stage, 2, DEPTH, WIDTH)
         if TF32:
             acc = multiply_rows(a_tile, b_tile, acc)
             gl.barrier()

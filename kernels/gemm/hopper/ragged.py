@@ -32,6 +32,7 @@ from .pipeline import (
     next_tile,
     publish,
     take_all,
+    tile_of,
     tma_load,
     told,
     view,
@@ -96,7 +97,7 @@ def _load_fitted(
                     part = view(a.index(stage * 2 + i), w.dtype, [1, BLOCK_K, 64], w.layout)
                     tma_load(w, [expert, start, col * COLUMNS + i * 64], bar, part)
             else:
-                whole = view(a.index(stage * 2), w.dtype, [1, COLUMNS, BLOCK_K], w.layout)
+                whole = view(tile_of(a, stage, 2, COLUMNS, BLOCK_K), w.dtype, [1, COLUMNS, BLOCK_K], w.layout)
                 tma_load(w, [expert, col * COLUMNS, start], bar, whole)
             for i in gl.static_range(BOXES):
                 box = b.index(stage * BOXES + i)
@@ -139,7 +140,7 @@ def _products(
         if not A_MK:
             a_upper = a_upper.permute((1, 0))
             a_lower = a_lower.permute((1, 0))
-        b_tile = view(b.index(stage * BOXES), b.dtype, [WRITTEN, DEPTH], b.layout).permute((1, 0))
+        b_tile = tile_of(b, stage, BOXES, WRITTEN, DEPTH).permute((1, 0))
         _fit(grains, BLOCK_M // GRAIN)
         upper = warpgroup_mma(a_upper, b_tile, upper, is_async=True)
         if TURNS:

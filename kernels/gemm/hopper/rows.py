@@ -31,6 +31,7 @@ from .pipeline import (
     grouped,
     next_tile,
     publish,
+    tile_of,
     tma_load,
     told,
     view,
@@ -146,7 +147,7 @@ def _load_rows(
                 tma_load(w, [expert, col * HALF, start], bar, left)
                 tma_load(w, [expert, second, start], bar, right, pred=wide)
             if GATHER:
-                tile_of_x = view(a.index(stage * 2), a.dtype, [128, BLOCK_K], a.layout)
+                tile_of_x = tile_of(a, stage, 2, 128, BLOCK_K)
                 copy_rows(tile_of_x, rows_of_x, there, k, K - start)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 rows_of_x += BLOCK_K

@@ -28,6 +28,7 @@ from .pipeline import (
     next_tile,
     publish,
     take_all,
+    tile_of,
     tma_load,
     told,
     view,
@@ -182,7 +183,7 @@ def _load_weight(
                 tma_load(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_left)
                 tma_load(x, [INDEX_END, row_end, at, second], bar, b_right, pred=wide)
             else:
-                b_tile = view(b.index(stage * 2), x.dtype, [1, 1, BLOCK_M, BLOCK_K], x.layout)
+                b_tile = view(tile_of(b, stage, 2, BLOCK_M, BLOCK_K), x.dtype, [1, 1, BLOCK_M, BLOCK_K], x.layout)
                 tma_load(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_tile)
             stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)

@@ -31,9 +31,9 @@ from .pipeline import (
     next_tile,
     publish,
     take_all,
+    tile_of,
     tma_load,
     told,
-    view,
     zero_tail,
 )
 from .zero_rows import clear_unnamed
@@ -126,10 +126,10 @@ def _load_codes(
             for n in gl.static_range(WIDE):
                 block = first + n * blocks_k + step * DEEP
                 at = stage * WIDE + n
-                codes = view(a.index(at * DEEP), gl.int32, [WORDS * DEEP, 256], a.layout)
+                codes = tile_of(a, at, DEEP, WORDS * DEEP, 256)
                 tma_load(w, [block * WORDS, 0], bar, codes)
                 if SCALE_BYTES:
-                    scales = view(s.index(at * PLACES), gl.uint8, [SCALES, SCALE_BYTES], s.layout)
+                    scales = tile_of(s, at, PLACES, SCALES, SCALE_BYTES)
                     tma_load(w_scale, [block // blocks_per_scale(FORMAT), 0], bar, scales)
             for k in gl.static_range(DEEP):
                 for i in gl.static_range(BOXES):
@@ -192,8 +192,7 @@ def _block(
 def _x_tile(b, stage, k, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
     """The rows of x, [64, BLOCK_M], of the k-th block of K of a stage."""
     BOXES: gl.constexpr = BLOCK_M // min(BLOCK_M, 64)
-    at = (stage * (BLOCK_K // BLOCK) + k) * BOXES
-    return view(b.index(at), b.dtype, [BLOCK_M, BLOCK], b.layout).permute((1, 0))
+    return tile_of(b, stage * (BLOCK_K // BLOCK) + k, BOXES, BLOCK_M, BLOCK).permute((1, 0))
 
 
 @gluon.jit
