@@ -12,6 +12,10 @@ lie in shared
 memory by rows, or by blocks of 64 columns, so the first 192 columns are where they were, and the sums of 8 columns are
 four registers in a row (PTX ISA, "wgmma.mma_async", register fragments and matrix layouts).
 
+From Triton 3.8 on such products are written as of the first 256 columns that a ring has, with a comment that says which
+register holds how much further they are: no view of 256 may begin anywhere (``tile_of``, kernels/gemm/hopper/
+pipeline.py). That is added to their matrix descriptors, whose low bits are an address in 16 bytes.
+
 ``fit``: the same of tiles that are fitted to their rows (kernels/gemm/hopper/ragged.py), which lie across. A tile's
 loop is there
 once for each number of rows, with products of as many columns; a comment in it says which register holds the number.
@@ -43,6 +47,9 @@ _LOOP = re.compile(
     rf"^(?P<name>\$L\w+):.*\n(?P<body>{_INSIDE}.*{_SAID}\n{_INSIDE}\s*@!?%\w+ bra(?:\.uni)?\s+(?P=name);\n)",
     re.MULTILINE,
 )
+# What kernels/gemm/hopper/pipeline.py says of the products in the same block of code, and their right operand.
+_FURTHER = re.compile(r"// products of what is so much further: (?P<register>%\w+)\n(?P<block>(?:(?!\$L\w+:).*\n)*)")
+_RIGHT = re.compile(r"(wgmma\.mma_async[^{};]*\{[^{}]*\}, %\w+, )(%\w+)([^;]*;)")
 _PRODUCT = re.compile(r"(wgmma\.mma_async\.[\w.]*?m64)n(\d+)(k\d+[\w.]*\s*)\{([^{}]*)\}")
 
 
@@ -77,7 +84,7 @@ def cut(ptx: str) -> str:
     ValueError
         if it has no such product, or another.
     """
-    return _shorter(ptx, PINGPONG_COLUMNS)
+    return _shorter(_moved(ptx), PINGPONG_COLUMNS)
 
 
 def fit(ptx: str) -> str:
@@ -88,6 +95,7 @@ def fit(ptx: str) -> str:
     ValueError
         as ``cut``, for products in no such loop, and where the register that the comment names is used in the loop.
     """
+    ptx = _moved(ptx)
     text, count = _LOOP.subn(_fitted, ptx)
     if not count or "wgmma.mma_async" in _LOOP.sub("", ptx):
         raise ValueError("not all products are in a loop of one block that says of how many rows they are")
@@ -106,6 +114,26 @@ def _fitted(loop: re.Match[str]) -> str:
         mine = _shorter(body, grain * times).replace(f"{name};", f"{name}_{times};")
         copies.append(f"{name}_{times}:\n{mine}\tbra.uni {name}_end;\n")
     return f"{name}:\n\t{{\n\t.reg .pred fits;\n{''.join(to)}\t}}\n{''.join(copies)}{name}_end:\n"
+
+
+def _moved(ptx: str) -> str:
+    """The PTX with each product's right operand where the comments in it say; as it is where there are none.
+
+    Raises
+    ------
+    ValueError
+        if of some products none says so.
+    """
+    if not _FURTHER.search(ptx):
+        return ptx
+
+    def moved(said: re.Match[str]) -> str:
+        to = rf"{{\n\t.reg .b64 right;\n\tcvt.u64.u32 right, {said['register']};\n\tadd.s64 right, right, \2;\n\t"
+        return said[0].replace(said["block"], _RIGHT.sub(rf"{to}\1right\3\n\t}}", said["block"]))
+
+    if "wgmma.mma_async" in _FURTHER.sub("", ptx):
+        raise ValueError("it is not said of all products how much further their right operands are")
+    return _FURTHER.sub(moved, ptx)
 
 
 def _shorter(ptx: str, columns: int) -> str:

@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError
+from ...kernels.contract.config import PINGPONG_COLUMNS
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
-from ...kernels.hardware.arch import Assembler, arch_of
 
 _TOOL_TIMEOUT_S = 60
 
 # The releases of Triton, from the first to the last, whose code is known to be right: of the plain kernels, and of the
-# warp-specialised ones, which are written in Gluon. 3.6 has no gl.barrier; 3.8 refuses views of shared memory that are
-# wider than what they begin in, which these kernels have, and 3.9 has another name for views beside that.
+# warp-specialised ones, which are written in Gluon: 3.6 has no gl.barrier. Of those tiles of 192 rows or columns are
+# more than 3.8 takes: there a view of shared memory is as large as what it begins in (kernels/gemm/hopper/pipeline.py).
 KNOWN = ((3, 6, 0), (3, 9, 0))
-KNOWN_GLUON = ((3, 7, 1), (3, 7, 1))
+KNOWN_GLUON = ((3, 7, 0), (3, 9, 0))
+WITHOUT_192 = ((3, 8, 0), (3, 8, 0))
 BUILDER = "3.7.1"  # makes all of it
+# The first capability whose code is made by the second assembler that Triton ships, and the same from 3.9 on.
+_SECOND, _SECOND_SINCE_39 = 100, 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,14 @@ class Toolchain:
     ptxas: str
     ptxas_blackwell: str  # of the second assembler that Triton ships
 
+    @property
+    def second_from(self) -> int:
+        """The first capability whose code the second assembler makes."""
+        return _SECOND_SINCE_39 if _release(self.triton) >= (3, 9) else _SECOND
+
     def ptxas_for(self, sm: int) -> str:
         """The assembler's toolkit version for a capability, such as 12.8."""
-        second = arch_of(sm).assembler is Assembler.PTXAS_BLACKWELL
-        return self.ptxas_blackwell if second else self.ptxas
+        return self.ptxas_blackwell if sm >= self.second_from else self.ptxas
 
 
 @functools.cache
@@ -61,11 +68,11 @@ def toolchain() -> Toolchain:
             f"nothing is compiled with it. Where torch wants it, compile in an environment of its own that has "
             f"triton=={BUILDER}"
         )
-    ptxas = _release(folder, "ptxas")
+    ptxas = _toolkit(folder, "ptxas")
     if ptxas is None:
         tool, machine = folder / "backends/nvidia/bin/ptxas", platform.machine()
         raise HostError(f"{tool} does not run: reinstall Triton for this machine, {machine}")
-    return Toolchain(found[1], ptxas, _release(folder, "ptxas-blackwell") or ptxas)
+    return Toolchain(found[1], ptxas, _toolkit(folder, "ptxas-blackwell") or ptxas)
 
 
 def unable(spec: Spec | RowOpSpec) -> str | None:
@@ -74,17 +81,28 @@ def unable(spec: Spec | RowOpSpec) -> str | None:
         triton = toolchain().triton
     except HostError as error:
         return str(error)
-    gluon = isinstance(spec, Spec) and spec.config.schedule.warp_specialized
-    if gluon and not _within(triton, KNOWN_GLUON):
+    if not isinstance(spec, Spec) or not spec.config.schedule.warp_specialized:
+        return None
+    if not _within(triton, KNOWN_GLUON):
         return f"warp-specialised kernels are compiled with Triton {_named(KNOWN_GLUON)} alone, this is {triton}"
+    c = spec.config
+    if PINGPONG_COLUMNS in (c.block_m, c.block_n, c.block_k) and _within(triton, WITHOUT_192):
+        return (
+            f"warp-specialised kernels in tiles of {PINGPONG_COLUMNS} are compiled with Triton {_named(KNOWN_GLUON)} "
+            f"but {_named(WITHOUT_192)}, this is {triton}"
+        )
     return None
 
 
 def _within(version: str, known: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
     """Whether a version, such as 3.7.1+cu130, is of these releases; of the last one, its patches too."""
-    release = tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))
+    release = _release(version)
     first, last = known
     return first <= release and release[:2] <= last[:2]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))
 
 
 def _named(known: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
@@ -98,7 +116,7 @@ def triton_folder() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
-def _release(triton: Path, tool: str) -> str | None:
+def _toolkit(triton: Path, tool: str) -> str | None:
     """The toolkit release that an assembler names, in Triton's order: the environment's, then its own."""
     named = os.environ.get(f"TRITON_{tool.upper().replace('-', '_')}_PATH")
     for path in filter(None, (named, str(triton / "backends" / "nvidia" / "bin" / tool))):

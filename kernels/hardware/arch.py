@@ -47,13 +47,6 @@ class Generation(enum.Enum):
     BLACKWELL = "blackwell"  # with a data centre's SMs: 10.x
 
 
-class Assembler(enum.Enum):
-    """Which of the two assemblers that Triton ships makes the code, by its name."""
-
-    PTXAS = "ptxas"
-    PTXAS_BLACKWELL = "ptxas-blackwell"
-
-
 @dataclass(frozen=True, slots=True)
 class SmLimits:
     """What one streaming multiprocessor (SM) of a capability holds.
@@ -83,7 +76,6 @@ class Arch:
     limits: SmLimits
     features: frozenset[Feature]
     arch_specific: bool  # compiled for this one architecture, with all it has; else later minor revisions run it too
-    assembler: Assembler = Assembler.PTXAS
     named_to_driver: bool = False  # no driver loads the code that is older, in minor version, than what assembled it
     vendor: Vendor = Vendor.NVIDIA
     code: CodeKind = CodeKind.CUBIN
@@ -125,8 +117,7 @@ def _ampere(sm: int, generation: Generation, limits: SmLimits, *features: Featur
 
 
 def _blackwell(sm: int, generation: Generation, limits: SmLimits, features: frozenset[Feature]) -> Arch:
-    return Arch(sm, generation, limits, features, arch_specific=True,
-                assembler=Assembler.PTXAS_BLACKWELL, named_to_driver=True)  # fmt: skip
+    return Arch(sm, generation, limits, features, arch_specific=True, named_to_driver=True)
 
 
 ARCHS: Mapping[int, Arch] = {

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import triton
 
+from pretuned.aot.compile.toolchain import unable
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
-from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
 
@@ -27,13 +28,40 @@ SPECS = [
     Spec(Op.DX, DType.TF32, Config(128, 128, 32, 4, 3, loads=Loads.TMA)),  # w through registers
     RowOpSpec(RowOp.QUANTIZE, DType.BF16),  # to e4m3, which 8.0 has not
 ]  # fmt: skip
+BOTH = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
+TURNS = replace(BOTH, block_n=192, num_stages=5, schedule=Schedule.PINGPONG)
+FITTED = replace(BOTH, block_m=256, block_n=128, rows=TileRows.FITTED)
+ALL_OF_DW = replace(BOTH, block_m=32, block_n=128, block_k=256, num_stages=8)
+MIXED = replace(BOTH, schedule=Schedule.MIXED_INPUT)
+FEW_ROWS = replace(MIXED, block_m=16, block_n=64, block_k=512, num_stages=3)
+SPECIALISED = [
+    *(Spec(Op.FORWARD, DType.BF16, BOTH, fusion=fusion) for fusion in
+      (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER, Fusion.SILU, Fusion.GATHER | Fusion.SILU)),
+    Spec(Op.FORWARD, DType.FP16, replace(TURNS, block_n=128, num_stages=6)),
+    *(Spec(op, DType.BF16, config, fusion=fusion)
+      for op, fusion in ((Op.DX, Fusion.NONE), (Op.FORWARD, Fusion.SCATTER))
+      for config in (TURNS, FITTED, replace(TURNS, block_m=192, block_n=128, rows=TileRows.FITTED))),
+    *(Spec(Op.DW, DType.BF16, config) for config in
+      (replace(ALL_OF_DW, edge=Edge.HALF), replace(ALL_OF_DW, cache=Cache.EVICT_FIRST),
+       replace(TURNS, block_m=32, block_n=128, block_k=192, num_stages=10),
+       replace(TURNS, block_m=32, block_k=128, num_stages=10))),
+    Spec(Op.DW, DType.TF32, replace(ALL_OF_DW, num_stages=4)),
+    *(Spec(Op.FORWARD, dtype, FEW_ROWS) for dtype in DType if dtype.quantised and not dtype.quantises_x),
+    Spec(Op.FORWARD, DType.FP8_BLOCK_A16, replace(MIXED, block_m=64, block_k=128, num_stages=3, rows=TileRows.FITTED),
+         fusion=Fusion.SCATTER),
+    *(Spec(Op.FORWARD, DType.FP8_BLOCK, replace(BOTH, block_k=128, schedule=Schedule.BLOCK_SCALED), fusion=fusion)
+      for fusion in (Fusion.NONE, Fusion.SCATTER)),
+]  # fmt: skip
 OLDER = [
     *(Spec(op, DType.BF16, POINTERS) for op in Op), Spec(Op.FORWARD, DType.BF16, ONE_TILE),
     *(RowOpSpec(one, DType.BF16) for one in RowOp if one is not RowOp.QUANTIZE),
 ]  # fmt: skip
 
 if __name__ == "__main__":
-    for sm, specs in ((90, SPECS), (80, OLDER)):
+    for sm, specs in ((90, SPECS), (90, SPECIALISED), (80, OLDER)):
         for spec in specs:
+            if reason := unable(spec):
+                print(f"{spec}: {reason}", flush=True)
+                continue
             variant = compile_variant(spec, sm).variant
             print(f"triton {triton.__version__} sm_{sm} {spec}: {variant.registers} registers", flush=True)

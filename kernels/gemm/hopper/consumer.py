@@ -25,6 +25,9 @@ from .pipeline import (
     before,
     begin,
     take,
+    tile_of,
+    tma_store,
+    view,
 )
 from .tf32 import MMA, multiply_rows
 
@@ -153,11 +156,11 @@ def store_box(
     if ACROSS:
         row, col = col, row
     if WEIGHT:
-        box = buffer._reinterpret(part.dtype, [1, 64, 64], y.layout)
-        tma.async_copy_shared_to_global(y, [expert, row, col], box)
+        box = view(buffer, part.dtype, [1, 64, 64], y.layout)
+        tma_store(y, [expert, row, col], box)
     else:
-        box = buffer._reinterpret(part.dtype, [1, 1, 64, 64], y.layout)
-        tma.async_copy_shared_to_global(y, [INDEX_END, row_end, INDEX_END - row_end + row, col], box)
+        box = view(buffer, part.dtype, [1, 1, 64, 64], y.layout)
+        tma_store(y, [INDEX_END, row_end, INDEX_END - row_end + row, col], box)
 
 
 @gluon.jit
@@ -215,10 +218,7 @@ def _tile(
         if GATHER:
             fence_async_shared()
         a_tile = a.index(stage * 2 + half)
-        if B_NK:
-            b_tile = b.index(stage * 2)._reinterpret(b.dtype, [WIDTH, DEPTH], b.layout).permute((1, 0))
-        else:
-            b_tile = b.index(stage * 2)._reinterpret(b.dtype, [DEPTH, WIDTH], b.layout)
+        b_tile = tile_of(b, stage, 2, WIDTH, DEPTH).permute((1, 0)) if B_NK else tile_of(b, stage, 2, DEPTH, WIDTH)
         if TF32:
             acc = multiply_rows(a_tile, b_tile, acc)
             gl.barrier()

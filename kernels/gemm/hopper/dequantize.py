@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...codes import CODES
+from .pipeline import view
 
 
 def _both(half: int) -> str:
@@ -125,7 +126,7 @@ def _unpack(codes, FORMAT: gl.constexpr):
     """A block in shared memory -> bf16 [64, 2, 2, 2, 4, 2]: row, s (two bits), h, c, p."""
     CODES: gl.constexpr = codes_of(FORMAT)
     if CODES == "e4m3":
-        words = codes._reinterpret(gl.int32, [64, 4, 4], _SWIZZLED).load(_WORDS_8)
+        words = view(codes, gl.int32, [64, 4, 4], _SWIZZLED).load(_WORDS_8)
         o = gl.inline_asm_elementwise(
             _E4M3, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words],
             dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
@@ -133,7 +134,7 @@ def _unpack(codes, FORMAT: gl.constexpr):
         both = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])).reshape([64, 4, 2, 2, 2, 2])
         v = both.permute((0, 2, 5, 4, 1, 3))
     else:
-        words = codes._reinterpret(gl.int32, [64, 4, 2], _FLAT_3).load(_WORDS_4)
+        words = view(codes, gl.int32, [64, 4, 2], _FLAT_3).load(_WORDS_4)
         o = gl.inline_asm_elementwise(
             _E2M1 if CODES == "e2m1" else _INT4, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
             dtype=(
@@ -159,13 +160,13 @@ def _scales(held, FORMAT: gl.constexpr):
     SCALES: gl.constexpr = scales_of(FORMAT)
     layout: gl.constexpr = _GROUPS_1 if GROUPS == 1 else _GROUPS_2 if GROUPS == 2 else _GROUPS_4
     if SCALES == "e8m0":  # 2^(s - 127) x 2^126, of e2m1: no s is above 128 (runtime/weights/order.py)
-        s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
+        s = view(held, gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
         found = ((s.to(gl.uint16) + 126) << 7).to(gl.bfloat16, bitcast=True)
     elif SCALES == "e4m3":  # x 2^6, and the codes x 2^-6, for neither's factor fits: no scale is negative
-        s = held._reinterpret(gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
+        s = view(held, gl.uint8, [64, GROUPS], _FLAT_2).load(layout)
         found = (s.to(gl.uint16) << 4).to(gl.bfloat16, bitcast=True) * _power(126)
     else:
-        found = held._reinterpret(gl.bfloat16, [64, GROUPS], _FLAT_2).load(layout)
+        found = view(held, gl.bfloat16, [64, GROUPS], _FLAT_2).load(layout)
     return found
 
 
@@ -178,7 +179,7 @@ def operand(codes, scales, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
     if SCALES == "none":
         v = v * _power(120)
     elif SCALES == "block":
-        one = scales._reinterpret(gl.bfloat16, [1, 8], _FLAT_2)
+        one = view(scales, gl.bfloat16, [1, 8], _FLAT_2)
         first = one.slice(0, 1, dim=1).load(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
         v = v * gl.convert_layout(first.reshape([1, 1, 1, 1, 1, 1]), v.type.layout)
     else:

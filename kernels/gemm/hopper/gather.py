@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from .consumer import flat_index
-from .pipeline import GATHER_FLAG
+from .pipeline import GATHER_FLAG, async_load
 
 
 @gluon.jit
@@ -43,6 +42,6 @@ def rows_at(x, moved, row, row_end, stride_x_m, k, LAYOUT: gl.constexpr):
 def copy_rows(to, at, there, k, left):
     """Copies a step of the rows that are there, and of the ``left`` columns of x; others become zero."""
     if left >= to.shape[1]:
-        async_copy.async_copy_global_to_shared(to, at, mask=there)
+        async_load(to, at, mask=there)
     else:
-        async_copy.async_copy_global_to_shared(to, at, mask=there & (k < left)[None, :])
+        async_load(to, at, mask=there & (k < left)[None, :])

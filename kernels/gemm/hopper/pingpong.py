@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .consumer import ask, look_up, note, store_boxes, store_noted
-from .pipeline import advance, before, publish, take
+from .pipeline import advance, before, publish, take, tile_of
 
 PART: gl.constexpr = gl.constexpr(64)  # columns
 
@@ -81,9 +81,9 @@ def multiply_in_turns(
                 a_upper = a_upper.permute((1, 0))
                 a_lower = a_lower.permute((1, 0))
             if B_NK:
-                b_tile = b.index(stage * PARTS)._reinterpret(b.dtype, [WRITTEN, DEPTH], b.layout).permute((1, 0))
+                b_tile = tile_of(b, stage, PARTS, WRITTEN, DEPTH).permute((1, 0))
             else:
-                b_tile = b.index(stage * PARTS)._reinterpret(b.dtype, [DEPTH, WRITTEN], b.layout)
+                b_tile = tile_of(b, stage, PARTS, DEPTH, WRITTEN)
             adds = step > 0 if WEIGHT else True
             upper = warpgroup_mma(a_upper, b_tile, upper, use_acc=adds, is_async=True)
             lower = warpgroup_mma(a_lower, b_tile, lower, use_acc=adds, is_async=True)

@@ -7,9 +7,17 @@ In dW's pingpong code a warp of its own does, and tells the loading warp too.
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+# What has another name from Triton 3.8 or 3.9 on. A view is memory as of another dtype, shape and layout.
+view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+ANY_VIEW: gl.constexpr = gl.constexpr(triton.__version__.startswith("3.7."))  # for all it cares where one ends
 
 INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
 NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's word: only the left half of its columns counts
@@ -22,6 +30,35 @@ BIAS_FLAG: gl.constexpr = gl.constexpr(8)
 ZERO_TAIL_FLAG: gl.constexpr = gl.constexpr(16)
 INDEXED_FLAGS: gl.constexpr = gl.constexpr(1 | 2 | 4)
 MOVED_FLAGS: gl.constexpr = gl.constexpr(2 | 4 | 8)  # what a result that leaves by TMA can't be
+
+
+@gluon.jit
+def tile_of(ring, i, PARTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
+    """[HEIGHT, WIDTH] of a ring, from its part i * PARTS on.
+
+    Triton 3.7 lets a view end anywhere. For later ones a tile is one of those that the whole ring is made of; where it
+    is wider than PARTS, the first of them, and the PTX says how much further its products are (aot/compile/ptx.py).
+    """
+    SIZE: gl.constexpr = ring.shape[1] * ring.shape[2]
+    STEP: gl.constexpr = PARTS * SIZE // (HEIGHT * WIDTH)
+    TILES: gl.constexpr = ring.shape[0] * SIZE // (HEIGHT * WIDTH)
+    if ANY_VIEW:
+        tile = view(ring.index(i * PARTS), ring.dtype, [HEIGHT, WIDTH], ring.layout)
+    elif STEP * HEIGHT * WIDTH == PARTS * SIZE:
+        tile = view(ring, ring.dtype, [TILES, HEIGHT, WIDTH], ring.layout).index(i * STEP)
+    else:
+        _further(i * (PARTS * SIZE * ring.dtype.primitive_bitwidth // 8))
+        tile = view(ring, ring.dtype, [TILES, HEIGHT, WIDTH], ring.layout).index(0)
+    return tile
+
+
+@gluon.jit
+def _further(offset_bytes):
+    """Says in the PTX which register holds how much further, in 16 bytes, the right operands of these products are."""
+    gl.inline_asm_elementwise(
+        "shr.u32 $0, $1, 4; // products of what is so much further: $0", "=r,r", [offset_bytes], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

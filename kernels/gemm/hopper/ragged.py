@@ -32,7 +32,10 @@ from .pipeline import (
     next_tile,
     publish,
     take_all,
+    tile_of,
+    tma_load,
     told,
+    view,
     zero_tail,
 )
 from .zero_rows import clear_unnamed
@@ -91,14 +94,14 @@ def _load_fitted(
                 mbarrier.expect(bar, w_bytes + i * box_bytes, pred=boxes == i)
             if W_KN:
                 for i in gl.static_range(2):
-                    part = a.index(stage * 2 + i)._reinterpret(w.dtype, [1, BLOCK_K, 64], w.layout)
-                    tma.async_copy_global_to_shared(w, [expert, start, col * COLUMNS + i * 64], bar, part)
+                    part = view(a.index(stage * 2 + i), w.dtype, [1, BLOCK_K, 64], w.layout)
+                    tma_load(w, [expert, start, col * COLUMNS + i * 64], bar, part)
             else:
-                whole = a.index(stage * 2)._reinterpret(w.dtype, [1, COLUMNS, BLOCK_K], w.layout)
-                tma.async_copy_global_to_shared(w, [expert, col * COLUMNS, start], bar, whole)
+                whole = view(tile_of(a, stage, 2, COLUMNS, BLOCK_K), w.dtype, [1, COLUMNS, BLOCK_K], w.layout)
+                tma_load(w, [expert, col * COLUMNS, start], bar, whole)
             for i in gl.static_range(BOXES):
                 box = b.index(stage * BOXES + i)
-                tma.async_copy_global_to_shared(x, [row + i * BOX, start], bar, box, pred=i < boxes)
+                tma_load(x, [row + i * BOX, start], bar, box, pred=i < boxes)
             stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
     for _ in gl.static_range(2):  # where they take turns each warpgroup has a slot of its own
@@ -137,7 +140,7 @@ def _products(
         if not A_MK:
             a_upper = a_upper.permute((1, 0))
             a_lower = a_lower.permute((1, 0))
-        b_tile = b.index(stage * BOXES)._reinterpret(b.dtype, [WRITTEN, DEPTH], b.layout).permute((1, 0))
+        b_tile = tile_of(b, stage, BOXES, WRITTEN, DEPTH).permute((1, 0))
         _fit(grains, BLOCK_M // GRAIN)
         upper = warpgroup_mma(a_upper, b_tile, upper, is_async=True)
         if TURNS:

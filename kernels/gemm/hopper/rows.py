@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from .consumer import multiply, tables
 from .gather import copy_rows, rows_at
@@ -31,7 +31,10 @@ from .pipeline import (
     grouped,
     next_tile,
     publish,
+    tile_of,
+    tma_load,
     told,
+    view,
     zero_tail,
 )
 from .zero_rows import clear_unnamed
@@ -121,30 +124,30 @@ def _load_rows(
                 mbarrier.expect(bar, 2 * b_bytes, pred=wide)
             else:
                 expect(bar, half_bytes, both, b_bytes, wide)
-                tma.async_copy_global_to_shared(x, [row, start], bar, a.index(stage * 2))
-                tma.async_copy_global_to_shared(x, [row + 64, start], bar, a.index(stage * 2 + 1), pred=both)
+                tma_load(x, [row, start], bar, a.index(stage * 2))
+                tma_load(x, [row + 64, start], bar, a.index(stage * 2 + 1), pred=both)
             if PINGPONG:
                 for j in gl.static_range(BLOCK_N // PART):
                     part = b.index(stage * (BLOCK_N // PART) + j)
                     n = col * BLOCK_N + j * PART
                     if W_KN:
-                        part = part._reinterpret(w.dtype, [1, BLOCK_K, PART], w.layout)
-                        tma.async_copy_global_to_shared(w, [expert, start, n], bar, part)
+                        part = view(part, w.dtype, [1, BLOCK_K, PART], w.layout)
+                        tma_load(w, [expert, start, n], bar, part)
                     else:
-                        part = part._reinterpret(w.dtype, [1, PART, BLOCK_K], w.layout)
-                        tma.async_copy_global_to_shared(w, [expert, n, start], bar, part)
+                        part = view(part, w.dtype, [1, PART, BLOCK_K], w.layout)
+                        tma_load(w, [expert, n, start], bar, part)
             elif W_KN:
-                left = b.index(stage * 2)._reinterpret(w.dtype, [1, BLOCK_K, HALF], w.layout)
-                right = b.index(stage * 2 + 1)._reinterpret(w.dtype, [1, BLOCK_K, HALF], w.layout)
-                tma.async_copy_global_to_shared(w, [expert, start, col * HALF], bar, left)
-                tma.async_copy_global_to_shared(w, [expert, start, second], bar, right, pred=wide)
+                left = view(b.index(stage * 2), w.dtype, [1, BLOCK_K, HALF], w.layout)
+                right = view(b.index(stage * 2 + 1), w.dtype, [1, BLOCK_K, HALF], w.layout)
+                tma_load(w, [expert, start, col * HALF], bar, left)
+                tma_load(w, [expert, start, second], bar, right, pred=wide)
             else:
-                left = b.index(stage * 2)._reinterpret(w.dtype, [1, HALF, BLOCK_K], w.layout)
-                right = b.index(stage * 2 + 1)._reinterpret(w.dtype, [1, HALF, BLOCK_K], w.layout)
-                tma.async_copy_global_to_shared(w, [expert, col * HALF, start], bar, left)
-                tma.async_copy_global_to_shared(w, [expert, second, start], bar, right, pred=wide)
+                left = view(b.index(stage * 2), w.dtype, [1, HALF, BLOCK_K], w.layout)
+                right = view(b.index(stage * 2 + 1), w.dtype, [1, HALF, BLOCK_K], w.layout)
+                tma_load(w, [expert, col * HALF, start], bar, left)
+                tma_load(w, [expert, second, start], bar, right, pred=wide)
             if GATHER:
-                tile_of_x = a.index(stage * 2)._reinterpret(a.dtype, [128, BLOCK_K], a.layout)
+                tile_of_x = tile_of(a, stage, 2, 128, BLOCK_K)
                 copy_rows(tile_of_x, rows_of_x, there, k, K - start)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 rows_of_x += BLOCK_K

@@ -29,7 +29,9 @@ from .pipeline import (
     next_tile,
     publish,
     take_all,
+    tma_load,
     told,
+    view,
     zero_tail,
 )
 from .zero_rows import clear_unnamed
@@ -92,11 +94,11 @@ def _load_both(
             mbarrier.expect(bar, W_BYTES + SCALE_BYTES + HALF_BYTES, pred=both == 0)
             mbarrier.expect(bar, W_BYTES + SCALE_BYTES + 2 * HALF_BYTES, pred=both)
             for i in gl.static_range(2):
-                codes = b.index(stage * 2 + i)._reinterpret(w.dtype, [2, 2, 4, 256], w.layout)
-                tma.async_copy_global_to_shared(w, [2 * step, block + 2 * i, 0, 0], bar, codes)
-            tma.async_copy_global_to_shared(x, [row, step * GROUP], bar, a.index(stage * 2))
-            tma.async_copy_global_to_shared(x, [row + 64, step * GROUP], bar, a.index(stage * 2 + 1), pred=both)
-            tma.async_copy_global_to_shared(x_scale, [step, row & -4], bar, s.index(stage))
+                codes = view(b.index(stage * 2 + i), w.dtype, [2, 2, 4, 256], w.layout)
+                tma_load(w, [2 * step, block + 2 * i, 0, 0], bar, codes)
+            tma_load(x, [row, step * GROUP], bar, a.index(stage * 2))
+            tma_load(x, [row + 64, step * GROUP], bar, a.index(stage * 2 + 1), pred=both)
+            tma_load(x_scale, [step, row & -4], bar, s.index(stage))
             stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, 1)
@@ -106,7 +108,7 @@ def _load_both(
 def _scales(held, row, MMA: gl.constexpr):
     """x's scales of 64 rows from ``row`` on."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    every = held._reinterpret(gl.float32, [SCALES], flat)
+    every = view(held, gl.float32, [SCALES], flat)
     return every.gather(row + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), 0)
 
 
@@ -138,7 +140,7 @@ def _multiply_scaled(
         for step in range(steps):
             following = gl.load(at + gl.minimum(step + 1, steps - 1))
             mbarrier.wait(full.index(stage), phase)
-            b_tile = b.index(stage * 2 + half)._reinterpret(gl.float8e4nv, [WIDTH, GROUP], PREPARED).permute((1, 0))
+            b_tile = view(b.index(stage * 2 + half), gl.float8e4nv, [WIDTH, GROUP], PREPARED).permute((1, 0))
             part = gl.zeros([64, WIDTH], gl.float32, mma)
             part = warpgroup_mma(a.index(stage * 2), b_tile, part, use_acc=False, is_async=True)
             scale = _scales(s.index(stage), row & 3, mma) * by

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .consumer import multiply
 from .pingpong import PART, multiply_in_turns, ordering, publish_turn
@@ -28,7 +28,10 @@ from .pipeline import (
     next_tile,
     publish,
     take_all,
+    tile_of,
+    tma_load,
     told,
+    view,
 )
 
 FEW_ROWS: gl.constexpr = gl.constexpr(96)  # an expert
@@ -170,18 +173,18 @@ def _load_weight(
             bar = full.index(stage)
             expect(bar, half_bytes, both, b_bytes, wide)
             at = INDEX_END - count + row
-            left = a.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
-            right = a.index(stage * 2 + 1)._reinterpret(x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
-            tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n], bar, left)
-            tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n + 64], bar, right, pred=both)
+            left = view(a.index(stage * 2), x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
+            right = view(a.index(stage * 2 + 1), x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
+            tma_load(dy, [INDEX_END, row_end, at, n], bar, left)
+            tma_load(dy, [INDEX_END, row_end, at, n + 64], bar, right, pred=both)
             if NARROW:
-                b_left = b.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, HALF], x.layout)
-                b_right = b.index(stage * 2 + 1)._reinterpret(x.dtype, [1, 1, BLOCK_M, HALF], x.layout)
-                tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_left)
-                tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, second], bar, b_right, pred=wide)
+                b_left = view(b.index(stage * 2), x.dtype, [1, 1, BLOCK_M, HALF], x.layout)
+                b_right = view(b.index(stage * 2 + 1), x.dtype, [1, 1, BLOCK_M, HALF], x.layout)
+                tma_load(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_left)
+                tma_load(x, [INDEX_END, row_end, at, second], bar, b_right, pred=wide)
             else:
-                b_tile = b.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, BLOCK_K], x.layout)
-                tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_tile)
+                b_tile = view(tile_of(b, stage, 2, BLOCK_M, BLOCK_K), x.dtype, [1, 1, BLOCK_M, BLOCK_K], x.layout)
+                tma_load(x, [INDEX_END, row_end, at, k * BLOCK_K], bar, b_tile)
             stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
@@ -265,13 +268,13 @@ def _load_told(
             mbarrier.expect(bar, (1 + PARTS) * half_bytes, pred=both == 0)
             mbarrier.expect(bar, (2 + PARTS) * half_bytes, pred=both)
             at = INDEX_END - count + row
-            left = a.index(stage * 2)._reinterpret(x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
-            right = a.index(stage * 2 + 1)._reinterpret(x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
-            tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n], bar, left)
-            tma.async_copy_global_to_shared(dy, [INDEX_END, row_end, at, n + 64], bar, right, pred=both)
+            left = view(a.index(stage * 2), x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
+            right = view(a.index(stage * 2 + 1), x.dtype, [1, 1, BLOCK_M, 64], dy.layout)
+            tma_load(dy, [INDEX_END, row_end, at, n], bar, left)
+            tma_load(dy, [INDEX_END, row_end, at, n + 64], bar, right, pred=both)
             for j in gl.static_range(PARTS):
-                part = b.index(stage * PARTS + j)._reinterpret(x.dtype, [1, 1, BLOCK_M, PART], x.layout)
-                tma.async_copy_global_to_shared(x, [INDEX_END, row_end, at, first + j * PART], bar, part)
+                part = view(b.index(stage * PARTS + j), x.dtype, [1, 1, BLOCK_M, PART], x.layout)
+                tma_load(x, [INDEX_END, row_end, at, first + j * PART], bar, part)
             stage, phase = advance(stage, phase, STAGES)
         slot, turn = advance(slot, turn, 2)
         n, place, _end, _word, count, row_end = take_all(queue, filled, free, slot, turn, 1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ...codes import CODES
 from .consumer import ask, lines_of, look_up, note, parts_of, tables
@@ -31,6 +31,8 @@ from .pipeline import (
     next_tile,
     publish,
     take_all,
+    tile_of,
+    tma_load,
     told,
     zero_tail,
 )
@@ -124,16 +126,16 @@ def _load_codes(
             for n in gl.static_range(WIDE):
                 block = first + n * blocks_k + step * DEEP
                 at = stage * WIDE + n
-                codes = a.index(at * DEEP)._reinterpret(gl.int32, [WORDS * DEEP, 256], a.layout)
-                tma.async_copy_global_to_shared(w, [block * WORDS, 0], bar, codes)
+                codes = tile_of(a, at, DEEP, WORDS * DEEP, 256)
+                tma_load(w, [block * WORDS, 0], bar, codes)
                 if SCALE_BYTES:
-                    scales = s.index(at * PLACES)._reinterpret(gl.uint8, [SCALES, SCALE_BYTES], s.layout)
-                    tma.async_copy_global_to_shared(w_scale, [block // blocks_per_scale(FORMAT), 0], bar, scales)
+                    scales = tile_of(s, at, PLACES, SCALES, SCALE_BYTES)
+                    tma_load(w_scale, [block // blocks_per_scale(FORMAT), 0], bar, scales)
             for k in gl.static_range(DEEP):
                 for i in gl.static_range(BOXES):
                     box = b.index((stage * DEEP + k) * BOXES + i)
                     at_k = (step * DEEP + k) * BLOCK
-                    tma.async_copy_global_to_shared(x, [row + i * BOX, at_k], bar, box, pred=i < boxes)
+                    tma_load(x, [row + i * BOX, at_k], bar, box, pred=i < boxes)
             stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, 1)
@@ -190,8 +192,7 @@ def _block(
 def _x_tile(b, stage, k, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
     """The rows of x, [64, BLOCK_M], of the k-th block of K of a stage."""
     BOXES: gl.constexpr = BLOCK_M // min(BLOCK_M, 64)
-    at = (stage * (BLOCK_K // BLOCK) + k) * BOXES
-    return b.index(at)._reinterpret(b.dtype, [BLOCK_M, BLOCK], b.layout).permute((1, 0))
+    return tile_of(b, stage * (BLOCK_K // BLOCK) + k, BOXES, BLOCK_M, BLOCK).permute((1, 0))
 
 
 @gluon.jit

@@ -140,6 +140,28 @@ def test_a_product_of_other_sums_is_an_error() -> None:
         cut(product(128).replace("n128", "n256"))
 
 
+FURTHER = "\tshr.u32 %r6, %r5, 4; // products of what is so much further: %r6\n"
+
+
+def further(ptx: str, register: str) -> str:
+    """The same, with each product's right operand, %rd2, so much further."""
+    there = f"{{\n\t.reg .b64 right;\n\tcvt.u64.u32 right, {register};\n\tadd.s64 right, right, %rd2;\n\twgmma"
+    return ptx.replace("wgmma", there).replace("%rd1, %rd2,", "%rd1, right,").replace(", 1;\n", ", 1;\n\t}\n")
+
+
+def test_products_are_moved_to_where_the_comment_before_them_says() -> None:
+    one, other = product(256) + product(256, 129), product(256, 257)
+    ptx = f"head;\n{FURTHER}{one}$L__BB0_1:\nmiddle;\n{FURTHER.replace('%r6', '%r16')}\tadd;\n{other}end;\n"
+    cut_one, cut_other = product(192) + product(192, 129), product(192, 257)
+    assert cut(ptx) == ptx.replace(one, further(cut_one, "%r6")).replace(other, further(cut_other, "%r16"))
+
+
+def test_a_product_of_which_nothing_is_said_is_an_error_where_something_is_said_of_others() -> None:
+    for ptx in (f"{product(256)}{FURTHER}{product(256)}", f"{FURTHER}{product(256)}$L__BB0_1:\n{product(256)}"):
+        with pytest.raises(ValueError, match="not said of all products"):
+            cut(ptx)
+
+
 SAID = "mov.b32 %r8, %r7; // products of %r7 times 16 rows, 3 times at most\n"
 LOOP = (
     "$L__BB0_7:                // a loop\n\twait;\n"
@@ -166,6 +188,14 @@ def test_a_loop_of_products_is_there_once_for_each_number_of_rows() -> None:
     assert told.startswith("head;\n$L__BB0_7:\n")
     assert "$L__BB0_7_end:\nafter;\n" in told
     assert told.endswith("end;\n")
+
+
+def test_a_loop_of_moved_products_is_there_once_for_each_number_of_rows() -> None:
+    told = fit(LOOP.replace(SAID, SAID + FURTHER))
+    for times in (1, 2, 3):
+        start = told.index(f"$L__BB0_7_{times}:\n")
+        copy = told[start : told.index("bra.uni", start)]
+        assert FURTHER + further(product(16 * times), "%r6") in copy
 
 
 @pytest.mark.parametrize("columns", [48, 64, 128])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,22 +12,30 @@ from pretuned.aot.compile import toolchain
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, RowOp
-from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.hardware.arch import supported
 
 PLAIN = Spec(Op.FORWARD, DType.BF16, Config(64, 128, 32, 4, 3))
 PASS = RowOpSpec(RowOp.GATHER, DType.BF16)
+IN_TURNS = Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)
+OF_192 = (
+    Spec(Op.DX, DType.BF16, IN_TURNS),
+    Spec(Op.FORWARD, DType.FP16, replace(IN_TURNS, block_m=192, block_n=128, rows=TileRows.FITTED)),
+    Spec(Op.DW, DType.BF16, replace(IN_TURNS, block_m=32, block_n=128, block_k=192, num_stages=10)),
+)
 SPECIALISED = Spec(Op.FORWARD, DType.BF16, Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE))
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Has a Triton of a version installed, with an assembler that says its own."""
-    tool = tmp_path / "backends" / "nvidia" / "bin" / "ptxas"
-    tool.parent.mkdir(parents=True)
-    tool.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.8, V12.8.93\n")
-    tool.chmod(0o755)
+    """Has a Triton of a version installed, with assemblers that say their own."""
+    tools = tmp_path / "backends" / "nvidia" / "bin"
+    tools.mkdir(parents=True)
+    for name, release in (("ptxas", "12.9"), ("ptxas-blackwell", "13.4")):
+        (tools / name).write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n")
+        (tools / name).chmod(0o755)
     monkeypatch.setattr(toolchain, "triton_folder", lambda: tmp_path)
     for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -48,18 +57,50 @@ def test_a_triton_that_nobody_judged_compiles_nothing(installed: Callable[[str],
         assert version in str(toolchain.unable(spec))
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.0", "3.8.0", "3.9.0", "3.9.1", "3.6.0+git1a2b3c4d"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.6.1", "3.6.0+git1a2b3c4d"])
 def test_plain_kernels_alone(installed: Callable[[str], None], version: str) -> None:
     installed(version)
     assert toolchain.toolchain().triton == version
     assert toolchain.unable(PLAIN) is None
     assert toolchain.unable(PASS) is None
     assert toolchain.unable(SPECIALISED) == (
-        f"warp-specialised kernels are compiled with Triton 3.7.1 alone, this is {version}"
+        f"warp-specialised kernels are compiled with Triton 3.7.0 to 3.9.0 alone, this is {version}"
     )
 
 
-@pytest.mark.parametrize("version", ["3.7.1", "3.7.2", "3.7.1+cu130"])
-def test_all_kernels(installed: Callable[[str], None], version: str) -> None:
+@pytest.mark.parametrize("version", ["3.8.0", "3.8.1"])
+def test_all_but_tiles_of_192(installed: Callable[[str], None], version: str) -> None:
     installed(version)
     assert [toolchain.unable(spec) for spec in (PLAIN, PASS, SPECIALISED)] == [None, None, None]
+    for spec in OF_192:
+        assert toolchain.unable(spec) == (
+            "warp-specialised kernels in tiles of 192 are compiled with Triton 3.7.0 to 3.9.0 but 3.8.0, "
+            f"this is {version}"
+        )
+
+
+@pytest.mark.parametrize("version", ["3.7.0", "3.7.1", "3.7.2", "3.7.1+cu130", "3.9.0", "3.9.1"])
+def test_all_kernels(installed: Callable[[str], None], version: str) -> None:
+    installed(version)
+    assert [toolchain.unable(spec) for spec in (PLAIN, PASS, SPECIALISED, *OF_192)] == [None] * 6
+
+
+@pytest.mark.parametrize(("version", "second_from"), [("3.6.0", 100), ("3.7.1", 100), ("3.8.0", 100), ("3.9.0", 90)])
+def test_which_assembler_makes_a_capabilitys_code(
+    installed: Callable[[str], None], version: str, second_from: int
+) -> None:
+    """What a driver must be to load it depends on that."""
+    installed(version)
+    tools = toolchain.toolchain()
+    assert tools.second_from == second_from
+    assert {sm: tools.ptxas_for(sm) for sm in supported()} == {
+        sm: "13.4" if sm >= second_from else "12.9" for sm in supported()
+    }
+
+
+def test_it_is_the_assembler_that_this_triton_takes() -> None:
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    tools = toolchain.toolchain()
+    for sm in supported():
+        assert tools.ptxas_for(sm) in get_ptxas(sm).version

@@ -6,8 +6,6 @@ from pretuned.artifacts.records.target import Target
 from pretuned.kernels.hardware.arch import (
     ARCHS,
     REFUSED,
-    Arch,
-    Assembler,
     Feature,
     Generation,
     arch_of,
@@ -64,11 +62,7 @@ def test_code_of_one_architecture_runs_there_alone_other_code_on_later_minor_rev
     assert all(runs[sm] == [sm] for sm in (89, 90, 100, 103, 120, 121))
 
 
-def test_which_assembler_makes_the_code_and_which_drivers_must_know_it_by_name() -> None:
-    def later(row: Arch) -> bool:
-        return row.assembler is Assembler.PTXAS_BLACKWELL
-
-    assert [sm for sm in supported() if later(arch_of(sm))] == [100, 103, 120, 121]
+def test_which_drivers_must_know_the_code_by_name() -> None:
     assert [sm for sm in supported() if arch_of(sm).named_to_driver] == [100, 103, 120, 121]
 
 
