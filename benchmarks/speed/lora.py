@@ -1,6 +1,7 @@
 """Times one MoE block with LoRA adapters on both products, forward and backward: ms and peak memory.
 
     python benchmarks/run.py lora --json lora-h100.json
+    python benchmarks/run.py lora --json qlora-h100.json --model gpt-oss-20b --weights mxfp4
     python benchmarks/run.py lora --json - --sizes 8,64,32,2 --tokens 64 --rounds 1      # any machine: does it run
 
 The experts are frozen; hidden, the routing weights, A and B have gradients. Four ways to compute the same:
@@ -9,6 +10,11 @@ The experts are frozen; hidden, the routing weights, A and B have gradients. Fou
 - ``ours``: ``moe_mlp(..., lora=...)``;
 - ``torch``: by hand, ``torch._grouped_mm`` for W, A and B, as a careful user would write it;
 - ``whole``: W + s B A of every expert made in every step (``torch.baddbmm``, as PEFT does), then ``moe_mlp``.
+
+With ``--weights`` the experts are quantised, and two more compute with them; the four above have them in bf16:
+
+- ``codes``: ``moe_mlp(..., lora=...)`` of the codes, forward and backward;
+- ``dequantised``: both matrices made bf16 in every step (``ExpertWeights.dequantize``), then as ``ours``.
 
 On a GPU by CUDA events, eagerly, the ways in turns, the median; the peak is what a step allocates above what lies
 there before it (weights, adapters, inputs), of one step alone. out and dA, dB of the last three are compared first.
@@ -29,19 +35,22 @@ import torch
 from torch.nn.functional import silu
 
 from benchmarks.method import MODELS
-from pretuned.runtime import Lora, moe_mlp
+from pretuned.runtime import ExpertWeights, Lora, moe_mlp
 
 MAX_DIFFERENCE = 3e-2  # of two bf16 layers or their gradients, relative
 WAYS = ("frozen", "ours", "torch", "whole")
+QUANTISED = ("codes", "dequantised")
+FORMATS = ("fp8_block_a16", "fp8_channel_a16", "mxfp4", "nvfp4", "int4_g32", "int4_g64", "int4_g128")
 
 
 class Block(NamedTuple):
-    """The tensors of a block: gate_up [E, 2*I, H], down [E, H, I], the adapters of both."""
+    """The tensors of a block: gate_up [E, 2*I, H], down [E, H, I], the adapters of both; both as codes, too."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
     first: Lora
     second: Lora
+    codes: tuple[ExpertWeights, ExpertWeights] | None = None
 
 
 class Step(NamedTuple):
@@ -86,12 +95,23 @@ def whole(block: Block, step: Step) -> torch.Tensor:
     return moe_mlp(step.hidden, gate_up, down, step.ids, step.weights)
 
 
+def codes(block: Block, step: Step) -> torch.Tensor:
+    assert block.codes is not None
+    return moe_mlp(step.hidden, *block.codes, step.ids, step.weights, lora=(block.first, block.second))
+
+
+def dequantised(block: Block, step: Step) -> torch.Tensor:
+    assert block.codes is not None
+    gate_up, down = (one.dequantize(torch.bfloat16) for one in block.codes)
+    return moe_mlp(step.hidden, gate_up, down, step.ids, step.weights, lora=(block.first, block.second))
+
+
 LAYERS: dict[str, Callable[[Block, Step], torch.Tensor]] = dict(
-    zip(WAYS, (frozen, ours, by_hand, whole), strict=True)
+    zip((*WAYS, *QUANTISED), (frozen, ours, by_hand, whole, codes, dequantised), strict=True)
 )  # fmt: skip
 
 
-def made(sizes: tuple[int, int, int], r: int, device: str) -> Block:
+def made(sizes: tuple[int, int, int], r: int, device: str, weights: str | None) -> Block:
     E, H, I = sizes  # noqa: E741
     torch.manual_seed(0)
 
@@ -102,7 +122,14 @@ def made(sizes: tuple[int, int, int], r: int, device: str) -> Block:
     second = Lora(random(E, r, I, spread=I**-0.5), random(E, H, r, spread=0.1), 2.0)
     for one in (*first[:2], *second[:2]):
         one.requires_grad_()
-    return Block(random(E, 2 * I, H, spread=H**-0.5), random(E, H, I, spread=I**-0.5), first, second)
+    gate_up, down = random(E, 2 * I, H, spread=H**-0.5), random(E, H, I, spread=I**-0.5)
+    if weights is None:
+        return Block(gate_up, down, first, second)
+    both = tuple(ExpertWeights.quantize(one, weights) for one in (gate_up, down))
+    for one, w in zip(both, (gate_up, down), strict=True):  # the same numbers in bf16
+        w.copy_(one.dequantize(w.dtype))
+        one.prepare()
+    return Block(gate_up, down, first, second, (both[0], both[1]))
 
 
 def step_of(sizes: tuple[int, int, int], T: int, top_k: int, device: str) -> Step:
@@ -159,20 +186,26 @@ def peak_gb(call: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
-def measure(sizes: tuple[int, int, int], top_k: int, T: int, r: int, rounds: int, device: str) -> dict[str, Any]:
-    block, step = made(sizes, r, device), step_of(sizes, T, top_k, device)
+def measure(
+    sizes: tuple[int, int, int], top_k: int, T: int, r: int, rounds: int, device: str, weights: str | None = None
+) -> dict[str, Any]:
+    block, step = made(sizes, r, device, weights), step_of(sizes, T, top_k, device)
+    ways = WAYS if weights is None else (*WAYS, *QUANTISED)
     cuda = device == "cuda"
-    found = {way: gradients(way, block, step) for way in WAYS[1:]}
+    found = {way: gradients(way, block, step) for way in ways[1:]}
     difference = {
         way: max(off(one, other) for one, other in zip(found[way], found["torch"], strict=True))
-        for way in ("ours", "whole")
+        for way in ways[1:]
+        if way != "torch"
     }
     del found
-    calls = {way: (lambda way=way: gradients(way, block, step)) for way in WAYS}
+    calls = {way: (lambda way=way: gradients(way, block, step)) for way in ways}
     times = ms_of(calls, rounds, cuda)  # type: ignore[arg-type]
-    peaks = {way: peak_gb(calls[way]) for way in WAYS} if cuda else {}
+    peaks = {way: peak_gb(calls[way]) for way in ways} if cuda else {}
     weights_gb = sum(one.nbytes for one in block[:2]) / 1e9
-    return {"T": T, "r": r, "E, H, I": sizes, "top_k": top_k, "weights_gb": weights_gb, "ms": times, "peak_gb": peaks,
+    codes_gb = sum(one.codes.nbytes + one.scale.nbytes for one in block.codes or ()) / 1e9
+    return {"T": T, "r": r, "E, H, I": sizes, "top_k": top_k, "weights": weights,
+             "weights_gb": weights_gb, "codes_gb": codes_gb, "ms": times, "peak_gb": peaks,
             "difference_from_torch": difference}  # fmt: skip
 
 
@@ -181,6 +214,7 @@ def main() -> None:
     parser.add_argument("--json", required=True, help="the file to write, - for standard output")
     parser.add_argument("--model", default="qwen3-30b", choices=[one[0] for one in MODELS])
     parser.add_argument("--sizes", help="E,H,I,top_k instead of a model's")
+    parser.add_argument("--weights", choices=FORMATS, help="quantise the experts, and time two ways more")
     parser.add_argument("--tokens", default="1024,8192")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
@@ -192,12 +226,12 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cells = []
     for T in map(int, args.tokens.split(",")):
-        cell = measure((E, H, I), top_k, T, args.rank, args.rounds, device)
+        cell = measure((E, H, I), top_k, T, args.rank, args.rounds, device, args.weights)
         cells.append(cell)
         base = cell["ms"]["frozen"]
-        for way in WAYS:
+        for way in cell["ms"]:
             peak = f", peak {cell['peak_gb'][way]:.2f} GB" if cell["peak_gb"] else ""
-            line = f"T={T:<5} {way:7} {cell['ms'][way]:8.2f} ms, {cell['ms'][way] / base:.2f} x frozen{peak}"
+            line = f"T={T:<5} {way:11} {cell['ms'][way]:8.2f} ms, {cell['ms'][way] / base:.2f} x frozen{peak}"
             print(line, file=sys.stderr, flush=True)
     report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
               "torch": torch.__version__, "cells": cells}  # fmt: skip

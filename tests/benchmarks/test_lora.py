@@ -7,13 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
 
 
-def test_its_ways_agree() -> None:
+@pytest.mark.parametrize("weights", [None, "mxfp4"])
+def test_its_ways_agree(weights: str | None) -> None:
     command = [sys.executable, RUN, "lora", "--json", "-", "--sizes", "4,64,32,2", "--tokens", "40", "--rounds", "1"]
+    command += [] if weights is None else ["--weights", weights]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (cell,) = json.loads(done.stdout)["cells"]
-    assert set(cell["ms"]) == {"frozen", "ours", "torch", "whole"}
+    also = {"codes", "dequantised"} if weights else set()
+    assert set(cell["ms"]) == {"frozen", "ours", "torch", "whole"} | also
     assert all(0 < one < 3e-2 for one in cell["difference_from_torch"].values())
