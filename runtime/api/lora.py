@@ -1,8 +1,8 @@
 """LoRA adapters of experts: a product with the low-rank part y += scale * (x @ A[e].T) @ B[e].T beside it.
 
-Composed of the products that there are, with their gradients: x A.T and its product with B.T are grouped GEMMs of the
-same rows, added to the base product's y. w is read as it is, never copied; A and B are small. The module is all that
-knows how, so that a kernel that has the low-rank part as one more step of its reduction can take its place.
+A product with one is composed of the products that there are, with their gradients: x A.T and its product with B.T are
+grouped GEMMs of the same rows, added to the base product's y. A layer does the same in one function with its own
+gradient (``ops/layer.py``). w is read as it is, never copied; A and B are small.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ import torch
 
 from ...artifacts.errors import InputError
 from ..check import tensors
+from ..driver.device import without_autocast
+from ..ops import layer
+from ..ops.layer import FrozenWeights, Layer, Routing, Weights
+from ..ops.low_rank import Adapters, LowRank
 
 MAX_RANK = 256
 
@@ -66,6 +70,41 @@ def composed(
         weights, how["fuse_mul_post"] = x.new_ones((y.shape[0] // topk, topk), dtype=torch.float32), True
     low = product(u, B, m_sizes, topk, index, topk_weights=weights, is_first_gemm=False, **how)
     return y.add_(low)
+
+
+def adapted_layer(
+    x: torch.Tensor, given: Weights | FrozenWeights, weights: torch.Tensor, how: Layer, routing: Routing,
+    lora: tuple[Lora | None, Lora | None],
+) -> torch.Tensor:  # fmt: skip
+    """A whole layer with adapters of its products, as one function with its own gradient.
+
+    Raises
+    ------
+    InputError
+        for an adapter that doesn't fit its product.
+    """
+    wide = layer.columns(given.gate_up, how.layout)
+    ins = x, x.new_empty((0, wide // 2 if how.act.gated else wide))
+    low: list[LowRank | None] = []
+    for one, into, w in zip(lora, ins, given[:2], strict=True):
+        if one is None:
+            low.append(None)
+            continue
+        A, B = _usable(into, routing.m_sizes, one)
+        if B.shape[1] != (N := layer.columns(w, how.layout)):
+            tensors.bad("lora.B", f"of shape {list(one.B.shape)}", f"[E or 1, N={N}, r={A.shape[1]}]")
+        low.append(LowRank(A, B, one.scale))
+    pairs = [each for one in low for each in ((None, None) if one is None else one[:2])]
+    with without_autocast(x.device.type):
+        if torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in (x, weights, *given, *pairs)
+        ):
+            scales = [1.0 if one is None else one.scale for one in low]
+            out: torch.Tensor = layer.AdaptedLayer.apply(  # type: ignore[no-untyped-call]
+                x, *given, weights, routing, how, scales, *pairs
+            )
+            return out
+        return layer.forward(how, x, given, routing, weights, keeps_h=False, adapters=Adapters(*low))[0]
 
 
 def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from ..replay import plan as replay_plan
 from ..weights.expert_weights import ExpertWeights
 from . import call as api_call
 from .grouped_gemm import grouped_gemm
-from .lora import Lora
+from .lora import Lora, adapted_layer
 
 _tracing = torch.compiler.is_dynamo_compiling
 _transformed = torch._C._are_functorch_transforms_active
@@ -125,7 +125,7 @@ def moe_mlp(
     Notes
     -----
     An expert's result is rounded to hidden's dtype before it is weighted: in float16 one over 65504 is infinite. Where
-    torch traces the call, with ``lora``, and with ``weights_on="input"``, the second product stores rows by an
+    torch traces the call, and with ``weights_on="input"``, the second product stores rows by an
     index, weighted before they are rounded.
 
     Where nothing needs a gradient, silu(gate) * up of halves without a bias is computed in the first product's epilogue
@@ -197,7 +197,8 @@ def moe_mlp(
     adapters = _adapters(lora)
     if out is not None:
         _check_out(out, hidden, [hidden, gate_up_weight, *others], adapters, topk_weights, down_bias)
-    if any(adapters) or weights_on == "input" or api_call.is_traced(x, gate_up_weight, topk_ids, *others):
+    low = [one for pair in adapters if isinstance(pair, Lora) for one in pair[:2]]
+    if weights_on == "input" or api_call.is_traced(x, gate_up_weight, topk_ids, *others, *low):
         found = _composed(
             x, gate_up_weight, down_weight, topk_ids, topk_weights, how, gate_up_bias, down_bias, weights_on, w_layout,
             adapters,
@@ -209,7 +210,7 @@ def moe_mlp(
         plan = None
         if key is not None and snapshot is not None:
             plan = replay_plan.plan_layer(how, hidden, weights, topk_ids, topk_weights, out)
-        found = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out)
+        found = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out, adapters)
         if plan is not None and snapshot is not None and plan.programs:
             replay_plan.remember(snapshot.layers, key, plan)
     if out is not None:
@@ -301,6 +302,7 @@ def _again(
 def _fused(
     x: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
     w_layout: str, plan: replay_plan.LayerPlan | None, into: torch.Tensor | None,
+    lora: tuple[Lora | None, Lora | None],
 ) -> torch.Tensor:  # fmt: skip
     """The layer as one function, with its own gradient; ``plan`` writes it down, ``into`` takes what it comes to."""
     x, gate_up, gate_up_bias = check_call.autocast(x, given.gate_up, given.gate_up_bias)
@@ -308,6 +310,9 @@ def _fused(
     given = weights_of(gate_up, down, gate_up_bias, down_bias)
     routing = _sorted(ids, gate_up.shape[0])
     x = _checked(x, given, weights, how, routing, w_layout)
+    if any(lora):
+        found = adapted_layer(x, given, weights, how, routing, lora)
+        return found if into is None else into.view(found.shape).copy_(found)
     with without_autocast(x.device.type):
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
             out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how, plan)  # type: ignore[no-untyped-call]

@@ -13,10 +13,14 @@ With index g[i] of sorted row i, its token g[i] // k, its expert e and its weigh
 
 h is kept for the gradient and a is not: the pass that computes dh has it at hand. Where nothing needs a gradient the
 first product may store a itself, and there is no h. Every sum has a fixed order.
+
+With adapters each of the two products has a low-rank part more (``low_rank.py``), in h, y, da and dx; A's and B's
+gradients are those of sorted rows: of the second product dout[token] and t * a[i], of the first dh[i] and x[token].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,11 +34,13 @@ from ..check.tensors import in_memory
 from ..driver.device import without_autocast
 from ..launch.program import NOW, Now
 from ..weights.expert_weights import ExpertWeights
-from . import activation, tokens
+from . import activation, low_rank, tokens
 from .activation import Activation, Needs
+from .low_rank import Adapters, LowRank, LowRankGradients
 from .products import gated_rows, rows, weight
 
 GATED_IN_PRODUCT = Activation("silu", gated=True, interleaved=False)  # what a product's epilogue can do
+NO_ADAPTERS = Adapters(None, None)
 _ONES = 8  # columns that sum dh's rows, or weigh dout's: 16 bytes of a 16-bit type
 
 
@@ -92,7 +98,7 @@ def weights_of(
 
 def forward(
     layer: Layer, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing, weights: torch.Tensor, *,
-    keeps_h: bool, do: Now = NOW, into: torch.Tensor | None = None,
+    keeps_h: bool, do: Now = NOW, into: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """out [T, H] and h [T*k, 2*I] of x [T, H] and the routing weights [T, k]; out is ``into`` if it is given.
 
@@ -105,12 +111,18 @@ def forward(
     up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in given[2:])
     first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias, bounds=bounds)
     h = None
-    a = gated_rows(first, do) if act == GATED_IN_PRODUCT and not keeps_h else None
+    whole = act == GATED_IN_PRODUCT and not keeps_h and adapters.first is None
+    a = gated_rows(first, do) if whole else None
     if a is None:
         h = rows(first, do.new(x, (M, columns(given.gate_up, layout))), do)
+        if adapters.first is not None:
+            u = low_rank.narrowed(adapters.first, x, m_sizes, index, k, bounds)
+            low_rank.add(adapters.first, h, u, m_sizes)
         a = activation.forward(h, act, bounds, do)
     second = Rows(Op.FORWARD, a, given.down, m_sizes, layout, M)
     y = rows(second, do.new(x, (M, columns(given.down, layout))), do)
+    if adapters.second is not None:
+        low_rank.add(adapters.second, y, low_rank.narrowed(adapters.second, a, m_sizes), m_sizes)
     out = tokens.combine(y, places, k, slot_weights(weights, x, do), experts, down_bias, do, into=into)
     return out, h if keeps_h else None
 
@@ -157,31 +169,92 @@ class MoeLayer(torch.autograd.Function):
         return (*found, None, None, None)
 
 
+class AdaptedLayer(torch.autograd.Function):
+    """The same with low-rank adapters, whose A and B have gradients: (A, B) of the first product, then of the second.
+
+    Where there is none, both are None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, gate_up: torch.Tensor | ExpertWeights, down: torch.Tensor | ExpertWeights,
+        gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, weights: torch.Tensor, routing: Routing,
+        layer: Layer, scales: tuple[float, float], *low: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The layer; what a gradient needs is saved."""
+        given = weights_of(gate_up, down, gate_up_bias, down_bias)
+        out, h = forward(layer, x, given, routing, weights, keeps_h=True, adapters=_adapters(low, scales))
+        both = gate_up, down
+        ctx.frozen = [one if isinstance(one, ExpertWeights) else None for one in both]
+        tensors = [one if isinstance(one, torch.Tensor) else None for one in both]
+        ctx.save_for_backward(x, *tensors, down_bias, weights, h, *low, *routing)
+        ctx.layer, ctx.scales = layer, scales
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients; those of A and B together, if either is needed."""
+        x, gate_up, down, down_bias, weights, h, *rest = ctx.saved_tensors
+        low, routing = rest[:4], Routing(*rest[4:])
+        gate_up, down = (ctx.frozen[i] if one is None else one for i, one in enumerate((gate_up, down)))
+        given, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
+        dout = in_memory("dout", dout, "moe_mlp")
+        with without_autocast(dout.device.type):
+            found, more = with_adapters(
+                ctx.layer, dout, x, given, weights, h, routing, needs, _adapters(low, ctx.scales)
+            )  # fmt: skip
+        of_low = [each for one in more for each in (one or (None, None))]
+        return (*found, None, None, None, *of_low)
+
+
+def _adapters(low: Sequence[torch.Tensor | None], scales: tuple[float, float]) -> Adapters:
+    pairs = zip(low[::2], low[1::2], scales, strict=True)
+    first, second = (None if A is None or B is None else LowRank(A, B, scale) for A, B, scale in pairs)
+    return Adapters(first, second)
+
+
 def gradients(
     layer: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights, weights: torch.Tensor,
     h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], do: Now = NOW,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The gradients of x, gate_up, down, gate_up_bias, down_bias and weights: those that ``needs`` asks for."""
+    return with_adapters(layer, dout, x, given, weights, h, routing, needs, NO_ADAPTERS, do)[0]
+
+
+def with_adapters(
+    layer: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights, weights: torch.Tensor,
+    h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], adapters: Adapters, do: Now = NOW,
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[LowRankGradients | None, LowRankGradients | None]]:  # fmt: skip
+    """The same, and the gradients of the adapters that there are: of all of them. ``x`` is there with a first one."""
+    first, second = adapters
+    of_first = of_second = None
     needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
     k, layout, act = layer
     index, m_sizes, bounds, experts, places = routing
     E = m_sizes.shape[0]
-    inner = needs_x or needs_up or needs_up_bias
+    inner = needs_x or needs_up or needs_up_bias or first is not None
     dout = dout.contiguous()
     row_weights = slot_weights(weights, dout, do)
     dy = tokens.gather(dout, index, k, bounds, do)
     dx = dup = ddown = dup_bias = ddown_bias = dweights = None
     a = dh = None
-    if h is not None and (inner or needs_down or needs_weights):
+    if h is not None and (inner or needs_down or needs_weights or second is not None):
         # (Where only t * act(h) is wanted, da is of no account.)
         whole = inner or needs_weights
         da = _times(dy, given.down, m_sizes, layout, do) if whole else do.call(partial(_zeros, act=act), h)
+        v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes)
+        if second is not None and v is not None and whole:
+            low_rank.add_gradient(second, da, v, m_sizes)
+        wanted = Needs(inner, needs_down or second is not None, needs_weights)
         dh, a, dweights = activation.gradient(
-            h, da, act, Needs(inner, needs_down, needs_weights), weights=row_weights, index=index, bounds=bounds,
+            h, da, act, wanted, weights=row_weights, index=index, bounds=bounds,
             narrow=given.down_bias is None, do=do,
         )  # fmt: skip
         del da
-    if a is not None:
+        if second is not None and v is not None and a is not None:
+            of_second = low_rank.gradients(dy, v, a, low_rank.narrowed(second, a, m_sizes), m_sizes)
+    if a is not None and needs_down:
         ddown = weight(dy, a, m_sizes, layout=layout, do=do)
     if needs_down_bias:
         scale = do.call(partial(_scales, dtype=dy.dtype), weights, index)
@@ -191,13 +264,22 @@ def gradients(
         dweights = do.call(partial(_of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
     del a, dy  # half of what the gradient takes beside its results
     if dh is not None:
+        v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes)
         if needs_x:
-            dx = tokens.combine(_times(dh, given.gate_up, m_sizes, layout, do), places, k, do=do)
-        if needs_up and x is not None:
-            dup = weight(dh, tokens.gather(x, index, k, bounds, do), m_sizes, layout=layout, do=do)
+            dx = _times(dh, given.gate_up, m_sizes, layout, do)
+            if first is not None and v is not None:
+                low_rank.add_gradient(first, dx, v, m_sizes)
+            dx = tokens.combine(dx, places, k, do=do)
+        if x is not None and (needs_up or first is not None):
+            sorted_x = tokens.gather(x, index, k, bounds, do)
+            if first is not None and v is not None:
+                of_first = low_rank.gradients(dh, v, sorted_x, low_rank.narrowed(first, sorted_x, m_sizes), m_sizes)
+            if needs_up:
+                dup = weight(dh, sorted_x, m_sizes, layout=layout, do=do)
+            del sorted_x
         if needs_up_bias:
             dup_bias = do.call(_first_column, weight(dh, do.call(_ones, dh), m_sizes, strict=False, do=do))
-    return dx, dup, ddown, dup_bias, ddown_bias, dweights
+    return (dx, dup, ddown, dup_bias, ddown_bias, dweights), (of_first, of_second)
 
 
 def slot_weights(weights: torch.Tensor, like: torch.Tensor, do: Now = NOW) -> torch.Tensor:
