@@ -53,7 +53,6 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.integrations", "vllm_configs vllm_quantised"): "engines/test_vllm_quantised.py",
     ("runtime.ops", "activation"): "runtime/ops/test_layer.py",
     ("runtime.ops", "gradients"): "runtime/ops/test_autograd.py",
-    ("runtime.ops", "low_rank"): "runtime/api/test_lora.py",
     ("runtime.inspect", "asked"): "runtime/inspect/test_explain.py",
     ("runtime.inspect", "survey"): "runtime/inspect/test_prove.py",
     ("runtime.launch", "trials"): "runtime/launch/test_proof.py",

@@ -1,0 +1,39 @@
+"""The low-rank part of a product, beside its equations in float64."""
+
+from __future__ import annotations
+
+import torch
+
+from pretuned.runtime.ops.low_rank import LowRank, add, add_gradient, gradients, narrowed, narrowed_gradient
+
+E, N, K, R, S = 3, 8, 6, 2, 0.5
+SIZES = torch.tensor([2, 0, 3], dtype=torch.int32)
+M = 5
+
+
+def test_each_step_is_its_equation() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, dy, A, B = (torch.randn(shape, generator=g) for shape in ((M, K), (M, N), (E, R, K), (E, N, R)))
+    one = LowRank(A, B, S)
+    expert = torch.repeat_interleave(torch.arange(E), SIZES)
+    wide_x, wide_dy, a, b = (t.double() for t in (x, dy, A[expert], B[expert]))
+    u = S * torch.einsum("mk,mrk->mr", wide_x, a)
+    v = S * torch.einsum("mn,mnr->mr", wide_dy, b)
+
+    def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+    same(narrowed(one, x, SIZES), u)
+    index = torch.tensor([4, 1, 0, 3, 2])
+    same(narrowed(one, x, SIZES, index, 1), S * torch.einsum("mk,mrk->mr", wide_x[index], a))
+    same(narrowed_gradient(one, dy, SIZES), v)
+    y, dx = dy.clone(), x.clone()
+    add(one, y, u.float(), SIZES)
+    same(y, wide_dy + torch.einsum("mr,mnr->mn", u, b))
+    add_gradient(one, dx, v.float(), SIZES)
+    same(dx, wide_x + torch.einsum("mr,mrk->mk", v, a))
+    found = gradients(dy, v.float(), x, u.float(), SIZES)
+    for e in range(E):
+        rows = expert == e
+        same(found.A[e], v[rows].T @ wide_x[rows])
+        same(found.B[e], wide_dy[rows].T @ u[rows])
