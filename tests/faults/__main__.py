@@ -1,8 +1,7 @@
-"""The long fault runs, from the repository's root: ``python -m tests.faults --long [--minutes 60] [--out x.json]``.
+"""The long fault runs, from the repository's root: ``python -m tests.faults --long [--rows R1,R11] [--out x.json]``.
 
-Mutations of the golden bundles, as they are and with the digest made right, on every core until the time is over; then
-64 processes x 8 threads x 100 rounds that load one bundle, and 32 processes x 50 rounds that tune one layer. Prints,
-and writes, what was run and found.
+Each row of docs/inside/reliability.md that has a long run, as long as it is told. What was run and found is printed,
+and written beside what the file already has of other rows.
 """
 
 from __future__ import annotations
@@ -13,15 +12,18 @@ import multiprocessing
 import os
 import platform
 import random
+import resource
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
-sys.path += [str(HERE), str(HERE.parent / "support")]
+sys.path += [str(HERE), str(HERE.parent / "support"), str(HERE.parent / "attacks")]
 
 import mutate  # noqa: E402
 import test_processes  # noqa: E402
@@ -30,59 +32,94 @@ import test_tuning  # noqa: E402
 CHUNK = 2000
 
 
-def fuzz(seed: int, until: float) -> dict[str, int]:
-    """Counts of inputs and of accepted ones; a differing input that is accepted, or any other error, is raised."""
-    counts = {"mutations": 0, "accepted": 0, "sealed": 0, "canonical": 0}
+def fuzz(seed: int, until: float) -> dict[str, float]:
+    """Counts of inputs and of accepted ones; a differing input that is accepted, or any other error, is raised.
+
+    ``slowest_cpu_s`` of one input, and ``grown_mib``: what the process grew by, so no input took more.
+    """
+    counts: dict[str, float] = dict.fromkeys(("mutations", "accepted", "sealed", "canonical", "slowest_cpu_s"), 0)
     paths = sorted((HERE.parent / "golden").glob("*.msgpack"))
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def timed(data: bytes) -> bool:
+        begin = time.thread_time()
+        found = mutate.accepted(data)
+        counts["slowest_cpu_s"] = max(counts["slowest_cpu_s"], time.thread_time() - begin)
+        return found
+
     turn = 0
     while time.monotonic() < until:
         data = paths[turn % len(paths)].read_bytes()
         rng = random.Random(f"{seed} {turn}")
-        counts["accepted"] += mutate.run(filter(data.__ne__, mutate.flips(data, rng)), CHUNK, mutate.accepted)
+        counts["accepted"] += mutate.run(filter(data.__ne__, mutate.flips(data, rng)), CHUNK, timed)
         counts["mutations"] += CHUNK
-        counts["canonical"] += mutate.run(mutate.sealed(data, rng), CHUNK, mutate.accepted)
+        counts["canonical"] += mutate.run(mutate.sealed(data, rng), CHUNK, timed)
         counts["sealed"] += CHUNK
         turn += 1
+    counts["grown_mib"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) / 1024
     return counts
+
+
+def mutations(options: argparse.Namespace) -> dict[str, Any]:
+    """R1 and R2: random mutations of the golden bundles, as they are and with the digest made right."""
+    until = time.monotonic() + 60 * options.minutes
+    with multiprocessing.get_context("fork").Pool(options.cores) as pool:
+        found = pool.starmap(fuzz, [(options.seed * options.cores + i, until) for i in range(options.cores)])
+    worst = {key: round(max(counts[key] for counts in found), 4) for key in ("slowest_cpu_s", "grown_mib")}
+    sums = {key: sum(int(counts[key]) for counts in found) for key in ("mutations", "accepted", "sealed", "canonical")}
+    wrong = bool(sums["accepted"]) or worst["slowest_cpu_s"] > 1 or worst["grown_mib"] > 64
+    return {"seed": options.seed, **sums, **worst, "wrong": int(wrong)}
+
+
+def race(options: argparse.Namespace) -> dict[str, Any]:
+    """R9: processes of 8 threads that each load one bundle 100 times."""
+    with tempfile.TemporaryDirectory() as folder:
+        statuses = test_processes.race(Path(folder), options.processes, 8, 100)
+    failures = sum(status != 0 for status in statuses)
+    return {"processes": options.processes, "threads": 8, "rounds": 100, "wrong": failures}
+
+
+def tuning(options: argparse.Namespace) -> dict[str, Any]:
+    """R10: processes that tune one layer at the same time, round after round."""
+    with tempfile.TemporaryDirectory() as folder:
+        wrong = test_tuning.race(Path(folder), options.tuners, options.rounds)
+    return {"processes": options.tuners, "rounds": options.rounds, "wrong": len(wrong), "what": wrong}
+
+
+RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"R1": mutations, "R9": race, "R10": tuning}
 
 
 def main() -> int:
     """0 if nothing was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--long", action="store_true", required=True, help="yes, take long")
+    parser.add_argument("--rows", default=",".join(RUNS), help=f"of {', '.join(RUNS)}; R1 has R2 with it")
     parser.add_argument("--minutes", type=float, default=60.0, help="of fuzzing")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="that fuzz")
     parser.add_argument("--processes", type=int, default=64, help="that load one bundle at the same time")
     parser.add_argument("--tuners", type=int, default=32, help="processes that tune one layer at the same time")
     parser.add_argument("--rounds", type=int, default=50, help="of tuning")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
-    cores = len(os.sched_getaffinity(0))
-    until = time.monotonic() + 60 * options.minutes
-    with multiprocessing.get_context("fork").Pool(cores) as pool:
-        found = pool.starmap(fuzz, [(options.seed * cores + i, until) for i in range(cores)])
-    totals = {key: sum(counts[key] for counts in found) for key in found[0]}
-    with tempfile.TemporaryDirectory() as folder:
+    results = {}
+    for row in options.rows.split(","):
         begin = time.monotonic()
-        statuses = test_processes.race(Path(folder), options.processes, 8, 100)
-        race_s = round(time.monotonic() - begin, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        begin = time.monotonic()
-        tuning = test_tuning.race(Path(folder), options.tuners, options.rounds)
-        tuning_s = round(time.monotonic() - begin, 1)
-    results = {
-        "command": sys.argv[1:],
-        "python": platform.python_version(),
-        "cores": cores,
-        **totals,
-        "race": {"processes": options.processes, "threads": 8, "rounds": 100, "seconds": race_s},
-        "race_failures": sum(status != 0 for status in statuses),
-        "tuning": {"processes": options.tuners, "rounds": options.rounds, "seconds": tuning_s, "wrong": tuning},
-    }
-    print(json.dumps(results, indent=2))
+        found = RUNS[row](options)
+        results[row] = {
+            "date": time.strftime("%Y-%m-%d"),
+            "command": f"python -m tests.faults {' '.join(sys.argv[1:])}",
+            "python": platform.python_version(),
+            "cores": options.cores,
+            "seconds": round(time.monotonic() - begin, 1),
+            **found,
+        }
+        print(json.dumps({row: results[row]}, indent=2), flush=True)
     if options.out:
-        options.out.write_text(json.dumps(results, indent=2) + "\n")
-    return 1 if totals["accepted"] or results["race_failures"] or tuning else 0
+        kept = json.loads(options.out.read_text()) if options.out.exists() else {}
+        kept.update(results)
+        options.out.write_text(json.dumps(dict(sorted(kept.items(), key=lambda one: int(one[0][1:]))), indent=2) + "\n")
+    return 1 if any(found["wrong"] for found in results.values()) else 0
 
 
 if __name__ == "__main__":
