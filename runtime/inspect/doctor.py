@@ -16,8 +16,8 @@ from ...artifacts.records.target import LocalGpu, cuda_version
 from ...kernels.hardware import arch
 from .. import settings
 from ..dispatch import snapshot as dispatch_snapshot
-from ..dispatch.places import Kind, Place
-from ..dispatch.snapshot import Found, Snapshot, View
+from ..dispatch.places import Found, Kind, Place
+from ..dispatch.snapshot import Snapshot, View
 from ..driver.device import local_gpu, platform_name, platform_supported
 from .survey import survey
 

@@ -1,7 +1,7 @@
 """The long fault runs, from the repository's root: ``python -m tests.faults --long [--rows R1,R11] [--out x.json]``.
 
 Each row of docs/inside/reliability.md that has a long run, as long as it is told. What was run and found is printed,
-and written beside what the file already has of other rows.
+and added to what the file already has: a list of runs for each row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RO
 sys.path += [str(HERE), str(HERE.parent / "support"), str(HERE.parent / "attacks")]
 
 import mutate  # noqa: E402
+import test_cold_build  # noqa: E402
+import test_lifetime  # noqa: E402
+import test_msgpack  # noqa: E402
 import test_processes  # noqa: E402
+import test_publish  # noqa: E402
+import test_swap  # noqa: E402
 import test_tuning  # noqa: E402
 
 CHUNK = 2000
@@ -86,7 +91,69 @@ def tuning(options: argparse.Namespace) -> dict[str, Any]:
     return {"processes": options.tuners, "rounds": options.rounds, "wrong": len(wrong), "what": wrong}
 
 
-RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"R1": mutations, "R9": race, "R10": tuning}
+def cold_build(options: argparse.Namespace) -> dict[str, Any]:
+    """R5: a build of three models killed before and after each call of its cold phase, and then run again."""
+    with tempfile.TemporaryDirectory() as folder:
+        cold = test_cold_build.Cold(Path(folder))
+        what = [(call, how, cold.killed(call, how)) for call in cold.calls for how in ("kill", "after")]
+    wrong = [str(one) for one in what if one[2]]
+    return {"calls": len(cold.calls), "kills": len(what), "wrong": len(wrong), "what": wrong}
+
+
+def failing_build(options: argparse.Namespace) -> dict[str, Any]:
+    """R6: each call of the same build fails with each of its errors."""
+    errors = test_cold_build.ERRORS
+    with tempfile.TemporaryDirectory() as folder:
+        cold = test_cold_build.Cold(Path(folder))
+        what = [(call, error, cold.failed(call, error)) for call in cold.calls for error in errors[call.name]]
+    wrong = [str(one) for one in what if one[2]]
+    return {"calls": len(cold.calls), "errors": len(what), "wrong": len(wrong), "what": wrong}
+
+
+def republished(options: argparse.Namespace) -> dict[str, Any]:
+    """R11: loads of the smallest golden bundle while another takes its place all the time."""
+    small = (HERE.parent / "golden" / "format1-small.msgpack").read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        done = test_publish.under_load(Path(folder), (small, test_publish.NEW), options.loads, options.minutes)
+    return {**done, "wrong": done["failed"]}
+
+
+def malicious(options: argparse.Namespace) -> dict[str, Any]:
+    """R16: the CPU seconds and MiB that the worst of the malformed inputs cost."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = test_msgpack.measured(Path(folder))
+    names = {f"{i}.msgpack": name for i, name in enumerate(test_msgpack.ATTACKS)}
+    costs = {names[file]: list(by.values()) for file, by in found.items() if file in names}
+    large = {name: costs.pop(name) for name in test_msgpack.SLOWER}
+    worst = {"cpu_s": max(s for by in costs.values() for _, s, _ in by),
+             "mib": round(max(mib for by in costs.values() for _, _, mib in by), 1)}  # fmt: skip
+    wellformed = {name: round(max(s for _, s, _ in by), 3) for name, by in large.items()}
+    return {"inputs": len(costs), "worst": worst, "well_formed_8_MB_cpu_s": wellformed,
+            "wrong": int(worst["cpu_s"] > 0.1 or worst["mib"] > 64)}  # fmt: skip
+
+
+def swaps(options: argparse.Namespace) -> dict[str, Any]:
+    """R19: loads of a file that is swapped all the time: by rename and in place, by its place and by a pin."""
+    counts = {}
+    for in_place in (False, True):
+        for pin in (None, test_swap.PINS[0]):
+            with tempfile.TemporaryDirectory() as folder:
+                loaded, refused = test_swap.swapped(Path(folder) / "b.msgpack", in_place, pin, 10_000)
+            counts[f"{'in place' if in_place else 'renamed'}, by {'pin' if pin else 'place'}"] = [loaded, refused]
+    return {"rounds": 10_000, "loaded_and_refused": counts, "wrong": 0}
+
+
+def lifetime(options: argparse.Namespace) -> dict[str, Any]:
+    """R22: 10,000 times opened, read and closed."""
+    with tempfile.TemporaryDirectory() as folder:
+        grown = test_lifetime.cycles(Path(folder), 10_000)
+    return {"rounds": 10_000, "grown": grown, "wrong": int(grown["descriptors"] > 0 or grown["KiB"] > 2048)}
+
+
+RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "R1": mutations, "R5": cold_build, "R6": failing_build, "R9": race, "R10": tuning, "R11": republished,
+    "R16": malicious, "R19": swaps, "R22": lifetime,
+}  # fmt: skip
 
 
 def main() -> int:
@@ -94,12 +161,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--long", action="store_true", required=True, help="yes, take long")
     parser.add_argument("--rows", default=",".join(RUNS), help=f"of {', '.join(RUNS)}; R1 has R2 with it")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of fuzzing")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of fuzzing, and of loads, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="that fuzz")
     parser.add_argument("--processes", type=int, default=64, help="that load one bundle at the same time")
     parser.add_argument("--tuners", type=int, default=32, help="processes that tune one layer at the same time")
     parser.add_argument("--rounds", type=int, default=50, help="of tuning")
+    parser.add_argument("--loads", type=int, default=10_000_000, help="while a bundle is published anew")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
     results = {}
@@ -117,7 +185,8 @@ def main() -> int:
         print(json.dumps({row: results[row]}, indent=2), flush=True)
     if options.out:
         kept = json.loads(options.out.read_text()) if options.out.exists() else {}
-        kept.update(results)
+        for row, found in results.items():
+            kept.setdefault(row, []).append(found)
         options.out.write_text(json.dumps(dict(sorted(kept.items(), key=lambda one: int(one[0][1:]))), indent=2) + "\n")
     return 1 if any(found["wrong"] for found in results.values()) else 0
 
