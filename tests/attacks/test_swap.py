@@ -18,8 +18,10 @@ from pretuned.artifacts.format import codec
 BUNDLES = [golden_bundles.medium(seed=seed) for seed in (0, 1)]
 DATA = [codec.encode(bundle) for bundle in BUNDLES]
 CUBINS = {data[31:63]: bundle.cubins for data, bundle in zip(DATA, BUNDLES, strict=True)}
-ROUNDS = 400
 PINS = [hashlib.sha256(data).hexdigest() for data in DATA]
+ROUNDS = 10_000
+
+pytestmark = pytest.mark.slow
 
 
 def swapped(path: Path, in_place: bool, pin: str | None, rounds: int) -> tuple[int, int]:
