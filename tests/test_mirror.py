@@ -18,7 +18,7 @@ LAYERS = ("artifacts", "kernels", "runtime", "aot")
 COVERED: dict[tuple[str, str], str] = {
     ("artifacts", "errors limits"): "artifacts/format/test_codec.py",
     ("artifacts.code", "cubin"): "attacks/test_launchable.py",
-    ("artifacts.files", "acl trust"): "attacks/test_places.py",
+    ("artifacts.files", "trust"): "attacks/test_places.py",
     ("artifacts.format", "checks schema wire"): "artifacts/format/test_codec.py",
     ("artifacts.records", "problem target"): "artifacts/format/test_codec.py",
     ("kernels.contract", "launchable"): "attacks/test_launchable.py",

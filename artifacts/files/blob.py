@@ -9,7 +9,7 @@ import stat
 from ..errors import BundleError
 from ..limits import MAX_BLOB_BYTES
 from . import trust
-from .publish import publish
+from .publish import at_once, publish
 
 _MAGIC = b"pretuned blob 1\n"
 _HEAD_BYTES = len(_MAGIC) + 32
@@ -45,10 +45,9 @@ def read_or_say(path: str | os.PathLike[str]) -> bytes | None:
         where it can't be read; BundleUnreadable is one.
     """
     real = trust.resolve(os.fspath(path), "file")
-    fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        trust.check(real, status, real, fd, "file")
+    with open(real, "rb", opener=at_once) as file:
+        status = os.fstat(file.fileno())
+        trust.check(real, status, real, file.fileno(), "file")
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BLOB_BYTES + _HEAD_BYTES:
             return None
         data = file.read(status.st_size + 1)

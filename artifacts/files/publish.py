@@ -70,6 +70,11 @@ def too_many_open(error: BaseException) -> str:
     return "More open files must be allowed: ulimit -n" if getattr(error, "errno", None) in _TOO_MANY else ""
 
 
+def at_once(path: str, flags: int) -> int:
+    """An ``opener``: follows no link, waits for no FIFO; of a directory ``open`` says what it is, and closes it."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 def _refused(final: Path, size: int, error: OSError | ValueError) -> HostError:
     reason = getattr(error, "strerror", None) or str(error)
     needed = f"The directory {str(final.parent)!r} must exist, be writable and have {size} bytes free"
@@ -80,11 +85,11 @@ def _refused(final: Path, size: int, error: OSError | ValueError) -> HostError:
 
 def _holds(final: Path, data: bytes) -> bool:
     try:
-        fd = os.open(final, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = open(final, "rb", opener=at_once)  # noqa: SIM115 - closed below
     except OSError:
         return False
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
+    with file:
+        status = os.fstat(file.fileno())
         same_form = stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == _MODE
         return same_form and status.st_size == len(data) and file.read() == data
 

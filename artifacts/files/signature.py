@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ..errors import BundleError, BundleUntrusted, InputError
 from ..limits import MAX_KEYS
 from . import ed25519, trust
+from .publish import at_once
 
 SUFFIX = ".sig"
 KEY_SUFFIXES = (".pem", ".pub")
@@ -170,14 +171,17 @@ def _content(path: str, most: int, trusted: str = "") -> bytes | None:
 
     ``trusted``, its name in errors: its place must be, and ``path`` is no link.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if trusted else 0))
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
+    with open(path, "rb", opener=at_once if trusted else _linked) as file:
+        status = os.fstat(file.fileno())
         if trusted:
-            trust.check(path, status, trusted, fd, "key")
+            trust.check(path, status, trusted, file.fileno(), "key")
         if not stat.S_ISREG(status.st_mode) or status.st_size > most:
             return None
         return file.read(most)
+
+
+def _linked(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def _public(data: bytes) -> bytes:

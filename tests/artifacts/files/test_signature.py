@@ -84,6 +84,11 @@ def test_a_keys_place_is_checked_as_a_bundles_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.pem")
     with pytest.raises(InputError, match="no public Ed25519 key"):
         read_key(str(tmp_path / "fifo.pem"))
+    (tmp_path / "folder.pem").mkdir()
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(BundleUnreadable, match=r"key '.*folder\.pem': can't be read: Is a directory"):
+        read_key(str(tmp_path / "folder.pem"))
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
     for missing in ("none.pem", "nul\0.pem", "0.pem/x"):
         with pytest.raises(BundleUnreadable, match=r"key '.*': "):
             read_key(str(path.parent / missing))
