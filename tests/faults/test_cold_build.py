@@ -77,7 +77,7 @@ class Cold:
         }  # fmt: skip
         return subprocess.run(
             self.command(), capture_output=True, text=True, env=environment, cwd=self.place.root, check=False,
-            timeout=120, start_new_session=True,
+            timeout=300, start_new_session=True,
         )  # fmt: skip
 
     def _calls(self) -> Iterator[Call]:

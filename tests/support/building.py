@@ -33,7 +33,7 @@ class Place:
 
     def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, capture_output=True, text=True, env=self.environment(), cwd=self.root, check=False, timeout=120
+            command, capture_output=True, text=True, env=self.environment(), cwd=self.root, check=False, timeout=300
         )
 
     def kept(self) -> int:
