@@ -36,4 +36,5 @@ MAX_REGISTERS = 1024
 
 MAX_OPEN_BUNDLES = 64  # descriptors that a process holds; more bundles are opened again when they are read
 MAX_FILES = 4096  # of one directory that are looked at
+MAX_KEYS = 256  # of PRETUNED_TRUSTED_KEYS
 MAX_LINKS = 40  # symbolic links followed for one path, as Linux does

@@ -37,14 +37,14 @@ def register_tuner(tuner: Tuner | None) -> None:
 
 
 def demand_tuner() -> Tuner | None:
-    """The tuner that ``autotune=True`` asks for, or None with PRETUNED_DISABLE_AUTOTUNE=1.
+    """The tuner that ``autotune=True`` asks for; None with PRETUNED_DISABLE_AUTOTUNE=1 or PRETUNED_TRUSTED_KEYS.
 
     Raises
     ------
     InputError
         if none is registered.
     """
-    if settings.settings().disable_autotune:
+    if not settings.settings().on_demand:
         return None
     if _tuner is None:
         raise InputError(
@@ -82,8 +82,8 @@ def allow_jit(allowed: bool = True) -> None:
 
 
 def jit_allowed() -> bool:
-    """Whether ``allow_jit`` was called."""
-    return _allowed
+    """Whether ``allow_jit`` was called, and all code need not be signed."""
+    return _allowed and settings.settings().trusted_keys is None
 
 
 def compiler() -> Compiler | None:

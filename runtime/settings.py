@@ -15,6 +15,7 @@ DISABLE_AUTOTUNE = "PRETUNED_DISABLE_AUTOTUNE"
 DISABLE_PROOF = "PRETUNED_DISABLE_PROOF"
 UNSLOTH_DISABLE_AUTOTUNE = "UNSLOTH_MOE_DISABLE_AUTOTUNE"  # of code that was written for Unsloth's kernels
 STRICT = "PRETUNED_STRICT"
+TRUSTED_KEYS = "PRETUNED_TRUSTED_KEYS"
 
 _log = logging.getLogger(__name__)
 _settings: Settings | None = None
@@ -25,7 +26,8 @@ class Settings:
     """What the environment says.
 
     ``bundles`` are the entries of PRETUNED_BUNDLES in order; ``overlay`` is the user's own directory of
-    bundles, or None where there is no place for one (no HOME).
+    bundles, or None where there is no place for one (no HOME). ``trusted_keys`` is a directory of public keys: a
+    bundle that is not pretuned's own must then be signed by one.
     """
 
     bundles: tuple[Path, ...] = ()
@@ -33,6 +35,12 @@ class Settings:
     disable_proof: bool = False
     strict: bool = False
     overlay: Path | None = None
+    trusted_keys: Path | None = None
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether something may be tuned, or compiled, in this process: nobody can have signed that."""
+        return not self.disable_autotune and self.trusted_keys is None
 
 
 def settings() -> Settings:
@@ -55,12 +63,14 @@ def forget() -> None:
 def read(environ: Mapping[str, str]) -> Settings:
     """Settings from ``environ``."""
     entries = environ.get(BUNDLES, "").split(":")
+    keys = environ.get(TRUSTED_KEYS, "")
     return Settings(
         bundles=tuple(_path(entry) for entry in entries if entry),
         disable_autotune=_switch(environ, DISABLE_AUTOTUNE) or _switch(environ, UNSLOTH_DISABLE_AUTOTUNE),
         disable_proof=_switch(environ, DISABLE_PROOF),
         strict=_switch(environ, STRICT),
         overlay=_overlay(environ),
+        trusted_keys=_path(keys) if keys else None,
     )
 
 

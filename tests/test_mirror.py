@@ -18,7 +18,7 @@ LAYERS = ("artifacts", "kernels", "runtime", "aot")
 COVERED: dict[tuple[str, str], str] = {
     ("artifacts", "errors limits"): "artifacts/format/test_codec.py",
     ("artifacts.code", "cubin"): "attacks/test_launchable.py",
-    ("artifacts.files", "acl trust"): "attacks/test_places.py",
+    ("artifacts.files", "trust"): "attacks/test_places.py",
     ("artifacts.format", "checks schema wire"): "artifacts/format/test_codec.py",
     ("artifacts.records", "problem target"): "artifacts/format/test_codec.py",
     ("kernels.contract", "launchable"): "attacks/test_launchable.py",
@@ -63,6 +63,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("aot", "__main__"): "aot/test_main.py",
     ("aot.build", "options summary"): "aot/build/test_build.py",
     ("aot.bundle", "assemble inspect verify"): "aot/build/test_build.py attacks/test_odd_bundles.py",
+    ("aot.bundle", "sign"): "aot/cli/test_sign.py",
     ("aot.choose", "bundle candidates"): "aot/tune/test_tuner.py",
     ("aot.choose", "held_against"): "aot/choose/test_incumbents.py",
     ("aot.cli", "build compile measure"): "aot/cli/test_tuning.py",

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from ...artifacts.code.cubin import mismatch, other_limits, other_parameters
 from ...artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
-from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.files.bundle_file import BundleFile, open_bundle
 from ...artifacts.files.packed import SUFFIX
+from ...artifacts.files.signature import Keys, check
 from ...artifacts.records.bundle import Bundle
 from ...kernels.contract.launchable import undeclared, unlaunchable
 from ...kernels.contract.words import READS_ABI, parameter_bytes
@@ -23,24 +24,27 @@ class Verified:
     variants: int
     problems: int
     choices: int
+    signed_by: str | None = None
 
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
         return {"path": self.path, "ok": True, "target": self.target, "variants": self.variants,
-                "problems": self.problems, "choices": self.choices}  # fmt: skip
+                "problems": self.problems, "choices": self.choices, "signed_by": self.signed_by}  # fmt: skip
 
 
-def verify(path: str, sha256: str | None = None) -> Verified:
-    """Check all of a bundle; ``sha256`` pins the whole file.
+def verify(path: str, sha256: str | None = None, keys: Keys | None = None) -> Verified:
+    """Check all of a bundle; ``sha256`` pins the whole file, and one of ``keys`` must have signed it.
 
     Raises
     ------
     BundleError
         naming the first thing that is wrong.
     """
-    bundle = sound(path, sha256, pruned=path.endswith(SUFFIX))
+    with open_bundle(path, sha256=sha256) as opened:
+        bundle = sound_one(opened, pruned=path.endswith(SUFFIX))
+        key = None if keys is None else check(path, opened.digest, keys).name
     choices = sum(map(len, bundle.choices.values()))
-    return Verified(path, str(bundle.target), len(bundle.variants), len(bundle.choices), choices)
+    return Verified(path, str(bundle.target), len(bundle.variants), len(bundle.choices), choices, key)
 
 
 def sound(path: str, sha256: str | None = None, *, pruned: bool = False) -> Bundle:
@@ -52,7 +56,17 @@ def sound(path: str, sha256: str | None = None, *, pruned: bool = False) -> Bund
     BundleError
     """
     with open_bundle(path, sha256=sha256) as opened:
-        bundle = opened.load()
+        return sound_one(opened, pruned=pruned)
+
+
+def sound_one(opened: BundleFile, *, pruned: bool = False) -> Bundle:
+    """``sound`` of a file that is open.
+
+    Raises
+    ------
+    BundleError
+    """
+    bundle, path = opened.load(), opened.path
     for i, (variant, cubin) in enumerate(zip(bundle.variants, bundle.cubins, strict=True)):
         where = f"bundle {path!r}, variant {i}"
         wrong = mismatch(cubin, bundle.target)

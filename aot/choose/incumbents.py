@@ -20,8 +20,7 @@ from ...kernels.contract.launchable import unlaunchable
 from ...kernels.contract.words import LAUNCH_ABI, has_aligned_rows
 from ...runtime import settings
 from ...runtime.dispatch.decide import Decision, settle
-from ...runtime.dispatch.places import installed_places, places
-from ...runtime.dispatch.snapshot import Rejected, Snapshot, Usable
+from ...runtime.dispatch.snapshot import Rejected, Snapshot, Usable, take
 from ..compile.triton import Compiled
 from ..journal.records import Incumbent
 from ..plan.families import Family, families
@@ -51,8 +50,7 @@ class Incumbents:
     @classmethod
     def found(cls, without: Path | None = None) -> Incumbents:
         """Those of the places where the runtime looks, but for the file that is about to be replaced."""
-        read = settings.read(os.environ)
-        return cls(Snapshot(places(read), installed_places, without))
+        return cls(take(settings.read(os.environ), without))
 
     def running(self, cells: Cells, local: LocalGpu) -> dict[tuple[Problem, int], Incumbent]:
         """What runs each cell today; those that torch runs are left out."""

@@ -15,7 +15,7 @@ _SECTIONS = {  # as --help lists them
     "Build": ("build", "plan", "compile", "measure"),
     "Look": ("bench", "models", "inspect", "report", "doctor"),
     "Change": ("merge", "prune", "pack"),
-    "Check": ("verify", "diff"),
+    "Check": ("verify", "sign", "diff"),
 }
 _VERBS = tuple(verb for verbs in _SECTIONS.values() for verb in verbs)
 _DEBUG = "--debug"

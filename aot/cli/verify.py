@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from ...artifacts.errors import BundleError
+from ...artifacts.files.signature import Keys, read_key
 from ...artifacts.names import printable
 from ..bundle.verify import verify as verify_bundle
 from .echo import echo
@@ -15,21 +16,25 @@ from .options import as_json, print_json
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=click.Path())
 @click.option("--sha256", metavar="HEX", help="What sha256sum must print for the file; for one bundle only.")
+@click.option("--key", "keys", multiple=True, metavar="PUBLIC.pem",
+              help="Want each signed by this Ed25519 key, or one of several.")  # fmt: skip
 @as_json
-def verify(bundles: tuple[str, ...], sha256: str | None, as_json: bool) -> int:
+def verify(bundles: tuple[str, ...], sha256: str | None, keys: tuple[str, ...], as_json: bool) -> int:
     """Check bundles whole: place, digests, every record, and that each cubin is code for its GPU.
 
     \b
     Examples:
       aot verify bundles/*.msgpack
       aot verify bundles/pretuned-sm90.msgpack --sha256 $(cat pinned.txt)
+      aot verify bundles/*.msgpack --key release.pem
     """
     if sha256 and len(bundles) > 1:
         raise click.UsageError(f"--sha256 pins one file, {len(bundles)} are given")
+    trusted = Keys(f"--key {' --key '.join(keys)}", tuple(map(read_key, keys))) if keys else None
     found: list[dict[str, object]] = []
     for path in bundles:
         try:
-            found.append(verify_bundle(path, sha256).to_dict())
+            found.append(verify_bundle(path, sha256, trusted).to_dict())
         except BundleError as error:
             found.append({"path": path, "ok": False, "error": str(error), "kind": type(error).__name__})
     if as_json:
@@ -38,7 +43,8 @@ def verify(bundles: tuple[str, ...], sha256: str | None, as_json: bool) -> int:
         for one in found:
             if one["ok"]:
                 path = printable(str(one["path"]))
-                echo(f"ok  {path}  {one['target']}, {one['variants']} variants, {one['choices']} choices")
+                signed = f", signed by {printable(str(one['signed_by']))}" if trusted else ""
+                echo(f"ok  {path}  {one['target']}, {one['variants']} variants, {one['choices']} choices{signed}")
             else:
                 echo(f"error: {one['error']}", err=True)
     return OK if all(one["ok"] for one in found) else INPUT

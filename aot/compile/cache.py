@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgpack
 
-from ...artifacts.files.blob import read_checked, write_checked
+from ...artifacts.errors import BundleUntrusted
+from ...artifacts.files.blob import read_checked, read_or_say, write_checked
 from ...artifacts.files.publish import make_folder
 from ...artifacts.format.schema import pack_variant, read_variant
 from ...artifacts.limits import MAX_CUBIN_BYTES
@@ -58,13 +59,21 @@ class CompileCache:
         try:
             make_folder(path.parent)
             write_checked(path, _pack(compiled))
-            if read_checked(path) is None:
-                self.trouble = (
-                    f"the compile cache {self.directory} is not read, as others can write it: all is compiled anew "
-                    "each time. chmod go-w makes it this user's, --cache-dir names another"
-                )
         except OSError as error:
             self.trouble = f"the compile cache {self.directory} can't be written: {error}"
+            return
+        try:
+            read_or_say(path)
+        except BundleUntrusted:
+            self.trouble = (
+                f"the compile cache {self.directory} is not read, as others can write it: all is compiled anew "
+                "each time. chmod go-w makes it this user's, --cache-dir names another"
+            )
+        except OSError as error:
+            self.trouble = (
+                f"the compile cache {self.directory} can't be read again, {path}: {error.strerror or error}. "
+                "It must be readable, or all is compiled anew each time; --cache-dir names another"
+            )
 
     def _path(self, spec: Spec | RowOpSpec, sm: int) -> Path:
         key = job_key(spec, sm)

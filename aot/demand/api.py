@@ -67,7 +67,8 @@ def get_or_autotune_moe_kernels(
     -----
     It looks in memory and in the files of the overlay, then for choices measured on this very GPU. Then it tunes,
     one process at a time while others wait and read, into the overlay. Where that can't be, or with
-    PRETUNED_DISABLE_AUTOTUNE=1, the configs are the runtime's ordinary choice, and are not kept.
+    PRETUNED_DISABLE_AUTOTUNE=1 or PRETUNED_TRUSTED_KEYS, the configs are the runtime's ordinary choice, and are not
+    kept.
     """
     device = current_device()
     key = cache_key(num_experts, hidden_dim, intermediate_dim, top_k, dtype, seq_len, device)

@@ -80,7 +80,7 @@ class OnDemand:
                 tuned = measured_here(planned.buckets, local)
             else:
                 tuned = self._ensure(planned, local, device, force=force)
-                if not (settings().disable_autotune or capturing()):
+                if settings().on_demand and not capturing():
                     self._tried.add(key)
             configs = _configs(planned, shape, key.bucket, local)
             if tuned:
@@ -137,7 +137,7 @@ class OnDemand:
         """Whether every cell of the plan has a choice measured on this GPU, tuning if one lacks."""
         if not force and _attempted(planned.buckets, local):
             return measured_here(planned.buckets, local)
-        if settings().disable_autotune or capturing():
+        if not settings().on_demand or capturing():
             return False
         before = _overlay_file(local)
         try:

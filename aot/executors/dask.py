@@ -29,6 +29,7 @@ from ..journal.records import DIED
 from ..measure.job import GpuGone, MeasureJob, MeasureResult, WorkerInfo, first_line
 from . import dask_worker
 from .dask_worker import Session
+from .wire import info_of, result_of
 
 CONNECT_S = 15.0
 FIRST_WORKER_S = 60.0  # a cluster may still be starting
@@ -84,11 +85,11 @@ class DaskGpu:
                 self._shipped = True
             except Exception as error:  # it left meanwhile: Dask has a dozen ways to say so
                 self.lose(f"the candidates did not get there: {error or type(error).__name__}")
-        return self._ask(dask_worker.start)
+        return self._ask(info_of, dask_worker.start)
 
     def submit(self, job: MeasureJob) -> Future[MeasureResult]:
         """Measure there."""
-        return self._ask(dask_worker.measure, job)
+        return self._ask(result_of, dask_worker.measure, job)
 
     def shutdown(self) -> None:
         """End the process on its GPU, whatever it does."""
@@ -104,7 +105,7 @@ class DaskGpu:
         for told in list(self._told):
             _tell(told, GpuGone(DIED, self._gone))
 
-    def _ask(self, function: Callable[..., T], *given: object) -> Future[T]:
+    def _ask(self, read: Callable[[object], T], function: Callable[..., bytes], *given: object) -> Future[T]:
         told: Future[T] = Future()
         told.set_running_or_notify_cancel()
         if self._gone:
@@ -119,19 +120,21 @@ class DaskGpu:
         else:
             # Dask is told that the task before is let go of after it has this one: its client sends every 10 ms.
             self._latest = task
-            task.add_done_callback(lambda done: self._pass_on(done, told))
+            task.add_done_callback(lambda done: self._pass_on(done, read, told))
         if self._gone:
             _tell(told, GpuGone(DIED, self._gone))
         return told
 
-    def _pass_on(self, done: Future[T], told: Future[T]) -> None:
+    def _pass_on(self, done: Future[bytes], read: Callable[[object], T], told: Future[T]) -> None:
         """Dask's outcome in the seam's words."""
         from distributed import KilledWorker
 
         try:
-            result = done.result()
+            result = read(done.result())
         except (CancelledError, KilledWorker):  # with the worker the candidates are gone, and a task that needs them
             self.lose(_LEFT)
+        except ValueError as error:
+            self.lose(f"its answer is none: {first_line(error)}")
         except BaseException as error:  # what a worker raises is for the tuner to tell
             _tell(told, error)
         else:

@@ -23,6 +23,7 @@ from ..journal.records import DIED
 from ..measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo, WorkerLost
 from ..process.scratch import scratch_folder
 from .local import JOB_TIMEOUT_S, LocalExecutor, greet, run
+from .wire import info_bytes, result_bytes
 
 IDLE_S = 300.0  # a tuner that was killed tells nobody: its process on the GPU ends after this long without a job
 _LOOK_S = 0.5
@@ -108,8 +109,8 @@ _held: dict[str, _Held] = {}
 _ended: set[str] = set()
 
 
-def start(session: Session, data: bytes) -> WorkerInfo:
-    """A new process on this worker's GPU, with the candidates ``data``.
+def start(session: Session, data: bytes) -> bytes:
+    """A new process on this worker's GPU, with the candidates ``data``: its WorkerInfo, as ``wire`` has it.
 
     Raises
     ------
@@ -124,13 +125,15 @@ def start(session: Session, data: bytes) -> WorkerInfo:
     with _turn:
         held = _holding(session, data)
         try:
-            return held.start()
+            return info_bytes(held.start())
         finally:
             held.expire_later()
 
 
-def measure(session: Session, data: bytes, job: MeasureJob) -> MeasureResult:
-    """Run a job; where the process was ended for being idle, or for another tuner, a new one is started.
+def measure(session: Session, data: bytes, job: MeasureJob) -> bytes:
+    """Run a job: its MeasureResult, as ``wire`` has it.
+
+    Where the process was ended for being idle, or for another tuner, a new one is started.
 
     Raises
     ------
@@ -143,7 +146,7 @@ def measure(session: Session, data: bytes, job: MeasureJob) -> MeasureResult:
         try:
             if fresh:
                 held.start()
-            return held.measure(job)
+            return result_bytes(held.measure(job))
         finally:
             held.expire_later()
 

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from ...artifacts.errors import BundleUntrusted, HostError, InputError
 from ...artifacts.files.publish import publish
+from ...artifacts.files.signature import SUFFIX as SIGNATURE
+from ...artifacts.files.signature import Key, Keys, check, encode, read
 from ...artifacts.files.trust import resolve
+from ...artifacts.format.wire import PREAMBLE_BYTES, read_preamble
 from ...artifacts.records.bundle import Bundle
 from ...runtime.dispatch.places import SUFFIX
 from ..bundle.verify import sound
@@ -27,11 +30,12 @@ _VERSION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One bundle: the name of its file, its bytes, and what they hold."""
+    """One bundle: the name of its file, its bytes, what they hold, and the bytes of its signature, if it has one."""
 
     file: str
     data: bytes
     bundle: Bundle
+    signature: bytes | None = None
 
     @property
     def sha256(self) -> str:
@@ -51,6 +55,16 @@ class Package:
     def module(self) -> str:
         """The folder that a wheel installs, and that its entry point names."""
         return re.sub(r"[-_.]+", "_", self.name).lower()
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Every file's bytes by its name: a bundle's, and its signature's behind it."""
+        found = {}
+        for one in self.items:
+            found[one.file] = one.data
+            if one.signature is not None:
+                found[one.file + SIGNATURE] = one.signature
+        return found
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -77,7 +91,7 @@ def contents(paths: Sequence[str], name: str, version: str) -> Package:
     InputError
         for a name or version that a package can't have, and two files of one name.
     BundleError
-        where a file is no sound bundle, or lies where others can write.
+        where a file is no sound bundle, or lies where others can write, or its signature is of other content.
     """
     if not _NAME.fullmatch(name):
         raise InputError(
@@ -108,7 +122,12 @@ def _item(path: str) -> Item:
         data = Path(path).read_bytes()
     except OSError as error:
         raise HostError(f"can't read '{path}': {error.strerror}") from error
-    return Item(file, data, sound(path, hashlib.sha256(data).hexdigest()))  # these very bytes
+    bundle = sound(path, hashlib.sha256(data).hexdigest())  # these very bytes
+    found = read(path)
+    if found is not None:
+        digest = read_preamble(data[:PREAMBLE_BYTES], len(data), path).digest
+        check(path, digest, Keys("aot pack", (Key("its own key", found[0]),)))
+    return Item(file, data, bundle, None if found is None else encode(*found))
 
 
 def write_directory(directory: Path, packed: Package) -> tuple[str, ...]:
@@ -125,8 +144,8 @@ def write_directory(directory: Path, packed: Package) -> tuple[str, ...]:
             directory.chmod(0o755)
     except OSError as error:
         raise HostError(f"can't make the directory '{directory}': {error.strerror}. Name another with --dir") from error
-    for item in packed.items:
-        publish(directory / item.file, item.data)
+    for file, data in packed.files.items():
+        publish(directory / file, data)
     try:
         resolve(str(directory / packed.items[0].file))
     except BundleUntrusted as error:

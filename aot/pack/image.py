@@ -119,10 +119,10 @@ def _layer(packed: Package) -> bytes:
             entry = tarfile.TarInfo(str(directory))
             entry.type, entry.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(entry)
-        for item in packed.items:
-            entry = tarfile.TarInfo(str(inside / item.file))
-            entry.size, entry.mode = len(item.data), 0o644
-            tar.addfile(entry, io.BytesIO(item.data))
+        for file, data in packed.files.items():
+            entry = tarfile.TarInfo(str(inside / file))
+            entry.size, entry.mode = len(data), 0o644
+            tar.addfile(entry, io.BytesIO(data))
     return out.getvalue()
 
 

@@ -29,7 +29,7 @@ def wheel(packed: Package) -> bytes:
     """The wheel's bytes."""
     info = f"{packed.module}-{packed.version}.dist-info"
     files = {f"{packed.module}/__init__.py": f'"""{packed.about}."""\n'.encode()}
-    files |= {f"{packed.module}/{item.file}": item.data for item in packed.items}
+    files |= {f"{packed.module}/{file}": data for file, data in packed.files.items()}
     files |= {
         f"{info}/METADATA": _metadata(packed).encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: pretuned\nRoot-Is-Purelib: true\nTag: py3-none-any\n",

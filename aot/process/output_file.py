@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.publish import publish
+from ...artifacts.files.publish import publish, too_many_open
 from ...artifacts.format import codec
 from ...artifacts.format.wire import MAGIC
 from ...artifacts.records.bundle import Bundle
@@ -96,7 +96,8 @@ def _check(path: Path, begins: bytes, what: str) -> None:
     except IsADirectoryError:
         raise InputError(f"'{path}' is a directory, wanted a file's name") from None
     except OSError as error:
-        raise HostError(f"can't read '{path}', which is to be replaced: {error.strerror}") from error
+        needed = too_many_open(error) or "It must be readable: only a file of this kind is replaced. Or take it away"
+        raise HostError(f"can't read '{path}', which is to be replaced: {error.strerror}. {needed}") from error
     if begin != begins:
         raise InputError(f"'{path}' is there and is no {what}: it is not overwritten. Name another file")
 

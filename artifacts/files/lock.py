@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import HostError, LockBusy
-from .publish import make_folder
+from .publish import make_folder, too_many_open
 
 if TYPE_CHECKING:
     import filelock
@@ -41,9 +41,8 @@ def lock(directory: str | os.PathLike[str], timeout_s: float, *, required: bool 
         failed = LockBusy(f"can't lock {str(path)!r}: another process held it for {timeout_s} s")
     except (OSError, NotImplementedError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        failed = HostError(
-            f"can't lock {str(path)!r}: {why}. The directory must be writable, and its file system must have locks"
-        )
+        needed = too_many_open(error) or "The directory must be writable and have room, and its file system have locks"
+        failed = HostError(f"can't lock {str(path)!r}: {why}. {needed}")
     if failed is not None and required:
         raise failed
     try:

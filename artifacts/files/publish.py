@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -13,6 +14,7 @@ from ..errors import HostError
 
 _TEMP = re.compile(r"\.pretuned-[0-9a-f]{16}\.tmp")
 _MODE = 0o644
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
 
 def publish(path: str | os.PathLike[str], data: bytes) -> bool:
@@ -63,23 +65,31 @@ def make_folder(path: str | os.PathLike[str]) -> None:
         one.mkdir(mode=0o755, exist_ok=True)
 
 
+def too_many_open(error: BaseException) -> str:
+    """What is needed where too many files are open; nothing for any other reason."""
+    return "More open files must be allowed: ulimit -n" if getattr(error, "errno", None) in _TOO_MANY else ""
+
+
+def at_once(path: str, flags: int) -> int:
+    """An ``opener``: follows no link, waits for no FIFO; of a directory ``open`` says what it is, and closes it."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 def _refused(final: Path, size: int, error: OSError | ValueError) -> HostError:
     reason = getattr(error, "strerror", None) or str(error)
-    refused = HostError(
-        f"can't write {str(final)!r} ({size} bytes): {reason}. The directory {str(final.parent)!r} must exist, "
-        f"be writable and have {size} bytes free."
-    )
+    needed = f"The directory {str(final.parent)!r} must exist, be writable and have {size} bytes free"
+    refused = HostError(f"can't write {str(final)!r} ({size} bytes): {reason}. {too_many_open(error) or needed}.")
     refused.errno = getattr(error, "errno", None)
     return refused
 
 
 def _holds(final: Path, data: bytes) -> bool:
     try:
-        fd = os.open(final, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = open(final, "rb", opener=at_once)  # noqa: SIM115 - closed below
     except OSError:
         return False
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
+    with file:
+        status = os.fstat(file.fileno())
         same_form = stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == _MODE
         return same_form and status.st_size == len(data) and file.read() == data
 

@@ -18,8 +18,10 @@ from . import acl
 _UNMAPPED = 2**32 - 1  # what the kernel puts into an ACL for whom a user namespace does not map
 
 
-def resolve(path: str) -> str:
+def resolve(path: str, what: str = "bundle") -> str:
     """The absolute path of ``path`` with every symbolic link followed, if each component can be trusted.
+
+    ``what`` it is stands in errors.
 
     Raises
     ------
@@ -29,12 +31,12 @@ def resolve(path: str) -> str:
         where a component is missing or can't be read.
     """
     if "\0" in path:
-        raise BundleUnreadable(f"bundle {path!r}: the path holds a NUL byte")
+        raise BundleUnreadable(f"{what} {path!r}: the path holds a NUL byte")
     here, links = "/", 0
     try:
         # (Plain text, '..' kept. An absolute path needs no working directory, which may be gone.)
         todo = deque((path if path.startswith("/") else f"{os.getcwd()}/{path}").split("/"))  # noqa: PTH109
-        check(here, os.lstat(here), path)
+        check(here, os.lstat(here), path, what=what)
         while todo:
             part = todo.popleft()
             if part in ("", "."):
@@ -44,42 +46,42 @@ def resolve(path: str) -> str:
                 continue
             component = os.path.join(here, part)  # noqa: PTH118
             status = os.lstat(component)
-            check(component, status, path)
+            check(component, status, path, what=what)
             if not stat.S_ISLNK(status.st_mode):
                 here = component
                 continue
             links += 1
             if links > MAX_LINKS:
-                raise BundleUnreadable(f"bundle {path!r}: more than {MAX_LINKS} symbolic links, at {component!r}")
+                raise BundleUnreadable(f"{what} {path!r}: more than {MAX_LINKS} symbolic links, at {component!r}")
             target = os.readlink(component)  # noqa: PTH115 - a path would lose what '..' means here
             here = "/" if target.startswith("/") else here
             todo.extendleft(reversed(target.split("/")))
     except OSError as error:
         if isinstance(error, (BundleUntrusted, BundleUnreadable)):
             raise
-        raise unreadable(path, error) from error
+        raise unreadable(path, error, what) from error
     return here
 
 
-def unreadable(path: str, error: OSError) -> BundleUnreadable:
-    """The error for a bundle that the system won't let us read."""
-    return BundleUnreadable(f"bundle {path!r}: can't be read: {error.strerror or error}")
+def unreadable(path: str, error: OSError, what: str = "bundle") -> BundleUnreadable:
+    """The error for a bundle, or ``what`` else, that the system won't let us read."""
+    return BundleUnreadable(f"{what} {path!r}: can't be read: {error.strerror or error}")
 
 
-def check(component: str, status: os.stat_result, path: str, fd: int | None = None) -> None:
+def check(component: str, status: os.stat_result, path: str, fd: int | None = None, what: str = "bundle") -> None:
     """Raise BundleUntrusted unless owner, mode and ACL of a component of ``path``, ``fd`` if open, can be trusted."""
     try:
         fault, command = _fault(component, status, component if fd is None else fd)
     except OSError as error:  # of reading its ACL
-        raise unreadable(path, error) from error
+        raise unreadable(path, error, what) from error
     if fault:
         import shlex  # here, as next to no process comes here
 
         mend = f"run: {command} {shlex.quote(component)}" if command else "have a user write it who is known here"
         raise BundleUntrusted(
-            f"bundle {path!r}: {component!r} (uid {status.st_uid}, gid {status.st_gid}, "
+            f"{what} {path!r}: {component!r} (uid {status.st_uid}, gid {status.st_gid}, "
             f"mode {stat.S_IMODE(status.st_mode):04o}) is no safe place to load code from: {fault}. "
-            f"Move the bundle, or {mend}"
+            f"Move the {what}, or {mend}"
         )
 
 

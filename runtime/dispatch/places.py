@@ -1,25 +1,33 @@
-"""Where bundles are looked for, and in which order."""
+"""Where bundles are looked for, in which order, and what lies there."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib.machinery
 import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from ...artifacts import limits
+from ...artifacts.errors import BundleError
 from ...artifacts.limits import MAX_FILES
 from ...artifacts.names import printable
 from ..settings import Settings
 
+if TYPE_CHECKING:
+    from ...artifacts.files.bundle_file import BundleFile
+    from ...artifacts.files.signature import Keys
+
 SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
 ENTRY_POINTS = "pretuned.bundles"
 SUFFIX = ".msgpack"
+_OVERLAY_LOCK_TIMEOUT_S = 0.2
 _MAX_ENTRY_POINTS_BYTES = 16 << 20
 
 _log = logging.getLogger(__name__)
@@ -44,6 +52,10 @@ class Place(NamedTuple):
     def names(self, path: Path) -> bool:
         """Whether the user asked for exactly this file, which ``files`` gave: then it has to be usable."""
         return self.kind is Kind.NAMED and path == self.path
+
+    def is_ours(self) -> bool:
+        """Whether its files came with pretuned itself: who could change them could change the code that asks."""
+        return self.kind is Kind.INSTALLED and self.path == Path(limits.__file__).with_name("bundles")
 
     def files(self) -> list[Path]:
         """The bundle files here, sorted by name; [] where the directory can't be read.
@@ -79,6 +91,15 @@ class Place(NamedTuple):
         return f"{self.path} ({self.kind.value})"
 
 
+class Found(NamedTuple):
+    """A bundle file in a place: open, its index perhaps not yet read, or the error that keeps it closed."""
+
+    place: Place
+    path: Path
+    bundle: BundleFile | None
+    error: BundleError | None
+
+
 def _is_shown(name: str) -> bool:
     return not name.startswith(".")  # temporary files of a publisher at work begin with a dot
 
@@ -89,6 +110,44 @@ def places(settings: Settings, system: Path = SYSTEM_DIRECTORY) -> tuple[Place, 
     if settings.overlay is not None:
         found.append(Place(Kind.OVERLAY, settings.overlay))
     return (*found, Place(Kind.SYSTEM, system))
+
+
+def scan(asked: Iterable[Place], without: Path | None, keys: Keys | None) -> tuple[Found, ...]:
+    """Every bundle file of these places, but for ``without``, opened; signed by one of ``keys``, where it must be."""
+    found: list[Found] = []
+    for place in asked:
+        wanted = None if place.is_ours() else keys
+        with _undisturbed(place):
+            files = [path for path in place.files() if without is None or not _same(path, without)]
+            found += [_open(place, path, wanted) for path in files]
+    return tuple(found)
+
+
+def _same(path: Path, other: Path) -> bool:
+    return path == other or os.path.realpath(path) == os.path.realpath(other)
+
+
+def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:
+    # Files are immutable and renamed into place: past the timeout reading goes on.
+    if place.kind is Kind.OVERLAY:
+        from ...artifacts.files.lock import reading
+
+        return reading(place.path, timeout_s=_OVERLAY_LOCK_TIMEOUT_S)
+    return contextlib.nullcontext()
+
+
+def _open(place: Place, path: Path, keys: Keys | None) -> Found:
+    from ...artifacts.files.bundle_file import open_bundle  # here, as a process without a GPU opens none
+
+    try:
+        bundle = open_bundle(path, later=not place.names(path))
+        if keys is not None:
+            from ...artifacts.files import signature
+
+            signature.check(bundle.path, bundle.digest, keys)
+        return Found(place, path, bundle, None)
+    except BundleError as error:
+        return Found(place, path, None, error)
 
 
 def installed_places() -> tuple[Place, ...]:

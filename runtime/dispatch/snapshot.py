@@ -6,42 +6,32 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ...artifacts.errors import BundleError, DriverTooOld, TargetMismatch
+from ...artifacts.names import printable
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from ...kernels.hardware.arch import refusal
 from .. import hooks, verdicts
 from ..locks import lock
-from ..settings import Settings, settings
-from .places import Kind, Place, installed_places, places
+from ..settings import TRUSTED_KEYS, Settings, settings
+from .places import Found, Kind, Place, installed_places, places, scan
 
 if TYPE_CHECKING:
     from ...artifacts.files.bundle_file import BundleFile
+    from ...artifacts.files.signature import Keys
     from ...artifacts.records.bundle import Choice, Variant
     from ...artifacts.records.precision import DType
     from ...artifacts.records.target import LocalGpu
     from ...kernels.contract.rowops import RowOpSpec
-
-_OVERLAY_LOCK_TIMEOUT_S = 0.2
 
 _Groups: TypeAlias = "dict[tuple[Op | RowOp, DType, Layout, Fusion], tuple[tuple[int, Variant], ...]]"
 
 _log = logging.getLogger(__name__)
 current: Snapshot | None = None  # the process's; None before its first use and after a reload: ``snapshot`` takes one
 _kept: list[BundleFile] = []
-
-
-class Found(NamedTuple):
-    """A bundle file in a place: open, its index perhaps not yet read, or the error that keeps it closed."""
-
-    place: Place
-    path: Path
-    bundle: BundleFile | None
-    error: BundleError | None
 
 
 class Usable(NamedTuple):
@@ -100,12 +90,17 @@ class Snapshot:
     """
 
     def __init__(
-        self, asked: Sequence[Place], installed: Callable[[], Sequence[Place]] = tuple, without: Path | None = None
-    ) -> None:
-        """``without`` is a file that is as if it were not there: a build leaves out the one that it replaces."""
+        self, asked: Sequence[Place], installed: Callable[[], Sequence[Place]] = tuple, without: Path | None = None,
+        keys: Keys | None = None,
+    ) -> None:  # fmt: skip
+        """``without`` is a file that is as if it were not there: a build leaves out the one that it replaces.
+
+        ``keys``: what is not pretuned's own must be signed by one of them.
+        """
         self._installed = installed
         self._without = without
-        self._named = _scan(asked, without)
+        self.keys = keys
+        self._named = scan(asked, without, keys)
         self._packaged: tuple[Found, ...] | None = None
         self._made: tuple[Found, ...] = ()
         self._views: dict[Hashable, View] = {}
@@ -134,7 +129,7 @@ class Snapshot:
             return self._named + self._made
         with lock("bundles"):
             if self._packaged is None:
-                self._packaged = _scan(self._installed(), self._without)
+                self._packaged = scan(self._installed(), self._without, self.keys)
             return self._named + self._packaged + self._made
 
     def add(self, bundle: BundleFile) -> None:
@@ -250,8 +245,6 @@ class Snapshot:
         return digest.hexdigest()
 
     def _tell(self, skipped: Iterable[Skipped]) -> None:
-        from ...artifacts.names import printable
-
         for one in skipped:
             topic = one.path, one.reason  # (errors differ: each view makes its own)
             if topic not in self.told:
@@ -268,16 +261,30 @@ def snapshot() -> Snapshot:
     found = current
     if found is None:
         with lock("snapshot"):
-            found = current = current or take(settings())
+            if current is None:
+                current = _with_made(settings())
+            found = current
     return found
 
 
-def take(read: Settings) -> Snapshot:
-    """A new snapshot of the places that ``read`` names, and of what this process has made and keeps."""
-    taken = Snapshot(places(read), installed_places)
-    for bundle in _kept:
+def _with_made(read: Settings) -> Snapshot:
+    """A snapshot with what this process has made and keeps, unless all must be signed."""
+    taken = take(read)
+    for bundle in _kept if taken.keys is None else ():
         taken.add(bundle)
     return taken
+
+
+def take(read: Settings, without: Path | None = None) -> Snapshot:
+    """A new snapshot of the places that ``read`` names, but for the file ``without``; its keys are read first."""
+    keys = None
+    if read.trusted_keys is not None:
+        from ...artifacts.files.signature import read_keys  # here, as most processes want no signature
+
+        keys = read_keys(str(read.trusted_keys), f"{TRUSTED_KEYS}={read.trusted_keys}")
+        for fault in keys.faults:
+            _log.warning("pretuned: %s: %s", TRUSTED_KEYS, printable(fault))
+    return Snapshot(places(read), installed_places, without, keys)
 
 
 def keep(bundle: BundleFile) -> None:
@@ -325,40 +332,10 @@ def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
     return None
 
 
-def _scan(asked: Iterable[Place], without: Path | None) -> tuple[Found, ...]:
-    found: list[Found] = []
-    for place in asked:
-        with _undisturbed(place):
-            found += [_open(place, path) for path in place.files() if without is None or not _same(path, without)]
-    return tuple(found)
-
-
-def _same(path: Path, other: Path) -> bool:
-    return path == other or os.path.realpath(path) == os.path.realpath(other)
-
-
 def _is_near(found: Found, local: LocalGpu) -> bool:
     if found.place.kind is not Kind.INSTALLED or found.bundle is None:
         return True
     return not found.bundle.target.runs_on(local.sm) or found.bundle.may_be_of(local.gpu)
-
-
-def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:
-    # Files are immutable and renamed into place: past the timeout reading goes on.
-    if place.kind is Kind.OVERLAY:
-        from ...artifacts.files.lock import reading
-
-        return reading(place.path, timeout_s=_OVERLAY_LOCK_TIMEOUT_S)
-    return contextlib.nullcontext()
-
-
-def _open(place: Place, path: Path) -> Found:
-    from ...artifacts.files.bundle_file import open_bundle  # here, as a process without a GPU opens none
-
-    try:
-        return Found(place, path, open_bundle(path, later=not place.names(path)), None)
-    except BundleError as error:
-        return Found(place, path, None, error)
 
 
 def _read(found: Found) -> Found:

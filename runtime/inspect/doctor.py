@@ -10,17 +10,20 @@ from importlib import metadata
 from typing import Any
 
 from ...artifacts.errors import BundleError, BundleUntrusted, CudaError, DriverTooOld, TargetMismatch
+from ...artifacts.files.signature import Keys, key_id
 from ...artifacts.names import printable
 from ...artifacts.records.target import LocalGpu, cuda_version
 from ...kernels.hardware import arch
 from .. import settings
 from ..dispatch import snapshot as dispatch_snapshot
-from ..dispatch.places import Kind, Place
-from ..dispatch.snapshot import Found, Snapshot, View
+from ..dispatch.places import Found, Kind, Place
+from ..dispatch.snapshot import Snapshot, View
 from ..driver.device import local_gpu, platform_name, platform_supported
 from .survey import survey
 
-_VARIABLES = (settings.BUNDLES, settings.DISABLE_AUTOTUNE, settings.DISABLE_PROOF, settings.STRICT)
+_VARIABLES = (
+    settings.BUNDLES, settings.DISABLE_AUTOTUNE, settings.DISABLE_PROOF, settings.STRICT, settings.TRUSTED_KEYS,
+)  # fmt: skip
 _PACKAGES = ("pretuned", "torch", "msgpack", "filelock", "triton")
 
 
@@ -59,6 +62,7 @@ class HostReport:
     driver: str
     gpus: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
+    trusted_keys: tuple[str, ...]
     overlay: str
     places: tuple[tuple[str, int], ...]
     bundles: tuple[BundleReport, ...]
@@ -83,6 +87,7 @@ class HostReport:
         lines += [f"driver    {self.driver}"]
         lines += [f"GPU       {gpu}" for gpu in self.gpus] or ["GPU       none"]
         lines += [f"variable  {name}={value}" for name, value in self.environment]
+        lines += [f"key       {key}" for key in self.trusted_keys]
         lines += [f"overlay   {self.overlay}"]
         for place, count in self.places:
             lines.append(f"place     {place}: {count} bundle{'' if count == 1 else 's'}")
@@ -106,11 +111,14 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
     """The report on ``snapshot`` for a machine with these GPUs."""
     found = snapshot.found(installed=True)
     views = [snapshot.view(local, installed=True) for local in gpus]
+    keys = snapshot.keys or Keys("", ())
     counts: dict[str, int] = {str(place): 0 for place in snapshot.places}
     for one in found:
         counts[str(one.place)] = counts.get(str(one.place), 0) + 1
     notes = [note for i, local in enumerate(gpus) for note in _unproven(snapshot, i, local)]
     notes += [] if gpus else ["no GPU here: nothing would be launched, CPU tensors run the torch reference"]
+    if snapshot.keys is not None:
+        notes.append(f"{settings.TRUSTED_KEYS} wants all code signed: none is tuned or compiled on demand")
     if not platform_supported():
         notes.append(f"bundles run on linux x86_64 and aarch64, this is {platform_name()}: torch runs everything")
     problems = [
@@ -121,6 +129,7 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
     problems += [
         dispatch_snapshot.blamed(str(one.error)) for one in found if one.error is not None and one.place.names(one.path)
     ]
+    problems += [f"{settings.TRUSTED_KEYS}: {fault}" for fault in keys.faults]
     problems += list(_refused_directories(snapshot.places, found))
     for view in views:
         problems += [
@@ -137,6 +146,7 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
         driver=driver,
         gpus=tuple(map(str, gpus)),
         environment=tuple((name, os.environ.get(name, "")) for name in _VARIABLES),
+        trusted_keys=tuple(f"{one.name} ({key_id(one.public)})" for one in keys.keys),
         overlay=str(read.overlay) if read.overlay is not None else "none: neither XDG_CACHE_HOME nor HOME is set",
         places=tuple(counts.items()),
         bundles=tuple(_bundle(one, views) for one in found),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from ...artifacts.errors import BundleError, CudaError, HostError
+from ...artifacts.errors import BundleCorrupt, BundleError, CudaError, HostError
 from ...artifacts.files.bundle_file import open_bundle
 from ...artifacts.names import printable
 from ...artifacts.records.target import LocalGpu
@@ -36,7 +36,8 @@ LONGEST_S = 60.0  # for one variant
 _END_S = 10.0  # for it to end, once it is told to
 _MARK = "pretuned-proof "  # begins a child's lines
 
-_Tried = Callable[[int, str, int], "str | None"]  # (device, path, variant): what it gets wrong
+# (device, path, the bundle's digest in hex, variant): what it gets wrong
+_Tried = Callable[[int, str, str, int], "str | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class _Child:
     """A process that tries variants one after another and tells of each when it begins and what it found."""
 
     def __init__(self, device: int, left: Sequence[Unproven]) -> None:
-        self._asked = json.dumps([device, [[one.bundle.path, one.index] for one in left]])
+        self._asked = json.dumps([device, [[one.bundle.path, one.bundle.digest.hex(), one.index] for one in left]])
         self._count = len(left)
         self._lines: queue.Queue[str | None] = queue.Queue()
 
@@ -210,10 +211,10 @@ class _Child:
 def serve(given: IO[str], told: IO[str], one_tried: _Tried) -> int:
     """What a child does: try what it is asked, until something leaves the GPU unusable. Returns its exit code."""
     device, asked = json.load(given)
-    for path, index in asked:
+    for path, digest, index in asked:
         print(_MARK + json.dumps({"begin": index}), file=told, flush=True)
         try:
-            wrong, goes_on = one_tried(device, path, index), True
+            wrong, goes_on = one_tried(device, path, digest, index), True
         except Unfinished as error:
             wrong, goes_on = str(error), False
         except BundleError as error:  # its code is damaged: the runtime drops the bundle
@@ -227,8 +228,10 @@ def serve(given: IO[str], told: IO[str], one_tried: _Tried) -> int:
     return 0
 
 
-def _tried_here(device: int, path: str, index: int) -> str | None:
+def _tried_here(device: int, path: str, digest: str, index: int) -> str | None:
     with open_bundle(path) as bundle:
+        if bundle.digest.hex() != digest:
+            raise BundleCorrupt(f"bundle {path!r}: another file took its place while it was being proven")
         return tried(loaded(bundle, index, device, local_gpu(device).gpu.sm_count))
 
 

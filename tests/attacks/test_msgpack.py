@@ -132,10 +132,8 @@ def crossed() -> bytes:
     return craft.seal(msgpack.packb(index), CUBINS * len(records))
 
 
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory):
+def measured(folder: Path) -> dict[str, dict[str, tuple[str | None, float, float]]]:
     """What the readers did with each attack, and what it cost, from a process of its own."""
-    folder = tmp_path_factory.mktemp("attacks")
     for i, index in enumerate(ATTACKS.values()):
         (folder / f"{i}.msgpack").write_bytes(craft.seal(index, CUBINS))
     (folder / "valid.msgpack").write_bytes(craft.seal(RAW, CUBINS))
@@ -144,11 +142,18 @@ def verdicts(tmp_path_factory):
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    return measured(tmp_path_factory.mktemp("attacks"))
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 def test_refused_quickly_and_in_little_memory(verdicts, name):
     for reader, (error, seconds, peak_mib) in verdicts[f"{list(ATTACKS).index(name)}.msgpack"].items():
         assert error == "BundleCorrupt" or reader == "glance", reader  # that sees no more than what it begins with
-        assert seconds < (4 if name in SLOWER else 0.5), reader  # ten times what they took where this was written
+        assert seconds < (4 if name in SLOWER else 0.2), (
+            reader
+        )  # a busy machine may take twice the 0.1 s of the long run
         assert peak_mib < (64 + 3 * 8 if name in SLOWER else 64), reader
 
 

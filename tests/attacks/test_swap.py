@@ -6,6 +6,7 @@ import hashlib
 import random
 import threading
 import time
+from pathlib import Path
 
 import golden_bundles
 import pytest
@@ -17,14 +18,17 @@ from pretuned.artifacts.format import codec
 BUNDLES = [golden_bundles.medium(seed=seed) for seed in (0, 1)]
 DATA = [codec.encode(bundle) for bundle in BUNDLES]
 CUBINS = {data[31:63]: bundle.cubins for data, bundle in zip(DATA, BUNDLES, strict=True)}
-ROUNDS = 400
 PINS = [hashlib.sha256(data).hexdigest() for data in DATA]
+ROUNDS = 10_000
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["renamed", "rewritten in place"])
-@pytest.mark.parametrize("pin", [None, PINS[0]], ids=["place", "pin"])
-def test_swapped(tmp_path, in_place, pin):
-    path = tmp_path / "b.msgpack"
+def swapped(path: Path, in_place: bool, pin: str | None, rounds: int) -> tuple[int, int]:
+    """How often a load of a file that is swapped all the time gave a whole bundle, and was refused.
+
+    AssertionError where it gave anything else.
+    """
     path.write_bytes(DATA[0])
     stop = threading.Event()
     pauses = random.Random(0)
@@ -38,18 +42,17 @@ def test_swapped(tmp_path, in_place, pin):
                     file.write(DATA[turn])
                     file.truncate()
             else:
-                (tmp_path / "new").write_bytes(DATA[turn])
-                (tmp_path / "new").replace(path)
+                path.with_name("new").write_bytes(DATA[turn])
+                path.with_name("new").replace(path)
             time.sleep(pauses.choice((0, 0.0002, 0.005, 0.02)))  # now and then long enough for a whole read
 
     swapper = threading.Thread(target=swap)
     swapper.start()
-    loaded = refused = rounds = 0
+    loaded = refused = 0
     deadline = time.monotonic() + 30
     try:
         # On a busy machine a whole read may need more rounds to fall between two swaps.
-        while rounds < ROUNDS or (not loaded and time.monotonic() < deadline):
-            rounds += 1
+        while loaded + refused < rounds or (not loaded and time.monotonic() < deadline):
             try:
                 with open_bundle(path, sha256=pin) as file:
                     cubins = tuple(file.cubin(i) for i in range(file.variant_count))
@@ -62,6 +65,13 @@ def test_swapped(tmp_path, in_place, pin):
     finally:
         stop.set()
         swapper.join()
+    return loaded, refused
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["renamed", "rewritten in place"])
+@pytest.mark.parametrize("pin", [None, PINS[0]], ids=["place", "pin"])
+def test_swapped(tmp_path, in_place, pin):
+    loaded, refused = swapped(tmp_path / "b.msgpack", in_place, pin, ROUNDS)
     assert loaded > 0
     if not in_place and pin is None:
         assert refused == 0

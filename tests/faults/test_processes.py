@@ -59,4 +59,4 @@ def race(folder: Path, processes: int, threads: int, rounds: int) -> list[int | 
 
 
 def test_all_succeed(tmp_path):
-    assert race(tmp_path, processes=4, threads=4, rounds=10) == [0] * 4
+    assert race(tmp_path, processes=64, threads=8, rounds=30) == [0] * 64

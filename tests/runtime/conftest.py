@@ -15,7 +15,8 @@ def clean_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pa
 
     bundles = tmp_path / "bundles"
     bundles.mkdir()
-    for name in ("PRETUNED_STRICT", "PRETUNED_DISABLE_AUTOTUNE", "PRETUNED_DISABLE_PROOF", "XDG_CACHE_HOME"):
+    switches = ("STRICT", "DISABLE_AUTOTUNE", "DISABLE_PROOF", "TRUSTED_KEYS")
+    for name in (*(f"PRETUNED_{one}" for one in switches), "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PRETUNED_BUNDLES", str(bundles))

@@ -16,8 +16,9 @@ from pretuned.runtime.inspect.prove import serve
 from pretuned.runtime.launch.proof import Unfinished
 
 
-def tried(device: int, path: str, index: int) -> str | None:
+def tried(device: int, path: str, digest: str, index: int) -> str | None:
     assert (device, Path(path).name) == (0, "a.msgpack")
+    assert len(digest) == 64
     how = sys.argv[1:][index]
     print("some library's own words on standard output")
     if how == "hang":

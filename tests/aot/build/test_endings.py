@@ -14,46 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from building import MODEL, OTHER, UNDISTURBED, Place
 
 from pretuned.aot.bundle.verify import verify
 
 pytestmark = pytest.mark.slow
 
 SUPPORT = Path(__file__).parents[2] / "support"
-# fp32 has the fewest candidates, and dW the fewest forms: 7 variants and 6 of passes, about half a second each.
-MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"
-OTHER = "shape:E=16,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=other"
-# pytest itself may run where some are ignored (nohup, a job in the background), and its children with it.
-UNDISTURBED = ("env", "--default-signal=INT,TERM,HUP")
-
-
-class Place:
-    """A user's directory: bundles, compile cache and temporary files of its own."""
-
-    def __init__(self, root: Path, cache: Path | None = None) -> None:
-        self.root, self.out, self.tmp = root, root / "bundles", root / "tmp"
-        self.cache = cache or root / "cache"
-        self.tmp.mkdir()
-        self.bundle = self.out / "pretuned-sm80.msgpack"
-
-    def command(self, model: str = MODEL, *options: str) -> list[str]:
-        return [sys.executable, "-m", "pretuned.aot", "build", "--models", model, "--sm", "80", "--out", str(self.out),
-                "--cache-dir", str(self.cache), "--workers", "2", "--compile-all", *options]  # fmt: skip
-
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, "TMPDIR": str(self.tmp)}
-
-    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, capture_output=True, text=True, env=self.environment(), cwd=self.root, check=False, timeout=120
-        )
-
-    def kept(self) -> int:
-        return len(list(self.cache.glob("??/*.bin")))
-
-    def leftovers(self) -> list[Path]:
-        return [*self.tmp.iterdir(), *self.out.glob("*.tmp"), *self.out.glob(".*.tmp"), *self.cache.rglob("*.tmp"),
-                *self.cache.rglob(".*.tmp")]  # fmt: skip
 
 
 @pytest.fixture

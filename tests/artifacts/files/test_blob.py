@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from pretuned.artifacts.files.blob import read_checked, write_checked
 
@@ -30,3 +31,10 @@ def test_blob_that_is_no_file(tmp_path):
     write_checked(tmp_path / "giant", b"x")
     os.truncate(tmp_path / "giant", 1 << 40)
     assert read_checked(tmp_path / "giant") is None
+
+
+def test_a_directory_costs_no_descriptor(tmp_path):
+    before = sorted(Path("/proc/self/fd").iterdir())
+    for _ in range(3):
+        assert read_checked(tmp_path) is None
+    assert sorted(Path("/proc/self/fd").iterdir()) == before

@@ -18,7 +18,7 @@ from steps import steps
 
 from pretuned.artifacts.errors import BundleCorrupt, BundleUnreadable, BundleUntrusted
 from pretuned.artifacts.files import bundle_file
-from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.bundle_file import open_bundle, open_bytes
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.format.index import Index, glance_at_gpus
@@ -421,3 +421,34 @@ def test_a_descriptor_closes_after_modules_have_lost_their_names(tmp_path, monke
     del held
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_bytes_made_here_are_opened_as_a_file_is():
+    with open_bytes(MEDIUM, "made") as file:
+        assert file.load() == golden_bundles.medium()
+        assert (file.path, file.size_bytes) == ("made", len(MEDIUM))
+        file.rest()  # there is nothing to open again: it stays open
+        assert file.cubin(0) == golden_bundles.medium().cubins[0]
+    for broken in (b"", MEDIUM[:-1], b"text"):
+        with pytest.raises(BundleCorrupt, match="bundle 'made'"):
+            open_bytes(broken, "made")
+
+
+@pytest.mark.parametrize(("limit", "value", "why"), [("RLIMIT_FSIZE", len(MEDIUM) - 1, "File too large"),
+                                                     ("RLIMIT_NOFILE", 0, "Too many open files")])  # fmt: skip
+def test_bytes_that_there_is_no_room_for(limit, value, why):
+    code = f"""
+import resource, signal, sys
+from pathlib import Path
+from pretuned.artifacts.errors import HostError
+from pretuned.artifacts.files.bundle_file import open_bytes
+data = sys.stdin.buffer.read()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.{limit}, ({value}, {value}))
+try:
+    open_bytes(data, "made")
+except HostError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], input=MEDIUM, capture_output=True, check=True)
+    assert done.stdout.decode() == f"can't keep {len(MEDIUM)} bytes of 'made' in memory: {why}\n"

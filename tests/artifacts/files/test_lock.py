@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 
 import pytest
@@ -57,9 +58,14 @@ def test_reading_waits_for_a_writer_and_shares_with_readers(tmp_path):
 
 
 def test_reading_follows_no_link_and_lets_go_after_an_error(tmp_path):
-    (tmp_path / ".pretuned.lock").symlink_to(tmp_path / "elsewhere")
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / ".pretuned.lock").symlink_to(elsewhere)
     with reading(tmp_path, 0):
         pass
+    assert not elsewhere.exists()
+    elsewhere.touch()
+    with elsewhere.open() as file, reading(tmp_path, 0):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else has locked it
     (tmp_path / ".pretuned.lock").unlink()
     with lock(tmp_path, 0):
         pass

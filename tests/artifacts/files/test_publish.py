@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,15 @@ def test_publish_replaces_a_link_and_not_its_target(tmp_path):
 def test_publish_an_empty_file(tmp_path):
     publish(tmp_path / "empty", b"")
     assert (tmp_path / "empty").read_bytes() == b""
+
+
+def test_publish_over_a_directory_costs_no_descriptor(tmp_path):
+    (tmp_path / "folder").mkdir()
+    before = sorted(Path("/proc/self/fd").iterdir())
+    for _ in range(3):
+        with pytest.raises(HostError, match="Is a directory"):
+            publish(tmp_path / "folder", b"x")
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 
 @pytest.mark.parametrize("where", ["missing/b", "file/b", "folder", "nul\0", "n" * 256])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import craft
 import golden_bundles
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretuned.artifacts.errors import BundleCorrupt
+from pretuned.artifacts.files.bundle_file import open_bytes
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.format.index import GLANCED_BYTES, glance, glance_at_gpus
 from pretuned.artifacts.format.wire import PREAMBLE_BYTES
@@ -32,3 +36,31 @@ def test_a_glance_tells_every_target(target):
 def test_a_glance_at_anything_is_gpus_or_nothing(tail, kept):
     begin = MEDIUM[PREAMBLE_BYTES : PREAMBLE_BYTES + kept] + tail
     assert glance_at_gpus(begin) is None or all(isinstance(one, Gpu) for one in glance_at_gpus(begin))
+
+
+def test_where_a_variant_was_judged():
+    """As the choices say it, whichever is asked first."""
+    bundle = golden_bundles.medium()
+    measured = {
+        one: bundle.gpus[choice.gpu]
+        for row in reversed(bundle.choices.values())
+        for choice in reversed(row)
+        if choice.gpu is not None
+        for one in (choice.runner_up, choice.variant)
+        if one is not None
+    }
+    assert measured
+    for order in (range(len(bundle.variants)), reversed(range(len(bundle.variants)))):
+        with open_bytes(MEDIUM, "made") as file:
+            assert {i: gpu for i in order if (gpu := file.judged_on(i)) is not None}.keys() == measured.keys()
+    without = dataclasses.replace(golden_bundles.small(), gpus=())
+    with open_bytes(codec.encode(without), "made") as file:
+        assert file.judged_on(0) is None
+
+
+@pytest.mark.parametrize("record", [b"", b"\x90", b"\x91\x90", b"\xc0", b"\x91\x97\0\0\0\0\0\0"])
+def test_a_damaged_record_is_told_where_it_is_asked_where_a_variant_was_judged(record):
+    index, _ = craft.parts(MEDIUM)
+    data = craft.changed(MEDIUM, problems=dict.fromkeys(index["problems"], record))
+    with open_bytes(data, "made") as file, pytest.raises(BundleCorrupt, match=r"bundle 'made': .*choices 0"):
+        file.judged_on(0)

@@ -1,0 +1,94 @@
+"""A bundle signed: its file, checked whole, gets a signature beside it that the runtime can be told to want."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...artifacts.errors import HostError, InputError
+from ...artifacts.files.bundle_file import open_bundle
+from ...artifacts.files.packed import SUFFIX as PACKED
+from ...artifacts.files.publish import publish
+from ...artifacts.files.signature import SUFFIX, encode, key_id, message
+from .verify import sound_one
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+_GROUP_AND_OTHERS = 0o077
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A signature on disk; ``unchanged`` if the file held it before."""
+
+    path: str
+    signature: str
+    key: str
+    unchanged: bool
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {"path": self.path, "signature": self.signature, "key": self.key, "unchanged": self.unchanged}
+
+
+def sign(path: str, key: Ed25519PrivateKey) -> Signed:
+    """Check all of a bundle, and publish PATH.sig: readers see an old signature or this one.
+
+    Raises
+    ------
+    BundleError
+        where it is no sound bundle.
+    HostError
+        where the system refuses.
+    """
+    with open_bundle(path) as opened:
+        sound_one(opened, pruned=path.endswith(PACKED))
+        digest = opened.digest
+    public = key.public_key().public_bytes_raw()
+    wrote = publish(path + SUFFIX, encode(public, key.sign(message(digest))))
+    return Signed(path, path + SUFFIX, key_id(public), not wrote)
+
+
+def private_key(path: str, password: Callable[[], str]) -> Ed25519PrivateKey:
+    """The private key of a file, PEM as openssl or ssh-keygen write it; ``password`` is asked where it needs one.
+
+    Raises
+    ------
+    InputError
+        where it holds none of Ed25519, or the password is wrong.
+    HostError
+        where it can't be read, or the package cryptography is missing.
+    """
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
+    except ModuleNotFoundError as error:
+        raise HostError(f'signing needs {error.name}, which is not installed: pip install "pretuned[sign]"') from error
+
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise HostError(f"key '{path}': can't be read: {error.strerror}") from error
+    load = load_ssh_private_key if b"BEGIN OPENSSH PRIVATE KEY" in data else load_pem_private_key
+    try:
+        try:
+            key = load(data, None)
+        except TypeError:  # it is encrypted
+            key = load(data, password().encode())
+    except (TypeError, ValueError, UnsupportedAlgorithm) as error:
+        raise InputError(
+            f"key '{path}': no private key can be had of it: {str(error).splitlines()[0]}. "
+            "Wanted one as `openssl genpkey -algorithm ed25519` or `ssh-keygen -t ed25519` writes it"
+        ) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise InputError(f"key '{path}': it is a {type(key).__name__.lstrip('_')}, wanted one of Ed25519")
+    return key
+
+
+def seen_by_others(path: str) -> bool:
+    """Whether others than its owner can read a private key's file."""
+    return bool(Path(path).stat().st_mode & _GROUP_AND_OTHERS)

@@ -1,0 +1,142 @@
+"""aot sign, aot verify --key, and signatures in what aot pack makes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import signing
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
+
+
+@pytest.fixture
+def bundle(here: Path, small_bundle: Path) -> str:
+    """A copy of the small bundle in the working directory, and keys as openssl makes them."""
+    (here / "small-sm80.msgpack").write_bytes(small_bundle.read_bytes())
+    for command in (
+        ["openssl", "genpkey", "-algorithm", "ed25519", "-out", "private.pem"],
+        ["openssl", "pkey", "-in", "private.pem", "-pubout", "-out", "release.pem"],
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", "ssh"],
+    ):
+        subprocess.run(command, cwd=here, check=True, capture_output=True)
+    return "small-sm80.msgpack"
+
+
+@pytest.mark.parametrize(("private", "public", "other"), [("private.pem", "release.pem", "ssh.pub"),
+                                                          ("ssh", "ssh.pub", "release.pem")])  # fmt: skip
+def test_sign_and_verify(private, public, other, aot, here, bundle):
+    (here / private).chmod(0o600)
+    signed = aot("sign", bundle, "--key", private)
+    assert signed.code == 0, signed.err
+    assert signed.out.startswith(f"{bundle}.sig: by key ")
+    assert signed.err == ""
+    assert (here / f"{bundle}.sig").stat().st_mode & 0o7777 == 0o644
+    verified = aot("verify", bundle, "--key", public)
+    assert verified.code == 0, verified.err
+    assert verified.out.endswith(f", signed by {public}\n")
+    assert json.loads(aot("verify", bundle, "--key", other, "--key", public, "--json").out)[0]["signed_by"] == public
+    refused = aot("verify", bundle, "--key", other)
+    assert refused.code == 2
+    assert f"is by another key, {signed.out.split()[-1]}. --key {other} wants one by {other}" in refused.err
+    assert "(unchanged)" in aot("sign", bundle, "--key", private).out
+
+
+def test_what_can_not_be_verified(aot, here, bundle):
+    ended = aot("verify", bundle, "--key", "release.pem")
+    assert ended.code == 2
+    assert f"it has no signature '{bundle}.sig'" in ended.err
+    assert aot("verify", bundle).code == 0
+    assert aot("verify", bundle, "--key", "none.pem").code == 2
+    assert "belongs on the machine that signs alone" in aot("verify", bundle, "--key", "private.pem").err
+    (here / "release.pem").chmod(0o666)
+    assert "Move the key, or run: chmod" in aot("verify", bundle, "--key", "release.pem").err
+
+
+def test_keys_that_can_not_sign(aot, here, bundle):
+    (here / "text").write_text("none")
+    (here / "ec.pem").write_bytes(
+        generate_private_key(SECP256R1()).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    (here / "secret.pem").write_bytes(
+        signing.PRIVATE.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word"))
+    )
+    for key, code, complaint in (
+        ("text", 2, "no private key can be had of it"), ("ec.pem", 2, "it is a ECPrivateKey, wanted one of Ed25519"),
+        ("release.pem", 2, "no private key can be had of it"), ("gone.pem", 1, "can't be read: No such file"),
+        ("secret.pem", 2, "it has a password, and there is no terminal"),
+    ):  # fmt: skip
+        ended = aot("sign", bundle, "--key", key)
+        assert ended.code == code, ended.err
+        assert f"key '{key}': {complaint}" in ended.err
+    assert not (here / f"{bundle}.sig").exists()
+
+
+def test_a_key_with_a_password(here, bundle):
+    from pretuned.aot.bundle.sign import private_key
+    from pretuned.artifacts.errors import InputError
+
+    (here / "secret.pem").write_bytes(
+        signing.PRIVATE.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word"))
+    )
+    got = private_key("secret.pem", lambda: "word").public_key().public_bytes_raw()
+    assert got == signing.PRIVATE.public_key().public_bytes_raw()
+    with pytest.raises(InputError, match=r"no private key can be had of it: .*[Pp]assword"):
+        private_key("secret.pem", lambda: "wrong")
+
+
+def test_a_damaged_bundle_is_not_signed(aot, here, bundle):
+    data = (here / bundle).read_bytes()
+    (here / bundle).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    (here / "private.pem").chmod(0o644)
+    ended = aot("sign", bundle, "--key", "private.pem")
+    assert ended.code == 2
+    assert not (here / f"{bundle}.sig").exists()
+    (here / bundle).write_bytes(data)
+    assert "note: others can read private.pem: chmod 600 private.pem" in aot("sign", bundle, "--key", "private.pem").err
+
+
+def test_without_cryptography(aot_process, here, bundle):
+    (here / "sitecustomize.py").write_text("import sys; sys.modules['cryptography'] = None\n")
+    ended = aot_process("sign", bundle, "--key", "private.pem", PYTHONPATH=str(here))
+    assert ended.code == 1
+    assert ended.err.strip().endswith('which is not installed: pip install "pretuned[sign]"')
+    assert aot_process("verify", bundle, "--key", "release.pem", PYTHONPATH=str(here)).code == 2  # it is not signed
+
+
+def test_a_package_has_the_signatures(aot, here, bundle):
+    """And the runtime finds them there."""
+    assert aot("sign", bundle, "--key", "private.pem").code == 0
+    ended = aot("pack", bundle, "--dir", "made", "--wheel", "dist", "--oci", "image", "--name", "acme-bundles")
+    assert ended.code == 0, ended.err
+    signature = (here / f"{bundle}.sig").read_bytes()
+    assert (here / "made" / f"{bundle}.sig").read_bytes() == signature
+    with zipfile.ZipFile(next((here / "dist").glob("*.whl"))) as wheel:
+        assert wheel.read(f"acme_bundles/{bundle}.sig") == signature
+    layers = []
+    for blob in (here / "image" / "blobs" / "sha256").iterdir():
+        if tarfile.is_tarfile(blob):
+            with tarfile.open(blob) as tar:
+                layers += [tar.extractfile(f"opt/pretuned/bundles/{bundle}.sig").read()]
+    assert layers == [signature]
+    (here / "keys").mkdir()
+    (here / "keys" / "release.pem").write_bytes((here / "release.pem").read_bytes())
+    doctor = subprocess.run(
+        [sys.executable, "-m", "pretuned.runtime"], capture_output=True, text=True, check=False,
+        env={"PRETUNED_BUNDLES": str(here / "made"), "PRETUNED_TRUSTED_KEYS": str(here / "keys"), "HOME": str(here)},
+        cwd=here,
+    )  # fmt: skip
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+
+
+def test_a_signature_of_other_content_is_not_packed(aot, here, bundle):
+    (here / f"{bundle}.sig").write_bytes(signing.signature(Path(__file__).parents[2] / "golden/format1-small.msgpack"))
+    ended = aot("pack", bundle, "--dir", "made")
+    assert ended.code == 2
+    assert "is not of this content" in ended.err
+    assert not (here / "made").exists()

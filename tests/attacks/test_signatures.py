@@ -1,0 +1,240 @@
+"""PRETUNED_TRUSTED_KEYS: what is not pretuned's own is used where one of these keys signed it, and else nothing is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import signing
+from made import ON_H200, PROBLEM, WIDE, modelled, write
+
+from pretuned.artifacts.errors import BundleError
+from pretuned.runtime import allow_jit, hooks, reload
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.places import Kind, Place, installed_places
+from pretuned.runtime.dispatch.snapshot import Snapshot, take
+from pretuned.runtime.inspect.doctor import report
+from pretuned.runtime.settings import Settings, read
+
+CHOICES = {PROBLEM: [modelled(64, WIDE)]}
+
+
+def taken(tmp_path: Path, *named: Path) -> Snapshot:
+    """With the keys of ``tmp_path/keys``."""
+    return take(Settings(bundles=named, overlay=tmp_path / "overlay", trusted_keys=tmp_path / "keys"))
+
+
+def used(found: Snapshot) -> list[str]:
+    return [one.path.name for one in found.view(ON_H200, installed=False).usable]
+
+
+def why(found: Snapshot) -> list[str]:
+    return [one.reason for one in found.view(ON_H200, installed=False).skipped]
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """A bundle outside the package that the trusted key signed."""
+    signing.keys(tmp_path / "keys")
+    return signing.sign(write(tmp_path / "named" / "a.msgpack", CHOICES))
+
+
+def test_signed_ones_are_used_and_others_are_not(
+    bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(bundle.with_name("b.msgpack"), CHOICES, tag="unsigned")
+    write(tmp_path / "overlay" / "tuned.msgpack", CHOICES, tag="unsigned, of the user's own")
+    signing.sign(write(tmp_path / "overlay" / "kept.msgpack", CHOICES, tag="signed there"))
+    found = taken(tmp_path, bundle.parent)
+    assert used(found) == ["a.msgpack", "kept.msgpack"]
+    assert len(why(found)) == 2
+    for name in ("b.msgpack", "tuned.msgpack"):
+        (record,) = [one for one in caplog.records if f"{name}.sig" in one.getMessage()]
+        assert record.levelno == logging.WARNING
+        for word in ("has no signature", "PRETUNED_TRUSTED_KEYS", "0.pem", "aot sign BUNDLE --key"):
+            assert word in record.getMessage()
+    used(found)
+    assert len([one for one in caplog.records if "b.msgpack.sig" in one.getMessage()]) == 1
+
+
+def test_without_the_variable_no_signature_is_asked_for(bundle: Path, tmp_path: Path) -> None:
+    Path(f"{bundle}.sig").write_bytes(b"nothing")
+    assert read({"PRETUNED_TRUSTED_KEYS": ""}).trusted_keys is None
+    assert used(take(Settings(bundles=(bundle.parent,)))) == ["a.msgpack"]
+
+
+def test_the_downgrade_by_removing_the_signature(bundle: Path, tmp_path: Path) -> None:
+    Path(f"{bundle}.sig").unlink()
+    assert used(taken(tmp_path, bundle.parent)) == []
+
+
+def test_the_signature_of_another_bundle(bundle: Path, tmp_path: Path) -> None:
+    other = signing.sign(write(tmp_path / "else" / "a.msgpack", CHOICES, tag="another"))
+    Path(f"{other}.sig").replace(f"{bundle}.sig")
+    found = taken(tmp_path, bundle.parent)
+    assert used(found) == []
+    assert "is not of this content" in why(found)[0]
+
+
+def test_a_strangers_signature(bundle: Path, tmp_path: Path) -> None:
+    signing.sign(bundle, signing.STRANGER)
+    found = taken(tmp_path, bundle.parent)
+    assert used(found) == []
+    assert "is by another key" in why(found)[0]
+    signing.keys(tmp_path / "keys", signing.PRIVATE, signing.STRANGER)
+    assert used(taken(tmp_path, bundle.parent)) == ["a.msgpack"]
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "a file", "others write", "a stranger's", "key written by others"])
+def test_keys_that_can_not_be_had_let_nothing_in(how: str, bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    key = folder / "0.pem"
+    if how in ("missing", "empty", "a file"):
+        key.unlink()
+    if how in ("missing", "a file"):
+        folder.rmdir()
+    if how == "a file":
+        folder.write_bytes(signing.public_pem())
+    if how == "others write":
+        folder.chmod(0o777)
+    if how == "a stranger's":
+        if os.geteuid():
+            pytest.skip("needs root to give a file away")
+        os.chown(key, 34567, 34567)
+    if how == "key written by others":
+        key.chmod(0o666)
+    found = taken(tmp_path, bundle.parent)
+    assert used(found) == []
+    assert "has no key to check with" in why(found)[0]
+    told = report(found, Settings(), (), "")
+    assert not told.ok
+    assert any(one.startswith("PRETUNED_TRUSTED_KEYS: ") for one in told.problems)
+
+
+def test_a_link_to_a_key_that_others_can_write(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "keys" / "0.pem").rename(tmp_path / "open" / "k")
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "keys" / "0.pem").symlink_to(tmp_path / "open" / "k")
+    assert used(taken(tmp_path, bundle.parent)) == []
+
+
+def test_the_place_of_a_signed_bundle_is_checked_all_the_same(bundle: Path, tmp_path: Path) -> None:
+    bundle.parent.chmod(0o777)
+    found = taken(tmp_path, bundle.parent)
+    assert used(found) == []
+    assert "everybody can write it" in why(found)[0]
+
+
+def test_a_link_to_a_signed_bundle_brings_its_own_signature(bundle: Path, tmp_path: Path) -> None:
+    """As a config map of Kubernetes has both: links."""
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    (mounted / "c.msgpack").symlink_to(bundle)
+    assert used(taken(tmp_path, mounted)) == []
+    (mounted / "c.msgpack.sig").symlink_to(f"{bundle}.sig")
+    assert used(taken(tmp_path, mounted)) == ["c.msgpack"]
+
+
+def test_swapped_after_it_was_opened(bundle: Path, tmp_path: Path) -> None:
+    """The bytes that were verified are those that load, also where the file rested meanwhile."""
+    found = taken(tmp_path, bundle.parent)
+    (one,) = found.view(ON_H200, installed=False).usable
+    before = one.bundle.cubin(0)
+    one.bundle.rest()
+    Path(f"{bundle}.sig").write_bytes(b"")
+    assert one.bundle.cubin(0) == before
+    one.bundle.rest()
+    signing.sign(write(bundle, CHOICES, tag="another, signed as well"))
+    with pytest.raises(BundleError, match="the file was changed after it was opened"):
+        one.bundle.cubin(1)
+
+
+def test_swapped_while_it_is_opened(bundle: Path, tmp_path: Path) -> None:
+    """An evil bundle and a good one take turns under one name beside the good one's signature."""
+    good, evil = bundle.read_bytes(), write(tmp_path / "evil.msgpack", CHOICES, tag="evil").read_bytes()
+    digest = good[31:63]
+    stop = threading.Event()
+
+    def swap() -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            (tmp_path / "new").write_bytes((good, evil)[turn % 2])
+            (tmp_path / "new").replace(bundle)
+
+    swapper = threading.Thread(target=swap)
+    swapper.start()
+    accepted = refused = 0
+    try:
+        while accepted < 20 or refused < 20:
+            found = taken(tmp_path, bundle.parent)
+            for one in found.view(ON_H200, installed=False).usable:
+                assert one.bundle.digest == digest
+                accepted += 1
+            refused += len(why(found))
+    finally:
+        stop.set()
+        swapper.join()
+
+
+def test_a_named_file_that_is_refused_is_raised_and_fails_the_doctor(bundle: Path, tmp_path: Path) -> None:
+    Path(f"{bundle}.sig").unlink()
+    found = taken(tmp_path, bundle)
+    with pytest.raises(BundleError, match="has no signature"):
+        found.view(ON_H200, installed=False).demand_named_files()
+    for named in (bundle, bundle.parent):
+        told = report(taken(tmp_path, named), Settings(), (), "")
+        assert not told.ok
+        assert any("has no signature" in one for one in told.problems)
+        assert "key       0.pem (" in str(told)
+
+
+def test_pretuneds_own_need_none_and_other_packages_do(bundle: Path, tmp_path: Path) -> None:
+    (own,) = [place.path for place in installed_places() if place.is_ours()]
+    assert (own / "catalogue-sm90.msgpack").is_file()
+    assert not Place(Kind.NAMED, own).is_ours()
+    Path(f"{bundle}.sig").unlink()
+    keys = taken(tmp_path).keys
+    found = Snapshot((), lambda: [Place(Kind.INSTALLED, own), Place(Kind.INSTALLED, bundle.parent)], None, keys)
+    by_place = {one.place.path: one.error for one in found.found(installed=True)}
+    assert by_place.pop(bundle.parent) is not None
+    assert list(by_place.values()) == [None]
+
+
+def test_nothing_is_tuned_or_compiled_on_demand(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can have signed that."""
+    import pretuned.aot  # noqa: F401 - registers the tuner and the compiler
+
+    monkeypatch.setenv("PRETUNED_TRUSTED_KEYS", str(tmp_path / "keys"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        reload()
+        assert hooks.demand_tuner() is None
+        allow_jit()
+        assert not hooks.jit_allowed()
+        from pretuned.artifacts.files.bundle_file import open_bundle
+
+        with open_bundle(bundle) as made:
+            dispatch_snapshot.keep(made)
+            assert all(
+                one.place.kind is not Kind.PROCESS for one in dispatch_snapshot.snapshot().found(installed=False)
+            )
+            monkeypatch.delenv("PRETUNED_TRUSTED_KEYS")
+            reload()
+            assert hooks.demand_tuner() is not None
+            assert hooks.jit_allowed()
+            assert any(one.place.kind is Kind.PROCESS for one in dispatch_snapshot.snapshot().found(installed=False))
+    finally:
+        dispatch_snapshot.forget_made()
+        allow_jit(False)
+        monkeypatch.undo()
+        reload()
+
+
+def test_a_home_in_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert read({"PRETUNED_TRUSTED_KEYS": "~/keys"}) == Settings(trusted_keys=Path("/home/me/keys"))

@@ -1,0 +1,176 @@
+"""A build of three models, killed at a call of its cold phase: the old bundle stays, and the next run goes on.
+
+``tests/support/failing.c`` counts the calls that touch the output or the compile cache, in all of the build's
+processes, and kills them all at one, or lets it fail. Every call: ``python -m tests.faults --long --rows R5``.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from building import MODEL, OTHER, THIRD, Place
+
+from pretuned.aot.bundle.verify import verify
+
+pytestmark = pytest.mark.slow
+
+FAILING = Path(__file__).parents[1] / "support" / "failing.c"
+COLD = 2  # variants that are not in the cache
+ERRORS = {
+    "open": ("EACCES", "EROFS", "ENOSPC", "EDQUOT", "EMFILE"), "mkdir": ("EACCES", "EROFS", "ENOSPC", "EDQUOT"),
+    "flock": ("ENOLCK",), "write": ("ENOSPC", "EIO", "EDQUOT"), "fchmod": ("EPERM", "EROFS"),
+    "fsync": ("EIO", "ENOSPC", "EDQUOT"), "rename": ("EACCES", "EROFS", "ENOSPC"), "unlink": ("EACCES",),
+}  # fmt: skip
+
+
+class Call(NamedTuple):
+    """A call that touches the output or the cache: its number, its name, and its path in the place."""
+
+    number: int
+    name: str
+    path: str
+
+
+class Cold:
+    """A place with an old bundle, and a cache that lacks the last entries that the next build writes."""
+
+    def __init__(self, root: Path) -> None:
+        self.place = Place(root)
+        self.library = root / "failing.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", self.library, FAILING, "-ldl"], check=True)
+        done = self.place.run(self.command(MODEL))
+        assert done.returncode == 0, done.stderr
+        self.old = self.place.bundle.read_bytes()
+        done = self.place.run(self.command())
+        assert done.returncode == 0, done.stderr
+        self.new = self.place.bundle.read_bytes()
+        assert self.old != self.new
+        self.entries = sorted(self.place.cache.glob("??/*.bin"))
+        self.calls = tuple(self._calls())
+
+    def command(self, *models: str) -> list[str]:
+        more = [word for one in (models or (MODEL, OTHER, THIRD))[1:] for word in ("--models", one)]
+        return self.place.command((models or (MODEL,))[0], "--workers", "1", *more)
+
+    def reset(self) -> None:
+        """As before the build."""
+        for one in self.entries[:COLD]:
+            one.unlink(missing_ok=True)
+        self.place.bundle.write_bytes(self.old)
+
+    def run(self, number: int, how: str) -> subprocess.CompletedProcess[str]:
+        """The build, of which a call goes wrong."""
+        count = self.place.root / "count"
+        count.write_bytes(bytes(8))
+        environment = {
+            **self.place.environment(), "LD_PRELOAD": str(self.library), "FAIL_COUNT": str(count),
+            "FAIL_UNDER": f"{self.place.out}:{self.place.cache}", "FAIL_AT": str(number), "FAIL_HOW": how,
+            "FAIL_LOG": str(self.place.root / "log"),
+        }  # fmt: skip
+        return subprocess.run(
+            self.command(), capture_output=True, text=True, env=environment, cwd=self.place.root, check=False,
+            timeout=300, start_new_session=True,
+        )  # fmt: skip
+
+    def _calls(self) -> Iterator[Call]:
+        self.reset()
+        (self.place.root / "log").unlink(missing_ok=True)
+        assert self.run(0, "").returncode == 0
+        for i, line in enumerate((self.place.root / "log").read_text().splitlines(), 1):
+            name, _, path = line.partition(" ")
+            yield Call(i, name, str(Path(path).relative_to(self.place.root)))
+
+    def killed(self, call: Call, how: str) -> list[str]:
+        """What is wrong after a kill before ("kill") or "after" a call, and after the next run."""
+        self.reset()
+        done = self.run(call.number, how)
+        wrong = [] if done.returncode == -9 else [f"it ended with {done.returncode}: {done.stderr[-200:]}"]
+        if self.place.bundle.read_bytes() not in (self.old, self.new):
+            wrong.append("the bundle is neither the old nor the new one")
+        verify(str(self.place.bundle))
+        kept = self.place.kept()
+        again = self.place.run([*self.command(), "--json"])
+        if again.returncode:
+            return [*wrong, f"the next run ended with {again.returncode}: {again.stderr[-200:]}"]
+        (bundle,) = json.loads(again.stdout)["bundles"]
+        if (bundle["cached"], bundle["compiled"]) != (kept, len(self.entries) - kept):
+            wrong.append(f"{kept} were kept, {bundle['compiled']} compiled again")
+        if self.place.bundle.read_bytes() != self.new:
+            wrong.append("the next run made another bundle")
+        if left := self.place.leftovers():
+            wrong.append(f"left behind: {left}")
+        return wrong
+
+    def failed(self, call: Call, error: str) -> list[str]:
+        """What is wrong where a call fails: it is told in one line that names a path, or does not matter."""
+        self.reset()
+        done = self.run(call.number, str(getattr(errno, error)))
+        told = [line for line in done.stderr.splitlines() if not re.match(r"\d+ of \d+ variants", line)]
+        now = self.place.bundle.read_bytes()
+        wrong = []
+        if "ulimit -n" not in done.stderr and error == "EMFILE" and done.returncode:
+            wrong.append(f"it does not say what is needed: {told}")
+        if "as others can write it" in done.stderr:
+            wrong.append(f"it says what is not so: {told}")
+        if done.returncode == 1:
+            if len(told) != 1 or not told[0].startswith("error: ") or str(self.place.root) not in told[0]:
+                wrong.append(f"it says {told}")
+            if os.strerror(getattr(errno, error)) not in done.stderr:
+                wrong.append(f"it does not say why: {told}")
+            if now != self.old and not (call.name == "fsync" and call.path == "bundles"):
+                wrong.append("the old bundle is gone")
+        elif done.returncode or now != self.new:
+            wrong.append(f"it ended with {done.returncode}, the new bundle is {now == self.new}: {told}")
+        if left := self.place.leftovers():
+            wrong.append(f"left behind: {left}")
+        return wrong
+
+    def cold_calls(self) -> list[Call]:
+        """Those of the first entry that is compiled."""
+        first = next(i for i, one in enumerate(self.calls) if one.name == "write" and one.path.startswith("cache/"))
+        folder = Path(self.calls[first].path).parent
+        return [one for one in self.calls if folder in (Path(one.path), Path(one.path).parent)]
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> Cold:
+    return Cold(tmp_path_factory.mktemp("cold"))
+
+
+def test_killed_at_the_calls_of_an_entry(cold: Cold) -> None:
+    calls = cold.cold_calls()
+    assert [one.name for one in calls if one.name in ("write", "fsync", "rename")] == [
+        "write",
+        "fsync",
+        "rename",
+        "fsync",
+    ]
+    for call in calls:
+        if call.name in ("write", "fsync", "rename"):  # a minute's worth; all of them are in the long run
+            assert cold.killed(call, "kill") == [], call
+
+
+@pytest.mark.parametrize("where", ["cache", "bundles"])
+def test_a_call_that_fails(cold: Cold, where: str) -> None:
+    """One of each name: in the cache it costs the next run time, in the output it is told."""
+    calls = {call.name: call for call in cold.calls if call.path.startswith(where) and call.path.endswith(".tmp")}
+    calls |= {
+        call.name: call for call in cold.calls if call.path.startswith(where) and call.name in ("rename", "mkdir")
+    }
+    assert set(calls) >= {"open", "flock", "write", "fchmod", "fsync", "rename"}
+    for name in ("open", "write", "rename"):
+        assert cold.failed(calls[name], ERRORS[name][-1]) == [], calls[name]
+
+
+def test_an_entry_that_can_not_be_read_again_is_told_as_that(cold: Cold) -> None:
+    last = cold.cold_calls()[-1]
+    assert (last.name, Path(last.path).suffix) == ("open", ".bin")
+    assert cold.failed(last, "EROFS") == []
