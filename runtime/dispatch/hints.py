@@ -59,9 +59,10 @@ def build_line(problem: Problem, bucket: int, sm: int, view: View | None = None)
     return f'aot build --models "shape:E={problem.E},H={H},I={width},k={k}{options}" --sm {sm}'
 
 
-def _options(problem: Problem) -> str:
+def _options(problem: Problem, *, named: bool = False) -> str:
+    """Of a spec; a model's name alone means its weights as they were published."""
     key = "weights" if problem.dtype.quantised else "dtype"
-    options = "" if problem.dtype is DType.BF16 else f" {key}={problem.dtype.value}"
+    options = "" if problem.dtype is DType.BF16 and not named else f" {key}={problem.dtype.value}"
     options += "" if problem.layout is Layout.NK else f" layout={problem.layout.value}"
     return f"{options} ops={problem.op.value}"
 
@@ -89,7 +90,7 @@ def _model_spec(problem: Problem, bucket: int, view: View) -> str | None:
     options += " shared=fuse" if model.top_k > least[model.name] else ""
     tokens = -(-bucket * model.ep // model.top_k)
     limit = "" if tokens <= _DEFAULT_TOKENS else f" tokens=1..{tokens}"
-    return f"{model.name}{options}{_options(problem)}{limit}" if tokens <= _MOST_TOKENS else None
+    return f"{model.name}{options}{_options(problem, named=True)}{limit}" if tokens <= _MOST_TOKENS else None
 
 
 def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
