@@ -173,8 +173,11 @@ def gated_buckets(problem: Problem, buckets: Iterable[int]) -> tuple[int, ...]:
 
 
 def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) -> BuildPlan:
-    """The plan of some capabilities: less what stands in for weights that all of them have code for, less weights that
-    none has, and less the optional problems that none has."""
+    """The plan of some capabilities.
+
+    It is less what stands in for weights that all of them have code for, less the weights that none has code for, and
+    less the optional problems that none has code for.
+    """
     space = pool or Pool()
     made = _planned(shapes_on(plan.shapes, sms, space)) if plan.shapes else plan
     idle = {
@@ -203,7 +206,7 @@ def shapes_on(shapes: Iterable[LayerShard], sms: Collection[int], pool: Pool | N
 
 
 def built_of_codes(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterator[str]:
-    """What to tell of the shards that are built in their checkpoint's format unasked: what is built of them, in a line."""
+    """What to tell of the shards that are built in their checkpoint's format unasked: a line each."""
     lacking: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
     partly: dict[tuple[str, str, str], dict[str, None]] = {}
     for shape in (one for one in shapes if one.instead):
@@ -224,4 +227,5 @@ def built_of_codes(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterat
         )
     for (name, other), archs in lacking.items():
         models = dict.fromkeys(model for row in archs.values() for model in row)
-        yield f"no kernels of {name} weights for {', '.join(archs)}: {other} is built there instead of {', '.join(models)}"
+        where = ", ".join(archs)
+        yield f"no kernels of {name} weights for {where}: {other} is built there instead of {', '.join(models)}"
