@@ -11,11 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers import experts_forward
 from pretuned.integrations.transformers_gates import recognise
 from pretuned.integrations.transformers_quantised import keep_mxfp4, quantised, restore
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.ops.activation import Activation
+from pretuned.runtime.weights.order import ORDERS
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
 _SIZES = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
@@ -164,3 +168,27 @@ def test_gpt_oss_stays_packed(library: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "again")
     for name, one in load_file(saved.quantised / "model.safetensors").items():
         assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[name].to(one.dtype), one), name
+
+
+def test_prepared_where_it_comes_to_a_gpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the first step. (Here memory on the host is taken for a GPU's.)"""
+    ours.register()
+    model, _ = pair(library)
+    said = model(IDS).logits
+    (_, experts), *_ = experts_of(model)
+    before = experts.down_proj.clone()
+    monkeypatch.setattr(ours, "_on_gpu", lambda experts: True)
+    loaded: list[frozenset[Problem]] = []
+    monkeypatch.setattr(ours, "_load", lambda problems, device: loaded.append(problems))
+    model.to("cpu")
+    assert loaded == 2 * [{
+        Problem(Op.FORWARD, DType.FP8_BLOCK_A16, 4, N, K) for N, K in ((256, 128), (128, 128))
+    }]  # fmt: skip
+    assert {quantised(one, "down_proj").order for _, one in experts_of(model)} == {ORDERS["fp8_block"].number}
+    assert not same(experts.down_proj, before)
+    assert torch.equal(model(IDS).logits, said)
+    experts.state_dict()  # puts them back
+    assert same(experts.down_proj, before)
+    model.eval()  # what from_pretrained ends with
+    assert not same(experts.down_proj, before)
+    assert torch.equal(model(IDS).logits, said)
