@@ -33,7 +33,7 @@ from ..runtime.settings import settings
 from ..runtime.weights.expert_weights import ExpertWeights
 from .transformers_gates import recognise
 from .transformers_lora import adapted
-from .transformers_quantised import quantised, restore
+from .transformers_quantised import keep_compressed_tensors, quantised, restore
 
 _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
 
@@ -48,8 +48,9 @@ def register() -> None:
     """Make ``experts_implementation="pretuned"`` known to transformers. A second call does nothing.
 
     What an experts' module of a model made from now on needs is prepared when it comes to a GPU (``prepare``), not in
-    the first step: as ``from_pretrained(device_map=...)`` puts it there, and ``model.to``. What pretuned can't run is
-    left to the module's own code, told once with the reason; ``PRETUNED_STRICT=1`` makes that an error.
+    the first step: as ``from_pretrained(device_map=...)`` puts it there, and ``model.to``. Experts of compressed-tensors'
+    checkpoints stay codes (``keep_compressed_tensors``). What pretuned can't run is left to the module's own code, told
+    once with the reason; ``PRETUNED_STRICT=1`` makes that an error.
 
     Raises
     ------
@@ -63,6 +64,7 @@ def register() -> None:
         from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 
         FP8ExpertsInterface.register(NAME, experts_or_own)
+    keep_compressed_tensors()
     _watch_models()
 
 
