@@ -48,9 +48,9 @@ def register() -> None:
     """Make ``experts_implementation="pretuned"`` known to transformers. A second call does nothing.
 
     What an experts' module of a model made from now on needs is prepared when it comes to a GPU (``prepare``), not in
-    the first step: as ``from_pretrained(device_map=...)`` puts it there, and ``model.to``. Experts of compressed-tensors'
-    checkpoints stay codes (``keep_compressed_tensors``). What pretuned can't run is left to the module's own code, told
-    once with the reason; ``PRETUNED_STRICT=1`` makes that an error.
+    the first step: as ``from_pretrained(device_map=...)`` puts it there, and ``model.to``. Experts of checkpoints of
+    compressed-tensors stay codes (``keep_compressed_tensors``). What pretuned can't run is left to the module's own
+    code, told once with the reason; ``PRETUNED_STRICT=1`` makes that an error.
 
     Raises
     ------
