@@ -275,7 +275,7 @@ def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator
     for layer in found.layers:
         fused = _fused(layer, problems) if options.shared else 0
         weights = options.weights or (layer.weights,)
-        dtypes = options.dtype or _dtypes(weights)
+        built = options.dtype or _dtypes(weights)
         for tp, ep in itertools.product(options.tp, options.ep):
             shard = LayerShard(
                 name=_name(options.name or found.name, layer.part),
@@ -285,7 +285,7 @@ def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator
                 I=layer.I,
                 shared_experts=fused,
                 gated=layer.gated if options.gated is None else options.gated,
-                dtypes=dtypes,
+                dtypes=built,
                 tp=tp,
                 ep=ep,
                 tokens=options.tokens,

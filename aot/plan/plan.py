@@ -217,13 +217,13 @@ def built_of_codes(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterat
             if not ops:
                 lacking.setdefault((name, other), {}).setdefault(str(arch_of(sm)), {})[shape.name] = None
             elif rest := [op for op in shape.ops if op not in ops]:
-                told = " or ".join(op.value for op in rest)
+                without = " or ".join(op.value for op in rest)
                 built = " and ".join(op.value for op in shape.ops if op in ops)
-                partly.setdefault((name, built, told), {})[shape.name] = None
-    for (name, built, rest), models in partly.items():
+                partly.setdefault((name, built, without), {})[shape.name] = None
+    for (name, built, without), models in partly.items():
         yield (
-            f"{', '.join(models)}: built as published, of {name} weights, {built} alone (no {rest} has code for them); "
-            f"weights=bf16 builds all in bf16, weights={name},bf16 both"
+            f"{', '.join(models)}: built as published, of {name} weights, {built} alone (no {without} has code for "
+            f"them); weights=bf16 builds all in bf16, weights={name},bf16 both"
         )
     for (name, other), archs in lacking.items():
         models = dict.fromkeys(model for row in archs.values() for model in row)

@@ -24,6 +24,7 @@ from pretuned.kernels.search.space import candidates
 from pretuned.runtime import ExpertWeights, explain, reload
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.ranking import Match
+from pretuned.runtime.inspect.asked import of_numbers
 from pretuned.runtime.inspect.explain import examine, made_up_gpu
 
 NUMBERS = {"E": 8, "N": 1024, "K": 768}
@@ -264,9 +265,10 @@ def test_a_format_of_weights_is_asked_for_by_its_name() -> None:
     assert explain(E=256, N=4096, K=7168, M=64, sm=90, weights="fp8_block").problem.dtype is DType.FP8_BLOCK_A16
 
 
-@pytest.mark.parametrize("weights", ["nvfp4", "int4_g32", "int4_g128", "fp8_channel", "fp32"])
-def test_what_no_bundle_has_ends_in_the_line_that_builds_it(weights: str) -> None:
-    told = explain(E=8, N=1024, K=768, M=64, sm=90, weights=weights)
+@pytest.mark.parametrize("weights", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block", "fp8_channel", "fp32"])
+def test_what_no_bundle_has_ends_in_the_line_that_builds_it(tmp_path: Path, weights: str) -> None:
+    problem = of_numbers(8, 1024, 768, "bf16", weights, "nk")
+    told = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=True)
     last = str(told).splitlines()[-1]
     assert last.startswith("  build it with: aot build --models ")
     (spec,) = re.findall(r'"(.*)"', last)
@@ -282,9 +284,10 @@ def test_weights_that_nothing_builds_are_told_so(N: int, K: int) -> None:
     assert "torch dequantises them" in str(told)
 
 
-def test_a_capability_without_code_for_a_format_is_not_sent_to_a_build() -> None:
+def test_a_capability_without_code_for_a_format_is_not_sent_to_a_build(tmp_path: Path) -> None:
     for sm in arch.supported():
-        told = explain(E=8, N=1024, K=768, M=64, sm=sm, weights="int4_g32")
-        able = bool(candidates(told.problem.op, told.problem.dtype, sm))
+        problem = of_numbers(8, 1024, 768, "bf16", "int4_g32", "nk")
+        told = examine(snapshot(tmp_path), problem, 64, made_up_gpu(sm), aligned=True)
+        able = bool(candidates(problem.op, problem.dtype, sm))
         assert (told.build is not None) == able
         assert able or f"No kernel is for forward of int4_g32 weights on sm_{sm}: torch dequantises" in told.reason
