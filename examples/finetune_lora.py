@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers.integrations.moe import ExpertsInterface
 
-from pretuned.integrations.transformers import experts_forward
+from pretuned.integrations.transformers import register
 
 
 def tiny() -> Any:
@@ -46,7 +45,7 @@ def main() -> list[float]:
     if not (args.tiny or args.text):
         parser.error("--text names what to train on (or --tiny)")
 
-    ExpertsInterface.register("pretuned", experts_forward)
+    register()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     if args.tiny:

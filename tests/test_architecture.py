@@ -45,7 +45,8 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
     "runtime.dispatch": frozenset(),  # what is chosen needs no torch
     "runtime.integrations.sglang": frozenset({"sglang"}),
     "runtime.integrations.sglang_experts": frozenset({"sglang", "torch"}),
-    "runtime.integrations.transformers_quantised": frozenset({"torch", "transformers"}),
+    "runtime.integrations.transformers": frozenset({"torch", "transformers"}),
+    "runtime.integrations.transformers_quantised": frozenset({"compressed_tensors", "torch", "transformers"}),
     "runtime.integrations.vllm": frozenset({"vllm"}),
     "runtime.integrations.vllm_configs": frozenset({"vllm"}),
     "runtime.integrations.vllm_experts": frozenset({"torch", "vllm"}),

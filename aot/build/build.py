@@ -65,8 +65,8 @@ def build(
     with held(options.out, watch.on_note):
         for path in paths.values():
             check_out(path)
-        results = _compile(plan, sms, options, watch, shipped)
         plans = {sm: planned_on(plan, (sm,), options.space) for sm in sms}
+        results = _compile(plans, options, watch, shipped)
         made = {sm: usable(plans[sm], sm, options.space, results[sm]) for sm in sms}
         for sm, one in made.items():
             if sm not in options.measure:
@@ -129,7 +129,7 @@ def compile_candidates(
     check_writable(path.parent, "-o")
     check_out(path)
     plan = planned_on(plan, (sm,), options.space)
-    results = _compile(plan, (sm,), options, watch, {sm: Shipped()})[sm]
+    results = _compile({sm: plan}, options, watch, {sm: Shipped()})[sm]
     found = usable(plan, sm, options.space, results)
     found.demand_every_family(plan)
     chosen = choose_among_all(plan, found.candidates.compiled, sm)
@@ -158,14 +158,14 @@ def _check_journal(sm: int, options: BuildOptions) -> None:
 
 
 def _compile(
-    plan: BuildPlan, sms: Sequence[int], options: BuildOptions, watch: Observers, shipped: Mapping[int, Shipped]
+    plans: Mapping[int, BuildPlan], options: BuildOptions, watch: Observers, shipped: Mapping[int, Shipped]
 ) -> dict[int, list[CompileResult]]:
     """Every cubin of every capability, all in one queue."""
 
     def ready(spec: Spec | RowOpSpec, sm: int) -> Compiled | None:
         return shipped[sm].get(spec, sm)
 
-    jobs = [CompileJob(spec, sm) for sm in sms for spec in to_compile(plan.problems, sm, options.space)]
+    jobs = [CompileJob(spec, sm) for sm, plan in plans.items() for spec in to_compile(plan.problems, sm, options.space)]
     watch.on_start(len(jobs))
     try:
         results = compile_all(
@@ -179,7 +179,7 @@ def _compile(
         )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(jobs, options.cache)) from None
-    return {sm: [result for result in results if result.job.sm == sm] for sm in sms}
+    return {sm: [result for result in results if result.job.sm == sm] for sm in plans}
 
 
 def _shipped(sms: Sequence[int], options: BuildOptions, watch: Observers) -> dict[int, Shipped]:

@@ -32,7 +32,7 @@ def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
     InputError
         if the bundle has not one of the plan's problems.
     """
-    plan = planned_on(plan, (bundle.target.sm,))
+    wanted = planned_on(plan, (bundle.target.sm,)).buckets
     codes = VariantTable([bundle])
     claims: dict[Problem, dict[int, BundleChoice]] = {}
     missing: dict[Problem, tuple[int, ...]] = {}
@@ -41,11 +41,11 @@ def prune(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
         kept = {bucket: codes.claim(bundle, has[bucket]) for bucket in buckets if bucket in has}
         if kept:
             claims[problem] = kept
-        if len(kept) < len(buckets):
+        if problem in wanted and len(kept) < len(buckets):
             missing[problem] = tuple(bucket for bucket in buckets if bucket not in has)
     if not claims:
         raise InputError(
-            f"bundle {where!r} has a choice for none of the {len(plan.problems)} problems of these models; it was "
+            f"bundle {where!r} has a choice for none of the {len(wanted)} problems of these models; it was "
             f"built for {_built_for(bundle, plan)}. aot build makes what is missing"
         )
     passes = pass_specs(claims, bundle.target.sm, Pool())

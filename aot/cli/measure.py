@@ -14,7 +14,7 @@ from ..build.pick import with_what_is_there
 from ..choose.candidates import read_candidates
 from ..compile.shipped import shipped_file
 from ..models.load import load_models
-from ..plan.plan import plan
+from ..plan.plan import plan, planned_on
 from ..process.gpus import native_sm
 from ..tune.shortlist import SHARE
 from ..tune.tuner import Entrants
@@ -65,8 +65,10 @@ def measure(
         raise click.BadParameter("nan is no share, wanted more than 0 and at most 1", param_hint="--share")
     wanted = ordinals(gpus)
     check_executor(executor, gpus)
-    planned = plan(load_models(models, only=wanted_ops(ops)).shapes)
-    there_is = with_what_is_there(planned, read_candidates(candidates or shipped_file(native_sm())))
+    listed = load_models(models, only=wanted_ops(ops)).shapes
+    of = read_candidates(candidates or shipped_file(native_sm()))
+    planned = planned_on(plan(listed), (of.target.sm,))
+    there_is = with_what_is_there(planned, of)
     with TuneProgress(as_json or quiet, budget) as progress, there_is as there:
         file, ships, runs = there
         outcome = tune(

@@ -14,7 +14,7 @@ from ...artifacts.errors import HostError, InputError
 from ...artifacts.records.problem import Op
 from ..compile.cache import CompileCache, default_dir
 from ..models.load import load_models
-from ..plan.plan import BuildPlan, plan, planned_on, unaligned
+from ..plan.plan import BuildPlan, built_of_codes, plan, planned_on, unaligned
 from ..plan.targets import parse_sm
 from ..process.gpus import is_stub, native_sm
 
@@ -108,7 +108,8 @@ def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[BuildPlan, tu
         raise mistakes[0]
     if mistakes:
         raise InputError("\n".join(map(str, mistakes)))
-    return planned_on(plan(loaded.shapes), sms), sms, (*loaded.notes, *unaligned(loaded.shapes))
+    notes = (*loaded.notes, *unaligned(loaded.shapes), *built_of_codes(loaded.shapes, sms))
+    return planned_on(plan(loaded.shapes), sms), sms, notes
 
 
 def _native_sm() -> int | None:

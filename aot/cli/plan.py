@@ -12,7 +12,7 @@ from ..build.estimate import estimate
 from ..models.layer import LayerShard
 from ..models.load import load_models
 from ..plan.families import fused
-from ..plan.plan import BuildPlan
+from ..plan.plan import BuildPlan, shapes_on
 from .echo import echo, tell
 from .options import as_json, cache_of, load, print_json, wanted_ops, what_to_build
 from .table import duration, paragraph, size, table
@@ -42,7 +42,7 @@ def plan(
       aot plan --models "Qwen/Qwen3-30B-A3B tp=1,2,4 ep=1,8" --sm 90 --json
     """
     planned, sms, notes = load(models, sm, ops)
-    shards = load_models(models, only=wanted_ops(ops)).shapes
+    shards = shapes_on(load_models(models, only=wanted_ops(ops)).shapes, sms)
     estimates = estimate(planned, sms, cache_of(cache_dir, no_cache))
     if as_json:
         print_json({"problems": _problems(planned), "weights": [_formats(shard) for shard in shards],
@@ -64,7 +64,10 @@ def plan(
         "expected size",
     )
     echo(table(head, capabilities, "<" + ">" * 7))
-    names = list(dict.fromkeys(one.name for one in shards))
+    formats: dict[str, dict[str, None]] = {}
+    for one in shards:
+        formats.setdefault(one.name, {}).update(dict.fromkeys(one.built_in))
+    names = [f"{name} ({', '.join(row)})" for name, row in formats.items()]
     some = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     told = "Time and size are estimates. Nothing was built; aot build with the same options does it."
     echo(f"\n{paragraph(f'Of {some}; --problems lists what is built of which. {told}')}")
@@ -73,7 +76,7 @@ def plan(
 
 
 def _show_problems(planned: BuildPlan, shards: Sequence[LayerShard]) -> None:
-    formats = dict.fromkeys((one.name, ",".join(one.weights), ",".join(d.value for d in one.dtypes)) for one in shards)
+    formats = dict.fromkeys((one.name, ",".join(one.weights), ",".join(one.built_in)) for one in shards)
     echo()
     echo(table(("model", "weights", "built in"), list(formats)))
     users = _users(planned)
@@ -95,7 +98,7 @@ def _users(planned: BuildPlan) -> dict[Problem, list[str]]:
 
 def _formats(shard: LayerShard) -> dict[str, object]:
     return {"model": shard.name, "tp": shard.tp, "ep": shard.ep, "weights": list(shard.weights),
-            "built_in": [dtype.value for dtype in shard.dtypes]}  # fmt: skip
+            "built_in": list(shard.built_in)}  # fmt: skip
 
 
 def _problems(planned: BuildPlan) -> list[dict[str, object]]:

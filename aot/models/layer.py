@@ -72,7 +72,8 @@ class LayerShard:
     ``ep`` GPUs split the experts. ``shared_experts`` shared experts of width I are fused into the
     routed ones: every rank holds them all, and each token goes to all of them. ``tokens`` is the
     (least, most) number of tokens of one step, counted over all ep ranks. ``layouts``: how the weights lie.
-    ``zero_experts`` are the layer's. ``weights``: the formats that are wanted; ``dtypes``, what is built.
+    ``zero_experts`` are the layer's. ``weights``: the formats that are wanted; ``dtypes``, what is built; ``instead``,
+    what is on a capability that has code for none of these.
     """
 
     name: str
@@ -91,11 +92,17 @@ class LayerShard:
     layouts: tuple[Layout, ...] = (Layout.NK,)
     zero_experts: int = 0
     weights: tuple[str, ...] = ("bf16",)
+    instead: tuple[DType, ...] = ()
 
     @property
     def experts_per_rank(self) -> int:
         """E/ep, and the fused shared experts."""
         return self.E // self.ep + self.shared_experts
+
+    @property
+    def built_in(self) -> tuple[str, ...]:
+        """The names of ``dtypes``."""
+        return tuple(dtype.value for dtype in self.dtypes)
 
     @property
     def experts_per_token(self) -> int:
@@ -144,8 +151,7 @@ class LayerShard:
         return found
 
     def __str__(self) -> str:
-        dtypes = ",".join(dtype.value for dtype in self.dtypes)
-        text = f"{self.name} tp={self.tp} ep={self.ep} dtype={dtypes}"
+        text = f"{self.name} tp={self.tp} ep={self.ep} dtype={','.join(self.built_in)}"
         if self.layouts != (Layout.NK,):
             text += f" layout={','.join(layout.value for layout in self.layouts)}"
         return text + (f" shared={self.shared_experts}" if self.shared_experts else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...artifacts.errors import InputError
@@ -15,7 +15,7 @@ from ...artifacts.records.problem import Op
 from ...kernels.contract.mixed_input import SIZES, prepares
 from .catalogue import DEFAULT, catalogue, find, nearest_ids
 from .hf_config import SHARED, read_model
-from .layer import ExpertLayer, LayerShard
+from .layer import ExpertLayer, LayerGemm, LayerShard
 from .names import cached_config, from_url, republished
 from .quant_config import PLAIN
 from .spec import MAX_NAME, SHAPE, SpecOptions, parse_options, parse_shape, words
@@ -69,7 +69,7 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
     notes: list[str] = []
     seen: dict[LayerShard, str] = {}
     layers: dict[str, tuple[tuple[object, ...], str]] = {}
-    without_code: dict[str, dict[str, None]] = {}
+    plain: dict[tuple[str, str], dict[str, None]] = {}
     unread = 0
     for line in itertools.chain.from_iterable(_each_of_catalogue(one, problems) for one in _lines(values, problems)):
         if len(problems) >= MAX_MISTAKES:
@@ -85,10 +85,12 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
             continue
         notes.extend(f"{line.where}: {remark}" for remark in found.remarks)
         for shard in shards:
-            notes.extend(f"{line.where}: {note}" for note in _unprepared(shard))
+            notes.extend(f"{line.where}: {note}" for note in _unprepared(shard, options))
             for name in shard.weights:
                 if name not in PLAIN and not (dtypes_of(name) and set(dtypes_of(name)) <= set(shard.dtypes)):
-                    without_code.setdefault(name, {})[shard.name] = None
+                    built = ",".join(dtype.value for dtype in shard.dtypes if not dtype.quantised)
+                    if options.dtype or not dtypes_of(name):  # else ``_unprepared`` tells it
+                        plain.setdefault((name, built), {})[shard.name] = None
             facts = (shard.E, shard.k, shard.H, shard.I, shard.gated, shard.shared_experts)
             told, first = layers.setdefault(shard.name, (facts, line.where))
             if told != facts:
@@ -103,11 +105,11 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
         problems.append("no models are given; name a models.txt, or a model, e.g. --models Qwen/Qwen3-30B-A3B")
     if problems:
         raise InputError(_listed(problems, unread))
-    for name, models in without_code.items():
-        built = f"bf16 (or the dtype= given) is built instead for {', '.join(models)}"
-        there = bool(dtypes_of(name))
-        notes.append(f"{built}, published as {name}: weights={name} builds that" if there
-                     else f"no kernels for {name} yet: {built}")  # fmt: skip
+    for (name, built), models in plain.items():
+        if not dtypes_of(name):
+            notes.append(f"no kernels for {name} yet: {built} is built instead for {', '.join(models)}")
+        elif built:
+            notes.append(f"{built} is built for {', '.join(models)}; weights={name} builds the checkpoint's format")
     return LoadedModels(tuple(seen), tuple(notes))
 
 
@@ -273,6 +275,7 @@ def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator
     for layer in found.layers:
         fused = _fused(layer, problems) if options.shared else 0
         weights = options.weights or (layer.weights,)
+        built = options.dtype or _dtypes(weights)
         for tp, ep in itertools.product(options.tp, options.ep):
             shard = LayerShard(
                 name=_name(options.name or found.name, layer.part),
@@ -282,7 +285,7 @@ def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator
                 I=layer.I,
                 shared_experts=fused,
                 gated=layer.gated if options.gated is None else options.gated,
-                dtypes=options.dtype or _dtypes(weights, asked=bool(options.weights)),
+                dtypes=built,
                 tp=tp,
                 ep=ep,
                 tokens=options.tokens,
@@ -293,25 +296,44 @@ def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator
                 weights=weights,
             )
             problems.extend(shard.contradictions())
-            shards.append(shard)
+            shards.append(shard if options.dtype or options.weights else _as_published(shard))
     if problems:
         raise InputError("\n".join(dict.fromkeys(f"{found.name}: {problem}" for problem in problems)))
     yield from shards
 
 
-def _unprepared(shard: LayerShard) -> Iterator[str]:
+def _as_published(shard: LayerShard) -> LayerShard:
+    """The shard of a spec that names no format: bf16 where the checkpoint's has no code, of these sizes or at all."""
+    quantised = any(dtype.quantised for dtype in shard.dtypes)
+    if not quantised:
+        return shard
+    if any(_lacks(shard)):
+        return replace(shard, dtypes=(DType.BF16,))
+    return replace(shard, instead=(DType.BF16,))
+
+
+def _lacks(shard: LayerShard) -> Iterator[tuple[DType, LayerGemm]]:
+    """The products that have no kernel for their sizes, of each quantised dtype."""
+    for name in shard.weights:
+        for dtype in dtypes_of(name):
+            for gemm in shard.gemms() if dtype.quantised else ():
+                if not prepares(dtype, gemm.N, gemm.K):
+                    yield dtype, gemm
+
+
+def _unprepared(shard: LayerShard, options: SpecOptions) -> Iterator[str]:
     """What can't be built of quantised weights, for their sizes."""
-    for dtype in shard.dtypes:
-        for gemm in shard.gemms() if dtype.quantised else ():
-            if not prepares(dtype, gemm.N, gemm.K):
-                product = f"{gemm.role} of {gemm.N} x {gemm.K}"
-                yield f"{shard}: {product} has no kernel for {dtype.value}, torch runs it: {SIZES}"
+    if options.dtype:
+        return
+    then = "torch runs it" if options.weights else "bf16 is built instead"
+    for dtype, gemm in _lacks(shard):
+        product = f"{gemm.role} of {gemm.N} x {gemm.K}"
+        yield f"{shard}: {product} has no kernel for {dtype.value}, {then}: {SIZES}"
 
 
-def _dtypes(weights: tuple[str, ...], *, asked: bool) -> tuple[DType, ...]:
-    """What is built for weights of these formats: products with quantised ones where somebody asked for them."""
-    every = (dtype for one in weights if asked or one in PLAIN for dtype in dtypes_of(one))
-    return tuple(dict.fromkeys(every)) or (DType.BF16,)
+def _dtypes(weights: tuple[str, ...]) -> tuple[DType, ...]:
+    """What is built for weights of these formats."""
+    return tuple(dict.fromkeys(dtype for one in weights for dtype in dtypes_of(one))) or (DType.BF16,)
 
 
 def _name(model: str, part: str) -> str:

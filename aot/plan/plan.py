@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from ...artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_be
 from ...kernels.contract.mixed_input import prepares
 from ...kernels.contract.spec import MAX_EXPERTS, code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
+from ...kernels.hardware.arch import arch_of
 from ..models.layer import LayerGemm, LayerShard
 from .families import Family, Pool, optional
 
@@ -33,11 +35,13 @@ class BuildPlan:
     """What to choose variants for.
 
     ``buckets`` is problem -> its buckets of M, ascending; the problems are in ``sort_key`` order and
-    each is there once, whatever number of models share it. ``models`` has one entry a shard and dtype.
+    each is there once, whatever number of models share it. ``models`` has one entry a shard and dtype. ``shapes``,
+    what it was made of, where it was: which capability has code for what decides, too (``planned_on``).
     """
 
     buckets: Mapping[Problem, tuple[int, ...]]
     models: tuple[Model, ...]
+    shapes: tuple[LayerShard, ...] = ()
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -56,7 +60,7 @@ class BuildPlan:
             for model in self.models
         )
         buckets = {one: row for one, row in self.buckets.items() if one not in problems}
-        return BuildPlan(MappingProxyType(buckets), tuple(models))
+        return BuildPlan(MappingProxyType(buckets), tuple(models), self.shapes)
 
 
 def plan(shapes: Iterable[LayerShard]) -> BuildPlan:
@@ -66,12 +70,17 @@ def plan(shapes: Iterable[LayerShard]) -> BuildPlan:
     and dX one more for each, with the rows moved on the way. Its buckets are the powers of two that its
     M = tokens * k / ep falls in, from the least to the most tokens, the same for every op. Of a forward with a gate
     there is GEMM 1 with silu in its epilogue, too, in the larger buckets; what activation a model has is not known.
+    Of quantised weights there is what stands in for them, too: a capability has the one or the other (``planned_on``).
     """
+    return _planned(tuple(shapes))
+
+
+def _planned(shapes: tuple[LayerShard, ...]) -> BuildPlan:
     buckets: dict[Problem, set[int]] = {}
     models: dict[tuple[str, int, int, int, DType], set[Problem]] = {}
     for shape in shapes:
         wanted = buckets_between(*shape.rows)
-        for dtype in shape.dtypes:
+        for dtype in dict.fromkeys((*shape.dtypes, *shape.instead)):
             problems = set(problems_of(shape, dtype))
             for problem in tuple(problems):
                 pays = gated_buckets(problem, wanted) if optional(problem) else wanted
@@ -87,6 +96,7 @@ def plan(shapes: Iterable[LayerShard]) -> BuildPlan:
             Model(*key, problems=tuple(sorted(models[key], key=lambda one: one.sort_key)))
             for key in sorted(models, key=lambda key: (*key[:4], key[4].value))
         ),
+        shapes,
     )
 
 
@@ -163,11 +173,59 @@ def gated_buckets(problem: Problem, buckets: Iterable[int]) -> tuple[int, ...]:
 
 
 def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) -> BuildPlan:
-    """The plan less the optional problems that none of these capabilities has code for."""
+    """The plan of some capabilities.
+
+    It is less what stands in for weights that all of them have code for, less the weights that none has code for, and
+    less the optional problems that none has code for.
+    """
     space = pool or Pool()
+    made = _planned(shapes_on(plan.shapes, sms, space)) if plan.shapes else plan
     idle = {
         one
-        for one in plan.problems
+        for one in made.problems
         if (optional(one) or one.dtype.quantised) and not any(space.candidates(Family.of(one), sm) for sm in sms)
     }  # fmt: skip
-    return plan.without(idle) if idle else plan
+    return replace(made.without(idle) if idle else made, shapes=plan.shapes)
+
+
+def shapes_on(shapes: Iterable[LayerShard], sms: Collection[int], pool: Pool | None = None) -> tuple[LayerShard, ...]:
+    """The shards with what is built of them on these capabilities, told from what each has code for."""
+    space = pool or Pool()
+    coded = functools.cache(lambda family, sm: bool(space.candidates(family, sm)))
+
+    def resolved(shape: LayerShard) -> LayerShard:
+        wanted = {dtype: {Family.of(one) for one in problems_of(shape, dtype)} for dtype in shape.dtypes}
+        able = {
+            sm: [dtype for dtype, families in wanted.items() if any(coded(one, sm) for one in families)] for sm in sms
+        }
+        there = [dtype for dtype in shape.dtypes if any(dtype in row for row in able.values())]
+        more = shape.instead if not all(able.values()) else ()
+        return replace(shape, dtypes=(*there, *more), instead=())
+
+    return tuple(resolved(shape) if shape.instead else shape for shape in shapes)
+
+
+def built_of_codes(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterator[str]:
+    """What to tell of the shards that are built in their checkpoint's format unasked: a line each."""
+    lacking: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
+    partly: dict[tuple[str, str, str], dict[str, None]] = {}
+    for shape in (one for one in shapes if one.instead):
+        name, other = ",".join(shape.weights), ",".join(dtype.value for dtype in shape.instead)
+        for sm in sms:
+            here = planned_on(plan((replace(shape, instead=()),)), (sm,))
+            ops = {problem.op for problem in here.problems}
+            if not ops:
+                lacking.setdefault((name, other), {}).setdefault(str(arch_of(sm)), {})[shape.name] = None
+            elif rest := [op for op in shape.ops if op not in ops]:
+                without = " or ".join(op.value for op in rest)
+                built = " and ".join(op.value for op in shape.ops if op in ops)
+                partly.setdefault((name, built, without), {})[shape.name] = None
+    for (name, built, without), models in partly.items():
+        yield (
+            f"{', '.join(models)}: built as published, of {name} weights, {built} alone (no {without} has code for "
+            f"them); weights=bf16 builds all in bf16, weights={name},bf16 both"
+        )
+    for (name, other), archs in lacking.items():
+        models = dict.fromkeys(model for row in archs.values() for model in row)
+        where = ", ".join(archs)
+        yield f"no kernels of {name} weights for {where}: {other} is built there instead of {', '.join(models)}"

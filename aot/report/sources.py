@@ -11,7 +11,7 @@ from ...artifacts.records.target import Gpu, cuda_version
 from ...kernels.hardware.arch import supported
 from ..bundle.verify import sound
 from ..journal.file import Contents, read_journal
-from ..plan.plan import BuildPlan
+from ..plan.plan import BuildPlan, planned_on
 from .cells import Sheet
 from .sheets import sheet
 
@@ -30,15 +30,17 @@ def read(
     paths = [*([] if is_bundle else [Path(source)]), *journals]
     contents = [read_journal(path) for path in paths]
     named = sound(candidates) if candidates is not None else None
-    _check(source, bundle, dict(zip(paths, contents, strict=True)), candidates, named)
+    sm = _capability(source, bundle, dict(zip(paths, contents, strict=True)), candidates, named)
     name = Path(source).name
     title = f"{name}: what the {'bundle' if bundle else 'journal'} holds"
-    return sheet(title, _facts(source, bundle, contents), bundle, contents, plan, named.variants if named else ())
+    wanted = None if plan is None else planned_on(plan, (sm,))
+    return sheet(title, _facts(source, bundle, contents), bundle, contents, wanted, named.variants if named else ())
 
 
-def _check(
+def _capability(
     source: str, bundle: Bundle | None, journals: dict[Path, Contents], candidates: str | None, named: Bundle | None
-) -> None:
+) -> int:
+    """That all of these are for; InputError where there are several, or it is not known."""
     sms = {source: bundle.target.sm} if bundle is not None else {}
     sms |= {str(path): one.header.sm for path, one in journals.items()}
     if candidates is not None and named is not None:
@@ -50,6 +52,7 @@ def _check(
     for path, sm in rest:
         if sm != wanted:
             raise InputError(f"'{path}' is for sm_{sm}, '{first}' for sm_{wanted}: a report is of one capability")
+    return wanted
 
 
 def _facts(source: str, bundle: Bundle | None, journals: Sequence[Contents]) -> dict[str, str]:

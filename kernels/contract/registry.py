@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
+from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op, Problem
 from ..hardware.arch import arch_of
 from .block_scaled import ROWS_W8A8
@@ -34,6 +35,11 @@ _NOTHING = Limits(experts=0)
 def kernel_of(op: Op, config: Config) -> KernelEntry | None:
     """The kernel that computes an op by a config's schedule, or None where no kernel does."""
     return _BY_FORM.get((op, config.schedule, config.rows))
+
+
+def has_code(op: Op, dtype: DType, sm: int) -> bool:
+    """Whether some kernel computes an op of a dtype on a capability, of sizes that suit it."""
+    return any(op in one.ops and dtype in one.dtypes and one.needs <= arch_of(sm).features for one in KERNELS)
 
 
 def entry_of(spec: Spec | RowOpSpec) -> Entry:

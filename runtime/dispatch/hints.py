@@ -12,6 +12,8 @@ from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.mixed_input import SIZES, prepares
+from ...kernels.contract.registry import has_code
 from ...kernels.contract.spec import result_columns
 from ...kernels.hardware.arch import refusal
 from .snapshot import View
@@ -29,20 +31,22 @@ def remedy(problem: Problem, bucket: int, sm: int, view: View | None = None) -> 
     line = build_line(problem, bucket, sm, view)
     if line is not None:
         return f"Build one with: {line}"
+    if refusal(sm) is None and (why := _uncoded(problem, sm)) is not None:
+        return f"{why}: torch dequantises them, expert by expert; dequantised weights have kernels (dtype=bf16)"
     return refusal(sm) or (f"aot builds for E up to {MAX_EXPERTS}, and H and I up to {MAX_WIDTH}: torch runs it")
 
 
 def build_line(problem: Problem, bucket: int, sm: int, view: View | None = None) -> str | None:
     """The command that builds this very problem, up to ``bucket`` rows and more, for capability ``sm``.
 
-    None where ``aot build`` would refuse: the capability, or sizes over its limits.
+    None where ``aot build`` would refuse: the capability, sizes over its limits, or quantised weights without kernels.
 
     It names the model that the problem is of, if a bundle of ``view`` was built for one of these sizes, in whatever
     dtype. Else the problem is written as a GEMM of a layer without a gate: the second, H = N and I = K, or the first,
     H = K and I = N; with silu in its epilogue the first of one with a gate, I = N/2. (top_k decides nothing about a
     product, so it is 1, or what makes so many rows of the tokens that a spec may have.)
     """
-    if refusal(sm) is not None:
+    if refusal(sm) is not None or _uncoded(problem, sm) is not None:
         return None
     spec = None if view is None else _model_spec(problem, bucket, view)
     if spec is not None:
@@ -59,9 +63,20 @@ def build_line(problem: Problem, bucket: int, sm: int, view: View | None = None)
     return f'aot build --models "shape:E={problem.E},H={H},I={width},k={k}{options}" --sm {sm}'
 
 
-def _options(problem: Problem) -> str:
+def _uncoded(problem: Problem, sm: int) -> str | None:
+    """Why no kernel is for quantised weights on a capability; None where one is, or they are none."""
+    dtype = problem.dtype
+    if not dtype.quantised:
+        return None
+    if not has_code(problem.op, dtype, sm):
+        return f"No kernel is for {problem.op.value} of {dtype.value} weights on sm_{sm}"
+    return None if prepares(dtype, problem.N, problem.K) else f"No kernel is for {problem}: {SIZES}"
+
+
+def _options(problem: Problem, *, named: bool = False) -> str:
+    """Of a spec; a model's name alone means its weights as they were published."""
     key = "weights" if problem.dtype.quantised else "dtype"
-    options = "" if problem.dtype is DType.BF16 else f" {key}={problem.dtype.value}"
+    options = "" if problem.dtype is DType.BF16 and not named else f" {key}={problem.dtype.value}"
     options += "" if problem.layout is Layout.NK else f" layout={problem.layout.value}"
     return f"{options} ops={problem.op.value}"
 
@@ -89,7 +104,7 @@ def _model_spec(problem: Problem, bucket: int, view: View) -> str | None:
     options += " shared=fuse" if model.top_k > least[model.name] else ""
     tokens = -(-bucket * model.ep // model.top_k)
     limit = "" if tokens <= _DEFAULT_TOKENS else f" tokens=1..{tokens}"
-    return f"{model.name}{options}{_options(problem)}{limit}" if tokens <= _MOST_TOKENS else None
+    return f"{model.name}{options}{_options(problem, named=True)}{limit}" if tokens <= _MOST_TOKENS else None
 
 
 def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import InputError
 from ...artifacts.limits import MAX_DIM
-from ...artifacts.records.precision import DType
+from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...kernels.contract.mixed_input import prepares
 from ...kernels.contract.words import has_aligned_rows
 
 if TYPE_CHECKING:
@@ -27,12 +28,38 @@ def check_numbers(**given: int | None) -> None:
             raise InputError(f"explain: {name} is {value!r}, wanted {what}, an int of at least 1 and at most {MAX_DIM}")
 
 
-def of_numbers(E: int | None, N: int | None, K: int | None, dtype: str | torch.dtype, w_layout: str) -> Problem:
+def dtype_of_weights(asked: object, who: str) -> DType:
+    """What products are of whose w has a format and whose x stays as it is; InputError for what is no format.
+
+    ``who`` asks.
+    """
+    if not isinstance(asked, str) or asked not in PRECISIONS:
+        raise InputError(f"{who}: weights is {asked!r}, wanted one of {', '.join(PRECISIONS)}")
+    *_, dtype = dtypes_of(asked) or (None,)
+    if dtype is None:
+        able = ", ".join(name for name in PRECISIONS if dtypes_of(name))
+        raise InputError(
+            f"{who}: no kernel is for {asked} weights: torch dequantises them, expert by expert; kernels are for {able}"
+        )
+    return dtype
+
+
+def suits(problem: Problem) -> bool:
+    """Whether code that wants whole 16 bytes a row, or of quantised weights whole blocks, can run such sizes."""
+    whole = not problem.dtype.quantised or prepares(problem.dtype, problem.N, problem.K)
+    return whole and has_aligned_rows(problem)
+
+
+def of_numbers(
+    E: int | None, N: int | None, K: int | None, dtype: str | torch.dtype, weights: str | None, w_layout: str
+) -> Problem:
     """The forward's problem; InputError for what is no call."""
     from ..check.tensors import DTYPES
 
     torchs: Mapping[Any, DType] = DTYPES
     check_numbers(E=E, N=N, K=K)
+    if weights is not None:
+        dtype = dtype_of_weights(weights, "explain").value
     try:
         return Problem(Op.FORWARD, torchs.get(dtype) or DType(dtype), E or 0, N or 0, K or 0, Layout(w_layout))
     except (TypeError, ValueError) as error:  # TypeError: something that has no hash

@@ -11,17 +11,16 @@ from ...artifacts.errors import BundleError, HostError, InputError, PretunedErro
 from ...artifacts.names import printable
 from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
 from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.contract.words import has_aligned_rows
 from ...kernels.hardware import arch, chips
 from .. import settings, verdicts
 from ..dispatch import compiled, epilogue, gather
 from ..dispatch import snapshot as bundles
 from ..dispatch.decide import Decision, miss_reason, reason, settle
-from ..dispatch.hints import build_line
+from ..dispatch.hints import build_line, remedy
 from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled
 from ..dispatch.snapshot import Rejected, Skipped, Snapshot
 from ..driver.device import current_device, local_gpu
-from .asked import check_numbers, of_numbers, of_tensors
+from .asked import check_numbers, of_numbers, of_tensors, suits
 
 if TYPE_CHECKING:
     import torch
@@ -149,6 +148,7 @@ def explain(
     K: int | None = None,
     M: int | None = None,
     dtype: str | torch.dtype = "bf16",
+    weights: str | None = None,
     sm: int | None = None,
     device: int | None = None,
     aligned: bool | None = None,
@@ -165,6 +165,9 @@ def explain(
         ``ExpertWeights``, which are left as they are.
     E, N, K, M, dtype
         The call in numbers, 1 to 2^31 - 1: w is [E, N, K], x is [M, K]; dtype is bf16, fp16, fp32 or tf32, or torch's.
+    weights
+        The format of w of a call in numbers, as a spec of ``aot build`` names it (``mxfp4``, ``fp8_block``, ...), in
+        place of dtype.
     sm
         A capability to explain for (90 for 9.0), in place of a GPU. Nothing counts as measured on it.
     device
@@ -185,12 +188,12 @@ def explain(
     """
     if isinstance(x, Problem):
         check_numbers(E=x.E, N=x.N, K=x.K)
-        problem, natural = x, has_aligned_rows(x)
+        problem, natural = x, suits(x)
     elif x is not None:
         problem, M, natural, device = of_tensors(x, w, m_sizes, w_layout, device)
     else:
-        problem = of_numbers(E, N, K, dtype, w_layout)
-        natural = has_aligned_rows(problem)
+        problem = of_numbers(E, N, K, dtype, weights, w_layout)
+        natural = suits(problem)
     check_numbers(M=M)
     if top_k is not None:
         check_numbers(top_k=top_k)
@@ -258,6 +261,8 @@ def examine(
                 found = [decided, *(one for one in found if (one.usable.bundle, one.index) != at)]
             why = reason(found[0], problem, bucket, local) if found else miss_reason(problem, local, view)
             build = None if found or not local.sm else build_line(problem, bucket, local.sm, view)
+            if not found and local.sm and build is None:  # then what to do is no command
+                why = f"{why}. {remedy(problem, bucket, local.sm, view)}"
             compiles = not found and compiled.would_compile(problem, local)
             ruled_rows = _gathered_first(snapshot, problem, M, local, aligned, top_k)
             before = None if ruled_rows is None else ruled_rows.chosen

@@ -17,6 +17,7 @@ from ...artifacts.errors import BundleError, HostError, InputError, ProblemNotIn
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.names import PART
 from ...artifacts.records.bundle import Model
+from ...artifacts.records.precision import DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, buckets_between
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.rowops import dtype_of
@@ -31,6 +32,7 @@ from ..launch.loader import loaded, prepare
 from ..launch.proof import stands
 from ..locks import lock
 from ..settings import settings
+from .asked import dtype_of_weights
 
 _ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those of the last bucket
 _MOST_ROWS = (1 << 31) - 1
@@ -95,6 +97,7 @@ def preload(
     tokens: range | None = None,
     device: int | None = None,
     w_layout: str | None = None,
+    weights: str | None = None,
 ) -> Preloaded:
     """Load every variant that the calls of a deployment can come to; afterwards such calls load and prove nothing.
 
@@ -117,12 +120,15 @@ def preload(
     w_layout
         How the weights of the models lie, ``nk`` ([E, N, K]) or ``kn`` ([E, K, N]); as their bundles were built for, if
         None. (``problems`` say it themselves.)
+    weights
+        The format of the models' weights, as a spec of ``aot build`` names it (``mxfp4``, ``fp8_block``, ``bf16``,
+        ...); every format that the bundles have, if None. (``problems`` say it themselves.)
 
     Raises
     ------
     InputError
-        for a model that no usable bundle knows (the message names the nearest), tokens that are no range, or a w_layout
-        that is none.
+        for a model that no usable bundle knows, or has in no such format (the message names the nearest, and the
+        command that builds it), tokens that are no range, or a w_layout or weights that are none.
     HostError, CudaError
         if there is no such GPU as ``device``, or the driver refuses the code. Where no device is named and there is
         none, nothing is loaded, and a warning says so.
@@ -132,6 +138,8 @@ def preload(
         raise InputError(f"preload: tokens is {tokens!r}, wanted a range, e.g. range(1, 8193)")
     if w_layout not in (None, "nk", "kn"):
         raise InputError(f"preload: w_layout is {w_layout!r}, wanted 'nk' (w is [E, N, K]), 'kn' ([E, K, N]) or None")
+    if weights is not None:
+        dtype_of_weights(weights, "preload")
     lying = None if w_layout is None else Layout(w_layout)
     models = [models] if isinstance(models, str) else models
     try:
@@ -146,11 +154,11 @@ def preload(
     for problem in problems or ():
         wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     if models is not None:
-        for model in records_of(models, view):
+        for model in records_of(models, view, weights):
             for problem in turned(model.problems, lying):
                 wanted.setdefault(problem, set()).update(buckets(rows_of(model, problem, tokens)))
     elif problems is None:
-        for problem in (one for row in problems_of(view) for one in turned(row, lying)):
+        for problem in (one for row in problems_of(view) for one in turned(row, lying) if _is_of(one.dtype, weights)):
             wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     cells = cells_of(wanted, snapshot, local)
     kernels = set()
@@ -290,13 +298,19 @@ def _whole(read: Callable[[], tuple[_T, ...]], errors: list[BundleError]) -> tup
         return ()
 
 
-def records_of(names: Sequence[str], view: View) -> list[Model]:
+def _is_of(dtype: DType, weights: str | None) -> bool:
+    return weights is None or dtype in dtypes_of(weights)
+
+
+def records_of(names: Sequence[str], view: View, weights: str | None = None) -> list[Model]:
     """The models of these names, with all their kinds of experts, in every sharding and dtype that the bundles have.
+
+    With ``weights`` in the dtypes of this format alone.
 
     Raises
     ------
     InputError
-        for a name that no bundle knows.
+        for a name that no bundle knows, or has in no such format.
     BundleCorrupt
         for one that none knows, where a bundle's models are damaged.
     """
@@ -313,7 +327,16 @@ def records_of(names: Sequence[str], view: View) -> list[Model]:
                 f"preload: no usable bundle was built for model {name!r} ({len(known)} models are known){hint}. "
                 f"Build it with: aot build --models {name}"
             )
-    return [model for model in records if model.name in names or model.name.partition(PART)[0] in names]
+    found = [model for model in records if model.name in names or model.name.partition(PART)[0] in names]
+    kept = [model for model in found if _is_of(model.dtype, weights)]
+    for name in names:
+        if not any(name in (model.name, model.name.partition(PART)[0]) for model in kept):
+            has = ", ".join(dict.fromkeys(model.dtype.value for model in found if model.name == name))
+            raise InputError(
+                f"preload: no usable bundle has {name} in {weights} (there is {has}). Build it with: "
+                f'aot build --models "{name} weights={weights}"'
+            )
+    return kept
 
 
 def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Problem]:

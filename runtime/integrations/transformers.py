@@ -1,49 +1,169 @@
 """The experts of transformers' models: ``experts_implementation="pretuned"``.
 
-    from pretuned.integrations.transformers import experts_forward
-    from transformers.integrations.moe import ExpertsInterface
+    from pretuned.integrations.transformers import register
 
-    ExpertsInterface.register("pretuned", experts_forward)
+    register()
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", experts_implementation="pretuned")
 
 transformers, from 5.8 on, hands a function so registered the experts' module, with how its weights lie as attributes,
-the tokens and their routing. Nothing here imports it.
-
-Experts that stay in fp8 with a scale for each 128 x 128 (DeepSeek-V3, Qwen3-*-FP8), or in DeepSeek-V4's fp4, go through
-an interface of their own, for the same function:
-
-    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
-
-    FP8ExpertsInterface.register("pretuned", experts_forward)
-
-and gpt-oss's mxfp4, which transformers else dequantises or packs anew, stays as the checkpoint has it after
-
-    from pretuned.integrations.transformers_quantised import keep_mxfp4
-
-    keep_mxfp4()
+the tokens and their routing. Experts that stay in fp8 with a scale for each 128 x 128 (DeepSeek-V3, Qwen3-*-FP8), or in
+DeepSeek-V4's fp4, go through an interface of their own, for the same function. Others that a checkpoint has quantised
+stay so where ``transformers_quantised.py`` keeps them. Nothing here imports transformers, but ``register``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import sys
 from typing import Any, TypeAlias
 
 import torch
 
+from ..artifacts.errors import InputError, PretunedError
+from ..artifacts.records.problem import Layout, Op, Problem
 from ..runtime.api.grouped_gemm import grouped_gemm
 from ..runtime.api.lora import Lora
 from ..runtime.api.moe import moe_mlp, sort_routing
 from ..runtime.check.tensors import DTYPES, PLAIN, bad
+from ..runtime.inspect.preload import preload
 from ..runtime.ops.layer import FrozenWeights, Weights, weights_of
+from ..runtime.settings import settings
 from ..runtime.weights.expert_weights import ExpertWeights
 from .transformers_gates import recognise
 from .transformers_lora import adapted
-from .transformers_quantised import quantised
+from .transformers_quantised import keep_compressed_tensors, quantised, restore
 
 _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
 
 _transformed = torch._C._are_functorch_transforms_active
 _COMPUTED = (*DTYPES, torch.float64)
+NAME = "pretuned"
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make ``experts_implementation="pretuned"`` known to transformers. A second call does nothing.
+
+    What an experts' module of a model made from now on needs is prepared when it comes to a GPU (``prepare``), not in
+    the first step: as ``from_pretrained(device_map=...)`` puts it there, and ``model.to``. Experts of checkpoints of
+    compressed-tensors stay codes (``keep_compressed_tensors``). What pretuned can't run is left to the module's own
+    code, told once with the reason; ``PRETUNED_STRICT=1`` makes that an error.
+
+    Raises
+    ------
+    ImportError
+        for a transformers without an interface for experts: before 5.8.
+    """
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(NAME, experts_or_own)
+    with contextlib.suppress(ImportError):  # before 5.23
+        from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+
+        FP8ExpertsInterface.register(NAME, experts_or_own)
+    keep_compressed_tensors()
+    _watch_models()
+
+
+@functools.cache
+def _watch_models() -> None:
+    torch.nn.modules.module.register_module_module_registration_hook(_seen)
+
+
+def _seen(_parent: Any, _name: str, module: Any) -> None:
+    """torch's hook where a module gets a part: the class of one that has experts prepares them where they come to."""
+    if "is_transposed" in getattr(module, "__dict__", ()) and hasattr(module, "_apply_gate"):
+        _prepares(type(module))
+
+
+@functools.cache
+def _prepares(kind: Any) -> None:
+    """Once for each class: ``_apply`` moves its parameters; ``train`` is what from_pretrained ends with."""
+    for name in ("_apply", "train"):
+        setattr(kind, name, _then_prepare(getattr(kind, name)))
+
+
+def _then_prepare(own: Any) -> Any:
+    @functools.wraps(own)
+    def call(self: Any, *args: Any, **more: Any) -> Any:
+        done = own(self, *args, **more)
+        if _on_gpu(self) and getattr(self.config, "_experts_implementation", None) == NAME:
+            prepare(self)
+        return done
+
+    return call
+
+
+def _on_gpu(experts: Any) -> bool:
+    one = next(experts.parameters(recurse=False), None)
+    return one is not None and one.is_cuda
+
+
+def prepare(experts: Any) -> None:
+    """Load the kernels that an experts' module can come to, and put quantised weights into the order that these read.
+
+    What can't be prepared is left to the first call, told once.
+    """
+    try:
+        first = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
+        codes = [quantised(experts, name) for name in (first, "down_proj")]
+        for one in codes:
+            if one is not None:
+                one.prepare()
+        _load(_problems(experts, (first, "down_proj"), codes), next(experts.parameters(recurse=False)).get_device())
+    except PretunedError as error:
+        _tell(f"{type(experts).__name__} is not prepared: {error}")
+
+
+@functools.cache
+def _load(problems: frozenset[Problem], device: int) -> None:
+    if problems:
+        preload(problems=problems, device=device)
+
+
+def _problems(experts: Any, names: tuple[str, str], codes: list[ExpertWeights | None]) -> frozenset[Problem]:
+    """The products of a module: the forward's, and the gradients' where something of it has one."""
+    found: set[Problem] = set()
+    layout = Layout.KN if experts.is_transposed else Layout.NK
+    for name, one in zip(names, codes, strict=True):
+        if one is not None:
+            found |= {Problem(Op.FORWARD, dtype, *one.shape) for dtype in one.kernel_dtypes}
+            continue
+        w, _ = adapted(experts, name)
+        if w.dtype not in DTYPES or type(w) not in PLAIN:
+            continue
+        E, N, K = w.shape if layout is Layout.NK else (w.shape[0], w.shape[2], w.shape[1])
+        found.add(Problem(Op.FORWARD, DTYPES[w.dtype], E, N, K, layout))
+        if w.requires_grad:
+            found.add(Problem(Op.DX, DTYPES[w.dtype], E, N, K, layout))
+            found.add(Problem(Op.DW, DTYPES[w.dtype], *w.shape))
+    return frozenset(found)
+
+
+@functools.cache
+def _tell(line: str) -> None:
+    _log.warning("pretuned: %s", line)
+
+
+def experts_or_own(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """``experts_forward``, or the module's own code where that refuses it."""
+    if torch.compiler.is_compiling():
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    try:
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    except InputError as error:
+        own = getattr(type(self).forward, "__wrapped__", None)
+        if own is None or settings().strict:
+            raise
+        _tell(f"{type(self).__name__} runs its own code: {error}")
+        restore(self)
+    out: torch.Tensor = own(self, hidden_states, top_k_index, top_k_weights)
+    return out
 
 
 def experts_forward(

@@ -16,7 +16,9 @@ from ..runtime.weights.expert_weights import ExpertWeights
 from ..runtime.weights.packings import E8M0
 
 _NAME = "_pretuned_weights"
-_NAMES = (("", "_scale_inv"), ("_blocks", "_scales"))  # of codes and scales: of transformers' fp8, and of gpt-oss
+# Of codes and scales: of transformers' fp8, of gpt-oss, and of compressed-tensors' packed and other codes.
+_NAMES = (("", "_scale_inv"), ("_blocks", "_scales"), ("_packed", "_scale"), ("", "_scale"))
+_GROUPS = (32, 64, 128)  # of int4
 
 
 class _Held(NamedTuple):
@@ -32,7 +34,7 @@ class _Held(NamedTuple):
 
 
 def quantised(experts: Any, name: str) -> ExpertWeights | None:
-    """A module's weights of a product, if they are quantised: fp8 with a scale for each 128 x 128, or mxfp4.
+    """A module's weights of a product, if they are quantised: fp8, mxfp4 or int4.
 
     Raises
     ------
@@ -43,14 +45,16 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
         (
             pair
             for pair in ([getattr(experts, name + end, None) for end in ends] for ends in _NAMES)
-            if pair[1] is not None
+            if None not in pair
         ),
         None,
     )
     if found is None:
         return None
     codes, scale = found
-    if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor) or codes.element_size() != 1:
+    if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor):
+        return None
+    if codes.element_size() != 1 and codes.dtype is not torch.int32:
         return None
     every: dict[str, _Held] = experts.__dict__.setdefault(_NAME, {})
     known = every.get(name)
@@ -66,8 +70,12 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
 
 
 def _made(codes: torch.Tensor, scale: torch.Tensor, order: int) -> ExpertWeights:
-    if codes.dtype is torch.float8_e4m3fn:
-        factor = e8m0(scale.view(torch.uint8)) if scale.dtype is E8M0 else scale
+    if codes.dtype is torch.int32:  # eight codes each, the lowest bits first
+        made = ExpertWeights.int4(codes.view(torch.uint8), scale)
+    elif codes.dtype is torch.float8_e4m3fn and scale.shape[1:] == (codes.shape[1], 1):
+        made = ExpertWeights.fp8_channel(codes, scale[..., 0].float(), quantize_x=False)
+    elif codes.dtype is torch.float8_e4m3fn:
+        factor = e8m0(scale.view(torch.uint8)) if scale.dtype is E8M0 else scale.float()
         made = ExpertWeights.fp8_block(codes, factor, quantize_x=False)
     else:
         made = ExpertWeights.mxfp4(codes.view(torch.uint8), scale.view(torch.uint8))
@@ -145,4 +153,91 @@ def _pack(experts: Any) -> None:
             one = torch.nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
             experts.register_parameter(name + end, one)
     experts.is_transposed = False
+    experts._is_hf_initialized = True  # all of it is in the checkpoint, and what would draw it looks for the weights
+
+
+def keep_compressed_tensors() -> None:
+    """Have transformers load compressed-tensors' experts as the checkpoint has them, where "pretuned" runs them.
+
+    These are int4 in symmetric groups, mxfp4, and fp8 with a scale for each 128 x 128 or each row. All else is loaded
+    as transformers does it: experts dequantised; so is all by a transformers before 5.23. A second call does nothing.
+    """
+    from transformers.quantizers import auto
+
+    known: Any = auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"]
+    if known.__module__ == __name__ or not hasattr(known, "serialized_names"):
+        return
+
+    class PackedExpertsQuantizer(known):  # type: ignore[misc]
+        """Gives experts parameters for codes and scales; transformers then merges these as it merges weights."""
+
+        def _process_model_before_weight_loading(self, model: Any, **more: Any) -> None:
+            super()._process_model_before_weight_loading(model, **more)
+            for name, module in model.named_modules():
+                run = getattr(getattr(module, "config", None), "_experts_implementation", None)
+                if run == "pretuned" and hasattr(module, "is_transposed") and not self.quantization_config.dequantize:
+                    _pack_compressed(module, _codes_of(self.compressor.quantization_config, name))
+
+        def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+            """Scales of experts stay in their type."""
+            if str(getattr(converter, "target_patterns", [""])[0]).endswith("_proj_scale"):
+                return None
+            return super().get_new_dtype(converter, param, dtype)
+
+    auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"] = PackedExpertsQuantizer
+
+
+class _Codes(NamedTuple):
+    """How experts lie in a checkpoint: the name's end and type of codes, how many one holds, and a scale's block."""
+
+    end: str
+    dtype: torch.dtype
+    many: int
+    scale: torch.dtype
+    block: tuple[int, int]  # of rows and columns; 0: all
+
+
+def _codes_of(config: Any, name: str) -> _Codes | None:
+    """Those of the experts of this name, or None where they are not kept."""
+    from compressed_tensors.utils.match import match_name
+    from transformers.integrations.compressed_tensors import get_experts_scheme
+
+    if any(match_name(f"{name}.0.{part}_proj", one) for one in config.ignore or () for part in ("gate", "up", "down")):
+        return None
+    scheme = get_experts_scheme(config)
+    weights = scheme.weights
+    packing, kind, strategy = (
+        str(getattr(one, "value", one)) for one in (scheme.format or config.format, weights.type, weights.strategy)
+    )
+    if packing == "pack-quantized" and (weights.num_bits, kind, strategy) == (4, "int", "group"):
+        if weights.symmetric and weights.group_size in _GROUPS and not weights.actorder:
+            return _Codes("_packed", torch.int32, 8, torch.bfloat16, (1, weights.group_size))
+    elif packing == "mxfp4-pack-quantized":
+        return _Codes("_packed", torch.uint8, 2, torch.uint8, (1, 32))
+    elif packing == "float-quantized" and (weights.num_bits, kind) == (8, "float"):
+        if strategy == "channel":
+            return _Codes("", torch.float8_e4m3fn, 1, torch.float32, (1, 0))
+        if strategy == "block" and list(weights.block_structure) == [128, 128]:
+            return _Codes("", torch.float8_e4m3fn, 1, torch.float32, (128, 128))
+    return None
+
+
+def _pack_compressed(experts: Any, codes: _Codes | None) -> None:
+    names = [name for name in ("gate_up_proj", "up_proj", "down_proj") if hasattr(experts, name)]
+    if codes is None or experts.is_transposed or "down_proj" not in names:
+        return
+    for name in names:
+        w = getattr(experts, name)
+        delattr(experts, name)
+        E, N, K = w.shape
+        rows, columns = codes.block
+        parts = [
+            (codes.end, (E, N, K // codes.many), codes.dtype),
+            ("_scale", (E, -(-N // rows), -(-K // (columns or K))), codes.scale),
+        ]
+        if codes.dtype is torch.int32:  # beside them, of each matrix: nothing here reads it
+            parts.append(("_shape", (E, 4 if name == "gate_up_proj" else 2), torch.int64))
+        for end, shape, dtype in parts:
+            one = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=w.device), requires_grad=False)
+            experts.register_parameter(name + end, one)
     experts._is_hf_initialized = True  # all of it is in the checkpoint, and what would draw it looks for the weights

@@ -56,6 +56,36 @@ def int4(folder: Path, seed: int = 0) -> Pair:
     return _qwen3(folder, seed, config, encode)
 
 
+def compressed(folder: Path, how: str, seed: int = 0) -> Pair:
+    """Qwen3-MoE as compressed-tensors has it: ``mxfp4``, ``fp8_block`` or ``fp8_channel``."""
+    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": how.removeprefix("fp8_")}
+    if how == "mxfp4":
+        weights |= {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    elif how == "fp8_block":
+        weights["block_structure"] = [128, 128]
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    packing = "mxfp4-pack-quantized" if how == "mxfp4" else "float-quantized"
+    config = {"quant_method": "compressed-tensors", "format": packing, "quantization_status": "compressed",
+              "config_groups": {"group_0": group}, "ignore": _OTHERS}  # fmt: skip
+
+    def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        if how == "mxfp4":
+            codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
+            scale = torch.randint(121, 125, (N, K // 32), dtype=torch.uint8)
+            w = ExpertWeights.mxfp4(codes[None], scale[None])
+            return {"weight_packed": codes, "weight_scale": scale}, w.dequantize()[0]
+        codes = torch.randn(N, K).to(torch.float8_e4m3fn)
+        if how == "fp8_block":
+            scale = 2.0 ** torch.randint(-4, -1, (N // 128, K // 128))
+            w = ExpertWeights.fp8_block(codes[None], scale[None], quantize_x=False)
+        else:
+            scale = 2.0 ** torch.randint(-4, -1, (N, 1))
+            w = ExpertWeights.fp8_channel(codes[None], scale[None, :, 0], quantize_x=False)
+        return {"weight": codes, "weight_scale": scale}, w.dequantize()[0]
+
+    return _qwen3(folder, seed, config, encode)
+
+
 def mxfp4(folder: Path, seed: int = 0) -> Pair:
     """gpt-oss as it is published: packed, gate and up in alternating rows, with biases."""
     from safetensors.torch import load_file, save_file

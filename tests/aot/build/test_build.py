@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from pretuned.aot.bundle.verify import verify
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.pool import CompileResult
 from pretuned.aot.compile.revisions import source_sha256
+from pretuned.aot.compile.shipped import Shipped
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Family, Pool, by_code, families, rejection, specs
@@ -35,6 +37,7 @@ from pretuned.kernels.contract.config import Cache, Config, Schedule, TileRows
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import LAUNCH_ABI, has_aligned_rows
 from pretuned.kernels.hardware.arch import arch_of
+from pretuned.kernels.search.space import candidates
 
 pytestmark = pytest.mark.slow
 
@@ -415,3 +418,19 @@ def test_a_capability_that_is_not_supported(options: Make, small_plan: BuildPlan
     with pytest.raises(InputError, match="sm_75 is not supported"):
         build(small_plan, (75,), options())
     assert not (tmp_path / "out").exists()
+
+
+def test_each_capability_has_a_quantised_model_as_it_can(tmp_path: Path) -> None:
+    """Of what ships compiled: as published where there is code, else what stands in."""
+    config = {"model_type": "gpt_oss", "hidden_size": 128, "intermediate_size": 128, "num_local_experts": 8,
+              "num_experts_per_tok": 2, "quantization_config": {"quant_method": "mxfp4"}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    listed = load_models([f"{tmp_path} name=mine tokens=1..8 ops=forward layout=nk"])
+    report = build(plan(listed.shapes), (80, 90), BuildOptions(tmp_path / "out", shipped=Shipped.found))
+    built = {}
+    for one in report.bundles:
+        assert one.compiled == 0
+        with open_bundle(one.path) as opened:
+            built[one.target.sm] = {(model.name, model.dtype, bool(model.problems)) for model in opened.models()}
+    able = bool(candidates(Op.FORWARD, DType.MXFP4, 80))
+    assert built == {80: {("mine", DType.MXFP4 if able else DType.BF16, True)}, 90: {("mine", DType.MXFP4, True)}}

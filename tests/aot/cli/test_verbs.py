@@ -125,9 +125,13 @@ def test_plan_shows_the_formats_of_the_weights_and_what_is_built(aot, here):
     done = aot("plan", "--models", "openai/gpt-oss-20b ops=forward weights=int4_g128_zp", "--sm", "90", "--json")
     (note,) = json.loads(done.out)["notes"]
     assert note.startswith("no kernels for int4_g128_zp yet: bf16")
-    told = aot("plan", "--models", "openai/gpt-oss-20b ops=forward", "--sm", "90", "--problems")
-    assert re.search(r"^openai/gpt-oss-20b +mxfp4 +bf16$", told.out, re.M)
-    assert "published as mxfp4: weights=mxfp4 builds that" in told.err
+    told = aot("plan", "--models", "openai/gpt-oss-20b", "--sm", "90", "--problems")
+    assert re.search(r"^openai/gpt-oss-20b +mxfp4 +mxfp4$", told.out, re.M)
+    assert "openai/gpt-oss-20b: built as published, of mxfp4 weights, forward" in told.err
+    assert "openai/gpt-oss-20b (mxfp4)" in told.out
+    other = aot("plan", "--models", "openai/gpt-oss-20b ops=forward dtype=bf16", "--sm", "90", "--problems")
+    assert re.search(r"^openai/gpt-oss-20b +mxfp4 +bf16$", other.out, re.M)
+    assert "bf16 is built for openai/gpt-oss-20b; weights=mxfp4 builds the checkpoint's format" in other.err
 
 
 def test_plan_tells_of_shards_that_only_fallbacks_run(aot, here):

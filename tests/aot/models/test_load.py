@@ -141,16 +141,51 @@ def test_a_bare_name_is_taken_and_told() -> None:
     assert loaded.notes == ("--models 'qwen3-30b-a3b': 'qwen3-30b-a3b' is taken as Qwen/Qwen3-30B-A3B",)
 
 
-def test_formats_that_are_not_built_are_told_once_each_by_name() -> None:
-    loaded = load_models(["openai/gpt-oss-20b tp=1,2", "deepseek-ai/DeepSeek-R1", "Qwen/Qwen3-30B-A3B-FP8"])
+@pytest.mark.parametrize(
+    ("spec", "weights", "dtypes"),
+    [
+        ("openai/gpt-oss-20b", "mxfp4", (DType.MXFP4,)),
+        ("openai/gpt-oss-20b tp=3", "mxfp4", (DType.MXFP4,)),
+        ("deepseek-ai/DeepSeek-R1", "fp8_block", (DType.FP8_BLOCK, DType.FP8_BLOCK_A16)),
+        ("Qwen/Qwen3-30B-A3B-FP8", "fp8_block", (DType.FP8_BLOCK, DType.FP8_BLOCK_A16)),
+        ("moonshotai/Kimi-K2-Thinking ep=8", "int4_g32", (DType.INT4_G32,)),
+    ],
+)
+def test_a_model_is_built_in_the_format_that_it_is_published_in(
+    spec: str, weights: str, dtypes: tuple[DType, ...]
+) -> None:
+    loaded = load_models([spec])
+    (shape,) = loaded.shapes
+    assert (shape.weights, shape.dtypes, shape.instead, loaded.notes) == ((weights,), dtypes, (DType.BF16,), ())
+
+
+def test_so_is_a_checkpoint_by_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+    }}))  # fmt: skip
+    (shape,) = load_models([f"{tmp_path} name=mine"]).shapes
+    assert (shape.dtypes, shape.instead) == ((DType.FP8_BLOCK, DType.FP8_BLOCK_A16), (DType.BF16,))
+    (plain,) = load_models([f"{tmp_path} name=mine weights=bf16"]).shapes
+    assert (plain.dtypes, plain.instead) == ((DType.BF16,), ())
+
+
+def test_sizes_without_a_kernel_for_the_published_format_are_built_in_bf16_and_told() -> None:
+    loaded = load_models(["openai/gpt-oss-20b tp=1,2"])
+    assert [(one.tp, one.dtypes, one.instead) for one in loaded.shapes] == [
+        (1, (DType.MXFP4,), (DType.BF16,)), (2, (DType.BF16,), ()),
+    ]  # fmt: skip
+    (note,) = loaded.notes
+    assert "tp=2" in note
+    assert "down of 2880 x 1440 has no kernel for mxfp4, bf16 is built instead: N and K must be multiples" in note
+
+
+def test_a_dtype_goes_before_the_format_and_is_told() -> None:
+    loaded = load_models(["deepseek-ai/DeepSeek-R1 dtype=fp16", "Qwen/Qwen3-30B-A3B-FP8 dtype=fp16"])
+    assert {(one.weights, one.dtypes, one.instead) for one in loaded.shapes} == {(("fp8_block",), (DType.FP16,), ())}
     assert loaded.notes == (
-        "bf16 (or the dtype= given) is built instead for openai/gpt-oss-20b, published as mxfp4: "
-        "weights=mxfp4 builds that",
-        "bf16 (or the dtype= given) is built instead for deepseek-ai/DeepSeek-R1, Qwen/Qwen3-30B-A3B-FP8, "
-        "published as fp8_block: weights=fp8_block builds that",
+        "fp16 is built for deepseek-ai/DeepSeek-R1, Qwen/Qwen3-30B-A3B-FP8; weights=fp8_block builds the checkpoint's "
+        "format",
     )
-    assert {one.dtypes for one in loaded.shapes} == {(DType.BF16,)}
-    assert [one.weights for one in loaded.shapes] == [("mxfp4",), ("mxfp4",), ("fp8_block",), ("fp8_block",)]
 
 
 def test_weights_of_a_spec_go_before_the_checkpoint_s() -> None:
@@ -178,7 +213,7 @@ def test_a_format_with_code_is_built_where_it_is_asked_for_and_of_others_a_note_
     if not dtypes:
         assert shape.dtypes == (DType.BF16,)
         (note,) = loaded.notes
-        assert note == f"no kernels for {name} yet: bf16 (or the dtype= given) is built instead for mine"
+        assert note == f"no kernels for {name} yet: bf16 is built instead for mine"
     else:
         assert (shape.dtypes, loaded.notes) == (dtypes, ())
 
@@ -190,7 +225,7 @@ def test_a_checkpoint_quantised_in_another_way_is_not_taken_for_fp8(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     (note,) = load_models([f"{tmp_path} name=mine"]).notes
     name = {"bitsandbytes": "nf4"}.get(how, how)
-    assert note == f"no kernels for {name} yet: bf16 (or the dtype= given) is built instead for mine"
+    assert note == f"no kernels for {name} yet: bf16 is built instead for mine"
 
 
 def test_every_kind_of_experts_is_built() -> None:
@@ -325,7 +360,8 @@ def test_the_models_of_this_repository() -> None:
     assert {"Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b"} <= {
         one.name for one in loaded.shapes
     }
-    assert len(plan(loaded.shapes).models) == len({(one, dtype) for one in loaded.shapes for dtype in one.dtypes})
+    built = {(one, dtype) for one in loaded.shapes for dtype in (*one.dtypes, *one.instead)}
+    assert len(plan(loaded.shapes).models) == len(built)
 
 
 def test_a_tab_ends_a_word_too(tmp_path: Path) -> None:

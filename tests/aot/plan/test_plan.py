@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from pretuned.aot.models.layer import LayerGemm, LayerShard
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Pool, pass_specs
-from pretuned.aot.plan.plan import buckets_between, plan, planned_on, unaligned
+from pretuned.aot.plan.plan import buckets_between, built_of_codes, plan, planned_on, unaligned
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import code_of
+from pretuned.kernels.hardware.arch import arch_of, supported
+from pretuned.kernels.search.space import candidates
 
 QWEN3 = LayerShard(
     name="Qwen/Qwen3-30B-A3B",
@@ -251,3 +253,50 @@ def test_x_is_quantised_where_there_is_code_that_reads_it_so() -> None:
     assert beside == {RowOpSpec(RowOp.QUANTIZE, DType.BF16)}
     only = tuple(one for one in problems if one.dtype is DType.FP8_BLOCK_A16)
     assert pass_specs(only, 90, Pool()) == pass_specs(problems, 80, Pool())
+
+
+def coded(*ops: Op) -> LayerShard:
+    """A small model that is published in mxfp4."""
+    return replace(QWEN3, name="mine", weights=("mxfp4",), dtypes=(DType.MXFP4,), instead=(DType.BF16,), ops=ops,
+                   tokens=(1, 8))  # fmt: skip
+
+
+def test_a_capability_without_code_for_the_published_format_has_what_stands_in() -> None:
+    made = plan([coded(Op.FORWARD)])
+    assert {one.dtype for one in planned_on(made, [90]).problems} == {DType.MXFP4}
+    assert [one.dtype for one in planned_on(made, [90]).models] == [DType.MXFP4]
+    both = planned_on(made, [80, 90])
+    assert {one.dtype for one in both.problems} == {DType.MXFP4, DType.BF16}
+    for sm in (80, 90):
+        assert planned_on(both, [sm]) == planned_on(made, [sm])
+    lacking = [sm for sm in supported() if not candidates(Op.FORWARD, DType.MXFP4, sm)]
+    for sm in lacking:
+        (model,) = planned_on(made, [sm]).models
+        assert model.dtype is DType.BF16
+        assert set(model.problems) == set(
+            planned_on(plan([replace(QWEN3, name="mine", ops=(Op.FORWARD,))]), [sm]).problems
+        )
+
+
+def test_what_stands_in_for_one_spec_may_be_another_s_own() -> None:
+    other = replace(QWEN3, ops=(Op.FORWARD,), dtypes=(DType.BF16,), tokens=(64, 64))
+    made = planned_on(plan([coded(Op.FORWARD), other]), [90])
+    plain = {one: buckets for one, buckets in made.buckets.items() if one.dtype is DType.BF16}
+    assert set(plain.values()) == {(512,)}, "none of the rows that mxfp4 has there"
+
+
+def test_what_is_built_of_a_quantised_checkpoint_is_told_in_a_line_each() -> None:
+    wanted = [coded(Op.FORWARD), replace(coded(*Op), name="other"), replace(QWEN3, name="plain")]
+    ops = [op for op in Op if candidates(op, DType.MXFP4, 90)]
+    rest = " or ".join(op.value for op in Op if op not in ops)
+    told = [*built_of_codes(wanted, [90])]
+    assert told == [
+        f"other: built as published, of mxfp4 weights, {' and '.join(op.value for op in ops)} alone (no {rest} has "
+        "code for them); weights=bf16 builds all in bf16, weights=mxfp4,bf16 both"
+    ]
+    assert "dW" in rest, "codes are frozen"
+    lacking = [sm for sm in supported() if not candidates(Op.FORWARD, DType.MXFP4, sm)]
+    names = ", ".join(str(arch_of(sm)) for sm in lacking)
+    more = [*built_of_codes(wanted[:1], supported())]
+    line = f"no kernels of mxfp4 weights for {names}: bf16 is built there instead of mine"
+    assert more == ([line] if lacking else [])

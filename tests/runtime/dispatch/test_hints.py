@@ -25,8 +25,8 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> View:
     """Of a bundle that was built for some models, sharded and not, in bf16."""
     models: list[Model] = []
     for spec in (
-        "Qwen/Qwen3-30B-A3B tp=2,1", "Qwen/Qwen3-Omni-30B-A3B-Instruct", "openai/gpt-oss-20b layout=nk",
-        "deepseek-ai/DeepSeek-V3 ep=8", "deepseek-ai/DeepSeek-V3 ep=8 shared=fuse",
+        "Qwen/Qwen3-30B-A3B tp=2,1", "Qwen/Qwen3-Omni-30B-A3B-Instruct", "openai/gpt-oss-20b dtype=bf16 layout=nk",
+        "deepseek-ai/DeepSeek-V3 ep=8 dtype=bf16", "deepseek-ai/DeepSeek-V3 ep=8 dtype=bf16 shared=fuse",
         "shape:E=24,H=512,I=256,k=2 name=mine",
     ):  # fmt: skip
         models += plan(load_models([spec]).shapes).models
@@ -51,6 +51,11 @@ def spec_of(line: str) -> str:
     ("problem", "spec"),
     [
         (GATE_UP, "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward"),
+        (replace(GATE_UP, dtype=DType.BF16), "Qwen/Qwen3-30B-A3B dtype=bf16 ops=forward"),
+        (
+            Problem(Op.FORWARD, DType.BF16, 32, 4096, 7168),
+            "deepseek-ai/DeepSeek-V3 ep=8 dtype=bf16 ops=forward",  # without dtype= it would be as published, in fp8
+        ),
         (replace(GATE_UP, N=2048, K=768), "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward"),
         (replace(GATE_UP, fusion=Fusion.GATHER, top_k=8), "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward"),
         (replace(GATE_UP, N=768), "Qwen/Qwen3-30B-A3B tp=2 dtype=fp16 ops=forward"),

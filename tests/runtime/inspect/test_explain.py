@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from enum import Enum
 from pathlib import Path
@@ -11,15 +12,19 @@ import pytest
 import torch
 from made import H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.hardware import arch
+from pretuned.kernels.search.space import candidates
 from pretuned.runtime import ExpertWeights, explain, reload
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.ranking import Match
+from pretuned.runtime.inspect.asked import of_numbers
 from pretuned.runtime.inspect.explain import examine, made_up_gpu
 
 NUMBERS = {"E": 8, "N": 1024, "K": 768}
@@ -250,3 +255,39 @@ def test_quantised_weights_are_explained_as_the_kernel_reads_them(monkeypatch: p
     assert gathered.to_dict()["steps"] == list(gathered.steps)
     assert not explain(x.half(), w, m_sizes, sm=90).aligned  # no kernel reads fp16 beside them
     reload()
+
+
+def test_a_format_of_weights_is_asked_for_by_its_name() -> None:
+    """By the bundle that ships."""
+    told = explain(E=32, N=5760, K=2880, M=4096, sm=90, weights="mxfp4")
+    assert told.problem.dtype is DType.MXFP4
+    assert told.runs == "bundle"
+    assert explain(E=256, N=4096, K=7168, M=64, sm=90, weights="fp8_block").problem.dtype is DType.FP8_BLOCK_A16
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "nvfp4", "int4_g32", "int4_g128", "fp8_block", "fp8_channel", "fp32"])
+def test_what_no_bundle_has_ends_in_the_line_that_builds_it(tmp_path: Path, weights: str) -> None:
+    problem = of_numbers(8, 1024, 768, "bf16", weights, "nk")
+    told = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=True)
+    last = str(told).splitlines()[-1]
+    assert last.startswith("  build it with: aot build --models ")
+    (spec,) = re.findall(r'"(.*)"', last)
+    assert told.problem in plan(load_models([spec]).shapes).problems
+
+
+@pytest.mark.parametrize(("N", "K"), [(96, 768), (1024, 96)])
+def test_weights_that_nothing_builds_are_told_so(N: int, K: int) -> None:
+    """Although bundles have code for the format."""
+    told = explain(E=8, N=N, K=K, M=64, sm=90, weights="mxfp4")
+    assert (told.runs, told.build) == ("torch", None)
+    assert "N and K must be multiples of 64" in told.reason
+    assert "torch dequantises them" in str(told)
+
+
+def test_a_capability_without_code_for_a_format_is_not_sent_to_a_build(tmp_path: Path) -> None:
+    for sm in arch.supported():
+        problem = of_numbers(8, 1024, 768, "bf16", "int4_g32", "nk")
+        told = examine(snapshot(tmp_path), problem, 64, made_up_gpu(sm), aligned=True)
+        able = bool(candidates(problem.op, problem.dtype, sm))
+        assert (told.build is not None) == able
+        assert able or f"No kernel is for forward of int4_g32 weights on sm_{sm}: torch dequantises" in told.reason

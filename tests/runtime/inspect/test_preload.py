@@ -14,9 +14,9 @@ from made import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
 from pretuned.artifacts.errors import BundleCorrupt, CudaError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import BundleFile
 from pretuned.artifacts.records.bundle import Model
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.precision import DType, dtypes_of
 from pretuned.artifacts.records.problem import Problem
-from pretuned.runtime import fingerprint, preload
+from pretuned.runtime import explain, fingerprint, preload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.inspect import preload as inspect_preload
@@ -175,7 +175,7 @@ def test_no_collection_delays_it_and_none_is_left_out_afterwards(
 def test_one_model_by_its_name(tmp_path: Path, clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def records(names: object, view: object) -> list[Model]:
+    def records(names: object, view: object, weights: object) -> list[Model]:
         asked.append(names)
         raise InputError("far enough")
 
@@ -185,6 +185,36 @@ def test_one_model_by_its_name(tmp_path: Path, clean_places: Path, monkeypatch: 
     with pytest.raises(InputError, match="far enough"):
         preload("Qwen/Qwen3-30B-A3B")
     assert asked == [["Qwen/Qwen3-30B-A3B"]]
+
+
+def test_a_model_in_one_format_of_its_weights() -> None:
+    """Of the bundles that ship."""
+    view = dispatch_snapshot.snapshot().view(ON_H200, installed=True)
+
+    def dtypes(model: str, weights: str | None) -> set[DType]:
+        return {one.dtype for one in records_of([model], view, weights)}
+
+    assert dtypes("openai/gpt-oss-20b", None) == {DType.BF16, DType.MXFP4}
+    assert dtypes("openai/gpt-oss-20b", "mxfp4") == {DType.MXFP4}
+    assert dtypes("openai/gpt-oss-20b", "bf16") == {DType.BF16}
+    assert dtypes("deepseek-ai/DeepSeek-V3", "fp8_block") == {DType.FP8_BLOCK, DType.FP8_BLOCK_A16}
+    told = r"bundle has openai/gpt-oss-20b in nvfp4 \(there is bf16, mxfp4\)\. Build it with: aot build --models "
+    with pytest.raises(InputError, match=told + '"openai/gpt-oss-20b weights=nvfp4"'):
+        records_of(["openai/gpt-oss-20b"], view, "nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [("fp8", "weights is 'fp8', wanted one of bf16, "), (8, "weights is 8, wanted"),
+     ("int4_g32_zp", "no kernel is for int4_g32_zp weights: torch dequantises them, .* kernels are for .*mxfp4")],
+)  # fmt: skip
+def test_weights_are_a_format_with_kernels(weights: object, told: str) -> None:
+    if isinstance(weights, str) and dtypes_of(weights):
+        pytest.skip(f"there are kernels for {weights} now")
+    with pytest.raises(InputError, match=f"preload: {told}"):
+        preload(weights=weights)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=f"explain: {told}"):
+        explain(E=8, N=512, K=512, M=1, sm=90, weights=weights)  # type: ignore[arg-type]
 
 
 def test_tokens_are_a_range() -> None:

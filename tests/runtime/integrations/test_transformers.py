@@ -14,7 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers_gates import recognise
 from pretuned.runtime import reload
@@ -498,3 +501,58 @@ def test_other_dtensors_are_refused_by_their_placements(mesh: Any) -> None:
     hidden = DTensor.from_local(given[0], mesh(4), [Replicate()], run_check=False)
     with pytest.raises(InputError, match=r"hidden_states is a DTensor of .*pass hidden_states.to_local"):
         ours.experts_forward(Experts(), hidden, *given[1:])
+
+
+def test_register_is_one_line_and_can_be_called_again(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.moe import ExpertsInterface
+
+    ours.register()
+    hooks, kinds = len(torch.nn.modules.module._global_module_registration_hooks), ExpertsInterface._global_mapping
+    ours.register()
+    assert len(torch.nn.modules.module._global_module_registration_hooks) == hooks
+    assert kinds["pretuned"] is ours.experts_or_own
+    model = made(library, "qwen3_moe")
+    own, _ = run(model, "eager")
+    torch.testing.assert_close(run(model, "pretuned")[0], own, rtol=1e-4, atol=1e-4)
+    prepared: list[Any] = []
+    monkeypatch.setattr(ours, "prepare", prepared.append)
+    model.to("cpu")
+    assert not prepared, "there is no GPU"
+    monkeypatch.setattr(ours, "_on_gpu", lambda experts: True)
+    model.to("cpu")
+    assert prepared == experts_of(model)
+    model.set_experts_implementation("eager")
+    model.to("cpu")
+    assert prepared == experts_of(model), "no more, as something else runs them"
+    copy.deepcopy(model)
+
+
+def test_what_is_prepared_is_what_is_planned(library: Any) -> None:
+    for kind, shape in (("qwen3_moe", "shape:E=6,H=32,I=24,k=2"), ("gpt_oss", "shape:E=6,H=32,I=48,k=2 layout=kn")):
+        experts, *_ = experts_of(made(library, kind).bfloat16())
+        names = "gate_up_proj", "down_proj"
+        wanted = plan(load_models([shape]).shapes).problems
+        every = ours._problems(experts, names, [None, None])
+        assert every == {one for one in wanted if one.fusion is Fusion.NONE}
+        frozen = ours._problems(experts.requires_grad_(False), names, [None, None])
+        assert frozen == {one for one in every if one.op is Op.FORWARD}
+
+
+def test_what_does_not_fit_runs_the_module_s_own_code_told_once(
+    library: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours.register()
+    ours._tell.cache_clear()
+    model = made(library, "qwen3_moe")
+    own, _ = run(model, "eager")
+    for experts in experts_of(model):
+        experts.num_experts, experts._is_expert_parallel = 8, True  # of which it has 6: ids may mean others
+    assert torch.equal(run(model, "pretuned")[0], own)
+    (line,) = [one.getMessage() for one in caplog.records if one.name == ours.__name__]
+    assert line.startswith("pretuned: Qwen3MoeExperts runs its own code: experts_forward: gate_up_proj is 6 experts")
+    monkeypatch.setenv("PRETUNED_STRICT", "1")
+    reload()
+    with pytest.raises(InputError, match="gate_up_proj is 6 experts"):
+        run(model, "pretuned")
+    monkeypatch.undo()
+    reload()

@@ -197,3 +197,39 @@ def test_saved_merged_disabled_and_checkpointed(peft: Any, tmp_path: Path) -> No
     assert not any("lora_" in name for name, _ in merged.named_parameters())
     with torch.no_grad():
         torch.testing.assert_close(merged(input_ids=IDS).logits, wanted, rtol=1e-3, atol=1e-4)
+
+
+def losses(peft: Any, how: str, dtype: torch.dtype) -> list[float]:
+    """Of 50 steps of AdamW on the adapters, over two batches that come again: the same in every way of running."""
+    model = adapted_model(peft, dtype=dtype)
+    model.get_base_model().set_experts_implementation(how)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=3e-2)
+    batches = torch.randint(0, TINY["vocab_size"], (2, 2, 16), generator=torch.Generator().manual_seed(1))
+    found = []
+    for step in range(50):
+        ids = batches[step % 2]
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss))
+    return found
+
+
+@pytest.mark.slow
+def test_a_loss_curve_is_peft_s_within_its_noise(peft: Any) -> None:
+    """Its noise in bf16: how far PEFT's own curve is from its own in fp32."""
+    (exact, ours32), (wanted, ours16) = (
+        [torch.tensor(losses(peft, how, dtype)) for how in ("eager", "pretuned")]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert exact[-2:].mean() < 0.8 * exact[:2].mean(), "it learns"
+    apart32, apart16, noise, ours_noise = (
+        float((one - other).abs().mean())
+        for one, other in ((ours32, exact), (ours16, wanted), (wanted, exact), (ours16, exact))
+    )
+    print(f"{exact[0]:.3f} to {exact[-1]:.3f}: ours beside PEFT's {apart32:.1e} in fp32, {apart16:.1e} in bf16; "
+          f"beside fp32 PEFT's bf16 {noise:.1e}, ours {ours_noise:.1e}")  # fmt: skip
+    assert apart32 < 1e-4
+    assert apart16 < 2 * noise
+    assert ours_noise < 2 * noise

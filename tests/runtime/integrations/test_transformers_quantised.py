@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,21 @@ import torch
 from safetensors.torch import load_file
 
 from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers import experts_forward
 from pretuned.integrations.transformers_gates import recognise
-from pretuned.integrations.transformers_quantised import keep_mxfp4, quantised, restore
+from pretuned.integrations.transformers_quantised import (
+    _codes_of,
+    keep_compressed_tensors,
+    keep_mxfp4,
+    quantised,
+    restore,
+)
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.ops.activation import Activation
+from pretuned.runtime.weights.order import ORDERS
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
 _SIZES = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
@@ -164,3 +175,109 @@ def test_gpt_oss_stays_packed(library: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "again")
     for name, one in load_file(saved.quantised / "model.safetensors").items():
         assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[name].to(one.dtype), one), name
+
+
+def test_prepared_where_it_comes_to_a_gpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the first step. (Here memory on the host is taken for a GPU's.)"""
+    ours.register()
+    model, _ = pair(library)
+    said = model(IDS).logits
+    (_, experts), *_ = experts_of(model)
+    before = experts.down_proj.clone()
+    monkeypatch.setattr(ours, "_on_gpu", lambda experts: True)
+    loaded: list[frozenset[Problem]] = []
+    monkeypatch.setattr(ours, "_load", lambda problems, device: loaded.append(problems))
+    model.to("cpu")
+    assert loaded == 2 * [{
+        Problem(Op.FORWARD, DType.FP8_BLOCK_A16, 4, N, K) for N, K in ((256, 128), (128, 128))
+    }]  # fmt: skip
+    assert {quantised(one, "down_proj").order for _, one in experts_of(model)} == {ORDERS["fp8_block"].number}
+    assert not same(experts.down_proj, before)
+    assert torch.equal(model(IDS).logits, said)
+    experts.state_dict()  # puts them back
+    assert same(experts.down_proj, before)
+    model.eval()  # what from_pretrained ends with
+    assert not same(experts.down_proj, before)
+    assert torch.equal(model(IDS).logits, said)
+
+
+@pytest.fixture
+def keeping(library: Any) -> Iterator[None]:
+    """transformers loads compressed-tensors' experts by pretuned's loader."""
+    pytest.importorskip("compressed_tensors")
+    from transformers.quantizers import auto
+
+    before = auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"]
+    keep_compressed_tensors()
+    mine = auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"]
+    keep_compressed_tensors()
+    assert auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"] is mine
+    yield
+    auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"] = before
+
+
+@pytest.mark.parametrize(
+    ("made_by", "format"),
+    [("int4", "int4_g32"), ("mxfp4", "mxfp4"), ("fp8_block", "fp8_block_a16"), ("fp8_channel", "fp8_channel_a16")],
+)
+def test_compressed_tensors_experts_stay_codes(
+    library: Any, keeping: None, tmp_path: Path, made_by: str, format: str
+) -> None:
+    """Beside the twin, by pretuned and by transformers' own code; saved as they were."""
+    import tiny_quantised
+
+    pair = tiny_quantised.int4(tmp_path) if made_by == "int4" else tiny_quantised.compressed(tmp_path, made_by)
+    how = {"experts_implementation": "pretuned", "dtype": torch.float32}
+    model = library.AutoModelForCausalLM.from_pretrained(pair.quantised, **how)
+    twin = library.AutoModelForCausalLM.from_pretrained(pair.twin, **how)
+    (_, experts), *_ = experts_of(model)
+    weights = quantised(experts, "gate_up_proj")
+    assert weights is not None
+    assert weights.format == format
+    assert all(one.dtype.itemsize == 1 or one.dtype is torch.int32 or name.endswith(("_scale", "_shape"))
+               for name, one in experts.named_parameters())  # fmt: skip
+    said = model(IDS).logits
+    torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-4, atol=1e-4)
+    twin.set_experts_implementation("eager")
+    torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-3, atol=1e-3)
+    assert weights.prepare().order
+    assert torch.equal(model(IDS).logits, said)
+    model.save_pretrained(tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    for name, one in load_file(pair.quantised / "model.safetensors").items():
+        assert torch.equal(saved[name].to(one.dtype), one), name
+
+
+def test_other_implementations_get_the_experts_that_transformers_makes(
+    library: Any, keeping: None, tmp_path: Path
+) -> None:
+    import tiny_quantised
+
+    pair = tiny_quantised.int4(tmp_path)
+    model = library.AutoModelForCausalLM.from_pretrained(pair.quantised, dtype=torch.bfloat16)
+    (_, experts), *_ = experts_of(model)
+    assert {name: one.dtype for name, one in experts.named_parameters()} == {
+        "gate_up_proj": torch.bfloat16, "down_proj": torch.bfloat16,
+    }  # fmt: skip
+    twin = library.AutoModelForCausalLM.from_pretrained(pair.twin, dtype=torch.bfloat16)
+    assert torch.equal(model(IDS).logits, twin(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept"),
+    [
+        ({}, True),
+        ({"group_size": 128}, True),
+        ({"group_size": 16}, False),
+        ({"symmetric": False}, False),  # zero points
+        ({"actorder": "weight"}, False),
+        ({"num_bits": 8}, False),
+    ],
+)
+@pytest.mark.parametrize("ignore", [[], ["re:.*mlp.experts.*"]])
+def test_what_is_kept(library: Any, changed: dict[str, Any], kept: bool, ignore: list[str]) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | changed
+    given = {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    config = quantization.QuantizationConfig.model_validate(given | {"ignore": ignore})
+    assert (_codes_of(config, "model.layers.3.mlp.experts") is not None) == (kept and not ignore)
