@@ -76,7 +76,7 @@ def _watch_models() -> None:
 def _seen(_parent: Any, _name: str, module: Any) -> None:
     """torch's hook where a module gets a part: the class of one that has experts prepares them where they come to."""
     if "is_transposed" in getattr(module, "__dict__", ()) and hasattr(module, "_apply_gate"):
-        _prepares(type(module))
+        _prepares(type(module))  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -184,7 +184,7 @@ def keep_compressed_tensors() -> None:
                 return None
             return super().get_new_dtype(converter, param, dtype)
 
-    auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"] = PackedExpertsQuantizer
+    auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"] = PackedExpertsQuantizer  # type: ignore[assignment]
 
 
 class _Codes(NamedTuple):
@@ -204,7 +204,7 @@ def _codes_of(config: Any, name: str) -> _Codes | None:
 
     if any(match_name(f"{name}.0.{part}_proj", one) for one in config.ignore or () for part in ("gate", "up", "down")):
         return None
-    scheme = get_experts_scheme(config)
+    scheme = get_experts_scheme(config)  # type: ignore[no-untyped-call]
     weights = scheme.weights
     packing, kind, strategy = (
         str(getattr(one, "value", one)) for one in (scheme.format or config.format, weights.type, weights.strategy)
@@ -231,7 +231,7 @@ def _pack_compressed(experts: Any, codes: _Codes | None) -> None:
         delattr(experts, name)
         E, N, K = w.shape
         rows, columns = codes.block
-        parts = [
+        parts: list[tuple[str, tuple[int, ...], torch.dtype]] = [
             (codes.end, (E, N, K // codes.many), codes.dtype),
             ("_scale", (E, -(-N // rows), -(-K // (columns or K))), codes.scale),
         ]
