@@ -248,6 +248,8 @@ def _triton_compile(spec: Spec | RowOpSpec, sm: int, scratch: str) -> Any:
 def _triton_type(name: str, kind: str, spec: Spec | RowOpSpec, boxes: dict[str, tuple[int, ...]]) -> str:
     element = _ELEMENT.get(spec.dtype, "bf16")
     if kind == "ptr":
+        if isinstance(spec, Spec) and (other := registry.pointees(spec).get(name)):
+            return other
         return f"*{element}" if name in _ELEMENTS else _POINTS_AT[name]
     if kind.startswith("desc"):
         box = boxes[name]

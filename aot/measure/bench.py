@@ -312,7 +312,8 @@ class Bench:
 
     def _weight(self, problem: Problem) -> torch.Tensor | ExpertWeights:
         """w as the problem has it: made once for all ops, forms and buckets that share it."""
-        key = (problem.E, problem.N, problem.K, problem.dtype)
+        stored = problem.layout is Layout.STORED
+        key = (problem.E, problem.N, problem.K, problem.dtype, stored)
         if self._weights is None or self._weights[0] != key:
             self._weights = None
             self._judges.clear()
@@ -321,7 +322,7 @@ class Bench:
             self._weights = (
                 key,
                 (
-                    quantised_weights(*sizes, problem.dtype, self.device)
+                    quantised_weights(*sizes, problem.dtype, self.device, prepared=not stored)
                     if quantised
                     else weights(*sizes, TORCH[problem.dtype], self.device)
                 ),

@@ -10,10 +10,9 @@ import torch
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op, Problem
 from ...kernels.contract.spec import gemm_of
-from ...runtime.check.tensors import address_of
 from ...runtime.launch import gemm as launch_gemm
 from ...runtime.launch.block_scaled import block_scaled_launcher
-from ...runtime.launch.mixed_input import mixed_input_launcher
+from ...runtime.launch.mixed_input import addresses_of_scales, mixed_input_launcher, reads_scales_as_they_are
 from ...runtime.weights.expert_weights import ExpertWeights
 from ...runtime.weights.row_codes import values_of_rows
 
@@ -75,7 +74,7 @@ def caller(kernel: launch_gemm.LoadedKernel, on: Tensors, m_sizes: torch.Tensor)
     elif isinstance(w, ExpertWeights):
         launch = mixed_input_launcher(kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=1, fused=fused)
         words |= {"x": on.rows.data_ptr(), "stride_x_m": on.rows.stride(0), "stride_y_m": on.result.stride(0)}
-        words |= {"w": w.codes.data_ptr(), "w_scale": address_of(w.kernel_scale), "w_outer": address_of(w.outer_scale)}
+        words |= {"w": w.codes.data_ptr()} | addresses_of_scales(w, plain=reads_scales_as_they_are(kernel))
     elif problem.op is Op.DW:
         launch = launch_gemm.weight_launcher(
             kernel, N=problem.N, K=problem.K, E=problem.E, stride_dw_e=on.result.stride(0),

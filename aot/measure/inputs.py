@@ -65,9 +65,9 @@ def weights(
 
 
 def quantised_weights(
-    E: int, N: int, K: int, dtype: DType, device: str | torch.device = "cuda"
+    E: int, N: int, K: int, dtype: DType, device: str | torch.device = "cuda", *, prepared: bool = True
 ) -> ExpertWeights:  # fmt: skip
-    """Weights of a quantised format with codes of equal chance, about 0.05 wide, prepared."""
+    """Weights of a quantised format with codes of equal chance, about 0.05 wide, prepared or as a checkpoint's."""
     g = torch.Generator(device).manual_seed(1)
 
     def drawn(*shape: int, low: int, high: int) -> torch.Tensor:
@@ -76,27 +76,28 @@ def quantised_weights(
     scale = dtype.precision.w.scale
     if scale is None:
         raise AssertionError(f"{dtype.value} has no scale")
-    if dtype.precision.w.bits == 8:
-        codes = torch.empty(E, N, K, dtype=torch.uint8, device=device)
-        for one in codes:  # every code but the two that are no number
+    eight = dtype.precision.w.bits == 8
+    codes = torch.empty(E, N, K if eight else K // 2, dtype=torch.uint8, device=device)
+    for one in codes:
+        if eight:  # every code but the two that are no number
             one.copy_(drawn(N, K, low=0, high=127) | drawn(N, K, low=0, high=2) << 7)
-        blocks = (E, -(-N // scale.rows), -(-K // scale.columns)) if scale.columns else (E, N)
+        else:
+            one.copy_(drawn(N, K // 2, low=0, high=256))
+    blocks = (E, -(-N // scale.rows), -(-K // scale.columns)) if scale.columns else (E, N)
+    if eight:
         scales = torch.rand(blocks, generator=g, device=device) * 5e-4 + 2e-4
         make = ExpertWeights.fp8_block if scale.columns else ExpertWeights.fp8_channel
-        return make(codes.view(torch.float8_e4m3fn), scales, quantize_x=False).prepare()
-    codes = torch.empty(E, N, K // 2, dtype=torch.uint8, device=device)
-    for one in codes:
-        one.copy_(drawn(N, K // 2, low=0, high=256))
-    groups = (E, N, K // scale.columns)
-    if dtype is DType.MXFP4:
-        return ExpertWeights.mxfp4(codes, drawn(*groups, low=119, high=124)).prepare()
-    if dtype is DType.NVFP4:
+        made = make(codes.view(torch.float8_e4m3fn), scales, quantize_x=False)
+    elif dtype is DType.MXFP4:
+        made = ExpertWeights.mxfp4(codes, drawn(*blocks, low=119, high=124))
+    elif dtype is DType.NVFP4:
         outer = torch.full((E,), 5e-3, device=device)
-        return ExpertWeights.nvfp4(
-            codes, drawn(*groups, low=0x30, high=0x50).view(torch.float8_e4m3fn), outer
-        ).prepare()
-    scales = torch.rand(groups, generator=g, device=device) * 1e-2 + 5e-3
-    return ExpertWeights.int4(codes, scales.to(torch.bfloat16)).prepare()
+        made = ExpertWeights.nvfp4(codes, drawn(*blocks, low=0x30, high=0x50).view(torch.float8_e4m3fn), outer)
+    else:
+        scales = (torch.rand(blocks, generator=g, device=device) * 1e-2 + 5e-3).to(torch.bfloat16)
+        zero = drawn(*blocks, low=6, high=11) if scale.zero_bits else None
+        made = ExpertWeights(dtype.value, codes, scales, zero)
+    return made.prepare() if prepared else made
 
 
 def activations(M: int, K: int, dtype: torch.dtype, device: str | torch.device = "cuda") -> torch.Tensor:

@@ -12,10 +12,9 @@ from ...artifacts.errors import InputError
 from ...artifacts.names import PART
 from ...artifacts.records.precision import DType, dtypes_of
 from ...artifacts.records.problem import Op
-from ...kernels.contract.mixed_input import SIZES, prepares
 from .catalogue import DEFAULT, catalogue, find, nearest_ids
 from .hf_config import SHARED, read_model
-from .layer import ExpertLayer, LayerGemm, LayerShard
+from .layer import ExpertLayer, LayerShard
 from .names import cached_config, from_url, republished
 from .quant_config import PLAIN
 from .spec import MAX_NAME, SHAPE, SpecOptions, parse_options, parse_shape, words
@@ -85,12 +84,10 @@ def load_models(values: Sequence[str], only: Sequence[Op] = tuple(Op)) -> Loaded
             continue
         notes.extend(f"{line.where}: {remark}" for remark in found.remarks)
         for shard in shards:
-            notes.extend(f"{line.where}: {note}" for note in _unprepared(shard, options))
             for name in shard.weights:
                 if name not in PLAIN and not (dtypes_of(name) and set(dtypes_of(name)) <= set(shard.dtypes)):
                     built = ",".join(dtype.value for dtype in shard.dtypes if not dtype.quantised)
-                    if options.dtype or not dtypes_of(name):  # else ``_unprepared`` tells it
-                        plain.setdefault((name, built), {})[shard.name] = None
+                    plain.setdefault((name, built), {})[shard.name] = None
             facts = (shard.E, shard.k, shard.H, shard.I, shard.gated, shard.shared_experts)
             told, first = layers.setdefault(shard.name, (facts, line.where))
             if told != facts:
@@ -303,32 +300,9 @@ def _shards(found: _Found, options: SpecOptions, only: Sequence[Op]) -> Iterator
 
 
 def _as_published(shard: LayerShard) -> LayerShard:
-    """The shard of a spec that names no format: bf16 where the checkpoint's has no code, of these sizes or at all."""
+    """The shard of a spec that names no format: bf16 where a capability has no code of the checkpoint's."""
     quantised = any(dtype.quantised for dtype in shard.dtypes)
-    if not quantised:
-        return shard
-    if any(_lacks(shard)):
-        return replace(shard, dtypes=(DType.BF16,))
-    return replace(shard, instead=(DType.BF16,))
-
-
-def _lacks(shard: LayerShard) -> Iterator[tuple[DType, LayerGemm]]:
-    """The products that have no kernel for their sizes, of each quantised dtype."""
-    for name in shard.weights:
-        for dtype in dtypes_of(name):
-            for gemm in shard.gemms() if dtype.quantised else ():
-                if not prepares(dtype, gemm.N, gemm.K):
-                    yield dtype, gemm
-
-
-def _unprepared(shard: LayerShard, options: SpecOptions) -> Iterator[str]:
-    """What can't be built of quantised weights, for their sizes."""
-    if options.dtype:
-        return
-    then = "torch runs it" if options.weights else "bf16 is built instead"
-    for dtype, gemm in _lacks(shard):
-        product = f"{gemm.role} of {gemm.N} x {gemm.K}"
-        yield f"{shard}: {product} has no kernel for {dtype.value}, {then}: {SIZES}"
+    return replace(shard, instead=(DType.BF16,)) if quantised else shard
 
 
 def _dtypes(weights: tuple[str, ...]) -> tuple[DType, ...]:

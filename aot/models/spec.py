@@ -12,7 +12,7 @@ from typing import TypeVar
 from ...artifacts.errors import InputError
 from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
 from ...artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType
-from ...artifacts.records.problem import Layout, Op
+from ...artifacts.records.problem import PLAIN_LAYOUTS, Layout, Op
 from .layer import MAX_TOKENS, ExpertLayer
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ def parse_options(given: Sequence[str]) -> tuple[SpecOptions, list[str]]:
         "ep": _degrees,
         "dtype": lambda key, text: _listed(key, text, {one.value: one for one in DType if one in PLAIN_DTYPES}),
         "ops": lambda key, text: _listed(key, text, {one.value: one for one in Op}),
-        "layout": lambda key, text: _listed(key, text, {one.value: one for one in Layout}),
+        "layout": lambda key, text: _listed(key, text, {one.value: one for one in PLAIN_LAYOUTS}),
         "weights": lambda key, text: _listed(key, text, {name: name for name in PRECISIONS}),
         "tokens": _tokens,
         "gated": lambda key, text: _choice(key, text, {"1": True, "0": False}),

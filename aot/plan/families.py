@@ -78,11 +78,11 @@ class Pool:
         """
         lists = (self.aligned(op, family.dtype, sm) for op in (tuple(ops) or (family.gemm,)))
         every = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
+        if family.dtype.quantised:
+            every = tuple(one for one in every if _compiles(family, one, sm))
         if not family.fusion:
             return every
-        every = tuple(
-            one for one in every if not registry.refusal(Spec(family.gemm, family.dtype, one, fusion=family.fusion), sm)
-        )
+        every = tuple(one for one in every if _compiles(family, one, sm))
         if optional(family):
             gated: dict[tuple[int, int], Config] = {}
             for config in every:
@@ -94,6 +94,10 @@ class Pool:
             schedule = config.schedule if config.schedule.warp_specialized else None
             firsts.setdefault((config.block_m, config.block_n, config.block_k, schedule, config.cache), config)
         return tuple(firsts.values())
+
+
+def _compiles(family: Family, config: Config, sm: int) -> bool:
+    return not registry.refusal(Spec(family.gemm, family.dtype, config, family.layout, family.fusion), sm)
 
 
 def fused(fusion: Fusion) -> str:
@@ -131,6 +135,8 @@ def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
         fewest, most = min(problem.E for problem in members), max(problem.E for problem in members)
         ops = sorted({problem.op for problem in members}, key=lambda op: op is not family.op)  # its own first
         rest = () if optional(family) else pool.fallbacks(family.gemm, family.dtype, sm)
+        if family.dtype.quantised and family.layout is not Layout.STORED:  # of other N and K they are not put in order
+            rest = ()
         enough = MAX_EXPERTS if most <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
         for configs, alignment, experts in (
             (pool.candidates(family, sm, ops), ALIGNMENT_BYTES, enough),

@@ -124,12 +124,16 @@ def problems_of(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
 
 
 def _quantised(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
-    """The forward of prepared weights; rows are gathered beforehand, so as if nothing gathered them."""
-    if Op.FORWARD in shape.ops:
-        for gemm in shape.gemms():
-            if prepares(dtype, gemm.N, gemm.K):
-                for fusion in (Fusion.NONE, Fusion.SCATTER):
-                    yield Problem(Op.FORWARD, dtype, gemm.E, gemm.N, gemm.K, Layout.NK, fusion)
+    """The forward and dX of codes as the checkpoint has them, and of those that are put in order: see ``planned_on``.
+
+    For a forward of the latter rows are gathered beforehand, so it is as if nothing gathered them.
+    """
+    for op in (Op.FORWARD, Op.DX):
+        for gemm, moves in zip(shape.gemms(), _MOVES[op], strict=True) if op in shape.ops else ():
+            for layout in (Layout.NK, Layout.STORED):
+                before = layout is Layout.NK and op is Op.FORWARD
+                for fusion in (Fusion.NONE, Fusion.SCATTER if before else code_of(op, moves)):
+                    yield Problem(op, dtype, gemm.E, gemm.N, gemm.K, layout, fusion)
 
 
 def _gated(gemm: LayerGemm, dtype: DType, layout: Layout) -> Iterator[Problem]:
@@ -183,9 +187,22 @@ def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) 
     idle = {
         one
         for one in made.problems
-        if (optional(one) or one.dtype.quantised) and not any(space.candidates(Family.of(one), sm) for sm in sms)
+        if (optional(one) or one.dtype.quantised) and not any(_runs(one, sm, space) for sm in sms)
     }  # fmt: skip
     return replace(made.without(idle) if idle else made, shapes=plan.shapes)
+
+
+def _runs(problem: Problem, sm: int, space: Pool) -> bool:
+    """Whether a capability has code for an optional problem. Codes are put in order for the forward that wants it."""
+    if not space.candidates(Family.of(problem), sm):
+        return False
+    dtype = problem.dtype
+    if not dtype.quantised:
+        return True
+    ordered = prepares(dtype, problem.N, problem.K) and space.candidates(
+        Family(Op.FORWARD, dtype, Layout.NK, Fusion.NONE), sm
+    )
+    return bool(ordered) == (problem.layout is Layout.NK)
 
 
 def shapes_on(shapes: Iterable[LayerShard], sms: Collection[int], pool: Pool | None = None) -> tuple[LayerShard, ...]:

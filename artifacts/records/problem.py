@@ -46,10 +46,18 @@ class RowOp(enum.Enum):
 
 
 class Layout(enum.Enum):
-    """How w lies in memory: ``NK`` is [E, N, K] with K contiguous, ``KN`` is [E, K, N] with N contiguous."""
+    """How w lies in memory: ``NK`` is [E, N, K] with K contiguous, ``KN`` is [E, K, N] with N contiguous.
+
+    Of quantised weights ``STORED`` is [E, N, K] with the codes in the checkpoint's own order, and ``NK`` in the one
+    that they are put into for the kernels of 9.0 (runtime/weights/order.py); there is no ``KN``.
+    """
 
     NK = "nk"
     KN = "kn"
+    STORED = "stored"
+
+
+PLAIN_LAYOUTS = (Layout.NK, Layout.KN)  # of w that is not quantised
 
 
 class Fusion(enum.Flag):
@@ -86,9 +94,9 @@ class Problem:
 
         A forward of w [E, K, N] and dX of a w [E, N, K] multiply by the same memory, N of the one being K of the other;
         so do a forward of [E, N, K] and dX of [E, K, N]. dW has no other name, nor has what is of the forward alone
-        (``Fusion.SILU``).
+        (``Fusion.SILU``), or has quantised weights.
         """
-        if self.op is Op.DW or Fusion.SILU in self.fusion:
+        if self.op is Op.DW or Fusion.SILU in self.fusion or self.dtype.quantised:
             return None
         op = Op.DX if self.op is Op.FORWARD else Op.FORWARD
         layout = Layout.KN if self.layout is Layout.NK else Layout.NK

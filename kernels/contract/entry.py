@@ -1,4 +1,4 @@
-"""What a GEMM's kernel declares of itself: ``KernelEntry``, and of each kind of tile one ``Tiles``.
+"""What a kernel declares of itself: ``Entry``; a GEMM's ``KernelEntry``, and of each kind of tile one ``Tiles``.
 
 The entries are rows of kernels/contract/registry.py.
 """
@@ -8,17 +8,31 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Op
+from ...artifacts.records.problem import Fusion, Layout, Op
 from ..hardware.arch import Arch, Feature
 from .config import FIELDS, RANGES, SIZES, Config, Loads, misfit
-from .source import Entry
 from .spec import Spec
 
 Constants: TypeAlias = "dict[str, int | str | bool | None]"
 Box: TypeAlias = "tuple[int, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A kernel: its function, and the source it stands for.
+
+    From the first release on ``revision`` goes up whenever the source changes; until then only where a launcher has to
+    know. Bundles record it: when they are merged a later one beats an earlier one, and one of two sources is refused.
+    """
+
+    name: str  # of the function, and the symbol in cubins
+    revision: int
+    home: str  # the module that has the function, below ``kernels``
+    sha256: str  # of what it is compiled from: revisions.source_sha256
+    launched_since: int  # the first revision whose code does all that today's launchers ask of it
 
 
 class Limits(NamedTuple):
@@ -64,6 +78,14 @@ _OTHERWISE: Mapping[str, Sequence[int]] = {name: (getattr(_DEFAULTS, name),) for
 }  # fmt: skip
 
 
+def _plain_layouts(_op: Op) -> frozenset[Layout]:
+    return frozenset((Layout.NK, Layout.KN))
+
+
+def _nothing(_spec: Spec) -> Mapping[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class KernelEntry(Entry):
     """A GEMM's kernel: what it can be compiled for, and what the compiler and the launcher are told of a variant."""
@@ -83,6 +105,9 @@ class KernelEntry(Entry):
     boxes: Callable[[Spec], Mapping[str, Box]]  # of each descriptor, outermost dimension first; and of others
     constants: Callable[[Spec, Arch], Constants]  # but for the pointers that are absent
     loading_warps: int = 0  # beside those that multiply
+    layouts: Callable[[Op], frozenset[Layout]] = _plain_layouts  # of w, for an op
+    pointees: Callable[[Spec], Mapping[str, str]] = _nothing  # what pointers point at that is not the dtype's
+    multiples: Callable[[Spec], Mapping[str, int]] = _nothing  # of aligned code, beside those of all kernels
 
     def schedules(self) -> frozenset[tuple[int, ...]]:
         """How it can run, and with which rows a tile."""
@@ -112,6 +137,8 @@ class KernelEntry(Entry):
                 f"its dtypes are {', '.join(sorted(one.value for one in self.dtypes))}",
                 f"its forms are {', '.join(sorted(map(_named, self.fusions)))}",
             ]
+        if spec.layout not in (layouts := self.layouts(spec.op)):
+            wrong.append(f"w is {spec.layout.value}, wanted {' or '.join(sorted(one.value for one in layouts))}")
         needed = self.needs | ({Feature.TMA} if spec.config.loads is Loads.TMA else set())
         if arch is not None:
             wrong += [f"{arch} has no {one.value}" for one in Feature if one in needed - arch.features]

@@ -14,6 +14,7 @@ from ...artifacts.records.bundle import TensorMap, Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, RowOp
 from ..hardware.arch import SmLimits
+from .coded import CODED
 from .config import Config, Loads
 from .registry import ENTRIES, arguments, boxes, refusal, required, threads
 from .rowops import Block
@@ -35,6 +36,9 @@ _CODES = _NUMBERS | {
     "x": ("desc2",), "w": ("desc2",), "w_scale": ("desc2",), "w_outer": ("ptr",), "y": ("ptr",), "stride_y_m": ("i64",),
     "stride_outer_e": ("i64",),
 }  # fmt: skip
+_PLAIN_CODES = _NUMBERS | dict.fromkeys(
+    ("x", "w", "w_scale", "w_zero", "w_outer", "y"), ("ptr",)
+) | dict.fromkeys(("stride_x_m", "stride_y_m"), ("i64",))  # fmt: skip
 _SCALED = _NUMBERS | {
     "x": ("desc2",), "w": ("desc4",), "x_scale": ("desc2",), "w_scale": ("ptr",), "y": ("ptr",), "y_map": ("desc4",),
     "stride_y_m": ("i64",),
@@ -144,6 +148,8 @@ def _map(one: TensorMap, block: tuple[int, ...], *, plain: bool) -> tuple[tuple[
 
 def _words_of(variant: Variant) -> Mapping[str, tuple[str, ...]]:
     if variant.dtype.quantised:
+        if variant.kernel == CODED.name:
+            return _PLAIN_CODES
         return _SCALED if variant.dtype.quantises_x else _CODES
     return _WEIGHT if variant.op is Op.DW else _ROWS
 

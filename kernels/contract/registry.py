@@ -12,29 +12,37 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Op, Problem
 from ..hardware.arch import arch_of
 from .block_scaled import ROWS_W8A8
+from .coded import CODED
 from .config import Config, out_of_range
-from .entry import Box, Constants, KernelEntry, Limits, Tiles
+from .entry import Box, Constants, Entry, KernelEntry, Limits, Tiles
 from .hopper import ROWS_FITTED, ROWS_SPECIALIZED, WEIGHT_SPECIALIZED
 from .mixed_input import ROWS_WNA16
 from .portable import ROWS, WEIGHT
 from .rowops import ROW_OPS, RowOpSpec
-from .source import Entry
 from .spec import Spec, gemm_of
 
 KERNELS: tuple[KernelEntry, ...] = (
-    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_W8A8,
+    ROWS, WEIGHT, ROWS_SPECIALIZED, ROWS_FITTED, WEIGHT_SPECIALIZED, ROWS_WNA16, ROWS_W8A8, CODED,
 )  # fmt: skip
 ENTRIES: Mapping[str, Entry] = {one.name: one for one in (*KERNELS, *ROW_OPS)}
 
 _BY_FORM: Mapping[tuple[object, ...], KernelEntry] = {
-    (op, *how): one for one in KERNELS for op in one.ops for how in one.schedules()
+    (op, quantised, *how): one
+    for one in KERNELS
+    for quantised in {dtype.quantised for dtype in one.dtypes}
+    for op in one.ops
+    for how in one.schedules()
 }
 _NOTHING = Limits(experts=0)
 
 
-def kernel_of(op: Op, config: Config) -> KernelEntry | None:
-    """The kernel that computes an op by a config's schedule, or None where no kernel does."""
-    return _BY_FORM.get((op, config.schedule, config.rows))
+def kernel_of(op: Op, config: Config, *, quantised: bool = False) -> KernelEntry | None:
+    """The kernel that computes an op by a config's schedule, of w as it is or of its codes; None where none does.
+
+    Where none of that kind has such a schedule it is the one of the other kind, which says what it is for.
+    """
+    how = config.schedule, config.rows
+    return _BY_FORM.get((op, quantised, *how)) or _BY_FORM.get((op, not quantised, *how))
 
 
 def has_code(op: Op, dtype: DType, sm: int) -> bool:
@@ -54,7 +62,7 @@ def entry_of(spec: Spec | RowOpSpec) -> Entry:
 
 
 def _entry(spec: Spec) -> KernelEntry:
-    found = kernel_of(spec.op, spec.config)
+    found = kernel_of(spec.op, spec.config, quantised=spec.dtype.quantised)
     if found is None:
         raise LookupError(f"no kernel of {spec.op.value} has such a schedule: {spec.config}")
     return found
@@ -66,7 +74,7 @@ def refusal(spec: Spec, sm: int | None = None) -> str | None:
 
     ``sm`` is None of compiled code, which says itself where it runs. What fits a GPU is read from the compiled cubin.
     """
-    wrong, entry = out_of_range(spec.config), kernel_of(spec.op, spec.config)
+    wrong, entry = out_of_range(spec.config), kernel_of(spec.op, spec.config, quantised=spec.dtype.quantised)
     if wrong or entry is None:
         return wrong or f"no kernel of {spec.op.value} has such a schedule: {spec.config}"
     return entry.refusal(spec, None if sm is None else arch_of(sm))
@@ -74,7 +82,7 @@ def refusal(spec: Spec, sm: int | None = None) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def tiles_of(op: Op, config: Config) -> Tiles | None:
-    """What the kernel of an op declares of such tiles, or None where it has none."""
+    """What the kernel of an op declares of such tiles, or None where it has none. (No two declare other ones.)"""
     entry = kernel_of(op, config)
     return None if entry is None else entry.tiles_of(config)
 
@@ -146,6 +154,11 @@ def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
     )
 
 
+def pointees(spec: Spec) -> Mapping[str, str]:
+    """What those pointer arguments point at, in Triton's words, that point at no elements of the dtype."""
+    return _entry(spec).pointees(spec)
+
+
 def boxes(spec: Spec) -> dict[str, Box]:
     """The block of each descriptor argument, outermost dimension first."""
     entry = _entry(spec)
@@ -170,7 +183,7 @@ def divisibility(spec: Spec) -> dict[str, int]:
             given[name] = spec.alignment
         elif name in ("N", "K") or kind == "i64":
             given[name] = elements
-    return given
+    return given | dict(_entry(spec).multiples(spec))
 
 
 def threads(spec: Spec) -> int:

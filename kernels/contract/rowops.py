@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
-from .source import Entry
+from .entry import Entry
 
 # Of ``flags``: the activation, then how it is done. kernels/rowops/activation.py has the same values.
 KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2")

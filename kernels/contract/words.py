@@ -69,5 +69,6 @@ def is_aligned(alignment: int, *values_bytes: int) -> bool:
 
 
 def has_aligned_rows(problem: Problem) -> bool:
-    """Whether both row lengths of the weight, N and K, are multiples of 16 bytes."""
-    return is_aligned(ALIGNMENT_BYTES, problem.N * problem.dtype.itemsize, problem.K * problem.dtype.itemsize)
+    """Whether both row lengths of the weight, N and K, are multiples of 16 bytes, and a row of its codes is."""
+    size, codes = problem.dtype.itemsize, problem.K * problem.dtype.precision.w.bits // 8
+    return is_aligned(ALIGNMENT_BYTES, problem.N * size, problem.K * size, codes)

@@ -20,6 +20,7 @@ from ..contract.spec import result_columns
 from ..hardware.arch import arch_of
 from ..hardware.chips import Chip
 from .block_scaled import block_scaled_us
+from .coded import coded_us
 from .constants import CONSTANTS, Constants, Specialized
 from .mixed_input import mixed_input_us
 from .profile import Profile, Resources, join, occupancy, profile
@@ -261,6 +262,8 @@ def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, cons
 def _mixed_us(problem: Problem, M: int, resources: Resources, chip: Chip) -> float:
     if not occupancy(resources, arch_of(chip.sm).limits):
         return math.inf
+    if not resources.config.schedule.warp_specialized:
+        return coded_us(problem, M, resources, chip)
     estimate = block_scaled_us if problem.dtype.quantises_x else mixed_input_us
     return estimate(problem, M, resources.config, chip)
 

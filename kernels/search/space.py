@@ -7,12 +7,12 @@ kernel has code for is left out, and what can't fit, by a lower bound of its sha
 from __future__ import annotations
 
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Op
+from ...artifacts.records.problem import Layout, Op
 from ..contract.config import Config, Loads
 from ..contract.registry import refusal
 from ..contract.spec import Spec
 from ..hardware.arch import Feature, Generation, arch_of
-from . import ampere, blackwell, hopper
+from . import ampere, blackwell, coded, hopper
 from .tiles import Rows, configs
 
 LIMIT = 48
@@ -39,8 +39,9 @@ def shared_bytes_at_least(op: Op, dtype: DType, config: Config, sm: int) -> int:
 def _pool(op: Op, dtype: DType, sm: int) -> list[Config]:
     """What the capability's generation lists."""
     arch = arch_of(sm)
-    if dtype.quantised and not arch.has(Feature.WGMMA):
-        return []
+    if dtype.quantised:
+        own = hopper.candidates(op, dtype) if arch.generation is Generation.HOPPER else []
+        return own + coded.candidates(op, dtype)
     if arch.generation is Generation.HOPPER:
         return hopper.candidates(op, dtype)
     if arch.has(Feature.TMA):
@@ -57,9 +58,14 @@ def candidates(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         if capability ``sm`` is not supported.
     """
     shared_limit = arch_of(sm).limits.shared_per_block_bytes
-    valid = [one for one in dict.fromkeys(_pool(op, dtype, sm)) if refusal(Spec(op, dtype, one), sm) is None]
+    valid = [one for one in dict.fromkeys(_pool(op, dtype, sm)) if _compiles(op, dtype, one, sm)]
     fitting = [config for config in valid if shared_bytes_at_least(op, dtype, config, sm) <= shared_limit]
     return tuple(fitting[: FP32_LIMIT if dtype is DType.FP32 else LIMIT])
+
+
+def _compiles(op: Op, dtype: DType, config: Config, sm: int) -> bool:
+    """Whether there is code of some layout of w."""
+    return any(refusal(Spec(op, dtype, config, layout), sm) is None for layout in (Layout.NK, Layout.STORED))
 
 
 def fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
@@ -73,8 +79,8 @@ def fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         if capability ``sm`` is not supported.
     """
     arch_of(sm)
-    if dtype.quantised:  # of other N and K the weights are not prepared
-        return ()
+    if dtype.quantised:
+        return tuple(coded.fallbacks(op, dtype))
     rows: Rows
     if dtype is DType.FP32:
         rows = ((32, 32, 32, 4, 2),) if op is Op.DW else ((16, 32, 32, 4, 2), (64, 64, 16, 8, 2))

@@ -12,7 +12,6 @@ from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.mixed_input import SIZES, prepares
 from ...kernels.contract.registry import has_code
 from ...kernels.contract.spec import result_columns
 from ...kernels.hardware.arch import refusal
@@ -70,14 +69,14 @@ def _uncoded(problem: Problem, sm: int) -> str | None:
         return None
     if not has_code(problem.op, dtype, sm):
         return f"No kernel is for {problem.op.value} of {dtype.value} weights on sm_{sm}"
-    return None if prepares(dtype, problem.N, problem.K) else f"No kernel is for {problem}: {SIZES}"
+    return None
 
 
 def _options(problem: Problem, *, named: bool = False) -> str:
     """Of a spec; a model's name alone means its weights as they were published."""
     key = "weights" if problem.dtype.quantised else "dtype"
     options = "" if problem.dtype is DType.BF16 and not named else f" {key}={problem.dtype.value}"
-    options += "" if problem.layout is Layout.NK else f" layout={problem.layout.value}"
+    options += f" layout={problem.layout.value}" if problem.layout is Layout.KN else ""
     return f"{options} ops={problem.op.value}"
 
 

@@ -212,7 +212,7 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
     config = _known(variant.config)
     if config is None:
         return "its config is not one that this version knows"
-    spec = Spec(problem.op, problem.dtype, config, fusion=variant.fusion)
+    spec = Spec(problem.op, problem.dtype, config, variant.layout, variant.fusion)
     refused = registry.refusal(spec) or registry.beyond(problem, config)
     if refused:
         return refused

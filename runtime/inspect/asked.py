@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import InputError
@@ -10,11 +11,13 @@ from ...artifacts.limits import MAX_DIM
 from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ...kernels.contract.mixed_input import prepares
-from ...kernels.contract.words import has_aligned_rows
+from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 
 if TYPE_CHECKING:
     import torch
 
+    from ...artifacts.records.target import LocalGpu
+    from ..dispatch.snapshot import Snapshot
     from ..weights.expert_weights import ExpertWeights
 
 _NUMBERS = {"M": "the number of rows", "top_k": "the number of experts of a token"}
@@ -45,9 +48,19 @@ def dtype_of_weights(asked: object, who: str) -> DType:
 
 
 def suits(problem: Problem) -> bool:
-    """Whether code that wants whole 16 bytes a row, or of quantised weights whole blocks, can run such sizes."""
-    whole = not problem.dtype.quantised or prepares(problem.dtype, problem.N, problem.K)
+    """Whether code that wants whole 16 bytes a row, of quantised weights of their codes too, can run such sizes."""
+    whole = not problem.dtype.quantised or problem.K * problem.dtype.precision.w.bits % (8 * ALIGNMENT_BYTES) == 0
     return whole and has_aligned_rows(problem)
+
+
+def as_read(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Problem:
+    """The same of codes as they are stored where a forward can't have them in order, or no bundle has code of that."""
+    if not problem.dtype.quantised or problem.op is not Op.FORWARD or problem.layout is not Layout.NK:
+        return problem
+    stored = replace(problem, layout=Layout.STORED)
+    if not prepares(problem.dtype, problem.N, problem.K):
+        return stored
+    return stored if not snapshot.serves(problem, local) and snapshot.serves(stored, local) else problem
 
 
 def of_numbers(
@@ -109,9 +122,9 @@ def _of_quantised(
     dtype = next(reversed(w.kernel_dtypes), None)  # of which x stays as it is
     if dtype is None:
         raise InputError(f"explain: no kernel is for {w.format} weights: torch dequantises them, expert by expert")
-    order = ORDERS[w.format]
-    ordered = w.order == order.number or order.fits(Quantised(w.codes, w.scale, w.zero, w.global_scale))
+    order = ORDERS.get(w.format)
+    fits = order is not None and order.fits(Quantised(w.codes, w.scale, w.zero, w.global_scale))
     E, N, K = w.shape
-    problem = Problem(Op.FORWARD, dtype, E, N, K)
-    aligned = ordered and has_aligned_rows(problem) and tensors.rows_usable(call.x) and x.dtype is torch.bfloat16
+    problem = Problem(Op.FORWARD, dtype, E, N, K, Layout.NK if w.order or fits else Layout.STORED)
+    aligned = suits(problem) and tensors.rows_usable(call.x) and x.dtype is torch.bfloat16
     return problem, call.M, aligned, call.x.get_device() if call.x.is_cuda else device

@@ -20,7 +20,7 @@ from ..dispatch.hints import build_line, remedy
 from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled
 from ..dispatch.snapshot import Rejected, Skipped, Snapshot
 from ..driver.device import current_device, local_gpu
-from .asked import check_numbers, of_numbers, of_tensors, suits
+from .asked import as_read, check_numbers, of_numbers, of_tensors, suits
 
 if TYPE_CHECKING:
     import torch
@@ -225,6 +225,8 @@ def examine(
         top_k, assumed = _assumed(snapshot, problem, local)
         told = examine(snapshot, problem, M, local, aligned=aligned, strict=strict, top_k=top_k)
         return replace(told, assumed=assumed)
+    if (stored := as_read(snapshot, problem, local)) is not problem:
+        return examine(snapshot, stored, M, local, aligned=aligned, strict=strict, top_k=top_k)
     if Fusion.GATHER in problem.fusion and gather.never_on_load(problem):
         left = replace(problem, fusion=problem.fusion & ~Fusion.GATHER)
         told = examine(snapshot, left, M, local, aligned=aligned, strict=strict, top_k=top_k)

@@ -1,14 +1,20 @@
-"""Launchers of products whose w is of prepared codes: ``rows_wna16``, see kernels/contract/mixed_input.py."""
+"""Launchers of products whose w is of codes and x is not.
+
+``rows_wna16`` reads prepared ones, see kernels/contract/mixed_input.py; ``coded`` any, see kernels/contract/coded.py.
+"""
 
 from __future__ import annotations
 
 from ...artifacts.errors import InputError
+from ...artifacts.records.problem import Fusion, Op
 from ...kernels.codes import BLOCK, CODES, WORD_ROW
 from ...kernels.contract.registry import too_large
-from ...kernels.contract.words import RAGGED_SIZES
+from ...kernels.contract.words import CLEARER_ROWS, RAGGED_SIZES
+from ..check.tensors import address_of
 from ..driver.block import BlockLayout, Words
 from ..driver.descriptors import TensorMaps
 from ..driver.launcher import Launcher, starter
+from ..weights.expert_weights import ExpertWeights
 from .gemm import LATE, Fused, LoadedKernel, always, counter_of, without_clearing
 
 _MOST_TILES = 2**31 - 1
@@ -16,21 +22,46 @@ _WORDS: Words = (
     ("x", "desc2"), ("w", "desc2"), ("w_scale", "desc2"), ("w_outer", "ptr"), ("stride_y_m", "i64"), ("index", "ptr"),
     ("row_weights", "ptr"), ("bias", "ptr"), ("M", "i32"), ("index_end", "i32"),
 )  # fmt: skip
+_CODED_WORDS: Words = (
+    ("x", "ptr"), ("w", "ptr"), ("w_scale", "ptr"), ("w_zero", "ptr"), ("w_outer", "ptr"), ("stride_x_m", "i64"),
+    ("stride_y_m", "i64"), ("index", "ptr"), ("row_weights", "ptr"), ("bias", "ptr"), ("M", "i32"),
+    ("index_end", "i32"),
+)  # fmt: skip
+_MOST_PROGRAMS = 2**26
 _UNREAD = ("null", "null", "one", "one")
 _NO_MAP = bytes(128)
 
 
+def reads_scales_as_they_are(kernel: LoadedKernel) -> bool:
+    """Whether a kernel reads ``ExpertWeights.plain_scale``, and not what is made of it for the kernels of 9.0."""
+    return not kernel.config.schedule.warp_specialized
+
+
+def addresses_of_scales(w: ExpertWeights, *, plain: bool) -> dict[str, int]:
+    """What ``pack`` is given of weights beside their codes; ``plain`` for a kernel that reads scales as they are."""
+    if plain:
+        return {
+            "w_scale": address_of(w.plain_scale),
+            "w_zero": address_of(w.zero),
+            "w_outer": address_of(w.outer_scale),
+        }
+    return {"w_scale": address_of(w.kernel_scale), "w_outer": address_of(w.outer_scale)}
+
+
 def mixed_input_launcher(kernel: LoadedKernel, *, N: int, K: int, E: int, m_sizes_step: int, fused: Fused) -> Launcher:
-    """A launcher of y[g] = x[g] @ w[g].T, whose ``pack`` takes what that of ``gemm.row_launcher`` does.
+    """A launcher of y[g] = x[g] @ w[g].T, or of dX, whose ``pack`` takes what that of ``gemm.row_launcher`` does.
 
     ``w`` is the address of the codes. ``w_scale`` and ``w_outer`` are those of the scales in blocks, and of the scales
-    of experts [E] or of y's columns [E, N]; 0 where the format has none.
+    of experts [E] or of y's columns [E, N]; 0 where the format has none. Of a kernel that ``reads_scales_as_they_are``
+    they are those of ``plain_scale`` and ``global_scale``, and ``w_zero`` that of the zero points.
 
     Raises
     ------
     InputError
         where the product has more columns, or a longer reduction, than the kernel can do.
     """
+    if reads_scales_as_they_are(kernel):
+        return _coded_launcher(kernel, N, K, E, m_sizes_step, fused)
     config, variant, device = kernel.config, kernel.variant, kernel.function.device
     wrong = too_large(variant.op, N, K, config)  # type: ignore[arg-type]
     if wrong:
@@ -58,7 +89,7 @@ def mixed_input_launcher(kernel: LoadedKernel, *, N: int, K: int, E: int, m_size
 
     def pack(
         *, x: int, w: int, w_scale: int, w_outer: int, stride_x_m: int, stride_y_m: int, M: int,
-        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, w_zero: int = 0,
     ) -> bytes:  # fmt: skip
         active = E if E < M else M
         tiles = ((M - active) // block_m + active) * tiles_n  # registry.most_tiles, inlined
@@ -79,5 +110,39 @@ def mixed_input_launcher(kernel: LoadedKernel, *, N: int, K: int, E: int, m_size
             x_map, w_map, scale_map, w_outer, stride_y_m, index, row_weights, bias, M, index_end,
             tiles if tiles < most else most, tail,
         )  # fmt: skip
+
+    return Launcher(pack, start, repeater, zeroes=fused.zero_tail)
+
+
+def _coded_launcher(kernel: LoadedKernel, N: int, K: int, E: int, m_sizes_step: int, fused: Fused) -> Launcher:
+    config, variant = kernel.config, kernel.variant
+    columns, reduction = (N, K) if variant.op is Op.FORWARD else (K, N)
+    fused = without_clearing(fused, variant, config)
+    layout = BlockLayout(
+        variant.arguments, given=_CODED_WORDS, late=(("y", "ptr"), *LATE),
+        fixed={"N": columns, "K": reduction} | always(E, m_sizes_step, fused), maps={},
+        threads=kernel.function.threads, shared_bytes=kernel.function.shared_bytes,
+    )  # fmt: skip
+    start, repeater = starter(kernel.function, f"{variant.entry}, {config}", layout, None)
+    packed, tail = layout.pack, layout.tail
+    tiles_n, block_m = -(-columns // config.block_n), config.block_m
+    clearers = fused.zero_tail and Fusion.SCATTER in fused.fusion
+
+    def pack(
+        *, x: int, w: int, w_scale: int, stride_x_m: int, stride_y_m: int, M: int, w_outer: int = 0, w_zero: int = 0,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
+    ) -> bytes:  # fmt: skip
+        active = E if E < M else M
+        tiles = ((M - active) // block_m + active) * tiles_n  # registry.most_tiles, inlined
+        if clearers:
+            tiles += -(-index_end // CLEARER_ROWS)
+        if tiles > _MOST_PROGRAMS:
+            made = f"M={M} rows and {columns} columns make {tiles} tiles"
+            raise InputError(f"{made} of {config}, the most is {_MOST_PROGRAMS}: split the batch")
+        if RAGGED_SIZES[2] < M:
+            raise InputError(f"M={M}, the most rows of {config} is 2^30: split the batch")
+        return packed(
+            x, w, w_scale, w_zero, w_outer, stride_x_m, stride_y_m, index, row_weights, bias, M, index_end, tiles, tail
+        )
 
     return Launcher(pack, start, repeater, zeroes=fused.zero_tail)

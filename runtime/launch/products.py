@@ -16,9 +16,9 @@ from ...artifacts.records.problem import Fusion
 from ..check.tensors import row_stride
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
-from . import quantize as launch_quantize
 from . import rowops
 from .program import Step
+from .quantised import bytes_of_row, quantize_step, ready_for_quantised
 from .ready import Ready, index_step, ready_for, ready_for_gated, ready_for_weight
 
 if TYPE_CHECKING:
@@ -55,15 +55,22 @@ def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | Non
     """The tensors that kernels read of w, by the names that steps have for them."""
     if isinstance(w, ExpertWeights):
         found = {"w": w.codes, "w_scale": w.kernel_scale if w.order else None, "w_outer": w.outer_scale}
-        if any(one.quantises_x for one in w.kernel_dtypes):
-            found["w_scales"] = w.scale  # as they are, beside those that are made of them
+        found["w_zero"] = w.zero
+        if all(w.plain_scale is not one for one in found.values()):  # else two operands would be one tensor
+            found["w_scales"] = w.plain_scale  # as they are, beside those that are made of them
         return found
     return {"w": w}
 
 
+def _plain_scale(w: ExpertWeights) -> str:
+    """The name of the operand that is ``w.plain_scale``."""
+    return next(name for name, one in operands_of(w).items() if one is w.plain_scale)
+
+
 def resolve(call: Rows, y: torch.Tensor) -> Product | None:
     """The steps of a product into y; None where no bundle has a kernel for it."""
-    ready = ready_for(call, y)
+    quantised = isinstance(call.w, ExpertWeights)
+    ready = ready_for_quantised(call, call.w, y) if quantised else ready_for(call, y)
     if ready is None:
         return None
     return _product(ready, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(y.shape[0]))
@@ -126,7 +133,7 @@ def _of_codes(
     """
     (stride_y, end), x, (rows, K), picks = words, call.x, call.x.shape, bool(call.gather_divisor)
     checks = picks and call.bounds is None
-    before = launch_quantize.step(
+    before = quantize_step(
         quantize, x, top_k=call.gather_divisor, index_step=index_step(call), used=rowops.used(call.bounds),
         index="in_range" if checks else "index" if picks else "",
     )  # fmt: skip
@@ -145,7 +152,7 @@ def _of_codes(
     operands = (_CODES, "w", "y", "m_sizes", "w_scales", index, "row_weights", "bias")
     step = Step(run, ready.name, operands, all_of_M or not left)
     made = partial(launch_gather.in_range, rows=rows, divisor=call.gather_divisor) if checks else None
-    scratch = Scratch(_CODES, launch_quantize.bytes_of_row(K), torch.uint8)
+    scratch = Scratch(_CODES, bytes_of_row(K), torch.uint8)
     return Product((before, step), ready.launcher.zeroes, (scratch,), made)
 
 
@@ -161,15 +168,16 @@ def _row_step(ready: Ready, call: Rows, names: tuple[str, str], words: tuple[int
     if isinstance(call.w, ExpertWeights):
 
         def mixed(
-            M: int, stream: int, x: int, w: int, y: int, m_sizes: int, w_scale: int, w_outer: int, index: int,
-            row_weights: int, bias: int,
+            M: int, stream: int, x: int, w: int, y: int, m_sizes: int, w_scale: int, w_outer: int, w_zero: int,
+            index: int, row_weights: int, bias: int,
         ) -> None:  # fmt: skip
             start(pack(
-                x=x, w=w, w_scale=w_scale, w_outer=w_outer, stride_x_m=stride_x, stride_y_m=stride_y, M=M, index=index,
-                row_weights=row_weights, bias=bias, index_end=M if all_of_M else end or 0,
+                x=x, w=w, w_scale=w_scale, w_outer=w_outer, w_zero=w_zero, stride_x_m=stride_x, stride_y_m=stride_y,
+                M=M, index=index, row_weights=row_weights, bias=bias, index_end=M if all_of_M else end or 0,
             ), y, m_sizes, stream)  # fmt: skip
 
-        operands += ("w_scale", "w_outer", index_name, "row_weights", "bias")
+        scale = _plain_scale(call.w) if ready.plain_scales else "w_scale"
+        operands += (scale, "w_outer", "w_zero", index_name, "row_weights", "bias")
         return Step(mixed, ready.name, operands, all_of_M or not end)
     if end is None:
 

@@ -21,13 +21,12 @@ from ...artifacts.errors import CudaError, PretunedError
 from ...artifacts.files.bundle_file import BundleFile
 from ...artifacts.names import printable
 from ...artifacts.records.bundle import Variant
-from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
+from ...artifacts.records.precision import PRECISIONS, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
 from ...artifacts.records.target import Gpu, LocalGpu, cuda_version
 from ...kernels import reference
 from ...kernels.hardware import arch
 from .. import verdicts
-from ..check.tensors import address_of
 from ..driver import cuda
 from ..driver.device import capturing
 from ..driver.device import device as device_of
@@ -38,7 +37,7 @@ from ..weights.expert_weights import ExpertWeights
 from ..weights.row_codes import codes_of_rows, values_of_rows
 from . import gemm
 from .block_scaled import block_scaled_launcher
-from .mixed_input import mixed_input_launcher
+from .mixed_input import addresses_of_scales, mixed_input_launcher, reads_scales_as_they_are
 from .trials import TORCH, UNTOUCHED, Draw, Ground, full, off, rounding, trial_of_pass
 
 _LONGEST_S = 30.0  # that a trial may take: others may be using the GPU
@@ -262,7 +261,7 @@ class _Operands(NamedTuple):
 def _operands(variant: Variant, here: Ground) -> _Operands:
     draw, E = Draw(), len(_COUNTS)
     if variant.dtype.quantised:
-        return _of_codes(variant.dtype, draw, here)
+        return _of_codes(variant, draw, here)
     aligned, dtype = variant.alignment > 1, TORCH[variant.dtype]
     columns, reduction = (272, 200) if aligned else (134, 67)
     kn = (variant.layout is Layout.KN) == (variant.op is Op.FORWARD)
@@ -285,14 +284,20 @@ def _some_nan(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _of_codes(dtype: DType, draw: Draw, here: Ground) -> _Operands:
-    columns = reduction = 256
+def _of_codes(variant: Variant, draw: Draw, here: Ground) -> _Operands:
+    dtype, ordered = variant.dtype, variant.layout is not Layout.STORED
+    N, K = (256, 256) if ordered else (272, 224) if variant.alignment > 1 else (150, 74)
     format = next(name for name in PRECISIONS if dtype in dtypes_of(name))
-    w = ExpertWeights.quantize(draw.normal(len(_COUNTS), columns, reduction) * reduction**-0.5, format)
+    w = ExpertWeights.quantize(draw.normal(len(_COUNTS), N, K) * K**-0.5, format)
     values = w.dequantize(torch.float32)
-    placed, x = w.prepare().to(here.device), _some_nan(_rows_of_x(draw, reduction)).bfloat16()
+    if variant.op is Op.DX:
+        values = values.transpose(1, 2)
+    columns, reduction = values.shape[1:]
+    placed = (w.prepare() if ordered else w).to(here.device)
+    x = _some_nan(_rows_of_x(draw, reduction)).bfloat16()
     if not dtype.quantises_x:
-        return _Operands(columns, reduction, False, here.put(x), placed, x.float(), values)
+        x_placed = here.put(x, aligned=variant.alignment > 1)
+        return _Operands(columns, reduction, False, x_placed, placed, x.float(), values)
     codes, scale = codes_of_rows(x)
     known, every = values_of_rows(codes, scale, slice(0, _M)), here.put(codes.view(torch.uint8))
     return _Operands(columns, reduction, False, every, placed, known, values, here.put(scale))
@@ -324,7 +329,7 @@ def _rows(kernel: gemm.LoadedKernel, here: Ground, on: _Operands, form: Fusion, 
         if on.scale is not None:
             words |= {"x_scale": on.scale.data_ptr(), "w_scale": on.w.scale.data_ptr()}
         else:
-            words |= {"w_scale": address_of(on.w.kernel_scale), "w_outer": address_of(on.w.outer_scale)}
+            words |= addresses_of_scales(on.w, plain=reads_scales_as_they_are(kernel))
     else:
         words["w"] = on.w.data_ptr()
     if on.scale is None:
@@ -352,7 +357,8 @@ def _launcher(kernel: gemm.LoadedKernel, on: _Operands, fused: gemm.Fused) -> La
     E = len(_COUNTS)
     if isinstance(on.w, ExpertWeights):
         make = mixed_input_launcher if on.scale is None else block_scaled_launcher
-        return make(kernel, N=on.columns, K=on.reduction, E=E, m_sizes_step=1, fused=fused)
+        _, N, K = on.w.shape
+        return make(kernel, N=N, K=K, E=E, m_sizes_step=1, fused=fused)
     row = on.columns if on.w_kn else on.reduction
     return gemm.row_launcher(
         kernel, columns=on.columns, reduction=on.reduction, E=E, w_kn=on.w_kn, stride_w_e=on.columns * on.reduction,

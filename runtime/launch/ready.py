@@ -17,10 +17,9 @@ from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
 from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
-from ..driver.device import capturing, local_gpu, platform_supported, tell_unsupported
+from ..driver.device import local_gpu, platform_supported, tell_unsupported
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
-from . import quantize as launch_quantize
 from . import rowops
 
 if TYPE_CHECKING:
@@ -49,12 +48,11 @@ class Ready(NamedTuple):
     name: str
     gather: RowOpLauncher | None = None
     quantize: RowOpLauncher | None = None
+    plain_scales: bool = False  # of quantised weights: it reads them as they are
 
 
 def ready_for(call: Rows, y: torch.Tensor) -> Ready | None:
     """The kernel for this product into y and all like it; None where no bundle has one."""
-    if isinstance(call.w, ExpertWeights):
-        return _mixed(call, call.w, y)
     x, w, m_sizes, fusion = call.x, call.dense, call.m_sizes, call.fusion
     E, N, K = call.sizes
     step = index_step(call) if call.uses_index else 1
@@ -79,62 +77,10 @@ def ready_for(call: Rows, y: torch.Tensor) -> Ready | None:
 
         fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
         plain = _gathered_kernel(problem, call, device, checks) if first else None
-        ready = None if plain is None else _after_gather(plain, problem, call, fused)
-        return ready or _of_rows(kernel, problem, call, fused)
+        ready = None if plain is None else after_gather(plain, problem, call, fused)
+        return ready or of_rows(kernel, problem, call, fused)
 
-    return _known(key, build)
-
-
-def _mixed(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
-    """The same of quantised weights, which are prepared here if they were not; in a graph capture none are.
-
-    Rows are gathered beforehand: no code of these formats does. Of weights whose checkpoints quantise x, too, the first
-    of two dtypes is that of products that have it so.
-    """
-    x, m_sizes, dtypes = call.x, call.m_sizes, w.kernel_dtypes
-    if not dtypes or call.op is not Op.FORWARD or x.dtype is not torch.bfloat16:
-        return None
-    (E, N, K), device = w.shape, x.get_device()
-    fusion, size = call.fusion & ~Fusion.GATHER, x.element_size()
-    lengths = (row_stride(x, K) * size, row_stride(y, N) * size, N * size, K * size)
-    pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), w.scale.data_ptr())
-    if not is_aligned(ALIGNMENT_BYTES, *pointers, *lengths):
-        return None
-    first = bool(call.gather_divisor)
-    if first and not call.may_gather_first(True):
-        return None
-    step = index_step(call) if call.uses_index else 1
-    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
-    zeroes = call.zero_tail and (few or beside)
-    codes = dtypes[0] if dtypes[0].quantises_x and (first or row_stride(x, K) == K) else None
-    fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
-    key = ("mixed", *fixed, bucket_of(call.M), device, first, codes is None)
-
-    def build() -> Ready | None:
-        problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtypes[-1])
-        if codes is not None and platform_supported():
-            from .gemm import Fused
-
-            fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
-            ready = _of_codes(dataclasses.replace(problem, dtype=codes), dtypes[-1], call, fused)
-            if ready is not None:
-                return ready
-        if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
-            return None
-        kernel = _kernel(problem, call.M, device, True, None, None)
-        if kernel is None:
-            return None
-        from .gemm import Fused
-
-        fused = Fused(call.fusion, step, call.gather_divisor or 1, zeroes, few, beside)
-        return _after_gather(kernel, problem, call, fused) if first else _of_rows(kernel, problem, call, fused)
-
-    ready = _known(key, build)
-    if ready is not None and not w.order:
-        if capturing():
-            return None
-        w.prepare()
-    return ready if w.order else None
+    return kept(key, build)
 
 
 def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
@@ -176,9 +122,9 @@ def ready_for_gated(call: Rows) -> Ready | None:
 
         fused = Fused(problem.fusion, step, call.gather_divisor)
         on_load = Fusion.GATHER in kernel.variant.fusion
-        return (_of_rows if on_load else _after_gather)(kernel, problem, call, fused)
+        return (of_rows if on_load else after_gather)(kernel, problem, call, fused)
 
-    return _known(key, build)
+    return kept(key, build)
 
 
 def ready_for_weight(
@@ -201,78 +147,61 @@ def ready_for_weight(
         from . import gemm
 
         launcher = gemm.weight_launcher(
-            kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=_step(m_sizes)
+            kernel, N=N, K=K, E=E, stride_dw_e=N * K, stride_dw_row=K, m_sizes_step=step_of(m_sizes)
         )  # fmt: skip
-        return Ready(launcher, _name(problem, kernel))
+        return Ready(launcher, name_of(problem, kernel))
 
-    return _known(key, build)
+    return kept(key, build)
 
 
-def _of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready:
-    """A kernel for a product of rows."""
-    name = _name(problem, kernel)
+def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready:
+    """A kernel for a product of rows, whose w may be quantised."""
+    name = name_of(problem, kernel)
     if isinstance(call.w, ExpertWeights):
-        from .mixed_input import mixed_input_launcher
+        from .mixed_input import mixed_input_launcher, reads_scales_as_they_are
 
         launcher = mixed_input_launcher(
-            kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=_step(call.m_sizes), fused=fused
+            kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=step_of(call.m_sizes), fused=fused
         )  # fmt: skip
-        return Ready(launcher, name)
+        return Ready(launcher, name, plain_scales=reads_scales_as_they_are(kernel))
     from ...kernels.contract.spec import gemm_of
     from . import gemm
 
     view, (stride_w_e, stride_w_row) = gemm_of(problem), _weight_strides(call.dense)
     launcher = gemm.row_launcher(
         kernel, columns=view.columns, reduction=view.reduction, E=problem.E, w_kn=view.w_kn, stride_w_e=stride_w_e,
-        stride_w_row=stride_w_row, m_sizes_step=_step(call.m_sizes), fused=fused,
+        stride_w_row=stride_w_row, m_sizes_step=step_of(call.m_sizes), fused=fused,
     )  # fmt: skip
     return Ready(launcher, name)
 
 
-def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready | None:
-    """A kernel for a product of codes after the pass that quantises x; None where one that leaves x is to run."""
-    device = call.x.get_device()
-    kernel = launch_quantize.kernel(
-        dispatch_snapshot.snapshot(), problem, other, call.M, device, top_k=call.gather_divisor
-    )
-    quantize = rowops.launcher(RowOp.QUANTIZE, DType.BF16, device, aligned=True)
-    if kernel is None or quantize is None:
-        return None
-    from .block_scaled import block_scaled_launcher
-
-    launcher = block_scaled_launcher(
-        kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=_step(call.m_sizes), fused=fused
-    )  # fmt: skip
-    return Ready(launcher, _name(problem, kernel), quantize=quantize)
-
-
-def _after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready | None:
+def after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready | None:
     """The same after a pass that gathers the rows, of a kernel that does not; None where there is no such pass."""
     gather = rowops.launcher(RowOp.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
     if gather is None:
         return None
     left = fused._replace(fusion=fused.fusion & ~Fusion.GATHER)
-    return _of_rows(kernel, problem, call, left)._replace(gather=gather)
+    return of_rows(kernel, problem, call, left)._replace(gather=gather)
 
 
-def _name(problem: Problem, kernel: LoadedKernel) -> str:
+def name_of(problem: Problem, kernel: LoadedKernel) -> str:
     return f"{problem}: {kernel.config}"
 
 
-def _known(key: tuple[object, ...], build: Callable[[], Ready | None]) -> Ready | None:
+def kept(key: tuple[object, ...], build: Callable[[], Ready | None]) -> Ready | None:
     snapshot = dispatch_snapshot.snapshot()
-    known = snapshot.launchers
-    found: Any = known.get(key, _UNKNOWN)  # one look: another thread may clear the table after it
+    table = snapshot.launchers
+    found: Any = table.get(key, _UNKNOWN)  # one look: another thread may clear the table after it
     if found is _UNKNOWN:
-        if len(known) >= _MOST_LAUNCHERS:
-            known.clear()
+        if len(table) >= _MOST_LAUNCHERS:
+            table.clear()
         before = snapshot.put_off
         found = build()
         if found is None and hooks.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
             return None
         if snapshot.put_off != before:  # nor is anything proven
             return found  # type: ignore[no-any-return]
-        known[key] = found
+        table[key] = found
     ready: Ready | None = found
     return ready
 
@@ -291,6 +220,11 @@ def _kernel(problem: Problem, M: int, device: int, aligned: bool, pin: Pin | Non
     return loader.prepare(
         dispatch_snapshot.snapshot(), problem, M, local_gpu(device), device, aligned=aligned, strict=demanded
     )
+
+
+def kernel_for(problem: Problem, M: int, device: int, *, aligned: bool) -> LoadedKernel | None:
+    """What dispatch decides for a product, loaded and proven; None where torch is to multiply."""
+    return _kernel(problem, M, device, aligned, None, None)  # type: ignore[no-any-return]
 
 
 def _gated_kernel(
@@ -374,7 +308,7 @@ def index_step(call: Rows) -> int:
     return 2 if call.index is not None and call.index.dtype is torch.int64 else 1
 
 
-def _step(m_sizes: torch.Tensor) -> int:
+def step_of(m_sizes: torch.Tensor) -> int:
     return 2 if m_sizes.dtype is torch.int64 else 1
 
 

@@ -51,6 +51,7 @@ class ExpertWeights:
     global_scale: torch.Tensor | None = None
     order: int = 0
     _derived: torch.Tensor | None = field(default=None, init=False)
+    refused: bool = field(default=False, init=False)  # prepare() found scales that there is no order for
 
     @classmethod
     def fp8_block(cls, codes: torch.Tensor, scale: torch.Tensor, *, quantize_x: bool = True) -> ExpertWeights:
@@ -205,9 +206,10 @@ class ExpertWeights:
         order = ORDERS.get(self.format)
         if order is not None and self.order != order.number:
             self.restore()
-            if order.fits(self._quantised):
+            self.refused = not order.fits(self._quantised)
+            if not self.refused:
                 self._reorder(order, undo=False)
-                self.order = order.number
+                self.order, self._derived = order.number, None
                 _ = self.kernel_scale  # made now: not in a graph capture
         return self
 
@@ -229,6 +231,22 @@ class ExpertWeights:
             return self.scale
         if self._derived is None and order.derived is not None:
             self._derived = order.derived(self.scale)
+        return self._derived
+
+    @property
+    def plain_scale(self) -> torch.Tensor | None:
+        """The scales that the kernel for every GPU reads of codes in their order: those of 4 bits lie as the codes do.
+
+        ``scale`` itself, or the same in bf16 where int4 has another type: made when it is first asked for.
+        """
+        if self.precision.w.name != "int4":
+            return self.scale
+        if self.order:
+            return self.kernel_scale
+        if self.scale.dtype is torch.bfloat16:
+            return self.scale
+        if self._derived is None:
+            self._derived = self.scale.to(torch.bfloat16)
         return self._derived
 
     @property

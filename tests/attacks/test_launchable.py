@@ -21,7 +21,7 @@ from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Kernel, TensorMap, Variant
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
+from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op
 from pretuned.artifacts.records.target import Target
 from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.contract.launchable import undeclared, unlaunchable
@@ -227,7 +227,7 @@ def test_only_the_runtime_leaves_a_later_toolkits_code_to_the_driver() -> None:
 
 
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER, Fusion.GATHER])
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
 @pytest.mark.parametrize("dtype", [one for one in DType if not one.quantised])
 @pytest.mark.parametrize("op", Op)
 def test_what_the_builder_records_passes(op: Op, dtype: DType, layout: Layout, fusion: Fusion) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.registry import arguments, boxes, constants, divisibility
@@ -85,7 +85,7 @@ def test_its_estimate_has_none_of_what_half_tiles_save(fusion: Fusion) -> None:
         assert us(plain, M, name, True) < 0.99 * us(plain, M, name, False)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
 def test_the_reference(layout: Layout) -> None:
     torch.manual_seed(1)
     E, N, K, T, k = 3, 12, 8, 5, 2

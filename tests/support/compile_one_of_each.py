@@ -12,7 +12,8 @@ import triton
 from pretuned.aot.compile.toolchain import unable
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, RowOp
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
+from pretuned.kernels.codes import CODES
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
@@ -27,6 +28,7 @@ SPECS = [
     Spec(Op.FORWARD, DType.BF16, replace(ONE_TILE, loads=Loads.TMA)),
     Spec(Op.DX, DType.TF32, Config(128, 128, 32, 4, 3, loads=Loads.TMA)),  # w through registers
     RowOpSpec(RowOp.QUANTIZE, DType.BF16),  # to e4m3, which 8.0 has not
+    Spec(Op.DX, DType.FP8_BLOCK_A16, ONE_TILE),  # codes in order
 ]  # fmt: skip
 BOTH = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 TURNS = replace(BOTH, block_n=192, num_stages=5, schedule=Schedule.PINGPONG)
@@ -46,7 +48,7 @@ SPECIALISED = [
        replace(TURNS, block_m=32, block_n=128, block_k=192, num_stages=10),
        replace(TURNS, block_m=32, block_k=128, num_stages=10))),
     Spec(Op.DW, DType.TF32, replace(ALL_OF_DW, num_stages=4)),
-    *(Spec(Op.FORWARD, dtype, FEW_ROWS) for dtype in DType if dtype.quantised and not dtype.quantises_x),
+    *(Spec(Op.FORWARD, DType(name), FEW_ROWS) for name in CODES),
     Spec(Op.FORWARD, DType.FP8_BLOCK_A16, replace(MIXED, block_m=64, block_k=128, num_stages=3, rows=TileRows.FITTED),
          fusion=Fusion.SCATTER),
     *(Spec(Op.FORWARD, DType.FP8_BLOCK, replace(BOTH, block_k=128, schedule=Schedule.BLOCK_SCALED), fusion=fusion)
@@ -54,6 +56,8 @@ SPECIALISED = [
 ]  # fmt: skip
 OLDER = [
     *(Spec(op, DType.BF16, POINTERS) for op in Op), Spec(Op.FORWARD, DType.BF16, ONE_TILE),
+    *(Spec(op, dtype, ONE_TILE, Layout.STORED) for op, dtype in
+      ((Op.FORWARD, DType.MXFP4), (Op.DX, DType.INT4_G32_ZP), (Op.FORWARD, DType.FP8_CHANNEL_A16))),
     *(RowOpSpec(one, DType.BF16) for one in RowOp if one is not RowOp.QUANTIZE),
 ]  # fmt: skip
 

@@ -42,7 +42,7 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle, Source, Variant
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import LocalGpu
 from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.spec import Spec
@@ -166,7 +166,7 @@ def test_its_code_is_that_of_few_specialised_configs(planned: BuildPlan) -> None
     assert first[0] == space.candidates(Op.FORWARD, DType.BF16, 90)[0]
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
 @pytest.mark.parametrize("fusion", [Fusion.SILU, BOTH])
 @pytest.mark.parametrize("config", [WIDE, HALF], ids=str)
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])

@@ -185,21 +185,31 @@ def test_zero_experts_have_a_first_gemm_of_their_own_on_one_rank() -> None:
 QUANTISED = [one for one in DType if one.quantised and not one.quantises_x]
 
 
+def quantised_problems(dtype: DType, sm: int, *ops: Op, **changes: object) -> tuple[Problem, ...]:
+    shape = replace(QWEN3, dtypes=(dtype,), ops=ops or (Op.FORWARD, Op.DX, Op.DW), **changes)  # type: ignore[arg-type]
+    return planned_on(plan([shape]), [sm]).problems
+
+
 @pytest.mark.parametrize("dtype", QUANTISED)
-def test_of_quantised_weights_the_forward_alone_is_built(dtype: DType) -> None:
+def test_of_quantised_weights_the_forward_and_dx_are_built_as_a_capability_reads_them(dtype: DType) -> None:
     shape = replace(QWEN3, dtypes=(dtype,), ops=tuple(Op), tokens=(1, 64))
-    made = plan([shape])
-    assert made.problems == tuple(
-        Problem(Op.FORWARD, dtype, 128, N, K, Layout.NK, fusion)
-        for N, K in ((1536, 2048), (2048, 768))
-        for fusion in (Fusion.NONE, Fusion.SCATTER)
-    )
+    made = planned_on(plan([shape]), [80])
+    moves = {Op.FORWARD: (Fusion.GATHER, Fusion.SCATTER), Op.DX: (Fusion.SCATTER, Fusion.GATHER)}
+    assert set(made.problems) == {
+        Problem(op, dtype, 128, N, K, Layout.STORED, fusion)
+        for op in moves
+        for (N, K), moved in zip(((1536, 2048), (2048, 768)), moves[op], strict=True)
+        for fusion in (Fusion.NONE, moved)
+    }
     assert set(made.buckets.values()) == {(8, 16, 32, 64, 128, 256, 512)}
     (model,) = made.models
     assert (model.dtype, model.problems) == (dtype, made.problems)
-    assert plan([replace(shape, ops=(Op.DX, Op.DW))]).problems == ()
+    assert plan([replace(shape, ops=(Op.DW,))]).problems == ()
     both = plan([replace(shape, layouts=(Layout.NK, Layout.KN))])
-    assert {one.layout for one in both.problems} == {Layout.NK}
+    assert Layout.KN not in {one.layout for one in both.problems}
+    ordered = Layout.STORED if dtype.value.endswith("_zp") else Layout.NK  # there is no order with zero points
+    assert {one.layout for one in planned_on(plan([shape]), [90]).problems} == {ordered}
+    assert len(planned_on(plan([shape]), [80, 90]).problems) == (8 if ordered is Layout.STORED else 16)
 
 
 @pytest.mark.parametrize(
@@ -215,23 +225,28 @@ def test_of_quantised_weights_the_forward_alone_is_built(dtype: DType) -> None:
         (DType.FP8_CHANNEL_A16, 512, 96, {(192, 512)}),
     ],
 )
-def test_sizes_that_are_no_whole_blocks_have_no_problems(
+def test_sizes_that_are_no_whole_blocks_are_read_as_they_are_stored(
     dtype: DType,
     H: int,
     I: int,  # noqa: E741
     sizes: set[tuple[int, int]],
 ) -> None:
-    made = plan([replace(QWEN3, dtypes=(dtype,), H=H, I=I)])
-    assert {(one.N, one.K) for one in made.problems} == sizes
-    assert {one.fusion for one in made.problems} == ({Fusion.NONE, Fusion.SCATTER} if sizes else set())
+    made = quantised_problems(dtype, 90, Op.FORWARD, H=H, I=I)
+    ordered = {(one.N, one.K) for one in made if one.layout is Layout.NK}
+    stored = {(one.N, one.K) for one in made if one.layout is Layout.STORED}
+    assert ordered == sizes
+    assert stored == {(2 * I, H), (H, I)} - sizes
+    assert {one.fusion for one in made if one.layout is Layout.NK} == (
+        {Fusion.NONE, Fusion.SCATTER} if sizes else set()
+    )
 
 
 def test_where_there_is_no_such_code_nothing_is_planned_for_it() -> None:
-    made = plan([replace(QWEN3, dtypes=(DType.MXFP4, DType.BF16), tokens=(1, 8))])
-    assert {one.dtype for one in planned_on(made, [90]).problems} == {DType.MXFP4, DType.BF16}
+    made = plan([replace(QWEN3, dtypes=(DType.FP8_BLOCK, DType.BF16), tokens=(1, 8))])
+    assert {one.dtype for one in planned_on(made, [90]).problems} == {DType.FP8_BLOCK, DType.BF16}
     for sms in ([80], [100, 120]):
         assert {one.dtype for one in planned_on(made, sms).problems} == {DType.BF16}
-    assert DType.MXFP4 in {one.dtype for one in planned_on(made, [80, 90]).problems}
+    assert DType.FP8_BLOCK in {one.dtype for one in planned_on(made, [80, 90]).problems}
 
 
 def test_a_spec_s_weights_are_what_is_planned() -> None:
@@ -262,14 +277,16 @@ def coded(*ops: Op) -> LayerShard:
 
 
 def test_a_capability_without_code_for_the_published_format_has_what_stands_in() -> None:
-    made = plan([coded(Op.FORWARD)])
-    assert {one.dtype for one in planned_on(made, [90]).problems} == {DType.MXFP4}
-    assert [one.dtype for one in planned_on(made, [90]).models] == [DType.MXFP4]
+    codes = DType.FP8_BLOCK  # of x, too: 9.0 alone has code
+    made = plan([replace(coded(Op.FORWARD), dtypes=(codes,))])
+    assert {one.dtype for one in planned_on(made, [90]).problems} == {codes}
+    assert [one.dtype for one in planned_on(made, [90]).models] == [codes]
     both = planned_on(made, [80, 90])
-    assert {one.dtype for one in both.problems} == {DType.MXFP4, DType.BF16}
+    assert {one.dtype for one in both.problems} == {codes, DType.BF16}
     for sm in (80, 90):
         assert planned_on(both, [sm]) == planned_on(made, [sm])
-    lacking = [sm for sm in supported() if not candidates(Op.FORWARD, DType.MXFP4, sm)]
+    lacking = [sm for sm in supported() if not candidates(Op.FORWARD, codes, sm)]
+    assert 80 in lacking
     for sm in lacking:
         (model,) = planned_on(made, [sm]).models
         assert model.dtype is DType.BF16

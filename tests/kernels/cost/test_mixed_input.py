@@ -9,6 +9,7 @@ import pytest
 
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.kernels.codes import CODES
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.cost.mixed_input import mixed_input_us
 from pretuned.kernels.cost.model import Ranker, Resources, estimate_us
@@ -17,7 +18,7 @@ from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search.space import candidates, shared_bytes_at_least
 
 CHIP = chip_for(90)
-QUANTISED = [one for one in DType if one.quantised and not one.quantises_x]
+QUANTISED = [DType(name) for name in CODES]
 SIZES = [(32, 5760, 2880), (128, 1536, 2048), (256, 4096, 7168), (8, 28672, 4096)]
 
 
@@ -25,6 +26,7 @@ def pool(dtype: DType) -> list[Resources]:
     return [
         Resources(config, 384, shared_bytes_at_least(Op.FORWARD, dtype, config, 90), 168)
         for config in candidates(Op.FORWARD, dtype, 90)
+        if config.schedule is Schedule.MIXED_INPUT
     ]
 
 

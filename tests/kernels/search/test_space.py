@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
-from pretuned.artifacts.records.problem import Op
+from pretuned.artifacts.records.problem import Layout, Op
+from pretuned.kernels.codes import CODES
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.registry import refusal
 from pretuned.kernels.contract.spec import Spec
@@ -120,17 +121,24 @@ def test_fallbacks_use_pointers_and_fit_everywhere(op: Op, dtype: DType, sm: int
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
-def test_quantised_weights_have_candidates_on_hopper_alone_and_no_fallbacks(dtype: DType) -> None:
+def test_quantised_weights_have_candidates_of_their_own_on_hopper_and_those_of_one_kernel_everywhere(
+    dtype: DType,
+) -> None:
     for op, sm in itertools.product(Op, supported()):
-        assert fallbacks(op, dtype, sm) == ()
-        assert bool(candidates(op, dtype, sm)) is (op is Op.FORWARD and sm == 90)
-    configs = candidates(Op.FORWARD, dtype, 90)
-    assert len(set(configs)) == len(configs) >= 6
-    assert {(one.schedule, one.loads) for one in configs} == {(Schedule.MIXED_INPUT, Loads.TMA)}
-    assert {one.rows for one in configs} == set(TileRows)
-    for config in configs:
-        assert refusal(Spec(Op.FORWARD, dtype, config), 90) is None
-        assert shared_bytes_at_least(Op.FORWARD, dtype, config, 90) <= limits(90).shared_per_block_bytes
+        listed = candidates(op, dtype, sm)
+        everywhere = {one for one in listed if one.schedule is Schedule.TILE}
+        assert bool(everywhere) is bool(fallbacks(op, dtype, sm)) is (op is not Op.DW)
+        assert (len(listed) > len(everywhere)) is (op is Op.FORWARD and sm == 90 and dtype.value in CODES)
+        for config in everywhere:
+            assert refusal(Spec(op, dtype, config, Layout.STORED), sm) is None
+    if dtype.value in CODES:
+        configs = [one for one in candidates(Op.FORWARD, dtype, 90) if one.schedule is not Schedule.TILE]
+        assert len(set(configs)) == len(configs) >= 6
+        assert {(one.schedule, one.loads) for one in configs} == {(Schedule.MIXED_INPUT, Loads.TMA)}
+        assert {one.rows for one in configs} == set(TileRows)
+        for config in configs:
+            assert refusal(Spec(Op.FORWARD, dtype, config), 90) is None
+            assert shared_bytes_at_least(Op.FORWARD, dtype, config, 90) <= limits(90).shared_per_block_bytes
 
 
 def test_codes_take_less_room_than_what_they_stand_for() -> None:

@@ -43,7 +43,7 @@ from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem, bucket_of
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
@@ -381,7 +381,7 @@ def test_strict_takes_any_form_of_a_product_that_was_built(built: Fusion, called
 
 @pytest.mark.parametrize(
     ("op", "layout", "fusion"),
-    [(op, layout, fusion) for op in (Op.FORWARD, Op.DX) for layout in Layout
+    [(op, layout, fusion) for op in (Op.FORWARD, Op.DX) for layout in PLAIN_LAYOUTS
      for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)] + [(Op.DW, Layout.NK, Fusion.NONE)],
 )  # fmt: skip
 @pytest.mark.parametrize(

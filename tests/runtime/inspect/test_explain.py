@@ -17,7 +17,7 @@ from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion
+from pretuned.artifacts.records.problem import Fusion, Layout
 from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.kernels.hardware import arch
 from pretuned.kernels.search.space import candidates
@@ -276,12 +276,11 @@ def test_what_no_bundle_has_ends_in_the_line_that_builds_it(tmp_path: Path, weig
 
 
 @pytest.mark.parametrize(("N", "K"), [(96, 768), (1024, 96)])
-def test_weights_that_nothing_builds_are_told_so(N: int, K: int) -> None:
-    """Although bundles have code for the format."""
+def test_weights_of_no_whole_blocks_are_read_as_they_are_stored(N: int, K: int) -> None:
     told = explain(E=8, N=N, K=K, M=64, sm=90, weights="mxfp4")
-    assert (told.runs, told.build) == ("torch", None)
-    assert "N and K must be multiples of 64" in told.reason
-    assert "torch dequantises them" in str(told)
+    assert told.problem.layout is Layout.STORED
+    (spec,) = re.findall(r'"(.*)"', str(told.build))
+    assert told.problem in plan(load_models([spec]).shapes).problems
 
 
 def test_a_capability_without_code_for_a_format_is_not_sent_to_a_build(tmp_path: Path) -> None:

@@ -26,9 +26,10 @@ from pretuned.kernels.contract.words import RAGGED_SIZES
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
-from pretuned.runtime.launch import gemm, quantize
+from pretuned.runtime.launch import gemm
 from pretuned.runtime.launch.block_scaled import block_scaled_launcher
 from pretuned.runtime.launch.products import operands_of
+from pretuned.runtime.launch.quantised import bytes_of_row, quantize_step
 
 E, N, K, SMS = 4, 640, 384, 132
 CONFIG = Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.BLOCK_SCALED)
@@ -142,7 +143,7 @@ def test_too_many_rows_are_refused(driver: Driver) -> None:
 def test_the_words_of_the_pass(top_k: int) -> None:
     launched: list[tuple[Any, ...]] = []
     x = torch.empty(5, K, dtype=torch.bfloat16)
-    step = quantize.step(
+    step = quantize_step(
         lambda *given: launched.append(given),  # type: ignore[arg-type]
         x, top_k=top_k, index_step=2, used=(16, USED), index="index" if top_k else "",
     )  # fmt: skip
@@ -154,7 +155,7 @@ def test_the_words_of_the_pass(top_k: int) -> None:
 
 def test_codes_and_their_scales_fit_the_memory_that_is_made_for_them() -> None:
     for M in range(1, 9):
-        assert M * quantize.bytes_of_row(K) >= M * K + (K // 128) * 4 * (-(-M // 4) * 4)
+        assert M * bytes_of_row(K) >= M * K + (K // 128) * 4 * (-(-M // 4) * 4)
 
 
 def test_a_product_of_codes_reads_the_scales_as_they_are() -> None:
@@ -162,5 +163,6 @@ def test_a_product_of_codes_reads_the_scales_as_they_are() -> None:
     assert operands_of(w)["w_scales"] is w.scale
     given = [one for one in operands_of(w).values() if one is not None]
     assert len({one.data_ptr() for one in given}) == len(given)  # a program tells its tensors apart by that
-    as_given = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block_a16").prepare()
-    assert "w_scales" not in operands_of(as_given)
+    as_stored = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_channel")
+    given = [one for one in operands_of(as_stored).values() if one is not None]
+    assert len({one.data_ptr() for one in given}) == len(given)

@@ -19,7 +19,7 @@ from host_gpu import watch_programs
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.bundle import TensorMap, Variant
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.codes import CODES
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
@@ -31,7 +31,7 @@ from pretuned.runtime.check import tensors as check_tensors
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
-from pretuned.runtime.launch import gemm, program, ready
+from pretuned.runtime.launch import gemm, program, quantised, ready
 from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.launch.mixed_input import mixed_input_launcher
 from pretuned.runtime.ops import products as ops_products
@@ -42,7 +42,7 @@ from pretuned.runtime.weights.order import ORDERS
 E, N, K, T, TOPK = 4, 256, 384, 40, 3
 FEW = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT)
 MANY = Config(128, 256, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.MIXED_INPUT, rows=TileRows.FITTED)
-QUANTISED = [one for one in DType if one.quantised and not one.quantises_x]
+QUANTISED = [DType(name) for name in CODES]
 _ELEMENTS = {"x": (9, 3), "w": (2, 0), "w_scale": (0, 0)}  # CUtensorMapDataType and swizzle
 SMS = 132
 
@@ -192,7 +192,7 @@ Use = Callable[[DType], None]
 
 @pytest.fixture
 def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Use:
-    """Has calls find a made-up kernel for a dtype's problems."""
+    """Has calls find a made-up kernel for a dtype's forward, of codes in order alone."""
 
     def gather(
         rows: int, columns: int, pointers: tuple[int, ...], numbers: tuple[int, ...], _stream: int
@@ -205,7 +205,7 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Use:
 
     def only(dtype: DType) -> None:
         def kernel(problem: Problem, *_: object) -> gemm.LoadedKernel | None:
-            if problem.dtype is not dtype:
+            if problem.dtype is not dtype or problem.op is Op.DX or problem.layout is Layout.STORED:
                 return None
             driver.running.append(record(dtype, problem.fusion))
             return loaded(driver.running[-1])
@@ -220,7 +220,7 @@ def use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Use:
         monkeypatch.setattr(module, "stream_of", lambda _device: 0)
     for module in (routing, zero_rows):
         monkeypatch.setattr(module, "current_stream", lambda _device: 0)
-    for module in (ops_products, ready):
+    for module in (ops_products, quantised, ready):
         monkeypatch.setattr(module, "local_gpu", lambda _device: LocalGpu(90, Gpu("", SMS, 1 << 17, 0)))
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     monkeypatch.setattr(check_tensors, "on_gpu", lambda tensor: not tensor.is_meta)
@@ -310,16 +310,16 @@ def test_nothing_is_prepared_in_a_graph_capture(
     w = ExpertWeights.quantize(torch.randn(E, N, K), dtype.value)
     x, m_sizes = torch.randn(T, K).bfloat16(), torch.full((E,), T // E, dtype=torch.int32)
     before = w.codes.clone().view(torch.uint8)
-    monkeypatch.setattr(ready, "capturing", lambda: True)
+    monkeypatch.setattr(quantised, "capturing", lambda: True)
     y = grouped_gemm(x, w, m_sizes)
     assert w.order == 0
     assert torch.equal(w.codes.view(torch.uint8), before)
     assert not driver.launched  # torch multiplied
     assert bool(torch.isfinite(y).all())
-    monkeypatch.setattr(ready, "capturing", lambda: False)
+    monkeypatch.setattr(quantised, "capturing", lambda: False)
     grouped_gemm(x, w, m_sizes)
     assert w.order == ORDERS[w.format].number
-    monkeypatch.setattr(ready, "capturing", lambda: True)
+    monkeypatch.setattr(quantised, "capturing", lambda: True)
     grouped_gemm(x, w, m_sizes)
     assert len(driver.launched) == 2  # of prepared weights any
 

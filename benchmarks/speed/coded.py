@@ -1,0 +1,148 @@
+"""Times products with quantised weights by the kernel for every GPU: each config of a bundle, beside torch's way.
+
+    PRETUNED_BUNDLES=coded.msgpack python benchmarks/run.py coded --out coded.json
+
+The kernel is launched as the runtime does, config by config: the sizes of Qwen3-30B-A3B's first product, routed evenly
+at random. ``torch`` dequantises expert by expert, as the runtime does where no bundle has code; ``bf16`` is the product
+of the dequantised weights by whatever bundle has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretuned.aot.measure.calls import Tensors, caller
+from pretuned.aot.measure.inputs import quantised_weights
+from pretuned.aot.measure.numerics import NumericsCheck
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.kernels.contract.registry import beyond
+from pretuned.kernels.contract.spec import gemm_of
+from pretuned.kernels.cost.model import Resources, estimate_us
+from pretuned.kernels.hardware.chips import chip_of
+from pretuned.runtime import grouped_gemm, grouped_gemm_dX
+from pretuned.runtime.driver.device import local_gpu
+from pretuned.runtime.launch.gemm import load_kernel
+from pretuned.runtime.ops.torch_fallback import on_cuda
+from pretuned.runtime.weights.dequantised import Dequantised
+
+E, N, K, TOP_K = 128, 1536, 2048, 8
+TOKENS = (1, 16, 128, 1024, 8192)
+FLUSH_BYTES = 1 << 28
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser.add_argument("--formats", nargs="*", default=["mxfp4", "fp8_block_a16", "int4_g128"])
+    parser.add_argument("--budget-s", type=float, default=540.0, help="no further cell is begun after so long")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    end, rows = time.monotonic() + args.budget_s, []
+    bundle = open_bundle(os.environ["PRETUNED_BUNDLES"].split(os.pathsep)[0])
+    local = local_gpu(0)
+    print(f"{local.gpu.name}, torch {torch.__version__}, E={E} N={N} K={K} top_k={TOP_K}; us, medians with a cold L2")
+    for name in args.formats:
+        for layout in (Layout.STORED, Layout.NK):
+            for op in (Op.FORWARD, Op.DX):
+                found = [
+                    (i, variant)
+                    for i, variant in enumerate(bundle.variants())
+                    if (variant.op, variant.layout, variant.fusion) == (op, layout, Fusion.NONE)
+                    and variant.dtype.value == name and variant.alignment > 1
+                ]  # fmt: skip
+                if found and time.monotonic() < end:
+                    rows += product(bundle, found, op, layout, args.tokens, local, end)
+    if args.out:
+        args.out.write_text(json.dumps({"gpu": local.gpu.name, "argv": sys.argv[1:], "rows": rows}, indent=1))
+
+
+def product(bundle: Any, found: Any, op: Op, layout: Layout, tokens: Any, local: Any, end: float) -> list[Any]:
+    """Every config's times of one op, dtype and order, at each number of tokens."""
+    dtype, rows = found[0][1].dtype, []
+    problem = Problem(op, dtype, E, N, K, layout)
+    gemm, device = gemm_of(problem), torch.device("cuda", 0)
+    w = quantised_weights(E, N, K, dtype, device, prepared=layout is Layout.NK)
+    judge = NumericsCheck(problem, w, device)
+    kernels = [(v, load_kernel(v, bundle.cubin(i), 0, local.gpu.sm_count)) for i, v in found]
+    kernels = [(v, k) for v, k in kernels if beyond(problem, k.config) is None]
+    dense = w.dequantize(torch.bfloat16)
+    matrices = Dequantised(w, torch.bfloat16, transposed=op is Op.DX)
+    for T in tokens:
+        if time.monotonic() > end:
+            break
+        M = T * TOP_K
+        generator = torch.Generator().manual_seed(T)
+        ids = torch.rand(T, E, generator=generator).argsort(1)[:, :TOP_K]
+        counts = torch.bincount(ids.flatten(), minlength=E)
+        m_sizes = counts.int().to(device)
+        x = torch.randn(M, gemm.reduction, device=device).bfloat16()
+        y = torch.empty(M, gemm.columns, dtype=torch.bfloat16, device=device)
+        on = Tensors(problem, M, x, w, y)
+        reference = judge.reference(on, counts.tolist())
+        times: dict[str, float] = {}
+        for variant, kernel in kernels:
+            y.fill_(float("nan"))
+            call = caller(kernel, on, m_sizes)
+            call()
+            error = judge.error(on, reference)
+            if not error < 5e-3:
+                print(f"WRONG {problem} {kernel.config} T={T}: {error}", flush=True)
+            modelled = estimate_us(problem, M, Resources.of(variant), chip_of(local.gpu, local.sm))
+            times[str(kernel.config)] = took = timed(call)
+            rows.append({"problem": str(problem), "T": T, "config": str(kernel.config), "us": took,
+                         "modelled_us": modelled, "error": error})  # fmt: skip
+
+        def by_torch(x: torch.Tensor = x, m_sizes: torch.Tensor = m_sizes, y: torch.Tensor = y) -> None:
+            on_cuda(x, matrices, m_sizes, y, Layout.NK, sm=local.sm, aligned=False)
+
+        def in_bf16(x: torch.Tensor = x, m_sizes: torch.Tensor = m_sizes) -> None:
+            (grouped_gemm if op is Op.FORWARD else grouped_gemm_dX)(x, dense, m_sizes)
+
+        torch_us, bf16_us = timed(by_torch, graph=False), timed(in_bf16)
+        read_us = int((counts > 0).sum()) * dtype.precision.w_bytes(N, K) / 3.0e6
+        best = sorted(times.items(), key=lambda one: one[1])
+        told = ", ".join(f"{config} {us:.1f}" for config, us in best[:3])
+        print(f"{problem} T={T}: {best[0][1]:.1f} (torch {torch_us:.0f}, bf16 {bf16_us:.1f}, bytes {read_us:.1f}): "
+              f"{told}", flush=True)  # fmt: skip
+        rows.append({"problem": str(problem), "T": T, "torch_us": torch_us, "bf16_us": bf16_us, "bytes_us": read_us})
+    return rows
+
+
+def timed(call: Any, repeats: int = 7, *, graph: bool = True) -> float:
+    """The median of some runs in us, each with what L2 held written over."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    call()
+    torch.cuda.synchronize()
+    run = call
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(captured):
+            call()
+        run = captured.replay
+    times = []
+    for _ in range(repeats if graph else 3):
+        flush.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The kernels of products with quantised weights, and rows of x quantised for those of them that read codes of both.
+
+``dispatch/activations.py`` says when x is quantised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...artifacts.records.precision import DType
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
+from ...kernels.contract.mixed_input import prepares
+from ...kernels.contract.rowops import PICKED
+from ...kernels.contract.words import ALIGNMENT_BYTES, is_aligned
+from ..check.tensors import address_of, row_stride
+from ..dispatch import snapshot as dispatch_snapshot
+from ..driver.device import capturing, local_gpu, platform_supported
+from ..weights.expert_weights import ExpertWeights
+from . import rowops
+from .program import Step
+from .ready import Ready, after_gather, index_step, kept, kernel_for, may_clear, name_of, of_rows, problem_of, step_of
+
+if TYPE_CHECKING:
+    from ..check.operands import Rows
+    from ..dispatch.snapshot import Usable
+    from ..driver.launcher import RowOpLauncher
+    from .gemm import Fused, LoadedKernel
+
+
+def ready_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
+    """The kernel for this product of w into y and all like it; None where no bundle has one.
+
+    A forward's is one that wants codes in order where there is such code, else one that takes them as they are; dX's is
+    of the second kind, in either order.
+    """
+    if not w.kernel_dtypes or call.x.dtype is not torch.bfloat16:
+        return None
+    if call.op is Op.FORWARD:
+        ready = _of_ordered(call, w, y)
+        if ready is not None:
+            return ready
+    elif not w.order:
+        ready = _of_codes_as_they_are(call, w, y)
+        if ready is not None:
+            return ready
+    if not w.refused and bool(w.order) != _orders(call, w) and not capturing():
+        _ = w.restore() if w.order else w.prepare()  # from another GPU's order, or by dX before a forward
+    return _of_codes_as_they_are(call, w, y)
+
+
+def _orders(call: Rows, w: ExpertWeights) -> bool:
+    """Whether there is a forward on this GPU that wants such weights in order."""
+    (E, N, K), local = w.shape, local_gpu(call.x.get_device())
+    dtype = w.kernel_dtypes[-1]
+    forward = Problem(Op.FORWARD, dtype, E, N, K)
+    return prepares(dtype, N, K) and platform_supported() and dispatch_snapshot.snapshot().serves(forward, local)
+
+
+def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
+    """A kernel that takes codes in the order they are in, and gathers rows itself."""
+    x, m_sizes, fusion, (E, N, K), device = call.x, call.m_sizes, call.fusion, w.shape, call.x.get_device()
+    size, layout = x.element_size(), Layout.NK if w.order else Layout.STORED
+    lengths = (row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), N, K)
+    pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), address_of(w.plain_scale))
+    line = w.codes.shape[2] * w.codes.element_size()
+    aligned = is_aligned(ALIGNMENT_BYTES, *pointers, line, *(length * size for length in lengths))
+    step = index_step(call) if call.uses_index else 1
+    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
+    zeroes = call.zero_tail and (few or beside)
+    fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
+    key = ("codes", call.op.value, layout.value, *fixed, bucket_of(call.M), device, aligned)
+
+    def build() -> Ready | None:
+        problem = problem_of(call.op, x, E, N, K, layout, fusion, w.kernel_dtypes[-1])
+        if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
+            return None
+        kernel = kernel_for(problem, call.M, device, aligned=aligned)
+        if kernel is None:
+            return None
+        from .gemm import Fused
+
+        return of_rows(kernel, problem, call, Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside))
+
+    return kept(key, build)
+
+
+def _of_ordered(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
+    """A forward's kernel for weights in order, which are put into it here if they were not; in a graph capture not.
+
+    Rows are gathered beforehand: no code of these does. Of weights whose checkpoints quantise x, too, the first of two
+    dtypes is that of products that have it so.
+    """
+    x, m_sizes, dtypes = call.x, call.m_sizes, w.kernel_dtypes
+    (E, N, K), device = w.shape, x.get_device()
+    fusion, size = call.fusion & ~Fusion.GATHER, x.element_size()
+    lengths = (row_stride(x, K) * size, row_stride(y, N) * size, N * size, K * size)
+    pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), w.scale.data_ptr())
+    if not is_aligned(ALIGNMENT_BYTES, *pointers, *lengths):
+        return None
+    first = bool(call.gather_divisor)
+    if first and not call.may_gather_first(True):
+        return None
+    step = index_step(call) if call.uses_index else 1
+    few, beside = may_clear(call, y) if call.zero_tail and call.uses_index else (True, True)
+    zeroes = call.zero_tail and (few or beside)
+    codes = dtypes[0] if dtypes[0].quantises_x and (first or row_stride(x, K) == K) else None
+    fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
+    key = ("mixed", *fixed, bucket_of(call.M), device, first, codes is None)
+
+    def build() -> Ready | None:
+        problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtypes[-1])
+        if codes is not None and platform_supported():
+            from .gemm import Fused
+
+            fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
+            ready = _of_codes(dataclasses.replace(problem, dtype=codes), dtypes[-1], call, fused)
+            if ready is not None:
+                return ready
+        if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
+            return None
+        kernel = kernel_for(problem, call.M, device, aligned=True)
+        if kernel is None:
+            return None
+        from .gemm import Fused
+
+        fused = Fused(call.fusion, step, call.gather_divisor or 1, zeroes, few, beside)
+        return after_gather(kernel, problem, call, fused) if first else of_rows(kernel, problem, call, fused)
+
+    ready = kept(key, build)
+    if ready is not None and not w.order:
+        if w.refused or capturing():
+            return None
+        w.prepare()
+    return ready if w.order else None
+
+
+def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready | None:
+    """A kernel for a product of codes after the pass that quantises x; None where one that leaves x is to run."""
+    device = call.x.get_device()
+    kernel = _verdicts_kernel(problem, other, call.M, device, call.gather_divisor)
+    quantize = rowops.launcher(RowOp.QUANTIZE, DType.BF16, device, aligned=True)
+    if kernel is None or quantize is None:
+        return None
+    from .block_scaled import block_scaled_launcher
+
+    launcher = block_scaled_launcher(
+        kernel, N=problem.N, K=problem.K, E=problem.E, m_sizes_step=step_of(call.m_sizes), fused=fused
+    )  # fmt: skip
+    return Ready(launcher, name_of(problem, kernel), quantize=quantize)
+
+
+def _verdicts_kernel(problem: Problem, other: DType, M: int, device: int, top_k: int) -> LoadedKernel | None:
+    """The variant that ``verdict`` names, loaded on ``cuda:device``; None where x stays as it is."""
+    from ..dispatch.activations import verdict  # here, as only a first launch needs them
+    from .loader import load_first
+
+    snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
+
+    def choose() -> tuple[Usable, int] | None:
+        chosen = verdict(snapshot, problem, other, M, local, top_k=top_k).chosen
+        return None if chosen is None else (chosen.usable, chosen.index)
+
+    return load_first(snapshot, choose, local, device)
+
+
+def bytes_of_row(K: int) -> int:
+    """Of the memory of M rows of codes, and then of their scales, which take a row of whole fours for each 128 of K."""
+    return K + K // 8
+
+
+def quantize_step(
+    launch: RowOpLauncher, x: torch.Tensor, *, top_k: int, index_step: int, used: tuple[int, int], index: str
+) -> Step:
+    """codes[i], scale[:, i] = quantised x[i], or with ``top_k`` x[index[i] // top_k], of dense x [T, columns].
+
+    The codes are e4m3 [M, columns], and the scales fp32 [columns / 128, M] right behind them (``bytes_of_row``).
+    ``used`` is as ``rowops.used`` has it of the bounds that the step is given; ``index`` names the operand that is
+    read, each entry within [0, T * top_k).
+    """
+    columns, (behind, flags) = x.shape[1], used
+    flags |= PICKED if top_k else 0
+    divisor = top_k or 1
+
+    def run(M: int, stream: int, x: int, index: int, bounds: int, codes: int) -> None:
+        launch(
+            M, columns, (x, index, bounds + behind, codes, codes + M * columns),
+            (M, columns, divisor, index_step, flags), stream,
+        )  # fmt: skip
+
+    picked = f", {top_k} of each" if top_k else ""
+    return Step(run, f"quantise rows of {columns} columns{picked}", ("x", index, "bounds", "codes"))

@@ -1,0 +1,250 @@
+"""Which kernel a product with quantised weights asks for: of codes in order, or as they lie; and what it is told.
+
+The kernels are made up and the driver is read, on host memory that is said to be a GPU's, as in test_mixed_input.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cudaconfig import Launch, LaunchConfig, read_launches, words_of
+
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.kernels.contract.config import Config, Schedule
+from pretuned.kernels.contract.launchable import unlaunchable
+from pretuned.kernels.contract.registry import arguments, divisibility, entry_of
+from pretuned.kernels.contract.spec import Spec
+from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX
+from pretuned.runtime.check import tensors as check_tensors
+from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.driver import cuda
+from pretuned.runtime.launch import gemm, program, proof, quantised, ready
+from pretuned.runtime.launch.mixed_input import mixed_input_launcher, reads_scales_as_they_are
+from pretuned.runtime.launch.trials import Ground
+from pretuned.runtime.ops import products as ops_products
+from pretuned.runtime.ops import routing, zero_rows
+from pretuned.runtime.replay import plan
+
+E, N, K, T = 4, 256, 384, 40
+TILE = Config(16, 64, 128, 4, 4, schedule=Schedule.TILE)
+FORMATS = ["mxfp4", "nvfp4", "int4_g32", "int4_g32_zp", "fp8_block_a16", "fp8_channel_a16"]
+
+
+def record(problem: Problem, alignment: int) -> Variant:
+    spec = Spec(problem.op, problem.dtype, TILE, problem.layout, problem.fusion, alignment)
+    entry = entry_of(spec)
+    return Variant(
+        entry.name, entry.revision, 1, spec.op, spec.dtype, spec.layout, spec.fusion, alignment, 512, TILE.pairs(),
+        entry.name, arguments(spec), (), 128, 40_000, 128, 0, 0, 4, hashlib.sha256(b"code").digest(),
+    )  # fmt: skip
+
+
+def loaded(variant: Variant) -> gemm.LoadedKernel:
+    return gemm.LoadedKernel(variant, cuda.Function(1, 1, 0, variant.threads, variant.shared_bytes, 1), 108)
+
+
+class Gpu80:
+    """A GPU of 8.0, whose bundles have the kernel for every GPU alone: what was asked for, and what ran."""
+
+    def __init__(self) -> None:
+        self.asked: list[Problem] = []
+        self.alignments: list[int] = []
+        self.launched: list[tuple[int, dict[str, int | bytes]]] = []
+        self._running: Variant | None = None
+
+    def serves(self, problem: Problem) -> bool:
+        return problem.op is Op.DX or problem.layout is Layout.STORED
+
+    def kernel(self, problem: Problem, M: int, device: int, aligned: bool, *_: object) -> gemm.LoadedKernel:
+        self.asked.append(problem)
+        self.alignments.append(16 if aligned else 1)
+        self._running = record(problem, self.alignments[-1])
+        return loaded(self._running)
+
+    def read(self, launch: Launch) -> None:
+        assert self._running is not None
+        grid = LaunchConfig.from_address(launch.config).grid_x
+        self.launched.append((grid, words_of(self._running.arguments, launch)))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu80]:
+    found = Gpu80()
+    with monkeypatch.context() as patch:
+        read_launches(patch, found.read)
+        patch.setattr(ready, "_kernel", found.kernel)
+        patch.setattr(quantised, "platform_supported", lambda: True)
+        patch.setattr(dispatch_snapshot, "current", dispatch_snapshot.Snapshot(()))
+        patch.setattr(dispatch_snapshot.Snapshot, "serves", lambda _self, problem, _gpu: found.serves(problem))
+        patch.setattr(zero_rows, "LEAST_BYTES", 0)
+        for module in (program, plan):
+            patch.setattr(module, "stream_of", lambda _device: 0)
+        for module in (routing, zero_rows):
+            patch.setattr(module, "current_stream", lambda _device: 0)
+        for module in (ops_products, quantised, ready):
+            patch.setattr(module, "local_gpu", lambda _device: LocalGpu(80, Gpu("", 108, 1 << 17, 0)))
+        patch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+        patch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+        patch.setattr(check_tensors, "on_gpu", lambda tensor: not tensor.is_meta)
+        yield found
+
+
+def weights(format: str, rows: int = N, columns: int = K) -> ExpertWeights:
+    return ExpertWeights.quantize(torch.randn(E, rows, columns), format)
+
+
+def counts() -> torch.Tensor:
+    return torch.full((E,), T // E, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_forward_reads_the_checkpoint_s_codes(gpu: Gpu80, format: str) -> None:
+    w, x, m_sizes = weights(format), torch.randn(T, K).bfloat16(), counts()
+    before = w.codes.clone().view(torch.uint8)
+    y = grouped_gemm(x, w, m_sizes)
+    (problem,), ((programs, read),) = gpu.asked, gpu.launched
+    assert (problem.op, problem.layout, problem.dtype) == (Op.FORWARD, Layout.STORED, DType(format))
+    assert torch.equal(w.codes.view(torch.uint8), before)
+    assert w.order == 0
+    assert unlaunchable(record(problem, 16)) is None
+    scale = w.plain_scale
+    assert scale is not None
+    assert scale.dtype is (torch.bfloat16 if format.startswith("int4") else w.scale.dtype)
+    wanted = {"x": x, "w": w.codes, "w_scale": scale, "y": y, "m_sizes": m_sizes}
+    wanted |= {"w_zero": w.zero} if w.zero is not None else {}
+    wanted |= {"w_outer": w.global_scale} if w.global_scale is not None else {}
+    assert {name: read[name] for name in wanted} == {name: one.data_ptr() for name, one in wanted.items()}
+    assert {"w_zero", "w_outer"} & read.keys() == {"w_zero", "w_outer"} & wanted.keys()
+    assert [read[name] for name in ("M", "N", "K", "E", "stride_x_m", "stride_y_m")] == [T, N, K, E, K, N]
+    assert programs == ((T - E) // 16 + E) * (N // 64)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_dx_reads_them_too(gpu: Gpu80, format: str) -> None:
+    """In the kernel's words N is dx's columns, and K the reduction."""
+    w, dy = weights(format), torch.randn(T, N).bfloat16()
+    dx = grouped_gemm_dX(dy, w, counts())
+    (problem,), ((programs, read),) = gpu.asked, gpu.launched
+    assert (problem.op, problem.layout, problem.N, problem.K) == (Op.DX, Layout.STORED, N, K)
+    assert [read[name] for name in ("M", "N", "K", "x", "y")] == [T, K, N, dy.data_ptr(), dx.data_ptr()]
+    assert programs == ((T - E) // 16 + E) * (K // 64)
+    assert w.order == 0
+
+
+def test_rows_are_gathered_on_load(gpu: Gpu80) -> None:
+    w, x = weights("mxfp4"), torch.randn(T // 2, K).bfloat16()
+    index = torch.randperm(T).int()
+    grouped_gemm(x, w, counts(), topk=2, gather_indices=index, permute_x=True)
+    (problem,), ((_, read),) = gpu.asked, gpu.launched
+    assert problem.fusion is Fusion.GATHER
+    assert (read["x"], read["index"], read["x_divisor"]) == (x.data_ptr(), index.data_ptr(), 2)
+
+
+def test_weights_in_another_gpu_s_order_are_put_back_once(gpu: Gpu80) -> None:
+    w = weights("mxfp4")
+    before = w.codes.clone()
+    w.prepare()
+    assert w.order
+    for _ in range(2):
+        grouped_gemm(torch.randn(T, K).bfloat16(), w, counts())
+    assert w.order == 0
+    assert torch.equal(w.codes, before)
+    assert [one.layout for one in gpu.asked] == [Layout.STORED]
+
+
+def test_where_a_forward_wants_them_in_order_dx_reads_that(gpu: Gpu80, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 9.0, whose first step may be a backward's: no code of dX of stored codes is in its bundles."""
+    monkeypatch.setattr(gpu, "serves", lambda problem: problem.layout is Layout.NK)
+    w = weights("mxfp4")
+    grouped_gemm_dX(torch.randn(T, N).bfloat16(), w, counts())
+    assert w.order == 1
+    assert [(one.op, one.layout) for one in gpu.asked] == [(Op.DX, Layout.NK)]
+    ((_, read),) = gpu.launched
+    assert (read["w"], read["w_scale"]) == (w.codes.data_ptr(), w.plain_scale.data_ptr())  # type: ignore[union-attr]
+
+
+def test_weights_that_have_no_order_are_looked_at_once_and_read_as_they_are(
+    gpu: Gpu80, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 9.0: a scale of 2^113 has no room in a kernel's operand."""
+    monkeypatch.setattr(gpu, "serves", lambda _problem: True)
+    prepare, asked = ExpertWeights.prepare, []
+    monkeypatch.setattr(ExpertWeights, "prepare", lambda self: asked.append(1) or prepare(self))
+    w = weights("mxfp4")
+    w.scale[0, 0, 0] = 240
+    for _ in range(3):
+        grouped_gemm(torch.randn(T, K).bfloat16(), w, counts())
+    assert (len(asked), w.refused, w.order, len(gpu.launched)) == (1, True, 0, 3)
+    assert [one.layout for one in gpu.asked] == [Layout.NK, Layout.STORED]
+    w.scale[0, 0, 0] = 120
+    assert w.prepare().order == 1
+    assert not w.refused
+
+
+def test_in_a_graph_capture_codes_stay_in_their_order(gpu: Gpu80, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised, "capturing", lambda: True)
+    w = weights("mxfp4").prepare()
+    grouped_gemm(torch.randn(T, K).bfloat16(), w, counts())
+    assert w.order == 1
+    assert not gpu.launched  # torch multiplied
+
+
+@pytest.mark.parametrize(("rows", "columns", "alignment"), [(272, 224, 16), (150, 74, 1)])
+def test_what_is_no_whole_line_has_code_of_its_own(gpu: Gpu80, rows: int, columns: int, alignment: int) -> None:
+    w = weights("mxfp4", rows, columns)
+    grouped_gemm(torch.randn(T, columns).bfloat16(), w, counts())
+    assert gpu.alignments == [alignment]
+
+
+def test_other_x_is_torch_s(gpu: Gpu80) -> None:
+    y = grouped_gemm(torch.randn(T, K).half(), weights("mxfp4"), counts())
+    assert not gpu.asked
+    assert bool(torch.isfinite(y).all())
+
+
+def test_too_much_for_one_launch_is_refused(gpu: Gpu80) -> None:
+    kernel = loaded(record(Problem(Op.FORWARD, DType.MXFP4, E, N, K, Layout.STORED), 16))
+    assert reads_scales_as_they_are(kernel)
+    pack = mixed_input_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1, fused=gemm.PLAIN).pack
+    words = {"x": 16, "w": 16, "w_scale": 16, "stride_x_m": K, "stride_y_m": N}
+    with pytest.raises(InputError, match=r"make 268435\d\d\d tiles of .*, the most is 67108864: split the batch"):
+        pack(M=2**30, **words)
+
+
+@pytest.mark.parametrize("dtype", [DType.MXFP4, DType.INT4_G64_ZP, DType.NVFP4, DType.FP8_BLOCK_A16])
+@pytest.mark.parametrize(
+    ("op", "layout", "alignment"),
+    [
+        (Op.FORWARD, Layout.STORED, 16),
+        (Op.FORWARD, Layout.STORED, 1),
+        (Op.DX, Layout.STORED, 16),
+        (Op.DX, Layout.NK, 16),
+    ],
+)
+def test_codes_of_w_are_proven_in_the_order_and_of_the_sizes_that_their_code_is_for(
+    op: Op, layout: Layout, alignment: int, dtype: DType
+) -> None:
+    if layout is Layout.NK and dtype is DType.INT4_G64_ZP:
+        pytest.skip("there is no order with zero points")
+    problem = Problem(op, dtype, E, N, K, layout)
+    ground = Ground(torch.device("cpu"), 0, lambda: None)
+    on = proof._operands(record(problem, alignment), ground)
+    assert isinstance(on.w, ExpertWeights)
+    assert bool(on.w.order) is (layout is Layout.NK)
+    wanted = on.w.dequantize(torch.float32)
+    assert torch.equal(on.w_values, wanted.transpose(1, 2) if op is Op.DX else wanted)
+    assert on.w_values.shape[1:] == (on.columns, on.reduction)
+    multiples = divisibility(Spec(op, dtype, TILE, layout, Fusion.NONE, alignment))
+    assert on.columns % multiples.get("N", 1) == on.reduction % multiples.get("K", 1) == 0
+    if alignment == 1:  # what no aligned code takes
+        assert on.columns % 8
+        assert on.reduction % 8
+        assert on.x.data_ptr() % 16

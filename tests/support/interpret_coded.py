@@ -1,0 +1,153 @@
+"""Runs kernels/gemm/portable/coded.py under Triton's interpreter: cases as JSON on stdin, what is wrong on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.kernels import reference
+from pretuned.kernels.contract import registry, words
+from pretuned.kernels.contract.config import Config, Schedule
+from pretuned.kernels.contract.spec import Spec, gemm_of
+from pretuned.kernels.gemm.portable import lookup
+from pretuned.kernels.gemm.portable.coded import coded
+from pretuned.kernels.gemm.portable.tiles import expert_rows, expert_tiles, locate
+from pretuned.runtime import ExpertWeights
+from pretuned.runtime.check.tensors import address_of
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+GUARD = 3.0
+MOST = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 6e-3}
+
+
+FEW: tl.constexpr = tl.constexpr(8)  # experts: the interpreter takes long over 512
+
+
+@triton.jit
+def ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What kernels/gemm/portable/lookup.py asks in PTX, which the interpreter can't run."""
+    starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, FEW)
+    expert, inner, row_start, row_end = locate(part, expert_tiles(starts, ends, 1, BLOCK_M), ends, M)
+    return expert, part - inner, row_start, row_end
+
+
+lookup._ask = ask
+
+
+def weights(case: dict[str, Any]) -> ExpertWeights:
+    """Every code there is, and scales about 1; or with ``ends`` those that are as large, and as small, as can be."""
+    E, N, K = len(case["m_sizes"]), case["N"], case["K"]
+    made = ExpertWeights.quantize(torch.randn(E, N, K), case["format"])
+    draw = torch.randint(0, 256, made.codes.shape, dtype=torch.uint8)
+    if made.precision.w.bits == 8:
+        draw[(draw & 0x7F) == 0x7F] = 0x7E
+    made.codes.view(torch.uint8).copy_(draw)
+    if made.zero is not None:
+        made.zero.copy_(torch.randint(0, 16, made.zero.shape, dtype=torch.uint8))
+    scale = made.precision.w.scale
+    assert scale is not None
+    if scale.name == "e8m0":
+        low, high = (0, 129) if case["ends"] else (125, 129)
+        made.scale.copy_(torch.randint(low, high, made.scale.shape, dtype=torch.uint8))
+        if case["ends"] and not case["prepared"]:
+            made.scale[0, 0, 0] = 240
+    elif scale.name == "e4m3":
+        made.scale.view(torch.uint8).copy_(torch.randint(0, 0x7F, made.scale.shape, dtype=torch.uint8))
+        made.global_scale.copy_(torch.rand(E) + 0.5)
+    else:
+        made.scale.copy_((torch.rand(made.scale.shape) + 0.5) * (2.0**-100 if case["ends"] else 1.0))
+    if scale.name == "bf16":
+        made.scale = made.scale.bfloat16()
+    return made
+
+
+def run(case: dict[str, Any]) -> list[str]:
+    torch.manual_seed(case["seed"])
+    E, M, N, K, top_k = len(case["m_sizes"]), case["M"], case["N"], case["K"], case["top_k"]
+    dtype, op, fusion = DTYPES[case["dtype"]], Op(case["op"]), Fusion(case["fusion"])
+    w = weights(case)
+    values = w.dequantize(torch.float32)
+    if case["prepared"]:
+        assert w.prepare().order, "nothing to prepare"
+    layout = Layout.NK if case["prepared"] else Layout.STORED
+    problem = Problem(op, w.kernel_dtypes[-1], E, N, K, layout)
+    gemm = gemm_of(problem)
+    matrices = values.to(dtype).transpose(1, 2) if op is Op.DX else values.to(dtype)
+    gathers, scatters = Fusion.GATHER in fusion, Fusion.SCATTER in fusion
+    limit = -(-M // top_k) * top_k + top_k
+    x = torch.randn(limit // top_k if gathers else M, gemm.reduction)
+    if case["one_hot"]:  # y is then w itself
+        x = torch.nn.functional.one_hot(torch.randint(0, gemm.reduction, (len(x),)), gemm.reduction).float()
+    x = x.to(dtype)
+    counts = torch.tensor(case["m_sizes"], dtype=torch.int64 if case["wide"] else torch.int32)
+    if case["poison"]:  # of one expert's rows
+        first, end = reference.expert_bounds(counts, M)[case["poison"]]
+        x[first:end] = float("nan")
+    index = torch.randperm(limit)[:M].to(counts.dtype)
+    if case["bad_index"]:
+        index[0], index[-1] = -1, limit + 5
+    bias, row_weights = torch.randn(E, gemm.columns).to(dtype), torch.rand(limit)
+    y = torch.full((limit + 2, gemm.columns + 3), GUARD, dtype=dtype)
+    want = y.float()
+    indexed = bool(fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT))
+    reference.rows(
+        x.double(), list(matrices.double()), counts, result := want.double()[:, : gemm.columns], M=M, layout=Layout.NK,
+        index=index if indexed else None, index_end=limit, gather_divisor=top_k if gathers else 0, scatter=scatters,
+        row_weights=row_weights.double() if Fusion.WEIGHT in fusion else None,
+        bias=bias.double() if Fusion.BIAS in fusion else None,
+    )  # fmt: skip
+    want = want.double()
+    want[:, : gemm.columns] = result
+
+    config = Config(*case["block"], 4, 2, case["group_m"], schedule=Schedule.TILE)
+    spec = Spec(op, problem.dtype, config, layout, fusion, 1)
+    assert registry.refusal(spec) is None, registry.refusal(spec)
+    flags, tiles = fusion.value, registry.most_tiles(M, E, gemm.columns, config)
+    if case["zero_tail"]:
+        flags |= words.ZERO_TAIL
+        tiles += -(-limit // words.CLEARER_ROWS) if scatters else 0
+        used = reference.expert_bounds(counts, M)[-1][1]
+        rest = (want[:limit, : gemm.columns] == GUARD).all(1) if scatters else torch.arange(limit) >= used
+        rest &= torch.arange(limit) < (limit if scatters else M)
+        want[:limit, : gemm.columns][rest] = 0
+    order = "stored" if layout is Layout.STORED else "prepared"
+    codes = w.codes.view(torch.uint8 if order == "stored" else torch.int32)
+    scale = w.plain_scale
+    assert address_of(scale)
+    null = torch.zeros(1, dtype=torch.int32)
+    given = {
+        "x": x, "w": codes, "w_scale": scale.view(torch.uint8) if scale.element_size() == 1 else scale,
+        "w_zero": w.zero, "w_outer": w.global_scale, "y": y, "m_sizes": counts.view(torch.int32),
+        "index": index.view(torch.int32), "row_weights": row_weights, "bias": bias, "M": M, "N": gemm.columns,
+        "K": gemm.reduction, "E": E, "stride_x_m": x.stride(0), "stride_y_m": y.stride(0),
+        "m_sizes_step": 2 if case["wide"] else 1, "index_step": 2 if case["wide"] else 1,
+        "index_end": limit if fusion else 0, "x_divisor": top_k, "flags": flags,
+    }  # fmt: skip
+    given |= {} if fusion else {"index": null, "row_weights": null.float(), "bias": null.float()}
+    constants = registry.constants(spec, 80) | {"EXPERTS": FEW.value}
+    coded[(tiles,)](**{name: given[name] for name, _ in registry.arguments(spec)}, **constants)
+
+    found, touched = [], want != GUARD
+    if not torch.equal(y[~touched], torch.full_like(y[~touched], GUARD)):
+        found.append("memory around y")
+    if not torch.equal(y.isnan(), want.isnan()):
+        found.append(f"NaN: {int(y.isnan().sum())}, wanted {int(want.isnan().sum())}")
+    there = touched & ~want.isnan()
+    got, wanted = y.double()[there], want[there]
+    if case["one_hot"]:
+        if not torch.equal(got, wanted):
+            found.append(f"{int((got != wanted).sum())} of {got.numel()} weights, the first {got[got != wanted][:3]} "
+                         f"in place of {wanted[got != wanted][:3]}")  # fmt: skip
+    elif len(got) and not (error := float((got - wanted).norm() / wanted.norm())) < MOST[case["dtype"]]:
+        found.append(f"error {error}")
+    return found
+
+
+if __name__ == "__main__":
+    json.dump([run(case) for case in json.load(sys.stdin)], sys.stdout)
