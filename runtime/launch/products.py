@@ -69,8 +69,8 @@ def _plain_scale(w: ExpertWeights) -> str:
 
 def resolve(call: Rows, y: torch.Tensor) -> Product | None:
     """The steps of a product into y; None where no bundle has a kernel for it."""
-    quantised = isinstance(call.w, ExpertWeights)
-    ready = ready_for_quantised(call, call.w, y) if quantised else ready_for(call, y)
+    w = call.w
+    ready = ready_for_quantised(call, w, y) if isinstance(w, ExpertWeights) else ready_for(call, y)
     if ready is None:
         return None
     return _product(ready, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(y.shape[0]))
