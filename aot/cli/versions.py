@@ -17,7 +17,7 @@ def versions() -> dict[str, str]:
         tools = toolchain()
         triton, ptxas = tools.triton, tools.ptxas
         if tools.ptxas_blackwell != ptxas:
-            ptxas += f", from sm_{tools.second_from} up {tools.ptxas_blackwell}"
+            ptxas += f", beyond sm_{max(tools.first)} {tools.ptxas_blackwell}"
     except HostError as error:
         triton = ptxas = str(error)
     try:

@@ -25,8 +25,8 @@ KNOWN = ((3, 6, 0), (3, 9, 0))
 KNOWN_GLUON = ((3, 7, 0), (3, 9, 0))
 WITHOUT_192 = ((3, 8, 0), (3, 8, 0))
 BUILDER = "3.7.1"  # makes all of it
-# The first capability whose code is made by the second assembler that Triton ships, and the same from 3.9 on.
-_SECOND, _SECOND_SINCE_39 = 100, 90
+# The capabilities whose code is made by the first of the two assemblers that Triton ships, and those from 3.9 on.
+_FIRST, _FIRST_SINCE_39 = frozenset((80, 86, 87, 89, 90)), frozenset((80, 86, 87, 89))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Toolchain:
     ptxas_blackwell: str  # of the second assembler that Triton ships
 
     @property
-    def second_from(self) -> int:
-        """The first capability whose code the second assembler makes."""
-        return _SECOND_SINCE_39 if _release(self.triton) >= (3, 9) else _SECOND
+    def first(self) -> frozenset[int]:
+        """The capabilities whose code the first assembler makes; that of all others is made by the second."""
+        return _FIRST_SINCE_39 if _release(self.triton) >= (3, 9) else _FIRST
 
     def ptxas_for(self, sm: int) -> str:
         """The assembler's toolkit version for a capability, such as 12.8."""
-        return self.ptxas_blackwell if sm >= self.second_from else self.ptxas
+        return self.ptxas if sm in self.first else self.ptxas_blackwell
 
 
 @functools.cache

@@ -131,11 +131,11 @@ def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
     """Those for few rows among them: dX's own are for many."""
 
     def configs(of: str, op: Op) -> set[object]:
-        problems = plan(load_models([f"openai/gpt-oss-20b {of}"]).shapes).problems
+        problems = plan(load_models([f"openai/gpt-oss-20b weights=bf16 {of}"]).shapes).problems
         return {one.config for one in specs(problems, 90, Pool()) if one.op is op and not one.fusion & Fusion.SILU}
 
     def every(of: str) -> set[Spec]:
-        return {*specs(plan(load_models([f"openai/gpt-oss-20b {of}"]).shapes).problems, 90, Pool())}
+        return {*specs(plan(load_models([f"openai/gpt-oss-20b weights=bf16 {of}"]).shapes).problems, 90, Pool())}
 
     assert every("layout=nk") < every("")  # [E, K, N] beside it takes none away, of forms that move rows neither
     own = configs("ops=forward layout=nk", Op.FORWARD)

@@ -110,7 +110,7 @@ def test_where_there_is_nothing_at_all_the_reason_is_told(
     layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     nothing_compiles(monkeypatch, error)
-    monkeypatch.setattr("pretuned.aot.choose.incumbents.installed_places", tuple)
+    monkeypatch.setattr(snapshot, "installed_places", tuple)
     with pytest.raises(type(error), match=str(error)):
         measured(layer, tmp_path / "answer")
 
