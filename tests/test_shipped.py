@@ -99,7 +99,7 @@ def test_every_one_is_sound_and_of_these_kernels(path: Path) -> None:
         assert kernel.source_sha256.hex() == source_sha256(kernel.name), (
             f"{path.name} was built of another {kernel.name}: build it anew (docs/use/build.md, What ships)"
         )
-    assert {problem.op for problem in bundle.choices} == ({Op.FORWARD} if path.stem in OF_CODES else set(Op))
+    assert {problem.op for problem in bundle.choices} == ({Op.FORWARD, Op.DX} if path.stem in OF_CODES else set(Op))
 
 
 @pytest.mark.parametrize("path", BUNDLES, ids=lambda path: path.stem)

@@ -59,11 +59,11 @@ def coded_us(problem: Problem, M: int, resources: Resources, chip: Chip, constan
     tiles = row_tiles * column_tiles
     busy = min(programs, max(1.0, tiles / chip.sm_count))  # programs that share an SM
     step_ns = max(join(decode_ns + dot_ns, load_ns, c.norm), c.step_ns / busy)
-    per_sm = tiles / chip.sm_count
-    waves = 1.0 if per_sm <= 1.0 else 0.5 * (math.ceil(per_sm) + per_sm)
+    per_core = tiles / chip.sm_count
+    waves = 1.0 if per_core <= 1.0 else 0.5 * (math.ceil(per_core) + per_core)
     work_ns = waves * (steps * step_ns + c.tile_ns / busy)
     read_bytes = rows.active * precision.w_bytes(problem.N, problem.K) + 2.0 * M * (gemm.reduction + gemm.columns)
     memory_ns = read_bytes / (chip.bandwidth_gbs * family.memory_share)
-    if per_sm < 1.0:  # fewer programs than SMs do not fill the memory
-        memory_ns /= max(0.25, min(1.0, 1.3 * per_sm))
+    if per_core < 1.0:  # fewer programs than SMs do not fill the memory
+        memory_ns /= max(0.25, min(1.0, 1.3 * per_core))
     return (constants.launch_ns + constants.cold_ns + constants.start_ns + join(memory_ns, work_ns, c.norm)) * 1e-3

@@ -71,7 +71,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_table_has_every_format_and_its_bits() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    rows = {name: row.split("|")[4] for row in text.splitlines() if row.startswith("| `") and row.count("|") == 7
+    rows = {name: row.split("|")[4] for row in text.splitlines() if row.startswith("| `") and row.count("|") == 8
             for name in re.findall(r"`(\w+)`", row.split("|")[1])}  # fmt: skip
     assert set(rows) | {"fp8_block_a16", "fp8_channel_a16"} == {n for n, one in PRECISIONS.items() if one.quantised}
     for name, told in rows.items():

@@ -109,10 +109,10 @@ def test_forms_that_move_rows_share_the_plain_ones_configs(some: BuildPlan) -> N
 @pytest.mark.parametrize(
     "models",
     [
-        ["openai/gpt-oss-20b layout=nk,kn"],
-        ["openai/gpt-oss-20b layout=kn"],
+        ["openai/gpt-oss-20b layout=nk,kn weights=bf16"],
+        ["openai/gpt-oss-20b layout=kn weights=bf16"],
         # Prefill of one and decode of another, whose w is [E, K, N]: neither runs on what serves the other.
-        ["Qwen/Qwen3-30B-A3B tokens=8192..65536", "openai/gpt-oss-20b layout=kn"],
+        ["Qwen/Qwen3-30B-A3B tokens=8192..65536", "openai/gpt-oss-20b layout=kn weights=bf16"],
     ],
 )
 def test_both_layouts_have_good_choices_among_the_same_variants(models: list[str]) -> None:
