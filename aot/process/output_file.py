@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError, InputError
+from ...artifacts.files import packed
 from ...artifacts.files.publish import publish, too_many_open
 from ...artifacts.format import codec
 from ...artifacts.format.wire import MAGIC
@@ -44,7 +45,10 @@ def check_out(path: Path) -> None:
     HostError
         if its directory is not there, or the file can't be read.
     """
-    _check(path, MAGIC, "bundle")
+    if path.name.endswith(packed.SUFFIX):
+        _check(path, packed.MAGIC, "bundle that is pressed with xz")
+    else:
+        _check(path, MAGIC, "bundle")
 
 
 def check_page(path: Path) -> None:

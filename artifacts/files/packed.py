@@ -8,6 +8,7 @@ from ..format.wire import corrupt
 from ..limits import MAX_FILE_BYTES
 
 SUFFIX = ".msgpack.xz"
+MAGIC = b"\xfd7zXZ\x00"  # what xz files begin with
 _MEMORY_BYTES = 256 << 20  # for xz's own window, at most
 
 

@@ -18,8 +18,10 @@ from pretuned.aot.demand import overlay
 from pretuned.aot.demand.cache import CacheKey
 from pretuned.aot.process.output_file import check_out, check_page, is_bundle
 from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.files import packed
 from pretuned.artifacts.files.blob import read_checked, write_checked
 from pretuned.artifacts.format import codec
+from pretuned.artifacts.format.wire import MAGIC
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
@@ -195,3 +197,14 @@ def test_the_longest_name_of_a_model_still_fits_an_overlay() -> None:
     tuned = replace(bundle, models=tuple(replace(one, name="m" * 200) for one in bundle.models[:1]))
     codec.encode(tuned)
     codec.encode(overlay.joined(tuned, None))
+
+
+def test_a_pressed_bundle_takes_the_place_of_one_alone(tmp_path: Path) -> None:
+    path = tmp_path / f"candidates{packed.SUFFIX}"
+    check_out(path)
+    path.write_bytes(packed.pack(b"a bundle before"))
+    check_out(path)
+    for other in (b"notes", MAGIC):
+        path.write_bytes(other)
+        with pytest.raises(InputError, match="no bundle that is pressed with xz"):
+            check_out(path)
