@@ -54,13 +54,13 @@ class BuildPlan:
         return sum(len(buckets) for buckets in self.buckets.values())
 
     def without(self, problems: Collection[Problem]) -> BuildPlan:
-        """The plan less these problems."""
+        """The plan less these problems, for good: ``planned_on`` makes none of them again."""
         models = (
             replace(model, problems=tuple(one for one in model.problems if one not in problems))
             for model in self.models
         )
         buckets = {one: row for one, row in self.buckets.items() if one not in problems}
-        return BuildPlan(MappingProxyType(buckets), tuple(models), self.shapes)
+        return BuildPlan(MappingProxyType(buckets), tuple(models))
 
 
 def plan(shapes: Iterable[LayerShard]) -> BuildPlan:
