@@ -28,6 +28,7 @@ from ..runtime.api.lora import Lora
 from ..runtime.api.moe import moe_mlp, sort_routing
 from ..runtime.check.tensors import DTYPES, PLAIN, bad
 from ..runtime.inspect.preload import preload
+from ..runtime.launch.quantised import wants_order
 from ..runtime.ops.layer import FrozenWeights, Weights, weights_of
 from ..runtime.settings import settings
 from ..runtime.weights.expert_weights import ExpertWeights
@@ -110,10 +111,11 @@ def prepare(experts: Any) -> None:
     try:
         first = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
         codes = [quantised(experts, name) for name in (first, "down_proj")]
+        device = next(experts.parameters(recurse=False)).get_device()
         for one in codes:
-            if one is not None:
+            if one is not None and wants_order(one, device):
                 one.prepare()
-        _load(_problems(experts, (first, "down_proj"), codes), next(experts.parameters(recurse=False)).get_device())
+        _load(_problems(experts, (first, "down_proj"), codes), device)
     except PretunedError as error:
         _tell(f"{type(experts).__name__} is not prepared: {error}")
 
@@ -129,8 +131,9 @@ def _problems(experts: Any, names: tuple[str, str], codes: list[ExpertWeights | 
     found: set[Problem] = set()
     layout = Layout.KN if experts.is_transposed else Layout.NK
     for name, one in zip(names, codes, strict=True):
-        if one is not None:
-            found |= {Problem(Op.FORWARD, dtype, *one.shape) for dtype in one.kernel_dtypes}
+        if one is not None:  # (codes as they are stored are multiplied with x as it is)
+            dtypes, lies = (one.kernel_dtypes, Layout.NK) if one.order else (one.kernel_dtypes[-1:], Layout.STORED)
+            found |= {Problem(Op.FORWARD, dtype, *one.shape, lies) for dtype in dtypes}
             continue
         w, _ = adapted(experts, name)
         if w.dtype not in DTYPES or type(w) not in PLAIN:

@@ -46,14 +46,16 @@ def ready_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready 
         ready = _of_codes_as_they_are(call, w, y)
         if ready is not None:
             return ready
-    if not w.refused and bool(w.order) != _orders(call, w) and not capturing():
+    if not w.refused and bool(w.order) != wants_order(w, call.x.get_device()) and not capturing():
         _ = w.restore() if w.order else w.prepare()  # from another GPU's order, or by dX before a forward
     return _of_codes_as_they_are(call, w, y)
 
 
-def _orders(call: Rows, w: ExpertWeights) -> bool:
-    """Whether there is a forward on this GPU that wants such weights in order."""
-    (E, N, K), local = w.shape, local_gpu(call.x.get_device())
+def wants_order(w: ExpertWeights, device: int) -> bool:
+    """Whether there is a forward on ``cuda:device`` that wants such weights in order: ``ExpertWeights.prepare``."""
+    if not w.kernel_dtypes:
+        return False
+    (E, N, K), local = w.shape, local_gpu(device)
     dtype = w.kernel_dtypes[-1]
     forward = Problem(Op.FORWARD, dtype, E, N, K)
     return prepares(dtype, N, K) and platform_supported() and dispatch_snapshot.snapshot().serves(forward, local)

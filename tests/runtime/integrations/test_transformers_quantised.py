@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.problem import Layout, Op, Problem
 from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers import experts_forward
 from pretuned.integrations.transformers_gates import recognise
@@ -187,6 +187,12 @@ def test_prepared_where_it_comes_to_a_gpu(library: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(ours, "_on_gpu", lambda experts: True)
     loaded: list[frozenset[Problem]] = []
     monkeypatch.setattr(ours, "_load", lambda problems, device: loaded.append(problems))
+    monkeypatch.setattr(ours, "wants_order", lambda one, device: False)  # a GPU whose forward reads codes as they are
+    model.to("cpu")
+    assert same(experts.down_proj, before)
+    assert {one.layout for problems in loaded for one in problems} == {Layout.STORED}
+    loaded.clear()
+    monkeypatch.setattr(ours, "wants_order", lambda one, device: True)
     model.to("cpu")
     assert loaded == 2 * [{
         Problem(Op.FORWARD, DType.FP8_BLOCK_A16, 4, N, K) for N, K in ((256, 128), (128, 128))
