@@ -14,7 +14,7 @@ from ...artifacts.errors import HostError, InputError
 from ...artifacts.records.problem import Op
 from ..compile.cache import CompileCache, default_dir
 from ..models.load import load_models
-from ..plan.plan import BuildPlan, built_of_codes, plan, planned_on, unaligned
+from ..plan.plan import BuildPlan, built_of_codes, plan, planned_on, unaligned, without_code
 from ..plan.targets import parse_sm
 from ..process.gpus import is_stub, native_sm
 
@@ -108,6 +108,8 @@ def load(models: Sequence[str], sm: str, ops: str | None) -> tuple[BuildPlan, tu
         raise mistakes[0]
     if mistakes:
         raise InputError("\n".join(map(str, mistakes)))
+    if wrong := [*without_code(loaded.shapes)]:
+        raise InputError("\n".join(wrong))
     notes = (*loaded.notes, *unaligned(loaded.shapes), *built_of_codes(loaded.shapes, sms))
     return planned_on(plan(loaded.shapes), sms), sms, notes
 

@@ -16,8 +16,8 @@ from ...artifacts.records.bundle import Model
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem, buckets_between
 from ...kernels.contract.config import Config
-from ...kernels.contract.registry import limits_of, threads
-from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
+from ...kernels.contract.registry import threads
+from ...kernels.contract.spec import Spec
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.arch import arch_of
@@ -33,7 +33,7 @@ from ..compile.pool import CompileJob, compile_all
 from ..compile.shipped import Shipped
 from ..compile.triton import Compiled
 from ..journal.file import read_journal
-from ..plan.families import Family, Pool, by_code, rejection, serves
+from ..plan.families import Family, Pool, by_code, compilable, rejection, serves
 from ..plan.plan import BuildPlan
 from ..tune.tuner import Entrants, tune_problems
 
@@ -182,14 +182,8 @@ def _cache(directory: str | None) -> CompileCache | None:
 
 def _specs(problem: Problem, aligned: Iterable[Config], sm: int) -> list[Spec]:
     """The aligned variants of these configs, and the fallbacks."""
-    experts = MAX_EXPERTS if problem.E <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
-    rest = fallbacks(problem.op, problem.dtype, sm)
-    return [
-        Spec(problem.op, problem.dtype, config, problem.layout, problem.fusion, alignment, most)
-        for configs, alignment, most in ((aligned, ALIGNMENT_BYTES, experts), (rest, 1, MAX_EXPERTS_FALLBACK))
-        for config in configs
-        if most <= limits_of(problem.op, config).experts
-    ]
+    family = Family(problem.op, problem.dtype, problem.layout, problem.fusion)  # by the name that it was asked by
+    return compilable(family, aligned, fallbacks(problem.op, problem.dtype, sm), [problem.E])
 
 
 def _spread(problem: Problem, buckets: Sequence[int], sm: int) -> list[Config]:

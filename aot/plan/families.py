@@ -126,28 +126,48 @@ def named(members: Iterable[Problem]) -> str:
 def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
     """Every variant to compile: the aligned candidates of each family, then its unaligned fallbacks.
 
-    What is named dX and is the forward of w [E, K, N] has the candidates of a forward, too, which are for few rows. One
-    cubin serves every E up to 512. Where a family has a larger one, its variants take any number, but for those
-    whose code counts 512 at most: they serve the others.
+    What is named dX and is the forward of w [E, K, N] has the candidates of a forward, too, which are for few rows.
     """
     found: list[Spec] = []
     for family, members in families(problems).items():
-        fewest, most = min(problem.E for problem in members), max(problem.E for problem in members)
         ops = sorted({problem.op for problem in members}, key=lambda op: op is not family.op)  # its own first
-        rest = () if optional(family) else pool.fallbacks(family.gemm, family.dtype, sm)
-        if family.dtype.quantised and family.layout is not Layout.STORED:  # of other N and K they are not put in order
-            rest = ()
-        enough = MAX_EXPERTS if most <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
-        for configs, alignment, experts in (
-            (pool.candidates(family, sm, ops), ALIGNMENT_BYTES, enough),
-            (rest, 1, MAX_EXPERTS_FALLBACK),
-        ):
-            for config in configs:
-                counted = min(experts, registry.limits_of(family.gemm, config).experts)
-                if counted >= fewest:
-                    form = (family.gemm, family.dtype, config, family.layout, family.fusion)
-                    found.append(Spec(*form, alignment, counted))
+        aligned = pool.candidates(family, sm, ops)
+        rest = pool.fallbacks(family.gemm, family.dtype, sm)
+        found += compilable(family, aligned, rest, [problem.E for problem in members])
     return tuple(dict.fromkeys(found))
+
+
+def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config], experts: Sequence[int]) -> list[Spec]:
+    """A family's variants of these configs, aligned and for any N and K, that serve some of these numbers of experts.
+
+    One cubin serves every E up to 512. Where a family has a larger one, its variants take any number, but for
+    those whose code counts 512 at most: they serve the others. Silu in the epilogue has no code for any N and K, nor
+    have codes that are put in order: those of other N and K are not.
+    """
+    quantised = family.dtype.quantised
+    if optional(family) or (quantised and family.layout is not Layout.STORED):
+        rest = ()
+    enough = MAX_EXPERTS if max(experts) <= MAX_EXPERTS else MAX_EXPERTS_FALLBACK
+    found = []
+    for configs, alignment, most in (
+        (aligned, ALIGNMENT_BYTES, enough),
+        (rest, 1, enough if quantised else MAX_EXPERTS_FALLBACK),
+    ):
+        for config in configs:
+            counted = min(most, registry.limits_of(family.gemm, config, quantised=quantised).experts)
+            if counted >= min(experts):
+                form = (family.gemm, family.dtype, config, family.layout, family.fusion)
+                found.append(Spec(*form, alignment, counted))
+    return found
+
+
+def has_code(family: Family, E: int, sm: int, pool: Pool) -> bool:
+    """Whether some candidate of a family counts that many experts."""
+    quantised = family.dtype.quantised
+    return any(
+        registry.limits_of(family.gemm, config, quantised=quantised).experts >= E
+        for config in pool.candidates(family, sm)
+    )
 
 
 def pass_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[RowOpSpec, ...]:

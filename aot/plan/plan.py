@@ -15,7 +15,7 @@ from ...kernels.contract.spec import MAX_EXPERTS, code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.hardware.arch import arch_of
 from ..models.layer import LayerGemm, LayerShard
-from .families import Family, Pool, optional
+from .families import Family, Pool, has_code, optional
 
 # What ``grouped_gemm`` can do beside the product of GEMM 1 and of GEMM 2 of a layer: GEMM 1 reads hidden states in
 # token order, GEMM 2 writes them there, and what is gathered going forward is scattered coming back.
@@ -194,32 +194,46 @@ def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) 
 
 def _runs(problem: Problem, sm: int, space: Pool) -> bool:
     """Whether a capability has code for an optional problem. Codes are put in order for the forward that wants it."""
-    if not space.candidates(Family.of(problem), sm):
+    if not has_code(Family.of(problem), problem.E, sm, space):
         return False
     dtype = problem.dtype
     if not dtype.quantised:
         return True
-    ordered = prepares(dtype, problem.N, problem.K) and space.candidates(
-        Family(Op.FORWARD, dtype, Layout.NK, Fusion.NONE), sm
-    )
-    return bool(ordered) == (problem.layout is Layout.NK)
+    forward = Family(Op.FORWARD, dtype, Layout.NK, Fusion.NONE)
+    ordered = prepares(dtype, problem.N, problem.K) and has_code(forward, problem.E, sm, space)
+    return ordered == (problem.layout is Layout.NK)
 
 
 def shapes_on(shapes: Iterable[LayerShard], sms: Collection[int], pool: Pool | None = None) -> tuple[LayerShard, ...]:
     """The shards with what is built of them on these capabilities, told from what each has code for."""
     space = pool or Pool()
-    coded = functools.cache(lambda family, sm: bool(space.candidates(family, sm)))
+    coded = functools.cache(lambda family, E, sm: has_code(family, E, sm, space))
 
     def resolved(shape: LayerShard) -> LayerShard:
-        wanted = {dtype: {Family.of(one) for one in problems_of(shape, dtype)} for dtype in shape.dtypes}
-        able = {
-            sm: [dtype for dtype, families in wanted.items() if any(coded(one, sm) for one in families)] for sm in sms
-        }
+        wanted = {dtype: {(Family.of(one), one.E) for one in problems_of(shape, dtype)} for dtype in shape.dtypes}
+        able = {sm: [dtype for dtype, forms in wanted.items() if any(coded(*one, sm) for one in forms)] for sm in sms}
         there = [dtype for dtype in shape.dtypes if any(dtype in row for row in able.values())]
         more = shape.instead if not all(able.values()) else ()
         return replace(shape, dtypes=(*there, *more), instead=())
 
     return tuple(resolved(shape) if shape.instead else shape for shape in shapes)
+
+
+def _too_many(shape: LayerShard) -> bool:
+    return shape.experts_per_rank > MAX_EXPERTS
+
+
+def without_code(shapes: Iterable[LayerShard]) -> Iterator[str]:
+    """What is wrong with shards of codes that were asked for and that no capability has code for: a line each."""
+    for shape in (one for one in shapes if not one.instead):
+        codes = [dtype for dtype in shape.dtypes if dtype.quantised]
+        if codes == [*shape.dtypes] and set(shape.ops) == {Op.DW}:
+            yield f"{shape}: of quantised weights there is no dW: codes are frozen; wanted forward or dX among the ops"
+        elif codes and _too_many(shape):
+            yield (
+                f"{shape}: {shape.experts_per_rank} experts a GPU, wanted at most {MAX_EXPERTS} of quantised weights; "
+                f"ep=2 splits them over two, weights=bf16 has code for any number"
+            )
 
 
 def built_of_codes(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterator[str]:
@@ -232,7 +246,8 @@ def built_of_codes(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterat
             here = planned_on(plan((replace(shape, instead=()),)), (sm,))
             ops = {problem.op for problem in here.problems}
             if not ops:
-                lacking.setdefault((name, other), {}).setdefault(str(arch_of(sm)), {})[shape.name] = None
+                wanted = f"{name} weights" + (f", {shape.experts_per_rank} experts a GPU," if _too_many(shape) else "")
+                lacking.setdefault((wanted, other), {}).setdefault(str(arch_of(sm)), {})[shape.name] = None
             elif rest := [op for op in shape.ops if op not in ops]:
                 without = " or ".join(op.value for op in rest)
                 built = " and ".join(op.value for op in shape.ops if op in ops)
@@ -245,4 +260,4 @@ def built_of_codes(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterat
     for (name, other), archs in lacking.items():
         models = dict.fromkeys(model for row in archs.values() for model in row)
         where = ", ".join(archs)
-        yield f"no kernels of {name} weights for {where}: {other} is built there instead of {', '.join(models)}"
+        yield f"no kernels of {name} for {where}: {other} is built there instead of {', '.join(models)}"

@@ -81,15 +81,15 @@ def refusal(spec: Spec, sm: int | None = None) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def tiles_of(op: Op, config: Config) -> Tiles | None:
-    """What the kernel of an op declares of such tiles, or None where it has none. (No two declare other ones.)"""
-    entry = kernel_of(op, config)
+def tiles_of(op: Op, config: Config, *, quantised: bool = False) -> Tiles | None:
+    """What the kernel of an op, of w as it is or of its codes, declares of such tiles, or None where it has none."""
+    entry = kernel_of(op, config, quantised=quantised)
     return None if entry is None else entry.tiles_of(config)
 
 
-def limits_of(op: Op, config: Config) -> Limits:
+def limits_of(op: Op, config: Config, *, quantised: bool = False) -> Limits:
     """The most that a kernel of this config can do: nothing where there is none."""
-    tiles = tiles_of(op, config)
+    tiles = tiles_of(op, config, quantised=quantised)
     return _NOTHING if tiles is None else tiles.limits
 
 

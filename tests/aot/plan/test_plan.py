@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pretuned.aot.models.layer import LayerGemm, LayerShard
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Pool, pass_specs
-from pretuned.aot.plan.plan import buckets_between, built_of_codes, plan, planned_on, unaligned
+from pretuned.aot.plan.plan import buckets_between, built_of_codes, plan, planned_on, unaligned, without_code
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
 from pretuned.kernels.contract.rowops import RowOpSpec
@@ -238,6 +238,36 @@ def test_sizes_that_are_no_whole_blocks_are_read_as_they_are_stored(
     assert stored == {(2 * I, H), (H, I)} - sizes
     assert {one.fusion for one in made if one.layout is Layout.NK} == (
         {Fusion.NONE, Fusion.SCATTER} if sizes else set()
+    )
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_more_experts_than_code_of_codes_counts_have_what_stands_in(sm: int) -> None:
+    """A layer of Kimi-K3 that is not split by experts has 896."""
+    (whole, split) = load_models(["moonshotai/Kimi-K3 ep=1,8"]).shapes
+    assert {one.dtype for one in planned_on(plan([whole]), [sm]).problems} == {DType.BF16}
+    assert {one.dtype for one in planned_on(plan([split]), [sm]).problems} == {DType.MXFP4}
+    assert not quantised_problems(DType.MXFP4, sm, *Op, E=513)
+    assert quantised_problems(DType.MXFP4, sm, *Op, E=512)
+    (note,) = built_of_codes([whole], [sm])
+    assert note == (
+        f"no kernels of mxfp4 weights, 896 experts a GPU, for {arch_of(sm)}: bf16 is built there instead of "
+        "moonshotai/Kimi-K3"
+    )
+    asked = load_models(["moonshotai/Kimi-K3 ep=1,2 weights=mxfp4"]).shapes
+    (wrong,) = without_code([*asked, whole, split])
+    assert wrong == (
+        "moonshotai/Kimi-K3 tp=1 ep=1 dtype=mxfp4: 896 experts a GPU, wanted at most 512 of quantised weights; ep=2 "
+        "splits them over two, weights=bf16 has code for any number"
+    )
+
+
+def test_dw_alone_of_codes_is_refused() -> None:
+    shape = replace(QWEN3, dtypes=(DType.MXFP4,), ops=(Op.DW,))
+    (wrong,) = without_code([shape, replace(shape, dtypes=(DType.MXFP4, DType.BF16)), replace(shape, ops=tuple(Op))])
+    assert wrong == (
+        "Qwen/Qwen3-30B-A3B tp=1 ep=1 dtype=mxfp4: of quantised weights there is no dW: codes are frozen; wanted "
+        "forward or dX among the ops"
     )
 
 

@@ -98,13 +98,17 @@ def test_an_architecture_lacks_what_a_kernel_needs(sm: int, lacking: list[str]) 
 
 
 def test_experts_beyond_what_a_kernel_counts_are_refused() -> None:
-    for config, most in (
-        (Config(64, 64, 64, 4, 3), MAX_EXPERTS_FALLBACK),
-        (Config(64, 64, 64, 4, 3, schedule=Schedule.TILE), MAX_EXPERTS),
-        (Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE), MAX_EXPERTS),
-    ):
-        spec = Spec(Op.FORWARD, DType.BF16, config, max_experts=most)
-        assert registry.limits_of(spec.op, config).experts == most
+    for dtype, layout, config, most in (
+        (DType.BF16, Layout.NK, Config(64, 64, 64, 4, 3), MAX_EXPERTS_FALLBACK),
+        (DType.BF16, Layout.NK, Config(64, 64, 64, 4, 3, schedule=Schedule.TILE), MAX_EXPERTS),
+        (DType.MXFP4, Layout.STORED, Config(64, 64, 64, 4, 3, schedule=Schedule.TILE), MAX_EXPERTS),
+        (
+            DType.BF16, Layout.NK,
+            Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE), MAX_EXPERTS,
+        ),
+    ):  # fmt: skip
+        spec = Spec(Op.FORWARD, dtype, config, layout, max_experts=most)
+        assert registry.limits_of(spec.op, config, quantised=dtype.quantised).experts == most
         assert refusal(spec) is None
         assert f"it counts {most} experts at most, not {most + 1}" in str(refusal(replace(spec, max_experts=most + 1)))
 
