@@ -10,7 +10,7 @@ from pretuned.aot.bundle.verify import sound
 from pretuned.aot.compile.cache import asked_for, made_of
 from pretuned.aot.compile.pool import CompileJob, compile_all
 from pretuned.aot.compile.revisions import source_sha256
-from pretuned.aot.compile.shipped import Shipped, file_name
+from pretuned.aot.compile.shipped import Shipped
 from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import Measured
 from pretuned.aot.models.catalogue import catalogue
@@ -24,7 +24,7 @@ from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.registry import ENTRIES, entry_of
 from pretuned.runtime.dispatch.decide import Decision, decide
-from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.places import Kind, Place, candidates_name
 from pretuned.runtime.dispatch.ranking import Origin
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
@@ -57,7 +57,7 @@ def test_which_there_are_and_how_large() -> None:
     names = ["catalogue-h100-sm90", *(f"catalogue-sm{sm}" for sm in capabilities), *OF_CODES]
     assert [path.stem for path in BUNDLES] == names
     assert sum(path.stat().st_size for path in BUNDLES) < MOST_BYTES
-    assert [path.name for path in CANDIDATES] == [file_name(sm) for sm in capabilities]
+    assert [path.name for path in CANDIDATES] == [candidates_name(sm) for sm in capabilities]
     assert sum(path.stat().st_size for path in CANDIDATES) < MOST_CANDIDATE_BYTES
 
 
@@ -66,7 +66,7 @@ def test_the_candidates_are_all_that_would_be_compiled_of_these_kernels(path: Pa
     """No more, and no less: what ``aot compile`` would be asked for the lists of benchmarks today."""
     anew = f"{path.name} is stale: make it anew (docs/use/build.md, What ships)"
     with open_bundle(path) as bundle:
-        assert path.name == file_name(bundle.target.sm)
+        assert path.name == candidates_name(bundle.target.sm)
         for kernel in bundle.kernels:
             assert kernel.source_sha256.hex() == source_sha256(kernel.name), f"{anew}: {kernel.name} changed"
             assert kernel.revision == ENTRIES[kernel.name].revision, f"{anew}: {kernel.name} has another revision"

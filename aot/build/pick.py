@@ -14,6 +14,7 @@ from ...artifacts.records.bundle import Bundle, Variant
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
+from ...kernels.cost.fits import rejection
 from ...kernels.hardware.arch import Arch, arch_of
 from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shipping
 from ..choose.candidates import Candidates
@@ -33,7 +34,6 @@ from ..plan.families import (
     named,
     optional,
     pass_specs,
-    rejection,
     serves,
     specs,
 )

@@ -9,11 +9,12 @@ from pathlib import Path
 from ...artifacts.errors import CompileError, InputError
 from ...artifacts.records.bundle import Kernel, Producer
 from ...artifacts.records.target import Target
+from ...kernels.cost.fits import rejection
 from ...kernels.hardware.arch import arch_of
 from ..bundle.assemble import combined
 from ..bundle.verify import sound
 from ..compile.triton import Compiled, Maker, driver_for, kernels_of, producer_of
-from ..plan.families import Family, families, named, optional, rejection
+from ..plan.families import Family, families, named, optional
 from ..plan.plan import BuildPlan
 from ..plan.targets import target_of
 from .incumbents import Carried

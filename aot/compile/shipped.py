@@ -1,7 +1,7 @@
 """Candidates that ship compiled: what would be compiled here, as the package's own builder has compiled it.
 
 Each is a bundle of one capability's variants, pressed with xz, in a folder that an installed package names under the
-entry points ``pretuned.bundles``. The runtime reads none of them.
+entry points ``pretuned.bundles``. The runtime takes of them what no bundle has code for.
 """
 
 from __future__ import annotations
@@ -12,23 +12,17 @@ from pathlib import Path
 from ...artifacts.code.cubin import mismatch, other_parameters
 from ...artifacts.errors import BundleError, InputError
 from ...artifacts.files.bundle_file import BundleFile, open_bundle
-from ...artifacts.files.packed import SUFFIX
 from ...artifacts.format.wire import corrupt
 from ...kernels.contract.launchable import unlaunchable
 from ...kernels.contract.registry import ENTRIES
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import Spec
 from ...kernels.contract.words import LAUNCH_ABI, parameter_bytes
-from ...runtime.dispatch.places import Place, installed_places
+from ...runtime.dispatch.places import Place, candidates_name, installed_places
 from ..process.gpus import driver_version
 from .cache import asked_for, made_of
 from .revisions import source_sha256
 from .triton import Compiled, Maker
-
-
-def file_name(sm: int) -> str:
-    """What the file of a capability is called."""
-    return f"candidates-sm{sm}{SUFFIX}"
 
 
 def shipped_file(sm: int | None) -> Path:
@@ -36,7 +30,7 @@ def shipped_file(sm: int | None) -> Path:
     if sm is None:
         raise InputError("no candidates are named, and there is no GPU here: name a file that aot compile made")
     for place in installed_places():
-        path = place.path / file_name(sm)
+        path = place.path / candidates_name(sm)
         if path.is_file():
             return path
     raise InputError(f"no candidates are named, and none ship for sm_{sm}: name a file that aot compile made")
@@ -62,7 +56,7 @@ class Shipped:
         bundles: list[BundleFile] = []
         trouble: list[str] = []
         for place in installed_places() if places is None else places:
-            path = place.path / file_name(sm)
+            path = place.path / candidates_name(sm)
             if path.is_file():
                 try:
                     bundles.append(open_bundle(path))

@@ -19,6 +19,7 @@ from ...kernels.contract.config import Config
 from ...kernels.contract.registry import threads
 from ...kernels.contract.spec import Spec
 from ...kernels.contract.words import ALIGNMENT_BYTES
+from ...kernels.cost.fits import rejection
 from ...kernels.cost.model import Ranker, Resources
 from ...kernels.hardware.arch import arch_of
 from ...kernels.hardware.chips import chip_for
@@ -33,7 +34,7 @@ from ..compile.pool import CompileJob, compile_all
 from ..compile.shipped import Shipped
 from ..compile.triton import Compiled
 from ..journal.file import read_journal
-from ..plan.families import Family, Pool, by_code, compilable, rejection, serves
+from ..plan.families import Family, Pool, by_code, compilable, serves
 from ..plan.plan import BuildPlan
 from ..tune.tuner import Entrants, tune_problems
 

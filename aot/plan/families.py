@@ -14,13 +14,7 @@ from ...kernels.contract.config import Config
 from ...kernels.contract.rowops import RowOpSpec
 from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
-from ...kernels.cost.model import Resources, occupancy
-from ...kernels.hardware.arch import Arch
 from ...kernels.search import space
-
-# A few registers spilled outside the loop cost next to nothing; more than this many bytes a thread
-# means that the loop itself goes through memory.
-MAX_SPILL_BYTES = 64
 
 # Silu in the epilogue: a tile has the gate columns and the up columns of half as many of y.
 GATED_COLUMNS = (128, 256)
@@ -212,26 +206,6 @@ def serves(variant: Variant, problem: Problem) -> bool:
     same = Family.of(variant) == Family.of(problem)
     able = same and variant.alignment == alignment and variant.max_experts >= problem.E
     return able and registry.beyond(problem, Config.from_pairs(variant.config)) is None
-
-
-def rejection(variant: Variant, arch: Arch) -> str | None:
-    """Why a compiled variant does not ship for an architecture, or None. All figures are the cubin's own.
-
-    A fallback goes only where it can't run at all.
-    """
-    limits = arch.limits
-    if variant.shared_bytes > limits.shared_per_block_bytes:
-        return f"{variant.shared_bytes} bytes of shared memory, sm_{arch.sm} has {limits.shared_per_block_bytes}"
-    if isinstance(variant.op, RowOp):
-        fits = variant.registers * variant.threads <= limits.registers_per_sm
-    else:
-        fits = occupancy(Resources.of(variant), limits) > 0
-    if not fits:
-        return (f"{variant.registers} registers x {variant.threads} threads, "
-                f"sm_{arch.sm} has {limits.registers_per_sm} registers")  # fmt: skip
-    if variant.spill_bytes > MAX_SPILL_BYTES and variant.alignment != 1:
-        return f"{variant.spill_bytes} bytes a thread are spilled, at most {MAX_SPILL_BYTES} are accepted"
-    return None
 
 
 CONFIG_LIMIT = 16  # of an op and dtype, in all their families, fallbacks included

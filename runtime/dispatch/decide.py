@@ -117,6 +117,7 @@ def _decide(
                 found.sort(key=lambda candidate: (candidate.origin, candidate.match))
             if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
                 raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
+    found = found or modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=aligned, most=1)
     if not found:
         return Miss(problem, bucket, aligned, _miss_text(problem, bucket, local, view))
     return Decision(problem, bucket, aligned, found[0], reason(found[0], problem, bucket, local))
@@ -172,6 +173,8 @@ def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
         what = "the cost model's choice among the variants that are there: no bundle has this problem for this call"
         if candidate.origin is Origin.COMPILED:
             return "compiled now by Triton, the cost model's choice: no bundle has a variant that can run it"
+        if candidate.usable.place.kind is Kind.CANDIDATES:
+            what = "the cost model's choice among the candidates that ship compiled: no bundle has code that can run it"
         compatible = candidate.origin is Origin.COMPATIBLE
         return f"{what} (code for {target}, which sm_{local.sm} runs)" if compatible else what
     what = {

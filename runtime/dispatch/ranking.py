@@ -240,7 +240,7 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
             (usable, index, variant)
             for usable in view.usable
             for index, variant in snapshot.variants(usable.bundle, problem)
-            if why_not(variant, kind, local, aligned=aligned) is None
+            if why_not(variant, kind, local, aligned=aligned) is None and _fits(usable, variant)
         ]
         fitting = [one for one in every if not one[0].bundle.producer.held_against] or every
         resources = [Resources.of(variant) for *_, variant in fitting]
@@ -248,6 +248,15 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
         known = view, fitting, Ranker(resources, op, problem.dtype, chip)
         snapshot.rankers[key] = known
     return known
+
+
+def _fits(usable: Usable, variant: Variant) -> bool:
+    """Whether code is of those that are chosen among: candidates have all that was compiled."""
+    if usable.place.kind is not Kind.CANDIDATES:
+        return True
+    from ...kernels.cost.fits import rejection  # here, as most processes have a bundle for all that they call
+
+    return rejection(variant, arch.arch_of(usable.bundle.target.sm)) is None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ from ...kernels.hardware.arch import refusal
 from .. import hooks, verdicts
 from ..locks import lock
 from ..settings import TRUSTED_KEYS, Settings, settings
-from .places import Found, Kind, Place, installed_places, places, scan
+from .places import Found, Kind, Place, candidates, candidates_file, installed_places, places, scan
 
 if TYPE_CHECKING:
     from ...artifacts.files.bundle_file import BundleFile
@@ -32,6 +32,7 @@ _Groups: TypeAlias = "dict[tuple[Op | RowOp, DType, Layout, Fusion], tuple[tuple
 _log = logging.getLogger(__name__)
 current: Snapshot | None = None  # the process's; None before its first use and after a reload: ``snapshot`` takes one
 _kept: list[BundleFile] = []
+_LAST = 1 << 16  # the order of what is asked after all bundles
 
 
 class Usable(NamedTuple):
@@ -103,6 +104,7 @@ class Snapshot:
         self._named = scan(asked, without, keys)
         self._packaged: tuple[Found, ...] | None = None
         self._made: tuple[Found, ...] = ()
+        self._reserves: dict[int, tuple[Found, ...]] = {}
         self._views: dict[Hashable, View] = {}
         self._variants: dict[bytes, _Groups] = {}
         self._choices: dict[tuple[bytes, Problem], tuple[Choice, ...]] = {}
@@ -166,6 +168,18 @@ class Snapshot:
                 self._tell(view.skipped)
         return view
 
+    def reserve(self, local: LocalGpu) -> View:
+        """The candidates that ship for such a GPU: code for what no bundle has, every choice the cost model's."""
+        key = ("reserve", local.sm, local.gpu.driver)
+        with lock("bundles"):
+            view = self._views.get(key)
+            if view is None:
+                if local.sm not in self._reserves:
+                    self._reserves[local.sm] = candidates(self._installed(), local.sm, self.keys)
+                view = self._views[key] = _view(self._reserves[local.sm], local, self._rejected, first=_LAST)
+                self._tell(view.skipped)
+        return view
+
     def find(self, bundle: BundleFile, problem: Problem) -> tuple[Choice, ...]:
         """The bundle's choices for ``problem``, or else for its twin; Rejected where their records are damaged."""
         key = (bundle.digest, problem)
@@ -210,10 +224,14 @@ class Snapshot:
         return None if any(one.bundle is bundle for one in self._made) else problem.transposed
 
     def serves(self, problem: Problem, local: LocalGpu) -> bool:
-        """Whether any usable bundle has a variant of ``problem``'s kind."""
+        """Whether any usable bundle has a variant of ``problem``'s kind, or the candidates that ship."""
         while True:  # each turn drops a bundle
             with contextlib.suppress(Rejected):
-                return any(self.variants(one.bundle, problem) for one in self.view(local, installed=True).usable)
+                return any(
+                    self.variants(one.bundle, problem)
+                    for usable in (lambda: self.view(local, installed=True).usable, lambda: self.reserve(local).usable)
+                    for one in usable()
+                )
 
     def reconsider(self) -> None:
         """Decide all anew: some code was found to be wrong on a GPU (``verdicts.py``). What is in use stays."""
@@ -232,13 +250,17 @@ class Snapshot:
     def fingerprint(self, local: LocalGpu) -> str:
         """Digest (hex) of the usable bundles, in order, and the GPU's identity: equal on ranks that choose alike.
 
-        Code that is known to be wrong there counts, too.
+        The candidates that ship count, and code that is known to be wrong there.
         """
         gpu = local.gpu
         digest = hashlib.sha256(f"{gpu.name}\n{local.sm}\n{gpu.sm_count}\n{gpu.memory_mib}\n".encode())
         for usable in self.view(local, installed=True).usable:
             if usable.place.kind is not Kind.PROCESS or usable.bundle.gpus:  # what is compiled hangs on the calls
                 digest.update(usable.bundle.digest)
+        reserve = candidates_file(self._installed(), local.sm)
+        if reserve is not None:
+            with contextlib.suppress(OSError):  # then nothing of it is used, either
+                digest.update(hashlib.sha256(reserve[1].read_bytes()).digest())
         digest.update(b"".join(verdicts.left_out(local)))
         if hooks.jit_allowed():
             digest.update(b"jit")
@@ -348,7 +370,9 @@ def _read(found: Found) -> Found:
         return Found(found.place, found.path, None, error)
 
 
-def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, BundleError]) -> View:
+def _view(
+    found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, BundleError], *, first: int = 0
+) -> View:  # fmt: skip
     usable: list[Usable] = []
     skipped: list[Skipped] = []
     seen: dict[bytes, Path] = {}
@@ -365,7 +389,7 @@ def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, Bu
             skipped.append(Skipped(one.place, one.path, error, str(error)))
         elif one.bundle is not None:
             seen[one.bundle.digest] = one.path
-            usable.append(Usable(len(usable), one.place, one.bundle))
+            usable.append(Usable(first + len(usable), one.place, one.bundle))
     return View(tuple(usable), tuple(skipped))
 
 

@@ -256,6 +256,7 @@ def examine(
                 for one in modelled(snapshot, problem, bucket, local, view, aligned=aligned)
                 if (one.usable.order, one.index) not in known
             ]
+            found = found or modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=aligned)
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
             decided, raises = _decided(snapshot, problem, bucket, local, aligned, strict)
             if decided is not None:  # some bundles are asked only if others have nothing: what runs may not rank first

@@ -7,6 +7,8 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from pretuned.artifacts.files.packed import SUFFIX as PACKED
+from pretuned.artifacts.files.packed import unpack
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.files.signature import SUFFIX, encode, message
 
@@ -29,7 +31,9 @@ def keys(folder: Path, *privates: Ed25519PrivateKey) -> Path:
 
 def signature(path: Path, private: Ed25519PrivateKey = PRIVATE) -> bytes:
     """The bytes of a signature of the bundle at ``path``."""
-    return encode(private.public_key().public_bytes_raw(), private.sign(message(path.read_bytes()[31:63])))
+    data = path.read_bytes()
+    whole = unpack(data, str(path)) if path.name.endswith(PACKED) else data
+    return encode(private.public_key().public_bytes_raw(), private.sign(message(whole[31:63])))
 
 
 def sign(path: Path, private: Ed25519PrivateKey = PRIVATE) -> Path:

@@ -24,7 +24,7 @@ from pretuned.aot.compile.revisions import source_sha256
 from pretuned.aot.compile.shipped import Shipped
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import Family, Pool, by_code, families, rejection, specs
+from pretuned.aot.plan.families import Family, Pool, by_code, families, specs
 from pretuned.aot.plan.plan import BuildPlan, plan
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import open_bundle
@@ -36,6 +36,7 @@ from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowO
 from pretuned.kernels.contract.config import Cache, Config, Schedule, TileRows
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.contract.words import LAUNCH_ABI, has_aligned_rows
+from pretuned.kernels.cost.fits import rejection
 from pretuned.kernels.hardware.arch import arch_of
 from pretuned.kernels.search.space import candidates
 

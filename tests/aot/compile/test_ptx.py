@@ -10,12 +10,12 @@ import triton
 
 from pretuned.aot.compile.ptx import cut, fit, rewrites, streamed, written
 from pretuned.aot.compile.triton import compile_variant, job_key
-from pretuned.aot.plan.families import MAX_SPILL_BYTES
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.kernels.contract.config import Cache, Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.registry import refusal
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.fits import MAX_SPILL_BYTES
 
 LOAD = (
     "\t@%p9 cp.async.bulk.tensor.{rank}d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd3, {{%r2, %r4}}], "

@@ -14,9 +14,9 @@ from pretuned.aot.bundle.verify import verify
 from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.compile import toolchain
 from pretuned.aot.compile.cache import asked_for, made_of
-from pretuned.aot.compile.shipped import Shipped, file_name, shipped_file
+from pretuned.aot.compile.shipped import Shipped, shipped_file
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import Pool, rejection, to_compile
+from pretuned.aot.plan.families import Pool, to_compile
 from pretuned.aot.plan.plan import BuildPlan, plan
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.files.bundle_file import open_bundle
@@ -26,8 +26,9 @@ from pretuned.artifacts.records.bundle import Bundle
 from pretuned.artifacts.records.problem import Op
 from pretuned.kernels.contract.rowops import RowOpSpec
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.fits import rejection
 from pretuned.kernels.hardware.arch import arch_of
-from pretuned.runtime.dispatch.places import Kind, Place
+from pretuned.runtime.dispatch.places import Kind, Place, candidates_name
 
 BUNDLES = Path(__file__).parents[3] / "artifacts" / "bundles"
 
@@ -60,7 +61,7 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def installed(folder: Path, bundle: Bundle | bytes) -> list[Place]:
     data = bundle if isinstance(bundle, bytes) else pack(encode(bundle))
-    (folder / file_name(80)).write_bytes(data)
+    (folder / candidates_name(80)).write_bytes(data)
     return [Place(Kind.INSTALLED, folder)]
 
 
@@ -113,7 +114,7 @@ def test_a_file_that_can_not_be_used_is_told(tmp_path: Path, bundle: Bundle, dam
     data = pack(encode(bundle))
     places = installed(tmp_path, data[:-100] if damage == "cut" else data)
     if damage == "writable":
-        (tmp_path / file_name(80)).chmod(0o666)
+        (tmp_path / candidates_name(80)).chmod(0o666)
     found = Shipped.found(80, places)
     assert not found
     assert len(found.trouble) == 1
@@ -157,7 +158,7 @@ def test_what_takes_too_much_is_pruned_without_a_compiler(tmp_path: Path, layer:
     (built,) = build(layer, (120,), BuildOptions(tmp_path / "out", shipped=Shipped.found)).bundles
     assert (built.compiled, built.cached, built.failed, built.lost) == (0, 0, 0, "")
     assert 0 < built.pruned < built.shipped
-    candidates = BUNDLES / file_name(120)
+    candidates = BUNDLES / candidates_name(120)
     with open_bundle(candidates) as bundle:
         every, problems = tuple(bundle.variants()), tuple(bundle.problems())
         named = {every[choice.variant] for problem in problems for choice in bundle.find(problem)}

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from pretuned.aot.compile.triton import compile_variant
-from pretuned.aot.plan.families import rejection
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract.config import Config, Loads
 from pretuned.kernels.contract.registry import constants
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.fits import rejection
 from pretuned.kernels.cost.model import Resources, estimate_us
 from pretuned.kernels.hardware.arch import arch_of, limits
 from pretuned.kernels.hardware.chips import chip_for

@@ -14,12 +14,12 @@ import pytest
 
 from pretuned.aot.compile import triton
 from pretuned.aot.compile.triton import compile_variant
-from pretuned.aot.plan.families import rejection
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Op, Problem
 from pretuned.kernels.contract import registry
 from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.fits import rejection
 from pretuned.kernels.cost.model import Resources, estimate_us
 from pretuned.kernels.gemm.hopper.tf32 import LEFT, RIGHT, STEP
 from pretuned.kernels.hardware.arch import arch_of

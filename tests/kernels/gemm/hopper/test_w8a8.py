@@ -9,12 +9,12 @@ import pytest
 
 from pretuned.aot.compile import triton
 from pretuned.aot.compile.triton import compile_variant
-from pretuned.aot.plan.families import rejection
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.kernels.contract import registry
 from pretuned.kernels.contract.launchable import unlaunchable
 from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.cost.fits import rejection
 from pretuned.kernels.hardware.arch import arch_of
 from pretuned.kernels.search.space import candidates
 

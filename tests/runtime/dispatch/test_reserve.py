@@ -1,0 +1,174 @@
+"""Candidates that ship: what runs where no bundle has code, and only there."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import made
+import pytest
+import signing
+from made import ON_A100, ON_H200, ON_L40S, PROBLEM, SPECS, Spec, modelled, snapshot, write
+
+from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
+from pretuned.artifacts.files.packed import pack
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Layout, Op, Problem
+from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.kernels.contract.config import Config, Schedule
+from pretuned.runtime.dispatch.decide import Decision, Miss, decide
+from pretuned.runtime.dispatch.places import Kind, Place, candidates_name, installed_places
+from pretuned.runtime.dispatch.ranking import Match, Origin
+from pretuned.runtime.dispatch.snapshot import Snapshot, take
+from pretuned.runtime.inspect.asked import as_read
+from pretuned.runtime.inspect.explain import examine
+from pretuned.runtime.settings import Settings
+
+FP16 = tuple(replace(one, dtype=DType.FP16) for one in SPECS)
+HALF = replace(PROBLEM, dtype=DType.FP16)
+A16 = LocalGpu(86, Gpu("NVIDIA A16", 10, 15 << 10, made.DRIVER))
+
+
+def candidates(folder: Path, sm: int = 80, specs: tuple[Spec, ...] = (*SPECS, *FP16), **how: Any) -> Path:
+    """A file of candidates as ``aot compile`` writes one: variants without a choice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / candidates_name(sm)
+    path.write_bytes(pack(encode(made.bundle({}, sm=sm, specs=specs, tag="candidates", **how))))
+    return path
+
+
+def installed(tmp_path: Path) -> Snapshot:
+    return snapshot(installed=[tmp_path])
+
+
+def test_what_no_bundle_has_code_for_runs_from_the_candidates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    candidates(tmp_path)
+    write(tmp_path / "b.msgpack", {PROBLEM: [modelled(64, 0)]}, sm=80)
+    found = installed(tmp_path)
+    caplog.set_level(logging.INFO)
+    ran = decide(found, HALF, 64, ON_A100)
+    assert isinstance(ran, Decision)
+    assert ran.chosen.usable.place == Place(Kind.CANDIDATES, tmp_path)
+    assert (ran.chosen.origin, ran.chosen.match) == (Origin.MODELLED, Match.COST_MODEL)
+    assert ran.chosen.variant.dtype is DType.FP16
+    assert "among the candidates that ship compiled" in ran.reason
+    (record,) = [one for one in caplog.records if "no measured choice" in one.getMessage()]
+    assert candidates_name(80) in record.getMessage()
+    assert not [one for one in caplog.records if one.levelno > logging.INFO]
+    told = examine(found, HALF, 64, ON_A100, aligned=True)
+    assert told.chosen is not None
+    assert (told.chosen.usable.path, told.chosen.index) == (tmp_path / candidates_name(80), ran.chosen.index)
+    assert {one.variant.dtype for one in told.candidates} == {DType.FP16}
+
+
+def test_what_a_bundle_has_code_for_leaves_them_closed(tmp_path: Path) -> None:
+    candidates(tmp_path).write_bytes(b"no candidates: opening them would tell")
+    write(tmp_path / "b.msgpack", {PROBLEM: [modelled(64, 0)]}, sm=80)
+    found = installed(tmp_path)
+    for problem in (PROBLEM, replace(PROBLEM, E=3, N=640)):  # chosen, and by the cost model of the bundle's
+        ran = decide(found, problem, 64, ON_A100)
+        assert isinstance(ran, Decision)
+        assert ran.chosen.usable.path.name == "b.msgpack"
+    assert found.serves(PROBLEM, ON_A100)
+
+
+def test_strict_mode_wants_a_choice(tmp_path: Path) -> None:
+    candidates(tmp_path)
+    with pytest.raises(ProblemNotInBundle):
+        decide(installed(tmp_path), HALF, 64, ON_A100, strict=True)
+
+
+def test_a_file_that_is_damaged_is_told_of_once_and_torch_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = candidates(tmp_path)
+    path.write_bytes(path.read_bytes()[:-9])
+    found = installed(tmp_path)
+    for problem in (PROBLEM, HALF):
+        assert isinstance(decide(found, problem, 64, ON_A100), Miss)
+    (record,) = [one for one in caplog.records if "skipping" in one.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert str(path) in record.getMessage()
+
+
+def test_a_record_that_is_damaged_drops_the_file(tmp_path: Path) -> None:
+    candidates(tmp_path)
+    found = installed(tmp_path)
+    (usable,) = found.reserve(ON_A100).usable
+    found.reject(usable.bundle, BundleCorrupt("damaged"))
+    assert found.reserve(ON_A100).usable == ()
+    assert isinstance(decide(found, PROBLEM, 64, ON_A100), Miss)
+
+
+def test_whose_capability_they_are(tmp_path: Path) -> None:
+    """Its own, else those of the next minor revision before it; never another's, nor code for one capability alone."""
+    candidates(tmp_path, 80)
+    candidates(tmp_path, 90)
+    found = installed(tmp_path)
+    assert [one.path.name for one in found.reserve(ON_A100).usable] == [candidates_name(80)]
+    assert [one.path.name for one in found.reserve(ON_H200).usable] == [candidates_name(90)]
+    ran = decide(found, PROBLEM, 64, ON_L40S)  # 8.9
+    assert isinstance(ran, Decision)
+    assert ran.chosen.origin is Origin.COMPATIBLE
+    assert "code for sm_80, which sm_89 runs" in ran.reason
+    candidates(tmp_path, 86)
+    assert [one.path.name for one in installed(tmp_path).reserve(A16).usable] == [candidates_name(86)]
+    assert installed(tmp_path).reserve(LocalGpu(91, ON_H200.gpu)).usable == ()
+    assert installed(tmp_path / "nowhere").reserve(ON_A100).usable == ()
+
+
+def test_what_takes_too_much_is_not_chosen(tmp_path: Path) -> None:
+    """Candidates have all that was compiled, what a build leaves out as well."""
+    wide = Spec(Config(128, 128, 64, 8, 3), shared_bytes=200_000)
+    candidates(tmp_path, specs=(wide,))
+    assert isinstance(decide(installed(tmp_path), PROBLEM, 4096, ON_A100), Miss)
+    candidates(tmp_path, specs=(wide, SPECS[1]))
+    ran = decide(installed(tmp_path), PROBLEM, 4096, ON_A100)
+    assert isinstance(ran, Decision)
+    assert ran.chosen.index == 1
+
+
+def test_they_must_be_signed_where_all_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signing.keys(tmp_path / "keys")
+    path = candidates(tmp_path / "wheel")
+    where = "pretuned.runtime.dispatch.snapshot.installed_places"
+    monkeypatch.setattr(where, lambda: [Place(Kind.INSTALLED, tmp_path / "wheel")])
+    wanted = Settings(bundles=(), overlay=tmp_path / "overlay", trusted_keys=tmp_path / "keys")
+    assert take(wanted).reserve(ON_A100).usable == ()
+    signing.sign(path)
+    assert len(take(wanted).reserve(ON_A100).usable) == 1
+    monkeypatch.setattr(where, installed_places)
+    (own,) = take(wanted).reserve(ON_A100).usable
+    assert own.path.name == candidates_name(80)
+
+
+def test_ranks_with_other_candidates_have_other_fingerprints(tmp_path: Path) -> None:
+    write(tmp_path / "b.msgpack", {PROBLEM: [modelled(64, 0)]}, sm=80)
+    without = installed(tmp_path).fingerprint(ON_A100)
+    candidates(tmp_path)
+    one = installed(tmp_path).fingerprint(ON_A100)
+    candidates(tmp_path, specs=SPECS)
+    assert len({without, one, installed(tmp_path).fingerprint(ON_A100)}) == 3
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 100, 103, 120, 121])
+@pytest.mark.parametrize("dtype", [DType.MXFP4, DType.INT4_G32, DType.INT4_G128, DType.FP8_BLOCK_A16])
+def test_every_gpu_runs_what_ships_of_quantised_weights(shipped: Snapshot, sm: int, dtype: DType) -> None:
+    local = LocalGpu(sm, Gpu("", 100, 40 << 10, 0))
+    for op in (Op.FORWARD, Op.DX):
+        problem = Problem(op, dtype, 32, 5760, 2880)
+        read = as_read(shipped, problem, local) if op is Op.FORWARD else replace(problem, layout=Layout.STORED)
+        assert read.layout is Layout.STORED
+        for M in (1, 4096):
+            ran = decide(shipped, read, M, local)
+            assert isinstance(ran, Decision)
+            assert ran.chosen.usable.place.kind is Kind.CANDIDATES
+            assert Config.from_pairs(ran.chosen.variant.config).schedule is Schedule.TILE
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Snapshot:
+    return Snapshot((), installed_places)
