@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -228,10 +228,13 @@ class Snapshot:
         while True:  # each turn drops a bundle
             with contextlib.suppress(Rejected):
                 return any(
-                    self.variants(one.bundle, problem)
-                    for usable in (lambda: self.view(local, installed=True).usable, lambda: self.reserve(local).usable)
-                    for one in usable()
+                    self.variants(one.bundle, problem) for view in self._views_for(problem, local) for one in view
                 )
+
+    def _views_for(self, problem: Problem, local: LocalGpu) -> Iterator[tuple[Usable, ...]]:
+        yield self.view(local, installed=True).usable
+        if Fusion.SILU not in problem.fusion:  # an epilogue runs where times say so, and candidates have none
+            yield self.reserve(local).usable
 
     def reconsider(self) -> None:
         """Decide all anew: some code was found to be wrong on a GPU (``verdicts.py``). What is in use stays."""

@@ -16,7 +16,7 @@ from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
 from pretuned.artifacts.files.packed import pack
 from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op, Problem
+from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
@@ -73,6 +73,7 @@ def test_what_a_bundle_has_code_for_leaves_them_closed(tmp_path: Path) -> None:
         assert isinstance(ran, Decision)
         assert ran.chosen.usable.path.name == "b.msgpack"
     assert found.serves(PROBLEM, ON_A100)
+    assert not found.serves(replace(PROBLEM, fusion=Fusion.SILU), ON_A100)
 
 
 def test_strict_mode_wants_a_choice(tmp_path: Path) -> None:
