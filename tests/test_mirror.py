@@ -26,6 +26,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("kernels.contract", "spec words"): "kernels/test_gated.py runtime/driver/test_block.py",
     ("kernels.contract", "rowops"): "kernels/rowops/test_interpreted.py",
     ("kernels.cost", "constants"): "kernels/cost/test_model.py",
+    ("kernels.cost", "fits"): "kernels/gemm/test_transposed.py",
     ("kernels.gemm.hopper", "dequantize"): "runtime/weights/test_order.py",
     ("kernels.gemm.hopper", "consumer gather pipeline rows weight"): (
         "aot/compile/test_ptx.py kernels/gemm/hopper/test_tf32.py"

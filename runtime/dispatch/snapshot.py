@@ -176,7 +176,7 @@ class Snapshot:
             if view is None:
                 if local.sm not in self._reserves:
                     self._reserves[local.sm] = candidates(self._installed(), local.sm, self.keys)
-                view = self._views[key] = _view(self._reserves[local.sm], local, self._rejected, first=_LAST)
+                view = self._views[key] = _view(self._reserves[local.sm], local, self._rejected, _LAST)
                 self._tell(view.skipped)
         return view
 
@@ -227,14 +227,12 @@ class Snapshot:
         """Whether any usable bundle has a variant of ``problem``'s kind, or the candidates that ship."""
         while True:  # each turn drops a bundle
             with contextlib.suppress(Rejected):
-                return any(
-                    self.variants(one.bundle, problem) for view in self._views_for(problem, local) for one in view
-                )
+                return any(self.variants(one.bundle, problem) for one in self._asked_for(problem, local))
 
-    def _views_for(self, problem: Problem, local: LocalGpu) -> Iterator[tuple[Usable, ...]]:
-        yield self.view(local, installed=True).usable
+    def _asked_for(self, problem: Problem, local: LocalGpu) -> Iterator[Usable]:
+        yield from self.view(local, installed=True).usable
         if Fusion.SILU not in problem.fusion:  # an epilogue runs where times say so, and candidates have none
-            yield self.reserve(local).usable
+            yield from self.reserve(local).usable
 
     def reconsider(self) -> None:
         """Decide all anew: some code was found to be wrong on a GPU (``verdicts.py``). What is in use stays."""
@@ -373,9 +371,7 @@ def _read(found: Found) -> Found:
         return Found(found.place, found.path, None, error)
 
 
-def _view(
-    found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, BundleError], *, first: int = 0
-) -> View:  # fmt: skip
+def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, BundleError], first: int = 0) -> View:
     usable: list[Usable] = []
     skipped: list[Skipped] = []
     seen: dict[bytes, Path] = {}
