@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -170,8 +170,8 @@ class Snapshot:
 
     def reserve(self, local: LocalGpu) -> View:
         """The candidates that ship for such a GPU: code for what no bundle has, every choice the cost model's."""
-        key = ("reserve", local.sm, local.gpu.driver)
         with lock("bundles"):
+            key = ("reserve", local.sm, local.gpu.driver)
             view = self._views.get(key)
             if view is None:
                 if local.sm not in self._reserves:
@@ -223,16 +223,21 @@ class Snapshot:
         """The problem's twin; None in what this process has made: that hangs on the calls so far, in each its own."""
         return None if any(one.bundle is bundle for one in self._made) else problem.transposed
 
-    def serves(self, problem: Problem, local: LocalGpu) -> bool:
-        """Whether any usable bundle has a variant of ``problem``'s kind, or the candidates that ship."""
+    def having(self, problem: Problem, local: LocalGpu) -> list[Usable]:
+        """The bundles that have a variant of ``problem``'s kind; where none has, the candidates, if they have.
+
+        Of an epilogue candidates have none: it runs where times say so, and they have no times.
+        """
         while True:  # each turn drops a bundle
             with contextlib.suppress(Rejected):
-                return any(self.variants(one.bundle, problem) for one in self._asked_for(problem, local))
+                found = [one for one in self.view(local, installed=True).usable if self.variants(one.bundle, problem)]
+                if not found and Fusion.SILU not in problem.fusion:
+                    found = [one for one in self.reserve(local).usable if self.variants(one.bundle, problem)]
+                return found
 
-    def _asked_for(self, problem: Problem, local: LocalGpu) -> Iterator[Usable]:
-        yield from self.view(local, installed=True).usable
-        if Fusion.SILU not in problem.fusion:  # an epilogue runs where times say so, and candidates have none
-            yield from self.reserve(local).usable
+    def serves(self, problem: Problem, local: LocalGpu) -> bool:
+        """Whether anything has a variant of ``problem``'s kind."""
+        return bool(self.having(problem, local))
 
     def reconsider(self) -> None:
         """Decide all anew: some code was found to be wrong on a GPU (``verdicts.py``). What is in use stays."""
@@ -245,20 +250,15 @@ class Snapshot:
         with lock("bundles"):
             self._rejected[bundle] = error
             self._views.clear()
-            self.rankers.clear()
-            self.decisions.clear()
+            self.reconsider()
 
     def fingerprint(self, local: LocalGpu) -> str:
-        """Digest (hex) of the usable bundles, in order, and the GPU's identity: equal on ranks that choose alike.
-
-        The candidates that ship count, and code that is known to be wrong there.
-        """
-        gpu = local.gpu
+        """Digest (hex) of usable bundles, candidates, wrong code and the GPU: equal on ranks that choose alike."""
+        gpu, reserve = local.gpu, candidates_file(self._installed(), local.sm)
         digest = hashlib.sha256(f"{gpu.name}\n{local.sm}\n{gpu.sm_count}\n{gpu.memory_mib}\n".encode())
         for usable in self.view(local, installed=True).usable:
             if usable.place.kind is not Kind.PROCESS or usable.bundle.gpus:  # what is compiled hangs on the calls
                 digest.update(usable.bundle.digest)
-        reserve = candidates_file(self._installed(), local.sm)
         if reserve is not None:
             with contextlib.suppress(OSError):  # then nothing of it is used, either
                 digest.update(hashlib.sha256(reserve[1].read_bytes()).digest())

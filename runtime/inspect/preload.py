@@ -261,12 +261,11 @@ def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGp
     """Every variant that a call on tensors that are not aligned could come to: a few of each kind."""
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
-            usable = snapshot.view(local, installed=True).usable
             return list(
                 dict.fromkeys(
                     (one.bundle, index)
                     for problem in problems
-                    for one in usable
+                    for one in snapshot.having(problem, local)
                     for index, variant in snapshot.variants(one.bundle, problem)
                     if variant.alignment == 1 and why_not(variant, problem, local, aligned=False) is None
                 )
