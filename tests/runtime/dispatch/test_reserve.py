@@ -27,6 +27,7 @@ from pretuned.runtime.inspect.asked import as_read
 from pretuned.runtime.inspect.explain import examine
 from pretuned.runtime.settings import Settings
 
+SHIP_EVERYWHERE = [DType.MXFP4, DType.INT4_G32, DType.INT4_G128, DType.INT4_G128_ZP, DType.FP8_BLOCK_A16]
 FP16 = tuple(replace(one, dtype=DType.FP16) for one in SPECS)
 HALF = replace(PROBLEM, dtype=DType.FP16)
 A16 = LocalGpu(86, Gpu("NVIDIA A16", 10, 15 << 10, made.DRIVER))
@@ -156,7 +157,7 @@ def test_ranks_with_other_candidates_have_other_fingerprints(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 100, 103, 120, 121])
-@pytest.mark.parametrize("dtype", [DType.MXFP4, DType.INT4_G32, DType.INT4_G128, DType.FP8_BLOCK_A16])
+@pytest.mark.parametrize("dtype", SHIP_EVERYWHERE)
 def test_every_gpu_runs_what_ships_of_quantised_weights(shipped: Snapshot, sm: int, dtype: DType) -> None:
     local = LocalGpu(sm, Gpu("", 100, 40 << 10, 0))
     for op in (Op.FORWARD, Op.DX):
@@ -168,6 +169,16 @@ def test_every_gpu_runs_what_ships_of_quantised_weights(shipped: Snapshot, sm: i
             assert isinstance(ran, Decision)
             assert ran.chosen.usable.place.kind is Kind.CANDIDATES
             assert Config.from_pairs(ran.chosen.variant.config).schedule is Schedule.TILE
+
+
+@pytest.mark.parametrize("dtype", [one for one in DType if one.quantised and not one.quantises_x])
+def test_hopper_runs_codes_as_they_are_stored(shipped: Snapshot, dtype: DType) -> None:
+    """Of sizes that are no whole blocks, as gpt-oss's are where it is split over four GPUs, and with zero points."""
+    problem = as_read(shipped, Problem(Op.FORWARD, dtype, 32, 1440, 2896), ON_H200)
+    ran = decide(shipped, replace(problem, layout=Layout.STORED), 64, ON_H200)
+    there = not dtype.value.endswith("_zp") or dtype is DType.INT4_G128_ZP
+    assert isinstance(ran, Decision) is there
+    assert not there or ran.chosen.usable.place.kind is Kind.CANDIDATES
 
 
 @pytest.fixture(scope="module")
