@@ -12,6 +12,8 @@ from ...kernels.hardware.chips import CHIPS
 
 SUPPORTED = supported()  # what Triton compiles and pretuned builds for
 
+_WITHOUT = {"p100": 60, "v100": 70, "t4": 75, "thor": 110}  # GPUs that people ask for, and no kernel runs on
+_AMD = re.compile(r"(?:amd|instinct|mi ?[0-9]{3}|gfx[0-9]).*", re.I)
 _FORM = re.compile(r"(?:sm_?|compute_?)?(?:(?P<dotted>[0-9]{1,2}\.[0-9])|(?P<plain>[0-9]{1,4}))(?P<suffix>a?)", re.I)
 
 
@@ -43,6 +45,9 @@ def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
                 continue
         elif len(named := _of_gpu(part)) == 1:
             sm = named[0]
+        elif without := _without(part):
+            problems.append(f"'{part}' {without}")
+            continue
         else:
             problems.append(f"'{part}' is no capability{_suggestion(part)}" if part else "an empty part")
             continue
@@ -50,6 +55,8 @@ def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
             found.add(sm)
         elif sm in REFUSED:
             problems.append(f"'{part}': {REFUSED[sm]}")
+        elif 10 <= sm < SUPPORTED[0] or sm in _WITHOUT.values():
+            problems.append(f"'{part}' {_none(sm)}")
         else:
             problems.append(f"'{part}' is not supported{_suggestion(part if part.lower() != 'native' else str(sm))}")
     if problems:
@@ -74,6 +81,13 @@ def target_of(sm: int) -> Target:
     return arch_of(sm).target
 
 
+def known_names() -> tuple[str, ...]:
+    """What ``--sm`` takes as one capability: numbers, ``native`` and GPUs' names, in small letters, without blanks."""
+    forms = [chip.name.lower().split() for chip in CHIPS]
+    gpus = dict.fromkeys(name for form in forms for name in (form[0], "".join(form[:2]), "".join(form)))
+    return (*map(str, SUPPORTED), "native", *(name for name in gpus if len(_of_gpu(name)) == 1))
+
+
 def _suggestion(part: str) -> str:
     """The capability of a GPU so named, else the nearest supported one, by number."""
     if named := _of_gpu(part):
@@ -85,6 +99,18 @@ def _suggestion(part: str) -> str:
         return ""
     number = int(digits) * (10 if len(digits) == 1 else 1)  # 9 means 9.0
     return f"; did you mean {min(SUPPORTED, key=lambda sm: (abs(sm - number), sm))}?"
+
+
+def _none(sm: int) -> str:
+    return f"is capability {sm // 10}.{sm % 10}: no kernels are built for it, torch runs there"
+
+
+def _without(part: str) -> str | None:
+    """Why nothing is built for a GPU so named; None where nothing of it is known."""
+    if _AMD.fullmatch(part):
+        return "is no NVIDIA GPU: no kernels are built for it, torch runs there"
+    words = re.findall(r"[a-z0-9]+", part.lower())
+    return next((_none(sm) for name, sm in _WITHOUT.items() if name in words), None)
 
 
 def _of_gpu(part: str) -> list[int]:
