@@ -55,8 +55,6 @@ def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
             found.add(sm)
         elif sm in REFUSED:
             problems.append(f"'{part}': {REFUSED[sm]}")
-        elif 10 <= sm < SUPPORTED[0] or sm in _WITHOUT.values():
-            problems.append(f"'{part}' {_none(sm)}")
         else:
             problems.append(f"'{part}' is not supported{_suggestion(part if part.lower() != 'native' else str(sm))}")
     if problems:
@@ -101,16 +99,12 @@ def _suggestion(part: str) -> str:
     return f"; did you mean {min(SUPPORTED, key=lambda sm: (abs(sm - number), sm))}?"
 
 
-def _none(sm: int) -> str:
-    return f"is capability {sm // 10}.{sm % 10}: no kernels are built for it, torch runs there"
-
-
 def _without(part: str) -> str | None:
     """Why nothing is built for a GPU so named; None where nothing of it is known."""
     if _AMD.fullmatch(part):
-        return "is no NVIDIA GPU: no kernels are built for it, torch runs there"
+        return "is no NVIDIA GPU: no kernels are built for it, torch for ROCm runs there"
     words = re.findall(r"[a-z0-9]+", part.lower())
-    return next((_none(sm) for name, sm in _WITHOUT.items() if name in words), None)
+    return next((f"is sm_{sm}: {REFUSED[sm]}" for name, sm in _WITHOUT.items() if name in words), None)
 
 
 def _of_gpu(part: str) -> list[int]:

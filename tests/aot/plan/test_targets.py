@@ -52,7 +52,7 @@ def test_native() -> None:
     assert parse_sm("80,Native", lambda: 90) == (80, 90)
     with pytest.raises(HostError, match="no NVIDIA GPU found here; name the capabilities"):
         parse_sm("native", no_gpu)
-    with pytest.raises(InputError, match=r"'native' is capability 7\.5: no kernels are built for it"):
+    with pytest.raises(InputError, match=r"'native': no kernels are built for it"):
         parse_sm("native", lambda: 75)
 
 
@@ -60,15 +60,15 @@ def test_native() -> None:
     ("text", "message"),
     [
         ("75x", r"'75x' is no capability; did you mean 80\?"),
-        ("75", r"'75' is capability 7\.5: no kernels are built for it, torch runs there"),
-        ("6.1", r"'6\.1' is capability 6\.1: no kernels"),
-        ("Tesla T4", r"'Tesla T4' is capability 7\.5: no kernels"),
-        ("v100", r"'v100' is capability 7\.0: no kernels"),
-        ("Jetson Thor", r"'Jetson Thor' is capability 11\.0: no kernels"),
-        ("mi300x", r"'mi300x' is no NVIDIA GPU: no kernels are built for it, torch runs there"),
+        ("75", r"'75': no kernels are built for it, torch runs there"),
+        ("6.1", r"'6\.1': no kernels"),
+        ("Tesla T4", r"'Tesla T4' is sm_75: no kernels"),
+        ("v100", r"'v100' is sm_70: no kernels"),
+        ("Jetson Thor", r"'Jetson Thor' is sm_110: no kernels"),
+        ("mi300x", r"'mi300x' is no NVIDIA GPU: no kernels are built for it, torch for ROCm runs there"),
         ("9.5", r"'9\.5' is not supported; did you mean 90\?"),
         ("9", r"'9' is not supported; did you mean 90\?"),
-        ("110", r"'110' is capability 11\.0: no kernels are built for it"),
+        ("110", r"'110': no kernels are built for it"),
         ("100f", r"'100f' is no capability; did you mean 100\?"),
         ("nativ", r"did you mean native\?"),
         ("x4", r"'x4' is no capability"),
@@ -98,7 +98,7 @@ def test_every_mistake_is_told() -> None:
 def test_the_message_reads_well() -> None:
     with pytest.raises(
         InputError,
-        match=r"^--sm 75: '75' is capability 7\.5: no kernels .*, torch runs there\. Supported: 80, ",
+        match=r"^--sm 75: '75': no kernels .*, torch runs there\. Supported: 80, ",
     ):
         parse_sm("75", must_not_be_asked)
     with pytest.raises(InputError, match=r"^--sm '': an empty part\. Supported: 80, "):
