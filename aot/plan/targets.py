@@ -12,7 +12,7 @@ from ...kernels.hardware.chips import CHIPS
 
 SUPPORTED = supported()  # what Triton compiles and pretuned builds for
 
-_WITHOUT = {"p100": 60, "v100": 70, "t4": 75, "thor": 110}  # GPUs that people ask for, and no kernel runs on
+_ALSO = {"p100": 60, "v100": 70, "t4": 75, "orin": 87, "thor": 110, "spark": 121}  # words that no row of CHIPS has
 _AMD = re.compile(r"(?:amd|instinct|mi ?[0-9]{3}|gfx[0-9]).*", re.I)
 _FORM = re.compile(r"(?:sm_?|compute_?)?(?:(?P<dotted>[0-9]{1,2}\.[0-9])|(?P<plain>[0-9]{1,4}))(?P<suffix>a?)", re.I)
 
@@ -45,8 +45,8 @@ def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
                 continue
         elif len(named := _of_gpu(part)) == 1:
             sm = named[0]
-        elif without := _without(part):
-            problems.append(f"'{part}' {without}")
+        elif _AMD.fullmatch(part):
+            problems.append(f"'{part}' is no NVIDIA GPU: no kernels are built for it, torch for ROCm runs there")
             continue
         else:
             problems.append(f"'{part}' is no capability{_suggestion(part)}" if part else "an empty part")
@@ -82,8 +82,9 @@ def target_of(sm: int) -> Target:
 def known_names() -> tuple[str, ...]:
     """What ``--sm`` takes as one capability: numbers, ``native`` and GPUs' names, in small letters, without blanks."""
     forms = [chip.name.lower().split() for chip in CHIPS]
-    gpus = dict.fromkeys(name for form in forms for name in (form[0], "".join(form[:2]), "".join(form)))
-    return (*map(str, SUPPORTED), "native", *(name for name in gpus if len(_of_gpu(name)) == 1))
+    gpus = [name for form in forms for name in (form[0], "".join(form[:2]), "".join(form))]
+    named = (name for name in dict.fromkeys((*gpus, *_ALSO)) if [sm in SUPPORTED for sm in _of_gpu(name)] == [True])
+    return (*map(str, SUPPORTED), "native", *named)
 
 
 def _suggestion(part: str) -> str:
@@ -99,17 +100,11 @@ def _suggestion(part: str) -> str:
     return f"; did you mean {min(SUPPORTED, key=lambda sm: (abs(sm - number), sm))}?"
 
 
-def _without(part: str) -> str | None:
-    """Why nothing is built for a GPU so named; None where nothing of it is known."""
-    if _AMD.fullmatch(part):
-        return "is no NVIDIA GPU: no kernels are built for it, torch for ROCm runs there"
-    words = re.findall(r"[a-z0-9]+", part.lower())
-    return next((f"is sm_{sm}: {REFUSED[sm]}" for name, sm in _WITHOUT.items() if name in words), None)
-
-
 def _of_gpu(part: str) -> list[int]:
-    """The capabilities of the GPUs that a name with a number in it (H100, rtx4090) may mean, ascending."""
+    """The capabilities of the GPUs that a name with a number in it (H100, rtx4090), or one of ``_ALSO``, may mean."""
     words = set(re.findall(r"[a-z0-9]+", part.lower())) - {"nvidia", "geforce"}
+    if also := [sm for word, sm in _ALSO.items() if word in words]:
+        return also
     if not re.search("[0-9]", " ".join(words)):
         return []
     forms = ((chip.sm, chip.name.lower().split()) for chip in CHIPS)
