@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from wheels import build_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("artifacts", "kernels", "runtime", "aot")
@@ -18,21 +17,7 @@ DATA = {"artifacts/FORMAT.md", "aot/models/catalogue.tsv"} | {f"{layer}/py.typed
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built as a release is, from what git would hold: a copy of the tree without ignored files."""
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, check=True,
-    )  # fmt: skip
-    for name in listed.stdout.decode().split("\0"):
-        if name and (ROOT / name).is_file():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            (tree / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, tree],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return zipfile.ZipFile(next(out.glob("*.whl")))
+    return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")))
 
 
 def test_the_wheel_holds_the_four_layers_and_nothing_else(wheel: zipfile.ZipFile) -> None:

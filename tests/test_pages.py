@@ -63,6 +63,13 @@ def test_the_pages_are_those_that_have_python() -> None:
     assert set(PAGES) > ELSEWHERE
 
 
+@pytest.mark.parametrize("folder", ["use", "runtime"])
+def test_a_page_begins_with_whom_it_is_for(folder: str) -> None:
+    for page in (ROOT / "docs" / folder).glob("*.md"):
+        paragraph = page.read_text(encoding="utf-8").split("\n\n")[1]
+        assert re.match(r"For (who|a reader)\b", paragraph), page.name
+
+
 def test_the_readme_is_read_in_a_few_minutes() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) < 600

@@ -20,7 +20,8 @@ _VARIANT_S = 0.7
 _SPECIALIZED_S = 2.1
 _PASS_S = 0.4
 _START_S = 1.5  # the workers import Triton
-_PROBLEM_S = 0.005  # ranking and selecting, for a problem and capability
+_TAKE_S = 1.5  # beginning, and reading what ships compiled, of a capability
+_PROBLEM_S = 0.01  # ranking and selecting, for a problem and capability
 _CUBIN_BYTES = 37_000
 _TMA_CUBIN_BYTES = 50_000  # of 9.0 and later
 _PASS_BYTES = 17_000
@@ -74,7 +75,7 @@ def estimate(
         cached = None if fresh is None else len(needed) - len(fresh)
         fresh = needed if fresh is None else fresh
         seconds = sum(map(_cpu_s, fresh)) / (workers or default_workers()) + _PROBLEM_S * len(here.problems)
-        seconds += _START_S if fresh and sm == sms[0] else 0.0
+        seconds += _TAKE_S + (_START_S if fresh and sm == sms[0] else 0.0)
         size = count * _SHIPPED * (_TMA_CUBIN_BYTES if arch_of(sm).has(Feature.TMA) else _CUBIN_BYTES)
         size += passes * _PASS_BYTES + here.choices * _CHOICE_BYTES
         found.append(

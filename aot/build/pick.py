@@ -65,11 +65,20 @@ class Shippable:
             lacking = [one for one in members if not any(serves(variant, one) for variant in variants)]
             if lacking and not optional(family):
                 where = f" for E={max(one.E for one in lacking)}" if variants else ""
-                listed = "\n".join(f"  {reason}" for reason in list(self.reasons.get(family, ()))[:5])
+                listed = "\n".join(f"  {reason}" for reason in _shared(self.reasons.get(family, ()))[:5])
                 raise CompileError(
                     f"sm_{every.target.sm}: not one variant of {named(lacking)} can be used{where}. What went wrong:\n"
                     f"{listed}"
                 )
+
+
+def _shared(reasons: Sequence[str]) -> list[str]:
+    """``variant: reason``; a reason that several variants have, once."""
+    variants: dict[str, list[str]] = {}
+    for one in reasons:
+        variant, colon, reason = one.partition(": ")
+        variants.setdefault(colon + reason, []).append(variant)
+    return [f"{first}{f' and {len(more)} more' if more else ''}{reason}" for reason, (first, *more) in variants.items()]
 
 
 @dataclass(frozen=True, slots=True)

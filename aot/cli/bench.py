@@ -11,6 +11,7 @@ from ...artifacts.files.publish import publish
 from ..compare.result import OURS, Comparison
 from ..models.load import load_models
 from ..process.output_file import check_image
+from . import completion
 from .echo import echo, tell
 from .exits import ENVIRONMENT, OK
 from .options import as_json, file_path, print_json, quiet, wanted_ops
@@ -22,7 +23,7 @@ _MOST_TOKENS = 1 << 17
 
 
 @click.command()
-@click.option("--models", "-m", multiple=True, required=True, metavar="FILE|SPEC",
+@click.option("--models", "-m", multiple=True, required=True, metavar="FILE|SPEC", shell_complete=completion.models,
               help="The models to time, as for aot build; again for more.")  # fmt: skip
 @click.option("--tokens", default=_TOKENS, show_default=True, metavar="LIST", help="Tokens of one step.")
 @click.option("--ops", metavar="LIST", help="Only some of forward, dX, dW.  [default: all; gradients from 1024 tokens]")

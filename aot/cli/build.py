@@ -114,7 +114,7 @@ def build(
     options = BuildOptions(out, name, workers, cache, journal=journal, measure=measured_sms,
                       modelled=measuring == "no" and journal is None, configs=configs, tune=tuner,
                       shipped=(lambda sm: Shipped()) if compile_all else Shipped.found)  # fmt: skip
-    with Progress(silent, verbose) as progress, TuneProgress(silent, budget, progress.pause) as second:
+    with Progress(silent, verbose, notes=not quiet) as progress, TuneProgress(silent, budget, progress.pause) as second:
         observers = progress.observers(second.observers())
         if candidates is not None:
             report = build_measured(plan, candidates, options, observers)

@@ -46,7 +46,7 @@ def compile(
     if not (as_json or quiet):
         tell(notes)
     options = BuildOptions(out.parent, workers=workers, cache=cache_of(cache_dir, no_cache))
-    with Progress(as_json or quiet, verbose) as progress:
+    with Progress(as_json or quiet, verbose, notes=not quiet) as progress:
         report = compile_candidates(plan, sms[0], out, options, progress.observers(), keep_pruned=keep_pruned)
     if as_json:
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})

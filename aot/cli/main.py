@@ -52,7 +52,7 @@ class _Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _VERBS and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0].lower(), _VERBS, n=1, cutoff=0.6)
+            near = difflib.get_close_matches(args[0].lower(), (*_VERBS, "help", "--version"), n=1, cutoff=0.6)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(_VERBS)}"
             raise click.UsageError(f"no verb '{args[0]}'; {hint}", ctx)
         return super().resolve_command(ctx, args)

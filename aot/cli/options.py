@@ -17,6 +17,7 @@ from ..models.load import load_models
 from ..plan.plan import BuildPlan, built_of_codes, plan, planned_on, unaligned, without_code
 from ..plan.targets import parse_sm
 from ..process.gpus import is_stub, native_sm
+from . import completion
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,7 +26,7 @@ quiet = click.option(
     "--quiet", "-q", is_flag=True, help="Show no progress, notes or advice: the result alone, a line each."
 )
 models = click.option(
-    "--models", "-m", "models", multiple=True, metavar="FILE|SPEC",
+    "--models", "-m", "models", multiple=True, metavar="FILE|SPEC", shell_complete=completion.models,
     help="A models.txt, or one spec with its options in quotes. May be given several times.",
 )  # fmt: skip
 ops = click.option("--ops", default=None, metavar="LIST", help="Only these: forward, dX, dW.  [default: all]")
@@ -59,7 +60,7 @@ def what_to_build(function: F) -> F:
     for option in reversed(
         (
             models,
-            click.option("--sm", default="native", metavar="LIST",
+            click.option("--sm", default="native", metavar="LIST", shell_complete=completion.capabilities,
                          help="GPU capabilities: 80,90 or sm_90, 9.0, h100 or native.  [default: this machine's GPU]"),
             ops,
             click.option("--cache-dir", type=directory(file_okay=False), metavar="DIR",

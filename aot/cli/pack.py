@@ -75,5 +75,6 @@ def pack(
         return
     tell(notes)
     total = size(sum(len(one.data) for one in packed.items))
-    echo(f"{len(packed.items)} bundles, {total}, for {', '.join(packed.targets)}")
+    count = f"{len(packed.items)} bundle{'s'[: len(packed.items) != 1]}"
+    echo(f"{count}, {total}, for {', '.join(packed.targets)}")
     echo("\n".join(lines))

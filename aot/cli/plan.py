@@ -14,7 +14,7 @@ from ..models.load import load_models
 from ..plan.families import fused
 from ..plan.plan import BuildPlan, shapes_on
 from .echo import echo, tell
-from .options import as_json, cache_of, load, print_json, wanted_ops, what_to_build
+from .options import as_json, cache_of, load, print_json, quiet, wanted_ops, what_to_build
 from .table import duration, paragraph, size, table
 
 _SHOWN = 8  # names of models in the summary
@@ -23,6 +23,7 @@ _SHOWN = 8  # names of models in the summary
 @click.command()
 @what_to_build
 @click.option("--problems", is_flag=True, help="List every problem, and the models that have it.")
+@quiet
 @as_json
 def plan(
     models: tuple[str, ...],
@@ -31,6 +32,7 @@ def plan(
     cache_dir: Path | None,
     no_cache: bool,
     problems: bool,
+    quiet: bool,
     as_json: bool,
 ) -> None:
     """Show what aot build would do, without doing it: problems, variants, expected time and size.
@@ -48,7 +50,8 @@ def plan(
         print_json({"problems": _problems(planned), "weights": [_formats(shard) for shard in shards],
                     "capabilities": [one.to_dict() for one in estimates], "notes": list(notes)})  # fmt: skip
         return
-    tell(notes)
+    if not quiet:
+        tell(notes)
     capabilities = [
         (f"sm_{one.sm}", one.problems, one.choices, one.shipped, one.variants,
          "?" if one.cached is None else one.cached, duration(one.seconds), size(one.size_bytes)) for one in estimates
@@ -64,6 +67,13 @@ def plan(
         "expected size",
     )
     echo(table(head, capabilities, "<" + ">" * 7))
+    if not quiet:
+        _tell_of(shards)
+    if problems:
+        _show_problems(planned, shards)
+
+
+def _tell_of(shards: Sequence[LayerShard]) -> None:
     formats: dict[str, dict[str, None]] = {}
     for one in shards:
         formats.setdefault(one.name, {}).update(dict.fromkeys(one.built_in))
@@ -71,8 +81,6 @@ def plan(
     some = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     told = "Time and size are estimates. Nothing was built; aot build with the same options does it."
     echo(f"\n{paragraph(f'Of {some}; --problems lists what is built of which. {told}')}")
-    if problems:
-        _show_problems(planned, shards)
 
 
 def _show_problems(planned: BuildPlan, shards: Sequence[LayerShard]) -> None:

@@ -17,10 +17,10 @@ _LINE_EVERY_S = 5.0
 
 
 class Shown:
-    """A bar of ``what`` in a terminal, lines elsewhere; ``quiet``: notes only."""
+    """A bar of ``what`` in a terminal, lines elsewhere; ``quiet``: remarks only, of which those called note may go."""
 
-    def __init__(self, what: str, quiet: bool) -> None:
-        self._what, self._quiet = what, quiet
+    def __init__(self, what: str, quiet: bool, notes: bool = True) -> None:
+        self._what, self._quiet, self._notes = what, quiet, notes
         self._rich: Any = None
         self._last_line = 0.0
 
@@ -64,6 +64,8 @@ class Shown:
 
     def say(self, note: str) -> None:
         """A remark."""
+        if not self._notes and note.startswith("note: "):
+            return
         if self._rich is not None:
             self._rich.console.print(printable(note), markup=False, highlight=False)
         else:
@@ -77,10 +79,10 @@ class Shown:
 
 
 class Progress:
-    """Counts the variants of a build as they are ready. ``quiet`` shows nothing but warnings."""
+    """Counts the variants of a build as they are ready. ``quiet``: warnings alone, and ``notes`` if wanted."""
 
-    def __init__(self, quiet: bool, verbose: bool) -> None:
-        self._verbose, self._shown = verbose, Shown("compiling", quiet)
+    def __init__(self, quiet: bool, verbose: bool, notes: bool = True) -> None:
+        self._verbose, self._shown = verbose, Shown("compiling", quiet, notes)
         self._total = self._done = self._shipped = self._cached = self._failed = 0
         self._begun = time.monotonic()
 

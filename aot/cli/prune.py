@@ -15,6 +15,7 @@ from ..models.load import load_models
 from ..plan.plan import plan
 from ..process.output_dir import replacing
 from ..process.output_file import Written, check_out, write_bundle
+from . import completion
 from .echo import echo, tell, tell_one
 from .options import as_json, file_path, print_json, wanted_ops
 from .table import size, table
@@ -22,7 +23,7 @@ from .table import size, table
 
 @click.command()
 @click.argument("bundle", type=click.Path())
-@click.option("--models", "-m", multiple=True, required=True, metavar="FILE|SPEC",
+@click.option("--models", "-m", multiple=True, required=True, metavar="FILE|SPEC", shell_complete=completion.models,
               help="The models to keep, as for aot build; again for more.")  # fmt: skip
 @click.option("--ops", metavar="LIST", help="Keep only some of forward, dX, dW.  [default: all]")
 @click.option("--out", "-o", required=True, metavar="FILE", type=file_path,

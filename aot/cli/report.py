@@ -10,6 +10,7 @@ from ...artifacts.errors import InputError
 from ..models.load import load_models
 from ..plan.plan import plan
 from ..process.output_file import check_page, is_bundle, write_page
+from . import completion
 from .echo import echo, tell
 from .options import as_json, file_path, print_json, wanted_ops
 from .table import size
@@ -23,7 +24,7 @@ from .table import size
               help="What measuring found, beside a bundle's choices; again for more.")  # fmt: skip
 @click.option("--candidates", metavar="BUNDLE", type=click.Path(),
               help="The bundle that was measured: names the variants of a journal.")  # fmt: skip
-@click.option("--models", "-m", multiple=True, metavar="FILE|SPEC",
+@click.option("--models", "-m", multiple=True, metavar="FILE|SPEC", shell_complete=completion.models,
               help="What should be there, as for aot build: the rest is shown as missing.")  # fmt: skip
 @click.option("--ops", metavar="LIST", help="With --models: only some of forward, dX, dW.  [default: all]")
 @as_json

@@ -370,7 +370,7 @@ def _name(file: Path) -> str:
             name = "/".join(part.split("--", 2)[1:])
             break
     else:
-        name = file.parent.name if file.name == "config.json" else file.stem
+        name = file.parent.name if file.name in ("config.json", "params.json") else file.stem
     parts = (re.sub(r"[^A-Za-z0-9._+-]", "-", part).lstrip("._+-") for part in name.split("/"))
     return "/".join(filter(None, parts))[:96].rstrip("/") or "model"
 

@@ -125,7 +125,7 @@ def parse_shape(word: str) -> ExpertLayer:
         elif not re.fullmatch(r"-?[0-9]{1,12}", text):
             most = MAX_EXPERTS if key in "Ek" else MAX_WIDTH
             over = re.fullmatch(r"[0-9]{1,200}", text)
-            problems.append(f"{key}={text}: {f'too large, wanted 1 to {most}' if over else 'wanted a whole number'}")
+            problems.append(f"{key}={text}: {'too large, wanted' if over else 'wanted a whole number,'} 1 to {most}")
             sizes[key] = 1
         else:
             sizes[key] = int(text)
@@ -173,7 +173,7 @@ def _listed(key: str, text: str, known: dict[str, T]) -> tuple[T, ...]:
 def _tokens(key: str, text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,200})(?:\.\.([0-9]{1,200}))?", text)
     if match is None:
-        raise InputError(f"{key}={text}: wanted least..most, e.g. tokens=1..65536")
+        raise InputError(f"{key}={text}: wanted least..most, e.g. tokens=1..65536, at most {MAX_TOKENS}")
     least, most = int(match[1]), int(match[2] or match[1])
     if most > MAX_TOKENS:
         raise InputError(f"{key}={text}: too large, wanted at most {MAX_TOKENS}")

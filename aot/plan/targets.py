@@ -12,6 +12,8 @@ from ...kernels.hardware.chips import CHIPS
 
 SUPPORTED = supported()  # what Triton compiles and pretuned builds for
 
+_ALSO = {"p100": 60, "v100": 70, "t4": 75, "orin": 87, "thor": 110, "spark": 121}  # words that no row of CHIPS has
+_AMD = re.compile(r"(?:amd|instinct|mi ?[0-9]{3}|gfx[0-9]).*", re.I)
 _FORM = re.compile(r"(?:sm_?|compute_?)?(?:(?P<dotted>[0-9]{1,2}\.[0-9])|(?P<plain>[0-9]{1,4}))(?P<suffix>a?)", re.I)
 
 
@@ -43,6 +45,9 @@ def parse_sm(text: str, native_sm: Callable[[], int | None]) -> tuple[int, ...]:
                 continue
         elif len(named := _of_gpu(part)) == 1:
             sm = named[0]
+        elif _AMD.fullmatch(part):
+            problems.append(f"'{part}' is no NVIDIA GPU: no kernels are built for it, torch for ROCm runs there")
+            continue
         else:
             problems.append(f"'{part}' is no capability{_suggestion(part)}" if part else "an empty part")
             continue
@@ -74,6 +79,14 @@ def target_of(sm: int) -> Target:
     return arch_of(sm).target
 
 
+def known_names() -> tuple[str, ...]:
+    """What ``--sm`` takes as one capability: numbers, ``native`` and GPUs' names, in small letters, without blanks."""
+    forms = [chip.name.lower().split() for chip in CHIPS]
+    gpus = [name for form in forms for name in (form[0], "".join(form[:2]), "".join(form))]
+    named = (name for name in dict.fromkeys((*gpus, *_ALSO)) if [sm in SUPPORTED for sm in _of_gpu(name)] == [True])
+    return (*map(str, SUPPORTED), "native", *named)
+
+
 def _suggestion(part: str) -> str:
     """The capability of a GPU so named, else the nearest supported one, by number."""
     if named := _of_gpu(part):
@@ -88,8 +101,10 @@ def _suggestion(part: str) -> str:
 
 
 def _of_gpu(part: str) -> list[int]:
-    """The capabilities of the GPUs that a name with a number in it (H100, rtx4090) may mean, ascending."""
+    """The capabilities of the GPUs that a name with a number in it (H100, rtx4090), or one of ``_ALSO``, may mean."""
     words = set(re.findall(r"[a-z0-9]+", part.lower())) - {"nvidia", "geforce"}
+    if also := [sm for word, sm in _ALSO.items() if word in words]:
+        return also
     if not re.search("[0-9]", " ".join(words)):
         return []
     forms = ((chip.sm, chip.name.lower().split()) for chip in CHIPS)

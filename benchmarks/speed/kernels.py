@@ -3,6 +3,7 @@
     python benchmarks/run.py kernels --out kernels-h200.json --plot kernels-h200.svg       # the bundles that ship
     PRETUNED_BUNDLES=bundles python benchmarks/run.py kernels --models models.txt --out mine.json
     python benchmarks/run.py kernels --models gpt-oss-20b --w-layout kn --out kn.json      # w lies as [E, K, N]
+    python benchmarks/run.py kernels --of benchmarks/results/kernels-h200.json --plot docs/inside/kernels-h200.png
 
 Per cell (model, GEMM, op, tokens): ours, torch grouped_mm, from 1024 tokens on a loop of matmuls and one dense matmul
 of as many FLOPs, all in turns; the best of the libraries in benchmarks/peers, which were measured in one run (as it
@@ -41,6 +42,7 @@ COLUMNS = (
     (("forward", (1024, 8192)), ("dX", (1024, 8192)), ("dW", (1024, 8192))),
 )
 LAUNCH_US = 4.06  # an empty graph
+INK = "#7d8590"  # read on white and on black
 
 
 def problem(op: str, E: int, N: int, K: int, w_layout: str) -> Problem:
@@ -220,41 +222,46 @@ def against(cells: list[dict[str, Any]], ratio: str) -> str:
 
 
 def plot(cells: list[dict[str, Any]], gpu: str, path: Path) -> None:
-    """Every cell's ratio to torch grouped_mm and to the best peer, by op and tokens."""
+    """Every cell's ratio to torch grouped_mm and to the best peer, by op and tokens, for a light and a dark page."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     keys = sorted({(c["op"], c["tokens"]) for c in cells}, key=lambda k: (k[0] != "forward", k))
+    mpl.rcParams.update(
+        dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+    )
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     for offset, colour, label, value in (
-        (-0.12, "tab:blue", "torch grouped_mm / pretuned", lambda c: c["torch_grouped_mm_us"] / c["us"]),
-        (
-            0.12,
-            "tab:orange",
-            "best peer of each cell, scaled by grouped_mm's drift / pretuned",
-            lambda c: c.get("ratio_scaled"),
-        ),
+        (-0.12, "tab:blue", "as torch's grouped_mm", lambda c: c["torch_grouped_mm_us"] / c["us"]),
+        (0.12, "tab:orange", "as the fastest of seven libraries in that cell", lambda c: c.get("ratio_scaled")),
     ):
         points = [(keys.index((c["op"], c["tokens"])) + offset, value(c)) for c in cells if value(c)]
         axes.scatter(*zip(*points, strict=True), s=18, alpha=0.7, color=colour, label=label)
-    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.axhline(1.0, color=INK, linewidth=0.8)
     axes.set_xticks(range(len(keys)), [f"{op}\nT={tokens}" for op, tokens in keys])
-    axes.set_ylabel("times faster (above 1: pretuned is faster)")
-    axes.set_title(f"Grouped GEMM, bf16, {gpu}: 6 models x 2 GEMMs")
-    axes.legend()
-    figure.savefig(path)
+    axes.set_ylabel("times as fast (above 1: pretuned is faster)")
+    axes.set_title(f"Grouped GEMM, bf16, {gpu}: two products of 6 models, T tokens")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path, transparent=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--of", type=Path, help="draw what an earlier run wrote, and time nothing")
     parser.add_argument("--models", default=",".join(m[0] for m in MODELS))
     parser.add_argument("--ops", default="forward,dX,dW")
     parser.add_argument("--w-layout", choices=("nk", "kn"), default="nk")
     args = parser.parse_args()
+    if not (args.out or (args.of and args.plot)):
+        parser.error("--out FILE is needed, or --of FILE --plot FILE")
+    if args.of:
+        earlier = json.loads(args.of.read_text())
+        plot(earlier["cells"], earlier["gpu"], args.plot)
+        return
     begun = time.time()
     ops = args.ops.split(",")
     where, cells = room(args.models), []

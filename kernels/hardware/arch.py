@@ -136,9 +136,11 @@ ARCHS: Mapping[int, Arch] = {
 }
 
 # What looks supported and is not, and why.
+_ABORTS = "Triton's compiler aborts on it (an LLVM error)"
+_TORCH = "no kernels are built for it, torch runs there"
 REFUSED: Mapping[int, str] = {
-    101: "Triton's compiler aborts on it (an LLVM error)",
-    107: "Triton's compiler aborts on it (an LLVM error)",
+    **dict.fromkeys((50, 52, 53, 60, 61, 62, 70, 72, 75, 110), _TORCH),
+    **dict.fromkeys((101, 107), _ABORTS),
 }
 
 _TORCH_GROUPED_MAJORS = (9, 10)

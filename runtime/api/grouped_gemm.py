@@ -75,14 +75,11 @@ def grouped_gemm(
     Rows are sorted by expert: the first ``m_sizes[0]`` belong to expert 0, and so on. Which row of x each row of y
     comes from, with g = gather_indices:
 
-        ==========================  =====================  ================================================
-        form                        x                      y
-        ==========================  =====================  ================================================
-        plain                       [M, K], row i          [M, N], row i
-        ``permute_x``               [T, K], row g[i]//topk [M, N], row i
-        ``permute_y``               [M, K], row i          [T*topk, N], row g[i]; rows nobody writes are zero
-        both                        [T, K], row g[i]//topk [T*topk, N], row g[i]
-        ==========================  =====================  ================================================
+        form       x                       y
+        plain      [M, K], row i           [M, N], row i
+        permute_x  [T, K], row g[i]//topk  [M, N], row i
+        permute_y  [M, K], row i           [T*topk, N], row g[i]; other rows are zero
+        both       [T, K], row g[i]//topk  [T*topk, N], row g[i]; other rows are zero
 
     t(i) = topk_weights.flatten()[g[i]] with ``fuse_mul_post``, else 1. Differentiable in x, w, topk_weights and bias.
 

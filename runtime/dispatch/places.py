@@ -18,6 +18,7 @@ from ...artifacts import limits
 from ...artifacts.errors import BundleError
 from ...artifacts.limits import MAX_FILES
 from ...artifacts.names import printable
+from ...kernels.hardware.arch import arch_of, supported
 from ..settings import Settings
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def candidates_name(sm: int) -> str:
 def candidates_file(asked: Iterable[Place], sm: int) -> tuple[Place, Path] | None:
     """The candidates that these places have for a capability, or else for the next one before it whose code it runs."""
     places = tuple(asked)
-    for name in (candidates_name(one) for one in range(sm, sm - sm % 10 - 1, -1)):
+    for name in (candidates_name(one) for one in reversed(supported()) if arch_of(one).runs_on(sm)):
         for place in places:
             if os.path.isfile(path := place.path / name):  # noqa: PTH113 - Path.is_file raises for some paths
                 return place, path

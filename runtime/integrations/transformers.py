@@ -133,7 +133,8 @@ def _problems(experts: Any, names: tuple[str, str], codes: list[ExpertWeights | 
     for name, one in zip(names, codes, strict=True):
         if one is not None:  # (codes as they are stored are multiplied with x as it is)
             dtypes, lies = (one.kernel_dtypes, Layout.NK) if one.order else (one.kernel_dtypes[-1:], Layout.STORED)
-            found |= {Problem(Op.FORWARD, dtype, *one.shape, lies) for dtype in dtypes}
+            E, N, K = one.shape
+            found |= {Problem(Op.FORWARD, dtype, E, N, K, lies) for dtype in dtypes}
             continue
         w, _ = adapted(experts, name)
         if w.dtype not in DTYPES or type(w) not in PLAIN:

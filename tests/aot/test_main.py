@@ -69,6 +69,8 @@ def test_a_build_without_triton(model: str, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         checked = without({"triton"}, "verify", "bundles/pretuned-sm80.msgpack", cwd=tmp_path)
         assert checked.stdout.startswith("ok ")
+        quiet = without({"triton"}, *arguments, "-q", cwd=tmp_path)
+        assert (quiet.stdout, quiet.stderr) == ("bundles/pretuned-sm80.msgpack\n", "")
     without_them = without({"triton"}, *arguments, "--compile-all", cwd=tmp_path)
     assert without_them.returncode == 1
     assert "pip install triton==3.7.1" in without_them.stderr

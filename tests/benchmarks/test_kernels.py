@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op, Problem
 
+ROOT = Path(__file__).resolve().parents[2]
 E, N, K = 3, 32, 16
 
 
@@ -35,6 +38,23 @@ def test_both_calls_are_the_product(kernels: ModuleType, op: str, w_layout: str)
     for result in (got, torchs()):
         assert result.shape == {"forward": (7, N), "dX": (7, K), "dW": (E, N, K)}[op]
         assert method.relative_error(result, inputs, op) < method.MAX_ERROR
+
+
+def test_the_picture_is_read_on_any_page(kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn of an earlier run's cells; nothing but grey and the dots' colours, on nothing."""
+    from matplotlib import pyplot
+
+    recorded, out = ROOT / "benchmarks" / "results" / "kernels-h200.json", tmp_path / "drawn.png"
+    monkeypatch.setattr(sys, "argv", ["kernels", "--of", str(recorded), "--plot", str(out)])
+    kernels.main()
+    pixels = pyplot.imread(out)
+    assert pixels[0, 0, 3] == 0
+    solid = pixels[pixels[..., 3] > 0.9][:, :3]
+    assert solid.min(axis=1).max() < 0.8, "white"
+    assert solid.max(axis=1).min() > 0.4, "black"
+    monkeypatch.setattr(sys, "argv", ["kernels"])
+    with pytest.raises(SystemExit):
+        kernels.main()
 
 
 def test_what_they_look_up(kernels: ModuleType) -> None:

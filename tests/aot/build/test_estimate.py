@@ -59,4 +59,4 @@ def test_what_is_compiled_costs_nothing_and_specialised_code_more(planned: Build
     assert 1.5 * left < rest.seconds / every.seconds < 3 * left
     (none,) = estimate(planned, (80,), Plain(tmp_path), workers=1)
     assert none.cached == none.variants
-    assert none.seconds < 2.0
+    assert none.seconds < 4.0  # 3 s on two cores: reading what ships, and choosing

@@ -11,6 +11,7 @@ import pytest
 
 from pretuned.aot.build.build import build
 from pretuned.aot.build.options import BuildOptions
+from pretuned.aot.build.pick import _shared
 from pretuned.aot.build.summary import BuildReport
 from pretuned.aot.bundle.verify import sound
 from pretuned.aot.choose.bundle import Ships
@@ -191,3 +192,8 @@ def test_out_of_time_the_cells_that_are_left_run_as_before(
     known = {(one.problem, one.bucket) for one in records_of(report)}
     assert 0 < len(known) < len(before)
     assert all(before[cell] == after[cell] for cell in before if cell not in known)
+
+
+def test_a_reason_that_variants_share_is_told_once() -> None:
+    told = ("a for sm_90: no Triton: install it", "b for sm_90: no Triton: install it", "c: spilled", "it fails")
+    assert _shared(told) == ["a for sm_90 and 1 more: no Triton: install it", "c: spilled", "it fails"]

@@ -58,7 +58,10 @@ def test_the_options_of_a_build_stand_in_sections(aot):
         assert option in found
 
 
-@pytest.mark.parametrize(("given", "meant"), [("biuld", "build"), ("Inspect", "inspect"), ("veryfy", "verify")])
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("biuld", "build"), ("Inspect", "inspect"), ("veryfy", "verify"), ("hlep", "help"), ("version", "--version")],
+)
 def test_a_misspelt_verb(aot, given, meant):
     ended = aot(given)
     assert (ended.code, ended.out) == (2, "")
@@ -71,6 +74,15 @@ def test_quiet(aot, here):
     ended = aot("build", "--models", f"{MODEL}", "--sm", "90", "-q")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == "bundles/pretuned-sm90.msgpack\n"
+
+
+def test_quiet_plan(aot, here):
+    asked = ("plan", "--models", "Qwen3-30B-A3B", "--sm", "90")
+    loud, quiet = aot(*asked), aot(*asked, "-q")
+    assert (quiet.code, quiet.err) == (0, "")
+    assert "is taken as" in loud.err
+    assert loud.out.startswith(quiet.out.rstrip())
+    assert len(quiet.out.splitlines()) == 3
 
 
 def test_version(aot):

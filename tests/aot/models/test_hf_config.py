@@ -303,6 +303,7 @@ def test_the_params_of_mistral(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "params.json"):
         found = read_model(path)
         assert found.layers == (MIXTRAL,)
+        assert found.name == tmp_path.name  # as of a config.json
         assert not found.remarks
     own["moe"] = {"num_experts_per_tok": 4, "num_experts": 128, "expert_hidden_dim": 4096, "num_shared_experts": 1}
     assert layers_of({**own, "dim": 7168}, "c")[0] == (ExpertLayer(128, 4, 7168, 4096, 4096),)

@@ -284,6 +284,8 @@ def test_one_name_for_two_sizes() -> None:
         ("shape:E=4,H=8,I=8,k=2,k=2", "k= is given twice"),
         ("shape:E=4,H=1000000000000,I=8,k=2", "H=1000000000000: too large, wanted 1 to 1048576"),
         ("shape:E=4,H=8,I=10000000000000,k=2", "I=10000000000000: too large, wanted 1 to 1048576"),
+        ("shape:E=4,H=10^12,I=8,k=2", r"H=10\^12: wanted a whole number, 1 to 1048576"),
+        (MINE + " tokens=1..10^12", r"tokens=1..10\^12: wanted least..most, e.g. tokens=1..65536, at most 16777216"),
         (MINE + " tokens=1..1000000000000", "tokens=1..1000000000000: too large, wanted at most 16777216"),
         ("shape:E=4,H=8,I=1e3,k=2", "I=1e3: wanted a whole number"),
         ("shape:E=4,H=8, I=8,k=2", "the sizes are one word"),

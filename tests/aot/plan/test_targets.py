@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.aot.plan.targets import SUPPORTED, parse_sm, target_of
+from pretuned.aot.plan.targets import SUPPORTED, known_names, parse_sm, target_of
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.records.target import Target
 
@@ -34,6 +34,7 @@ def must_not_be_asked() -> int:
         ("NVIDIA GeForce RTX 4090", (89,)),
         ("rtx5090", (120,)),
         ("gb200", (100,)),
+        ("Jetson Orin, DGX Spark", (87, 121)),
         (",".join(str(sm) for sm in SUPPORTED), SUPPORTED),
     ],
 )
@@ -41,12 +42,18 @@ def test_forms(text: str, wanted: tuple[int, ...]) -> None:
     assert parse_sm(text, must_not_be_asked) == wanted
 
 
+def test_every_known_name_is_one_capability() -> None:
+    assert {"90", "native", "a100", "h100", "rtx4090", "rtx5090", "gb200"} <= set(known_names())
+    for name in known_names():
+        assert len(parse_sm(name, lambda: 90)) == 1
+
+
 def test_native() -> None:
     assert parse_sm("native", lambda: 90) == (90,)
     assert parse_sm("80,Native", lambda: 90) == (80, 90)
     with pytest.raises(HostError, match="no NVIDIA GPU found here; name the capabilities"):
         parse_sm("native", no_gpu)
-    with pytest.raises(InputError, match=r"'native' is not supported; did you mean 80\?"):
+    with pytest.raises(InputError, match=r"'native': no kernels are built for it"):
         parse_sm("native", lambda: 75)
 
 
@@ -54,13 +61,18 @@ def test_native() -> None:
     ("text", "message"),
     [
         ("75x", r"'75x' is no capability; did you mean 80\?"),
-        ("75", r"'75' is not supported; did you mean 80\?"),
+        ("75", r"'75': no kernels are built for it, torch runs there"),
+        ("6.1", r"'6\.1': no kernels"),
+        ("Tesla T4", r"'Tesla T4': no kernels"),
+        ("v100", r"'v100': no kernels"),
+        ("Jetson Thor", r"'Jetson Thor': no kernels"),
+        ("mi300x", r"'mi300x' is no NVIDIA GPU: no kernels are built for it, torch for ROCm runs there"),
         ("9.5", r"'9\.5' is not supported; did you mean 90\?"),
         ("9", r"'9' is not supported; did you mean 90\?"),
-        ("110", r"'110' is not supported; did you mean 103\?"),
+        ("110", r"'110': no kernels are built for it"),
         ("100f", r"'100f' is no capability; did you mean 100\?"),
         ("nativ", r"did you mean native\?"),
-        ("t4", r"'t4' is no capability"),
+        ("x4", r"'x4' is no capability"),
         ("4090", r"'4090' is not supported; did you mean 89\?"),
         ("rtx 6000", r"'rtx 6000' is no capability; did you mean 89 or 120\?"),
         ("80-90", r"'80-90' is no capability\. Supported"),
@@ -85,7 +97,10 @@ def test_every_mistake_is_told() -> None:
 
 
 def test_the_message_reads_well() -> None:
-    with pytest.raises(InputError, match=r"^--sm 75: '75' is not supported; did you mean 80\? Supported: 80, "):
+    with pytest.raises(
+        InputError,
+        match=r"^--sm 75: '75': no kernels .*, torch runs there\. Supported: 80, ",
+    ):
         parse_sm("75", must_not_be_asked)
     with pytest.raises(InputError, match=r"^--sm '': an empty part\. Supported: 80, "):
         parse_sm("", must_not_be_asked)

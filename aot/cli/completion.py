@@ -1,0 +1,22 @@
+"""What a shell completes of --models and --sm."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import CompletionItem
+
+from ..models.catalogue import catalogue
+from ..plan.targets import known_names
+
+
+def models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Ids and aliases of the catalogue that begin so, in any case; and files."""
+    ids = (name for one in catalogue().values() for name in (one.id, *one.aliases))
+    begun = [name for name in ids if name.lower().startswith(incomplete.lower())]
+    return [*map(CompletionItem, begun), CompletionItem(incomplete, type="file")]
+
+
+def capabilities(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The last of a list of capabilities, by number or by a GPU's name."""
+    given, comma, last = incomplete.rpartition(",")
+    return [CompletionItem(f"{given}{comma}{name}") for name in known_names() if name.startswith(last.lower())]
