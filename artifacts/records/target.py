@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+_TEGRA = 87
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """The capability a cubin was compiled for.
 
     ``sm`` is 10 * major + minor. From 9.0 up Triton compiles for ``sm_90a`` and the like:
     ``arch_specific`` code, which runs on exactly that capability. Other code also runs on
-    later minor revisions of the same major one.
+    later minor revisions of the same major one; but for Tegra's (Orin, 8.7): its code and that of other
+    GPUs are not compatible (CUDA C++ Programming Guide, Binary Compatibility).
     """
 
     sm: int
@@ -22,7 +26,7 @@ class Target:
 
     def runs_on(self, sm: int) -> bool:
         """Whether a GPU of capability ``sm`` can load this code."""
-        if self.arch_specific:
+        if self.arch_specific or _TEGRA in (sm, self.sm):
             return sm == self.sm
         return sm // 10 == self.sm // 10 and sm >= self.sm
 
