@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import time
+from pathlib import Path
 
+import filelock
 import pytest
 
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.files.lock import lock, reading
+from pretuned.artifacts.files.lock import lock, reading, release
 
 
 def test_lock(tmp_path):
@@ -73,3 +76,13 @@ def test_reading_follows_no_link_and_lets_go_after_an_error(tmp_path):
         raise KeyError
     with lock(tmp_path, 0) as held:
         assert held
+
+
+def test_a_lock_that_can_not_be_let_go_names_its_file(tmp_path):
+    path = tmp_path / ".pretuned.lock"
+    held = filelock.FileLock(path)
+    held.acquire()
+    (fd,) = (one for one in Path("/proc/self/fd").iterdir() if one.is_symlink() and one.readlink() == path)
+    os.close(int(fd.name))
+    with pytest.raises(HostError, match=rf"can't unlock '{path}': .*must have locks"):
+        release(held, path)
