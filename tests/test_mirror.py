@@ -38,7 +38,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.api", "call"): "runtime/check/test_form.py",
     ("runtime.api", "gradients"): "runtime/api/test_differentiation.py",
     ("runtime.check", "call operands tensors"): "runtime/check/test_form.py runtime/api/test_grouped_gemm.py",
-    ("runtime.dispatch", "compare gather"): "runtime/launch/test_gather.py",
+    ("runtime.dispatch", "gather"): "runtime/launch/test_gather.py",
     ("runtime.dispatch", "ranking"): "runtime/dispatch/test_decide.py",
     ("runtime.dispatch", "places"): "runtime/dispatch/test_snapshot.py",
     ("runtime.dispatch", "rowops"): "runtime/launch/test_rowops.py",
