@@ -262,5 +262,5 @@ def _directories(spec: importlib.machinery.ModuleSpec | None) -> Iterator[Path]:
         return
     if spec.submodule_search_locations:
         yield from map(Path, spec.submodule_search_locations)
-    elif spec.origin:
+    elif spec.has_location and spec.origin:  # (of what is built in that is a word, and no place)
         yield Path(spec.origin).parent
