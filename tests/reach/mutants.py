@@ -155,7 +155,8 @@ def killed(place: Path, tests: tuple[str, ...]) -> bool:
         signal.alarm(_LIMIT_S)
         import pytest
 
-        os._exit(int(pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests])))
+        preloaded = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+        os._exit(int(pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *preloaded, *tests])))
     _, status = os.waitpid(child, 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what it left behind
