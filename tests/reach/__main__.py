@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .part import LEFT_OUT, PART, ROOT, TESTS
+from .part import LEFT_OUT, PART, ROOT, TESTS, keep
 
 _CONFIG = """
 [run]
@@ -88,7 +88,7 @@ def main() -> int:
     }
     print(*found, json.dumps(figures), sep="\n")
     if options.out:
-        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+        keep(options.out, "lines and branches", figures)
     return 1 if found else 0
 
 

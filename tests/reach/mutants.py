@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .part import ROOT
+from .part import ROOT, keep
 
 _FORMAT = ("tests/artifacts/format", "tests/faults/test_versions.py", "tests/faults/test_truncation.py")
 _FILE = ("tests/artifacts/files/test_bundle_file.py",)
@@ -49,6 +49,11 @@ _PRELOADED = ("pytest", "hypothesis.strategies", "msgpack", "filelock", "lzma", 
 
 # (file, the line, what became of it): why that is the same program, as far as anybody can see.
 SAME: dict[tuple[str, str, str], str] = {
+    (
+        "artifacts/format/wire.py",
+        "packed: bytes = msgpack.Packer(use_bin_type=True, strict_types=True, buf_size=size_bytes + 64).pack(value)",
+        "65",
+    ): "a buffer's first size",
     ("artifacts/files/blob.py", "data = file.read(status.st_size + 1)", "2"): "one byte more tells a file that grew",
     ("artifacts/files/packed.py", "found = reader.decompress(data, max_length=MAX_FILE_BYTES + 1)", "2"): (
         "one byte more tells that it is too large"
@@ -214,5 +219,5 @@ def main(arguments: list[str], out: Path | None) -> int:
                   f"{time.monotonic() - begun:.0f} s", flush=True)  # fmt: skip
     print(json.dumps(figures))
     if out:
-        out.write_text(json.dumps(figures, indent=2) + "\n")
+        keep(out, "mutants", figures)
     return 0 if worst >= WANTED else 1

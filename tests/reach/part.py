@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,3 +42,11 @@ TESTS = (
 
 # (file, the line as it stands there): why no test reaches it, or one of its ways on.
 LEFT_OUT: dict[tuple[str, str], str] = {}
+
+
+def keep(out: Path, what: str, figures: dict[str, Any]) -> None:
+    """Put figures into a JSON file, under what they are of, beside the others there."""
+    kept = json.loads(out.read_text()) if out.exists() else {}
+    command = f"python -m tests.reach {' '.join(sys.argv[1:])}".strip()
+    kept[what] = {**kept.get(what, {}), "date": time.strftime("%Y-%m-%d"), "command": command, **figures}
+    out.write_text(json.dumps(kept, indent=2) + "\n")

@@ -29,6 +29,8 @@ def test_a_preamble() -> None:
     assert found.cubins_at == len(SMALL) - 16
     assert found.digest == SMALL[31:63]
     assert read_preamble(preamble(16, "Q", MAX_FILE_BYTES), MAX_FILE_BYTES, "b").file_bytes == MAX_FILE_BYTES
+    most = preamble(16, "QBI", MAX_INDEX_BYTES + 68, 0xCE, MAX_INDEX_BYTES)
+    assert read_preamble(most, MAX_INDEX_BYTES + 68, "b").index_bytes == MAX_INDEX_BYTES
 
 
 @pytest.mark.parametrize(
@@ -122,3 +124,5 @@ def test_the_first_fields_of_a_map() -> None:
         assert begins_with(data[: len(data) - cut], names, max_items=most) is None
     assert begins_with(b"", ("a",), max_items=1) is None
     assert begins_with(b"\x90", ("a",), max_items=1) is None
+    assert begins_with(msgpack.packb({"a": {"b": 1}}), ("a",), max_items=1) == [{"b": 1}]
+    assert begins_with(msgpack.packb({"a": {1: 1}}), ("a",), max_items=1) is None
