@@ -308,7 +308,7 @@ def _checked(line: memoryview) -> dict[str, object] | None:
     """The JSON of a line whose checksum is right."""
     check, blank, text = line[:8], line[8:9], line[9:]
     try:
-        if blank != b" " or int(bytes(check), 16) != zlib.crc32(text):
+        if bytes(blank) != b" " or int(bytes(check), 16) != zlib.crc32(text):
             return None
         value = json.loads(bytes(text))
     except (ValueError, RecursionError):

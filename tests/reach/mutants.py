@@ -28,6 +28,7 @@ from .part import ROOT, keep
 
 _FORMAT = ("tests/artifacts/format", "tests/faults/test_versions.py", "tests/faults/test_truncation.py")
 _FILE = ("tests/artifacts/files/test_bundle_file.py",)
+_PLACES = "tests/attacks/test_places.py"
 # The files that are changed, and the tests that have to notice, the quick ones first.
 FILES: dict[str, tuple[str, ...]] = {
     "artifacts/format/codec.py": _FORMAT,
@@ -35,13 +36,19 @@ FILES: dict[str, tuple[str, ...]] = {
     "artifacts/format/checks.py": _FORMAT,
     "artifacts/format/index.py": (*_FORMAT, *_FILE),
     "artifacts/format/schema.py": _FORMAT,
-    "artifacts/files/acl.py": ("tests/artifacts/files/test_acl.py", "tests/attacks/test_places.py"),
+    "artifacts/files/acl.py": ("tests/artifacts/files/test_acl.py", _PLACES),
     "artifacts/files/blob.py": ("tests/artifacts/files/test_blob.py",),
-    "artifacts/files/bundle_file.py": (*_FILE, "tests/attacks/test_swap.py", "tests/attacks/test_places.py"),
+    "artifacts/files/bundle_file.py": (
+        *_FILE,
+        "tests/artifacts/files/test_packed.py",
+        "tests/attacks/test_descriptors.py",
+        "tests/attacks/test_swap.py",
+        _PLACES,
+    ),
     "artifacts/files/lock.py": ("tests/artifacts/files/test_lock.py", "tests/attacks/test_umask.py"),
     "artifacts/files/packed.py": ("tests/artifacts/files/test_packed.py",),
     "artifacts/files/publish.py": ("tests/artifacts/files/test_publish.py", "tests/attacks/test_umask.py"),
-    "artifacts/files/trust.py": ("tests/artifacts/files/test_trust.py", "tests/attacks/test_places.py"),
+    "artifacts/files/trust.py": ("tests/artifacts/files/test_trust.py", _PLACES),
 }
 WANTED = 0.95
 _LIMIT_S = 120
@@ -54,6 +61,11 @@ SAME: dict[tuple[str, str, str], str] = {
         "packed: bytes = msgpack.Packer(use_bin_type=True, strict_types=True, buf_size=size_bytes + 64).pack(value)",
         "65",
     ): "a buffer's first size",
+    (
+        "artifacts/format/wire.py",
+        "max_buffer_size=max(1, len(data)), raw=False, strict_map_key=True, max_array_len=max_items, max_map_len=64,",
+        "2",
+    ): "a buffer's least size, of no data",
     ("artifacts/files/blob.py", "data = file.read(status.st_size + 1)", "2"): "one byte more tells a file that grew",
     ("artifacts/files/packed.py", "found = reader.decompress(data, max_length=MAX_FILE_BYTES + 1)", "2"): (
         "one byte more tells that it is too large"
@@ -156,6 +168,8 @@ def product() -> Iterator[Path]:
 
 def killed(place: Path, tests: tuple[str, ...]) -> bool:
     """Whether one of the tests fails, or they take too long, with the product at ``place``."""
+    if "pretuned" in sys.modules:
+        raise RuntimeError("the product is imported here already: a child would have that one")
     child = os.fork()
     if not child:
         os.setpgid(0, 0)

@@ -458,3 +458,26 @@ def test_bytes_made_here_that_can_not_be_read_back(monkeypatch):
     monkeypatch.setattr(os, "pread", pread)
     with pytest.raises(BundleUnreadable, match="bundle 'made': can't be read: Input/output error"):
         open_bytes(MEDIUM, "made")
+
+
+def test_a_file_that_comes_in_pieces(path, monkeypatch):
+    """As a network's file system may give it."""
+    for most in (1000, 60, 17):
+        monkeypatch.setattr(os, "pread", lambda fd, size, at, most=most, real=os.pread: real(fd, min(size, most), at))
+        with open_bundle(path) as file:
+            assert file.load() == golden_bundles.medium()
+            assert file.cubin(1) == golden_bundles.medium().cubins[1]
+        monkeypatch.undo()
+
+
+def test_of_more_files_than_may_be_open_those_opened_first_rest(path, monkeypatch):
+    monkeypatch.setattr(bundle_file, "MAX_OPEN_BUNDLES", 3)
+    monkeypatch.setattr(bundle_file, "_open", {})
+    files = [open_bundle(path) for _ in range(5)]
+    assert [one._held is None for one in files] == [True, True, False, False, False]
+    files[0].cubin(0)
+    assert [one._held is None for one in files] == [False, True, True, False, False]
+    assert len(bundle_file._open) == 3
+    del files[3:]
+    gc.collect()
+    assert open_bundle(path).cubin(1) == golden_bundles.medium().cubins[1]

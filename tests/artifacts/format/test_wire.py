@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 import golden_bundles
 import msgpack
@@ -76,6 +77,12 @@ def test_what_pack_writes_is_what_unpack_reads(value: object) -> None:
     assert pack(value) == msgpack.packb(value)
 
 
+@pytest.mark.parametrize("value", [(1, 2), {1, 2}, Path("a"), 1 << 64])
+def test_what_pack_does_not_write(value: object) -> None:
+    with pytest.raises((TypeError, OverflowError)):
+        pack(value)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -126,3 +133,5 @@ def test_the_first_fields_of_a_map() -> None:
     assert begins_with(b"\x90", ("a",), max_items=1) is None
     assert begins_with(msgpack.packb({"a": {"b": 1}}), ("a",), max_items=1) == [{"b": 1}]
     assert begins_with(msgpack.packb({"a": {1: 1}}), ("a",), max_items=1) is None
+    assert begins_with(msgpack.packb({"a": b"x" * 64}), ("a",), max_items=1) == [b"x" * 64]
+    assert begins_with(msgpack.packb({"a": b"x" * 65}), ("a",), max_items=1) is None
