@@ -94,6 +94,7 @@ def left_by_a_dead_one(folder: Path) -> Path:
 def test_what_a_dead_publisher_left_is_removed_and_a_living_ones_is_not(tmp_path):
     stale, link = left_by_a_dead_one(tmp_path), tmp_path / ".pretuned-fedcba9876543210.tmp"
     link.symlink_to(stale)  # nobody of us makes one: it is left alone, as its target would be
+    os.mkfifo(tmp_path / ".pretuned-2222222222222222.tmp")  # nothing is waited for
     with stale.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         publish(tmp_path / "b", b"one")
@@ -144,3 +145,21 @@ def test_a_folder_is_made_with_those_above_it(tmp_path):
     make_folder("/")
     with pytest.raises(ValueError, match="null byte"):
         make_folder("\0")
+
+
+def test_the_file_is_on_the_disk_before_its_name_and_its_name_before_publish_returns(tmp_path, monkeypatch):
+    told: list[str] = []
+
+    def fsync(fd: int, real=os.fsync) -> None:
+        told.append("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
+        real(fd)
+
+    def rename(one: Path, other: Path, real=os.rename) -> None:
+        told.append("rename")
+        real(one, other)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    publish(tmp_path / "b", b"one")
+    publish(tmp_path / "b", b"one")
+    assert told == ["file", "rename", "folder", "folder"]
