@@ -151,7 +151,7 @@ def test_the_file_is_on_the_disk_before_its_name_and_its_name_before_publish_ret
     told: list[str] = []
 
     def fsync(fd: int, real=os.fsync) -> None:
-        told.append("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
+        told.append("folder" if Path(f"/proc/self/fd/{fd}").is_dir() else "file")
         real(fd)
 
     def rename(one: Path, other: Path, real=os.rename) -> None:
