@@ -115,3 +115,17 @@ def test_all_models_together_have_so_many_problems(monkeypatch):
     monkeypatch.setattr(limits, "MAX_MODEL_ROWS", rows - 1)
     with pytest.raises(BundleCorrupt, match=f"models: more than {rows - 1} problems of models in all"):
         codec.decode(MEDIUM, "made")
+
+
+def test_a_record_has_so_many_bytes():
+    index, _ = craft.parts(MEDIUM)
+    for size, told in ((65535, "problem"), (65536, "problems has an item of 65536 bytes, the limit is 65535")):
+        data = craft.changed(MEDIUM, problems={bytes(size): b"\x90", **index["problems"]})
+        with pytest.raises(BundleCorrupt, match=told) as caught:
+            codec.decode(data, "made")
+        assert ("the limit is" in str(caught.value)) is (size == 65536)
+
+
+def test_any_driver_may_be_enough():
+    bundle = dataclasses.replace(golden_bundles.small(), min_driver=0)
+    assert codec.decode(codec.encode(bundle), "made").min_driver == 0
