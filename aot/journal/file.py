@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import io
 import json
 import os
 import stat
@@ -120,8 +119,8 @@ def _parse(data: bytes, path: Path) -> Contents:
     sound = data.rfind(b"\n") + 1
     if (count := data.count(b"\n")) > MAX_LINES:
         raise InputError(f"journal '{path}': {count:,} lines, the limit is {MAX_LINES:,}")
-    lines = (line.rstrip(b"\n") for line in io.BytesIO(data[:sound]))  # (one at a time: all at once are many objects)
-    first = _checked(next(lines, b""))
+    lines = _lines(data)
+    first = _checked(next(lines, memoryview(b"")))
     if first is None or first.get("record") != "header":
         raise InputError(f"journal '{path}': it does not begin with a header: no journal, or its first line is damaged")
     form = first.get("format")
@@ -297,13 +296,21 @@ def _line(value: dict[str, object]) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def _checked(line: bytes) -> dict[str, object] | None:
+def _lines(data: bytes) -> Iterator[memoryview]:
+    """Every whole line, none copied: one may be all of the file."""
+    view, at = memoryview(data), 0
+    while (end := data.find(b"\n", at)) >= 0:
+        yield view[at:end]
+        at = end + 1
+
+
+def _checked(line: memoryview) -> dict[str, object] | None:
     """The JSON of a line whose checksum is right."""
     check, blank, text = line[:8], line[8:9], line[9:]
     try:
-        if blank != b" " or int(check, 16) != zlib.crc32(text):
+        if bytes(blank) != b" " or int(bytes(check), 16) != zlib.crc32(text):
             return None
-        value = json.loads(text)
+        value = json.loads(bytes(text))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import stat
@@ -55,12 +56,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
         where one can't be made, or is no directory.
     """
     folder = Path(path)
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        if folder == folder.parent:
-            break
-        folder = folder.parent
+    missing = [*itertools.takewhile(lambda one: not one.is_dir(), (folder, *folder.parents))]
     for one in reversed(missing):
         one.mkdir(mode=0o755, exist_ok=True)
 

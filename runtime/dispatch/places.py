@@ -186,7 +186,7 @@ def installed_places() -> tuple[Place, ...]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a module's parent is imported, and may raise anything, or call sys.exit
-            told = map(printable, (point.name, point.value, str(error) or type(error).__name__))
+            told = map(printable, (point.name, point.value, _words(error)))
             _log.warning("pretuned: entry point %s = %s can't be found: %s", *told)
             continue
         directories.update(dict.fromkeys(_directories(spec)))
@@ -215,6 +215,16 @@ def _entry_points() -> Iterator[EntryPoint]:
                     _log.warning("pretuned: the entry points of %s can't be read: %s", printable(package), error)
                     continue
                 yield from points.select(group=ENTRY_POINTS)
+
+
+def _words(error: BaseException) -> str:
+    """What an error says, or what it is: its own code makes its words, and that may raise anything, too."""
+    try:
+        return str(error) or type(error).__name__
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return type(error).__name__
 
 
 def _module(point: EntryPoint) -> str:
@@ -252,5 +262,5 @@ def _directories(spec: importlib.machinery.ModuleSpec | None) -> Iterator[Path]:
         return
     if spec.submodule_search_locations:
         yield from map(Path, spec.submodule_search_locations)
-    elif spec.origin:
+    elif spec.has_location and spec.origin:  # (of what is built in that is a word, and no place)
         yield Path(spec.origin).parent

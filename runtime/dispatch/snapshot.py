@@ -376,19 +376,18 @@ def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, Bu
     skipped: list[Skipped] = []
     seen: dict[bytes, Path] = {}
     for one in found:
-        error = one.error
-        if one.bundle is not None:
-            error = rejected.get(one.bundle) or unusable(one.bundle, local)
-            if error is not None or one.bundle.digest in seen:
-                one.bundle.rest()  # of another GPU, perhaps, which reads it again
-            if error is None and one.bundle.digest in seen:
-                skipped.append(Skipped(one.place, one.path, None, f"the same as {seen[one.bundle.digest]}"))
-                continue
-        if error is not None:
+        bundle = one.bundle
+        error = one.error if bundle is None else rejected.get(bundle) or unusable(bundle, local)
+        if bundle is None or error is not None:
             skipped.append(Skipped(one.place, one.path, error, str(error)))
-        elif one.bundle is not None:
-            seen[one.bundle.digest] = one.path
-            usable.append(Usable(first + len(usable), one.place, one.bundle))
+        elif bundle.digest in seen:
+            skipped.append(Skipped(one.place, one.path, None, f"the same as {seen[bundle.digest]}"))
+        else:
+            seen[bundle.digest] = one.path
+            usable.append(Usable(first + len(usable), one.place, bundle))
+            continue
+        if bundle is not None:
+            bundle.rest()  # of another GPU, perhaps, which reads it again
     return View(tuple(usable), tuple(skipped))
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -281,3 +282,17 @@ def test_a_journal_of_a_hundred_million_empty_lines(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"100,000,001 lines, the limit is 1,048,576"):
         read_journal(path)
     assert time.perf_counter() - begin < 10
+
+
+def test_a_line_that_is_most_of_the_file_is_not_copied(tmp_path: Path) -> None:
+    path = written(tmp_path / "j", HEADER, MEASURED)
+    with path.open("ab") as file:
+        file.write(b"00000000 " + b"x" * (32 << 20) + b"\n")
+    tracemalloc.start()
+    try:
+        contents = read_journal(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (len(contents.records), contents.damaged) == (1, 1)
+    assert peak < 40 << 20

@@ -413,3 +413,28 @@ def test_a_place_that_can_not_be_searched(root):
     got = verdict(put(place / "b"))
     assert got.startswith("BundleUnreadable")
     assert "Permission denied" in got
+
+
+def test_a_process_without_proc(root):
+    """Nothing can be told of the user namespace or of mounts: what stands on them is not believed."""
+    hidden = folder(root / "hidden")
+    hide = f'mount --bind "{hidden}" /proc && exec "$@"'
+    shared, place = put(root / "shared", 0o664, 0, THIRD), folder(root / "volume", 0o777)
+    own = put(root / "own", 0o664, 0, 0)
+
+    def got(path: Path) -> str:
+        command = ["unshare", "-m", "sh", "-c", hide, "sh", sys.executable, "-c", READ, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=True)
+        return done.stdout.strip()
+
+    assert got(own) == "ok"
+    assert got(put(root / "nobodys", 0o644, 65534, 65534)).startswith("BundleUntrusted")
+    assert f"group {THIRD} can write it" in got(shared)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=777", "none", place], check=True)
+    try:
+        put(place / "b")
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        assert verdict(place / "b") == "ok"
+        assert "everybody can write it" in got(place / "b")
+    finally:
+        subprocess.run(["umount", place], check=True)

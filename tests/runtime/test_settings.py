@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.runtime import settings
+from pretuned.artifacts.errors import InputError
+from pretuned.runtime import hooks, settings
 from pretuned.runtime.settings import Settings, read
 
 
@@ -77,3 +78,18 @@ def test_a_home_in_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("HOME", str(tmp_path))
     read_ = read({"PRETUNED_BUNDLES": "/a:~/bundles:~nobody-of-this-name/b"})
     assert read_.bundles == (Path("/a"), tmp_path / "bundles", Path("~nobody-of-this-name/b"))
+
+
+def test_a_tuner_is_asked_for_where_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_tuner", None)
+    monkeypatch.setattr(settings, "_settings", Settings())
+    with pytest.raises(InputError, match=r"autotune=True and no tuner is registered. The runtime never tunes"):
+        hooks.demand_tuner()
+
+    def tuner(problems: object, M: int, device: int) -> None: ...
+
+    hooks.register_tuner(tuner)
+    assert hooks.demand_tuner() is tuner
+    for without in (Settings(disable_autotune=True), Settings(trusted_keys=Path("/keys"))):
+        monkeypatch.setattr(settings, "_settings", without)
+        assert hooks.demand_tuner() is None

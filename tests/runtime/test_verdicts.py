@@ -13,6 +13,7 @@ from made import ON_A100, ON_L40S, SPECS, variant
 
 from pretuned.artifacts.records.target import LocalGpu
 from pretuned.runtime import verdicts
+from pretuned.runtime.settings import Settings
 from pretuned.runtime.verdicts import is_wrong, known, left_out, note, path_of, verdict
 
 ONE, OTHER = variant(SPECS[0], b"one"), variant(SPECS[0], b"other")
@@ -164,3 +165,12 @@ def test_of_very_many_the_wrong_ones_stay(overlay: Path, monkeypatch: pytest.Mon
     anew(monkeypatch)
     found = [known(one, ON_A100) for one in every]
     assert [one is not None for one in found] == [False, True, False, True, True]
+
+
+def test_without_a_place_for_a_file_the_process_knows_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    anew(monkeypatch)
+    monkeypatch.setattr(verdicts, "settings", Settings)
+    assert path_of(ON_A100) is None
+    note(ONE, ON_A100, WRONG)
+    assert known(ONE, ON_A100) == WRONG
+    assert known(OTHER, ON_A100) is None

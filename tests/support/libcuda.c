@@ -1,4 +1,6 @@
-/* A libcuda without a GPU that tells, a line of JSON a call, what it was given: for test_driver_calls.py.
+/* A libcuda without a GPU that tells, a line of JSON a call, what it was given: for test_driver_calls.py, and, in the
+   test's own process, for tests/runtime/driver. stub_fail lets one next call fail; OLDER is a driver of CUDA 12.0, which
+   has no cuFuncLoad, TOO_OLD one of CUDA 11.
 
    The types are those of cuda.h, written out: a compiler lays them out and passes them as the driver's own does. */
 #include <inttypes.h>
@@ -15,7 +17,8 @@ typedef struct {
 
 static char primary, module, function, memory[1 << 17], stream;
 static void *current;
-static int sizes[64], count;
+static int sizes[64], count, blocks_of_one = 2, code_of_next;
+static char fails_next[64];
 
 static void hex(const void *at, int bytes) {
     for (int i = 0; i < bytes; i++) printf("%02x", ((const unsigned char *)at)[i]);
@@ -26,9 +29,24 @@ void stub_parameters(int n, const int *each) {
     memcpy(sizes, each, n * sizeof *each);
 }
 
+void stub_blocks(int of_one) { blocks_of_one = of_one; }
+
+void stub_without_context(void) { current = 0; }
+
+void stub_fail(const char *call, int code) {
+    snprintf(fails_next, sizeof fails_next, "%s", call);
+    code_of_next = code;
+}
+
+static int failed(const char *call) {
+    if (strcmp(call, fails_next)) return 0;
+    fails_next[0] = 0;
+    return code_of_next;
+}
+
 int cuInit(unsigned int flags) { return flags != 0; }
 int cuDriverGetVersion(int *version) { *version = 13010; return 0; }
-int cuGetErrorString(int error, const char **text) { *text = error == 201 ? "invalid device context" : "?"; return 0; }
+int cuGetErrorString(int error, const char **text) { *text = error == 201 ? "invalid device context" : error == 700 ? 0 : "?"; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal != 0; }
 int cuDeviceGetName(char *name, int length, int device) { snprintf(name, length, "Stub %d", device); return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
@@ -40,8 +58,10 @@ int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &primary; 
 int cuCtxSetCurrent(void *context) { current = context; return context != &primary; }
 int cuCtxPushCurrent_v2(void *context) { return context != &primary; }
 int cuCtxPopCurrent_v2(void **context) { *context = &primary; return 0; }
+#ifndef TOO_OLD
 int cuThreadExchangeStreamCaptureMode(int *mode) { int was = *mode == 2 ? 0 : 2; *mode = was; return 0; }
-int cuModuleLoadData(void **made, const char *image) { *made = &module; return memcmp(image, "\177ELF", 4) != 0; }
+#endif
+int cuModuleLoadData(void **made, const char *image) { *made = &module; return memcmp(image, "\177ELF", 4) ? 200 : 0; }
 int cuModuleGetFunction(void **made, void *in, const char *name) {
     printf("{\"call\": \"function\", \"name\": \"%s\"}\n", name);
     *made = &function;
@@ -51,10 +71,12 @@ int cuFuncSetAttribute(void *of, int attribute, int value) {
     printf("{\"call\": \"shared\", \"attribute\": %d, \"value\": %d}\n", attribute, value);
     return of != &function;
 }
+#ifndef OLDER
 int cuFuncLoad(void *of) { return of != &function; }
+#endif
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *of, int threads, size_t shared) {
     printf("{\"call\": \"occupancy\", \"threads\": %d, \"shared\": %zu}\n", threads, shared);
-    *blocks = 2;
+    *blocks = blocks_of_one;
     return of != &function;
 }
 int cuMemAlloc_v2(void **made, size_t bytes) { *made = memory; return bytes > sizeof memory; }
@@ -69,6 +91,8 @@ int cuStreamSynchronize(void *which) { return which != &stream; }
 int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *dims,
                            const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
                            int swizzle, int promotion, int fill) {
+    int refused = failed("cuTensorMapEncodeTiled");
+    if (refused) return refused;
     struct { uint64_t address, dims[5], strides[4]; uint32_t box[5]; int32_t type, rank, swizzle, promotion; } made = {0};
     if ((uintptr_t)map % 64 || rank > 5 || interleave || fill || sizeof made > 128) return 1;
     for (uint32_t i = 0; i < rank; i++) {
@@ -84,7 +108,8 @@ int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, co
 }
 
 int cuLaunchKernelEx(const CUlaunchConfig *config, void *kernel, void **parameters, void **extra) {
-    if (!current) return 201;
+    int refused = failed("cuLaunchKernelEx");
+    if (refused || !current) return refused ? refused : 201;
     if (kernel != &function || extra || config->attrs || config->numAttrs) return 1;
     printf("{\"call\": \"launch\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"shared\": %u, \"stream\": %" PRIu64
            ", \"parameters\": [",

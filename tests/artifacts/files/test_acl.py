@@ -39,6 +39,19 @@ def test_who_may_write(tmp_path):
     assert writers(str(path)) == Writers(frozenset(), frozenset(), False)
 
 
+def test_the_files_own_group_may_write(tmp_path):
+    """As the mode alone can't say it, whose group bits are then the mask."""
+    path = tmp_path / "file"
+    path.touch()
+    none = 2**32 - 1
+    rows = [(1, 6, none), (2, 4, 4242), (4, 6, none), (16, 6, none), (32, 4, none)]
+    os.setxattr(path, NAME, entries(*rows))
+    assert writers(str(path)) == Writers(frozenset(), frozenset(), True)
+    rows[3] = (16, 4, none)
+    os.setxattr(path, NAME, entries(*rows))
+    assert writers(str(path)) == Writers(frozenset(), frozenset(), False)
+
+
 @pytest.mark.parametrize("value", [b"", b"\1\0\0\0", struct.pack("<I", 3) + bytes(8), entries((1, 6, 0)) + b"x"])
 def test_what_is_none(value, monkeypatch):
     """(The kernel makes no such ones; a file system in user space may.)"""

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pretuned.artifacts.files.blob import read_checked, write_checked
+import pytest
+
+from pretuned.artifacts.errors import BundleUntrusted
+from pretuned.artifacts.files import blob, trust
+from pretuned.artifacts.files.blob import read_checked, read_or_say, write_checked
 
 
 def test_blob(tmp_path):
@@ -38,3 +42,25 @@ def test_a_directory_costs_no_descriptor(tmp_path):
     for _ in range(3):
         assert read_checked(tmp_path) is None
     assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_the_largest_payload(tmp_path, monkeypatch):
+    monkeypatch.setattr(blob, "MAX_BLOB_BYTES", 100)
+    write_checked(tmp_path / "most", b"x" * 100)
+    assert read_checked(tmp_path / "most") == b"x" * 100
+    write_checked(tmp_path / "more", b"x" * 101)
+    assert read_checked(tmp_path / "more") is None
+
+
+def test_what_others_may_write_by_the_time_it_is_open_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "blob"
+    write_checked(path, b"x")
+
+    def resolve(name: str, what: str, real=trust.resolve) -> str:
+        found = real(name, what)
+        path.chmod(0o666)
+        return found
+
+    monkeypatch.setattr(trust, "resolve", resolve)
+    with pytest.raises(BundleUntrusted, match="everybody can write it"):
+        read_or_say(path)

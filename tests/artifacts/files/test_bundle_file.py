@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import hashlib
 import os
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +19,7 @@ import golden_bundles
 import pytest
 from steps import steps
 
-from pretuned.artifacts.errors import BundleCorrupt, BundleUnreadable, BundleUntrusted
+from pretuned.artifacts.errors import BundleCorrupt, BundleUnreadable, BundleUntrusted, HostError
 from pretuned.artifacts.files import bundle_file
 from pretuned.artifacts.files.bundle_file import open_bundle, open_bytes
 from pretuned.artifacts.files.publish import publish
@@ -434,21 +437,47 @@ def test_bytes_made_here_are_opened_as_a_file_is():
             open_bytes(broken, "made")
 
 
-@pytest.mark.parametrize(("limit", "value", "why"), [("RLIMIT_FSIZE", len(MEDIUM) - 1, "File too large"),
-                                                     ("RLIMIT_NOFILE", 0, "Too many open files")])  # fmt: skip
+@pytest.mark.parametrize(("limit", "value", "why"), [(resource.RLIMIT_FSIZE, len(MEDIUM) - 1, "File too large"),
+                                                     (resource.RLIMIT_NOFILE, 0, "Too many open files")])  # fmt: skip
 def test_bytes_that_there_is_no_room_for(limit, value, why):
-    code = f"""
-import resource, signal, sys
-from pathlib import Path
-from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.files.bundle_file import open_bytes
-data = sys.stdin.buffer.read()
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.{limit}, ({value}, {value}))
-try:
-    open_bytes(data, "made")
-except HostError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], input=MEDIUM, capture_output=True, check=True)
-    assert done.stdout.decode() == f"can't keep {len(MEDIUM)} bytes of 'made' in memory: {why}\n"
+    old = resource.getrlimit(limit)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(limit, (value, old[1]))
+    try:
+        with pytest.raises(HostError, match=f"^can't keep {len(MEDIUM)} bytes of 'made' in memory: {why}$"):
+            open_bytes(MEDIUM, "made")
+    finally:
+        resource.setrlimit(limit, old)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_bytes_made_here_that_can_not_be_read_back(monkeypatch):
+    def pread(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(BundleUnreadable, match="bundle 'made': can't be read: Input/output error"):
+        open_bytes(MEDIUM, "made")
+
+
+def test_a_file_that_comes_in_pieces(path, monkeypatch):
+    """As a network's file system may give it."""
+    for most in (1000, 60, 17):
+        monkeypatch.setattr(os, "pread", lambda fd, size, at, most=most, real=os.pread: real(fd, min(size, most), at))
+        with open_bundle(path) as file:
+            assert file.load() == golden_bundles.medium()
+            assert file.cubin(1) == golden_bundles.medium().cubins[1]
+        monkeypatch.undo()
+
+
+def test_of_more_files_than_may_be_open_those_opened_first_rest(path, monkeypatch):
+    monkeypatch.setattr(bundle_file, "MAX_OPEN_BUNDLES", 3)
+    monkeypatch.setattr(bundle_file, "_open", {})
+    files = [open_bundle(path) for _ in range(5)]
+    assert [one._held is None for one in files] == [True, True, False, False, False]
+    files[0].cubin(0)
+    assert [one._held is None for one in files] == [False, True, True, False, False]
+    assert len(bundle_file._open) == 3
+    del files[3:]
+    gc.collect()
+    assert open_bundle(path).cubin(1) == golden_bundles.medium().cubins[1]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import time
+from pathlib import Path
 
+import filelock
 import pytest
 
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.files.lock import lock, reading
+from pretuned.artifacts.files.lock import lock, reading, release
 
 
 def test_lock(tmp_path):
@@ -73,3 +76,37 @@ def test_reading_follows_no_link_and_lets_go_after_an_error(tmp_path):
         raise KeyError
     with lock(tmp_path, 0) as held:
         assert held
+
+
+def test_a_lock_that_can_not_be_let_go_names_its_file(tmp_path):
+    path = tmp_path / ".pretuned.lock"
+    held = filelock.FileLock(path)
+    held.acquire()
+    (fd,) = (one for one in Path("/proc/self/fd").iterdir() if one.is_symlink() and one.readlink() == path)
+    os.close(int(fd.name))
+    with pytest.raises(HostError, match=rf"can't unlock '{path}': .*must have locks"):
+        release(held, path)
+
+
+def test_what_is_wrong_where_it_can_not_be_locked_and_what_is_needed():
+    needed = "The directory must be writable and have room, and its file system have locks"
+    with pytest.raises(HostError, match=needed), lock("/proc/self/nothing", 0, required=True):
+        pass
+
+
+def test_a_locks_file_is_its_group_s_to_lock_and_nobody_elses_to_write(tmp_path):
+    old = os.umask(0)
+    try:
+        with lock(tmp_path / "a", 0):
+            assert (tmp_path / "a" / ".pretuned.lock").stat().st_mode & 0o7777 == 0o664
+    finally:
+        os.umask(old)
+
+
+def test_a_reader_that_has_to_wait_leaves_no_descriptor(tmp_path):
+    with lock(tmp_path, 0) as held:
+        assert held
+        before = sorted(Path("/proc/self/fd").iterdir())
+        with reading(tmp_path, 0):
+            pass
+        assert sorted(Path("/proc/self/fd").iterdir()) == before

@@ -63,3 +63,7 @@ def test_others_can_not_write_it(tmp_path: Path, data: bytes) -> None:
     path.chmod(0o666)
     with pytest.raises(BundleUntrusted, match="everybody can write it"):
         open_bundle(path)
+
+
+def test_it_is_pressed_as_hard_as_xz_can(data: bytes) -> None:
+    assert packed.pack(data) == lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.files import publish as module
+from pretuned.artifacts.files.publish import make_folder, publish
 
 
 def test_publish(tmp_path):
@@ -80,3 +83,83 @@ def test_publish_where_it_can_not(tmp_path, where):
         publish(tmp_path / where, b"x")
     assert "\n" not in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def left_by_a_dead_one(folder: Path) -> Path:
+    path = folder / ".pretuned-0123456789abcdef.tmp"
+    path.write_bytes(b"half")
+    return path
+
+
+def test_what_a_dead_publisher_left_is_removed_and_a_living_ones_is_not(tmp_path):
+    stale, link = left_by_a_dead_one(tmp_path), tmp_path / ".pretuned-fedcba9876543210.tmp"
+    link.symlink_to(stale)  # nobody of us makes one: it is left alone, as its target would be
+    os.mkfifo(tmp_path / ".pretuned-2222222222222222.tmp")  # nothing is waited for
+    with stale.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        publish(tmp_path / "b", b"one")
+        assert stale.exists()
+    before = sorted(Path("/proc/self/fd").iterdir())
+    publish(tmp_path / "b", b"two")
+    assert not stale.exists()
+    assert link.is_symlink()
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_another_that_takes_a_new_file_for_stale_before_it_is_locked_does_no_harm(tmp_path, monkeypatch):
+    removed: list[Path] = []
+
+    def lock(fd: int, temp: Path, real=module._lock) -> bool:
+        if not removed:
+            removed.append(temp)
+            module._remove_if_stale(temp)  # the other one
+        return real(fd, temp)
+
+    monkeypatch.setattr(module, "_lock", lock)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    assert publish(tmp_path / "b", b"one")
+    assert (tmp_path / "b").read_bytes() == b"one"
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+    assert not removed[0].exists()
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """Nobody can take a file for stale there: it is published all the same, and what others left stays."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    stale = left_by_a_dead_one(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert publish(tmp_path / "b", b"one")
+    assert (tmp_path / "b").read_bytes() == b"one"
+    assert stale.exists()
+
+
+def test_a_folder_is_made_with_those_above_it(tmp_path):
+    make_folder(tmp_path / "a" / "b" / "c")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    make_folder(tmp_path / "a" / "b" / "c")
+    make_folder("")
+    make_folder("/")
+    with pytest.raises(ValueError, match="null byte"):
+        make_folder("\0")
+
+
+def test_the_file_is_on_the_disk_before_its_name_and_its_name_before_publish_returns(tmp_path, monkeypatch):
+    told: list[str] = []
+
+    def fsync(fd: int, real=os.fsync) -> None:
+        told.append("folder" if Path(f"/proc/self/fd/{fd}").is_dir() else "file")
+        real(fd)
+
+    def rename(one: Path, other: Path, real=os.rename) -> None:
+        told.append("rename")
+        real(one, other)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    publish(tmp_path / "b", b"one")
+    publish(tmp_path / "b", b"one")
+    assert told == ["file", "rename", "folder", "folder"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import signing
 
 from pretuned.artifacts.errors import BundleUnreadable, BundleUntrusted, InputError
+from pretuned.artifacts.files import trust
 from pretuned.artifacts.files.signature import Key, Keys, check, key_id, message, read, read_key, read_keys
 
 PUBLIC = signing.PRIVATE.public_key().public_bytes_raw()
@@ -92,6 +94,21 @@ def test_a_keys_place_is_checked_as_a_bundles_is(tmp_path: Path) -> None:
     for missing in ("none.pem", "nul\0.pem", "0.pem/x"):
         with pytest.raises(BundleUnreadable, match=r"key '.*': "):
             read_key(str(path.parent / missing))
+
+
+def test_a_key_that_others_may_write_by_the_time_it_is_open_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = signing.keys(tmp_path / "keys") / "0.pem"
+
+    def resolve(name: str, what: str, real: Callable[[str, str], str] = trust.resolve) -> str:
+        found = real(name, what)
+        path.chmod(0o666)
+        return found
+
+    monkeypatch.setattr(trust, "resolve", resolve)
+    with pytest.raises(BundleUntrusted, match=r"key .*0\.pem': .*everybody can write it"):
+        read_key(str(path))
 
 
 def test_the_keys_of_a_directory(tmp_path: Path) -> None:

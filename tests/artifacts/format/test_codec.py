@@ -283,6 +283,20 @@ def test_decode_refuses(data):
         codec.decode(data, "b.msgpack")
 
 
+def test_each_digest_and_the_cubins_header_are_told_as_what_they_are():
+    wrong = bytearray(SMALL)
+    wrong[40] ^= 1
+    with pytest.raises(BundleCorrupt, match=r"header and index have sha256 \w{64}, header says \w{64}"):
+        codec.decode(bytes(wrong), "b")
+    at = len(SMALL) - 16 - 5
+    with pytest.raises(
+        BundleCorrupt, match=f"the cubins' header at byte {at} is not that of {len(SMALL)} bytes in all"
+    ):
+        codec.decode(SMALL[:at] + b"\xc5" + SMALL[at + 1 :], "b")
+    with pytest.raises(BundleCorrupt, match=r"cubin 0 has sha256 \w{64}, its variant says \w{64}"):
+        codec.decode(SMALL[:-1] + b"x", "b")
+
+
 def test_problems_out_of_order_are_refused():
     medium = codec.encode(golden_bundles.medium())
     index, _ = craft.parts(medium)

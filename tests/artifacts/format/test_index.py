@@ -6,13 +6,15 @@ import dataclasses
 
 import craft
 import golden_bundles
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretuned.artifacts import limits
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.files.bundle_file import open_bytes
-from pretuned.artifacts.format import codec
+from pretuned.artifacts.format import codec, schema
 from pretuned.artifacts.format.index import GLANCED_BYTES, glance, glance_at_gpus
 from pretuned.artifacts.format.wire import PREAMBLE_BYTES
 from pretuned.artifacts.records.target import Gpu, Target
@@ -64,3 +66,66 @@ def test_a_damaged_record_is_told_where_it_is_asked_where_a_variant_was_judged(r
     data = craft.changed(MEDIUM, problems=dict.fromkeys(index["problems"], record))
     with open_bytes(data, "made") as file, pytest.raises(BundleCorrupt, match=r"bundle 'made': .*choices 0"):
         file.judged_on(0)
+
+
+def test_a_glance_at_gpus_that_are_none():
+    begin = craft.changed(MEDIUM, gpus=[{"name": "x", "sm_count": 0, "memory_mib": 1, "driver": 0}])[PREAMBLE_BYTES:]
+    assert glance_at_gpus(begin) is None
+    assert glance_at_gpus(MEDIUM[PREAMBLE_BYTES:]) == golden_bundles.medium().gpus
+
+
+def test_a_number_written_longer_than_it_need_be_is_refused():
+    """All else is right: each part's own form is checked where it is read, this one by the size of the whole."""
+    index, cubins = craft.parts(MEDIUM)
+    packed = msgpack.packb(index)
+    short = b"\xaamin_driver" + msgpack.packb(index["min_driver"])
+    assert packed.count(short) == 1
+    long = short[:11] + b"\xce" + index["min_driver"].to_bytes(4, "big")
+    data = craft.seal(packed.replace(short, long), cubins)
+    with pytest.raises(
+        BundleCorrupt, match=rf"index: not canonical msgpack: {len(packed) + 2} bytes, wanted {len(packed)}"
+    ):
+        codec.decode(data, "made")
+    with pytest.raises(BundleCorrupt, match="not canonical msgpack"):
+        open_bytes(data, "made")
+
+
+def test_what_a_part_lets_through_the_whole_does_not(monkeypatch):
+    """The last line of defence: were a record's own form not checked, the bytes would not be those of the bundle."""
+    index, _ = craft.parts(MEDIUM)
+    records = dict(index["problems"])
+    key, record = next(iter(records.items()))
+    row = record.index(b"\xcd")
+    assert record[row : row + 1] == b"\xcd"
+    longer = record[:row] + b"\xce\0\0" + record[row + 1 :]
+    data = craft.changed(MEDIUM, problems={**records, key: longer})
+    with pytest.raises(BundleCorrupt, match=r"choices for .*: not canonical msgpack"):
+        codec.decode(data, "made")
+    monkeypatch.setattr(schema, "unpack", schema.parse)
+    with pytest.raises(BundleCorrupt, match="the bytes are not in canonical form"):
+        codec.decode(data, "made")
+
+
+def test_all_models_together_have_so_many_problems(monkeypatch):
+    bundle = golden_bundles.medium()
+    rows = sum(len(model.problems) for model in bundle.models)
+    assert rows
+    monkeypatch.setattr(limits, "MAX_MODEL_ROWS", rows)
+    assert codec.decode(MEDIUM, "made").models == bundle.models
+    monkeypatch.setattr(limits, "MAX_MODEL_ROWS", rows - 1)
+    with pytest.raises(BundleCorrupt, match=f"models: more than {rows - 1} problems of models in all"):
+        codec.decode(MEDIUM, "made")
+
+
+def test_a_record_has_so_many_bytes():
+    index, _ = craft.parts(MEDIUM)
+    for size, told in ((65535, "problem"), (65536, "problems has an item of 65536 bytes, the limit is 65535")):
+        data = craft.changed(MEDIUM, problems={bytes(size): b"\x90", **index["problems"]})
+        with pytest.raises(BundleCorrupt, match=told) as caught:
+            codec.decode(data, "made")
+        assert ("the limit is" in str(caught.value)) is (size == 65536)
+
+
+def test_any_driver_may_be_enough():
+    bundle = dataclasses.replace(golden_bundles.small(), min_driver=0)
+    assert codec.decode(codec.encode(bundle), "made").min_driver == 0

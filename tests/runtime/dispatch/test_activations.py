@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.format.codec import encode
+from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records.problem import Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.runtime.dispatch import activations
 from pretuned.runtime.dispatch.activations import verdict
@@ -53,17 +59,54 @@ def test_without_the_pass_or_any_product_it_stays() -> None:
     )
 
 
+UNKNOWN = LocalGpu(90, Gpu("NVIDIA H900", 132, 81079, 13000))
+
+
 def test_what_the_pass_takes_is_not_known_of_a_gpu_that_is_not() -> None:
-    unknown = LocalGpu(90, Gpu("NVIDIA H900", 132, 81079, 13000))
-    assert "memory's rate of this GPU is not known" in told(GATE_UP, 65536, unknown) or told(
-        GATE_UP, 65536, unknown
-    ).startswith("x quantised, too, is faster")  # by the GPU that both were measured on
-    assert activations.pass_us(65536, 2048, 8, unknown.gpu) is None
+    assert activations.pass_us(64, 2048, 0, UNKNOWN.gpu) is None
+    modelled = Problem(Op.FORWARD, DType.FP8_BLOCK, 24, 2560, 3072)
+    assert told(modelled, 1 << 17, UNKNOWN) == "x stays bf16: the memory's rate of this GPU is not known"
+    assert told(GATE_UP, 65536, UNKNOWN).startswith("x quantised, too, is faster")  # by the one that measured both
 
 
-def test_the_pass_takes_longer_for_more_rows_and_less_where_rows_come_again() -> None:
-    at = [activations.pass_us(M, 2048, 0, H100.gpu) or 0.0 for M in (8, 8192, 65536)]
-    assert 0 < at[0] < at[1] < at[2]
-    picked = activations.pass_us(65536, 2048, 8, H100.gpu)
-    assert picked is not None
-    assert picked <= at[2]
+def part_of(
+    path: Path, choices: Callable[[Problem], bool], variants: Callable[[Variant], bool] = lambda one: True
+) -> Path:
+    """The shipped bundle with some of its choices, and of its variants."""
+    with open_bundle(BUNDLES / "quantised-h100-sm90.msgpack") as file:
+        whole = file.load()
+    kept = [i for i, one in enumerate(whole.variants) if variants(one)]
+    at = {old: new for new, old in enumerate(kept)}
+    rows = {
+        problem: tuple(replace(one, variant=at[one.variant], runner_up=None, runner_up_ns=None) for one in row)
+        for problem, row in whole.choices.items()
+        if choices(problem)
+    }
+    names = {whole.variants[i].kernel for i in kept}
+    part = replace(
+        whole, variants=tuple(whole.variants[i] for i in kept), cubins=tuple(whole.cubins[i] for i in kept),
+        choices=rows, models=(), kernels=tuple(one for one in whole.kernels if one.name in names),
+    )  # fmt: skip
+    publish(path, encode(part))
+    return path
+
+
+def of_part(path: Path) -> str:
+    return verdict(Snapshot([Place(Kind.NAMED, path)]), GATE_UP, DType.FP8_BLOCK_A16, 65536, H100, top_k=0).reason
+
+
+def test_where_one_product_alone_is_there_it_runs(tmp_path: Path) -> None:
+    codes = part_of(tmp_path / "codes.msgpack", lambda one: one.dtype is DType.FP8_BLOCK,
+                    lambda one: isinstance(one.op, RowOp) or one.dtype is DType.FP8_BLOCK)  # fmt: skip
+    assert of_part(codes) == "x is quantised: no bundle runs the product with x of bf16"
+    neither = part_of(tmp_path / "passes.msgpack", lambda one: False, lambda one: isinstance(one.op, RowOp))
+    assert of_part(neither) == "no bundle runs the product"
+    plain = part_of(tmp_path / "plain.msgpack", lambda one: one.dtype is DType.FP8_BLOCK_A16,
+                    lambda one: isinstance(one.op, RowOp) or one.dtype is DType.FP8_BLOCK_A16)  # fmt: skip
+    assert of_part(plain).startswith("x stays bf16: of the product of codes, plain.msgpack has no choice for it")
+
+
+def test_a_measured_time_and_a_modelled_one_are_not_compared(tmp_path: Path) -> None:
+    half = part_of(tmp_path / "half.msgpack", lambda one: one.dtype is DType.FP8_BLOCK)
+    why = "its time and that with x of bf16 are not of one source"
+    assert of_part(half) == f"x stays bf16: of the product of codes, {why}"

@@ -192,3 +192,11 @@ def test_it_needs_a_compiler(clean_places: Path) -> None:
         assert not hooks.jit_allowed()
     finally:
         register_compiler(before)
+
+
+def test_a_compiler_that_was_taken_out(compiler: Compiler, tmp_path: Path) -> None:
+    allow_jit()
+    register_compiler(None)
+    missed = decide(snapshot(tmp_path), PROBLEM, 64, ON_H200)
+    assert isinstance(missed, Miss)
+    assert missed.reason.endswith("(allow_jit: no compiler is registered)")

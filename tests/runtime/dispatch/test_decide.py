@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shlex
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,12 @@ from pretuned.artifacts.records.bundle import Source
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem, bucket_of
 from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.runtime import verdicts
+from pretuned.runtime.dispatch import decide as decide_module
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.dispatch.hints import build_line
-from pretuned.runtime.dispatch.ranking import Match, Origin, chosen
+from pretuned.runtime.dispatch.ranking import Match, Origin, chosen, why_not
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect.explain import examine
 
@@ -603,3 +607,50 @@ def test_a_modelled_bundle_never_takes_the_place_of_what_was_measured_here(tmp_p
     found = snapshot(tmp_path / "named", installed=[tmp_path / "installed"])
     assert came_from(found) == ("h200", Origin.THIS_GPU, Match.EXACT, NARROW)
     assert came_from(found, local=ON_H100)[0] == "modelled"
+
+
+def test_an_outcome_that_another_thread_came_to_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    found = snapshot(tmp_path)
+    theirs = decision(snapshot(tmp_path))
+
+    @contextlib.contextmanager
+    def lock(name: str) -> Iterator[None]:
+        found.decisions[PROBLEM, 64, True, ON_H200, False] = theirs
+        yield
+
+    monkeypatch.setattr(decide_module, "lock", lock)
+    assert decide(found, PROBLEM, 64, ON_H200) is theirs
+
+
+def test_a_gpu_of_no_capability_runs_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    missed = decide(snapshot(tmp_path), PROBLEM, 64, LocalGpu(0, Gpu("AMD", 304, 196608, 0)))
+    assert isinstance(missed, Miss)
+    assert missed.reason.endswith("it is of no CUDA capability")
+
+
+def test_dw_has_one_form() -> None:
+    assert decide_module.forms_of(replace(PROBLEM, op=Op.DW)) == (replace(PROBLEM, op=Op.DW),)
+
+
+def test_code_of_which_no_sm_holds_a_program_is_none_of_the_models(tmp_path: Path) -> None:
+    made = bundle({OTHER: [modelled(64, WIDE)]})
+    for registers, runs in ((255, True), (1024, False)):
+        variants = tuple(replace(one, registers=registers) for one in made.variants)
+        publish(tmp_path / f"{registers}.msgpack", encode(replace(made, variants=variants)))
+        found = decide(snapshot(tmp_path / f"{registers}.msgpack"), PROBLEM, 64, ON_H200)
+        assert isinstance(found, Decision if runs else Miss)
+
+
+def test_why_a_variant_can_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = bundle({}).variants[WIDE]
+    assert why_not(one, PROBLEM, ON_H200, aligned=True) is None
+    turns = replace(one, config=Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG).pairs())
+    assert why_not(turns, PROBLEM, ON_H200, aligned=True) is None
+    told = why_not(turns, replace(PROBLEM, N=(192 << 20) + 8), ON_H200, aligned=True)
+    assert told is not None
+    assert "the most columns" in told
+    monkeypatch.setattr(verdicts, "_wrong", {(90, ON_H200.gpu): {verdicts._digest(one)}})
+    assert why_not(one, PROBLEM, ON_H200, aligned=True) == "it was found to compute wrong results on this GPU"
+    assert why_not(one, PROBLEM, ON_H100, aligned=True) is None

@@ -196,3 +196,13 @@ def test_words_for_it() -> None:
     assert build_line(GATED, M, 90) == (
         'aot build --models "shape:E=128,H=2048,I=768,k=1 ops=forward" --sm 90'
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("gated_us", "runs"), [(200.0, True), (230.0, False)])
+def test_where_no_rows_are_gathered_the_two_products_are_compared_as_they_are(
+    gated_us: float, runs: bool, tmp_path: Path
+) -> None:
+    plain, gated = replace(PLAIN, fusion=Fusion.NONE), replace(GATED, fusion=Fusion.SILU)
+    choices = {plain: [measured(M, 0, 210.0)], gated: [measured(M, 1, gated_us)]}
+    write(tmp_path / "a.msgpack", choices, gpus=(H200,), specs=(Spec(WIDE), Spec(WIDE, fusion=Fusion.SILU)))
+    assert used(tmp_path, problem=gated) is runs

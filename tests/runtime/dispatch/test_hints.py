@@ -107,3 +107,16 @@ def test_quantised_weights_are_asked_for_as_a_spec_has_them(view: View) -> None:
     spec = spec_of(build_line(problem, 64, 90, view) or "")
     assert "weights=mxfp4" in spec
     assert problem.dtype in load_models([spec]).shapes[0].dtypes
+
+
+def test_quantised_weights_that_no_kernel_is_for() -> None:
+    told = remedy(Problem(Op.DW, DType.MXFP4, 32, 2048, 2048), 64, 90)
+    assert told.startswith("No kernel is for dW of mxfp4 weights on sm_90: torch dequantises them")
+    assert build_line(Problem(Op.DW, DType.MXFP4, 32, 2048, 2048), 64, 90) is None
+
+
+def test_a_product_that_is_planned_as_another_is_of_no_model(view: View) -> None:
+    problem = replace(GATE_UP, op=Op.DW, layout=Layout.KN)
+    line = build_line(problem, 64, 90, view)
+    assert line is not None
+    assert "shape:E=128" in line

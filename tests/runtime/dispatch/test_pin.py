@@ -9,9 +9,18 @@ import pytest
 from made import ANY, NARROW, ON_A100, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Op
+from pretuned.artifacts.records.problem import Fusion, Op
 from pretuned.kernels.contract.config import FIELDS, Cache, Config, Edge, Loads, Schedule, TileRows
-from pretuned.runtime.dispatch.pin import _distance, find, nearest
+from pretuned.runtime.dispatch.pin import (
+    NOTHING,
+    KernelPair,
+    Preference,
+    _distance,
+    check_pin,
+    find,
+    nearest,
+    preferred,
+)
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
 
@@ -75,3 +84,38 @@ def test_a_wish_gets_the_nearest_that_can_run(found: Snapshot) -> None:
         assert nearest(found, wish, PROBLEM, ON_H200, aligned=True) == SPECS[index].config
     assert nearest(found, wishes[WIDE], PROBLEM, ON_H200, aligned=False) == SPECS[ANY].config
     assert nearest(found, {}, PROBLEM, ON_A100, aligned=True) is None
+
+
+def test_a_preference_is_of_a_form_and_only_where_a_bundle_has_it(found: Snapshot) -> None:
+    wide, narrow = SPECS[WIDE].config, SPECS[NARROW].config
+    pin = Preference(((Fusion.NONE, wide), (Fusion.GATHER, narrow)))
+    assert (pin.config, pin.of(Fusion.GATHER), pin.of(Fusion.SCATTER)) == (wide, narrow, None)
+    assert NOTHING.config is None
+    assert preferred(found, pin, PROBLEM, ON_H200, aligned=True) == wide
+    assert preferred(found, pin, PROBLEM, ON_H200, aligned=False) is None
+    assert preferred(found, pin, PROBLEM, ON_A100, aligned=True) is None
+    assert preferred(found, NOTHING, PROBLEM, ON_H200, aligned=True) is None
+
+
+def test_a_bundle_that_is_damaged_is_dropped_and_the_others_asked(found: Snapshot, tmp_path: Path) -> None:
+    found.view(ON_H200, installed=True)
+    data = bytearray((tmp_path / "1/a.msgpack").read_bytes())
+    del data[200:]
+    (tmp_path / "1/a.msgpack").write_bytes(data)
+    pin = Preference(((Fusion.NONE, SPECS[WIDE].config),))
+    assert preferred(found, pin, PROBLEM, ON_H200, aligned=True) == SPECS[WIDE].config
+
+
+def test_what_can_name_a_variant() -> None:
+    config, choice = SPECS[WIDE].config, modelled(64, WIDE)
+    first, second = (Preference(((Fusion.NONE, SPECS[one].config),)) for one in (WIDE, NARROW))
+    pair = KernelPair(Op.DX, first, second)
+    assert check_pin("kernel_config_fwd", None) is None
+    for pin in (config, choice, first):
+        assert check_pin("kernel_config_fwd", pin) is pin
+    assert check_pin("kernel_config_bwd_dX", pair) is first
+    assert check_pin("kernel_config_bwd_dX", pair, is_first_gemm=False) is second
+    with pytest.raises(InputError, match="kernel_config_bwd_dW is a KernelPair of dX, wanted dW's"):
+        check_pin("kernel_config_bwd_dW", pair)
+    with pytest.raises(InputError, match="kernel_config_fwd is a dict, wanted a pretuned"):
+        check_pin("kernel_config_fwd", {"block_m": 128})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import signing
 from made import (
     DRIVER,
     H200,
@@ -352,6 +355,7 @@ def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch
         ("x = broken.bundles", "no licence"),
         ("x = leaves.bundles", "x = leaves.bundles can't be found: 7"),
         ("x = generator.bundles", "x = generator.bundles can't be found: GeneratorExit"),
+        ("x = mute.bundles", "x = mute.bundles can't be found: Mute"),
         ("x = gone.bundles", "gone"),
         ("x", "can't be read"),
         ("x = \udcff", "can't be read"),
@@ -369,6 +373,7 @@ def test_an_entry_point_that_is_wrong_is_passed_over(
         "whole": "",
         "leaves": "raise SystemExit(7)",
         "generator": "raise GeneratorExit",
+        "mute": "class Mute(Exception):\n    def __str__(self): raise SystemExit(7)\nraise Mute",
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(line)
@@ -395,3 +400,116 @@ def test_packages_that_no_scan_should_fall_over(
     assert tmp_path / "whole" in [place.path for place in installed_places()]
     (record,) = caplog.records
     assert "huge-1.0.dist-info can't be read: entry_points.txt is 1099511627776 bytes" in record.getMessage()
+
+
+def test_entry_points_that_name_a_file_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, line in {"a": "a = single", "b": "b = pretuned_gone", "c": "c = sys"}.items():
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        (tmp_path / f"{name}-1.0.dist-info" / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{line}\n")
+    (tmp_path / "single.py").touch()
+    before = [place.path for place in installed_places()]
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert [place.path for place in installed_places()] == [tmp_path, *before]
+
+
+@pytest.mark.parametrize(
+    "line", ["raise KeyboardInterrupt", "class E(Exception):\n  __str__ = lambda s: stop()\nraise E"]
+)
+def test_who_stops_the_program_stops_it(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a-1.0.dist-info").mkdir()
+    (tmp_path / "a-1.0.dist-info" / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\na = stops.bundles\n")
+    (tmp_path / "stops").mkdir()
+    stop = "def stop():\n  raise KeyboardInterrupt\n"
+    (tmp_path / "stops" / "__init__.py").write_text(stop + line)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        installed_places()
+
+
+def test_a_directory_that_can_not_be_listed_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = Place(Kind.OVERLAY, tmp_path / ("n" * 300))
+    assert place.files() == []
+    (record,) = caplog.records
+    assert record.getMessage() == f"pretuned: can't list {place}: File name too long"
+    assert place.unlisted() == "File name too long"
+    (tmp_path / "file").touch()
+    for fine in (tmp_path, tmp_path / "gone", tmp_path / "file"):
+        assert Place(Kind.OVERLAY, fine).unlisted() == ""
+
+
+def test_a_file_is_left_out_by_any_of_its_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "d/a.msgpack", CHOICES)
+    write(tmp_path / "d/b.msgpack", CHOICES, tag="b")
+    (tmp_path / "link").symlink_to("d")
+    asked = Settings(bundles=(tmp_path / "d",))
+    for without in (path, tmp_path / "link" / "a.msgpack"):
+        assert [one.path.name for one in take(asked, without).found(installed=False)] == ["b.msgpack"]
+    assert len(take(asked, tmp_path / "other").found(installed=False)) == 2
+
+
+def test_without_an_overlay_there_is_no_place_for_one() -> None:
+    assert [one.kind for one in dispatch_snapshot.places(Settings())] == [Kind.SYSTEM]
+    assert [one.kind for one in dispatch_snapshot.places(Settings(overlay=Path("/o")))] == [Kind.OVERLAY, Kind.SYSTEM]
+
+
+def test_signatures_that_are_wanted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    signing.sign(write(tmp_path / "d/a.msgpack", CHOICES))
+    write(tmp_path / "d/b.msgpack", CHOICES, tag="b")
+    keys = signing.keys(tmp_path / "keys")
+    asked = Settings(bundles=(tmp_path / "d",), trusted_keys=keys)
+    assert not asked.on_demand
+    assert names(take(asked)) == ["a.msgpack"]
+    assert "b.msgpack.sig" in caplog.text
+    caplog.clear()
+    (keys / "1.pem").write_text("nothing")
+    assert names(take(asked)) == ["a.msgpack"]
+    assert "PRETUNED_TRUSTED_KEYS: key" in caplog.text
+
+
+def test_what_this_process_made_is_kept_until_it_is_forgotten(clean_places: Path, tmp_path: Path) -> None:
+    made = bundle_file.open_bundle(write(tmp_path / "m.msgpack", CHOICES))
+    dispatch_snapshot.keep(made)
+    try:
+        found = dispatch_snapshot.snapshot()
+        found.add(made)  # once more: it counts once
+        assert [one.bundle for one in found.found(installed=False)] == [made]
+        dispatch_snapshot.forget()
+        assert [one.bundle for one in dispatch_snapshot.snapshot().found(installed=False)] == [made]
+    finally:
+        dispatch_snapshot.forget_made()
+    dispatch_snapshot.forget()
+    assert dispatch_snapshot.snapshot().found(installed=False) == ()
+
+
+def test_another_thread_may_take_the_snapshot_first(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Snapshot] = []
+
+    @contextlib.contextmanager
+    def lock(name: str) -> Iterator[None]:
+        dispatch_snapshot.current = Snapshot([])  # the other one had the lock
+        taken.append(dispatch_snapshot.current)
+        yield
+
+    monkeypatch.setattr(dispatch_snapshot, "lock", lock)
+    assert dispatch_snapshot.current is None
+    assert dispatch_snapshot.snapshot() is taken[0]
+
+
+def test_what_can_not_be_opened_is_found_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "a.msgpack").write_bytes(b"nothing")
+    (found,) = snapshot(tmp_path).found(installed=False)
+    assert found.bundle is None
+    assert isinstance(found.error, BundleCorrupt)
+
+
+def test_all_is_decided_anew(tmp_path: Path) -> None:
+    write(tmp_path / "a.msgpack", CHOICES)
+    found = snapshot(tmp_path)
+    first = decide(found, PROBLEM, 64, ON_H200)
+    assert decide(found, PROBLEM, 64, ON_H200) is first
+    found.reconsider()
+    assert not found.decisions
+    assert not found.rankers
+    again = decide(found, PROBLEM, 64, ON_H200)
+    assert again is not first
+    assert again == first

@@ -1,0 +1,267 @@
+"""Which changes of the code no test notices: ``python -m tests.reach --mutants [--files trust,codec] [--sample 200]``.
+
+Each mutant is one file with one thing changed (``changes``), in a copy of the product that the tests, and the
+processes that they start, import. Its tests run in a child of ``fork`` and end at the first that fails: then it is
+killed. One that is not has to be one of ``SAME``, which are no other programs, or a test is wanting. At least 95 % of a
+file's have to be killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from .part import ROOT, keep
+
+_FORMAT = ("tests/artifacts/format", "tests/faults/test_versions.py", "tests/faults/test_truncation.py")
+_FILE = ("tests/artifacts/files/test_bundle_file.py",)
+_PLACES = "tests/attacks/test_places.py"
+# The files that are changed, and the tests that have to notice, the quick ones first.
+FILES: dict[str, tuple[str, ...]] = {
+    "artifacts/format/codec.py": _FORMAT,
+    "artifacts/format/wire.py": _FORMAT,
+    "artifacts/format/checks.py": _FORMAT,
+    "artifacts/format/index.py": (*_FORMAT, *_FILE),
+    "artifacts/format/schema.py": _FORMAT,
+    "artifacts/files/acl.py": ("tests/artifacts/files/test_acl.py", _PLACES),
+    "artifacts/files/blob.py": ("tests/artifacts/files/test_blob.py",),
+    "artifacts/files/bundle_file.py": (
+        *_FILE,
+        "tests/artifacts/files/test_packed.py",
+        "tests/attacks/test_descriptors.py",
+        "tests/attacks/test_swap.py",
+        _PLACES,
+    ),
+    "artifacts/files/lock.py": ("tests/artifacts/files/test_lock.py", "tests/attacks/test_umask.py"),
+    "artifacts/files/packed.py": ("tests/artifacts/files/test_packed.py",),
+    "artifacts/files/publish.py": ("tests/artifacts/files/test_publish.py", "tests/attacks/test_umask.py"),
+    "artifacts/files/trust.py": ("tests/artifacts/files/test_trust.py", _PLACES),
+}
+WANTED = 0.95
+_LIMIT_S = 300
+_PRELOADED = ("pytest", "hypothesis.strategies", "msgpack", "filelock", "lzma", "asyncio", "multiprocessing", "numpy")
+
+# (file, the line, what became of it): why that is the same program, as far as anybody can see.
+SAME: dict[tuple[str, str, str], str] = {
+    (
+        "artifacts/format/index.py",
+        "if max(sizes, default=0) > lim.MAX_RECORD_BYTES:",
+        "1",
+    ): "of no record",
+    (
+        "artifacts/files/publish.py",
+        "return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
+        "flags & os.O_CLOEXEC",
+    ): "who opens so reads, and Python sets that flag itself",
+    (
+        "artifacts/files/publish.py",
+        "fd = os.open(temp, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
+        "(os.O_RDWR | os.O_CLOEXEC) & os.O_NOFOLLOW",
+    ): "a link is not the file that it leads to: it is left alone",
+    (
+        "artifacts/files/publish.py",
+        "folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)",
+        "os.O_RDONLY & os.O_DIRECTORY",
+    ): "of a file the next call says that it is none",
+    (
+        "artifacts/files/publish.py",
+        "fd = os.open(temp, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
+        "os.O_RDWR & os.O_CLOEXEC",
+    ): "what is read alone can be locked and removed, too",
+    (
+        "artifacts/files/lock.py",
+        "fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
+        "os.O_RDONLY & os.O_CLOEXEC",
+    ): "Python sets that flag itself",
+    (
+        "artifacts/format/wire.py",
+        "packed: bytes = msgpack.Packer(use_bin_type=True, strict_types=True, buf_size=size_bytes + 64).pack(value)",
+        "65",
+    ): "a buffer's first size",
+    (
+        "artifacts/format/wire.py",
+        "max_buffer_size=max(1, len(data)), raw=False, strict_map_key=True, max_array_len=max_items, max_map_len=64,",
+        "2",
+    ): "a buffer's least size, of no data",
+    ("artifacts/files/blob.py", "data = file.read(status.st_size + 1)", "2"): "one byte more tells a file that grew",
+    ("artifacts/files/packed.py", "found = reader.decompress(data, max_length=MAX_FILE_BYTES + 1)", "2"): (
+        "one byte more tells that it is too large"
+    ),
+    ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "257"): "any such limit",
+    ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "21"): "any such limit",
+}
+
+_SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.Break: ast.Continue,
+    ast.Continue: ast.Break,
+}  # fmt: skip
+_LEFT = ("annotation", "returns", "decorator_list", "type_comment")  # what no run hangs on
+
+
+class Mutant(NamedTuple):
+    """A file with one thing changed."""
+
+    file: str
+    number: int
+    line: str
+    became: str
+    source: str
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """What a node may become: another operator, number or condition, no result, or nothing instead of a statement."""
+    for field in ("op", "ops"):
+        found = getattr(node, field, None)
+        first = found[0] if isinstance(found, list) else found
+        if type(first) in _SWAPPED:
+            made = copy.deepcopy(node)
+            setattr(made, field, [_SWAPPED[type(first)](), *found[1:]] if isinstance(found, list) else
+                    _SWAPPED[type(first)]())  # fmt: skip
+            yield made
+    if type(node) in (ast.Break, ast.Continue):
+        yield _SWAPPED[type(node)]()
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.operand
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
+        yield ast.Constant(not node.value if type(node.value) is bool else node.value + 1)
+    elif isinstance(node, ast.Return) and not (node.value is None or isinstance(node.value, ast.Constant)):
+        yield ast.Return(ast.Constant(None))
+    elif isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        yield ast.Pass()
+    elif isinstance(node, (ast.If, ast.While)):
+        made = copy.copy(node)
+        made.test = ast.UnaryOp(ast.Not(), node.test)
+        yield made
+
+
+def mutants(file: str) -> list[Mutant]:
+    """Every one of a file."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    tree, lines = ast.parse(text), text.splitlines()
+    found = []
+
+    def walk(parent: ast.AST) -> None:
+        for field, value in ast.iter_fields(parent):
+            if field in _LEFT or isinstance(parent, ast.JoinedStr):
+                continue
+            if isinstance(parent, ast.keyword) and parent.arg == "strict":  # of zip: what is asserted of lengths
+                continue
+            nodes = value if isinstance(value, list) else [value]
+            for i, node in enumerate(nodes):
+                if not isinstance(node, ast.AST) or (
+                    isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+                ):
+                    continue
+                for made in changes(node) if hasattr(node, "lineno") else ():
+                    new = ast.copy_location(made, node)
+                    setattr(parent, field, [*value[:i], new, *value[i + 1 :]] if isinstance(value, list) else new)
+                    source = ast.unparse(ast.fix_missing_locations(tree))
+                    became = ast.unparse(made).splitlines()[0]
+                    found.append(Mutant(file, node.lineno, lines[node.lineno - 1].strip(), became, source))
+                    setattr(parent, field, value)
+                walk(node)
+
+    walk(tree)
+    return found
+
+
+@contextlib.contextmanager
+def product() -> Iterator[Path]:
+    """A directory to import ``pretuned`` from, a copy of the product; what ships in it is linked."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        Path(folder).chmod(0o755)  # processes of other users import it, too
+        whole = Path(folder) / "pretuned"
+        out = shutil.ignore_patterns("__pycache__", "bundles")
+        shutil.copytree(ROOT / "package", whole, ignore=out)
+        for layer in ("artifacts", "kernels", "runtime", "aot"):
+            shutil.copytree(ROOT / layer, whole / layer, ignore=out)
+        (whole / "integrations").symlink_to("runtime/integrations")
+        shutil.copytree(ROOT / "artifacts/bundles", whole / "artifacts/bundles", copy_function=os.symlink)
+        yield Path(folder)
+
+
+def killed(place: Path, tests: tuple[str, ...]) -> bool:
+    """Whether one of the tests fails, or they take too long, with the product at ``place``."""
+    if "pretuned" in sys.modules:
+        raise RuntimeError("the product is imported here already: a child would have that one")
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)
+        os.environ |= {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.path.insert(0, str(place))
+        sys.dont_write_bytecode = True
+        out = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(out, fd)
+        signal.alarm(_LIMIT_S)
+        import pytest
+
+        preloaded = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+        os._exit(int(pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *preloaded, *tests])))
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what it left behind
+    return os.waitstatus_to_exitcode(status) != 0
+
+
+def judge(place: Path, mutant: Mutant) -> bool:
+    """Whether it is killed."""
+    path = place / "pretuned" / mutant.file
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(mutant.source, encoding="utf-8")
+    try:
+        return killed(place, FILES[mutant.file])
+    finally:
+        path.write_text(whole, encoding="utf-8")
+
+
+def main(arguments: list[str], out: Path | None) -> int:
+    """0 if enough are killed in each file; the others are printed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.reach --mutants", description=__doc__)
+    parser.add_argument("--files", default="", help="only those of these names, e.g. trust,codec")
+    parser.add_argument("--sample", type=int, help="so many of each file, chosen by --seed; all otherwise")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    names = options.files.split(",") if options.files else [Path(one).stem for one in FILES]
+    for name in _PRELOADED:  # once for all children
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    figures, worst = {}, 1.0
+    with product() as place:
+        for file in (one for one in FILES if Path(one).stem in names):
+            if killed(place, FILES[file]):
+                sys.exit(f"the tests of {file} fail as it is: {' '.join(FILES[file])}")
+            found = [one for one in mutants(file) if (file, one.line, one.became) not in SAME]
+            every = len(found)
+            if options.sample and options.sample < every:
+                found = random.Random(options.seed).sample(found, options.sample)
+            begun, left = time.monotonic(), []
+            for one in found:
+                if not judge(place, one):
+                    left.append(one)
+                    print(f"{file}:{one.number}: {one.line}  ->  {one.became}", flush=True)
+            share = 1 - len(left) / len(found)
+            worst = min(worst, share)
+            figures[file] = {"mutants": every, "tried": len(found), "killed": len(found) - len(left)}
+            print(f"{file}: {len(found) - len(left)} of {len(found)} killed ({share:.1%}), "
+                  f"{time.monotonic() - begun:.0f} s", flush=True)  # fmt: skip
+    print(json.dumps(figures))
+    if out:
+        keep(out, "mutants", figures)
+    return 0 if worst >= WANTED else 1

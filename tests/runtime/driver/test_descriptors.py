@@ -1,0 +1,38 @@
+"""Descriptors: encoded by the driver, kept, and no more of them than are of use."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from pretuned.artifacts.errors import CudaError
+from pretuned.artifacts.records.bundle import TensorMap
+from pretuned.runtime.driver.descriptors import MAP_BYTES, TensorMaps
+
+PLAN = TensorMap("x", 9, (16, 64), 3)
+
+
+def test_a_thread_without_a_context_gets_one(stub: ctypes.CDLL) -> None:
+    maps = TensorMaps(PLAN, 0)
+    stub.stub_fail(b"cuTensorMapEncodeTiled", 201)
+    found = maps.encode((4096, 8, 64), (8, 64), (64,))
+    assert len(found) == MAP_BYTES
+    assert found == TensorMaps(PLAN, 0).encode((4096, 8, 64), (8, 64), (64,))
+    assert maps.known == {(4096, 8, 64): found}
+
+
+def test_what_the_driver_refuses_is_told(stub: ctypes.CDLL) -> None:
+    stub.stub_fail(b"cuTensorMapEncodeTiled", 1)
+    maps = TensorMaps(PLAN, 0)
+    with pytest.raises(CudaError, match=r"cuTensorMapEncodeTiled\(x, sizes \(8, 64\), strides \(64,\)\): CUDA error 1"):
+        maps.encode((4096, 8, 64), (8, 64), (64,))
+    assert maps.known == {}
+
+
+def test_of_very_many_tensors_the_last_are_kept(stub: ctypes.CDLL) -> None:
+    maps = TensorMaps(PLAN, 0)
+    for at in range(257):
+        maps.encode((16 * at, 8, 64), (8, 64), (64,))
+        assert len(maps.known) <= 256
+    assert list(maps.known) == [(16 * 256, 8, 64)]
