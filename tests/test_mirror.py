@@ -48,6 +48,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.driver", "descriptors launcher"): "runtime/launch/test_row_limits.py",
     ("runtime.driver", "device"): "runtime/dispatch/test_compiled.py",
     ("runtime.integrations", "sglang sglang_experts"): "engines/test_sglang.py",
+    ("runtime.integrations", "sglang_quantised"): "engines/test_sglang_quantised.py",
     ("runtime.integrations", "transformers_copies"): "runtime/integrations/test_transformers_gates.py",
     ("runtime.integrations", "unsloth_cache"): "runtime/integrations/test_unsloth.py",
     ("runtime.integrations", "vllm_experts"): "engines/test_vllm_experts.py",
