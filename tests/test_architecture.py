@@ -45,6 +45,7 @@ THIRD_PARTY: dict[str, frozenset[str] | None] = {  # None: anything
     "runtime.dispatch": frozenset(),  # what is chosen needs no torch
     "runtime.integrations.sglang": frozenset({"sglang"}),
     "runtime.integrations.sglang_experts": frozenset({"sglang", "torch"}),
+    "runtime.integrations.sglang_quantised": frozenset({"sglang", "torch"}),
     "runtime.integrations.transformers": frozenset({"torch", "transformers"}),
     "runtime.integrations.transformers_quantised": frozenset({"compressed_tensors", "torch", "transformers"}),
     "runtime.integrations.vllm": frozenset({"vllm"}),

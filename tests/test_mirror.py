@@ -43,6 +43,7 @@ COVERED: dict[tuple[str, str], str] = {
     ("runtime.dispatch", "places"): "runtime/dispatch/test_snapshot.py",
     ("runtime.dispatch", "rowops"): "runtime/launch/test_rowops.py",
     ("runtime.integrations", "sglang sglang_experts"): "engines/test_sglang.py",
+    ("runtime.integrations", "sglang_quantised"): "engines/test_sglang_quantised.py",
     ("runtime.integrations", "transformers_copies"): "runtime/integrations/test_transformers_gates.py",
     ("runtime.integrations", "unsloth_cache"): "runtime/integrations/test_unsloth.py",
     ("runtime.integrations", "vllm_experts"): "engines/test_vllm_experts.py",

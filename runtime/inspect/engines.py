@@ -69,14 +69,15 @@ def examine(engine: str) -> EngineReport:
         problems.append(f"{switch}={printable(said)} switches it off: unset it")
     if only and _PLUG_IN not in [one.strip() for one in only.split(",")]:
         problems.append(f"{listed}={printable(only)} leaves it out: add {_PLUG_IN}")
+    everywhere = said.strip().lower() in ("1", "true")
     told = f"{switch}={printable(said)}" if said else f"{switch} is not set: it runs the layers that were measured"
     try:
         here, _ = gpus_and_driver()
     except PretunedError as error:
         here = ()
-        problems.append(printable(str(error)))
+        if not everywhere:  # an engine on the CPU
+            problems.append(printable(str(error)))
     models = tuple((str(one), measured_models(one)) for one in here)
-    everywhere = said.strip().lower() in ("1", "true")
     if not here and not everywhere:
         problems.append(f"no GPU: every layer stays with the engine ({switch}=1 runs a slow reference on the CPU)")
     if here and not everywhere and not any(found for _, found in models):

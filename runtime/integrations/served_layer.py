@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from ..artifacts.errors import InputError
 from ..artifacts.records.precision import DType, dtypes_of
 from ..artifacts.records.problem import Layout, Op, Problem, buckets_between
 from ..artifacts.records.target import LocalGpu
@@ -15,6 +17,7 @@ from ..runtime.dispatch.ranking import Match, Origin
 from ..runtime.driver.device import platform_name, platform_supported
 from ..runtime.inspect.preload import Preloaded, preload
 from ..runtime.ops.activation import Activation
+from ..runtime.weights.expert_weights import ExpertWeights
 
 _ROWS = 1 << 16  # more rows than that take what the most that were measured do
 _NEAR = 2  # what was measured at so many times the rows, or at that part of them, holds for these
@@ -69,12 +72,13 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
     """Why the bundles are none for this layer on a GPU, in steps of 1 to ``tokens`` tokens; None where they are.
 
     Each product is to have choices that were made for it, and measured on a GPU of this capability, near every number
-    of rows that a step can come to. With ``any_variant`` it is enough that something runs.
+    of rows that a step can come to; and so is that whose x is quantised, too, where the engine's own would have it so:
+    of many rows the other takes half as long again. With ``any_variant`` it is enough that something runs.
     """
     if not platform_supported():
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
     most = min(max(tokens, 1) * layer.top_k, _ROWS)
-    for problem in layer.problems:
+    for problem in layer.problems if any_variant else layer.all_problems:
         for bucket in buckets_between(min(layer.top_k, most), most):
             found = settle(dispatch_snapshot.snapshot(), problem, bucket, local, aligned=True, strict=False)
             known = isinstance(found, Decision) and (any_variant or _is_measured(found))
@@ -96,3 +100,39 @@ def _is_measured(found: Decision) -> bool:
 def load(layer: ServedLayer, device: int) -> Preloaded:
     """Load all that the layer's calls can come to: later ones load nothing, and can be captured in a graph."""
     return preload(problems=layer.all_problems, device=device)
+
+
+def prepared(given: Iterable[ExpertWeights], switch: str, *, on_gpu: bool) -> tuple[ExpertWeights, ...]:
+    """Weights in the order that kernels read, put there in place.
+
+    Raises
+    ------
+    InputError
+        for scales that no kernel takes, where a GPU is to read them. ``switch`` is the variable that leaves a
+        checkpoint to the engine.
+    """
+    found = tuple(one.prepare() for one in given)
+    if on_gpu and not all(one.order for one in found):
+        raise InputError(
+            f"pretuned: no kernel takes the scales of {found}, such as mxfp4's above 2: {switch}=0 serves "
+            "this checkpoint by the engine alone"
+        )
+    return found
+
+
+def follow(first: Iterable[ExpertWeights], now: Iterable[ExpertWeights]) -> None:
+    """Copy what kernels read beside the engine's parameters to where the weights loaded first have it.
+
+    So a captured graph reads the weights loaded now. (Parameters are the engine's to copy.)
+
+    Raises
+    ------
+    InputError
+        for weights in another order than the first.
+    """
+    for old, new in zip(first, now, strict=True):
+        if old.order != new.order:
+            raise InputError(f"pretuned: the weights loaded again are {new}, the first were {old}: start anew")
+        read, given = (old.kernel_scale, new.kernel_scale) if old.order else (None, None)
+        if read is not None and given is not None and read is not old.scale:
+            read.copy_(given)

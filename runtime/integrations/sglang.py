@@ -1,8 +1,8 @@
 """SGLang's door: the entry point ``sglang.srt.plugins`` of this package, which every process of an engine calls.
 
-It puts hooks of SGLang's own registry around the places where a method for MoE layers makes its runner, without
-quantisation and in fp8, and of fp8 around those where its weights were loaded and where it is called. All else is
-imported when a model has such a layer: ``sglang_experts.py``.
+It puts hooks of SGLang's own registry around the places where a method for MoE layers makes its runner and, of those of
+quantised weights, where these were loaded, where they are put back to be loaded again, and where the layer is called.
+All else is imported when a model has such a layer: ``sglang_experts.py``, ``sglang_quantised.py``.
 
 ``PRETUNED_SGLANG=0`` switches it off, and so does a ``SGLANG_PLUGINS`` without ``pretuned``. ``PRETUNED_SGLANG=1`` runs
 each layer that pretuned can run; else it is those alone that a bundle was built for, on a GPU.
@@ -17,7 +17,10 @@ from typing import Any
 
 _SWITCH = "PRETUNED_SGLANG"
 _METHODS = "sglang.srt.layers.quantization."
-_FP8 = _METHODS + "fp8.Fp8MoEMethod."
+_QUANTISED = (
+    "fp8.Fp8MoEMethod", "mxfp4.Mxfp4MoEMethod", "moe_wna16.MoeWNA16Method", "gptq.gptq.GPTQMarlinMoEMethod",
+    "compressed_tensors.compressed_tensors.CompressedTensorsFusedMoEMethod",
+)  # fmt: skip
 
 _log = logging.getLogger("sglang.pretuned")  # below SGLang's own, whose handlers and level it has
 
@@ -43,40 +46,42 @@ def register() -> None:
 
 
 def around(create: Callable[..., Any], method: Any, layer: Any, config: Any) -> Any:
-    """SGLang's ``create_moe_runner``, and pretuned's runner in the place of its Triton's where it runs the layer."""
+    """SGLang's ``create_moe_runner``, and pretuned's runner in the place of its own where it runs the layer."""
     made = create(method, layer, config)
     from .sglang_experts import take
 
-    take(method, config, everywhere=os.environ.get(_SWITCH, "").strip().lower() in ("1", "true"))
+    take(method, layer, config, everywhere=os.environ.get(_SWITCH, "").strip().lower() in ("1", "true"))
     return made
 
 
 def loaded(process: Callable[..., Any], method: Any, layer: Any) -> Any:
-    """SGLang's ``process_weights_after_loading``, and then codes are put into the order of pretuned's kernels."""
-    made = process(method, layer)
-    if _is_ours(method):
-        from .sglang_experts import prepare
+    """SGLang's ``process_weights_after_loading``; of a layer of pretuned's they are put into its kernels' order."""
+    ours = _experts(layer)
+    return process(method, layer) if ours is None else ours.prepare(layer)
 
-        prepare(layer)
-    return made
+
+def restored(restore: Callable[..., Any], method: Any, layer: Any) -> Any:
+    """SGLang's ``restore_weights_before_loading``, and pretuned's."""
+    ours = _experts(layer)
+    return restore(method, layer) if ours is None else ours.restore(layer)
 
 
 def called(apply: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """SGLang's ``apply`` of fp8 layers, which knows no runner of others; pretuned's where it is that."""
-    if not _is_ours(method):
-        return apply(method, layer, dispatch_output)
-    from .sglang_experts import run
-
-    return run(method, layer, dispatch_output)
+    """SGLang's ``apply``, and pretuned's."""
+    ours = _experts(layer)
+    return apply(method, layer, dispatch_output) if ours is None else ours.run(layer, dispatch_output)
 
 
-def _is_ours(method: Any) -> bool:
-    return getattr(getattr(getattr(method, "runner", None), "runner_backend", None), "value", None) == "pretuned"
+def _experts(layer: Any) -> Any:
+    """What a layer with quantised weights that is pretuned's has: sglang_quantised.Experts; None of others."""
+    return getattr(layer, "pretuned_experts", None)
 
 
+_AROUND = {
+    "create_moe_runner": around, "process_weights_after_loading": loaded, "restore_weights_before_loading": restored,
+    "apply": called,
+}  # fmt: skip
 PLACES = {
     _METHODS + "unquant.UnquantizedFusedMoEMethod.create_moe_runner": around,
-    _FP8 + "create_moe_runner": around,
-    _FP8 + "process_weights_after_loading": loaded,
-    _FP8 + "apply": called,
+    **{f"{_METHODS}{one}.{name}": hook for one in _QUANTISED for name, hook in _AROUND.items()},
 }

@@ -1,15 +1,14 @@
-"""SGLang's MoE layers on pretuned, without quantisation and in fp8 blocks: the runner's core, and which it is for.
+"""SGLang's MoE layers on pretuned: the runner's core, and which layers it is for.
 
-A layer of which any part is none of pretuned's stays with the runner that SGLang chose, and why is told once. Weights
-are used as SGLang loaded them, w13 [E, 2*I, H] and w2 [E, H, I]: nothing is copied or packed; codes are put into the
-kernels' order in place.
+Those with quantised weights: ``sglang_quantised.py``. A layer of which any part is none of pretuned's stays with the
+runner that SGLang chose, and why is told once. Unquantised weights are used as SGLang loaded them, w13 [E, 2*I, H] and
+w2 [E, H, I]: nothing is copied or packed.
 
 Imported inside SGLang alone, by ``sglang.py``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from typing import Any
@@ -19,7 +18,7 @@ from sglang.srt.layers.moe.moe_runner import runner as moe_runner
 from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend, resolve_moe_runner_backend
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_flags, get_server_args
 
 from ..artifacts.records.precision import DType
 from ..kernels.contract.mixed_input import SIZES, prepares
@@ -27,107 +26,94 @@ from ..runtime.api.moe import moe_mlp
 from ..runtime.check.tensors import DTYPES
 from ..runtime.driver.device import current_device, local_gpu
 from ..runtime.ops.activation import OAI_ALPHA, OAI_LIMIT, Activation
-from ..runtime.weights.expert_weights import ExpertWeights
 from .served_layer import ServedLayer, lacks, load
+from .sglang_quantised import Experts, Packing, format_of, runs_by
 
 NAME = "pretuned"
+_UNQUANTISED = "UnquantizedFusedMoEMethod"
 _TOKENS = 8192  # of a step, where SGLang's settings say nothing
 
 _log = logging.getLogger("sglang.pretuned")
 
 
-def take(method: Any, config: Any, *, everywhere: bool) -> None:
+def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> None:
     """Give a layer's method pretuned's runner, if pretuned has all that the layer has; else tell why not, once.
 
     ``everywhere``: also where no bundle was built for the layer, and by the reference where there is no GPU.
     """
-    own = method.runner.runner_backend
-    why = refusal(method, config, everywhere=everywhere)
-    if why is not None:
+    own = method.get_moe_runner_backend(layer)
+    format = None if type(method).__name__ == _UNQUANTISED else format_of(method, layer)
+    why = refusal(method, layer, config, format, everywhere=everywhere)
+    if why is not None or isinstance(format, str):
         what = f"E={config.num_local_experts} H={config.hidden_size} I={config.intermediate_size_per_partition}"
-        _tell(f"pretuned: leaves the MoE layers of {what} to SGLang's {own.value} runner: {why}")
+        form = "" if isinstance(format, str | None) else f" {format.name}"
+        runner = own.value if own is not None else "own"
+        _tell(f"pretuned: leaves the MoE layers of {what}{form} to SGLang's {runner} runner: {why}")
         return
     _register_core()
-    method.runner = moe_runner.MoeRunner(resolve_moe_runner_backend(NAME), config)
-    served = layer_of(config, dtype_of(method, config))
+    runner = moe_runner.MoeRunner(resolve_moe_runner_backend(NAME), config)
+    runs_by(method, layer).runner = runner
+    served = layer_of(config, None if format is None else format.dtype)
+    if format is not None:
+        layer.pretuned_experts = Experts(format, runner)
     _tell(f"pretuned: runs the MoE layers of {served}")
     if torch.cuda.is_available() and torch.version.cuda:
         done = load(served, current_device())
         _tell(f"pretuned: {done.count} kernels loaded in {done.seconds * 1e3:.1f} ms")
 
 
-def refusal(method: Any, config: Any, *, everywhere: bool) -> str | None:
-    """Why a layer with this MoeRunnerConfig is none of pretuned's; None if it is."""
-    if getattr(method, "runner", None) is None:  # of fp8 on backends that have none
+def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, *, everywhere: bool) -> str | None:
+    """Why a layer with this MoeRunnerConfig is none of pretuned's; None if it is. ``format``: of quantised weights."""
+    own, asked, settings = method.get_moe_runner_backend(layer), _asked(), _settings()
+    if isinstance(format, str):
+        return format
+    if own is None:  # of fp8 on backends that have none
         return "it has no runner"
-    own, asked = method.runner.runner_backend, get_moe_runner_backend()
-    if not own.is_triton():
+    if own.value not in (("triton",) if format is None else format.runners):
         return "its weights lie in an order of its own"
-    if not (asked.is_auto() or asked.value == NAME):
-        return f"--moe-runner-backend {asked.value} asks for it"
+    if asked not in ("auto", NAME):
+        return f"--moe-runner-backend {asked} asks for it"
     if not get_moe_a2a_backend().is_none():
         return f"the all-to-all of {get_moe_a2a_backend().value} hands over tokens in a form of its own"
     if getattr(method, "_aiter_runner", None) is not None:
         return "aiter runs it"
-    if getattr(_settings(), "enable_lora", False):
+    if getattr(settings, "enable_lora", False):
         return "LoRA adapters (--enable-lora)"
     if config.params_dtype not in DTYPES:
         return f"the dtype {config.params_dtype} is none of pretuned's (bfloat16, float16, float32)"
     if activation_of(config) is None:
-        settings = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
-        return f"the activation {config.activation} with alpha and limits of {settings} is none of pretuned's"
+        limits = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
+        return f"the activation {config.activation} with alpha and limits of {limits} is none of pretuned's"
     if config.no_combine:
         return "the sum over a token's experts is made elsewhere (no_combine)"
-    if (why := _unread(method, config)) is not None:
+    served = layer_of(config, None if format is None else format.dtype)
+    if format is not None and (why := _unread(layer, config, format, served)) is not None:
         return why
     if torch.cuda.is_available() and torch.version.cuda:
-        tokens = getattr(_settings(), "chunked_prefill_size", None) or _TOKENS
-        local = local_gpu(current_device())
-        return lacks(layer_of(config, dtype_of(method, config)), local, tokens=max(tokens, 1), any_variant=everywhere)
+        tokens = getattr(settings, "chunked_prefill_size", None) or _TOKENS
+        return lacks(served, local_gpu(current_device()), tokens=max(tokens, 1), any_variant=everywhere)
     return None if everywhere else "pretuned has no kernels for the CPU (PRETUNED_SGLANG=1 runs its reference there)"
 
 
-def _is_fp8(method: Any) -> bool:
-    return hasattr(method, "block_quant")
-
-
-def dtype_of(method: Any, config: Any) -> DType:
-    """Of the weights of a layer, as their checkpoint has them."""
-    return DType.FP8_BLOCK if _is_fp8(method) else DTYPES[config.params_dtype]
-
-
-def _unread(method: Any, config: Any) -> str | None:
-    """Why quantised weights are none that pretuned reads; None if they are, or are not quantised."""
-    if not _is_fp8(method):
-        return None
-    how = method.quant_config
-    if method.use_mxfp8 or method.is_fp4_expert or list(method.weight_block_size or ()) != [128, 128]:
-        return f"its fp8 weights have no scale for each 128 x 128 (blocks of {method.weight_block_size})"
-    if not how.is_checkpoint_fp8_serialized or how.activation_scheme != "dynamic":
-        return "its weights are quantised at load, or its tokens with static scales"
+def _unread(layer: Any, config: Any, format: Packing, served: ServedLayer) -> str | None:
+    """Why quantised weights are none that pretuned reads; None if they are."""
     if torch.cuda.is_available() and config.params_dtype is not torch.bfloat16:
         return f"tokens are {config.params_dtype}: beside quantised weights kernels read bfloat16"
-    for problem in layer_of(config, DType.FP8_BLOCK).problems:
+    for problem, room in zip(served.problems, format.shapes(layer), strict=True):
         if not prepares(problem.dtype, problem.N, problem.K):
             return f"no kernel is for {problem}: {SIZES}"
+        if room != (problem.N, problem.K):
+            return f"its parameters are padded: {room} for an N and K of {(problem.N, problem.K)}"
+    for option in ("enable_eplb", "cpu_offload_gb"):  # that move them, but nothing that kernels read beside them
+        if getattr(_settings(), option, None):
+            return f"--{option.replace('_', '-')} moves its weights while it runs"
     return None
 
 
-def prepare(layer: Any) -> None:
-    """Read a layer's codes as SGLang has just loaded them, and put them into the kernels' order, in place."""
-    layer._pretuned_weights = [
-        ExpertWeights.fp8_block(codes.data, scale.data).prepare()
-        for codes, scale in (
-            (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv),
-        )
-    ]  # fmt: skip
-
-
-def run(method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """The layer of a dispatch's tokens, by the weights that were prepared."""
-    w13, w2 = layer._pretuned_weights
-    info = dataclasses.replace(method.get_triton_quant_info(layer), w13_weight=w13, w2_weight=w2)
-    return method.runner.run(dispatch_output, info)
+def _asked() -> Any:
+    """What --moe-runner-backend says. (SGLang itself chooses one for some models, such as gpt-oss.)"""
+    chosen = get_moe_runner_backend().value
+    return chosen if get_flags().moe.in_speculative_scope else getattr(_settings(), "moe_runner_backend", chosen)
 
 
 def activation_of(config: Any) -> Activation | None:

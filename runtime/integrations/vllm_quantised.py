@@ -20,9 +20,9 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from ..artifacts.errors import InputError
 from ..artifacts.records.precision import DType, dtypes_of
 from ..runtime.weights.expert_weights import ExpertWeights
+from .served_layer import follow, prepared
 from .vllm_experts import PretunedExperts, layer_of, load_kernels, refusal_of, tell_left, tell_taken
 
 _BLOCK = 128  # of fp8
@@ -193,29 +193,23 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         InputError
             for scales that no kernel takes, and weights loaded later that have another order than the first.
         """
-        given = tuple(
-            self.format.weights(
-                getattr(layer, f"{which}_{self.format.codes}").data, getattr(layer, f"{which}_{self.format.scale}").data
-            ).prepare()
-            for which in ("w13", "w2")
-        )
-        if current_platform.is_cuda() and not all(one.order for one in given):
-            raise InputError(
-                f"pretuned: no kernel takes the scales of {given}, such as mxfp4's above 2: PRETUNED_VLLM=0 serves "
-                "this checkpoint by vLLM alone"
-            )
-        if self.moe_kernel is None:
-            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-            self.moe_kernel = _kernel(self, layer)
-            self.moe_kernel.fused_experts.weights = given
-            load_kernels(layer_of(self.moe, _dtype(self.format.name)))
+        given = prepared(
+            (
+                self.format.weights(
+                    getattr(layer, f"{which}_{self.format.codes}").data,
+                    getattr(layer, f"{which}_{self.format.scale}").data,
+                )
+                for which in ("w13", "w2")
+            ),
+            "PRETUNED_VLLM", on_gpu=current_platform.is_cuda(),
+        )  # fmt: skip
+        if self.moe_kernel is not None:
+            follow(self.moe_kernel.fused_experts.weights, given)  # vLLM copies the parameters
             return
-        # vLLM copies the parameters to where the first ones lie. What is beside them is copied here.
-        for first, now in zip(self.moe_kernel.fused_experts.weights, given, strict=True):
-            if first.order != now.order:
-                raise InputError(f"pretuned: the weights loaded again are {now}, the first were {first}: start anew")
-            if first.order and first.kernel_scale is not None and first.kernel_scale is not first.scale:
-                first.kernel_scale.copy_(now.kernel_scale)
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        self.moe_kernel = _kernel(self, layer)
+        self.moe_kernel.fused_experts.weights = given
+        load_kernels(layer_of(self.moe, _dtype(self.format.name)))
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Tokens come as they are; the experts have the weights."""

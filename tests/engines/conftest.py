@@ -29,10 +29,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save(name, folder / name) for name in MODELS}
 
 
+class _Without(dict[str, Told]):
+    """What each model says with vLLM's own experts, asked when it is first wanted."""
+
+    def __init__(self, models: dict[str, Path]) -> None:
+        super().__init__()
+        self._models = models
+
+    def __missing__(self, name: str) -> Told:
+        with lines() as told:
+            self[name] = run(self._models[name], "0", generate)
+        assert not told
+        return self[name]
+
+
 @pytest.fixture(scope="session")
 def without(models: dict[str, Path]) -> dict[str, Told]:
     """What the models say with vLLM's own experts: with the plug-in switched off."""
-    with lines() as told:
-        said = {name: run(path, "0", generate) for name, path in models.items()}
-    assert not told
-    return said
+    return _Without(models)

