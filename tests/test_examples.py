@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 WORDS = {"serve.py": ("--steps", "4"), "finetune.py": ("--steps", "20")}
 ELSEWHERE = {"finetune_lora.py"}  # on a checkpoint of its own: runtime/test_finetuning_md.py

@@ -37,6 +37,7 @@ def test_shards_of_very_many_lines(tmp_path: Path) -> None:
     assert "over 65536 shards in all" in refused(str(tmp_path / "models.txt"))
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_wrong_lines(tmp_path: Path) -> None:
     (tmp_path / "models.txt").write_text("Qwen/Qwen3-30B-A3B-nope tp=x\n" * 100_000)
     told = refused(str(tmp_path / "models.txt")).split("\n")

@@ -63,6 +63,7 @@ def test_what_is_asked_for(tool: ModuleType, tmp_path: Path, capsys: pytest.Capt
         assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_told_and_the_rest_goes_on(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

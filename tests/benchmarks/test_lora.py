@@ -12,6 +12,7 @@ import pytest
 RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, "mxfp4"])
 def test_its_ways_agree(weights: str | None) -> None:
     command = [sys.executable, RUN, "lora", "--json", "-", "--sizes", "4,64,32,2", "--tokens", "40", "--rounds", "1"]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = ROOT / "artifacts" / "bundles" / "catalogue-sm80.msgpack"
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to groups: needs root")

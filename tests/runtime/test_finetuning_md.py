@@ -16,6 +16,7 @@ PAGE = ROOT / "docs" / "runtime" / "finetuning.md"
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' and PEFT's own
 
 
+@pytest.mark.slow
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.8")
     pytest.importorskip("peft", minversion="0.21")
@@ -40,6 +41,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     assert "is read as its parametrization" not in caplog.text
 
 
+@pytest.mark.slow
 def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft", minversion="0.21")
     out = tmp_path / "adapter"

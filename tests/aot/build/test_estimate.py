@@ -49,6 +49,7 @@ class Plain(CompileCache):
         return isinstance(spec, RowOpSpec) or not spec.config.schedule.warp_specialized
 
 
+@pytest.mark.slow
 def test_what_is_compiled_costs_nothing_and_specialised_code_more(planned: BuildPlan, tmp_path: Path) -> None:
     (every,) = estimate(planned, (90,), None, workers=1)
     (rest,) = estimate(planned, (90,), Plain(tmp_path), workers=1)

@@ -94,6 +94,7 @@ def runs(places: list[Path], plan: BuildPlan) -> dict[object, bytes]:
     return {cell: one.variant for cell, one in found.running(plan.buckets, ON_H200).items()}
 
 
+@pytest.mark.slow
 def test_what_runs_today_is_measured_in_each_cell_and_nothing_gets_slower(
     measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_what_runs_today_is_measured_in_each_cell_and_nothing_gets_slower(
     assert {before[cell] for cell in times if cell not in faster} <= carried
 
 
+@pytest.mark.slow
 def test_the_same_build_again_measures_nothing_and_changes_nothing(measuring: Make, small_plan: BuildPlan) -> None:
     """Though its own bundle lies where the runtime looks by then; and so does one from the journal alone."""
     first = build(small_plan, (90,), measuring())
@@ -144,6 +146,7 @@ def test_the_same_build_again_measures_nothing_and_changes_nothing(measuring: Ma
     assert third.bundles[0].path.read_bytes() == data
 
 
+@pytest.mark.slow
 def test_a_cell_measured_without_what_runs_today_is_measured_again(
     measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:

@@ -9,6 +9,8 @@ from pretuned.aot.bundle.diff import diff, time_ratio
 from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def base(small_bundle) -> Bundle:

@@ -18,6 +18,8 @@ from pretuned.artifacts.format import codec
 from pretuned.artifacts.records.bundle import Bundle
 from pretuned.artifacts.records.problem import Op, RowOp
 
+pytestmark = pytest.mark.slow
+
 SMALL = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
 BIG = "shape:E=16,H=512,I=256,k=2 tokens=1..256 name=big dtype=fp16"
 OPS = (Op.FORWARD, Op.DX)

@@ -103,6 +103,7 @@ def test_silu_in_the_epilogue_changes_no_other_choice(some: BuildPlan) -> None:
             assert told(chosen, problem) == told(before, problem)
 
 
+@pytest.mark.slow
 def test_forms_that_move_rows_share_the_plain_ones_configs(some: BuildPlan) -> None:
     """Else three families of an op would need three times the configs."""
     variants = [one.variant for one in _choose(some, 90).variants if one.variant.op is Op.FORWARD]

@@ -150,6 +150,7 @@ def test_plan_tells_of_shards_that_only_fallbacks_run(aot, here):
     assert "tp=1,5 would have none" in note
 
 
+@pytest.mark.slow
 def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     ended = aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90")
     assert ended.code == 0

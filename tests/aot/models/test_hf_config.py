@@ -382,6 +382,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.dictionaries(NAMES, VALUES, max_size=10))
 def test_any_object_is_a_sound_layer_or_an_input_error(config: dict[str, object]) -> None:

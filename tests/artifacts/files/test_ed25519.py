@@ -59,6 +59,7 @@ def theirs(public: bytes, message: bytes, signature: bytes) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_as_cryptography_does_on_random_and_on_broken_ones() -> None:
     rng = random.Random(0)
     good = 0

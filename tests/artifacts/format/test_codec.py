@@ -315,6 +315,7 @@ problems = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     listed=st.sets(problems, max_size=20),

@@ -124,6 +124,7 @@ def test_a_whole_layer(weights_on: str, which: tuple[bool, bool], gated: bool) -
                                moe_mlp(hidden, up, down, ids, weights, "silu", **more))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_is_traced() -> None:
     torch.manual_seed(0)
     x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([2, 3, 0, 4])

@@ -453,6 +453,7 @@ def test_there_is_always_a_decision_and_it_is_always_the_same(
 ROWS = st.tuples(st.sampled_from([32, 64, 128, 1024]), st.integers(0, 2), st.sampled_from([WIDE, NARROW]))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     files=st.lists(

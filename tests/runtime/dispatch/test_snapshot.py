@@ -322,6 +322,7 @@ def test_a_newer_format_is_skipped_and_named(tmp_path: Path) -> None:
     assert names(snapshot(tmp_path / "d")) == []
 
 
+@pytest.mark.slow
 def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of packages in folders on sys.path; what can't be read, or is none, is passed over."""
     for name, text in {

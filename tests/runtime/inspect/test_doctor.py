@@ -178,6 +178,7 @@ def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     assert run({}, "--nonsense").returncode == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_command_among_packages_that_end_a_process(tmp_path: Path) -> None:
     (tmp_path / "bad-1.0.dist-info").mkdir()
@@ -190,6 +191,7 @@ def test_the_command_among_packages_that_end_a_process(tmp_path: Path) -> None:
     assert "ok        yes" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--json"]], ids=" ".join)
 def test_a_reader_that_has_left(tmp_path: Path, arguments: list[str]) -> None:
     """As ``python -m pretuned.runtime --json | head -5``: no word, and the code that a shell shows for SIGPIPE."""
@@ -203,6 +205,7 @@ def test_a_reader_that_has_left(tmp_path: Path, arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 def test_an_output_that_is_full(unbuffered: str) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}

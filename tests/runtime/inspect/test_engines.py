@@ -69,6 +69,7 @@ def test_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engines.examine("vllm").problems[0].startswith("no entry point 'pretuned' in vllm.general_plugins")
 
 
+@pytest.mark.slow
 def test_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pretuned.runtime", "--vllm", "--json"], capture_output=True, text=True, check=False

@@ -157,6 +157,7 @@ def test_another_parametrization_is_applied(peft: Any, caplog: pytest.LogCapture
     assert "is no adapter of PEFT's" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_peft_whose_code_is_another_is_not_recognised(
     peft: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_peft_whose_code_is_another_is_not_recognised(
     assert "not the one that is known here" in caplog.text
 
 
+@pytest.mark.slow
 def test_saved_merged_disabled_and_checkpointed(peft: Any, tmp_path: Path) -> None:
     model = adapted_model(peft)
     wanted, grads = run(model, "pretuned")

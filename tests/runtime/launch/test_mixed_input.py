@@ -145,6 +145,7 @@ def test_the_words_of_a_launch(driver: Driver, dtype: DType, config: Config) -> 
     assert ("w_scale" in read) is bool(codes.scale_bytes)
 
 
+@pytest.mark.slow
 def test_blocks_of_codes_are_those_that_prepared_tensors_have(driver: Driver) -> None:
     """The descriptors' rows are all of the memory and no more."""
     for dtype in QUANTISED:
