@@ -13,7 +13,7 @@ def models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> l
     """Ids and aliases of the catalogue that begin so, in any case; and files."""
     ids = (name for one in catalogue().values() for name in (one.id, *one.aliases))
     begun = [name for name in ids if name.lower().startswith(incomplete.lower())]
-    return [*map(CompletionItem, begun), CompletionItem(incomplete, type="file")]
+    return [CompletionItem(incomplete, type="file"), *map(CompletionItem, begun)]  # (bash forgets what comes before it)
 
 
 def capabilities(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -149,6 +149,8 @@ def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) ->
         if Triton is missing, or the machine stops the compiler.
     """
     specs = list(specs)
+    if not specs:
+        raise CompileError(f"sm_{sm}: no kernel is for such a problem (of quantised weights, 512 experts at most)")
     groups = by_code(specs, sm)
     results = compile_all(
         [CompileJob(group[0], sm) for group in groups], cache=cache, shipped=Shipped.found(sm).get

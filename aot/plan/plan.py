@@ -230,9 +230,11 @@ def without_code(shapes: Iterable[LayerShard]) -> Iterator[str]:
         if codes == [*shape.dtypes] and set(shape.ops) == {Op.DW}:
             yield f"{shape}: of quantised weights there is no dW: codes are frozen; wanted forward or dX among the ops"
         elif codes and _too_many(shape):
+            splits = [ep for ep in range(1, shape.E + 1) if shape.E % ep == 0 and not _too_many(replace(shape, ep=ep))]
             yield (
                 f"{shape}: {shape.experts_per_rank} experts a GPU, wanted at most {MAX_EXPERTS} of quantised weights; "
-                f"ep=2 splits them over two, weights=bf16 has code for any number"
+                + (f"ep={splits[0]} splits them over {splits[0]} GPUs, " if splits else "")
+                + "weights=bf16 has code for any number"
             )
 
 

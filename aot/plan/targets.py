@@ -13,7 +13,7 @@ from ...kernels.hardware.chips import CHIPS
 SUPPORTED = supported()  # what Triton compiles and pretuned builds for
 
 _ALSO = {"p100": 60, "v100": 70, "t4": 75, "orin": 87, "thor": 110, "spark": 121}  # words that no row of CHIPS has
-_AMD = re.compile(r"(?:amd|instinct|mi ?[0-9]{3}|gfx[0-9]).*", re.I)
+_AMD = re.compile(r"(?:(?:amd|instinct)\b|mi ?[0-9]{3}|gfx[0-9]).*", re.I)
 _FORM = re.compile(r"(?:sm_?|compute_?)?(?:(?P<dotted>[0-9]{1,2}\.[0-9])|(?P<plain>[0-9]{1,4}))(?P<suffix>a?)", re.I)
 
 
@@ -82,7 +82,7 @@ def target_of(sm: int) -> Target:
 def known_names() -> tuple[str, ...]:
     """What ``--sm`` takes as one capability: numbers, ``native`` and GPUs' names, in small letters, without blanks."""
     forms = [chip.name.lower().split() for chip in CHIPS]
-    gpus = [name for form in forms for name in (form[0], "".join(form[:2]), "".join(form))]
+    gpus = [name for form in forms for name in (form[0], "".join(form[:2]), "".join(form)) if not name.endswith("gb")]
     named = (name for name in dict.fromkeys((*gpus, *_ALSO)) if [sm in SUPPORTED for sm in _of_gpu(name)] == [True])
     return (*map(str, SUPPORTED), "native", *named)
 

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 
 from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Op, Problem
+from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ..hardware.arch import arch_of
 from .block_scaled import ROWS_W8A8
 from .coded import CODED
@@ -45,9 +45,10 @@ def kernel_of(op: Op, config: Config, *, quantised: bool = False) -> KernelEntry
     return _BY_FORM.get((op, quantised, *how)) or _BY_FORM.get((op, not quantised, *how))
 
 
-def has_code(op: Op, dtype: DType, sm: int) -> bool:
-    """Whether some kernel computes an op of a dtype on a capability, of sizes that suit it."""
-    return any(op in one.ops and dtype in one.dtypes and one.needs <= arch_of(sm).features for one in KERNELS)
+def has_code(op: Op, dtype: DType, sm: int, layout: Layout | None = None) -> bool:
+    """Whether some kernel computes an op of a dtype, and of w that lies so, on a capability, of sizes that suit it."""
+    able = (one for one in KERNELS if op in one.ops and dtype in one.dtypes and one.needs <= arch_of(sm).features)
+    return any(layout is None or layout in one.layouts(op) for one in able)
 
 
 def entry_of(spec: Spec | RowOpSpec) -> Entry:

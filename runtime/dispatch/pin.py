@@ -142,7 +142,7 @@ def _configs(
     from ...kernels.contract.config import Config
     from .ranking import why_not
 
-    for usable in snapshot.view(local, installed=True).usable:
+    for usable in snapshot.having(problem, local):
         for index, variant in snapshot.variants(usable.bundle, problem):
             if why_not(variant, problem, local, aligned=aligned) is None:
                 yield Config.from_pairs(variant.config), usable, index

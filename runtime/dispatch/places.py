@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...artifacts import limits
-from ...artifacts.errors import BundleError
+from ...artifacts.errors import BundleError, BundleUnreadable, DriverTooOld, HostError, TargetMismatch
 from ...artifacts.limits import MAX_FILES
 from ...artifacts.names import printable
-from ...kernels.hardware.arch import arch_of, supported
+from ...kernels.hardware.arch import arch_of, refusal, supported
 from ..settings import Settings
 
 if TYPE_CHECKING:
     from ...artifacts.files.bundle_file import BundleFile
     from ...artifacts.files.signature import Keys
+    from ...artifacts.records.target import LocalGpu
 
 SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
 ENTRY_POINTS = "pretuned.bundles"
@@ -131,23 +132,41 @@ def candidates_name(sm: int) -> str:
     return f"candidates-sm{sm}{CANDIDATES_SUFFIX}"
 
 
-def candidates_file(asked: Iterable[Place], sm: int) -> tuple[Place, Path] | None:
-    """The candidates that these places have for a capability, or else for the next one before it whose code it runs."""
+def candidates(asked: Iterable[Place], sm: int, keys: Keys | None) -> Iterator[Found]:
+    """The candidates that these places have for a capability, then those of earlier ones whose code it runs.
+
+    Each is unpacked into memory as it is asked for: 15 to 39 MB, 0.1 to 0.4 s.
+    """
     places = tuple(asked)
     for name in (candidates_name(one) for one in reversed(supported()) if arch_of(one).runs_on(sm)):
         for place in places:
             if os.path.isfile(path := place.path / name):  # noqa: PTH113 - Path.is_file raises for some paths
-                return place, path
+                yield _open(Place(Kind.CANDIDATES, place.path), path, None if place.is_ours() else keys)
+
+
+def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
+    """Why ``local`` can't run this bundle's code, or None. Checked before the driver sees a byte.
+
+    Of a bundle for another capability nothing but that is read: most of those that are installed are.
+    """
+    name = Path(bundle.path).name
+    if not bundle.target.runs_on(local.sm):
+        return TargetMismatch(
+            f"bundle {name!r} holds code for {bundle.target}, this GPU is sm_{local.sm} ({local}). "
+            + (refusal(local.sm) or f"Build one with: aot build --models models.txt --sm {local.sm}")
+        )
+    try:
+        least = bundle.min_driver
+    except BundleError as error:
+        return error
+    if 0 < local.gpu.driver < least:
+        from ...artifacts.records.target import cuda_version
+
+        return DriverTooOld(
+            f"bundle {name!r} needs a driver for CUDA {cuda_version(least)} or later, this one is for CUDA "
+            f"{cuda_version(local.gpu.driver)}. Update the driver, or rebuild with a Triton whose ptxas is older"
+        )
     return None
-
-
-def candidates(asked: Iterable[Place], sm: int, keys: Keys | None) -> tuple[Found, ...]:
-    """That file, if there is one, unpacked into memory: some 10 MB, 0.2 s."""
-    found = candidates_file(asked, sm)
-    if found is None:
-        return ()
-    place, path = found
-    return (_open(Place(Kind.CANDIDATES, place.path), path, None if place.is_ours() else keys),)
 
 
 def _same(path: Path, other: Path) -> bool:
@@ -175,6 +194,8 @@ def _open(place: Place, path: Path, keys: Keys | None) -> Found:
         return Found(place, path, bundle, None)
     except BundleError as error:
         return Found(place, path, None, error)
+    except HostError as error:  # no memory, or no descriptor, for what is unpacked
+        return Found(place, path, None, BundleUnreadable(str(error)))
 
 
 def installed_places() -> tuple[Place, ...]:

@@ -12,6 +12,9 @@ A candidate ranks by, in this order:
 5. if on another GPU of its capability, how like this one that is, by SM count and memory;
 6. the place of its bundle, in the order in which places are asked.
 
+Where no bundle can run a call, the candidates that ship do (``Snapshot.reserve``), in the cost model's order: of them
+what a build would not leave out.
+
 A bundle that was held against what ran before (``Producer.held_against``) has a say in the problems and buckets of its
 choices alone: there it names nothing slower, of others it knows nothing.
 """
@@ -26,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ...artifacts.records.bundle import Choice, Source, Variant
-from ...artifacts.records.problem import Problem
+from ...artifacts.records.problem import Fusion, Problem
 from ...artifacts.records.target import Gpu, LocalGpu
 from ...kernels.contract import registry, words
 from ...kernels.contract.config import Config
@@ -254,6 +257,8 @@ def _fits(usable: Usable, variant: Variant) -> bool:
     """Whether code is of those that are chosen among: candidates have all that was compiled."""
     if usable.place.kind is not Kind.CANDIDATES:
         return True
+    if Fusion.SILU in variant.fusion:  # it runs where times say so, and candidates have no times
+        return False
     from ...kernels.cost.fits import rejection  # here, as most processes have a bundle for all that they call
 
     return rejection(variant, arch.arch_of(usable.bundle.target.sm)) is None

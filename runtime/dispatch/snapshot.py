@@ -6,18 +6,17 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from ...artifacts.errors import BundleError, DriverTooOld, TargetMismatch
+from ...artifacts.errors import BundleError, TargetMismatch
 from ...artifacts.names import printable
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from ...kernels.hardware.arch import refusal
 from .. import hooks, verdicts
 from ..locks import lock
 from ..settings import TRUSTED_KEYS, Settings, settings
-from .places import Found, Kind, Place, candidates, candidates_file, installed_places, places, scan
+from .places import Found, Kind, Place, candidates, installed_places, places, scan, unusable
 
 if TYPE_CHECKING:
     from ...artifacts.files.bundle_file import BundleFile
@@ -104,7 +103,7 @@ class Snapshot:
         self._named = scan(asked, without, keys)
         self._packaged: tuple[Found, ...] | None = None
         self._made: tuple[Found, ...] = ()
-        self._reserves: dict[int, tuple[Found, ...]] = {}
+        self._reserves: dict[Hashable, tuple[Found, ...]] = {}
         self._views: dict[Hashable, View] = {}
         self._variants: dict[bytes, _Groups] = {}
         self._choices: dict[tuple[bytes, Problem], tuple[Choice, ...]] = {}
@@ -174,9 +173,11 @@ class Snapshot:
             key = ("reserve", local.sm, local.gpu.driver)
             view = self._views.get(key)
             if view is None:
-                if local.sm not in self._reserves:
-                    self._reserves[local.sm] = candidates(self._installed(), local.sm, self.keys)
-                view = self._views[key] = _view(self._reserves[local.sm], local, self._rejected, _LAST)
+                if key not in self._reserves:
+                    self._reserves[key] = tuple(
+                        _up_to_a_usable(candidates(self._installed(), local.sm, self.keys), local)
+                    )
+                view = self._views[key] = _view(self._reserves[key], local, self._rejected, _LAST)
                 self._tell(view.skipped)
         return view
 
@@ -226,7 +227,7 @@ class Snapshot:
     def having(self, problem: Problem, local: LocalGpu) -> list[Usable]:
         """The bundles that have a variant of ``problem``'s kind; where none has, the candidates, if they have.
 
-        Of an epilogue candidates have none: it runs where times say so, and they have no times.
+        Of those with an epilogue none is taken: it runs where times say so, and they have no times.
         """
         while True:  # each turn drops a bundle
             with contextlib.suppress(Rejected):
@@ -254,14 +255,11 @@ class Snapshot:
 
     def fingerprint(self, local: LocalGpu) -> str:
         """Digest (hex) of usable bundles, candidates, wrong code and the GPU: equal on ranks that choose alike."""
-        gpu, reserve = local.gpu, candidates_file(self._installed(), local.sm)
+        gpu = local.gpu
         digest = hashlib.sha256(f"{gpu.name}\n{local.sm}\n{gpu.sm_count}\n{gpu.memory_mib}\n".encode())
-        for usable in self.view(local, installed=True).usable:
+        for usable in (*self.view(local, installed=True).usable, *self.reserve(local).usable):
             if usable.place.kind is not Kind.PROCESS or usable.bundle.gpus:  # what is compiled hangs on the calls
                 digest.update(usable.bundle.digest)
-        if reserve is not None:
-            with contextlib.suppress(OSError):  # then nothing of it is used, either
-                digest.update(hashlib.sha256(reserve[1].read_bytes()).digest())
         digest.update(b"".join(verdicts.left_out(local)))
         if hooks.jit_allowed():
             digest.update(b"jit")
@@ -330,31 +328,6 @@ def forget() -> None:
 hooks.on_reload(forget)
 
 
-def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
-    """Why ``local`` can't run this bundle's code, or None. Checked before the driver sees a byte.
-
-    Of a bundle for another capability nothing but that is read: most of those that are installed are.
-    """
-    name = Path(bundle.path).name
-    if not bundle.target.runs_on(local.sm):
-        return TargetMismatch(
-            f"bundle {name!r} holds code for {bundle.target}, this GPU is sm_{local.sm} ({local}). "
-            + (refusal(local.sm) or f"Build one with: aot build --models models.txt --sm {local.sm}")
-        )
-    try:
-        least = bundle.min_driver
-    except BundleError as error:
-        return error
-    if 0 < local.gpu.driver < least:
-        from ...artifacts.records.target import cuda_version
-
-        return DriverTooOld(
-            f"bundle {name!r} needs a driver for CUDA {cuda_version(least)} or later, this one is for CUDA "
-            f"{cuda_version(local.gpu.driver)}. Update the driver, or rebuild with a Triton whose ptxas is older"
-        )
-    return None
-
-
 def _is_near(found: Found, local: LocalGpu) -> bool:
     if found.place.kind is not Kind.INSTALLED or found.bundle is None:
         return True
@@ -369,6 +342,13 @@ def _read(found: Found) -> Found:
         return found
     except BundleError as error:
         return Found(found.place, found.path, None, error)
+
+
+def _up_to_a_usable(found: Iterable[Found], local: LocalGpu) -> Iterator[Found]:
+    for one in found:
+        yield one
+        if one.bundle is not None and unusable(one.bundle, local) is None:
+            return
 
 
 def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, BundleError], first: int = 0) -> View:

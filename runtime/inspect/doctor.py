@@ -16,7 +16,7 @@ from ...artifacts.records.target import LocalGpu, cuda_version
 from ...kernels.hardware import arch
 from .. import settings
 from ..dispatch import snapshot as dispatch_snapshot
-from ..dispatch.places import Found, Kind, Place
+from ..dispatch.places import Found, Kind, Place, unusable
 from ..dispatch.snapshot import Snapshot, View
 from ..driver.device import local_gpu, platform_name, platform_supported
 from .survey import survey
@@ -116,6 +116,7 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
     for one in found:
         counts[str(one.place)] = counts.get(str(one.place), 0) + 1
     notes = [note for i, local in enumerate(gpus) for note in _unproven(snapshot, i, local)]
+    notes += [note for i, local in enumerate(gpus) for note in _reserve(snapshot, i, local)]
     notes += [] if gpus else ["no GPU here: nothing would be launched, CPU tensors run the torch reference"]
     if snapshot.keys is not None:
         notes.append(f"{settings.TRUSTED_KEYS} wants all code signed: none is tuned or compiled on demand")
@@ -153,6 +154,13 @@ def report(snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ..
         notes=tuple(notes),
         problems=tuple(dict.fromkeys(problems)),
     )
+
+
+def _reserve(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
+    """Which candidates a GPU's calls come to where no bundle has code for them, and which it can't use."""
+    view = snapshot.reserve(local)
+    yield from (f"GPU {gpu}: what no bundle has code for runs from {one.path}, if that has" for one in view.usable)
+    yield from (f"GPU {gpu}: candidates are skipped: {one.reason}" for one in view.skipped)
 
 
 def _unproven(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
@@ -208,7 +216,7 @@ def _version(package: str) -> str:
 
 def _fix(found: tuple[Found, ...], local: LocalGpu) -> str:
     """What would make a bundle usable, by what stands in the way of those that are there."""
-    errors = [dispatch_snapshot.unusable(one.bundle, local) if one.bundle is not None else one.error for one in found]
+    errors = [unusable(one.bundle, local) if one.bundle is not None else one.error for one in found]
     if any(isinstance(error, DriverTooOld) for error in errors):
         return "Update the driver, or rebuild with a Triton whose ptxas is older"
     if none := arch.refusal(local.sm):

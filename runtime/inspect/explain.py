@@ -18,7 +18,7 @@ from ..dispatch import snapshot as bundles
 from ..dispatch.decide import Decision, miss_reason, reason, settle
 from ..dispatch.hints import build_line, remedy
 from ..dispatch.ranking import Candidate, Match, Origin, chosen, modelled
-from ..dispatch.snapshot import Rejected, Skipped, Snapshot
+from ..dispatch.snapshot import Rejected, Skipped, Snapshot, View
 from ..driver.device import current_device, local_gpu
 from .asked import as_read, check_numbers, of_numbers, of_tensors, suits
 
@@ -256,7 +256,10 @@ def examine(
                 for one in modelled(snapshot, problem, bucket, local, view, aligned=aligned)
                 if (one.usable.order, one.index) not in known
             ]
-            found = found or modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=aligned)
+            if not found:
+                reserve = snapshot.reserve(local)
+                found = modelled(snapshot, problem, bucket, local, reserve, aligned=aligned)
+                view = View(view.usable, view.skipped + reserve.skipped)
             found.sort(key=lambda candidate: (candidate.origin, candidate.match))
             decided, raises = _decided(snapshot, problem, bucket, local, aligned, strict)
             if decided is not None:  # some bundles are asked only if others have nothing: what runs may not rank first

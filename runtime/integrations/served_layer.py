@@ -10,6 +10,7 @@ from ..artifacts.errors import InputError
 from ..artifacts.records.precision import DType, dtypes_of
 from ..artifacts.records.problem import Layout, Op, Problem, buckets_between
 from ..artifacts.records.target import LocalGpu
+from ..kernels.contract.registry import has_code
 from ..kernels.hardware.arch import refusal
 from ..runtime.dispatch import snapshot as dispatch_snapshot
 from ..runtime.dispatch.decide import Decision, settle
@@ -72,11 +73,13 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
     """Why the bundles are none for this layer on a GPU, in steps of 1 to ``tokens`` tokens; None where they are.
 
     Each product is to have choices that were made for it, and measured on a GPU of this capability, near every number
-    of rows that a step can come to; and so is that whose x is quantised, too, where the engine's own would have it so:
-    of many rows the other takes half as long again. With ``any_variant`` it is enough that something runs.
+    of rows that a step can come to. Where the engine would quantise x, the product that does so is to have them as
+    well: for many rows the other one takes half as long again. With ``any_variant`` it is enough that something runs.
     """
     if not platform_supported():
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
+    if layer.dtype.quantised and not has_code(Op.FORWARD, layer.dtype, local.sm, Layout.NK):
+        return f"no kernel for {local} reads {layer.dtype.value} weights in the order that engines' layers are put into"
     most = min(max(tokens, 1) * layer.top_k, _ROWS)
     for problem in layer.problems if any_variant else layer.all_problems:
         for bucket in buckets_between(min(layer.top_k, most), most):

@@ -10,6 +10,7 @@ each layer that pretuned can run; else it is those alone that a bundle was built
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -38,18 +39,26 @@ def register() -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError as error:
-        _log.warning("pretuned: this SGLang has no place for MoE layers of others (%s): it runs as without", error)
+        _without(str(error))
         return
     for place, hook in PLACES.items():
         if not any(known is hook for _, known, *_ in HookRegistry._hooks.get(place, ())):
             HookRegistry.register(place, hook, HookType.AROUND)
 
 
+@functools.cache
+def _without(why: str) -> None:
+    _log.warning("pretuned: this SGLang has no place for MoE layers of others (%s): it runs as without", why)
+
+
 def around(create: Callable[..., Any], method: Any, layer: Any, config: Any) -> Any:
     """SGLang's ``create_moe_runner``, and pretuned's runner in the place of its own where it runs the layer."""
     made = create(method, layer, config)
-    from .sglang_experts import take
-
+    try:
+        from .sglang_experts import take
+    except ImportError as error:
+        _without(str(error))
+        return made
     take(method, layer, config, everywhere=os.environ.get(_SWITCH, "").strip().lower() in ("1", "true"))
     return made
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Config, Schedule
+from pretuned.runtime.dispatch import pin
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_name, installed_places
 from pretuned.runtime.dispatch.ranking import Match, Origin
@@ -94,6 +97,59 @@ def test_a_file_that_is_damaged_is_told_of_once_and_torch_runs(
     (record,) = [one for one in caplog.records if "skipping" in one.getMessage()]
     assert record.levelno == logging.WARNING
     assert str(path) in record.getMessage()
+
+
+def test_where_there_is_no_memory_for_them_torch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates(tmp_path)
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    found = installed(tmp_path)
+    assert isinstance(decide(found, PROBLEM, 64, ON_A100), Miss)
+    (skipped,) = found.reserve(ON_A100).skipped
+    assert "Too many open files" in skipped.reason
+    assert skipped in examine(found, PROBLEM, 64, ON_A100, aligned=True).skipped
+
+
+def test_of_several_files_the_first_that_can_be_used_counts(tmp_path: Path) -> None:
+    candidates(tmp_path / "a").write_bytes(b"junk of another package")
+    candidates(tmp_path / "b")
+    found = snapshot(installed=[tmp_path / "a", tmp_path / "b"])
+    assert [one.path.parent.name for one in found.reserve(ON_A100).usable] == ["b"]
+    assert len(found.reserve(ON_A100).skipped) == 1
+    candidates(tmp_path / "b", sm=86)
+    candidates(tmp_path / "a", sm=86).write_bytes(b"junk again")
+    found = snapshot(installed=[tmp_path / "a", tmp_path / "b"])
+    assert [one.path.name for one in found.reserve(A16).usable] == [candidates_name(86)]
+
+
+def test_their_epilogues_are_not_taken(tmp_path: Path) -> None:
+    silu = replace(PROBLEM, fusion=Fusion.SILU)
+    candidates(tmp_path, specs=(replace(SPECS[0], fusion=Fusion.SILU),))
+    found = installed(tmp_path)
+    assert isinstance(decide(found, silu, 4096, ON_A100), Miss)
+    assert not found.serves(silu, ON_A100)
+
+
+def test_what_explain_shows_can_be_named(tmp_path: Path) -> None:
+    candidates(tmp_path)
+    found = installed(tmp_path)
+    told = examine(found, HALF, 64, ON_A100, aligned=True)
+    for one in told.candidates:
+        usable, index = pin.find(found, one.config, HALF, ON_A100, aligned=True)
+        assert (usable.path, index) == (one.usable.path, one.index)
+
+
+def test_rows_gathered_beforehand_are_multiplied_by_what_a_bundle_has(tmp_path: Path) -> None:
+    """Code of codes that were put in order gathers nothing; candidates' of codes as they are stored does."""
+    ordered = Spec(Config(128, 128, 64, 8, 3), dtype=DType.MXFP4)
+    plain = Problem(Op.FORWARD, DType.MXFP4, 8, 1024, 768)
+    write(tmp_path / "b.msgpack", {plain: [modelled(64, 0)]}, specs=(ordered,))
+    candidates(tmp_path, 90, (replace(ordered, layout=Layout.STORED, fusion=Fusion.GATHER),))
+    gathered = replace(plain, fusion=Fusion.GATHER)
+    assert as_read(installed(tmp_path), gathered, ON_H200) == gathered
 
 
 def test_a_record_that_is_damaged_drops_the_file(tmp_path: Path) -> None:

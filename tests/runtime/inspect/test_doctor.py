@@ -12,9 +12,12 @@ from pathlib import Path
 import craft
 import pytest
 import torch
-from made import H200, ON_A100, ON_H200, OTHER, PROBLEM, WIDE, measured, modelled, snapshot, write
+from made import H200, ON_A100, ON_H200, OTHER, PROBLEM, WIDE, bundle, measured, modelled, snapshot, write
 
+from pretuned.artifacts.files.packed import pack
+from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.runtime.dispatch.places import candidates_name
 from pretuned.runtime.inspect.doctor import report
 from pretuned.runtime.settings import Settings
 
@@ -45,6 +48,19 @@ def test_a_machine_that_would_use_a_bundle(tmp_path: Path) -> None:
         (LocalGpu(75, Gpu("NVIDIA T4", 40, 15360, 12080)), {}, "No kernels are built for sm_75"),
     ],
 )
+def test_the_candidates_that_a_gpu_runs_or_skips(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
+    path = tmp_path / "a" / candidates_name(80)
+    path.write_bytes(pack(encode(bundle({}, sm=80, tag="candidates"))))
+    found = report(snapshot(installed=[tmp_path / "a"]), READ, (ON_A100,), "CUDA 12.8")
+    assert f"GPU 0: what no bundle has code for runs from {path}, if that has" in found.notes
+    path.write_bytes(b"junk")
+    found = report(snapshot(installed=[tmp_path / "a"]), READ, (ON_A100,), "CUDA 12.8")
+    (note,) = [one for one in found.notes if "candidates are skipped" in one]
+    assert str(path) in note
+    assert found.ok
+
+
 def test_a_machine_that_would_not_and_the_fix(
     local: LocalGpu, how: dict[str, object], fix: str, tmp_path: Path
 ) -> None:

@@ -90,6 +90,14 @@ def test_a_layer_that_was_only_modelled_stays_with_the_engine(clean_places: Path
     assert lacks(LAYER, ON_H200, tokens=64, any_variant=True) is None
 
 
+@pytest.mark.parametrize("dtype", [DType.MXFP4, DType.FP8_BLOCK, DType.INT4_G32])
+def test_other_gpus_have_no_kernel_for_codes_that_are_put_in_order(dtype: DType) -> None:
+    """A build there makes code of codes as they are stored, so none is advised."""
+    told = str(lacks(LAYER._replace(dtype=dtype), ON_A100, tokens=64, any_variant=True))
+    assert f"no kernel for {ON_A100} reads {dtype.value} weights" in told
+    assert "aot build" not in told
+
+
 def test_a_gpu_for_which_there_is_no_code_is_told() -> None:
     told = lacks(LAYER, LocalGpu(70, Gpu("Tesla V100-SXM2-16GB", 80, 16160, DRIVER)), tokens=1, any_variant=True)
     assert str(told).startswith(
