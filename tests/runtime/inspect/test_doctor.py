@@ -40,14 +40,6 @@ def test_a_machine_that_would_use_a_bundle(tmp_path: Path) -> None:
     assert [one["used_by"] for one in plain["bundles"]] == [[], [0]]
 
 
-@pytest.mark.parametrize(
-    ("local", "how", "fix"),
-    [
-        (ON_A100, {}, "aot build --models models.txt --sm 80"),
-        (LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 12000)), {}, "Update the driver"),
-        (LocalGpu(75, Gpu("NVIDIA T4", 40, 15360, 12080)), {}, "No kernels are built for sm_75"),
-    ],
-)
 def test_the_candidates_that_a_gpu_runs_or_skips(tmp_path: Path) -> None:
     write(tmp_path / "a" / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
     path = tmp_path / "a" / candidates_name(80)
@@ -61,6 +53,14 @@ def test_the_candidates_that_a_gpu_runs_or_skips(tmp_path: Path) -> None:
     assert found.ok
 
 
+@pytest.mark.parametrize(
+    ("local", "how", "fix"),
+    [
+        (ON_A100, {}, "aot build --models models.txt --sm 80"),
+        (LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 12000)), {}, "Update the driver"),
+        (LocalGpu(75, Gpu("NVIDIA T4", 40, 15360, 12080)), {}, "No kernels are built for sm_75"),
+    ],
+)
 def test_a_machine_that_would_not_and_the_fix(
     local: LocalGpu, how: dict[str, object], fix: str, tmp_path: Path
 ) -> None:
