@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ...artifacts.errors import InputError
+from ...artifacts.records.problem import bucket_of
 from ..check import tensors
+from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
 from ..ops import layer
 from ..ops.layer import FrozenWeights, Layer, Routing, Weights
 from ..ops.low_rank import Adapters, LowRank
+from ..replay import plan as replay_plan
 
 MAX_RANK = 256
 
@@ -73,10 +76,12 @@ def composed(
 
 
 def adapted_layer(
-    x: torch.Tensor, given: Weights | FrozenWeights, weights: torch.Tensor, how: Layer, routing: Routing,
-    lora: tuple[Lora | None, Lora | None],
+    x: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
+    routing: Routing, lora: tuple[Lora | None, Lora | None],
 ) -> torch.Tensor:  # fmt: skip
     """A whole layer with adapters of its products, as one function with its own gradient.
+
+    What it comes to is written down for layers of the same weights that come again (``replay/plan.py``).
 
     Raises
     ------
@@ -95,16 +100,33 @@ def adapted_layer(
             tensors.bad("lora.B", f"of shape {list(one.B.shape)}", f"[E or 1, N={N}, r={A.shape[1]}]")
         low.append(LowRank(A, B, one.scale))
     pairs = [each for one in low for each in ((None, None) if one is None else one[:2])]
+    scales, adapters = tuple(1.0 if one is None else one.scale for one in low), Adapters(*low)
+    plan, snapshot, key = None, None, None
+    if tensors.on_gpu(x):
+        snapshot = dispatch_snapshot.snapshot()
+        kinds = [None if one is None else (one.shape, one.requires_grad) for one in (*given[2:], *pairs)]
+        key = (
+            "lora", *replay_plan.key_of(given.gate_up), *replay_plan.key_of(given.down), how, bucket_of(ids.numel()),
+            scales, x.requires_grad, *kinds,
+        )  # fmt: skip
+        plan = snapshot.layers.get(key)
+        if plan is not None and not plan.takes(x, given, ids, weights, adapters=adapters):
+            plan = None
+        if plan is None:
+            plan = replay_plan.plan_layer(how, x, given, ids, weights, adapters=adapters)
     with without_autocast(x.device.type):
         if torch.is_grad_enabled() and any(
             one is not None and one.requires_grad for one in (x, weights, *given, *pairs)
         ):
-            scales = [1.0 if one is None else one.scale for one in low]
             out: torch.Tensor = layer.AdaptedLayer.apply(  # type: ignore[no-untyped-call]
-                x, *given, weights, routing, how, scales, *pairs
+                x, *given, weights, routing, how, scales, plan, *pairs
             )
-            return out
-        return layer.forward(how, x, given, routing, weights, keeps_h=False, adapters=Adapters(*low))[0]
+        else:
+            run = layer.forward if plan is None else plan.forward
+            out = run(how, x, given, routing, weights, keeps_h=False, adapters=adapters)[0]
+    if plan is not None and snapshot is not None and plan.programs:
+        replay_plan.remember(snapshot.layers, key, plan)
+    return out
 
 
 def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, torch.Tensor]:

@@ -311,7 +311,7 @@ def _fused(
     routing = _sorted(ids, gate_up.shape[0])
     x = _checked(x, given, weights, how, routing, w_layout)
     if any(lora):
-        found = adapted_layer(x, given, weights, how, routing, lora)
+        found = adapted_layer(x, given, ids, weights, how, routing, lora)
         return found if into is None else into.view(found.shape).copy_(found)
     with without_autocast(x.device.type):
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):

@@ -116,13 +116,13 @@ def forward(
     if a is None:
         h = rows(first, do.new(x, (M, columns(given.gate_up, layout))), do)
         if adapters.first is not None:
-            u = low_rank.narrowed(adapters.first, x, m_sizes, index, k, bounds)
-            low_rank.add(adapters.first, h, u, m_sizes)
+            u = low_rank.narrowed(adapters.first, x, m_sizes, index, k, bounds, do)
+            low_rank.add(adapters.first, h, u, m_sizes, do)
         a = activation.forward(h, act, bounds, do)
     second = Rows(Op.FORWARD, a, given.down, m_sizes, layout, M)
     y = rows(second, do.new(x, (M, columns(given.down, layout))), do)
     if adapters.second is not None:
-        low_rank.add(adapters.second, y, low_rank.narrowed(adapters.second, a, m_sizes), m_sizes)
+        low_rank.add(adapters.second, y, low_rank.narrowed(adapters.second, a, m_sizes, do=do), m_sizes, do)
     out = tokens.combine(y, places, k, slot_weights(weights, x, do), experts, down_bias, do, into=into)
     return out, h if keeps_h else None
 
@@ -166,7 +166,7 @@ class MoeLayer(torch.autograd.Function):
             dout = in_memory("dout", dout, "moe_mlp")
             with without_autocast(dout.device.type):
                 found = gradients(ctx.layer, dout, x, given, weights, h, Routing(*routing), needs)
-        return (*found, None, None, None)
+        return (*found[:6], None, None, None)
 
 
 class AdaptedLayer(torch.autograd.Function):
@@ -179,16 +179,17 @@ class AdaptedLayer(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, gate_up: torch.Tensor | ExpertWeights, down: torch.Tensor | ExpertWeights,
         gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, weights: torch.Tensor, routing: Routing,
-        layer: Layer, scales: tuple[float, float], *low: torch.Tensor | None,
+        layer: Layer, scales: tuple[float, float], plan: Any = None, *low: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """The layer; what a gradient needs is saved."""
+        """The layer; what a gradient needs is saved. ``plan`` is a ``replay.plan.LayerPlan``."""
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
-        out, h = forward(layer, x, given, routing, weights, keeps_h=True, adapters=_adapters(low, scales))
+        run = forward if plan is None else plan.forward
+        out, h = run(layer, x, given, routing, weights, keeps_h=True, adapters=adapters_of(low, scales))
         both = gate_up, down
         ctx.frozen = [one if isinstance(one, ExpertWeights) else None for one in both]
         tensors = [one if isinstance(one, torch.Tensor) else None for one in both]
         ctx.save_for_backward(x, *tensors, down_bias, weights, h, *low, *routing)
-        ctx.layer, ctx.scales = layer, scales
+        ctx.layer, ctx.scales, ctx.plan = layer, scales, plan
         return out
 
     @staticmethod
@@ -199,19 +200,29 @@ class AdaptedLayer(torch.autograd.Function):
         low, routing = rest[:4], Routing(*rest[4:])
         gate_up, down = (ctx.frozen[i] if one is None else one for i, one in enumerate((gate_up, down)))
         given, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
-        dout = in_memory("dout", dout, "moe_mlp")
-        with without_autocast(dout.device.type):
-            found, more = with_adapters(
-                ctx.layer, dout, x, given, weights, h, routing, needs, _adapters(low, ctx.scales)
-            )  # fmt: skip
-        of_low = [each for one in more for each in (one or (None, None))]
-        return (*found, None, None, None, *of_low)
+        adapters, found = adapters_of(low, ctx.scales), None
+        if ctx.plan is not None:
+            found = ctx.plan.gradients(ctx.layer, dout, x, given, weights, h, routing, needs, adapters)
+        if found is None:
+            dout = in_memory("dout", dout, "moe_mlp")
+            with without_autocast(dout.device.type):
+                found = all_gradients(ctx.layer, dout, x, given, weights, h, routing, needs, adapters)
+        return (*found[:6], None, None, None, None, *found[6:])
 
 
-def _adapters(low: Sequence[torch.Tensor | None], scales: tuple[float, float]) -> Adapters:
+def adapters_of(low: Sequence[torch.Tensor | None], scales: tuple[float, float]) -> Adapters:
     pairs = zip(low[::2], low[1::2], scales, strict=True)
     first, second = (None if A is None or B is None else LowRank(A, B, scale) for A, B, scale in pairs)
     return Adapters(first, second)
+
+
+def all_gradients(
+    layer: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights, weights: torch.Tensor,
+    h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], adapters: Adapters, do: Now = NOW,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """As ``with_adapters``, in a row: the six, then A's and B's of the first product, then of the second."""
+    found, low = with_adapters(layer, dout, x, given, weights, h, routing, needs, adapters, do)
+    return (*found, *(each for one in low for each in (one or (None, None))))
 
 
 def gradients(
@@ -243,9 +254,9 @@ def with_adapters(
         # (Where only t * act(h) is wanted, da is of no account.)
         whole = inner or needs_weights
         da = _times(dy, given.down, m_sizes, layout, do) if whole else do.call(partial(_zeros, act=act), h)
-        v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes)
+        v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes, do)
         if second is not None and v is not None and whole:
-            low_rank.add_gradient(second, da, v, m_sizes)
+            low_rank.add_gradient(second, da, v, m_sizes, do)
         wanted = Needs(inner, needs_down or second is not None, needs_weights)
         dh, a, dweights = activation.gradient(
             h, da, act, wanted, weights=row_weights, index=index, bounds=bounds,
@@ -253,7 +264,7 @@ def with_adapters(
         )  # fmt: skip
         del da
         if second is not None and v is not None and a is not None:
-            of_second = low_rank.gradients(dy, v, a, low_rank.narrowed(second, a, m_sizes), m_sizes)
+            of_second = low_rank.gradients(dy, v, a, low_rank.narrowed(second, a, m_sizes, do=do), m_sizes, do)
     if a is not None and needs_down:
         ddown = weight(dy, a, m_sizes, layout=layout, do=do)
     if needs_down_bias:
@@ -264,16 +275,17 @@ def with_adapters(
         dweights = do.call(partial(_of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
     del a, dy  # half of what the gradient takes beside its results
     if dh is not None:
-        v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes)
+        v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes, do)
         if needs_x:
             dx = _times(dh, given.gate_up, m_sizes, layout, do)
             if first is not None and v is not None:
-                low_rank.add_gradient(first, dx, v, m_sizes)
+                low_rank.add_gradient(first, dx, v, m_sizes, do)
             dx = tokens.combine(dx, places, k, do=do)
         if x is not None and (needs_up or first is not None):
             sorted_x = tokens.gather(x, index, k, bounds, do)
             if first is not None and v is not None:
-                of_first = low_rank.gradients(dh, v, sorted_x, low_rank.narrowed(first, sorted_x, m_sizes), m_sizes)
+                u = low_rank.narrowed(first, sorted_x, m_sizes, do=do)
+                of_first = low_rank.gradients(dh, v, sorted_x, u, m_sizes, do)
             if needs_up:
                 dup = weight(dh, sorted_x, m_sizes, layout=layout, do=do)
             del sorted_x

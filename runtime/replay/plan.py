@@ -27,7 +27,8 @@ from ..launch.products import operands_of
 from ..launch.program import Program, Recorder
 from ..ops import autograd, gradients, layer
 from ..ops.autograd import GroupedGemm
-from ..ops.layer import FrozenWeights, Layer, Routing, Weights, columns
+from ..ops.layer import NO_ADAPTERS, FrozenWeights, Layer, Routing, Weights, columns
+from ..ops.low_rank import Adapters
 from ..weights.expert_weights import ExpertWeights
 from . import guard
 
@@ -206,10 +207,10 @@ class LayerPlan(_Plan):
 
     def takes(
         self, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor,
-        out: torch.Tensor | None,
+        out: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
     ) -> bool:  # fmt: skip
         """Whether a call on these tensors, of as many rows by bucket, is like the first."""
-        biases = [one for one in given[2:] if one is not None]
+        biases = [one for one in (*given[2:], *_low(adapters)) if one is not None]
         matrices = given[:2] if self._dense else _guarded(given)
         if out is None:
             if not self._same(hidden, *matrices, ids, weights, *biases):
@@ -233,17 +234,21 @@ class LayerPlan(_Plan):
 
     def forward(
         self, how: Layer, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing, weights: torch.Tensor, *,
-        keeps_h: bool, into: torch.Tensor | None = None,
+        keeps_h: bool, into: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """As ``layer.forward``, without a look at the tensors: ``takes``, or every check, had one."""
         M = x.shape[0] * how.top_k
         every: Any = (x, *(given[:2] if self._dense else _operands(given)), *given[2:], weights, *routing, into)
+        every += _low(adapters)
         program = self.programs.get(keeps_h)
         if program is not None:
             return program.run(M, stream_of(self._device), every)  # type: ignore[return-value]
         found, program = self._recorded(
-            M, every, lambda do: layer.forward(how, x, given, routing, weights, keeps_h=keeps_h, do=do, into=into)
-        )
+            M, every,
+            lambda do: layer.forward(
+                how, x, given, routing, weights, keeps_h=keeps_h, do=do, into=into, adapters=adapters
+            ),
+        )  # fmt: skip
         if program is not None:
             self.programs[keeps_h] = program
         return found  # type: ignore[return-value]
@@ -251,20 +256,21 @@ class LayerPlan(_Plan):
     def gradients(
         self, how: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights,
         weights: torch.Tensor, h: torch.Tensor, routing: Routing, needs: tuple[bool, ...],
+        adapters: Adapters = NO_ADAPTERS,
     ) -> _Results | None:  # fmt: skip
-        """As ``layer.gradients``; None where that has to compute them."""
+        """As ``layer.all_gradients``; None where that has to compute them."""
         T, M = dout.shape[0], routing.gather_indices.shape[0]
         if T * how.top_k != M or h.shape[0] != M or weights.shape[0] != T or (x is not None and x.shape[0] != T):
             return None
         dout = in_memory("dout", dout, "moe_mlp")
         matrices: Any = given[:2] if self._dense else _operands(given)
-        every = (dout, h, x, weights, *matrices, given.down_bias, *routing)
+        every = (dout, h, x, weights, *matrices, given.down_bias, *_low(adapters), *routing)
         known = self._gradients.get(needs)
         if known is not None:
             return self._again(known, M, every, loose=4)
         return self._first(
             needs, M, every, len(every) - len(routing),
-            lambda do: layer.gradients(how, dout, x, given, weights, h, routing, needs, do), loose=4,
+            lambda do: layer.all_gradients(how, dout, x, given, weights, h, routing, needs, adapters, do), loose=4,
         )  # fmt: skip
 
 
@@ -291,26 +297,28 @@ def plan(
 
 def plan_layer(
     how: Layer, hidden: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
 ) -> LayerPlan | None:  # fmt: skip
-    """The same for a layer, on the tensors that the caller passed."""
+    """The same for a layer, on the tensors that the caller passed; adapters are as the products take them."""
     T, H, M = ids.shape[0], hidden.shape[-1], ids.numel()
     wide = columns(given.gate_up, how.layout)
     if not check_tensors.on_gpu(hidden) or hidden.dtype not in _KINDS or not (M and H and wide > 1):
         return None
-    biases = [one for one in given[2:] if one is not None]
+    biases, low = [one for one in given[2:] if one is not None], [one for one in _low(adapters) if one is not None]
     if M >= _MOST_ROWS or hidden.numel() != T * H or not (hidden.is_contiguous() and weights.is_contiguous()):
         return None
     if any(one.dtype is not hidden.dtype or not one.is_contiguous() or one.data_ptr() & _LOW for one in biases):
         return None
+    if any(one.data_ptr() & _LOW for one in low):
+        return None
     for one in given[:2]:
         if not (one.order if isinstance(one, ExpertWeights) else one.dtype is hidden.dtype):
             return None
-    tensors = [hidden, *_guarded(given), ids, weights, *biases]
+    tensors = [hidden, *_guarded(given), ids, weights, *biases, *low]
     grad, at = any(one.requires_grad for one in tensors), 1 + len(_guarded(given))
     loose = [0, at, at + 1]  # a row a token
     if out is not None:
-        if not _takes_results(out, (hidden, weights, *biases)):
+        if not _takes_results(out, (hidden, weights, *biases, *low)):
             return None
         loose.append(len(tensors))
         tensors.append(out)
@@ -336,6 +344,11 @@ def _takes_results(out: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
     end = at + out.nbytes
     apart = all(end <= one.data_ptr() or one.data_ptr() + one.nbytes <= at for one in read)
     return apart and not at & _LOW and out.is_contiguous()
+
+
+def _low(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
+    """A and B of the first product, then of the second."""
+    return tuple(each for one in adapters for each in ((None, None) if one is None else one[:2]))
 
 
 def _operands(given: Weights | FrozenWeights) -> list[torch.Tensor | None]:

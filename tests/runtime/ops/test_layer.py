@@ -14,6 +14,7 @@ from host_gpu import ALL, Device, watch_programs
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.runtime import activate, hooks, moe_mlp, reload
+from pretuned.runtime.api.lora import Lora
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.launch.program import Program
 from pretuned.runtime.ops.activation import GATED
@@ -785,3 +786,90 @@ def test_what_a_plan_of_a_bucket_does_not_take(
     again = many(28)
     assert call(again[0].view(7, 4, H), *again[1:]).shape == (7, 4, H)
     assert planned == [24, 24, 24, 28]
+
+
+LOW = ("A1", "B1", "A2", "B2")
+
+
+def adapted(
+    given: dict[str, torch.Tensor | None], low: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor,
+    **how: Any,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The layer with adapters of its products, on these very tensors, and the gradients of ``needs``."""
+    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in (given | low).items()}
+    pairs = [(leaves[f"A{i}"], leaves[f"B{i}"]) for i in (1, 2)]
+    lora = tuple(
+        None if A is None or B is None else Lora(A, B, scale) for (A, B), scale in zip(pairs, (0.5, 1.0), strict=True)
+    )
+    out = moe_mlp(
+        leaves["hidden"], leaves["up"], leaves["down"], ids, leaves["weights"], gate_up_bias=leaves["up_bias"],
+        down_bias=leaves["down_bias"], lora=lora, **how,
+    )  # fmt: skip
+    asked = {name: one for name, one in leaves.items() if name in needs and one is not None}
+    if not asked:
+        return {"out": out.detach()}
+    dout = torch.linspace(-1, 1, out.numel()).view_as(out)
+    return {"out": out.detach(), **dict(zip(asked, torch.autograd.grad(out, list(asked.values()), dout), strict=True))}
+
+
+def low_rank(gated: bool, shared: bool, r: int = 4) -> dict[str, torch.Tensor | None]:
+    generator, many = torch.Generator().manual_seed(5), 1 if shared else E
+    wide = 2 * I if gated else I
+    sizes = ((many, r, H), (many, wide, r), (many, r, I), (many, H, r))
+    return {name: torch.randn(size, generator=generator) / 3 for name, size in zip(LOW, sizes, strict=True)}
+
+
+@pytest.mark.parametrize("without", [None, 1, 2])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False)])
+@pytest.mark.parametrize("needs", [LOW, (*LOW, "hidden", "weights"), ()], ids=["low", "all", "none"])
+def test_a_layer_with_adapters_that_comes_again_is_planned(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], graded: list[Program],
+    needs: tuple[str, ...], activation: str, gated: bool, biased: bool, shared: bool, without: int | None,
+) -> None:  # fmt: skip
+    given, low = tensors(gated, "nk", biased), low_rank(gated, shared)
+    if without is not None:
+        low |= {f"A{without}": None, f"B{without}": None}
+    how: dict[str, Any] = {"activation": activation, "gated": gated}
+    host_gpu.on(monkeypatch, False)
+    wanted = adapted(given, low, set(needs), IDS, **how)
+    host_gpu.on(monkeypatch, True)
+    for i in range(3):
+        device.launched.clear()
+        got = adapted(given, low, set(needs), IDS, **how)
+        assert set(got) == set(wanted)
+        for name, one in wanted.items():
+            torch.testing.assert_close(
+                got[name], one, rtol=1e-5, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        assert bool(device.launched) is not bool(i), "kernels are looked for the first time alone"
+    assert planned == [T, T]
+    assert len(graded) == (2 if needs else 0)
+
+
+def test_plans_with_adapters_are_for_those_like_them(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], graded: list[Program]
+) -> None:
+    """Others of the same sizes take the plan, whatever they hold; of another rank, dtype or scale none does."""
+    given = tensors(True, "nk", False)
+
+    def compare(low: dict[str, torch.Tensor | None], ids: torch.Tensor = IDS) -> int:
+        host_gpu.on(monkeypatch, False)
+        wanted = adapted(given, low, {*LOW, "hidden"}, ids)
+        host_gpu.on(monkeypatch, True)
+        before = len(planned)
+        got = adapted(given, low, {*LOW, "hidden"}, ids)
+        for name, one in wanted.items():
+            torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
+        return len(planned) - before
+
+    first = low_rank(True, False)
+    assert compare(first) == 0
+    assert compare({name: one * 2 for name, one in first.items() if one is not None}) == 1
+    assert compare(low_rank(True, False, r=8)) == 0
+    assert compare(low_rank(True, False, r=8)) == 1
+    assert compare(first) == 1
+    assert compare(first, IDS.flip(0)) == 1
+    nobody = torch.full_like(IDS, E)
+    assert compare(first, nobody) == 1
