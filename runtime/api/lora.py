@@ -77,11 +77,12 @@ def composed(
 
 def adapted_layer(
     x: torch.Tensor, given: Weights | FrozenWeights, ids: torch.Tensor, weights: torch.Tensor, how: Layer,
-    routing: Routing, lora: tuple[Lora | None, Lora | None],
+    routing: Routing, lora: tuple[Lora | None, Lora | None], *, comes_again: bool,
 ) -> torch.Tensor:  # fmt: skip
     """A whole layer with adapters of its products, as one function with its own gradient.
 
-    What it comes to is written down for layers of the same weights that come again (``replay/plan.py``).
+    Where it ``comes_again``, its weights being the caller's own, what it comes to is written down for layers of these
+    weights (``replay/plan.py``).
 
     Raises
     ------
@@ -102,12 +103,11 @@ def adapted_layer(
     pairs = [each for one in low for each in ((None, None) if one is None else one[:2])]
     scales, adapters = tuple(1.0 if one is None else one.scale for one in low), Adapters(*low)
     plan, snapshot, key = None, None, None
-    if tensors.on_gpu(x):
+    if comes_again and tensors.on_gpu(x) and not torch._C._are_functorch_transforms_active():
         snapshot = dispatch_snapshot.snapshot()
-        kinds = [None if one is None else (one.shape, one.requires_grad) for one in (*given[2:], *pairs)]
         key = (
             "lora", *replay_plan.key_of(given.gate_up), *replay_plan.key_of(given.down), how, bucket_of(ids.numel()),
-            scales, x.requires_grad, *kinds,
+            scales, ids.dtype, *map(_kind, (x[:0], weights[:0], *given[2:], *pairs)),
         )  # fmt: skip
         plan = snapshot.layers.get(key)
         if plan is not None and not plan.takes(x, given, ids, weights, adapters=adapters):
@@ -124,9 +124,14 @@ def adapted_layer(
         else:
             run = layer.forward if plan is None else plan.forward
             out = run(how, x, given, routing, weights, keeps_h=False, adapters=adapters)[0]
-    if plan is not None and snapshot is not None and plan.programs:
+    if plan is not None and snapshot is not None and plan.programs and snapshot.layers.get(key) is not plan:
         replay_plan.remember(snapshot.layers, key, plan)
     return out
+
+
+def _kind(one: torch.Tensor | None) -> object:
+    """What plans of calls that differ in this tensor differ in."""
+    return None if one is None else (one.dtype, one.shape, one.stride(), one.requires_grad)
 
 
 def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, torch.Tensor]:

@@ -142,7 +142,10 @@ def moe_mlp(
     snapshot = dispatch_snapshot.current  # first: what is chosen before a ``reload`` is not kept in a table from after
     if not _tracing():
         if tensors.duals._current_level >= 0:
-            tensors.no_tangents("moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias)
+            low = [one for pair in _adapters(lora) if isinstance(pair, Lora) for one in pair[:2]]
+            tensors.no_tangents(
+                "moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias, *low
+            )  # fmt: skip
         plan = None
         try:
             T, k = topk_ids.shape
@@ -307,11 +310,12 @@ def _fused(
     """The layer as one function, with its own gradient; ``plan`` writes it down, ``into`` takes what it comes to."""
     x, gate_up, gate_up_bias = check_call.autocast(x, given.gate_up, given.gate_up_bias)
     _, down, down_bias = check_call.autocast(x, given.down, given.down_bias)
+    own = gate_up is given.gate_up and down is given.down
     given = weights_of(gate_up, down, gate_up_bias, down_bias)
     routing = _sorted(ids, gate_up.shape[0])
     x = _checked(x, given, weights, how, routing, w_layout)
     if any(lora):
-        found = adapted_layer(x, given, ids, weights, how, routing, lora)
+        found = adapted_layer(x, given, ids, weights, how, routing, lora, comes_again=own)
         return found if into is None else into.view(found.shape).copy_(found)
     with without_autocast(x.device.type):
         if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):

@@ -36,7 +36,7 @@ _W: TypeAlias = "torch.Tensor | ExpertWeights"
 _Given: TypeAlias = "Sequence[torch.Tensor | None]"
 _Results: TypeAlias = "Sequence[torch.Tensor | None]"
 
-_MOST_PLANS = 4096  # of about 2 KB
+_MOST_PLANS = 4096  # of some 2 KB, a layer's with its gradient 17 KB, with adapters 33 KB
 _MOST_ROWS = 1 << 29  # so that all of a bucket fit int32
 _KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a call of it does
 _LOW = ALIGNMENT_BYTES - 1

@@ -10,10 +10,12 @@ import host_gpu
 import pytest
 import torch
 from host_gpu import ALL, Device, watch_programs
+from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.runtime import activate, hooks, moe_mlp, reload
+from pretuned.runtime.api import moe
 from pretuned.runtime.api.lora import Lora
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.launch.program import Program
@@ -873,3 +875,43 @@ def test_plans_with_adapters_are_for_those_like_them(
     assert compare(first, IDS.flip(0)) == 1
     nobody = torch.full_like(IDS, E)
     assert compare(first, nobody) == 1
+
+
+def test_calls_that_alternate_keep_their_plans(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    """The router frozen or not, ids of either width, an adapter that is a slice; and a table that they just fill."""
+    given, low = tensors(True, "nk", False), low_rank(True, False)
+    wide = (torch.randn(E, 4, 2 * H) / 3)[:, :, :H]
+    host_gpu.on(monkeypatch, True)
+    kinds = [
+        ({*LOW}, low, IDS), ({*LOW, "weights"}, low, IDS), ({*LOW}, low, IDS.int()), ({*LOW}, low | {"A1": wide}, IDS),
+    ]  # fmt: skip
+    monkeypatch.setattr(plan, "_MOST_PLANS", len(kinds))
+    for needs, adapters, ids in kinds * 3:
+        adapted(given, adapters, needs, ids)
+    assert planned == [T] * 2 * len(kinds)
+
+
+def test_weights_that_autocast_copies_have_no_plan(
+    monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
+) -> None:
+    """Their copies lie elsewhere in each call."""
+    host_gpu.on(monkeypatch, True)
+    monkeypatch.setattr(
+        moe.check_call, "autocast", lambda x, w, bias: (x, w.clone(), bias)
+    )  # as where w is float32: the simulated GPU has no narrower type
+    for _ in range(3):
+        adapted(tensors(True, "nk", False), low_rank(True, False), {*LOW}, IDS)
+    assert planned == []
+    assert not snapshot.snapshot().layers
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+def test_a_tangent_of_an_adapter_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    host_gpu.on(monkeypatch, True)
+    given, low = tensors(True, "nk", False), low_rank(True, False)
+    with forward_ad.dual_level():
+        low["A1"] = forward_ad.make_dual(low["A1"], torch.ones_like(low["A1"]))  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="forward-mode tangent"):
+            adapted(given, low, set(), IDS)
