@@ -24,7 +24,7 @@ from pretuned.kernels.contract.config import Config, Schedule
 from pretuned.runtime.dispatch import pin
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_name, installed_places
-from pretuned.runtime.dispatch.ranking import Match, Origin
+from pretuned.runtime.dispatch.ranking import Match, Origin, _fits
 from pretuned.runtime.dispatch.snapshot import Snapshot, take
 from pretuned.runtime.inspect.asked import as_read
 from pretuned.runtime.inspect.explain import examine
@@ -131,6 +131,13 @@ def test_their_epilogues_are_not_taken(tmp_path: Path) -> None:
     found = installed(tmp_path)
     assert isinstance(decide(found, silu, 4096, ON_A100), Miss)
     assert not found.serves(silu, ON_A100)
+
+
+def test_epilogues_that_ship_are_not_taken_either(shipped: Snapshot) -> None:
+    (usable,) = shipped.reserve(ON_H200).usable
+    fused = [one for one in usable.bundle.variants() if Fusion.SILU in one.fusion]
+    assert fused
+    assert not any(_fits(usable, one) for one in fused)
 
 
 def test_what_explain_shows_can_be_named(tmp_path: Path) -> None:
