@@ -17,7 +17,7 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem, buckets_between
 from ...kernels.contract.config import Config
 from ...kernels.contract.registry import threads
-from ...kernels.contract.spec import Spec
+from ...kernels.contract.spec import MAX_EXPERTS, Spec
 from ...kernels.contract.words import ALIGNMENT_BYTES
 from ...kernels.cost.fits import rejection
 from ...kernels.cost.model import Ranker, Resources
@@ -150,7 +150,9 @@ def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) ->
     """
     specs = list(specs)
     if not specs:
-        raise CompileError(f"sm_{sm}: no kernel is for such a problem (of quantised weights, 512 experts at most)")
+        raise CompileError(
+            f"sm_{sm}: no kernel is for such a problem (of quantised weights, {MAX_EXPERTS} experts at most)"
+        )
     groups = by_code(specs, sm)
     results = compile_all(
         [CompileJob(group[0], sm) for group in groups], cache=cache, shipped=Shipped.found(sm).get

@@ -155,7 +155,7 @@ def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config]
     return found
 
 
-def has_code(family: Family, E: int, sm: int, pool: Pool) -> bool:
+def has_candidates(family: Family, E: int, sm: int, pool: Pool) -> bool:
     """Whether some candidate of a family counts that many experts."""
     quantised = family.dtype.quantised
     return any(

@@ -15,7 +15,7 @@ from ...kernels.contract.spec import MAX_EXPERTS, code_of
 from ...kernels.contract.words import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.hardware.arch import arch_of
 from ..models.layer import LayerGemm, LayerShard
-from .families import Family, Pool, has_code, optional
+from .families import Family, Pool, has_candidates, optional
 
 # What ``grouped_gemm`` can do beside the product of GEMM 1 and of GEMM 2 of a layer: GEMM 1 reads hidden states in
 # token order, GEMM 2 writes them there, and what is gathered going forward is scattered coming back.
@@ -194,20 +194,20 @@ def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) 
 
 def _runs(problem: Problem, sm: int, space: Pool) -> bool:
     """Whether a capability has code for an optional problem. Codes are put in order for the forward that wants it."""
-    if not has_code(Family.of(problem), problem.E, sm, space):
+    if not has_candidates(Family.of(problem), problem.E, sm, space):
         return False
     dtype = problem.dtype
     if not dtype.quantised:
         return True
     forward = Family(Op.FORWARD, dtype, Layout.NK, Fusion.NONE)
-    ordered = prepares(dtype, problem.N, problem.K) and has_code(forward, problem.E, sm, space)
+    ordered = prepares(dtype, problem.N, problem.K) and has_candidates(forward, problem.E, sm, space)
     return ordered == (problem.layout is Layout.NK)
 
 
 def shapes_on(shapes: Iterable[LayerShard], sms: Collection[int], pool: Pool | None = None) -> tuple[LayerShard, ...]:
     """The shards with what is built of them on these capabilities, told from what each has code for."""
     space = pool or Pool()
-    coded = functools.cache(lambda family, E, sm: has_code(family, E, sm, space))
+    coded = functools.cache(lambda family, E, sm: has_candidates(family, E, sm, space))
 
     def resolved(shape: LayerShard) -> LayerShard:
         wanted = {dtype: {(Family.of(one), one.E) for one in problems_of(shape, dtype)} for dtype in shape.dtypes}

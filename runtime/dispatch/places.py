@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
 ENTRY_POINTS = "pretuned.bundles"
 SUFFIX = ".msgpack"
-CANDIDATES_SUFFIX = ".msgpack.xz"
 _OVERLAY_LOCK_TIMEOUT_S = 0.2
 _MAX_ENTRY_POINTS_BYTES = 16 << 20
 
@@ -129,7 +128,9 @@ def scan(asked: Iterable[Place], without: Path | None, keys: Keys | None) -> tup
 
 def candidates_name(sm: int) -> str:
     """What the file of a capability's candidates is called."""
-    return f"candidates-sm{sm}{CANDIDATES_SUFFIX}"
+    from ...artifacts.files.packed import SUFFIX as PACKED  # here, as a process without a GPU asks for none
+
+    return f"candidates-sm{sm}{PACKED}"
 
 
 def candidates(asked: Iterable[Place], sm: int, keys: Keys | None) -> Iterator[Found]:

@@ -5,26 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import sglang_layer
 import torch
-from sglang_layer import hooks, lines, listening, load
+from sglang_layer import lines, load
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    with hooks(monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with listening(caplog):
-        yield caplog
+registry, told = sglang_layer.registry, sglang_layer.told
 
 
 def config(**changes: Any) -> Any:

@@ -5,28 +5,18 @@ That is an unquantised layer of SGLang's with the weights that the codes stand f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+import sglang_layer
 import torch
-from sglang_layer import ask, fused, hooks, lines, listening, load
+from sglang_layer import ask, fused, lines, load
 
 pytestmark = pytest.mark.filterwarnings("default")
 E, H, I, T = 4, 256, 128, 7  # noqa: E741
 OAI = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "with_bias": True}
 
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    with hooks(monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with listening(caplog):
-        yield caplog
+registry, told = sglang_layer.registry, sglang_layer.told
 
 
 class Kind(NamedTuple):

@@ -94,3 +94,17 @@ def listening(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFix
     """Lines of SGLang's logger are kept."""
     with caplog.at_level(logging.INFO, "sglang.pretuned"):
         yield caplog
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang's hooks with pretuned's, for a test."""
+    with hooks(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What SGLang's logger is told."""
+    with listening(caplog):
+        yield caplog

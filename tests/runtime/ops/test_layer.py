@@ -45,6 +45,15 @@ def tensors(gated: bool, layout: str, biased: bool) -> dict[str, torch.Tensor | 
     return {name: one if biased or "bias" not in name else None for name, one in every.items()}
 
 
+def results(out: torch.Tensor, leaves: dict[str, torch.Tensor | None], needs: set[str]) -> dict[str, torch.Tensor]:
+    """What a step came to: out, and the gradients of ``needs``."""
+    asked = {name: one for name, one in leaves.items() if name in needs and one is not None}
+    if not asked:
+        return {"out": out.detach()}
+    dout = torch.linspace(-1, 1, out.numel()).view_as(out)
+    return {"out": out.detach(), **dict(zip(asked, torch.autograd.grad(out, list(asked.values()), dout), strict=True))}
+
+
 def step(
     given: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor, **how: Any
 ) -> dict[str, torch.Tensor]:
@@ -56,11 +65,7 @@ def step(
         leaves["hidden"], leaves["up"], leaves["down"], ids, leaves["weights"], gate_up_bias=leaves["up_bias"],
         down_bias=leaves["down_bias"], **how,
     )  # fmt: skip
-    asked = {name: one for name, one in leaves.items() if name in needs and one is not None}
-    if not asked:
-        return {"out": out.detach()}
-    dout = torch.linspace(-1, 1, out.numel()).view_as(out)
-    return {"out": out.detach(), **dict(zip(asked, torch.autograd.grad(out, list(asked.values()), dout), strict=True))}
+    return results(out, leaves, needs)
 
 
 IDS = torch.randint(-1, E + 1, (T, TOPK), generator=torch.Generator().manual_seed(4))
@@ -807,11 +812,7 @@ def adapted(
         leaves["hidden"], leaves["up"], leaves["down"], ids, leaves["weights"], gate_up_bias=leaves["up_bias"],
         down_bias=leaves["down_bias"], lora=lora, **how,
     )  # fmt: skip
-    asked = {name: one for name, one in leaves.items() if name in needs and one is not None}
-    if not asked:
-        return {"out": out.detach()}
-    dout = torch.linspace(-1, 1, out.numel()).view_as(out)
-    return {"out": out.detach(), **dict(zip(asked, torch.autograd.grad(out, list(asked.values()), dout), strict=True))}
+    return results(out, leaves, needs)
 
 
 def low_rank(gated: bool, shared: bool, r: int = 4) -> dict[str, torch.Tensor | None]:
