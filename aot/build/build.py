@@ -109,13 +109,14 @@ def build_measured(
 
 def compile_candidates(
     plan: BuildPlan, sm: int, path: Path, options: BuildOptions, observers: Observers | None = None,
-    *, keep_pruned: bool = False,
+    *, keep_pruned: bool = False, low_rank: bool = False,
 ) -> BuildReport:  # fmt: skip
     """Every variant that compiles and fits, into one bundle at ``path``: for ``aot measure``. The choices are modelled.
 
     All is compiled here, nothing is taken of what ships. ``keep_pruned``: with the variants that take too much, which
-    no choice names, so that whoever has the file need not compile them to know. A path that ends with .msgpack.xz is
-    pressed (``artifacts.files.packed``).
+    no choice names, so that whoever has the file need not compile them to know. ``low_rank``: with those that add a
+    low-rank part, which no choice names either. A path that ends with .msgpack.xz is pressed
+    (``artifacts.files.packed``).
 
     Raises
     ------
@@ -129,15 +130,15 @@ def compile_candidates(
     check_writable(path.parent, "-o")
     check_out(path)
     plan = planned_on(plan, (sm,), options.space)
-    results = _compile({sm: plan}, options, watch, {sm: Shipped()})[sm]
-    found = usable(plan, sm, options.space, results)
+    results = _compile({sm: plan}, options, watch, {sm: Shipped()}, low_rank=low_rank)[sm]
+    found = usable(plan, sm, options.space, results, low_rank=low_rank)
     found.demand_every_family(plan)
     chosen = choose_among_all(plan, found.candidates.compiled, sm)
     every = found.candidates
     if keep_pruned:
-        every = usable(plan, sm, options.space, results, lambda variant, arch: None).candidates
-        able = set(chosen.variants)
-        chosen = replace(chosen, variants=(*chosen.variants, *(one for one in every.compiled if one not in able)))
+        every = usable(plan, sm, options.space, results, lambda variant, arch: None, low_rank=low_rank).candidates
+    able = set(chosen.variants)
+    chosen = replace(chosen, variants=(*chosen.variants, *(one for one in every.compiled if one not in able)))
     bundle = assembled(plan, every, chosen, None)
     built = _publish(path, Picked(bundle, chosen), found.dropped, _counts(results), begun)
     return BuildReport((built,), _trouble(options), time.monotonic() - begun)
@@ -158,14 +159,19 @@ def _check_journal(sm: int, options: BuildOptions) -> None:
 
 
 def _compile(
-    plans: Mapping[int, BuildPlan], options: BuildOptions, watch: Observers, shipped: Mapping[int, Shipped]
-) -> dict[int, list[CompileResult]]:
+    plans: Mapping[int, BuildPlan], options: BuildOptions, watch: Observers, shipped: Mapping[int, Shipped], *,
+    low_rank: bool = False,
+) -> dict[int, list[CompileResult]]:  # fmt: skip
     """Every cubin of every capability, all in one queue."""
 
     def ready(spec: Spec | RowOpSpec, sm: int) -> Compiled | None:
         return shipped[sm].get(spec, sm)
 
-    jobs = [CompileJob(spec, sm) for sm, plan in plans.items() for spec in to_compile(plan.problems, sm, options.space)]
+    jobs = [
+        CompileJob(spec, sm)
+        for sm, plan in plans.items()
+        for spec in to_compile(plan.problems, sm, options.space, low_rank=low_rank)
+    ]
     watch.on_start(len(jobs))
     try:
         results = compile_all(

@@ -31,6 +31,7 @@ from ..plan.families import (
     Pool,
     by_code,
     families,
+    low_rank_specs,
     named,
     optional,
     pass_specs,
@@ -92,13 +93,15 @@ class Picked:
 
 
 def usable(
-    plan: BuildPlan, sm: int, space: Pool, results: Sequence[CompileResult], reject: Reject = rejection
-) -> Shippable:
-    """What can ship of what was compiled, and all that can not, each with its reason."""
+    plan: BuildPlan, sm: int, space: Pool, results: Sequence[CompileResult], reject: Reject = rejection, *,
+    low_rank: bool = False,
+) -> Shippable:  # fmt: skip
+    """What can ship of what was compiled (``to_compile``), and all that can not, each with its reason."""
     found: dict[Spec | RowOpSpec, Compiled] = {}
     dropped: list[Dropped] = []
     reasons: dict[Family, dict[str, None]] = {}
     wanted, beside = specs(plan.problems, sm, space), pass_specs(plan.problems, sm, space)
+    wanted += low_rank_specs(plan.problems, sm, space) if low_rank else ()
     groups: list[tuple[Spec | RowOpSpec, ...]] = [*by_code(wanted, sm), *((spec,) for spec in beside)]
     for result, group in zip(results, groups, strict=True):
         code, reason, kind = result.compiled, result.reason, "failed"

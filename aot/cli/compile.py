@@ -23,12 +23,14 @@ from .table import duration, size
 @workers
 @click.option("--keep-pruned", is_flag=True,
               help="Keep what takes too much, too: who has the file need not compile it to know.")  # fmt: skip
+@click.option("--low-rank", is_flag=True,
+              help="With code that adds a LoRA adapter's part to bf16 products. Nothing measures it.")  # fmt: skip
 @click.option("--verbose", "-v", is_flag=True, help="Tell every variant that is no candidate, and why.")
 @quiet
 @as_json
 def compile(
     models: tuple[str, ...], sm: str, ops: str | None, cache_dir: Path | None, no_cache: bool,
-    out: Path, workers: int | None, keep_pruned: bool, verbose: bool, quiet: bool, as_json: bool,
+    out: Path, workers: int | None, keep_pruned: bool, low_rank: bool, verbose: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile every candidate that models may run on, for aot measure on the machine that has the GPU.
 
@@ -47,7 +49,9 @@ def compile(
         tell(notes)
     options = BuildOptions(out.parent, workers=workers, cache=cache_of(cache_dir, no_cache))
     with Progress(as_json or quiet, verbose, notes=not quiet) as progress:
-        report = compile_candidates(plan, sms[0], out, options, progress.observers(), keep_pruned=keep_pruned)
+        report = compile_candidates(
+            plan, sms[0], out, options, progress.observers(), keep_pruned=keep_pruned, low_rank=low_rank
+        )
     if as_json:
         print_json({**report.to_dict(), "notes": [*notes, *report.notes]})
         return

@@ -45,7 +45,23 @@ _POINTS_AT = dict.fromkeys(_WORDS, "*i32") | {
     "order": "*i64",
     "named": "*i8",
 }
-_ELEMENTS = ("x", "w", "y", "dy", "dw", "dy_at", "x_at", "bias", "h", "a", "da", "dh", "out")  # pointers at the dtype
+_ELEMENTS = (
+    "x",
+    "w",
+    "y",
+    "dy",
+    "dw",
+    "dy_at",
+    "x_at",
+    "bias",
+    "low_x",
+    "low_w",
+    "h",
+    "a",
+    "da",
+    "dh",
+    "out",
+)  # pointers at the dtype
 # What of the environment changes the code that Triton makes, and is in no job's key: taken out before it compiles.
 _CHANGE_CODE = (
     "TRITON_INTERPRET", "DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "PTXAS_OPTIONS", "TRITON_OVERRIDE_ARCH",

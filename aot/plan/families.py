@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...artifacts.records.bundle import Variant
 from ...artifacts.records.precision import DType
@@ -131,6 +131,26 @@ def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
+    """The variants that add a low-rank part to the products of bf16 weights, plain and gathering: LoRA's.
+
+    Of each kind of tile the first that is warp-specialised, and of the others the first of each height. No plan has
+    such problems, and nothing is measured of them: which one runs is chosen when it is called (``decide.py``).
+    """
+    found: dict[Spec, None] = {}
+    for problem in problems:
+        if problem.dtype is not DType.BF16 or problem.op is Op.DW or problem.fusion not in (Fusion.NONE, Fusion.GATHER):
+            continue
+        family = Family.of(replace(problem, fusion=problem.fusion | Fusion.LOW_RANK))
+        firsts: dict[tuple[object, ...], Config] = {}
+        for config in pool.candidates(family, sm, (problem.op,)):
+            own = config.schedule.warp_specialized
+            kind = (config.schedule, config.rows, config.block_m, config.block_n) if own else (config.block_m,)
+            firsts.setdefault(kind, config)
+        found |= dict.fromkeys(compilable(family, firsts.values(), (), [problem.E]))
+    return tuple(found)
+
+
 def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config], experts: Sequence[int]) -> list[Spec]:
     """A family's variants of these configs, aligned and for any N and K, that serve some of these numbers of experts.
 
@@ -190,9 +210,16 @@ def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
-def to_compile(problems: Sequence[Problem], sm: int, pool: Pool) -> tuple[Spec | RowOpSpec, ...]:
-    """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes."""
-    return (*(group[0] for group in by_code(specs(problems, sm, pool), sm)), *pass_specs(problems, sm, pool))
+def to_compile(
+    problems: Sequence[Problem], sm: int, pool: Pool, *, low_rank: bool = False
+) -> tuple[Spec | RowOpSpec, ...]:
+    """What a capability's candidates are made of: one of each group of GEMMs that share a cubin, and the passes.
+
+    With ``low_rank`` also what adds a low-rank part.
+    """
+    more = low_rank_specs(problems, sm, pool) if low_rank else ()
+    gemms = by_code((*specs(problems, sm, pool), *more), sm)
+    return (*(group[0] for group in gemms), *pass_specs(problems, sm, pool))
 
 
 def ships_unchosen(variant: Variant) -> bool:

@@ -69,6 +69,7 @@ class Fusion(enum.Flag):
     WEIGHT = 4  # each row of y is multiplied by its routing weight
     BIAS = 8  # bias[g] of [E, N] is added to each row
     SILU = 16  # y is [M, N/2]: silu(gate) * up, the product's left and right half of columns
+    LOW_RANK = 32  # u[m] @ b[g].T is added to each row, u [M, r] and b [E, N, r]: of r columns, an adapter's
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,10 +100,10 @@ class KernelEntry(Entry):
     steps: tuple[str, ...]
     ranks: Mapping[str, int]  # of descriptors
     descriptors: Callable[[Spec], tuple[str, ...]]  # the pointers that are descriptors, in the arguments' order
-    absent: Callable[[Spec], tuple[str, ...]]  # the pointers that a variant goes without
+    absent: Callable[[Spec], tuple[str, ...]]  # the pointers and steps that a variant goes without
     required: Callable[[Spec], tuple[str, ...]]  # the arguments without which no launcher can run it
     boxes: Callable[[Spec], Mapping[str, Box]]  # of each descriptor, outermost dimension first; and of others
-    constants: Callable[[Spec, Arch], Constants]  # but for the pointers that are absent
+    constants: Callable[[Spec, Arch], Constants]  # but for what is absent
     loading_warps: int = 0  # beside those that multiply
     layouts: Callable[[Op], frozenset[Layout]] = _plain_layouts  # of w, for an op
     pointees: Callable[[Spec], Mapping[str, str]] = _nothing  # what pointers point at that is not the dtype's
@@ -147,7 +147,8 @@ class KernelEntry(Entry):
 
 def _code(fusion: Fusion) -> Fusion:
     """Whose code a form runs, as ``spec.code_of``: those that gather nothing differ by flags alone."""
-    return fusion & (Fusion.GATHER | Fusion.SILU) or (Fusion.SCATTER if fusion else Fusion.NONE)
+    own = fusion & (Fusion.GATHER | Fusion.SILU | Fusion.LOW_RANK)
+    return own or (Fusion.SCATTER if fusion else Fusion.NONE)
 
 
 def _named(fusion: Fusion) -> str:

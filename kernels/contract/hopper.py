@@ -9,8 +9,8 @@ from ...artifacts.records.problem import Fusion
 from ..hardware.arch import Arch, Feature
 from .config import PINGPONG_COLUMNS, Cache, Edge, Loads, Schedule, TileRows
 from .entry import Box, Constants, Limits, Tiles
-from .portable import PLAIN, ROWS, WEIGHT, row_operands
-from .spec import MAX_EXPERTS, Spec, w_kn
+from .portable import GATHERING, LOW_OPERANDS, ROWS, UNGATHERED, WEIGHT, row_operands, without_low_rank
+from .spec import MAX_EXPERTS, Spec, indexed, w_kn
 
 ROWS_OF_TILE = 128  # 64 for each warpgroup; where a tile is fitted to its rows, its columns
 MOST_STEPS = (1 << 20) - 1  # the loading warp passes on a tile's steps in 20 bits: kernels/gemm/hopper/consumer.py
@@ -33,8 +33,8 @@ _CACHES = (Cache.DEFAULT, Cache.EVICT_FIRST)
 _ROWS_IN_TURNS = _IN_TURNS | {"block_m": (ROWS_OF_TILE,), "block_k": (64,)}
 _ROW_TILES = (
     Tiles(_BOTH_MOST, _BY_BOTH | {"block_m": (ROWS_OF_TILE,), "edge": _EDGES}, zeroes=True),
-    Tiles(_TURNS_MOST, _ROWS_IN_TURNS | {"block_n": (PINGPONG_COLUMNS,)}, fusions=PLAIN, zeroes=True),
-    Tiles(_TURNS_MOST, _ROWS_IN_TURNS | {"block_n": (128,)}, fusions=PLAIN, dealt=True, zeroes=True),
+    Tiles(_TURNS_MOST, _ROWS_IN_TURNS | {"block_n": (PINGPONG_COLUMNS,)}, fusions=UNGATHERED, zeroes=True),
+    Tiles(_TURNS_MOST, _ROWS_IN_TURNS | {"block_n": (128,)}, fusions=UNGATHERED, dealt=True, zeroes=True),
 )
 _FITTED = {"rows": (TileRows.FITTED,), "block_n": (ROWS_OF_TILE,), "block_k": (64,)}
 _FITTED_TILES = (
@@ -54,15 +54,16 @@ _WEIGHT_TILES = (
 
 def _stores(spec: Spec) -> bool:
     """Whether results leave through a descriptor: those of rows that an index names can't, silu's do."""
-    return not spec.fusion or bool(spec.fusion & (Fusion.GATHER | Fusion.SILU))
+    return not indexed(spec.fusion) or Fusion.GATHER in spec.fusion
 
 
 def _row_descriptors(spec: Spec) -> tuple[str, ...]:
-    return (*row_operands(spec), "y_map") if _stores(spec) else row_operands(spec)
+    low = LOW_OPERANDS if Fusion.LOW_RANK in spec.fusion else ()
+    return (*row_operands(spec), *(("y_map",) if _stores(spec) else ()), *low)
 
 
-def _no_map(spec: Spec) -> tuple[str, ...]:
-    return () if _stores(spec) else ("y_map",)
+def _without(spec: Spec) -> tuple[str, ...]:
+    return (*(() if _stores(spec) else ("y_map",)), *without_low_rank(spec))
 
 
 def _asks_nothing(spec: Spec) -> tuple[str, ...]:
@@ -77,7 +78,7 @@ def _needs_map(spec: Spec) -> tuple[str, ...]:
 
 def _fitted_needs_map(spec: Spec) -> tuple[str, ...]:
     """No other code stores plain tiles of any height."""
-    return (*ROWS.required(spec), "counter", *(() if spec.fusion else ("y_map",)))
+    return (*ROWS.required(spec), "counter", *(() if indexed(spec.fusion) else ("y_map",)))
 
 
 def _pingpong(spec: Spec) -> bool:
@@ -96,7 +97,8 @@ def _fitted_boxes(spec: Spec) -> dict[str, Box]:
 def _boxes_of_rows(spec: Spec, columns: int) -> dict[str, Box]:
     depth = spec.config.block_k
     w = (1, depth, columns) if w_kn(spec) else (1, columns, depth)
-    return {"x": (_PART, depth), "w": w, "y_map": (1, 1, _PART, _PART)}
+    x = _PART, depth
+    return {"x": x, "w": w, "y_map": (1, 1, _PART, _PART), "low_x": x, "low_w": w}
 
 
 def _weight_boxes(spec: Spec) -> dict[str, Box]:
@@ -115,18 +117,20 @@ def _row_constants(spec: Spec, arch: Arch) -> Constants:
         "BLOCK_N": c.block_n,
         "BLOCK_K": c.block_k,
         "W_KN": w_kn(spec),
-        "INDEXED": bool(spec.fusion) and not gated,
+        "INDEXED": indexed(spec.fusion),
         "GATHER": Fusion.GATHER in spec.fusion,
         "GATED": gated,
+        "LOW_RANK": Fusion.LOW_RANK in spec.fusion,
     } | _common(spec, arch, c.block_n, c.block_k, noted=noted, spare=turned, even=even)
 
 
 def _fitted_constants(spec: Spec, arch: Arch) -> Constants:
     c = spec.config
     sizes: Constants = {
-        "BLOCK_M": c.block_m, "BLOCK_K": c.block_k, "W_KN": w_kn(spec), "INDEXED": bool(spec.fusion),
+        "BLOCK_M": c.block_m, "BLOCK_K": c.block_k, "W_KN": w_kn(spec), "INDEXED": indexed(spec.fusion),
+        "LOW_RANK": Fusion.LOW_RANK in spec.fusion,
     }  # fmt: skip
-    spare = c.block_m == PINGPONG_COLUMNS and not spec.fusion
+    spare = c.block_m == PINGPONG_COLUMNS and not indexed(spec.fusion)
     # Any number of parts is even: this kernel keeps track of the buffers.
     return sizes | _common(spec, arch, c.block_m, c.block_k, noted=256, spare=spare, even=True)
 
@@ -155,7 +159,7 @@ def _common(spec: Spec, arch: Arch, columns: int, depth: int, *, noted: int, spa
     """
     c, size = spec.config, spec.dtype.itemsize
     operands = c.num_stages * (ROWS_OF_TILE + columns) * depth + (_PART * depth if spare else 0)
-    looked_up_bytes = 2 * noted * 8 if spec.fusion and Fusion.SILU not in spec.fusion else 0
+    looked_up_bytes = 2 * noted * 8 if indexed(spec.fusion) else 0
     room_bytes = arch.limits.shared_per_block_bytes - 512 - operands * size - looked_up_bytes
     return {
         "STAGES": c.num_stages,
@@ -178,14 +182,14 @@ ROWS_SPECIALIZED = replace(
     ROWS,
     name="rows_specialized",
     home="gemm.hopper.rows",
-    sha256="36be2ad7670158c59bab247497230a7b3533e5a80cc7dfea88b3e767425b9962",
+    sha256="b0f1ea09e4f793e40ef72e41f9ff8d65e5e6e965796039ebd4b2b8758508bdd7",
     dtypes=_HALVES,
-    fusions=PLAIN | {Fusion.GATHER, Fusion.SILU, Fusion.SILU | Fusion.GATHER},
+    fusions=UNGATHERED | GATHERING | {Fusion.SILU, Fusion.SILU | Fusion.GATHER},
     needs=frozenset((Feature.WGMMA,)),
     tiles=_ROW_TILES,
     pointers=(*ROWS.pointers[:3], "y_map", *ROWS.pointers[3:], "counter"),
     descriptors=_row_descriptors,
-    absent=_no_map,
+    absent=_without,
     required=_needs_map,
     boxes=_row_boxes,
     constants=_row_constants,
@@ -195,8 +199,8 @@ ROWS_FITTED = replace(
     ROWS_SPECIALIZED,
     name="rows_fitted",
     home="gemm.hopper.ragged",
-    sha256="2392106e67406daa01e4ea33d382a420b75f151d7991fbb8aa5e0a0f4f15c380",
-    fusions=PLAIN,
+    sha256="7933c8048e151ce1b2ecefc3a3a12dd17c56d631b0f2cbd662c21ed0f19ca854",
+    fusions=UNGATHERED,
     tiles=_FITTED_TILES,
     required=_fitted_needs_map,
     boxes=_fitted_boxes,

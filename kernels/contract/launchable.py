@@ -24,7 +24,10 @@ from .spec import Spec
 _NUMBERS = dict.fromkeys(
     ("M", "N", "K", "E", "m_sizes_step", "index_step", "index_end", "x_divisor", "flags"), ("i32",)
 ) | dict.fromkeys(("m_sizes", "index", "row_weights", "bias", "counter"), ("ptr",))  # fmt: skip
-_ROWS = _NUMBERS | {"x": ("ptr", "desc2"), "w": ("ptr", "desc3"), "y": ("ptr",), "y_map": ("desc4",)} | dict.fromkeys(
+_ROWS = _NUMBERS | {
+    "x": ("ptr", "desc2"), "w": ("ptr", "desc3"), "y": ("ptr",), "y_map": ("desc4",), "low_x": ("ptr", "desc2"),
+    "low_w": ("ptr", "desc3"), "R": ("i32",),
+} | dict.fromkeys(
     ("stride_x_m", "stride_y_m", "stride_w_e", "stride_w_row"), ("i64",)
 )  # fmt: skip
 _WEIGHT = _NUMBERS | {

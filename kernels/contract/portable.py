@@ -7,9 +7,13 @@ from ...artifacts.records.problem import Fusion, Op
 from ..hardware.arch import Arch, Feature
 from .config import Cache, Loads, Schedule
 from .entry import Box, Constants, KernelEntry, Limits, Tiles
-from .spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, w_kn
+from .spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, indexed, w_kn
 
-PLAIN = frozenset((Fusion.NONE, Fusion.SCATTER))  # the forms of rows that gather nothing: see spec.code_of
+# The forms of rows that gather nothing: see spec.code_of.
+PLAIN = frozenset((Fusion.NONE, Fusion.SCATTER))
+UNGATHERED = PLAIN | {Fusion.LOW_RANK}
+GATHERING = frozenset((Fusion.GATHER, Fusion.LOW_RANK | Fusion.GATHER))
+LOW_OPERANDS = ("low_x", "low_w")
 # A program that has one tile asks once for its expert (kernels/gemm/portable/lookup.py). Others scan the counts for
 # every tile, where they are of more than MAX_EXPERTS.
 _LIMITS = {Schedule.TILE: Limits(MAX_EXPERTS), Schedule.PERSISTENT: Limits(MAX_EXPERTS_FALLBACK)}
@@ -30,6 +34,16 @@ def row_operands(spec: Spec) -> tuple[str, ...]:
     if spec.config.loads is not Loads.TMA:
         return ()
     return ("w",) if Fusion.GATHER in spec.fusion else ("x", "w")
+
+
+def without_low_rank(spec: Spec) -> tuple[str, ...]:
+    """The words of a low-rank part, of code that adds none."""
+    return () if Fusion.LOW_RANK in spec.fusion else (*LOW_OPERANDS, "R")
+
+
+def needs_low_rank(spec: Spec) -> tuple[str, ...]:
+    """The same, of code that does."""
+    return (*LOW_OPERANDS, "R") if Fusion.LOW_RANK in spec.fusion else ()
 
 
 def _weight_operands(spec: Spec) -> tuple[str, ...]:
@@ -53,7 +67,8 @@ def _row_constants(spec: Spec, arch: Arch) -> Constants:
         "X_TMA": "x" in descriptors,
         "W_TMA": "w" in descriptors,
         "W_KN": w_kn(spec),
-        "INDEXED": bool(spec.fusion),
+        "INDEXED": indexed(spec.fusion),
+        "LOW_RANK": Fusion.LOW_RANK in spec.fusion,
         "TURNED": _turned(spec, arch),
         "CLEARS": spec.fusion == Fusion.SCATTER and spec.config.schedule is Schedule.TILE,
     } | _sizes(spec)
@@ -87,20 +102,20 @@ ROWS = KernelEntry(
     name="rows",
     revision=2,
     home="gemm.portable.rows",
-    sha256="719bb5be4ed8421cfe610c3b980b181ac488923cc665814b63c639a40b2451dd",
+    sha256="1a10fdb2c4d4e507e55e7df8219e03e72ad26783505641ef08f4dd253c502381",
     launched_since=2,
     ops=frozenset((Op.FORWARD, Op.DX)),
     dtypes=PLAIN_DTYPES,
-    fusions=PLAIN | {Fusion.GATHER},
+    fusions=UNGATHERED | GATHERING,
     needs=frozenset(),
     tiles=_ROW_TILES,
-    pointers=("x", "w", "y", "m_sizes", "index", "row_weights", "bias"),
+    pointers=("x", "w", "y", "m_sizes", "index", "row_weights", "bias", *LOW_OPERANDS),
     strides=("stride_x_m", "stride_w_e", "stride_w_row", "stride_y_m"),
-    steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags"),
-    ranks={"x": 2, "w": 3, "y_map": 4},
+    steps=("m_sizes_step", "index_step", "index_end", "x_divisor", "flags", "R"),
+    ranks={"x": 2, "w": 3, "y_map": 4, "low_x": 2, "low_w": 3},
     descriptors=row_operands,
-    absent=lambda _spec: (),
-    required=lambda _spec: ("x", "w", "y", "m_sizes"),
+    absent=without_low_rank,
+    required=lambda spec: ("x", "w", "y", "m_sizes", *needs_low_rank(spec)),
     boxes=_row_boxes,
     constants=_row_constants,
 )

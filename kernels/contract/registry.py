@@ -151,7 +151,7 @@ def arguments(spec: Spec) -> tuple[tuple[str, str], ...]:
         *((name, f"desc{entry.ranks[name]}" if name in descriptors else "ptr") for name in pointers),
         *((name, "i32") for name in ("M", "N", "K", "E")),
         *((name, "i64") for name in entry.strides),
-        *((name, "i32") for name in entry.steps),
+        *((name, "i32") for name in entry.steps if name not in absent),
     )
 
 
@@ -180,9 +180,9 @@ def divisibility(spec: Spec) -> dict[str, int]:
     elements = spec.alignment // spec.dtype.itemsize
     given = {}
     for name, kind in arguments(spec):
-        if name in ("x", "w", "y", "dy", "dw") and kind == "ptr":
+        if name in ("x", "w", "y", "dy", "dw", "low_x", "low_w") and kind == "ptr":
             given[name] = spec.alignment
-        elif name in ("N", "K") or kind == "i64":
+        elif name in ("N", "K", "R") or kind == "i64":
             given[name] = elements
     return given | dict(_entry(spec).multiples(spec))
 

@@ -29,6 +29,7 @@ class Spec:
         text += f" w={self.layout.value}" if self.layout is not Layout.NK else ""
         text += " gather" if Fusion.GATHER in self.fusion else ""
         text += " silu" if Fusion.SILU in self.fusion else ""
+        text += " low-rank" if Fusion.LOW_RANK in self.fusion else ""
         return text + (" unaligned" if self.alignment == 1 else "")
 
 
@@ -61,13 +62,19 @@ def code_of(op: Op, fusion: Fusion) -> Fusion:
     What a call does beside the product is chosen at run time, by flags; only gathering needs other loads,
     and the plain code is kept apart because it is faster. dW has plain code alone, and rows are gathered for it
     beforehand: through an index an H200 took 2.3 ms where the plain code took 0.8 (Qwen3-30B, gate_up, T=8192).
-    SILU, alone and with GATHER, has code of its own, which does nothing else.
+    SILU, alone and with GATHER, has code of its own, which does nothing else. So has LOW_RANK, with GATHER every form.
 
     Raises
     ------
     ValueError
-        for SILU with anything but GATHER, or of another op than the forward.
+        for SILU with anything but GATHER, or of another op than the forward; for LOW_RANK of dW, or with rows that are
+        moved in other ways.
     """
+    if Fusion.LOW_RANK in fusion:
+        other = fusion & ~Fusion.LOW_RANK
+        if op is Op.DW or Fusion.SILU in other or (other and Fusion.GATHER not in other):
+            raise ValueError(f"there is no code for {fusion} of {op.value}: LOW_RANK goes alone, or with GATHER")
+        return Fusion.LOW_RANK | (other & Fusion.GATHER)
     if Fusion.SILU in fusion:
         if op is not Op.FORWARD or fusion & ~(Fusion.SILU | Fusion.GATHER):
             raise ValueError(f"there is no code for {fusion} of {op.value}: SILU goes with GATHER, of the forward")
@@ -75,6 +82,11 @@ def code_of(op: Op, fusion: Fusion) -> Fusion:
     if op is Op.DW or not fusion:
         return Fusion.NONE
     return Fusion.GATHER if Fusion.GATHER in fusion else Fusion.SCATTER
+
+
+def indexed(fusion: Fusion) -> bool:
+    """Whether code reads ``flags``, and an index or a bias if they say so."""
+    return bool(fusion & ~Fusion.LOW_RANK) and Fusion.SILU not in fusion
 
 
 def result_columns(columns: int, fusion: Fusion) -> int:

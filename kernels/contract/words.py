@@ -16,6 +16,8 @@ The names in a variant's ``arguments`` are the words of launch ABI 1:
                          code of its own, no flag), and ``ZERO_TAIL``
 ``counter``              device pointer to an int32 that is zero before and after the launch
 ``dy_at x_at``           device pointers to dy and x, which are descriptors: of streamed code of dW
+``low_x low_w``          of code with ``Fusion.LOW_RANK``: u [M, R] of sorted rows and b [E, N, R] (with w's columns
+                         contiguous [E, R, N]), dense; device pointers, or TMA descriptors. ``R`` int32: their columns
 ``y_map``                y again, as a TMA descriptor of ragged rows that a specialised kernel stores through
 =======================  =====================================================================
 

@@ -298,7 +298,7 @@ def _again(
     if grad:
         found = _apply(x, *given, weights, routing, plan.how, plan)
     else:
-        found, _ = plan.forward(plan.how, x, given, routing, weights, keeps_h=False)
+        found, *_ = plan.forward(plan.how, x, given, routing, weights, keeps_h=False)
     return found if hidden.dim() == 2 else found.view(hidden.shape)
 
 

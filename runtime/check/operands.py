@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,8 +14,19 @@ from .tensors import row_stride
 if TYPE_CHECKING:
     from ..dispatch.pin import Pin
 
-_FUSIONS = tuple(map(Fusion, range(16)))  # by value: enum arithmetic costs more than the rest of a launch
+_FUSIONS = tuple(map(Fusion, range(64)))  # by value: enum arithmetic costs more than the rest of a launch
 _INDEXED = (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT).value
+
+
+class LowPart(NamedTuple):
+    """What is added to a product: y[m] += x[m] @ w[g].T before a bias and a weight, of sorted rows.
+
+    ``x`` is [M, r], and ``w`` [E, columns of y, r] or, where the product's w has y's columns contiguous, [E, r, columns
+    of y]. Both are dense.
+    """
+
+    x: torch.Tensor
+    w: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +37,7 @@ class Rows:
     is 0), to(m) = index[m] with ``scatter``; ``row_weights`` float32 by index, ``bias`` [E, columns of y].
     ``zero_tail`` zeroes the rows of y that nothing is stored to.
     ``bounds`` (``layer.Routing``) may be given where every index has its row, also in x; ``loose`` says that rows of y
-    whose index has none may hold anything.
+    whose index has none may hold anything. ``low`` is added by ``products.with_low_part`` alone.
     """
 
     op: Op
@@ -44,6 +55,7 @@ class Rows:
     zero_tail: bool = False
     bounds: torch.Tensor | None = None
     loose: bool = False
+    low: LowPart | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -62,7 +74,8 @@ class Rows:
     def fusion(self) -> Fusion:
         """What the kernel's flags say."""
         value = (1 if self.gather_divisor else 0) | (2 if self.scatter else 0)
-        return _FUSIONS[value | (4 if self.row_weights is not None else 0) | (8 if self.bias is not None else 0)]
+        value |= (4 if self.row_weights is not None else 0) | (8 if self.bias is not None else 0)
+        return _FUSIONS[value | (32 if self.low is not None else 0)]
 
     @property
     def uses_index(self) -> bool:

@@ -16,6 +16,7 @@ from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.names import printable
 from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu
+from ...kernels.contract.spec import code_of
 from .. import hooks
 from ..locks import lock
 from . import compiled
@@ -86,6 +87,24 @@ def settle(
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             return _decide(snapshot, problem, bucket, local, aligned, strict)
+
+
+def with_low_part(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu) -> Candidate | None:
+    """The variant for M rows of aligned ``problem``, one with ``Fusion.LOW_RANK``, or None: two products then.
+
+    No bundle has such choices. It is the config that runs the product without the low-rank part, if the candidates that
+    ship have it, else the first by the cost model.
+    """
+    bucket = bucket_of(M)
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            found = modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=True)
+            if not found:
+                return None
+            plain = replace(problem, fusion=code_of(problem.op, problem.fusion & ~Fusion.LOW_RANK))
+            without = settle(snapshot, plain, bucket, local, aligned=True, strict=False)
+            config = None if isinstance(without, Miss) else without.chosen.config
+            return next((one for one in found if one.config == config), found[0])
 
 
 def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -> Decision | Miss:

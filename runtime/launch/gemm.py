@@ -34,6 +34,7 @@ _ROWS: Words = (
     ("x", "ptr"), ("w", "ptr"), ("stride_x_m", "i64"), ("stride_y_m", "i64"), ("index", "ptr"), ("row_weights", "ptr"),
     ("bias", "ptr"), ("M", "i32"), ("index_end", "i32"),
 )  # fmt: skip
+_LOW: Words = (("low_x", "ptr"), ("low_w", "ptr"))  # beside these, where the code adds a low-rank part
 _WEIGHT: Words = (
     ("dy", "ptr"), ("x", "ptr"), ("dy_at", "ptr"), ("x_at", "ptr"), ("stride_dy_m", "i64"), ("stride_x_m", "i64"),
     ("M", "i32"),
@@ -122,13 +123,15 @@ def row_launcher(
     stride_w_row: int,
     m_sizes_step: int,
     fused: Fused = PLAIN,
+    R: int = 0,
 ) -> Launcher:
     """A launcher of y[g] = x[g] @ w[g].T.
 
     ``pack`` takes x, w, stride_x_m, stride_y_m and M, a fused call also the addresses of index, row_weights and bias (0
-    for none), and index_end. In the kernel's words: ``columns`` of the product (of code with SILU y has half as many),
-    ``reduction``, and ``w_kn`` where w's columns are the contiguous ones. Where the code can't do ``fused.zero_tail``
-    it is left to the caller: ``Launcher.zeroes`` tells.
+    for none), and index_end; of code that adds a low-rank part, of ``R`` columns, low_x and low_w. In the kernel's
+    words: ``columns`` of the product (of code with SILU y has half as many), ``reduction``, and ``w_kn`` where w's
+    columns are the contiguous ones. Where the code can't do ``fused.zero_tail`` it is left to the caller:
+    ``Launcher.zeroes`` tells.
 
     Raises
     ------
@@ -141,9 +144,12 @@ def row_launcher(
     fused = without_clearing(fused, variant, config)
     w_sizes = ("K", "N") if w_kn else ("N", "K")
     maps = {"x": ("M", "K", "stride_x_m", "one"), "w": ("E", *w_sizes, "stride_w_e", "stride_w_row", "one")}
-    fixed = {"N": columns, "K": reduction, "stride_w_e": stride_w_e, "stride_w_row": stride_w_row}
+    fixed = {"N": columns, "K": reduction, "stride_w_e": stride_w_e, "stride_w_row": stride_w_row, "R": R}
+    low = Fusion.LOW_RANK in variant.fusion
     late = (("y", "ptr"), *LATE, *([("y_map", "desc4")] if "y_map" in dict(variant.arguments) else []))
-    layout = _layout(kernel, _ROWS, late, fixed | always(E, m_sizes_step, fused), maps | {"y_map": _UNREAD[4]})
+    unread = {"y_map": _UNREAD[4], "low_x": ("null",) * 2 + ("one",) * 2, "low_w": _UNREAD[3]}
+    given = _ROWS + _LOW if low else _ROWS
+    layout = _layout(kernel, given, late, fixed | always(E, m_sizes_step, fused), maps | unread)
     start, repeater = starter(
         kernel.function,
         f"{variant.entry}, {config}",
@@ -158,10 +164,11 @@ def row_launcher(
     most = _MOST_PROGRAMS if one_tile else kernel.sm_count * kernel.function.per_sm
     sizes, strides = (E, reduction, columns) if w_kn else (E, columns, reduction), (stride_w_e, stride_w_row)
     x_maps, w_maps = (TensorMaps.of(variant, name, kernel.function.device) for name in ("x", "w"))
+    low_of = _low_words(kernel, (E, R, columns) if w_kn else (E, columns, R), R) if low else None
 
     def pack(
         *, x: int, w: int, stride_x_m: int, stride_y_m: int, M: int,
-        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, low_x: int = 0, low_w: int = 0,
     ) -> bytes:  # fmt: skip
         active = E if E < M else M
         tiles = ((M - active) // block_m + active) * tiles_n  # registry.most_tiles, inlined
@@ -180,12 +187,36 @@ def row_launcher(
         if w_maps is not None:
             key = (w, 0, 0)
             w_word = w_maps.known.get(key) or w_maps.encode(key, sizes, strides)
+        if low_of is not None:
+            return packed(
+                x_word, w_word, stride_x_m, stride_y_m, index, row_weights, bias, M, index_end,
+                *low_of(low_x, low_w, M), tiles if tiles < most else most, tail,
+            )  # fmt: skip
         return packed(
             x_word, w_word, stride_x_m, stride_y_m, index, row_weights, bias, M, index_end,
             tiles if tiles < most else most, tail,
         )  # fmt: skip
 
     return Launcher(pack, start, repeater, zeroes=fused.zero_tail)
+
+
+def _low_words(
+    kernel: LoadedKernel, sizes: tuple[int, int, int], R: int
+) -> Callable[[int, int, int], tuple[int | bytes, int | bytes]]:
+    """Who has low_x [M, R] and low_w, of these sizes, as the kernel takes them: addresses, or descriptors."""
+    x_maps, w_maps = (TensorMaps.of(kernel.variant, name, kernel.function.device) for name in ("low_x", "low_w"))
+    strides = sizes[1] * sizes[2], sizes[2]
+
+    def words(low_x: int, low_w: int, M: int) -> tuple[int | bytes, int | bytes]:
+        if x_maps is None or w_maps is None:
+            return low_x, low_w
+        x_key, w_key = (low_x, M, R), (low_w, 0, 0)
+        return (
+            x_maps.known.get(x_key) or x_maps.encode(x_key, (M, R), (R,)),
+            w_maps.known.get(w_key) or w_maps.encode(w_key, sizes, strides),
+        )
+
+    return words
 
 
 def weight_launcher(

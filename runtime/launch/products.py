@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...artifacts.records.problem import Fusion
+from ...artifacts.records.problem import Fusion, Op
 from ..check.tensors import row_stride
 from ..weights.expert_weights import ExpertWeights
 from . import gather as launch_gather
 from . import rowops
 from .program import Step
 from .quantised import bytes_of_row, quantize_step, ready_for_quantised
-from .ready import Ready, index_step, ready_for, ready_for_gated, ready_for_weight
+from .ready import Ready, index_step, ready_for, ready_for_gated, ready_for_low_rank, ready_for_weight
 
 if TYPE_CHECKING:
     from ..check.operands import Rows
@@ -84,6 +84,14 @@ def resolve_gated(call: Rows) -> Product | None:
     ready = ready_for_gated(call)
     columns = call.sizes[1] // 2
     return None if ready is None else _product(ready, call, call.fusion | Fusion.SILU, columns, call.index_end(0))
+
+
+def resolve_low_rank(call: Rows) -> Product | None:
+    """The steps of a product with a low-rank part into new memory; None where there is no code for it."""
+    ready = ready_for_low_rank(call)
+    _, N, K = call.sizes
+    columns = N if call.op is Op.FORWARD else K
+    return None if ready is None else _product(ready, call, call.fusion, columns, call.index_end(0))
 
 
 def resolve_weight(
@@ -179,6 +187,17 @@ def _row_step(ready: Ready, call: Rows, names: tuple[str, str], words: tuple[int
         scale = _plain_scale(call.w) if ready.plain_scales else "w_scale"
         operands += (scale, "w_outer", "w_zero", index_name, "row_weights", "bias")
         return Step(mixed, ready.name, operands, all_of_M or not end)
+    if call.low is not None:
+
+        def adapted(
+            M: int, stream: int, x: int, w: int, y: int, m_sizes: int, low_x: int, low_w: int, index: int, bias: int
+        ) -> None:  # fmt: skip
+            start(pack(
+                x=x, w=w, low_x=low_x, low_w=low_w, stride_x_m=stride_x, stride_y_m=stride_y, M=M, index=index,
+                bias=bias, index_end=M if all_of_M else end or 0,
+            ), y, m_sizes, stream)  # fmt: skip
+
+        return Step(adapted, ready.name, (*operands, "low_x", "low_w", index_name, "bias"), all_of_M or not end)
     if end is None:
 
         def plain(M: int, stream: int, x: int, w: int, y: int, m_sizes: int) -> None:

@@ -35,6 +35,7 @@ _FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 progr
 # docs/inside/trials.md, scatter-beside). One of matrices of 2^21 takes longer for as many rows, and so does one
 # of 2^20 that has many experts' to read. Where most rows of y are to be cleared it takes more than a warp of each.
 _MOST_TO_CLEAR, _SHORT_TO_CLEAR, _LARGE_MATRIX, _MOST_PER_ROW = 1 << 17, 8192, 1 << 20, 4
+_LOW_RANK_DTYPES = (torch.bfloat16, torch.float16)
 _UNKNOWN = object()
 
 
@@ -127,6 +128,65 @@ def ready_for_gated(call: Rows) -> Ready | None:
     return kept(key, build)
 
 
+def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether code that adds a low-rank part takes such a call, its operands in 16 bits and rows of 16 bytes."""
+    moves = call.scatter or call.row_weights is not None or call.zero_tail or call.spares_rows
+    if (
+        moves
+        or call.pin is not None
+        or not isinstance(call.w, torch.Tensor)
+        or (call.bias is not None) > call.uses_index
+    ):
+        return False
+    (_, N, K), x = call.sizes, call.x
+    if x.dtype not in _LOW_RANK_DTYPES or narrow.dtype is not x.dtype or second.dtype is not x.dtype:
+        return False
+    columns = N if call.op is Op.FORWARD else K
+    addresses = narrow.data_ptr(), second.data_ptr(), narrow.shape[1] * x.element_size()
+    return _aligned(call, 0, columns, columns) and narrow.is_contiguous() and is_aligned(ALIGNMENT_BYTES, *addresses)
+
+
+def ready_for_low_rank(call: Rows) -> Ready | None:
+    """The kernel for a product with a low-rank part (``may_add_low_part``); None where there is none."""
+    x, w, m_sizes, low = call.x, call.dense, call.m_sizes, call.low
+    if low is None:
+        raise AssertionError("a product without a low-rank part")
+    (E, N, K), R, device = call.sizes, low.x.shape[1], x.get_device()
+    step = index_step(call) if call.uses_index else 1
+    fixed = (x.dtype, E, N, K, R, _weight_strides(w), call.gather_divisor, call.fusion.value, step, m_sizes.dtype)
+    key = ("low rank", call.op.value, call.layout.value, *fixed, bucket_of(call.M), device)
+
+    def build() -> Ready | None:
+        problem = problem_of(call.op, x, E, N, K, call.layout, call.fusion)
+        kernel = low_rank_kernel(problem, call.M, device)
+        if kernel is None:
+            return None
+        from .gemm import Fused
+
+        return of_rows(kernel, problem, call, Fused(call.fusion, step, call.gather_divisor or 1))
+
+    return kept(key, build)
+
+
+def low_rank_kernel(problem: Problem, M: int, device: int) -> LoadedKernel | None:
+    """The variant for a product with a low-rank part, loaded on ``cuda:device``; None where two products do it.
+
+    Nothing is compiled, and nothing is logged: the product without it is an ordinary choice.
+    """
+    if not platform_supported():
+        return None
+    from ..dispatch.decide import with_low_part
+    from .loader import load_first
+
+    snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
+
+    def choose() -> tuple[Usable, int] | None:
+        found = with_low_part(snapshot, problem, M, local)
+        return None if found is None else (found.usable, found.index)
+
+    return load_first(snapshot, choose, local, device)
+
+
 def ready_for_weight(
     dy: torch.Tensor, x: torch.Tensor, dw: torch.Tensor, m_sizes: torch.Tensor, pin: Pin | None, strict: bool | None
 ) -> Ready | None:
@@ -171,6 +231,7 @@ def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) ->
     launcher = gemm.row_launcher(
         kernel, columns=view.columns, reduction=view.reduction, E=problem.E, w_kn=view.w_kn, stride_w_e=stride_w_e,
         stride_w_row=stride_w_row, m_sizes_step=step_of(call.m_sizes), fused=fused,
+        R=0 if call.low is None else call.low.x.shape[1],
     )  # fmt: skip
     return Ready(launcher, name)
 

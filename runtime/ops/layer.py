@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -37,10 +37,11 @@ from ..weights.expert_weights import ExpertWeights
 from . import activation, low_rank, tokens
 from .activation import Activation, Needs
 from .low_rank import Adapters, LowRank, LowRankGradients
-from .products import gated_rows, rows, weight
+from .products import gated_rows, weight
 
 GATED_IN_PRODUCT = Activation("silu", gated=True, interleaved=False)  # what a product's epilogue can do
 NO_ADAPTERS = Adapters(None, None)
+Forward: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"  # see forward
 _ONES = 8  # columns that sum dh's rows, or weigh dout's: 16 bytes of a 16-bit type
 
 
@@ -77,6 +78,16 @@ class Weights(NamedTuple):
     down_bias: torch.Tensor | None
 
 
+class Narrow(NamedTuple):
+    """What a forward keeps of adapters: x[token] @ A.T of the first product, a @ A.T of the second, [T*k, r] each."""
+
+    x: torch.Tensor | None
+    a: torch.Tensor | None
+
+
+NOTHING_NARROW = Narrow(None, None)
+
+
 class FrozenWeights(NamedTuple):
     """The same where gate_up or down, or both, are quantised."""
 
@@ -99,10 +110,11 @@ def weights_of(
 def forward(
     layer: Layer, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing, weights: torch.Tensor, *,
     keeps_h: bool, do: Now = NOW, into: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """out [T, H] and h [T*k, 2*I] of x [T, H] and the routing weights [T, k]; out is ``into`` if it is given.
+) -> Forward:  # fmt: skip
+    """out [T, H], h [T*k, 2*I] and what adapters made of rows, of x [T, H] and the routing weights [T, k].
 
-    Without ``keeps_h`` there is none, and silu(gate) * up may be the first product's own work (``epilogue.py``).
+    out is ``into`` if it is given. Without ``keeps_h`` it is alone, and silu(gate) * up may be the first product's own
+    work (``epilogue.py``).
     """
     k, layout, act = layer
     index, m_sizes, bounds, experts, places = routing
@@ -110,21 +122,20 @@ def forward(
     # (Kernels read a bias as dense.)
     up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in given[2:])
     first = Rows(Op.FORWARD, x, given.gate_up, m_sizes, layout, M, index, k, bias=up_bias, bounds=bounds)
-    h = None
+    h = narrow_x = narrow_a = None
     whole = act == GATED_IN_PRODUCT and not keeps_h and adapters.first is None
     a = gated_rows(first, do) if whole else None
     if a is None:
-        h = rows(first, do.new(x, (M, columns(given.gate_up, layout))), do)
         if adapters.first is not None:
-            u = low_rank.narrowed(adapters.first, x, m_sizes, index, k, bounds, do)
-            low_rank.add(adapters.first, h, u, m_sizes, do)
+            narrow_x = low_rank.narrowed(adapters.first, x, m_sizes, index, k, bounds, do)
+        h = low_rank.product(first, adapters.first, narrow_x, do)
         a = activation.forward(h, act, bounds, do)
     second = Rows(Op.FORWARD, a, given.down, m_sizes, layout, M)
-    y = rows(second, do.new(x, (M, columns(given.down, layout))), do)
     if adapters.second is not None:
-        low_rank.add(adapters.second, y, low_rank.narrowed(adapters.second, a, m_sizes, do=do), m_sizes, do)
+        narrow_a = low_rank.narrowed(adapters.second, a, m_sizes, do=do)
+    y = low_rank.product(second, adapters.second, narrow_a, do)
     out = tokens.combine(y, places, k, slot_weights(weights, x, do), experts, down_bias, do, into=into)
-    return out, h if keeps_h else None
+    return (out, h, narrow_x, narrow_a) if keeps_h else (out, None, None, None)
 
 
 class MoeLayer(torch.autograd.Function):
@@ -139,7 +150,7 @@ class MoeLayer(torch.autograd.Function):
         """The layer; what a gradient needs is saved. ``plan`` is a ``replay.plan.LayerPlan``."""
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
-        out, h = run(layer, x, given, routing, weights, keeps_h=True)
+        out, h, *_ = run(layer, x, given, routing, weights, keeps_h=True)
         needs_x, needs_up, needs_down, needs_up_bias, _, needs_weights = ctx.needs_input_grad[:6]
         inner = needs_x or needs_up or needs_up_bias  # dh is needed
         products = gate_up if needs_x else None, down if inner or needs_weights else None
@@ -184,11 +195,11 @@ class AdaptedLayer(torch.autograd.Function):
         """The layer; what a gradient needs is saved. ``plan`` is a ``replay.plan.LayerPlan``."""
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
-        out, h = run(layer, x, given, routing, weights, keeps_h=True, adapters=adapters_of(low, scales))
+        out, *kept = run(layer, x, given, routing, weights, keeps_h=True, adapters=adapters_of(low, scales))
         both = gate_up, down
         ctx.frozen = [one if isinstance(one, ExpertWeights) else None for one in both]
         tensors = [one if isinstance(one, torch.Tensor) else None for one in both]
-        ctx.save_for_backward(x, *tensors, down_bias, weights, h, *low, *routing)
+        ctx.save_for_backward(x, *tensors, down_bias, weights, *kept, *low, *routing)
         ctx.layer, ctx.scales, ctx.plan = layer, scales, plan
         return out
 
@@ -197,16 +208,16 @@ class AdaptedLayer(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients; those of A and B together, if either is needed."""
         x, gate_up, down, down_bias, weights, h, *rest = ctx.saved_tensors
-        low, routing = rest[:4], Routing(*rest[4:])
+        narrow, low, routing = Narrow(*rest[:2]), rest[2:6], Routing(*rest[6:])
         gate_up, down = (ctx.frozen[i] if one is None else one for i, one in enumerate((gate_up, down)))
         given, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
         adapters, found = adapters_of(low, ctx.scales), None
         if ctx.plan is not None:
-            found = ctx.plan.gradients(ctx.layer, dout, x, given, weights, h, routing, needs, adapters)
+            found = ctx.plan.gradients(ctx.layer, dout, x, given, weights, h, routing, needs, adapters, narrow)
         if found is None:
             dout = in_memory("dout", dout, "moe_mlp")
             with without_autocast(dout.device.type):
-                found = all_gradients(ctx.layer, dout, x, given, weights, h, routing, needs, adapters)
+                found = all_gradients(ctx.layer, dout, x, given, weights, h, routing, needs, adapters, narrow)
         return (*found[:6], None, None, None, None, *found[6:])
 
 
@@ -218,10 +229,11 @@ def adapters_of(low: Sequence[torch.Tensor | None], scales: tuple[float, float])
 
 def all_gradients(
     layer: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights, weights: torch.Tensor,
-    h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], adapters: Adapters, do: Now = NOW,
+    h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], adapters: Adapters, narrow: Narrow,
+    do: Now = NOW,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """As ``with_adapters``, in a row: the six, then A's and B's of the first product, then of the second."""
-    found, low = with_adapters(layer, dout, x, given, weights, h, routing, needs, adapters, do)
+    found, low = with_adapters(layer, dout, x, given, weights, h, routing, needs, adapters, narrow, do)
     return (*found, *(each for one in low for each in (one or (None, None))))
 
 
@@ -230,20 +242,24 @@ def gradients(
     h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], do: Now = NOW,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The gradients of x, gate_up, down, gate_up_bias, down_bias and weights: those that ``needs`` asks for."""
-    return with_adapters(layer, dout, x, given, weights, h, routing, needs, NO_ADAPTERS, do)[0]
+    return with_adapters(layer, dout, x, given, weights, h, routing, needs, NO_ADAPTERS, NOTHING_NARROW, do)[0]
 
 
 def with_adapters(
     layer: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights, weights: torch.Tensor,
-    h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], adapters: Adapters, do: Now = NOW,
+    h: torch.Tensor | None, routing: Routing, needs: tuple[bool, ...], adapters: Adapters, narrow: Narrow,
+    do: Now = NOW,
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[LowRankGradients | None, LowRankGradients | None]]:  # fmt: skip
-    """The same, and the gradients of the adapters that there are: of all of them. ``x`` is there with a first one."""
+    """The same, and the gradients of the adapters that there are: of all of them. ``x`` is there with a first one.
+
+    ``narrow`` is what the forward kept of them.
+    """
     first, second = adapters
     of_first = of_second = None
     needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
     k, layout, act = layer
     index, m_sizes, bounds, experts, places = routing
-    E = m_sizes.shape[0]
+    E, M = m_sizes.shape[0], index.shape[0]
     inner = needs_x or needs_up or needs_up_bias or first is not None
     dout = dout.contiguous()
     row_weights = slot_weights(weights, dout, do)
@@ -253,18 +269,20 @@ def with_adapters(
     if h is not None and (inner or needs_down or needs_weights or second is not None):
         # (Where only t * act(h) is wanted, da is of no account.)
         whole = inner or needs_weights
-        da = _times(dy, given.down, m_sizes, layout, do) if whole else do.call(partial(_zeros, act=act), h)
         v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes, do)
-        if second is not None and v is not None and whole:
-            low_rank.add_gradient(second, da, v, m_sizes, do)
+        if whole:
+            da = low_rank.product(Rows(Op.DX, dy, given.down, m_sizes, layout, M), second, v, do)
+        else:
+            da = do.call(partial(_zeros, act=act), h)
         wanted = Needs(inner, needs_down or second is not None, needs_weights)
         dh, a, dweights = activation.gradient(
             h, da, act, wanted, weights=row_weights, index=index, bounds=bounds,
             narrow=given.down_bias is None, do=do,
         )  # fmt: skip
         del da
-        if second is not None and v is not None and a is not None:
-            of_second = low_rank.gradients(dy, v, a, low_rank.narrowed(second, a, m_sizes, do=do), m_sizes, do)
+        if second is not None and v is not None and a is not None and narrow.a is not None:
+            u = do.call(_weighted, narrow.a, weights, index)
+            of_second = low_rank.gradients(dy, v, a, u, m_sizes, do)
     if a is not None and needs_down:
         ddown = weight(dy, a, m_sizes, layout=layout, do=do)
     if needs_down_bias:
@@ -277,15 +295,12 @@ def with_adapters(
     if dh is not None:
         v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes, do)
         if needs_x:
-            dx = _times(dh, given.gate_up, m_sizes, layout, do)
-            if first is not None and v is not None:
-                low_rank.add_gradient(first, dx, v, m_sizes, do)
+            dx = low_rank.product(Rows(Op.DX, dh, given.gate_up, m_sizes, layout, M), first, v, do)
             dx = tokens.combine(dx, places, k, do=do)
         if x is not None and (needs_up or first is not None):
             sorted_x = tokens.gather(x, index, k, bounds, do)
-            if first is not None and v is not None:
-                u = low_rank.narrowed(first, sorted_x, m_sizes, do=do)
-                of_first = low_rank.gradients(dh, v, sorted_x, u, m_sizes, do)
+            if v is not None and narrow.x is not None:
+                of_first = low_rank.gradients(dh, v, sorted_x, narrow.x, m_sizes, do)
             if needs_up:
                 dup = weight(dh, sorted_x, m_sizes, layout=layout, do=do)
             del sorted_x
@@ -306,15 +321,11 @@ def columns(w: torch.Tensor | ExpertWeights, layout: Layout) -> int:
     return w.shape[1 if layout is Layout.NK else 2]
 
 
-def _times(
-    dy: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, layout: Layout, do: Now
-) -> torch.Tensor:
-    """dy @ w row by row, in the sorted order; rows of no expert hold anything."""
-    M, K = dy.shape[0], w.shape[2 if layout is Layout.NK else 1]
-    return rows(Rows(Op.DX, dy, w, m_sizes, layout, M), do.new(dy, (M, K)), do)
-
-
 # What torch does of a gradient. No tensor is in here but those that are given, and no number of rows: ``Now.call``.
+
+
+def _weighted(u: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return (u * weights.detach().reshape(-1)[index][:, None]).to(u.dtype)
 
 
 def _zeros(h: torch.Tensor, act: Activation) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from ...artifacts.records.problem import Layout, Op
 from ..check.operands import Rows
 from ..launch.program import NOW, Now
-from .products import rows, weight
+from .products import rows, weight, with_low_part
 
 
 class LowRank(NamedTuple):
@@ -51,10 +51,23 @@ def narrowed(
     return _scaled(rows(call, do.new(x, (M, one.A.shape[1])), do), one, do)
 
 
-def add(one: LowRank, y: torch.Tensor, u: torch.Tensor, m_sizes: torch.Tensor, do: Now = NOW) -> None:
-    """y [M, N] += u @ B.T, in place."""
-    call = Rows(Op.FORWARD, u, one.B, m_sizes, Layout.NK, u.shape[0])
-    do.call(_add, y, rows(call, do.new(y, tuple(y.shape)), do))
+def product(call: Rows, one: LowRank | None, narrow: torch.Tensor | None, do: Now = NOW) -> torch.Tensor:
+    """The product, and of the forward u @ B.T beside it, of dX v @ A; ``narrow`` [M, r] is u or v.
+
+    By one kernel, which has these columns in its reduction; where there is no such code they are a product of their
+    own, which is added.
+    """
+    _, N, K = call.sizes
+    y_shape = call.M, N if call.op is Op.FORWARD else K
+    if one is None or narrow is None:
+        return rows(call, do.new(call.x, y_shape), do)
+    second = one.B if call.op is Op.FORWARD else one.A
+    y = with_low_part(call, narrow, second, do)
+    if y is None:
+        y = rows(call, do.new(call.x, y_shape), do)
+        beside = Rows(call.op, narrow, second, call.m_sizes, Layout.NK, call.M)
+        do.call(_add, y, rows(beside, do.new(y, y_shape), do))
+    return y
 
 
 def narrowed_gradient(one: LowRank, dy: torch.Tensor, m_sizes: torch.Tensor, do: Now = NOW) -> torch.Tensor:
@@ -62,12 +75,6 @@ def narrowed_gradient(one: LowRank, dy: torch.Tensor, m_sizes: torch.Tensor, do:
     M = dy.shape[0]
     call = Rows(Op.DX, dy, one.B, m_sizes, Layout.NK, M)
     return _scaled(rows(call, do.new(dy, (M, one.B.shape[2])), do), one, do)
-
-
-def add_gradient(one: LowRank, dx: torch.Tensor, v: torch.Tensor, m_sizes: torch.Tensor, do: Now = NOW) -> None:
-    """dx [M, K] += v @ A, in place."""
-    call = Rows(Op.DX, v, one.A, m_sizes, Layout.NK, v.shape[0])
-    do.call(_add, dx, rows(call, do.new(dx, tuple(dx.shape)), do))
 
 
 def gradients(

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.records.problem import Layout
+from ...artifacts.records.problem import Layout, Op
 from ...kernels import reference
 from ..check import tensors
-from ..check.operands import Rows
+from ..check.operands import LowPart, Rows
 from ..check.tensors import rows_usable
 from ..driver.device import local_gpu, on
-from ..launch.products import Product, operands_of, resolve, resolve_gated, resolve_weight
+from ..launch.products import Product, operands_of, resolve, resolve_gated, resolve_low_rank, resolve_weight
 from ..launch.program import NOW, Now
-from ..launch.ready import rows_aligned
+from ..launch.ready import may_add_low_part, rows_aligned
 from ..weights.dequantised import Dequantised
 from ..weights.expert_weights import ExpertWeights
 from . import quantised, torch_fallback, zero_rows
@@ -159,12 +159,47 @@ def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
         "x": call.x, "y": y, "m_sizes": call.m_sizes, "index": call.index, "row_weights": call.row_weights,
         "bias": call.bias, "bounds": call.bounds, **operands_of(call.w),
     }  # fmt: skip
+    if call.low is not None:
+        given |= {"low_x": call.low.x, "low_w": call.low.w}
     if product.in_range is not None and call.index is not None:
         given["in_range"] = do.call(product.in_range, call.index, scales=False)
     for one in product.scratch:
         given[one.name] = do.new(call.x, (call.M, one.columns), one.dtype)
     for step in product.steps:
         do.run(step, call.M, *map(given.get, step.operands))
+
+
+def with_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, do: Now = NOW) -> torch.Tensor | None:
+    """x @ w.T and narrow @ second.T of the expert of each row in one sum, by one kernel, into new memory.
+
+    None where there is no code for it. ``narrow`` is [M, r]; ``second`` lies as w of ``Layout.NK`` does: [E, N, r] of
+    the forward, [E, r, K] of dX.
+    """
+    if not (call.M and call.x.numel() and all(call.sizes)) or not tensors.on_gpu(call.x):
+        return None
+    if not may_add_low_part(call, narrow, second):
+        return None
+    if call.layout is Layout.KN:
+        second = do.call(_turned, second)
+    elif not second.is_contiguous():  # one adapter for all experts
+        second = do.call(_dense, second)
+    call = dataclasses.replace(call, low=LowPart(narrow, second))
+    x, (_, N, K) = call.x, call.sizes
+    with on(x.get_device()):
+        product = resolve_low_rank(call)
+        if product is None:
+            return None
+        y: torch.Tensor = do.new(x, (call.M, N if call.op is Op.FORWARD else K))
+        _run(product, call, y, do)
+    return y
+
+
+def _turned(one: torch.Tensor) -> torch.Tensor:
+    return one.transpose(1, 2).contiguous()
+
+
+def _dense(one: torch.Tensor) -> torch.Tensor:
+    return one.contiguous()
 
 
 def _zero_rest(call: Rows, y: torch.Tensor, do: Now) -> None:

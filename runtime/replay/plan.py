@@ -27,7 +27,7 @@ from ..launch.products import operands_of
 from ..launch.program import Program, Recorder
 from ..ops import autograd, gradients, layer
 from ..ops.autograd import GroupedGemm
-from ..ops.layer import NO_ADAPTERS, FrozenWeights, Layer, Routing, Weights, columns
+from ..ops.layer import NO_ADAPTERS, NOTHING_NARROW, FrozenWeights, Layer, Narrow, Routing, Weights, columns
 from ..ops.low_rank import Adapters
 from ..weights.expert_weights import ExpertWeights
 from . import guard
@@ -235,7 +235,7 @@ class LayerPlan(_Plan):
     def forward(
         self, how: Layer, x: torch.Tensor, given: Weights | FrozenWeights, routing: Routing, weights: torch.Tensor, *,
         keeps_h: bool, into: torch.Tensor | None = None, adapters: Adapters = NO_ADAPTERS,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    ) -> layer.Forward:  # fmt: skip
         """As ``layer.forward``, without a look at the tensors: ``takes``, or every check, had one."""
         M = x.shape[0] * how.top_k
         every: Any = (x, *(given[:2] if self._dense else _operands(given)), *given[2:], weights, *routing, into)
@@ -256,7 +256,7 @@ class LayerPlan(_Plan):
     def gradients(
         self, how: Layer, dout: torch.Tensor, x: torch.Tensor | None, given: Weights | FrozenWeights,
         weights: torch.Tensor, h: torch.Tensor, routing: Routing, needs: tuple[bool, ...],
-        adapters: Adapters = NO_ADAPTERS,
+        adapters: Adapters = NO_ADAPTERS, narrow: Narrow = NOTHING_NARROW,
     ) -> _Results | None:  # fmt: skip
         """As ``layer.all_gradients``; None where that has to compute them."""
         T, M = dout.shape[0], routing.gather_indices.shape[0]
@@ -264,13 +264,14 @@ class LayerPlan(_Plan):
             return None
         dout = in_memory("dout", dout, "moe_mlp")
         matrices: Any = given[:2] if self._dense else _operands(given)
-        every = (dout, h, x, weights, *matrices, given.down_bias, *_low(adapters), *routing)
+        every = (dout, h, x, weights, *narrow, *matrices, given.down_bias, *_low(adapters), *routing)
         known = self._gradients.get(needs)
         if known is not None:
-            return self._again(known, M, every, loose=4)
+            return self._again(known, M, every, loose=6)
         return self._first(
             needs, M, every, len(every) - len(routing),
-            lambda do: layer.all_gradients(how, dout, x, given, weights, h, routing, needs, adapters, do), loose=4,
+            lambda do: layer.all_gradients(how, dout, x, given, weights, h, routing, needs, adapters, narrow, do),
+            loose=6,
         )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from pretuned.runtime.replay import plan
 T, TOPK, E, N, K = 7, 2, 4, 8, 12
 SLOTS = 5  # of a chunk that is sorted
 ALL = {(op, fusion) for op in Op for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)}
+LOW_RANK = {(op, Fusion.LOW_RANK | fusion) for op in (Op.FORWARD, Op.DX) for fusion in (Fusion.NONE, Fusion.GATHER)}
 
 
 def at(address: int, count: int, kind: Any = ctypes.c_float) -> Any:
@@ -67,7 +68,7 @@ class FakeLauncher:
 
 def fake_rows(
     kernel: Any, *, columns: int, reduction: int, E: int, w_kn: bool, stride_w_e: int, stride_w_row: int,
-    m_sizes_step: int, fused: Any,
+    m_sizes_step: int, fused: Any, R: int = 0,
 ) -> FakeLauncher:  # fmt: skip
     can = clears(kernel.variant.fusion, kernel.config)
     if fused.fusion & INDEXED and not (
@@ -77,8 +78,9 @@ def fake_rows(
 
     def run(
         y: int, m_sizes: int, *, x: int, w: int, stride_x_m: int, stride_y_m: int, M: int,
-        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0,
+        index: int = 0, row_weights: int = 0, bias: int = 0, index_end: int = 0, low_x: int = 0, low_w: int = 0,
     ) -> None:  # fmt: skip
+        assert bool(R) == (Fusion.LOW_RANK in fused.fusion)
         flags, row, named = fused.fusion, 0, set()
         for g, count in enumerate(counts_at(m_sizes, E, m_sizes_step)):
             outer = reduction if w_kn else columns
@@ -96,6 +98,10 @@ def fake_rows(
                 source = flat // fused.x_divisor if Fusion.GATHER in flags else m
                 target = flat if Fusion.SCATTER in flags else m
                 value = at(x + 4 * source * stride_x_m, reduction) @ matrix
+                if R:
+                    second = at(low_w + 4 * g * columns * R, columns * R)
+                    second = second.reshape(R, columns) if w_kn else second.reshape(columns, R).T
+                    value = value + at(low_x + 4 * m * R, R) @ second
                 if Fusion.BIAS in flags:
                     value = value + at(bias + 4 * g * columns, columns)
                 if Fusion.WEIGHT in flags:
@@ -307,6 +313,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     patch.setattr(ready, "_kernel", simulated.kernel)
     patch.setattr(ready, "_gated_kernel", simulated.gated)
     patch.setattr(ready, "_gathered_kernel", simulated.gathered)
+    patch.setattr(ready, "low_rank_kernel", simulated.kernel)
+    patch.setattr(ready, "_LOW_RANK_DTYPES", (torch.float32,))  # the only one of this GPU
     patch.setattr(launch_gemm, "row_launcher", fake_rows)
     patch.setattr(launch_gemm, "weight_launcher", fake_weight)
     patch.setattr(launch_rowops, "launcher", simulated.passes)

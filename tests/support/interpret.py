@@ -22,6 +22,7 @@ from pretuned.kernels.gemm.portable import rows as portable_rows
 from pretuned.kernels.gemm.portable.tiles import expert_rows, locate
 
 GUARD = 3.0  # what y holds where the kernel must not write
+RANK = 20  # of a low-rank part: no whole step of the reduction
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 
@@ -136,6 +137,11 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
     values = {"x": x, "w": w, "y": y, "N": gemm.columns, "K": gemm.reduction, "stride_x_m": x.stride(0),
               "stride_w_e": w.stride(0), "stride_w_row": w.stride(1), "stride_y_m": y.stride(0),
               "bias": bias, "row_weights": row_weights}  # fmt: skip
+    u = torch.tensor(rng.standard_normal((M, RANK)), dtype=dtype)
+    second = torch.tensor(rng.standard_normal((E, gemm.columns, RANK)), dtype=dtype)
+    if low_rank := Fusion.LOW_RANK in fusion:
+        values |= {"low_x": u, "low_w": second.transpose(1, 2).contiguous() if gemm.w_kn else second, "R": RANK}
+        fusion &= ~Fusion.LOW_RANK
     values |= {name: descriptor(values[name], box) for name, box in registry.boxes(spec).items()}
     if fusion:
         values |= {"index": index.view(torch.int32), "index_step": 2 if case["wide"] else 1, "index_end": limit,
@@ -160,6 +166,8 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
         if expert in case["poison"] or not len(rows):
             continue
         want = x[flat // top_k if gathers else rows].double().numpy() @ matrices[expert]
+        if low_rank:
+            want += u[rows].double().numpy() @ second[expert].double().numpy().T
         if Fusion.BIAS in fusion:
             want += bias[expert].double().numpy()
         if Fusion.WEIGHT in fusion:
@@ -219,7 +227,7 @@ def launch(kernel: Any, spec: contract_spec.Spec, case: dict[str, Any], tiles: i
     values = plain | {"x_divisor": 1, "flags": 0} | values
     grid = min(tiles, case["programs"]) if case["persistent"] else tiles
     constants = registry.constants(spec, 80) | ({"EXPERTS": case["scan"]} if case["scan"] else {})
-    kernel[(grid,)](*(values[name] for name, _ in registry.arguments(spec)), **constants)
+    kernel[(grid,)](**{name: values[name] for name, _ in registry.arguments(spec)}, **constants)
 
 
 def descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:

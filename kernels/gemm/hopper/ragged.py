@@ -47,23 +47,45 @@ WRITTEN: gl.constexpr = gl.constexpr(256)  # rows, of each product as it is writ
 
 
 @gluon.jit
+def _load_step(
+    x, w, a, b, bar, expert, row, boxes, col, start, stage,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, W_KN: gl.constexpr,
+):  # fmt: skip
+    """One step of the reduction of a tile: w's part of it, and as many boxes of x as the tile has."""
+    BOXES: gl.constexpr = BLOCK_M // BOX
+    w_bytes: gl.constexpr = COLUMNS * BLOCK_K * w.dtype.primitive_bitwidth // 8
+    box_bytes: gl.constexpr = BOX * BLOCK_K * w.dtype.primitive_bitwidth // 8
+    for i in gl.static_range(1, BOXES + 1):
+        mbarrier.expect(bar, w_bytes + i * box_bytes, pred=boxes == i)
+    if W_KN:
+        for i in gl.static_range(2):
+            part = view(a.index(stage * 2 + i), w.dtype, [1, BLOCK_K, 64], w.layout)
+            tma_load(w, [expert, start, col * COLUMNS + i * 64], bar, part)
+    else:
+        whole = view(tile_of(a, stage, 2, COLUMNS, BLOCK_K), w.dtype, [1, COLUMNS, BLOCK_K], w.layout)
+        tma_load(w, [expert, col * COLUMNS, start], bar, whole)
+    for i in gl.static_range(BOXES):
+        box = b.index(stage * BOXES + i)
+        tma_load(x, [row + i * BOX, start], bar, box, pred=i < boxes)
+
+
+@gluon.jit
 def _load_fitted(
-    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step,
+    x, w, low_x, low_w, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, R, m_sizes_step,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, EXPERTS: gl.constexpr,
-    W_KN: gl.constexpr, INDEXED: gl.constexpr,
+    W_KN: gl.constexpr, INDEXED: gl.constexpr, LOW_RANK: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: see ``specialized._load_rows``. A stage has w's part of a tile, and what the tile has of x."""
     AHEAD: gl.constexpr = 4  # steps
-    BOXES: gl.constexpr = BLOCK_M // BOX
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
-    w_bytes: gl.constexpr = COLUMNS * BLOCK_K * w.dtype.primitive_bitwidth // 8
-    box_bytes: gl.constexpr = BOX * BLOCK_K * w.dtype.primitive_bitwidth // 8
     tiles_n = gl.cdiv(N, COLUMNS)
     steps = gl.cdiv(K, BLOCK_K)
+    draw_at = gl.maximum(steps - AHEAD, 0) * BLOCK_K
+    if LOW_RANK:
+        steps += gl.cdiv(R, BLOCK_K)
     count, end = expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
     tile_end = gl.associative_scan((count // BLOCK_M + (count % BLOCK_M != 0).to(gl.int32)) * tiles_n, 0, add)
     total = gl.max(tile_end, 0)
-    draw_at = gl.maximum(steps - AHEAD, 0) * BLOCK_K
     stage, phase, slot, turn = begin()
     tile = gl.program_id(0)
     while tile < total:
@@ -89,20 +111,14 @@ def _load_fitted(
             if start == draw_at:
                 drawn = draw(counter)
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            bar = full.index(stage)
-            for i in gl.static_range(1, BOXES + 1):
-                mbarrier.expect(bar, w_bytes + i * box_bytes, pred=boxes == i)
-            if W_KN:
-                for i in gl.static_range(2):
-                    part = view(a.index(stage * 2 + i), w.dtype, [1, BLOCK_K, 64], w.layout)
-                    tma_load(w, [expert, start, col * COLUMNS + i * 64], bar, part)
-            else:
-                whole = view(tile_of(a, stage, 2, COLUMNS, BLOCK_K), w.dtype, [1, COLUMNS, BLOCK_K], w.layout)
-                tma_load(w, [expert, col * COLUMNS, start], bar, whole)
-            for i in gl.static_range(BOXES):
-                box = b.index(stage * BOXES + i)
-                tma_load(x, [row + i * BOX, start], bar, box, pred=i < boxes)
+            _load_step(x, w, a, b, full.index(stage), expert, row, boxes, col, start, stage, BLOCK_M, BLOCK_K, W_KN)
             stage, phase = advance(stage, phase, STAGES)
+        if LOW_RANK:
+            for start in range(0, R, BLOCK_K):
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                bar = full.index(stage)
+                _load_step(low_x, low_w, a, b, bar, expert, row, boxes, col, start, stage, BLOCK_M, BLOCK_K, W_KN)
+                stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
     for _ in gl.static_range(2):  # where they take turns each warpgroup has a slot of its own
         publish(queue, filled, free, slot, turn, -1, 0, 0, 0, 1)
@@ -237,16 +253,17 @@ def _multiply_fitted(
 
 @gluon.jit
 def rows_fitted(
-    x, w, y, y_map, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_x_m, stride_w_e, stride_w_row,
-    stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags,
+    x, w, y, y_map, m_sizes, index, row_weights, bias, low_x, low_w, counter, M, N, K, E, stride_x_m, stride_w_e,
+    stride_w_row, stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags, R,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, W_KN: gl.constexpr, INDEXED: gl.constexpr, PINGPONG: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, LOW_RANK: gl.constexpr,
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     ``forward.rows`` of rows that nothing gathers. x and w come through TMA; y leaves through ``y_map``, a ragged
     descriptor (``kernels/contract/registry.py``, RAGGED_SIZES), in INDEXED code through pointers.
+    LOW_RANK code has low_x and low_w through TMA, in steps of the reduction after those of x and w.
     """
     element: gl.constexpr = w.dtype
     BOXES: gl.constexpr = BLOCK_M // BOX
@@ -278,8 +295,8 @@ def rows_fitted(
                     BLOCK_M, STAGES, SLOTS, not W_KN, PINGPONG, INDEXED,
                 )),
                 (_load_fitted, (
-                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step, BLOCK_M,
-                    BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, INDEXED,
+                    x, w, low_x, low_w, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, R,
+                    m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, INDEXED, LOW_RANK,
                 )),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
@@ -299,8 +316,8 @@ def rows_fitted(
                     BLOCK_M, STAGES, SLOTS, not W_KN, PINGPONG, INDEXED,
                 )),
                 (_load_fitted, (
-                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, m_sizes_step, BLOCK_M,
-                    BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, INDEXED,
+                    x, w, low_x, low_w, a, b, full, empty, queue, filled, free, m_sizes, counter, M, N, K, E, R,
+                    m_sizes_step, BLOCK_M, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, INDEXED, LOW_RANK,
                 )),
             ],
             [4, 1],

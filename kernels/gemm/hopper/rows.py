@@ -41,10 +41,46 @@ from .zero_rows import clear_unnamed
 
 
 @gluon.jit
+def _load_parts(
+    w, b, bar, expert, col, start, stage, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, W_KN: gl.constexpr
+):  # fmt: skip
+    """A step of w for a tile that one warpgroup multiplies, by 64 columns."""
+    for j in gl.static_range(BLOCK_N // PART):
+        part = b.index(stage * (BLOCK_N // PART) + j)
+        n = col * BLOCK_N + j * PART
+        if W_KN:
+            part = view(part, w.dtype, [1, BLOCK_K, PART], w.layout)
+            tma_load(w, [expert, start, n], bar, part)
+        else:
+            part = view(part, w.dtype, [1, PART, BLOCK_K], w.layout)
+            tma_load(w, [expert, n, start], bar, part)
+
+
+@gluon.jit
+def _load_halves(
+    w, b, bar, expert, first, second, wide, start, stage,
+    HALF: gl.constexpr, BLOCK_K: gl.constexpr, W_KN: gl.constexpr,
+):  # fmt: skip
+    """A step of w for a tile of both warpgroups: its columns from ``first`` on, and if it is wide from ``second``."""
+    if W_KN:
+        left = view(b.index(stage * 2), w.dtype, [1, BLOCK_K, HALF], w.layout)
+        right = view(b.index(stage * 2 + 1), w.dtype, [1, BLOCK_K, HALF], w.layout)
+        tma_load(w, [expert, start, first], bar, left)
+        tma_load(w, [expert, start, second], bar, right, pred=wide)
+    else:
+        left = view(b.index(stage * 2), w.dtype, [1, HALF, BLOCK_K], w.layout)
+        right = view(b.index(stage * 2 + 1), w.dtype, [1, HALF, BLOCK_K], w.layout)
+        tma_load(w, [expert, first, start], bar, left)
+        tma_load(w, [expert, second, start], bar, right, pred=wide)
+
+
+@gluon.jit
 def _load_rows(
-    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step, stride_x_m,
+    x, w, low_x, low_w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, R, m_sizes_step,
+    stride_x_m,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, W_KN: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr, PINGPONG: gl.constexpr,
+    LOW_RANK: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of the row-grouped GEMM; four, where rows of x are gathered: those come through pointers.
 
@@ -67,6 +103,9 @@ def _load_rows(
     b_bytes: gl.constexpr = HALF * BLOCK_K * w.dtype.primitive_bitwidth // 8
     tiles_n = gl.cdiv(N, BLOCK_N)
     steps = gl.cdiv(K, BLOCK_K)
+    draw_at = gl.maximum(steps - AHEAD, 0) * BLOCK_K
+    if LOW_RANK:
+        steps += gl.cdiv(R, BLOCK_K)
     count, end = expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS, layout)
     tile_end = gl.associative_scan((count // 128 + (count % 128 != 0).to(gl.int32)) * tiles_n, 0, add)
     whole = gl.max(tile_end, 0)
@@ -78,7 +117,6 @@ def _load_rows(
     if PINGPONG and BLOCK_N == 2 * PART:
         rounds = total // gl.num_programs(0)
         dealt *= gl.where(rounds > FEW_ROUNDS, rounds - DRAWN_ROUNDS, rounds + 1)
-    draw_at = gl.maximum(steps - AHEAD, 0) * BLOCK_K
     stage, phase, slot, turn = begin()
     number = gl.program_id(0)
     while number < total:
@@ -127,31 +165,29 @@ def _load_rows(
                 tma_load(x, [row, start], bar, a.index(stage * 2))
                 tma_load(x, [row + 64, start], bar, a.index(stage * 2 + 1), pred=both)
             if PINGPONG:
-                for j in gl.static_range(BLOCK_N // PART):
-                    part = b.index(stage * (BLOCK_N // PART) + j)
-                    n = col * BLOCK_N + j * PART
-                    if W_KN:
-                        part = view(part, w.dtype, [1, BLOCK_K, PART], w.layout)
-                        tma_load(w, [expert, start, n], bar, part)
-                    else:
-                        part = view(part, w.dtype, [1, PART, BLOCK_K], w.layout)
-                        tma_load(w, [expert, n, start], bar, part)
-            elif W_KN:
-                left = view(b.index(stage * 2), w.dtype, [1, BLOCK_K, HALF], w.layout)
-                right = view(b.index(stage * 2 + 1), w.dtype, [1, BLOCK_K, HALF], w.layout)
-                tma_load(w, [expert, start, col * HALF], bar, left)
-                tma_load(w, [expert, start, second], bar, right, pred=wide)
+                _load_parts(w, b, bar, expert, col, start, stage, BLOCK_N, BLOCK_K, W_KN)
             else:
-                left = view(b.index(stage * 2), w.dtype, [1, HALF, BLOCK_K], w.layout)
-                right = view(b.index(stage * 2 + 1), w.dtype, [1, HALF, BLOCK_K], w.layout)
-                tma_load(w, [expert, col * HALF, start], bar, left)
-                tma_load(w, [expert, second, start], bar, right, pred=wide)
+                _load_halves(w, b, bar, expert, col * HALF, second, wide, start, stage, HALF, BLOCK_K, W_KN)
             if GATHER:
                 tile_of_x = tile_of(a, stage, 2, 128, BLOCK_K)
                 copy_rows(tile_of_x, rows_of_x, there, k, K - start)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 rows_of_x += BLOCK_K
             stage, phase = advance(stage, phase, STAGES)
+        if LOW_RANK:
+            for start in range(0, R, BLOCK_K):
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                bar = full.index(stage)
+                expect(bar, half_bytes, both, b_bytes, wide)
+                tma_load(low_x, [row, start], bar, a.index(stage * 2))
+                tma_load(low_x, [row + 64, start], bar, a.index(stage * 2 + 1), pred=both)
+                if PINGPONG:
+                    _load_parts(low_w, b, bar, expert, col, start, stage, BLOCK_N, BLOCK_K, W_KN)
+                else:
+                    _load_halves(low_w, b, bar, expert, col * HALF, second, wide, start, stage, HALF, BLOCK_K, W_KN)
+                if GATHER:
+                    async_copy.mbarrier_arrive(bar, increment_count=False)
+                stage, phase = advance(stage, phase, STAGES)
         if number >= dealt:
             number = next_tile(counter, drawn if GATHER else told(drawn), dealt, total)
     publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
@@ -162,11 +198,11 @@ def _load_rows(
 
 @gluon.jit
 def rows_specialized(
-    x, w, y, y_map, m_sizes, index, row_weights, bias, counter, M, N, K, E, stride_x_m, stride_w_e, stride_w_row,
-    stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags,
+    x, w, y, y_map, m_sizes, index, row_weights, bias, low_x, low_w, counter, M, N, K, E, stride_x_m, stride_w_e,
+    stride_w_row, stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags, R,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr, W_KN: gl.constexpr, INDEXED: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
-    PINGPONG: gl.constexpr, REGISTERS: gl.constexpr,
+    PINGPONG: gl.constexpr, REGISTERS: gl.constexpr, LOW_RANK: gl.constexpr,
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
@@ -174,6 +210,7 @@ def rows_specialized(
     ragged descriptor (``kernels/contract/registry.py``, RAGGED_SIZES), in INDEXED code through pointers: GATHER code
     has both, and takes the descriptor for tiles of which nothing else is asked.
     GATED code stores silu(gate) * up in its place, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
+    LOW_RANK code has low_x and low_w through TMA, in steps of the reduction after those of x and w.
     In PINGPONG code, which gathers no rows, the warpgroups take whole tiles in turns (turns.py).
     """
     element: gl.constexpr = w.dtype
@@ -207,8 +244,9 @@ def rows_specialized(
                     BLOCK_N, STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
                 )),
                 (_load_rows, (
-                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
-                    stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED, PINGPONG,
+                    x, w, low_x, low_w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, R,
+                    m_sizes_step, stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED,
+                    PINGPONG, LOW_RANK,
                 )),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
@@ -227,8 +265,9 @@ def rows_specialized(
                     BLOCK_N, STAGES, SLOTS, True, not W_KN, False, False, INDEXED,
                 )),
                 (_load_rows, (
-                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
-                    stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED, PINGPONG,
+                    x, w, low_x, low_w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, R,
+                    m_sizes_step, stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED,
+                    PINGPONG, LOW_RANK,
                 )),
             ],
             [4, 1],
@@ -246,8 +285,9 @@ def rows_specialized(
                     STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
                 )),
                 (_load_rows, (
-                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
-                    stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED, PINGPONG,
+                    x, w, low_x, low_w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, R,
+                    m_sizes_step, stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED,
+                    PINGPONG, LOW_RANK,
                 )),
                 (clear_unnamed, (y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step)),
             ],
@@ -266,8 +306,9 @@ def rows_specialized(
                     STAGES, SLOTS, True, not W_KN, False, INDEXED, GATHER, GATED, not GATED,
                 )),
                 (_load_rows, (
-                    x, w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, m_sizes_step,
-                    stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED, PINGPONG,
+                    x, w, low_x, low_w, a, b, full, empty, queue, filled, free, m_sizes, counter, moved, M, N, K, E, R,
+                    m_sizes_step, stride_x_m, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, W_KN, GATHER, GATED,
+                    PINGPONG, LOW_RANK,
                 )),
             ],
             [4, 4 if GATHER else 1],

@@ -64,12 +64,32 @@ def _in_registers(tile):
 
 
 @triton.jit
+def _add_low_rank(
+    low_x, low_w, acc, expert, row_m, col_n, row_end, N, R,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, W_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + low_x @ low_w[expert].T: a longer reduction, of a second pair of operands, both contiguous."""
+    k = tl.arange(0, BLOCK_K)
+    row = row_m.to(tl.int64) + tl.arange(0, BLOCK_M)
+    col = col_n + tl.arange(0, BLOCK_N)
+    w_e = low_w + expert.to(tl.int64) * N * R
+    for start in tl.range(0, R, BLOCK_K):
+        r = start + k
+        x_at = low_x + row[:, None] * R + r[None, :]
+        x_tile = tl.load(x_at, mask=(row < row_end)[:, None] & (r < R)[None, :], other=0.0)
+        inside = (r < R)[:, None] & (col < N)[None, :]
+        w_at = w_e + (r[:, None] * N + col[None, :] if W_KN else r[:, None] + col[None, :] * R)
+        acc = tl.dot(x_tile, tl.load(w_at, mask=inside, other=0.0), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def _tile(
-    x, w, y, index, row_weights, bias, expert, row_m, col_n, row_end, N, K, stride_x_m, stride_w_e, stride_w_row,
-    stride_y_m, index_step, index_end, x_divisor, flags,
+    x, w, y, index, row_weights, bias, low_x, low_w, expert, row_m, col_n, row_end, N, K, R, stride_x_m, stride_w_e,
+    stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
-    TURNED: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, LOW_RANK: tl.constexpr,
+    PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     k = tl.arange(0, BLOCK_K)
     if not X_TMA:
@@ -117,6 +137,10 @@ def _tile(
             acc = tl.dot(_in_registers(w_tile.T), x_tile.T, acc, input_precision=PRECISION)
         else:
             acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
+    if LOW_RANK:
+        acc = _add_low_rank(
+            low_x, low_w, acc, expert, row_m, col_n, row_end, N, R, BLOCK_M, BLOCK_N, BLOCK_K, W_KN, PRECISION
+        )
     if TURNED:
         acc = acc.T
     _store_rows(
@@ -127,11 +151,11 @@ def _tile(
 
 @triton.jit
 def _found_tile(
-    tile, x, w, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m, stride_w_e, stride_w_row, stride_y_m,
-    m_sizes_step, index_step, index_end, x_divisor, flags, tiles_n,
+    tile, x, w, y, m_sizes, index, row_weights, bias, low_x, low_w, M, N, K, E, stride_x_m, stride_w_e, stride_w_row,
+    stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags, R, tiles_n,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
-    TURNED: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, LOW_RANK: tl.constexpr,
+    PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """The one tile of a program, where there is such a tile."""
     there, expert, tile_m, tile_n, row_start, row_end = find(
@@ -139,20 +163,20 @@ def _found_tile(
     )
     if there:
         _tile(
-            x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,
-            N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
-            BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
+            x, w, y, index, row_weights, bias, low_x, low_w, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N,
+            row_end, N, K, R, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor,
+            flags, BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, LOW_RANK, PRECISION, TURNED,
         )  # fmt: skip
 
 
 @triton.jit
 def rows(
-    x, w, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m, stride_w_e, stride_w_row, stride_y_m,
-    m_sizes_step, index_step, index_end, x_divisor, flags,
+    x, w, y, m_sizes, index, row_weights, bias, low_x, low_w, M, N, K, E, stride_x_m, stride_w_e, stride_w_row,
+    stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags, R,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EXPERTS: tl.constexpr, SCAN: tl.constexpr, PERSISTENT: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
-    TURNED: tl.constexpr, CLEARS: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_KN: tl.constexpr, INDEXED: tl.constexpr, LOW_RANK: tl.constexpr,
+    PRECISION: tl.constexpr, TURNED: tl.constexpr, CLEARS: tl.constexpr,
 ):  # fmt: skip
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
@@ -165,6 +189,8 @@ def rows(
     no other code may be told so. Code that is not INDEXED ignores the other ``flags``: on an H200 the index alone costs
     tiles of 128 x 256 up to 5 %, and a branch at run time 17 % in the mean (benchmarks/results/trials:
     forward-index-always.json, forward-branch-at-run-time.json, beside the sweep).
+    LOW_RANK code adds sum_r low_x[m, r] * low_w[expert of m, n, r] to the sum over k: low_x [M, R] of sorted rows,
+    low_w [E, N, R], with W_KN [E, R, N], both dense. Other code has none of the three.
     TURNED code multiplies w's tile by x's, from registers: wgmma takes elements of 32 bits from shared memory only
     where the reduction is contiguous, which it isn't in [E, K, N], but those of its first operand from registers too.
     """
@@ -183,9 +209,10 @@ def rows(
                 expert, inner, row_start, row_end = locate(tile, tile_ends, ends, M)
             tile_m, tile_n = place(inner, row_end - row_start, tiles_n, BLOCK_M, GROUP_M)
             _tile(
-                x, w, y, index, row_weights, bias, expert, row_start + tile_m * BLOCK_M, tile_n * BLOCK_N, row_end,
-                N, K, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step, index_end, x_divisor, flags,
-                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
+                x, w, y, index, row_weights, bias, low_x, low_w, expert, row_start + tile_m * BLOCK_M,
+                tile_n * BLOCK_N, row_end, N, K, R, stride_x_m, stride_w_e, stride_w_row, stride_y_m, index_step,
+                index_end, x_divisor, flags, BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, W_TMA, W_KN, INDEXED, LOW_RANK,
+                PRECISION, TURNED,
             )  # fmt: skip
     elif CLEARS:
         clearing = tl.where((flags & _TO_CLEAR) == _TO_CLEAR, tl.cdiv(index_end, _CLEARED), 0)
@@ -196,15 +223,16 @@ def rows(
             )  # fmt: skip
         else:
             _found_tile(
-                tl.program_id(0) - clearing, x, w, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m,
-                stride_w_e, stride_w_row, stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags, tiles_n,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
+                tl.program_id(0) - clearing, x, w, y, m_sizes, index, row_weights, bias, low_x, low_w, M, N, K, E,
+                stride_x_m, stride_w_e, stride_w_row, stride_y_m, m_sizes_step, index_step, index_end, x_divisor,
+                flags, R, tiles_n, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, X_TMA, W_TMA, W_KN, INDEXED, LOW_RANK,
+                PRECISION, TURNED,
             )  # fmt: skip
     else:
         _found_tile(
-            tl.program_id(0), x, w, y, m_sizes, index, row_weights, bias, M, N, K, E, stride_x_m, stride_w_e,
-            stride_w_row, stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags, tiles_n,
-            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, X_TMA, W_TMA, W_KN, INDEXED, PRECISION, TURNED,
+            tl.program_id(0), x, w, y, m_sizes, index, row_weights, bias, low_x, low_w, M, N, K, E, stride_x_m,
+            stride_w_e, stride_w_row, stride_y_m, m_sizes_step, index_step, index_end, x_divisor, flags, R, tiles_n,
+            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, X_TMA, W_TMA, W_KN, INDEXED, LOW_RANK, PRECISION, TURNED,
         )  # fmt: skip
     _asked: tl.constexpr = _TO_CLEAR if CLEARS else ZERO_TAIL
     if (flags & _asked) == ZERO_TAIL:

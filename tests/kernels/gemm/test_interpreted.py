@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-GATHER, SCATTER, WEIGHT, BIAS = 1, 2, 4, 8
+GATHER, SCATTER, WEIGHT, BIAS, LOW_RANK = 1, 2, 4, 8, 32
 WORKER = Path(__file__).parents[2] / "support" / "interpret.py"
 
 
@@ -106,6 +106,16 @@ CASES = {
     "everything": case(fusion=GATHER | SCATTER | WEIGHT | BIAS, dtype="fp16"),
     "an index out of range takes no part": case(fusion=GATHER | SCATTER | WEIGHT, bad_index=True),
     "an index out of range takes no part, tma": case(fusion=SCATTER, bad_index=True, tma=True),
+    "a low-rank part": case(fusion=LOW_RANK),
+    "a low-rank part, tma": case(fusion=LOW_RANK, tma=True, persistent=False),
+    "a low-rank part, odd N and K": case(fusion=LOW_RANK, N=37, K=33, poison=[2]),
+    "a low-rank part of gathered rows": case(fusion=LOW_RANK | GATHER, tma=True, wide=True),
+    "a low-rank part, a bias, rows of an index out of range": case(fusion=LOW_RANK | GATHER | BIAS, bad_index=True),
+    "a low-rank part, dX": case(op="dX", fusion=LOW_RANK, tma=True),
+    "a low-rank part, w as [E, K, N]": case(layout="kn", fusion=LOW_RANK | GATHER | BIAS, dtype="fp16"),
+    "a low-rank part, any number of experts": case(
+        m_sizes=[5, 0, 17, 1, 0, 0, 9, 2], M=50, scan=4, fusion=LOW_RANK, dtype="fp16"
+    ),
     "dX, gather": case(op="dX", fusion=GATHER, top_k=1),
     "dX, scatter": case(op="dX", fusion=SCATTER, tma=True),
     "dW": case(op="dW"),

@@ -822,6 +822,7 @@ def low_rank(gated: bool, shared: bool, r: int = 4) -> dict[str, torch.Tensor | 
     return {name: torch.randn(size, generator=generator) / 3 for name, size in zip(LOW, sizes, strict=True)}
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("without", [None, 1, 2])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
@@ -829,9 +830,11 @@ def low_rank(gated: bool, shared: bool, r: int = 4) -> dict[str, torch.Tensor | 
 @pytest.mark.parametrize("needs", [LOW, (*LOW, "hidden", "weights"), ()], ids=["low", "all", "none"])
 def test_a_layer_with_adapters_that_comes_again_is_planned(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], graded: list[Program],
-    needs: tuple[str, ...], activation: str, gated: bool, biased: bool, shared: bool, without: int | None,
+    needs: tuple[str, ...], activation: str, gated: bool, biased: bool, shared: bool, without: int | None, inside: bool,
 ) -> None:  # fmt: skip
+    """Whether a low-rank part is in its product's kernel (``inside``), or a product of its own beside it."""
     given, low = tensors(gated, "nk", biased), low_rank(gated, shared)
+    device.there |= host_gpu.LOW_RANK if inside else set()
     if without is not None:
         low |= {f"A{without}": None, f"B{without}": None}
     how: dict[str, Any] = {"activation": activation, "gated": gated}
@@ -847,6 +850,13 @@ def test_a_layer_with_adapters_that_comes_again_is_planned(
                 got[name], one, rtol=1e-5, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
             )
         assert bool(device.launched) is not bool(i), "kernels are looked for the first time alone"
+        if not i:
+            used = {(op, fusion) for op, fusion in device.launched if Fusion.LOW_RANK in fusion}
+            first = {(Op.FORWARD, Fusion.LOW_RANK | Fusion.GATHER)} if without != 1 else set()
+            second = {(Op.FORWARD, Fusion.LOW_RANK)} if without != 2 else set()
+            back = needs and (without is None or "hidden" in needs)
+            dx = {(Op.DX, Fusion.LOW_RANK)} if back else set()
+            assert used == (first | second | dx if inside else set())
     assert planned == [T, T]
     assert len(graded) == (2 if needs else 0)
 

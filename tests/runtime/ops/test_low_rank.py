@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pretuned.runtime.ops.low_rank import LowRank, add, add_gradient, gradients, narrowed, narrowed_gradient
+from pretuned.artifacts.records.problem import Layout, Op
+from pretuned.runtime.check.operands import Rows
+from pretuned.runtime.ops.low_rank import LowRank, gradients, narrowed, narrowed_gradient, product
 
 E, N, K, R, S = 3, 8, 6, 2, 0.5
 SIZES = torch.tensor([2, 0, 3], dtype=torch.int32)
@@ -27,11 +29,14 @@ def test_each_step_is_its_equation() -> None:
     index = torch.tensor([4, 1, 0, 3, 2])
     same(narrowed(one, x, SIZES, index, 1), S * torch.einsum("mk,mrk->mr", wide_x[index], a))
     same(narrowed_gradient(one, dy, SIZES), v)
-    y, dx = dy.clone(), x.clone()
-    add(one, y, u.float(), SIZES)
-    same(y, wide_dy + torch.einsum("mr,mnr->mn", u, b))
-    add_gradient(one, dx, v.float(), SIZES)
-    same(dx, wide_x + torch.einsum("mr,mrk->mk", v, a))
+    w = torch.randn(E, N, K, generator=g)
+    forward, back = (Rows(op, of, w, SIZES, Layout.NK, M) for op, of in ((Op.FORWARD, x), (Op.DX, dy)))
+    wide = w[expert].double()
+    y = torch.einsum("mk,mnk->mn", wide_x, wide)
+    same(product(forward, None, None), y)
+    same(product(forward, one, u.float()), y + torch.einsum("mr,mnr->mn", u, b))
+    dx = torch.einsum("mn,mnk->mk", wide_dy, wide)
+    same(product(back, one, v.float()), dx + torch.einsum("mr,mrk->mk", v, a))
     found = gradients(dy, v.float(), x, u.float(), SIZES)
     for e in range(E):
         rows = expert == e
