@@ -59,8 +59,8 @@ BENCHMARKS = (
     Benchmark("start", "preload", "how long preload takes for a catalogue model", GPU),
     Benchmark("start", "training", "are all forms and gradients right, with the same bits every time", BUNDLES),
     Benchmark("peers", "beside_vllm", "vLLM's kernel and triton_kernels beside ours", f"{GPU}, vLLM's wheel unpacked"),
-    Benchmark("peers", "beside_quantised", "quantised products of vLLM, DeepGEMM and triton_kernels beside ours",
-              f"{GPU}, vLLM's wheel unpacked"),
+    Benchmark("peers", "beside_quantised", "quantised products beside those of vLLM, DeepGEMM and Humming",
+              f"{GPU}, vLLM's wheel unpacked, humming-kernels"),
     Benchmark("peers", "layers_in_vllm", "vLLM's own MoE layers beside the same with the plug-in",
               f"{GPU}, vLLM's wheel unpacked"),
     Benchmark("peers", "beside_quack", "QuACK beside ours", f"{GPU}, quack-kernels"),
@@ -106,7 +106,7 @@ def main() -> None:
     package()
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
     sys.argv = [f"benchmarks/run.py {name}", *rest]  # as argparse and the results' ``command`` tell it
-    importlib.import_module(f"benchmarks.{found[0].folder}.{name}").main()
+    sys.exit(importlib.import_module(f"benchmarks.{found[0].folder}.{name}").main())
 
 
 if __name__ == "__main__":

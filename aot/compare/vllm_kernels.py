@@ -10,6 +10,7 @@ import ast
 import importlib
 import json
 import sys
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,22 +48,29 @@ def version_of(place: Path) -> str:
     return found[0].name.removeprefix("vllm-").removesuffix(".dist-info") if len(found) == 1 else "unknown"
 
 
-def functions(source: Path, triton: Any, language: Any) -> dict[str, Any]:
-    """The functions TAKEN of vLLM's file, by name. Raises ValueError where one is missing."""
+def taken(source: Path, wanted: Collection[str], names: dict[str, Any]) -> dict[str, Any]:
+    """Functions of vLLM's file, defined among ``names``, by name: nothing else of the file is run.
+
+    Raises ValueError where one is missing.
+    """
     tree = ast.parse(source.read_text(), str(source))
-    wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in TAKEN]
-    missing = sorted(set(TAKEN) - {node.name for node in wanted})
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
+    missing = sorted(set(wanted) - {node.name for node in found})
     if missing:
         raise ValueError(f"{source} has no {', '.join(missing)}: this is written for vLLM {VERSION}")
-    names: dict[str, Any] = {
+    exec(  # noqa: S102 - vLLM's own file, as it is installed
+        compile(ast.Module([*found], []), str(source), "exec"), names
+    )
+    return {name: names[name] for name in wanted}
+
+
+def functions(source: Path, triton: Any, language: Any) -> dict[str, Any]:
+    """The functions TAKEN of vLLM's file, by name. Raises ValueError where one is missing."""
+    return taken(source, TAKEN, {
         "__name__": "vllm_fused_moe", "torch": torch, "triton": triton, "tl": language, "Any": Any,
         "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
         "current_platform": SimpleNamespace(is_rocm=lambda: False),
-    }  # fmt: skip
-    exec(  # noqa: S102 - vLLM's own file, as it is installed
-        compile(ast.Module([*wanted], []), str(source), "exec"), names
-    )
-    return {name: names[name] for name in TAKEN}
+    })  # fmt: skip
 
 
 class FusedMoe:

@@ -1,249 +1,270 @@
-"""Quantised products beside those of vLLM, DeepGEMM and triton_kernels, in one process, in turns.
+"""Quantised products beside those of other libraries, in one process, in turns.
 
+    pip install humming-kernels==0.1.19
     pip download --no-deps vllm==0.20.2 && unzip -q vllm-0.20.2-*.whl -d vllm-0.20.2
     DG_JIT_USE_NVRTC=0 python benchmarks/run.py beside_quantised --vllm vllm-0.20.2 --out quantised-peers-h100.jsonl
+    python benchmarks/run.py beside_quantised --table quantised-peers-h100.jsonl
 
 y[g] = x[g] @ w[g].T, rows sorted by expert; ours by the public call with ``ExpertWeights``, x in bf16. In fp8 blocks
 the others multiply an x that is quantised beforehand (w8a8), outside the time: vLLM's kernel by its heuristic, DeepGEMM
 in its contiguous form (every expert's rows padded to 128) and its masked one; "ours, of codes" is our product of such
-an x, by the choice of the bundle that has it. In mxfp4 triton_kernels' matmul_ogs. Each result is held against fp32 of
-the dequantised operands (three experts of each). A line of JSON a cell: median microseconds, relative errors.
+an x, by the choice of the bundle that has it. In mxfp4 and int4 (groups of 32 and 128, offset 8) x is bf16 for all:
+triton_kernels' matmul_ogs (mxfp4), vLLM's Marlin and Humming by its heuristic, each with these weights in its own
+order. Each result is held against fp32 of the dequantised operands (three experts of each).
+
+A line of JSON a cell as soon as it is measured: median microseconds, relative errors, and what failed. Several models
+have a process each; before the first is timed, each library compiles what it needs in processes side by side.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import statistics
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from pretuned.aot.compare import vllm_kernels
-from pretuned.aot.measure.calls import Tensors, caller
-from pretuned.aot.measure.clock import Clock
-from pretuned.aot.measure.inputs import routed_rows
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.runtime import ExpertWeights, grouped_gemm
-from pretuned.runtime.dispatch.decide import Miss, decide
-from pretuned.runtime.dispatch.snapshot import snapshot
-from pretuned.runtime.driver.device import local_gpu
-from pretuned.runtime.launch.loader import loaded
-from pretuned.runtime.weights.row_codes import codes_of_rows
+from pretuned.aot.measure.clock import Clock, HostClock, Replayed
+from pretuned.runtime import grouped_gemm
 
-MODELS = {  # E, H, I, top_k
-    "mxfp4": {"gpt-oss-20b": (32, 2880, 2880, 4), "gpt-oss-120b": (128, 2880, 2880, 4)},
-    "fp8_block": {
-        "qwen3-30b": (128, 2048, 768, 8), "qwen3-235b": (128, 4096, 1536, 8), "deepseek-v3": (256, 7168, 2048, 8),
-    },
-}  # fmt: skip
-PADDED = 128  # DeepGEMM's rows of an expert
+from . import w4a16, w8a8
+from .products import INT4, MODELS, Call, Cell, Product, products
+
+Maker: TypeAlias = Callable[[Path, Product, list[int]], Callable[[Cell], dict[str, Call]]]
+PEERS: dict[str, tuple[tuple[str, ...], Maker]] = {  # the formats that each has, and what prepares it
+    "codes": (("fp8_block",), w8a8.ours),
+    "vllm": (("fp8_block",), w8a8.vllm),
+    "deepgemm": (("fp8_block",), w8a8.deepgemm),
+    "triton_kernels": (("mxfp4",), w4a16.triton_kernels),
+    "marlin": (("mxfp4", *INT4), w4a16.marlin),
+    "humming": (("mxfp4", *INT4), w4a16.humming),
+}
+FORMATS = ("mxfp4", "fp8_block", *INT4)
+TOKENS = "1,16,128,1024,8192"
 ROUNDS = 15
-Call = Callable[[], torch.Tensor]
+RUN = Path(__file__).parents[1] / "run.py"
+WARMING = 0.45  # of the budget, at most
+AT_ONCE = 12  # processes that warm
+DEAD = 3  # the exit code where the GPU's context was lost
 
 
-class Cell:
-    """One product: its operands as we and as the others take them, and where each sorted row belongs."""
-
-    def __init__(self, weights: ExpertWeights, top_k: int, width: int, T: int) -> None:
-        self.weights, self.top_k, self.width, self.T = weights, top_k, width, T
-        (self.E, self.N, self.K), self.M = weights.shape, T * top_k
-        self.m_sizes = routed_rows(self.E, top_k, T).cuda()
-        self.x = torch.randn(self.M, self.K, device="cuda").bfloat16()
-        n = self.m_sizes.long()
-        self.first = n.cumsum(0) - n
-        self.owner = torch.repeat_interleave(torch.arange(self.E, device="cuda"), n)
-
-    def quantised(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x in e4m3, and its scales [M, K / 128]."""
-        parts = self.x.float().view(self.M, -1, 128)
-        scale = parts.abs().amax(-1).clamp(1e-4) / 448
-        return (parts / scale[..., None]).to(torch.float8_e4m3fn).view(self.M, self.K), scale
-
-    def slots(self, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows padded to whole blocks an expert (M stands for none), each block's expert, and the rows in all."""
-        blocks = (self.m_sizes.long() + block - 1) // block
-        total = int(blocks.sum()) * block
-        slots = torch.full((max(total, block),), self.M, dtype=torch.int32, device="cuda")
-        rows = torch.arange(self.M, device="cuda")
-        slots[((blocks.cumsum(0) - blocks) * block - self.first)[self.owner] + rows] = rows.int()
-        experts = torch.repeat_interleave(torch.arange(self.E, device="cuda"), blocks).int()
-        return slots, experts, torch.tensor([total], dtype=torch.int32, device="cuda")
-
-    def error(self, y: torch.Tensor, x: torch.Tensor) -> float:
-        """Of three experts' rows, against fp32 of the dequantised weights and this x."""
-        off = total = 0.0
-        there = (self.m_sizes > 0).nonzero()[:, 0]
-        for e in {int(self.m_sizes.argmax()), int(there[0]), int(there[-1])}:
-            rows = slice(int(self.first[e]), int(self.first[e]) + min(int(self.m_sizes[e]), 64))
-            wanted = x[rows].float() @ self.weights.dequantize(torch.float32, e).T
-            off += float((y[rows].float() - wanted).square().sum())
-            total += float(wanted.square().sum())
-        return (off / total) ** 0.5
+def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
+    """The public call."""
+    return lambda cell: {"ours": partial(grouped_gemm, cell.x, product.weights, cell.m_sizes)}
 
 
-def of_codes(cell: Cell) -> Call:
-    """Our product of an x that is quantised beforehand."""
-    local, problem = local_gpu(0), Problem(Op.FORWARD, DType.FP8_BLOCK, cell.E, cell.N, cell.K)
-    chosen = decide(snapshot(), problem, cell.M, local)
-    if isinstance(chosen, Miss):
-        raise RuntimeError(chosen.reason)
-    kernel = loaded(chosen.chosen.usable.bundle, chosen.chosen.index, 0, local.gpu.sm_count)
-    y = torch.empty(cell.M, cell.N, device="cuda", dtype=torch.bfloat16)
-    on = Tensors(problem, cell.M, cell.x, cell.weights, y, codes=codes_of_rows(cell.x))
-    run = caller(kernel, on, cell.m_sizes.int())
-
-    def call() -> torch.Tensor:
-        run()
-        return y
-
-    return call
+def told(error: Exception) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def vllm_calls(theirs: vllm_kernels.Kernels, cell: Cell, codes: torch.Tensor, scale: torch.Tensor) -> dict[str, Call]:
-    """vLLM's Triton kernel, w8a8."""
-    names, (x, x_scale) = theirs.fused_moe, cell.quantised()
-    heuristic = names["get_default_config"](cell.T, cell.E, cell.width, cell.K, cell.top_k, "fp8_w8a8", [128, 128])
-    found: dict[str, Call] = {}
-    for name, config in {"vllm heuristic": heuristic}.items():
-        slots, experts, total = cell.slots(config["BLOCK_SIZE_M"])
+def lost() -> bool:
+    """Whether a fault has taken the GPU's context: nothing more can be measured in this process."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
 
-        def call(config: Any = config, slots: Any = slots, experts: Any = experts, total: Any = total) -> torch.Tensor:
-            y = torch.empty(cell.M, 1, cell.N, device="cuda", dtype=torch.bfloat16)
-            names["invoke_fused_moe_triton_kernel"](
-                x, codes, y, x_scale, scale, None, slots, experts, total, False, 1, config,
-                compute_type=theirs.bf16, use_fp8_w8a8=True, use_int8_w8a8=False, use_int8_w8a16=False,
-                use_int4_w4a16=False, per_channel_quant=False, block_shape=[128, 128],
-            )  # fmt: skip
-            return y.view(cell.M, cell.N)
 
-        found[name] = call
+def row(product: Product, T: int) -> dict[str, Any]:
+    """A cell's line without what was measured."""
+    said = {"format": product.format, "model": product.model, "gemm": product.gemm, "tokens": T}
+    device = torch.cuda.get_device_name() if product.device == "cuda" else product.device
+    return said | {"E": product.E, "N": product.N, "K": product.K, "us": {}, "error": {}, "failed": {}, "gpu": device}
+
+
+def measured(
+    cell: Cell, made: dict[str, Callable[[Cell], dict[str, Call]]], clock: Clock | HostClock | None
+) -> dict[str, Any]:
+    """The line of a cell: each call judged, then all in turns. What fails is told; without a clock nothing is timed."""
+    found = row(cell.product, cell.T)
+    graphs: dict[str, Replayed] = {}
+    for peer, calls_of in made.items():
+        try:
+            for name, call in calls_of(cell).items():
+                y = call()
+                if clock is not None:
+                    error = cell.error(y, of_codes=cell.product.format == "fp8_block" and peer != "ours")
+                    found["error"][name] = float(f"{error:.2e}")
+                    graphs[name] = clock.capture(call)
+            if cell.product.device == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:
+            found["failed"][peer] = told(error)
+            if lost():
+                return found
+    if clock is not None:
+        try:
+            times = clock.rounds_us(list(graphs.values()), ROUNDS)
+            found["us"] = {name: round(statistics.median(one), 2) for name, one in zip(graphs, times, strict=True)}
+        except Exception as error:
+            found["failed"]["timing"] = told(error)
+        clock.release()
     return found
 
 
-def deepgemm_calls(deep_gemm: Any, cell: Cell, codes: torch.Tensor, scale: torch.Tensor) -> dict[str, Call]:
-    """DeepGEMM, w8a8: rows padded to 128 an expert, or every expert's rows in a room of their own."""
-    x, x_scale = cell.quantised()
-    n, rows = cell.m_sizes.long(), torch.arange(cell.M, device="cuda")
-    whole = (n + PADDED - 1) // PADDED * PADDED
-    at = ((whole.cumsum(0) - whole) - cell.first)[cell.owner] + rows
-    room = max(64, (int(n.max()) + 63) // 64 * 64)
-    masked_at = (torch.arange(cell.E, device="cuda") * room - cell.first)[cell.owner] + rows
+def measure(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> int:
+    """Every cell of the products that are asked for, in this process, until the time is up."""
+    place = vllm_kernels.package(given.vllm)
+    sys.path.insert(0, str(place / "third_party"))  # triton_kernels, deep_gemm
+    until, clock = time.monotonic() + given.budget, None if given.warm else Clock()
+    for product in products(given.formats, given.models):
+        made, refused = {} if given.warm else {"ours": ours(place, product, given.tokens)}, {}
+        for peer, (formats, make) in PEERS.items():
+            if product.format in formats and peer in given.peers and time.monotonic() < until:
+                try:
+                    made[peer] = make(place, product, given.tokens)
+                except Exception as error:
+                    refused[peer] = told(error)
+        for T in given.tokens:
+            if time.monotonic() > until:
+                print(f"time is up before {product.model} {product.gemm} at {T} tokens", flush=True)
+                return 0
+            found = measured(Cell(product, T), made, clock)
+            found["failed"] |= refused
+            keep(found)
+            if lost():
+                return DEAD
+        made.clear()
+        torch.cuda.empty_cache()
+    return 0
 
-    def padded(size: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        wide = torch.zeros(size, cell.K, device="cuda", dtype=torch.float8_e4m3fn)
-        wide.view(torch.uint8)[at] = x.view(torch.uint8)
-        scales = torch.ones(size, cell.K // 128, device="cuda")
-        scales[at] = x_scale
-        return wide, scales, torch.empty(size, cell.N, device="cuda", dtype=torch.bfloat16)
 
-    found: dict[str, Call] = {}
-    if cell.T >= PADDED:
-        wide, scales, y = padded(int(whole.sum()), at)
-        aligned = deep_gemm.get_mn_major_tma_aligned_tensor(scales)
-        experts = torch.repeat_interleave(torch.arange(cell.E, device="cuda"), whole).int()
+def pairs(given: argparse.Namespace) -> list[tuple[str, str]]:
+    """The formats that are asked for, each with its models."""
+    return [(one, model) for one in given.formats for model in MODELS[one] if model in (given.models or [model])]
 
-        def contiguous() -> torch.Tensor:
-            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-                (wide, aligned), (codes, scale), y, experts, disable_ue8m0_cast=True
+
+def in_processes(given: argparse.Namespace) -> None:
+    """Every model in a process of its own, after all that compile have done so side by side."""
+    until = time.monotonic() + given.budget
+    each, tokens = pairs(given), ",".join(map(str, given.tokens))
+
+    def process(format: str, model: str, peers: Sequence[str], seconds: float, *more: str) -> None:
+        words = {
+            "--vllm": given.vllm, "--out": given.out, "--formats": format, "--models": model,
+            "--peers": ",".join(peers), "--tokens": tokens, "--budget": f"{seconds:.0f}",
+        }  # fmt: skip
+        asked = [str(word) for pair in words.items() for word in pair]
+        try:
+            done = subprocess.run(
+                [sys.executable, str(RUN), "beside_quantised", "--append", *asked, *more],
+                check=False,
+                timeout=seconds + 20,
             )
-            return y[at] if not torch.cuda.is_current_stream_capturing() else y
+        except subprocess.TimeoutExpired:
+            print(f"{format} {model} {' '.join(more)}: stopped, its time was up", flush=True)
+        else:
+            if done.returncode:
+                print(f"{format} {model} {' '.join(more)}: its process ended with {done.returncode}", flush=True)
 
-        found["deepgemm contiguous"] = contiguous
-    if cell.T <= 1024:
-        wide_m, scales_m, y_m = padded(cell.E * room, masked_at)
-        aligned_m = deep_gemm.get_mn_major_tma_aligned_tensor(scales_m.view(cell.E, room, -1))
-        counts, expected = cell.m_sizes.int(), max(1, cell.M // int((n > 0).sum()))
-
-        def masked() -> torch.Tensor:
-            deep_gemm.fp8_m_grouped_gemm_nt_masked(
-                (wide_m.view(cell.E, room, cell.K), aligned_m), (codes, scale), y_m.view(cell.E, room, cell.N), counts,
-                expected, disable_ue8m0_cast=True,
-            )  # fmt: skip
-            return y_m[masked_at] if not torch.cuda.is_current_stream_capturing() else y_m
-
-        found["deepgemm masked"] = masked
-    return found
-
-
-def triton_kernels_call(cell: Cell, codes: torch.Tensor, scale: torch.Tensor) -> Call:
-    """triton_kernels' matmul_ogs, mxfp4 weights and bf16 x."""
-    import triton_kernels.matmul_ogs_details.opt_flags as flags
-    from triton_kernels import matmul_ogs as ogs
-    from triton_kernels.numerics import InFlexData
-    from triton_kernels.tensor import FP4, convert_layout, make_ragged_tensor_metadata, wrap_torch_tensor
-    from triton_kernels.tensor_details import layout
-
-    values, options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
-    scales, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
-    flags.update_opt_flags_constraints({"split_k": 1})
-    w = convert_layout(wrap_torch_tensor(codes.transpose(-2, -1), dtype=FP4), values, **options)
-    s = convert_layout(wrap_torch_tensor(scale.transpose(-2, -1)), scales, **scale_options)
-    precision = ogs.PrecisionConfig(weight_scale=s, flex_ctx=ogs.FlexCtx(rhs_data=InFlexData()))
-    ragged = make_ragged_tensor_metadata(cell.m_sizes, cell.M)
-    routing = ogs.RoutingData(None, cell.m_sizes, cell.E, 1, expt_data=ragged)
-    return lambda: ogs.matmul_ogs(cell.x, w, None, routing, precision_config=precision)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for format, model in each:
+            for peer in given.peers:
+                if format in PEERS[peer][0]:
+                    pool.submit(process, format, model, [peer], given.budget * WARMING, "--warm")
+    print(f"warm: {until - time.monotonic():.0f} s are left", flush=True)
+    for number, (format, model) in enumerate(each):
+        left = until - time.monotonic()
+        if left > 0:
+            process(format, model, given.peers, left if number + 1 == len(each) else left / (len(each) - number) * 2)
 
 
-def drawn(format: str, E: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales."""
-    g = torch.Generator("cuda").manual_seed(1)
-    if format == "mxfp4":
-        codes = torch.randint(0, 256, (E, N, K // 2), dtype=torch.uint8, device="cuda", generator=g)
-        return codes, torch.randint(119, 124, (E, N, K // 32), dtype=torch.uint8, device="cuda", generator=g)
-    codes = torch.empty(E, N, K, dtype=torch.float8_e4m3fn, device="cuda")
-    for one in codes:
-        one.copy_((torch.randn(N, K, generator=g, device="cuda") * 100).clamp(-448, 448))
-    return codes, (torch.rand(E, -(-N // 128), -(-K // 128), generator=g, device="cuda") + 0.5) * 5e-4
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Markdown: by tokens the geometric mean of the fastest other's time over ours, and in brackets the least.
+
+    Then for each format the same of each library by itself.
+    """
+    tokens = sorted({one["tokens"] for one in rows})
+    lines = ["| tokens | " + " | ".join(f"{T:,}" for T in tokens) + " |", "|---" * (len(tokens) + 1) + "|"]
+    kinds = dict.fromkeys("int4" if one["format"] in INT4 else one["format"] for one in rows)
+    for kind in kinds:
+        here = [one for one in rows if one["format"].startswith(kind)]
+        models = ", ".join(dict.fromkeys(one["model"] for one in here))
+        every = dict.fromkeys(peer_of(name) for one in here for name in one["us"] if peer_of(name) is not None)
+        for label, peers in ((f"{kind}: {models}", list(every)), *((f"{kind}: {peer}", [peer]) for peer in every)):
+            lines.append(f"| {label} | " + " | ".join(said(here, T, peers) for T in tokens) + " |")
+    return lines
+
+
+def peer_of(name: str) -> str | None:
+    """The library of a call's name, as ``marlin (padded to ...)``; None for ours."""
+    return None if name.startswith("ours") else name.split(" ")[0]
+
+
+def said(rows: list[dict[str, Any]], T: int, peers: list[Any]) -> str:
+    """A cell of the table: mean and least of the cells at T tokens that these libraries and ours have."""
+    ratios = []
+    for one in rows:
+        others = [us for name, us in one["us"].items() if peer_of(name) in peers]
+        mine = one["us"].get("ours, of codes", one["us"].get("ours"))
+        if one["tokens"] == T and others and mine:
+            ratios.append(min(others) / mine)
+    if not ratios:
+        return "-"
+    return f"{math.exp(statistics.fmean(map(math.log, ratios))):.2f} ({min(ratios):.2f})"
+
+
+def arguments(args: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--vllm", type=Path, help="where vLLM's wheel is unpacked")
+    parser.add_argument("--out", type=Path, help="the file to write, a line a cell")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--models", help="some of the formats'; default: all")
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which no cell begins")
+    parser.add_argument("--append", action="store_true", help="add to the file")
+    parser.add_argument("--warm", action="store_true", help="run each call once and time nothing: libraries compile")
+    parser.add_argument("--table", type=Path, help="print the table of a file, and measure nothing")
+    given = parser.parse_args(args)
+    models = [model for every in MODELS.values() for model in every]
+    for name, known in (("formats", FORMATS), ("models", models), ("peers", PEERS)):
+        asked = getattr(given, name)
+        for one in asked.split(",") if asked else ():
+            if one not in known:
+                parser.error(f"--{name}: {one!r} is none of {', '.join(dict.fromkeys(known))}")
+        setattr(given, name, asked.split(",") if asked else None)
+    if not given.table and not (given.vllm and given.out):
+        parser.error("--vllm and --out are needed, or --table")
+    given.tokens = [int(T) for T in given.tokens.split(",")]
+    return given
 
 
 def main(args: list[str] | None = None) -> int:
-    """Measure, a line a cell."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--vllm", type=Path, required=True, help="where vLLM's wheel is unpacked")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--formats", default="mxfp4,fp8_block")
-    parser.add_argument("--tokens", default="1,16,128,1024,8192")
-    given = parser.parse_args(args)
-    theirs, clock = vllm_kernels.Kernels(vllm_kernels.package(given.vllm)), Clock()
-    with given.out.open("w") as out:
-        for format in given.formats.split(","):
-            for model, (E, H, width, top_k) in MODELS[format].items():
-                for gemm, N, K in (("gate_up", 2 * width, H), ("down", H, width)):
-                    codes, scale = drawn(format, E, N, K)
-                    make = ExpertWeights.mxfp4 if format == "mxfp4" else ExpertWeights.fp8_block
-                    weights = make(codes.clone(), scale.clone()).prepare()
-                    for T in map(int, given.tokens.split(",")):
-                        cell = Cell(weights, top_k, width, T)
-                        calls: dict[str, Call] = {"ours": partial(grouped_gemm, cell.x, weights, cell.m_sizes)}
-                        if format == "mxfp4":
-                            calls["triton_kernels"] = triton_kernels_call(cell, codes, scale)
-                        else:
-                            import deep_gemm
+    """Measure, a line a cell, and print the table."""
+    given = arguments(args)
+    if given.table:
+        print("\n".join(table([json.loads(line) for line in given.table.read_text().splitlines()])))
+        return 0
+    if not given.append:
+        given.out.write_text("")
+    if len(pairs(given)) > 1 and not given.warm:
+        in_processes(given)
+        rows = [json.loads(line) for line in given.out.read_text().splitlines()]
+        print("\n".join(table(rows)), flush=True)
+        return 0 if any(one["us"] for one in rows) else 1
 
-                            calls["ours, of codes"] = of_codes(cell)
-                            calls |= vllm_calls(theirs, cell, codes, scale)
-                            calls |= deepgemm_calls(deep_gemm, cell, codes, scale)
-                        x8, x_scale = cell.quantised() if format != "mxfp4" else (cell.x, None)
-                        rounded = cell.x if x_scale is None else (x8.float().view(cell.M, -1, 128) * x_scale[..., None])
-                        errors = {
-                            name: cell.error(call(), cell.x if name == "ours" else rounded.reshape(cell.M, K))
-                            for name, call in calls.items()
-                        }
-                        graphs = [clock.capture(call) for call in calls.values()]
-                        times = [statistics.median(one) for one in clock.rounds_us(graphs, ROUNDS)]
-                        row = {
-                            "format": format, "model": model, "gemm": gemm, "tokens": T, "E": E, "N": N, "K": K,
-                            "us": {name: round(us, 2) for name, us in zip(calls, times, strict=True)},
-                            "error": {name: float(f"{one:.2e}") for name, one in errors.items()},
-                            "gpu": torch.cuda.get_device_name(),
-                        }  # fmt: skip
-                        out.write(json.dumps(row) + "\n")
-                        out.flush()
-                        print(format, model, gemm, T, row["us"], flush=True)
-                        clock.release()
-    return 0
+    with given.out.open("a") if not given.warm else contextlib.nullcontext() as out:
+
+        def keep(found: dict[str, Any]) -> None:
+            if out is not None:
+                out.write(json.dumps(found) + "\n")
+                out.flush()
+            said = (found[word] for word in ("format", "model", "gemm", "tokens", "us", "error", "failed"))
+            print(*said, flush=True)
+
+        return measure(given, keep)

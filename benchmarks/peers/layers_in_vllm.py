@@ -52,6 +52,7 @@ KINDS = {
     "int4": Kind("Kimi-K2-Thinking", 384, 7168, 2048, 8, ("marlin",)),
 }
 OURS = "auto"
+RUN = Path(__file__).parents[1] / "run.py"
 ROUNDS = 15
 TOKENS = "1,4,16,64,256,1024,4096,8192"
 
@@ -294,7 +295,7 @@ def in_a_process(given: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
         options = {"--vllm": given.vllm, "--packages": given.packages, "--json": out, "--kinds": kind,
                    "--backends": given.backends, "--tokens": ",".join(map(str, given.tokens))}  # fmt: skip
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
-        done = subprocess.run([sys.executable, sys.argv[0], "layers_in_vllm", *words], check=False)
+        done = subprocess.run([sys.executable, str(RUN), "layers_in_vllm", *words], check=False)
         if out.is_file():
             return json.loads(out.read_text())["cells"]  # type: ignore[no-any-return]
         return [{"kind": kind, "tokens": None, "failed": {"all": f"its process ended with {done.returncode}"}}]

@@ -1,0 +1,127 @@
+"""One product of quantised weights: the operands as we and as the others take them, and how far a result is off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+
+from pretuned.aot.measure.inputs import routed_rows
+from pretuned.runtime import ExpertWeights
+
+Call: TypeAlias = Callable[[], torch.Tensor]
+INT4 = ("int4_g32", "int4_g128")
+MODELS = {  # E, H, I, top_k
+    "mxfp4": {"gpt-oss-20b": (32, 2880, 2880, 4), "gpt-oss-120b": (128, 2880, 2880, 4)},
+    "fp8_block": {
+        "qwen3-30b": (128, 2048, 768, 8), "qwen3-235b": (128, 4096, 1536, 8), "deepseek-v3": (256, 7168, 2048, 8),
+    },
+    "int4_g32": {"kimi-k2": (384, 7168, 2048, 8)},
+    "int4_g128": {"qwen3-30b": (128, 2048, 768, 8), "mixtral-8x7b": (8, 4096, 14336, 2)},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Product:
+    """w [E, N, K] of a model's layer: codes and scales as a checkpoint has them, drawn when they are asked for."""
+
+    format: str
+    model: str
+    gemm: str
+    E: int
+    N: int
+    K: int
+    width: int
+    top_k: int
+    device: str = "cuda"
+
+    @property
+    def group(self) -> int:
+        """Elements of K that share a scale."""
+        return {"mxfp4": 32, "fp8_block": 128, "int4_g32": 32, "int4_g128": 128}[self.format]
+
+    @cached_property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales."""
+        g, (E, N, K) = torch.Generator(self.device).manual_seed(1), (self.E, self.N, self.K)
+
+        def drawn(low: int, high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=g)
+
+        if self.format == "fp8_block":
+            codes = torch.empty(E, N, K, dtype=torch.float8_e4m3fn, device=self.device)
+            for one in codes:
+                one.copy_((torch.randn(N, K, generator=g, device=self.device) * 100).clamp(-448, 448))
+            blocks = E, -(-N // 128), -(-K // 128)
+            return codes, (torch.rand(blocks, generator=g, device=self.device) + 0.5) * 5e-4
+        codes, groups = drawn(0, 256, E, N, K // 2), (E, N, K // self.group)
+        if self.format == "mxfp4":
+            return codes, drawn(119, 124, *groups)
+        return codes, ((torch.rand(groups, generator=g, device=self.device) + 0.5) * 1e-2).bfloat16()
+
+    @cached_property
+    def weights(self) -> ExpertWeights:
+        """The same as ours, in the order that our kernels read."""
+        codes, scale = (one.clone() for one in self.operands)
+        if self.format in INT4:
+            return ExpertWeights.int4(codes, scale).prepare()
+        return (ExpertWeights.mxfp4 if self.format == "mxfp4" else ExpertWeights.fp8_block)(codes, scale).prepare()
+
+
+def products(formats: list[str], models: list[str] | None = None) -> Iterator[Product]:
+    """Both products of each model, one after another: who lets go of one has its memory back."""
+    for format in formats:
+        for model, (E, H, width, top_k) in MODELS[format].items():
+            if models is None or model in models:
+                yield Product(format, model, "gate_up", E, 2 * width, H, width, top_k)
+                yield Product(format, model, "down", E, H, width, width, top_k)
+
+
+class Cell:
+    """A product of T tokens: x, and where each sorted row belongs."""
+
+    def __init__(self, product: Product, T: int) -> None:
+        self.product, self.T, self.M = product, T, T * product.top_k
+        self.E, self.N, self.K, self.device = product.E, product.N, product.K, product.device
+        self.m_sizes = routed_rows(self.E, product.top_k, T).to(self.device)
+        g = torch.Generator(self.device).manual_seed(2)
+        self.x = torch.randn(self.M, self.K, device=self.device, generator=g).bfloat16()
+        n = self.m_sizes.long()
+        self.first = n.cumsum(0) - n
+        self.owner = torch.repeat_interleave(torch.arange(self.E, device=self.device), n)
+
+    @cached_property
+    def quantised(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """x in e4m3, and its scales [M, K / 128]."""
+        parts = self.x.float().view(self.M, -1, 128)
+        scale = parts.abs().amax(-1).clamp(1e-4) / 448
+        return (parts / scale[..., None]).to(torch.float8_e4m3fn).view(self.M, self.K), scale
+
+    def slots(self, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows padded to whole blocks an expert (M stands for none), each block's expert, and the rows in all."""
+        blocks = (self.m_sizes.long() + block - 1) // block
+        total = int(blocks.sum()) * block
+        slots = torch.full((max(total, block),), self.M, dtype=torch.int32, device=self.device)
+        rows = torch.arange(self.M, device=self.device)
+        slots[((blocks.cumsum(0) - blocks) * block - self.first)[self.owner] + rows] = rows.int()
+        experts = torch.repeat_interleave(torch.arange(self.E, device=self.device), blocks).int()
+        return slots, experts, torch.tensor([total], dtype=torch.int32, device=self.device)
+
+    def error(self, y: torch.Tensor, *, of_codes: bool) -> float:
+        """Of three experts' rows, against fp32 of the dequantised weights and of x, or of x's codes."""
+        off = total = 0.0
+        there = (self.m_sizes > 0).nonzero()[:, 0]
+        for e in {int(self.m_sizes.argmax()), int(there[0]), int(there[-1])}:
+            rows = slice(int(self.first[e]), int(self.first[e]) + min(int(self.m_sizes[e]), 64))
+            x = self.x[rows].float()
+            if of_codes:
+                x = (self.quantised[0][rows].float().view(len(x), -1, 128) * self.quantised[1][rows, :, None]).view_as(
+                    x
+                )
+            wanted = x @ self.product.weights.dequantize(torch.float32, e).T
+            off += float((y[rows].float() - wanted).square().sum())
+            total += float(wanted.square().sum())
+        return (off / total) ** 0.5

@@ -1,0 +1,203 @@
+"""4-bit weights and x in bf16, by others: triton_kernels (mxfp4), vLLM's Marlin and Humming (both formats).
+
+Each takes the folder of the package vllm, a product and the tokens, prepares the weights as that library does, and
+gives what makes the calls of a cell, by name. Weights are the product's own: every result can be judged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretuned.aot.compare.vllm_kernels import taken
+from pretuned.runtime.weights.codes import pack, unpack
+
+from .products import Call, Cell, Product
+
+MARLIN_ROWS = (8, 16, 32, 48, 64)  # a block; vLLM takes the first that 0.9 of the mean expert's rows don't fill
+QUANTISATION = "model_executor/layers/quantization/utils"
+LOCKS = 2048  # as Humming's own layer has
+HUMMING_COLUMNS = 128  # four warps of 32 columns: what its wgmma kernels want
+
+
+def triton_kernels(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
+    """matmul_ogs, the weights in the layout that it prefers here."""
+    import triton_kernels.matmul_ogs_details.opt_flags as flags
+    from triton_kernels import matmul_ogs as ogs
+    from triton_kernels.numerics import InFlexData
+    from triton_kernels.tensor import FP4, convert_layout, make_ragged_tensor_metadata, wrap_torch_tensor
+    from triton_kernels.tensor_details import layout
+
+    codes, scale = product.operands
+    values, options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+    scales, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
+    flags.update_opt_flags_constraints({"split_k": 1})
+    w = convert_layout(wrap_torch_tensor(codes.transpose(-2, -1), dtype=FP4), values, **options)
+    s = convert_layout(wrap_torch_tensor(scale.transpose(-2, -1)), scales, **scale_options)
+    precision = ogs.PrecisionConfig(weight_scale=s, flex_ctx=ogs.FlexCtx(rhs_data=InFlexData()))
+
+    def calls(cell: Cell) -> dict[str, Call]:
+        ragged = make_ragged_tensor_metadata(cell.m_sizes, cell.M)
+        routing = ogs.RoutingData(None, cell.m_sizes, cell.E, 1, expt_data=ragged)
+        return {"triton_kernels": lambda: ogs.matmul_ogs(cell.x, w, None, routing, precision_config=precision)}
+
+    return calls
+
+
+def orders(place: Path) -> dict[str, Any]:
+    """vLLM's functions that say in which order Marlin has weights and scales, by name. Needs NumPy, as they do."""
+    import numpy
+
+    folder, names = place / QUANTISATION, {"torch": torch, "np": numpy}
+    return {
+        **taken(folder / "marlin_utils.py", ("get_scale_perms", "marlin_permute_scales"), names),
+        **taken(folder / "marlin_utils_fp4.py", ("mxfp4_marlin_process_scales",), names),
+        **taken(folder / "marlin_utils_test.py", ("get_weight_perm",), names),
+    }
+
+
+def marlin_sizes(N: int, K: int) -> tuple[int, int]:
+    """N and K, or, where none of Marlin's tiles (128 x 64, 64 x 128) divides them, as vLLM pads H and I for it."""
+    if N % 128 == 0 == K % 64 or N % 64 == 0 == K % 128:
+        return N, K
+    return -(-N // 256) * 256, -(-K // 128) * 128
+
+
+class Marlin:
+    """What of vLLM's package Marlin needs: its operator, the names of types, and how weights and scales are ordered."""
+
+    def __init__(self, place: Path) -> None:
+        if not hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm"):
+            torch.ops.load_library(str(place / "_moe_C.abi3.so"))
+        self.gemm = torch.ops._moe_C.moe_wna16_marlin_gemm
+        self.types = _module("scalar_type", place / "scalar_type.py").scalar_types
+        self.names = orders(place)
+
+    def codes(self, codes: torch.Tensor) -> torch.Tensor:
+        """[E, N, K / 2] uint8 to [E, K / 16, 2 N] int32: gptq_marlin_repack's tiles of 16 x 64, a lane's in a word."""
+        E, N, K = *codes.shape[:2], 2 * codes.shape[2]
+        order = self.names["get_weight_perm"](4).to(codes.device)
+        found = torch.empty(E, K // 16, 2 * N, dtype=torch.int32, device=codes.device)
+        for one, into in zip(codes, found, strict=True):
+            tiles = unpack(one).T.reshape(K // 16, 16, N // 16, 16).transpose(1, 2).reshape(-1, len(order))[:, order]
+            into.copy_(pack(tiles).view(torch.int32).view_as(into))
+        return found
+
+    def scales(self, scale: torch.Tensor, K: int, group: int) -> torch.Tensor:
+        """[E, N, K / group] to [E, K / group, N], as vLLM orders those of a bf16 x."""
+        E, N, groups = scale.shape
+        exponents = scale.dtype is torch.uint8
+        dtype = torch.float8_e8m0fnu if exponents else scale.dtype
+        found = torch.empty(E, groups, N, dtype=dtype, device=scale.device)
+        for one, into in zip(scale, found, strict=True):
+            plain = one.view(torch.float8_e8m0fnu).bfloat16() if exponents else one
+            ordered = self.names["marlin_permute_scales"](plain.T, K, N, group)
+            into.copy_(self.names["mxfp4_marlin_process_scales"](ordered) if exponents else ordered)
+        return found
+
+
+def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
+    """vLLM's Marlin for MoE, w4a16, each call as vLLM's fused_marlin_moe makes it for one product.
+
+    A padded product's x lies padded beforehand: the down product of gpt-oss.
+    """
+    theirs, (codes, scale) = Marlin(place), product.operands
+    N, K = marlin_sizes(product.N, product.K)
+    if (N, K) != (product.N, product.K):
+        more = N - product.N, K - product.K
+        codes = torch.nn.functional.pad(codes, (0, more[1] // 2, 0, more[0]))
+        scale = torch.nn.functional.pad(scale, (0, more[1] // product.group, 0, more[0]))
+    w, s = theirs.codes(codes), theirs.scales(scale, K, product.group)
+    kind = theirs.types.float4_e2m1f if product.format == "mxfp4" else theirs.types.uint4b8
+    processors = torch.cuda.get_device_properties(0).multi_processor_count if w.is_cuda else 1
+    workspace = torch.zeros(4 * processors, dtype=torch.int32, device=w.device)
+    name = "marlin" if (N, K) == (product.N, product.K) else f"marlin (padded to {N} x {K})"
+
+    def calls(cell: Cell) -> dict[str, Call]:
+        block = next((one for one in MARLIN_ROWS if cell.M / cell.E / one < 0.9), MARLIN_ROWS[-1])
+        slots, experts, total = cell.slots(block)
+        x = torch.nn.functional.pad(cell.x, (0, K - cell.K))
+        y = torch.empty(cell.M, N, device=x.device, dtype=x.dtype)
+        once = torch.ones(cell.M, 1, device=x.device)
+
+        def call() -> torch.Tensor:
+            theirs.gemm(
+                x, y, w, None, s, None, None, None, None, None, workspace, slots, experts, total, once, block, 1,
+                False, kind.id, cell.M, N, K, True, False, True, False, -1, -1, -1,
+            )  # fmt: skip
+            return y[:, : cell.N]
+
+        return {name: call}
+
+    return calls
+
+
+def humming(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
+    """Humming's grouped product of rows that lie by expert, each M by the config that its heuristic gives.
+
+    The kernels of all tokens are compiled at once, in threads; they stay in its cache on the disk.
+    """
+    from humming import ops
+    from humming.config import ComputeConfig
+    from humming.kernel.humming import HummingKernel
+    from humming.schema import HummingWeightSchema
+    from humming.transform import prepare_layer_config, transform_humming_tensors
+    from humming.tune import get_heuristics_config
+
+    codes, scale = product.operands
+    fp4 = product.format == "mxfp4"
+    schema = HummingWeightSchema(
+        b_dtype="float4e2m1" if fp4 else "uint4", bs_dtype="float8e8m0" if fp4 else "bfloat16",
+        weight_scale_group_size=product.group,
+    )  # fmt: skip
+    layer = prepare_layer_config(
+        product.N, product.K, schema, num_experts=product.E, pad_n_to_multiple=HUMMING_COLUMNS,
+        torch_dtype=torch.bfloat16,
+    )  # fmt: skip
+    computed = ComputeConfig(gemm_type="grouped_contiguous")
+
+    def kernels(rows: list[int]) -> torch.Tensor:
+        chosen = [get_heuristics_config(layer, M, gemm_type="grouped_contiguous") for M in rows]
+        spans = [(0, 1 << 30, one | {"use_batch_invariant": False}) for one in chosen]
+        found = HummingKernel.prepare_kernels(
+            layer.to_str(), computed.to_str(), spans, device=torch.cuda.current_device()
+        )
+        return found.reshape(-1, 4)
+
+    with contextlib.suppress(Exception):  # one that can't be had is told of in its cell
+        kernels([T * product.top_k for T in tokens])
+    weight_scale = scale.view(torch.float8_e8m0fnu) if fp4 else scale
+    tensors = transform_humming_tensors(layer, {"weight": codes.view(torch.int32), "weight_scale": weight_scale})
+    locks = torch.zeros(LOCKS, dtype=torch.int32, device=codes.device)
+    name = "humming" if not layer.pad_shape_n else f"humming (padded to {layer.shape_n} x {layer.shape_k})"
+
+    def calls(cell: Cell) -> dict[str, Call]:
+        (config,) = kernels([cell.M])
+        ends = torch.nn.functional.pad(cell.m_sizes.long().cumsum(0), (1, 0))
+        y = torch.zeros(cell.M, cell.N, device=cell.device, dtype=torch.bfloat16)
+
+        def call() -> torch.Tensor:
+            ops.launch_kernel(
+                configs=config, inputs=cell.x, outputs=y, locks=locks, top_k=1, expert_layout=ends, **tensors
+            )
+            return y
+
+        return {name: call}
+
+    return calls
+
+
+def _module(name: str, file: Path) -> Any:
+    """A module of one file that imports nothing of its package."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"no {file}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,134 @@
+"""fp8 blocks of an x that is quantised beforehand: vLLM's Triton kernel, DeepGEMM, and ours of such an x.
+
+Each takes the folder of the package vllm, a product and the tokens, prepares the weights, and gives what makes the
+calls of a cell, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretuned.aot.compare import vllm_kernels
+from pretuned.aot.measure.calls import Tensors, caller
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.runtime.dispatch.decide import Miss, decide
+from pretuned.runtime.dispatch.snapshot import snapshot
+from pretuned.runtime.driver.device import local_gpu
+from pretuned.runtime.launch.loader import loaded
+from pretuned.runtime.weights.row_codes import codes_of_rows
+
+from .products import Call, Cell, Product
+
+PADDED = 128  # DeepGEMM's rows of an expert
+
+
+def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
+    """Our product of codes, by the choice of the bundle that has it."""
+
+    def calls(cell: Cell) -> dict[str, Call]:
+        local, problem = local_gpu(0), Problem(Op.FORWARD, DType.FP8_BLOCK, cell.E, cell.N, cell.K)
+        chosen = decide(snapshot(), problem, cell.M, local)
+        if isinstance(chosen, Miss):
+            raise RuntimeError(chosen.reason)
+        kernel = loaded(chosen.chosen.usable.bundle, chosen.chosen.index, 0, local.gpu.sm_count)
+        y = torch.empty(cell.M, cell.N, device="cuda", dtype=torch.bfloat16)
+        on = Tensors(problem, cell.M, cell.x, product.weights, y, codes=codes_of_rows(cell.x))
+        run = caller(kernel, on, cell.m_sizes.int())
+
+        def call() -> torch.Tensor:
+            run()
+            return y
+
+        return {"ours, of codes": call}
+
+    return calls
+
+
+def vllm(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
+    """vLLM's Triton kernel, by its heuristic."""
+    theirs, (codes, scale) = vllm_kernels.FusedMoe(place), product.operands
+    names = theirs.fused_moe
+
+    def calls(cell: Cell) -> dict[str, Call]:
+        (x, x_scale), block = cell.quantised, [128, 128]
+        given = cell.T, cell.E, product.width, cell.K, product.top_k, "fp8_w8a8", block
+        config = names["get_default_config"](*given)
+        slots, experts, total = cell.slots(config["BLOCK_SIZE_M"])
+
+        def call() -> torch.Tensor:
+            y = torch.empty(cell.M, 1, cell.N, device="cuda", dtype=torch.bfloat16)
+            names["invoke_fused_moe_triton_kernel"](
+                x, codes, y, x_scale, scale, None, slots, experts, total, False, 1, config,
+                compute_type=theirs.bf16, use_fp8_w8a8=True, use_int8_w8a8=False, use_int8_w8a16=False,
+                use_int4_w4a16=False, per_channel_quant=False, block_shape=block,
+            )  # fmt: skip
+            return y.view(cell.M, cell.N)
+
+        return {"vllm heuristic": call}
+
+    return calls
+
+
+def deepgemm(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
+    """DeepGEMM: rows padded to 128 an expert, or every expert's rows in a room of their own."""
+    import deep_gemm
+
+    codes, scale = product.operands
+
+    def calls(cell: Cell) -> dict[str, Call]:
+        found: dict[str, Call] = {}
+        if cell.T >= PADDED:
+            found["deepgemm contiguous"] = _contiguous(deep_gemm, cell, codes, scale)
+        if cell.T <= 1024:
+            found["deepgemm masked"] = _masked(deep_gemm, cell, codes, scale)
+        return found
+
+    return calls
+
+
+def _padded(cell: Cell, size: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x's codes and scales with row r at at[r] of ``size``, and room for y."""
+    x, x_scale = cell.quantised
+    wide = torch.zeros(size, cell.K, device="cuda", dtype=torch.float8_e4m3fn)
+    wide.view(torch.uint8)[at] = x.view(torch.uint8)
+    scales = torch.ones(size, cell.K // 128, device="cuda")
+    scales[at] = x_scale
+    return wide, scales, torch.empty(size, cell.N, device="cuda", dtype=torch.bfloat16)
+
+
+def _contiguous(deep_gemm: Any, cell: Cell, codes: torch.Tensor, scale: torch.Tensor) -> Call:
+    n = cell.m_sizes.long()
+    whole = (n + PADDED - 1) // PADDED * PADDED
+    at = ((whole.cumsum(0) - whole) - cell.first)[cell.owner] + torch.arange(cell.M, device="cuda")
+    wide, scales, y = _padded(cell, int(whole.sum()), at)
+    aligned = deep_gemm.get_mn_major_tma_aligned_tensor(scales)
+    experts = torch.repeat_interleave(torch.arange(cell.E, device="cuda"), whole).int()
+
+    def call() -> torch.Tensor:
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous((wide, aligned), (codes, scale), y, experts, disable_ue8m0_cast=True)
+        return y[at] if not torch.cuda.is_current_stream_capturing() else y
+
+    return call
+
+
+def _masked(deep_gemm: Any, cell: Cell, codes: torch.Tensor, scale: torch.Tensor) -> Call:
+    n, E = cell.m_sizes.long(), cell.E
+    room = max(64, (int(n.max()) + 63) // 64 * 64)
+    at = (torch.arange(E, device="cuda") * room - cell.first)[cell.owner] + torch.arange(cell.M, device="cuda")
+    wide, scales, y = _padded(cell, E * room, at)
+    aligned = deep_gemm.get_mn_major_tma_aligned_tensor(scales.view(E, room, -1))
+    counts, expected = cell.m_sizes.int(), max(1, cell.M // int((n > 0).sum()))
+
+    def call() -> torch.Tensor:
+        deep_gemm.fp8_m_grouped_gemm_nt_masked(
+            (wide.view(E, room, cell.K), aligned), (codes, scale), y.view(E, room, cell.N), counts, expected,
+            disable_ue8m0_cast=True,
+        )  # fmt: skip
+        return y[at] if not torch.cuda.is_current_stream_capturing() else y
+
+    return call

@@ -1,0 +1,218 @@
+"""Quantised products beside other libraries': how a cell is measured, how weights are ordered, how a run is judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from pretuned.aot.measure.clock import HostClock
+from pretuned.runtime.weights.codes import unpack
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+UTILS = {  # as vLLM's files have them: functions among what can't be imported here
+    "marlin_utils.py": """
+import something_that_is_not_here
+def get_scale_perms(): return list(reversed(range(64))), []
+def marlin_permute_scales(s, size_k, size_n, group_size):
+    return s.reshape(-1, 64)[:, get_scale_perms()[0]].reshape(-1, size_n)
+""",
+    "marlin_utils_fp4.py": """
+def mxfp4_marlin_process_scales(marlin_scales): return marlin_scales.to(torch.float8_e8m0fnu)
+""",
+    "marlin_utils_test.py": """
+def get_weight_perm(num_bits): return torch.from_numpy(np.arange(1024)[::-1].copy())
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    from benchmarks.peers import beside_quantised
+
+    return beside_quantised
+
+
+def product(tool: ModuleType, format: str, N: int = 128, K: int = 256, E: int = 4) -> object:
+    return tool.Product(format, "m", "down", E, N, K, K, 2, "cpu")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Marlin with orders of the test's own in files that are laid out as vLLM's."""
+    from benchmarks.peers import w4a16
+
+    place = tmp_path_factory.mktemp("vllm")
+    folder = place / w4a16.QUANTISATION
+    folder.mkdir(parents=True)
+    for name, text in UTILS.items():
+        (folder / name).write_text(text)
+    made = object.__new__(w4a16.Marlin)
+    made.names = w4a16.orders(place)
+    return made
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4_g32", "int4_g128", "fp8_block"])
+def test_ours_is_measured_and_what_fails_is_told(tool: ModuleType, format: str) -> None:
+    one = product(tool, format)
+
+    def refuses(cell: object) -> dict[str, object]:
+        raise RuntimeError("no such\n  shape")
+
+    def fails(cell: object) -> dict[str, object]:
+        return {"b": lambda: torch.ones(2, 2) @ torch.ones(3, 3)}
+
+    made = {"ours": tool.ours(Path(), one, [16]), "a": refuses, "b": fails}
+    found = tool.measured(tool.Cell(one, 16), made, HostClock())
+    assert found["us"].keys() == found["error"].keys() == {"ours"}
+    assert found["us"]["ours"] > 0
+    assert found["error"]["ours"] < (3e-2 if format == "fp8_block" else 5e-3)
+    assert found["failed"].keys() == {"a", "b"}
+    assert found["failed"]["a"] == "RuntimeError: no such shape"
+    assert json.loads(json.dumps(found))["format"] == format
+    warm = tool.measured(tool.Cell(one, 16), made, None)
+    assert (warm["us"], warm["error"]) == ({}, {})
+
+
+def test_an_error_is_of_the_products_own_weights(tool: ModuleType) -> None:
+    """Those that are drawn, before ours put them into an order: the others' are made of the same."""
+    for format in ("mxfp4", "int4_g128"):
+        cell = tool.Cell(product(tool, format), 8)
+        codes, scale = cell.product.operands
+        number = unpack(codes).float() - 8
+        if format == "mxfp4":
+            table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+            number = torch.cat((table, -table))[unpack(codes).long()]
+            scale = torch.exp2(scale.float() - 127)
+        w = number * scale.float().repeat_interleave(cell.product.group, 2)
+        y = torch.cat([x.float() @ one.T for x, one in zip(cell.x.split(cell.m_sizes.tolist()), w, strict=True)])
+        assert cell.error(y, of_codes=False) < 1e-6
+        assert 0.9 < cell.error(torch.zeros_like(y), of_codes=False) <= 1
+
+
+def test_marlins_weights_are_tiles_in_vllms_order(theirs: object) -> None:
+    """[K, N] in tiles of 16 x 64, each in the order that the permutation says, eight codes a word from its low end."""
+    E, N, K = 2, 128, 64
+    codes = torch.randint(0, 256, (E, N, K // 2), dtype=torch.uint8)
+    words = theirs.codes(codes)
+    assert (words.shape, words.dtype) == ((E, K // 16, 2 * N), torch.int32)
+    nibbles = torch.stack([words >> (4 * place) & 15 for place in range(8)], -1).reshape(E, K // 16, N // 64, 1024)
+    for e, k, n in ((0, 0, 0), (0, 17, 70), (1, 63, 127), (1, 40, 5)):
+        inside = (n % 64) // 16 * 256 + (k % 16) * 16 + n % 16
+        assert nibbles[e, k // 16, n // 64, 1023 - inside] == unpack(codes[e, n])[k]
+
+
+def test_marlins_scales_are_in_vllms_order(theirs: object) -> None:
+    exponents = torch.randint(119, 124, (2, 64, 4), dtype=torch.uint8)
+    found = theirs.scales(exponents, 128, 32)
+    assert found.dtype is torch.float8_e8m0fnu
+    assert torch.equal(found.view(torch.uint8), exponents.transpose(1, 2).flip(2))
+    scale = torch.rand(2, 128, 3).bfloat16()
+    found = theirs.scales(scale, 384, 128)
+    assert torch.equal(found.view(2, 3, 2, 64), scale.transpose(1, 2).reshape(2, 3, 2, 64).flip(3))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"), [((5760, 2880), (5760, 2880)), ((2880, 2880), (3072, 2944)), ((64, 128), (64, 128))]
+)
+def test_marlin_pads_what_its_tiles_do_not_divide(sizes: tuple[int, int], wanted: tuple[int, int]) -> None:
+    from benchmarks.peers import w4a16
+
+    assert w4a16.marlin_sizes(*sizes) == wanted
+
+
+def test_marlin_is_called_as_vllm_calls_it(
+    tool: ModuleType, theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.peers import w4a16
+
+    kinds = SimpleNamespace(float4_e2m1f=SimpleNamespace(id=4), uint4b8=SimpleNamespace(id=8))
+    asked: list[tuple[object, ...]] = []
+    theirs.gemm, theirs.types = lambda *given: asked.append(given), kinds
+    monkeypatch.setattr(w4a16, "Marlin", lambda _place: theirs)
+    one = product(tool, "mxfp4", N=192, K=192)
+    cell = tool.Cell(one, 16)
+    ((name, call),) = w4a16.marlin(Path(), one, [16])(cell).items()
+    assert call().shape == (32, 192)
+    assert name == "marlin (padded to 256 x 256)"
+    (given,) = asked
+    assert [tuple(given[at].shape) for at in (0, 1, 2, 4)] == [(32, 256), (32, 256), (4, 16, 512), (4, 8, 256)]
+    assert torch.equal(given[0][:, :192], cell.x)
+    assert not given[0][:, 192:].any()
+    assert given[15:] == (16, 1, False, 4, 32, 256, 256, True, False, True, False, -1, -1, -1)  # 8 rows an expert
+    slots, experts, total = given[11:14]
+    assert int(total) == len(slots) == 16 * len(experts)
+
+
+def test_a_library_that_is_absent_is_told_in_every_cell(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool.vllm_kernels, "package", lambda place: place)
+    monkeypatch.setattr(tool, "Clock", HostClock)
+    monkeypatch.setattr(tool, "products", lambda *_: iter([product(tool, "int4_g32")]))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    rows: list[dict[str, object]] = []
+    asked = ["--vllm", str(tmp_path), "--out", "o", "--formats", "int4_g32", "--tokens", "1,16", "--peers", "marlin"]
+    given = tool.arguments(asked)
+    assert tool.measure(given, rows.append) == 0
+    assert [one["tokens"] for one in rows] == [1, 16]
+    assert all(one["us"].keys() == {"ours"} and one["failed"].keys() == {"marlin"} for one in rows)
+    rows.clear()
+    given.budget = -1.0
+    assert tool.measure(given, rows.append) == 0
+    assert rows == []
+
+
+def test_the_table(tool: ModuleType) -> None:
+    def line(format: str, gemm: str, tokens: int, **us: float) -> dict[str, object]:
+        return {"format": format, "model": format[-3:], "gemm": gemm, "tokens": tokens,
+                "us": {name.replace("_", " "): one for name, one in us.items()}}  # fmt: skip
+
+    padded = {"marlin (padded to 3072 x 2944)": 400.0, "ours": 100.0}
+    lines = tool.table([
+        line("int4_g32", "down", 1, ours=10, marlin=20, humming=15),
+        line("int4_g128", "down", 1, ours=10, marlin=6),
+        line("mxfp4", "down", 1, ours=10),
+        {**line("mxfp4", "gate_up", 8192), "us": padded},
+    ])  # fmt: skip
+    assert lines[0] == "| tokens | 1 | 8,192 |"
+    assert lines[2:6] == [
+        "| int4: g32, 128 | 0.95 (0.60) | - |",
+        "| int4: marlin | 1.10 (0.60) | - |",
+        "| int4: humming | 1.50 (1.50) | - |",
+        "| mxfp4: fp4 | - | 4.00 (4.00) |",
+    ]
+
+
+def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    given = tool.arguments(["--vllm", ".", "--out", "o", "--formats", "int4_g128,mxfp4", "--models", "gpt-oss-20b"])
+    assert tool.pairs(given) == [("mxfp4", "gpt-oss-20b")]
+    for wrong, said in (
+        (["--formats", "int3"], "'int3' is none of mxfp4, fp8_block"),
+        (["--peers", "x"], "'x' is none of codes"),
+        ([], "--vllm and --out are needed"),
+    ):
+        with pytest.raises(SystemExit):
+            tool.arguments(wrong)
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """(There is no vLLM in the folder.)"""
+    out = tmp_path / "o.jsonl"
+    asked = ["--vllm", str(tmp_path), "--out", str(out), "--formats", "mxfp4", "--tokens", "1", "--budget", "100"]
+    ended = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "run.py"), "beside_quantised", *asked, "--peers", "marlin"],
+        env=dict(os.environ), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stdout.count("its process ended with 1") == 4  # two models, warm and timed
+    assert "no vLLM in" in ended.stderr
+    assert out.read_text() == ""
